@@ -1,0 +1,100 @@
+"""Attention with exchangeable kernels: one function, one table of backends.
+
+    attention(q, k, v, backend="tiled")                                       # a name in BACKENDS
+    attention(q, k, v, backend=get_backend("tiled", block_q=32, block_kv=16)) # with options
+    register(Backend("mine", my_function))                                    # your own, then backend="mine"
+"""
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.defects import DEFECTS
+from attention.flex import FLEX
+from attention.interface import AttentionOutput, Backend, check_inputs, check_output
+from attention.kernels import TRITON
+from attention.naive import NAIVE
+from attention.sdpa import SDPA
+from attention.tiled import TILED
+from attention.twins import TWINS
+
+__all__ = ["BACKENDS", "AttentionOutput", "Backend", "attention", "get_backend", "load_backend", "register"]
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (NAIVE, TILED, TRITON, SDPA, FLEX, *TWINS, *DEFECTS)}
+
+
+def register(backend: Backend) -> None:
+    """Add a backend of your own to the table. Raises ValueError where the name is taken."""
+    if backend.name in BACKENDS:
+        raise ValueError(f"a backend named {backend.name!r} exists already; names in use: {', '.join(BACKENDS)}")
+    BACKENDS[backend.name] = backend
+
+
+def get_backend(name: str, **options: Any) -> Backend:
+    """The backend of that name, with its options set. Raises ValueError for an unknown name or option, listing the valid ones."""
+    if name not in BACKENDS:
+        raise ValueError(f"attention={name} is not known; valid: {', '.join(BACKENDS)}, or custom with a target")
+    return BACKENDS[name].configured(**options)
+
+
+def load_backend(target: str, **options: Any) -> Backend:
+    """A user's backend from `pkg.module:NAME`, found from the current folder or anywhere Python looks."""
+    module_name, _, attribute = target.partition(":")
+    if not module_name or not attribute:
+        raise ValueError(f"attention.target={target} must read pkg.module:NAME")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"attention.target={target} cannot be loaded: {error}") from error
+    if not isinstance(found, Backend):
+        raise ValueError(f"attention.target={target} must be an attention.Backend, it is a {type(found).__name__}")
+    return found.configured(**options)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    backend: str | Backend,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    document_ids: Tensor | None = None,
+) -> AttentionOutput:
+    """softmax(q k^T * scale, masked) v by the named backend, and no other: what it cannot do is a ValueError with every reason.
+
+    q             (B, H, N, D), floating
+    k, v          (B, H_kv, M, D), same dtype and device as q; H a multiple of H_kv (grouped-query, multi-query)
+    causal        query i sees key j iff j <= i + (M - N): aligned bottom-right, so N=1 decodes against a cache
+    scale         default D**-0.5
+    window        query i sees only the w most recent keys it may see, its own position included; needs causal
+    softcap       scores become softcap * tanh(score / softcap)
+    alibi_slopes  (H,): adds -slope * (i + M - N - j) to the scores; a constant, no gradient flows to it
+    document_ids  (B, N) integers: a run of equal ids is a document, and attention stays inside it; needs N == M
+
+    Order: scale, softcap, alibi, mask, softmax. A row that sees no key gives out = 0 and lse = -inf, with zero gradients.
+    Statistics and sums are float32 (float64 for float64), and autocast has no say inside.
+    """
+    if isinstance(backend, str):
+        backend = get_backend(backend)
+    optional = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "document_ids": document_ids}
+    check_inputs(q, k, v, causal=causal, **optional)
+    reasons = backend.unsupported_reasons(q, k, v, causal=causal, **optional)
+    if reasons:
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {q.dtype} on {q.device}"
+        raise ValueError(f"attention={backend.name} cannot take {shapes}: " + "; ".join(reasons))
+    function = backend.fn if backend.traceable else torch.compiler.disable(backend.fn)
+    arguments = {name: value for name, value in optional.items() if name in backend.features}
+    with torch.autocast(q.device.type, enabled=False):
+        output = function(q, k, v, causal=causal, scale=q.shape[-1] ** -0.5 if scale is None else scale, **arguments, **backend.options)
+    check_output(backend, q, output)
+    return output

@@ -1,0 +1,124 @@
+"""Attention broken on purpose: each class changes one step of the streaming softmax or of the mask, and nothing else.
+
+They run through the same tile loop as the exact code, and their gradient is the true gradient of what they compute, the maximum
+included (unless detach_max). So a loss curve shows what the mistake does, not what a mismatched backward does.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from attention.mask import QueryTile, VisibleKeys, visible_keys
+from attention.online_softmax import OnlineSoftmax, finite, weighted_sum
+from attention.tiled import tile_loop_backend, tiled_attention
+
+
+class NoMax(OnlineSoftmax):
+    """No maximum is subtracted: p = exp(score), and nothing is ever rescaled."""
+
+    def next_max(self, tile_max: Tensor) -> Tensor:
+        # -inf stays the mark of a row that has seen no key
+        return torch.where(tile_max == -torch.inf, self.row_max, 0.0)
+
+    def correction(self, next_max: Tensor) -> Tensor:
+        return torch.ones_like(next_max)
+
+
+class NoRescale(OnlineSoftmax):
+    """Each tile subtracts its own maximum, and the sums of earlier tiles are never brought to the same scale."""
+
+    def next_max(self, tile_max: Tensor) -> Tensor:
+        return torch.where(tile_max == -torch.inf, self.row_max, tile_max)
+
+    def correction(self, next_max: Tensor) -> Tensor:
+        return torch.ones_like(next_max)
+
+
+class LocalSoftmax(OnlineSoftmax):
+    """Each tile is normalised on its own and the results are added: tiling without the streaming part."""
+
+    def update(self, scores: Tensor, v: Tensor) -> "LocalSoftmax":
+        tile_max = scores.amax(-1, keepdim=True)
+        no_key = tile_max == -torch.inf
+        p = torch.exp(scores - finite(tile_max))
+        p = p / torch.where(no_key, 1.0, p.sum(-1, keepdim=True))
+        row_max = torch.where(no_key, self.row_max, tile_max)
+        return replace(self, row_max=row_max, row_sum=torch.ones_like(self.row_sum), acc=self.acc + weighted_sum(p, v))
+
+
+class ZeroInitMax(OnlineSoftmax):
+    """The running maximum starts at 0 instead of -inf."""
+
+    @classmethod
+    def empty(cls, q: Tensor, **options: Any) -> Self:
+        state = super().empty(q, **options)
+        return replace(state, row_max=torch.zeros_like(state.row_max))
+
+
+@dataclass(frozen=True)
+class RelativeMask(VisibleKeys):
+    """The causal mask compares positions inside the tile, so every tile, past or future, gets the mask of the first one."""
+
+    def query_tiles(self, block_q: int) -> list[QueryTile]:
+        # the tiles of the future cannot be skipped: that would hide the leak
+        return [replace_bounds(tile, self.num_keys) for tile in super().query_tiles(block_q)]
+
+    def mask(self, rows: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+        absolute = super().mask(rows, keys)
+        i, j = (torch.arange(n, device=absolute.device) for n in absolute.shape[-2:])
+        return (j <= i[:, None]).expand_as(absolute)
+
+
+def replace_bounds(tile: QueryTile, num_keys: int) -> QueryTile:
+    """The tile, visiting every key and masking each."""
+    return tile._replace(first=0, last=num_keys, full_first=num_keys, full_last=0)
+
+
+def relative_keys(q: Tensor, k: Tensor, *, causal: bool, **optional: Any) -> VisibleKeys:
+    visible = visible_keys(q, k, causal=causal, **optional)
+    return RelativeMask(visible.lo, visible.hi, visible.num_keys) if causal else visible
+
+
+def unscaled_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **arguments: Any) -> Any:
+    """The 1 / sqrt(D) is left out, whatever scale was asked for."""
+    return tiled_attention(q, k, v, scale=1.0, **arguments)
+
+
+DEFECTS = (
+    tile_loop_backend(
+        "no_max",
+        softmax=NoMax,
+        defect="no maximum is subtracted: exact until one score passes ln(largest number), 88.72 in float32 and bfloat16 and 11.09 in "
+        "float16 (p is cast for p @ v); then inf, NaN or exact zeros",
+    ),
+    tile_loop_backend(
+        "no_rescale",
+        softmax=NoRescale,
+        defect="each tile subtracts its own maximum and earlier sums are never rescaled: finite, plausible and wrong, every tile counts "
+        "as if its best key were equally good; exact when one tile holds all keys",
+    ),
+    tile_loop_backend(
+        "local_softmax",
+        softmax=LocalSoftmax,
+        defect="each tile is normalised on its own and the results are summed: the weights of a row add up to the number of its tiles",
+    ),
+    tile_loop_backend(
+        "zero_init_max",
+        softmax=ZeroInitMax,
+        defect="the running maximum starts at 0: exact unless every score of a row is very negative (NaN near -104 in float32); a row "
+        "without a key is NaN",
+    ),
+    tile_loop_backend(
+        "relative_mask",
+        visible_keys=relative_keys,
+        without=("window", "document_ids"),
+        defect="the causal mask uses positions inside the tile: tiles of the future leak in, tiles of the past are half hidden",
+    ),
+    tile_loop_backend(
+        "no_scale",
+        function=unscaled_attention,
+        defect="scores are not divided by sqrt(head_dim): sqrt(head_dim) times too large, the stress under which no_max dies first",
+    ),
+)

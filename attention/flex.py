@@ -1,0 +1,75 @@
+"""PyTorch's FlexAttention as a trusted baseline: masks and score changes as small functions, compiled into one kernel on a GPU.
+
+Without a GPU PyTorch runs it uncompiled and materialises the scores: right, but no longer linear in memory.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from attention.interface import FEATURES, AttentionOutput, Backend
+from attention.mask import visible_keys
+
+
+@cache
+def compiled(function):
+    return torch.compile(function, dynamic=False)
+
+
+def flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    document_ids: Tensor | None = None,
+) -> AttentionOutput:
+    """q (B, H, N, D); k, v (B, H_kv, M, D)."""
+    (batch, _, num_queries, _), num_keys = q.shape, k.shape[2]
+    visible = visible_keys(q, k, causal=causal, window=window, document_ids=document_ids)
+    lo, hi = visible.lo.expand(batch, -1), visible.hi.expand(batch, -1)
+
+    def score_mod(score, b, h, i, j):
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if alibi_slopes is not None:
+            score = score - alibi_slopes[h] * (i + num_keys - num_queries - j)
+        return score
+
+    def mask_mod(b, h, i, j):
+        return (j >= lo[b, i]) & (j < hi[b, i])
+
+    on_gpu = q.device.type == "cuda"
+    inside_compile = torch.compiler.is_compiling()
+    mask_batch = batch if document_ids is not None else 1
+    build_mask = compiled(create_block_mask) if on_gpu and not inside_compile else create_block_mask
+    block_mask = build_mask(mask_mod, mask_batch, None, num_queries, num_keys, device=q.device)
+    attend = compiled(flex_attention) if on_gpu and not inside_compile else flex_attention
+    out, lse = attend(
+        q,
+        k,
+        v,
+        score_mod=None if softcap is None and alibi_slopes is None else score_mod,
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_lse=True,
+    )
+    return AttentionOutput(out, lse)
+
+
+def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> list[str]:
+    if q.device.type == "cpu" and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        return ["PyTorch's FlexAttention has no backward pass on the CPU; train there with attention=tiled or attention=sdpa"]
+    return []
+
+
+FLEX = Backend(
+    "flex", flex, features=FEATURES, dtypes=(torch.float32, torch.bfloat16, torch.float16), head_dims=range(16, 257), requirements=refusals
+)

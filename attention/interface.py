@@ -1,0 +1,136 @@
+"""The interface every attention backend meets: what goes in, what comes out, and what a backend says of itself.
+
+Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
+"""
+
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+# the arguments of attention() that a backend is only given when it declares the feature of the same name
+OPTIONAL_ARGUMENTS = ("window", "softcap", "alibi_slopes", "document_ids")
+# kinds of input that need no argument but that not every backend takes
+INPUT_FEATURES = ("gqa", "non_causal", "cross_length")
+FEATURES = frozenset((*OPTIONAL_ARGUMENTS, *INPUT_FEATURES, "lse"))
+
+
+class AttentionOutput(NamedTuple):
+    """What every backend returns."""
+
+    out: Tensor  # (B, H, N, D), dtype of q
+    lse: Tensor | None = None  # (B, H, N) float32 (float64 for float64 q): natural log-sum-exp of the masked scores; -inf without a key
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of attention, with its capabilities as data.
+
+    `fn(q, k, v, *, causal, scale, **declared, **options) -> AttentionOutput` is called with checked inputs: `declared` are the
+    arguments window, softcap, alibi_slopes and document_ids as far as they stand in `features`, `options` are this backend's own.
+    """
+
+    name: str
+    fn: Callable[..., AttentionOutput]
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
+    head_dims: Container[int] | None = None  # None takes any
+    # subset of FEATURES; gqa: H_kv < H, non_causal: causal=False, cross_length: N != M, lse: returns it
+    features: frozenset[str] = frozenset()
+    options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of fn, with the values in force
+    backward: bool = True  # whether gradients flow to q, k and v
+    exact: bool = True  # whether it claims to compute softmax attention
+    defect: str | None = None  # for a deliberately broken one: what is wrong and how it shows
+    traceable: bool = True  # whether torch.compile may look inside; a Python loop over tiles may not be unrolled
+    observable: bool = False  # whether fn takes observer=, called after each tile; see attention.diagnose
+    # further reasons to refuse given inputs, in words: requirements(q, k, v, causal=..., **options) -> list
+    requirements: Callable[..., list[str]] | None = None
+
+    def __post_init__(self) -> None:
+        unknown = set(self.features) - FEATURES
+        if unknown:
+            raise ValueError(f"backend {self.name!r} declares unknown features {sorted(unknown)}; valid: {', '.join(sorted(FEATURES))}")
+
+    def configured(self, **options: Any) -> "Backend":
+        """A copy with other options. Raises ValueError for one the backend does not have."""
+        for name in options:
+            if name not in self.options:
+                has = f"its options: {', '.join(self.options)}" if self.options else "it has no options"
+                raise ValueError(f"attention={self.name} has no option {name!r} (got {name}={options[name]}); {has}")
+        for name in ("block_q", "block_kv"):
+            if options.get(name, 1) < 1:
+                raise ValueError(f"{name}={options[name]} must be at least 1")
+        return replace(self, options={**self.options, **options})
+
+    def unsupported_reasons(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, **optional: Any) -> list[str]:
+        """Why these inputs are refused, one sentence each; empty when they are taken."""
+        (_, num_heads, num_queries, head_dim), num_kv_heads, num_keys = q.shape, k.shape[1], k.shape[2]
+        wanted = {
+            "gqa": num_kv_heads != num_heads,
+            "non_causal": not causal,
+            "cross_length": num_queries != num_keys,
+            **{name: optional.get(name) is not None for name in OPTIONAL_ARGUMENTS},
+        }
+        reasons = [f"it does not support {name}" for name, needed in wanted.items() if needed and name not in self.features]
+        if q.device.type not in self.devices:
+            reasons.append(f"it runs on {' and '.join(self.devices)}, the inputs are on {q.device.type}")
+        if q.dtype not in self.dtypes:
+            reasons.append(f"it takes {', '.join(_short(dtype) for dtype in self.dtypes)}, the inputs are {_short(q.dtype)}")
+        if self.head_dims is not None and head_dim not in self.head_dims:
+            reasons.append(f"it takes head_dim in {self.head_dims}, the inputs have {head_dim}")
+        if not self.backward and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+            reasons.append("it has no backward pass and the inputs require gradients")
+        if self.requirements is not None and not reasons:
+            reasons += self.requirements(q, k, v, causal=causal, **self.options)
+        return reasons
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, softcap: float | None, alibi_slopes: Tensor | None, document_ids: Tensor | None
+) -> None:
+    """Raise ValueError, with the shapes in it, for inputs that no backend could take."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        raise ValueError(f"q must be (B, H, N, D) and k, v (B, H_kv, M, D); got {shapes}")
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q, k and v must share B and D, and k and v all of their shape; got {shapes}")
+    if min(*q.shape, *k.shape) < 1:
+        raise ValueError(f"every dimension must be at least 1; got {shapes}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"the query heads must be a multiple of the key/value heads; got H={q.shape[1]}, H_kv={k.shape[1]}")
+    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in ALL_DTYPES:
+        raise ValueError(f"q, k and v must have one floating dtype; got {_short(q.dtype)}, {_short(k.dtype)}, {_short(v.dtype)}")
+    if not (q.device == k.device == v.device):
+        raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device}, {v.device}")
+    if window is not None and (window < 1 or not causal):
+        raise ValueError(f"{window=} must be at least 1 and needs causal=True (got {causal=})")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{softcap=} must be positive")
+    if alibi_slopes is not None and alibi_slopes.shape != (q.shape[1],):
+        raise ValueError(f"alibi_slopes must have shape (H,) = ({q.shape[1]},); got {tuple(alibi_slopes.shape)}")
+    if document_ids is not None:
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(f"document_ids need as many queries as keys; got N={q.shape[2]}, M={k.shape[2]}")
+        if document_ids.shape != (q.shape[0], q.shape[2]):
+            raise ValueError(f"document_ids must have shape (B, N) = {(q.shape[0], q.shape[2])}; got {tuple(document_ids.shape)}")
+
+
+def check_output(backend: Backend, q: Tensor, output: Any) -> None:
+    """Raise ValueError where a backend did not return what AttentionOutput promises."""
+    if not isinstance(output, AttentionOutput):
+        raise ValueError(f"attention={backend.name} must return AttentionOutput(out, lse), it returned {type(output).__name__}")
+    if output.out.shape != q.shape or output.out.dtype != q.dtype:
+        raise ValueError(
+            f"attention={backend.name} must return out of shape {tuple(q.shape)} and {_short(q.dtype)}, "
+            f"it returned {tuple(output.out.shape)} and {_short(output.out.dtype)}"
+        )
+    if output.lse is not None and output.lse.shape != q.shape[:3]:
+        raise ValueError(f"attention={backend.name} must return lse of shape {tuple(q.shape[:3])}, it returned {tuple(output.lse.shape)}")

@@ -1,0 +1,162 @@
+"""The backward kernels: p = exp(score - lse) is rebuilt tile by tile, so the forward saves out and lse and nothing else.
+
+Two kernels without atomics, so that the result does not depend on the order in which programs run:
+dk, dv (one program owns BLOCK_KV keys and walks the queries that see them, for every query head of its group) and
+dq (one program owns BLOCK_Q queries and walks the keys they see). Dao, "FlashAttention-2" (2023), algorithm 2.
+
+Dimensions: H query heads, N queries, M keys, D head dim (padded to BLOCK_D); a tile is BLOCK_Q queries by BLOCK_KV keys.
+"""
+
+import triton
+import triton.language as tl
+
+from attention.kernels.forward import load_tile, store_tile
+
+
+@triton.jit
+def load_rows(ptr, start, limit, other, BLOCK: tl.constexpr):
+    """One float a query: lse or delta."""
+    rows = start + tl.arange(0, BLOCK)
+    return tl.load(ptr + rows, mask=rows < limit, other=other)
+
+
+@triton.jit
+def load_lse_log2(ptr, start, limit, BLOCK: tl.constexpr):
+    """lse in base 2; +inf for a row without a key or past the end, so that its p = exp2(score - lse) is 0."""
+    lse = load_rows(ptr, start, limit, float("-inf"), BLOCK)
+    return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+
+
+@triton.jit
+def add_query_tile(
+    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qn, stride_don, start_q, keys, N, M, scale_log2,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the queries start_q : start_q + BLOCK_Q add to dk and dv. Scores are transposed (keys, queries): p and ds then feed the next
+    product as they are, and no result of a product is ever transposed."""
+    q = load_tile(q_ptr, stride_qn, start_q, N, D, BLOCK_Q, BLOCK_D, True)
+    lse = load_lse_log2(lse_ptr, start_q, N, BLOCK_Q)
+    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale_log2  # (BLOCK_KV, BLOCK_Q)
+    if MASKED:
+        rows = start_q + tl.arange(0, BLOCK_Q)
+        visible = keys[:, None] < M
+        if CAUSAL:
+            visible = visible & (keys[:, None] <= rows[None, :] + (M - N))
+        scores = tl.where(visible, scores, float("-inf"))
+    p = tl.exp2(scores - lse[None, :])
+    do = load_tile(do_ptr, stride_don, start_q, N, D, BLOCK_Q, BLOCK_D, True)
+    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    delta = load_rows(delta_ptr, start_q, N, 0.0, BLOCK_Q)
+    ds = p * (dp - delta[None, :])
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_dob, stride_doh, stride_don,
+    stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
+    num_kv_heads, groups, batch_kv_heads, N, M, scale, scale_log2,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    start_kv = pid // batch_kv_heads * BLOCK_KV  # the first keys are seen by the most queries: longest first
+    batch = (pid % batch_kv_heads // num_kv_heads).to(tl.int64)
+    kv_head = (pid % num_kv_heads).to(tl.int64)
+    keys = start_kv + tl.arange(0, BLOCK_KV)
+    k = load_tile(k_ptr + batch * stride_kb + kv_head * stride_kh, stride_kn, start_kv, M, D, BLOCK_KV, BLOCK_D, True)
+    v = load_tile(v_ptr + batch * stride_vb + kv_head * stride_vh, stride_vn, start_kv, M, D, BLOCK_KV, BLOCK_D, True)
+    dk = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
+
+    # queries first : N see some of these keys, full_first : N all of them
+    first = 0
+    full_first = 0
+    if CAUSAL:
+        first = tl.maximum(0, start_kv + N - M) // BLOCK_Q * BLOCK_Q
+        full_first = tl.cdiv(tl.maximum(0, start_kv + BLOCK_KV - 1 + N - M), BLOCK_Q) * BLOCK_Q
+    if start_kv + BLOCK_KV > M:
+        full_first = tl.cdiv(N, BLOCK_Q) * BLOCK_Q  # a ragged tail of keys is masked throughout
+    full_first = tl.minimum(full_first, tl.cdiv(N, BLOCK_Q) * BLOCK_Q)
+    for group in tl.range(0, groups):
+        head = kv_head * groups + group
+        q_head = q_ptr + batch * stride_qb + head * stride_qh
+        do_head = do_ptr + batch * stride_dob + head * stride_doh
+        row_offset = (batch * num_kv_heads * groups + head) * N
+        for start_q in tl.range(first, full_first, BLOCK_Q):
+            dk, dv = add_query_tile(
+                dk, dv, k, v, q_head, do_head, lse_ptr + row_offset, delta_ptr + row_offset, stride_qn, stride_don,
+                start_q, keys, N, M, scale_log2, CAUSAL, True, D, BLOCK_Q, BLOCK_D, PRECISION,
+            )  # fmt: skip
+        for start_q in tl.range(full_first, N, BLOCK_Q):
+            dk, dv = add_query_tile(
+                dk, dv, k, v, q_head, do_head, lse_ptr + row_offset, delta_ptr + row_offset, stride_qn, stride_don,
+                start_q, keys, N, M, scale_log2, CAUSAL, False, D, BLOCK_Q, BLOCK_D, PRECISION,
+            )  # fmt: skip
+    store_tile(dk_ptr + batch * stride_dkb + kv_head * stride_dkh, stride_dkn, start_kv, M, dk * scale, D, BLOCK_KV, BLOCK_D)
+    store_tile(dv_ptr + batch * stride_dvb + kv_head * stride_dvh, stride_dvn, start_kv, M, dv, D, BLOCK_KV, BLOCK_D)
+
+
+@triton.jit
+def add_key_tile(
+    dq, q, do, lse, delta, k_ptr, v_ptr, stride_kn, stride_vn, start, rows, N, M, scale_log2,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the keys start : start + BLOCK_KV add to dq."""
+    k = load_tile(k_ptr, stride_kn, start, M, D, BLOCK_KV, BLOCK_D, MASKED)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+    if MASKED:
+        keys = start + tl.arange(0, BLOCK_KV)
+        visible = keys[None, :] < M
+        if CAUSAL:
+            visible = visible & (keys[None, :] <= rows[:, None] + (M - N))
+        scores = tl.where(visible, scores, float("-inf"))
+    p = tl.exp2(scores - lse[:, None])
+    v = load_tile(v_ptr, stride_vn, start, M, D, BLOCK_KV, BLOCK_D, MASKED)
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    ds = p * (dp - delta[:, None])
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def dq_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_dob, stride_doh, stride_don,
+    stride_dqb, stride_dqh, stride_dqn,
+    num_heads, groups, batch_heads, N, M, scale, scale_log2,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    start_q = (tl.cdiv(N, BLOCK_Q) - 1 - pid // batch_heads) * BLOCK_Q
+    batch = (pid % batch_heads // num_heads).to(tl.int64)
+    head = (pid % num_heads).to(tl.int64)
+    kv_head = head // groups
+    k_ptr += batch * stride_kb + kv_head * stride_kh
+    v_ptr += batch * stride_vb + kv_head * stride_vh
+    row_offset = (batch * num_heads + head) * N
+    rows = start_q + tl.arange(0, BLOCK_Q)
+    q = load_tile(q_ptr + batch * stride_qb + head * stride_qh, stride_qn, start_q, N, D, BLOCK_Q, BLOCK_D, True)
+    do = load_tile(do_ptr + batch * stride_dob + head * stride_doh, stride_don, start_q, N, D, BLOCK_Q, BLOCK_D, True)
+    lse = load_lse_log2(lse_ptr + row_offset, start_q, N, BLOCK_Q)
+    delta = load_rows(delta_ptr + row_offset, start_q, N, 0.0, BLOCK_Q)
+    dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+
+    last = M
+    full_last = M
+    if CAUSAL:
+        last = tl.minimum(M, tl.maximum(0, start_q + BLOCK_Q + M - N))
+        full_last = tl.minimum(M, tl.maximum(0, start_q + 1 + M - N))
+    full_last = full_last // BLOCK_KV * BLOCK_KV
+    for start in tl.range(0, full_last, BLOCK_KV):
+        dq = add_key_tile(
+            dq, q, do, lse, delta, k_ptr, v_ptr, stride_kn, stride_vn, start, rows, N, M, scale_log2,
+            CAUSAL, False, D, BLOCK_KV, BLOCK_D, PRECISION,
+        )  # fmt: skip
+    for start in tl.range(full_last, last, BLOCK_KV):
+        dq = add_key_tile(
+            dq, q, do, lse, delta, k_ptr, v_ptr, stride_kn, stride_vn, start, rows, N, M, scale_log2,
+            CAUSAL, True, D, BLOCK_KV, BLOCK_D, PRECISION,
+        )  # fmt: skip
+    store_tile(dq_ptr + batch * stride_dqb + head * stride_dqh, stride_dqn, start_q, N, dq * scale, D, BLOCK_Q, BLOCK_D)

@@ -1,0 +1,51 @@
+"""Which tiles a kernel runs with: a table, looked up by head dim, dtype and device, so that no first call stalls on autotuning."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """Tile shape and launch parameters of one kernel."""
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+# kernel -> padded head dim -> tile, for 16-bit inputs on sm_90 (228 KB of shared memory per multiprocessor)
+HOPPER = {
+    "forward": {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
+    "dkdv": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 64, 8, 1)},
+    "dq": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
+}
+# 99 KB per program (sm_86, sm_89) holds half of the above
+SMALL = {
+    "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)},
+    "dkdv": {64: Tile(32, 64, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 32, 4, 1)},
+    "dq": {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(32, 16, 4, 1)},
+}
+# exact float32 products run on the ordinary cores, with operands twice as wide
+FLOAT32 = {
+    "forward": {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(32, 16, 4, 1)},
+    "dkdv": {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
+    "dq": {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
+}
+# the interpreter runs tiles one by one: small enough that a short test crosses several
+INTERPRETER = Tile(32, 16, 1, 1)
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two, at least 16, that a product of tiles needs."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def pick_tile(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    if device.type == "cpu":
+        return INTERPRETER
+    if dtype == torch.float32:
+        table = FLOAT32
+    else:
+        table = HOPPER if torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024 else SMALL
+    return table[kernel][max(64, padded_head_dim(head_dim))]

@@ -1,0 +1,43 @@
+"""The specification: softmax(Q K^T * scale + mask) V, written down as it stands in the papers.
+
+Materialises every score, takes any device and dtype, and is the oracle (in float64) that every other backend is measured against.
+"""
+
+import torch
+from torch import Tensor
+
+from attention.interface import FEATURES, AttentionOutput, Backend
+from attention.mask import visible_keys
+
+
+def naive_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    document_ids: Tensor | None = None,
+) -> AttentionOutput:
+    """Order of the steps: scale, softcap, bias, mask, softmax. A row without a key gives out = 0 and lse = -inf."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)  # (B, H, M, D)
+    dtype = torch.promote_types(q.dtype, torch.float32)  # statistics in float32, float64 for float64
+    scores = q.to(dtype) @ k.to(dtype).mT * scale  # (B, H, N, M)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        i, j = torch.arange(q.shape[2], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
+        scores = scores - alibi_slopes.to(dtype)[:, None, None] * (i + k.shape[2] - q.shape[2] - j)
+    visible = visible_keys(q, k, causal=causal, window=window, document_ids=document_ids).mask()
+    scores = scores.masked_fill(~visible, -torch.inf)
+    lse = scores.logsumexp(-1)  # (B, H, N)
+    # softmax of a row of -inf is NaN: such a row attends to nothing
+    p = scores.softmax(-1).masked_fill(~visible.any(-1, keepdim=True), 0.0)
+    return AttentionOutput(p.to(v.dtype) @ v, lse)
+
+
+NAIVE = Backend("naive", naive_attention, features=FEATURES)

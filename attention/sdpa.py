@@ -1,0 +1,66 @@
+"""PyTorch's own kernels, as trusted baselines: torch.nn.functional.scaled_dot_product_attention.
+
+`backend=` names the kernel (flash, efficient, cudnn, math); "auto" lets PyTorch choose. A kernel that cannot take the inputs is an
+error with PyTorch's reasons in it, never another kernel.
+"""
+
+import warnings
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from attention.interface import AttentionOutput, Backend
+from attention.mask import visible_keys
+
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, backend: str = "auto") -> AttentionOutput:
+    """q (B, H, N, D); k, v (B, H_kv, M, D). Returns no lse."""
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    # PyTorch's is_causal is aligned top-left. The first N - M rows of a longer q see no key: cut off, the rest is square
+    no_key = max(num_queries - num_keys, 0) if causal else 0
+    q = q[:, :, no_key:]
+    is_causal = causal and q.shape[2] > 1
+    mask = visible_keys(q, k, causal=True).mask() if is_causal and q.shape[2] < num_keys else None
+    with nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend]):
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=is_causal and mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    return AttentionOutput(torch.nn.functional.pad(out, (0, 0, no_key, 0)) if no_key else out)
+
+
+def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, backend: str) -> list[str]:
+    """Why the chosen kernel does not take these inputs, in PyTorch's words."""
+    if backend == "auto":
+        return []
+    if backend not in KERNELS:
+        return [f"backend={backend} is not one of: auto, {', '.join(KERNELS)}"]
+    if torch.compiler.is_compiling():
+        return []
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        try:
+            # the only complete answer is PyTorch's own: try one head of one sequence
+            sdpa_attention(q[:1], k[:1], v[:1], causal=causal, scale=1.0, backend=backend)
+        except RuntimeError as error:
+            words = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
+            return [f"PyTorch's {backend} kernel refuses them: " + "; ".join(words or [str(error)])]
+    return []
+
+
+SDPA = Backend(
+    "sdpa",
+    sdpa_attention,
+    features=frozenset({"gqa", "non_causal", "cross_length"}),
+    options={"backend": "auto"},
+    requirements=refusals,
+)

@@ -1,0 +1,241 @@
+"""The tile loop: attention without the N x M score matrix, in plain PyTorch.
+
+For each tile of queries, walk the tiles of keys it may see, feed each tile of scores to the streaming softmax, throw it away:
+
+                 keys 0:T  T:2T  2T:3T  3T:4T
+    queries 0:R    [ / ]                          /  crossed by the causal diagonal: masked
+            R:2R   [   ]  [ / ]                      inside: no mask
+           2R:3R   [   ]  [   ]  [ / ]            (nothing drawn: skipped)
+
+The softmax object is a parameter, and so is the order of the loops: the exact twins and the broken variants run through this very
+code. Dao, "FlashAttention-2" (2023), algorithm 1 (forward) and 2 (backward).
+
+Dimensions: B batch, H = H_kv * G query heads, N queries, M keys, D head dim; a tile is R = block_q queries by T = block_kv keys.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.interface import FEATURES, AttentionOutput, Backend
+from attention.mask import QueryTile, VisibleKeys, visible_keys
+from attention.online_softmax import OnlineSoftmax
+
+# called after each tile as observer(query_tile, keys, scores, state); see attention.diagnose
+Observer = Callable[[QueryTile, slice, Tensor, OnlineSoftmax], None]
+
+
+@dataclass(frozen=True)
+class TileLoop:
+    """One call's loop. Its methods take q as (B, H_kv, G, N, D) and k, v as (B, H_kv, 1, M, D)."""
+
+    visible: VisibleKeys
+    scale: float
+    softcap: float | None
+    slopes: Tensor | None  # (H_kv, G, 1, 1)
+    dtype: torch.dtype  # of the scores and the statistics
+    block_q: int
+    block_kv: int
+    softmax: type[OnlineSoftmax]
+    detach_max: bool
+    kv_outer: bool
+    observer: Observer | None
+
+    def scores(self, q_rows: Tensor, k_keys: Tensor, rows: slice, keys: slice, needs_mask: bool) -> tuple[Tensor, Tensor | None]:
+        """One tile of scores (B, H_kv, G, R, T): scaled, capped, biased, masked. Also tanh(s / softcap), for the backward."""
+        scores = q_rows.to(self.dtype) @ k_keys.to(self.dtype).mT * self.scale
+        capped = None
+        if self.softcap is not None:
+            capped = torch.tanh(scores / self.softcap)
+            scores = self.softcap * capped
+        if self.slopes is not None:
+            num_queries, num_keys = self.visible.lo.shape[1], self.visible.num_keys
+            i = torch.arange(num_queries, device=scores.device)[rows, None] + num_keys - num_queries
+            j = torch.arange(num_keys, device=scores.device)[keys]
+            scores = scores - self.slopes * (i - j)
+        if needs_mask:
+            scores = scores.masked_fill(~self.visible.mask(rows, keys).unsqueeze(2), -torch.inf)
+        return scores, capped
+
+    def absorb(self, state: OnlineSoftmax, tile: QueryTile, keys: slice, needs_mask: bool, q_rows: Tensor, k: Tensor, v: Tensor) -> OnlineSoftmax:
+        scores, _ = self.scores(q_rows, k[..., keys, :], tile.rows, keys, needs_mask)
+        state = state.update(scores, v[..., keys, :])
+        if self.observer is not None:
+            self.observer(tile, keys, scores, state)
+        return state
+
+    def query_tile(self, q_rows: Tensor, k: Tensor, v: Tensor, tile: QueryTile) -> tuple[Tensor, Tensor]:
+        """out (B, H_kv, G, R, D) and lse (B, H_kv, G, R) of one tile of queries."""
+        state = self.softmax.empty(q_rows, dtype=self.dtype, detach_max=self.detach_max)
+        for keys, needs_mask in tile.key_tiles(self.block_kv):
+            state = self.absorb(state, tile, keys, needs_mask, q_rows, k, v)
+        return self.finish(state, q_rows)
+
+    def finish(self, state: OnlineSoftmax, q_rows: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = state.finalize()
+        return out.to(q_rows.dtype), lse.to(torch.promote_types(lse.dtype, torch.float32))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        tiles = self.visible.query_tiles(self.block_q)
+        if self.kv_outer:
+            outputs = self.forward_kv_outer(q, k, v, tiles)
+        else:
+            outputs = [self.query_tile(q[..., tile.rows, :], k, v, tile) for tile in tiles]
+        outs, lses = zip(*outputs, strict=True)
+        return torch.cat(outs, -2), torch.cat(lses, -1)
+
+    def forward_kv_outer(self, q: Tensor, k: Tensor, v: Tensor, tiles: list[QueryTile]) -> list[tuple[Tensor, Tensor]]:
+        """Keys in the outer loop, as in the first FlashAttention: every query tile's state stays alive to the end."""
+        states = [self.softmax.empty(q[..., tile.rows, :], dtype=self.dtype, detach_max=self.detach_max) for tile in tiles]
+        steps = [(keys.start, i, keys, needs_mask) for i, tile in enumerate(tiles) for keys, needs_mask in tile.key_tiles(self.block_kv)]
+        for _, i, keys, needs_mask in sorted(steps, key=lambda step: step[:2]):
+            states[i] = self.absorb(states[i], tiles[i], keys, needs_mask, q[..., tiles[i].rows, :], k, v)
+        return [self.finish(state, q[..., tile.rows, :]) for state, tile in zip(states, tiles, strict=True)]
+
+
+class BackwardFromLse(torch.autograd.Function):
+    """The exact backward: p = exp(score - lse) is rebuilt tile by tile from the saved lse, so O(N) is all that is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, loop: TileLoop) -> tuple[Tensor, Tensor]:
+        out, lse = loop.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.loop = loop
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        loop: TileLoop = ctx.loop
+        dq_tiles = []
+        dk, dv = torch.zeros_like(k, dtype=loop.dtype), torch.zeros_like(v, dtype=loop.dtype)
+        for tile in loop.visible.query_tiles(loop.block_q):
+            rows = tile.rows
+            q_rows, do_rows = q[..., rows, :].to(loop.dtype), d_out[..., rows, :].to(loop.dtype)
+            # a row without a key has lse = -inf; exp(score - inf) = 0 keeps it out of every gradient
+            lse_rows = torch.where(lse[..., rows] == -torch.inf, torch.inf, lse[..., rows]).unsqueeze(-1)
+            # sum_j p_j dp_j, from the output alone; what comes in through lse adds to the score gradient with the opposite sign
+            delta = (do_rows * out[..., rows, :].to(loop.dtype)).sum(-1, keepdim=True) - d_lse[..., rows].unsqueeze(-1)
+            dq_rows = torch.zeros_like(q_rows)
+            for keys, needs_mask in tile.key_tiles(loop.block_kv):
+                k_keys, v_keys = k[..., keys, :].to(loop.dtype), v[..., keys, :].to(loop.dtype)
+                scores, capped = loop.scores(q_rows, k_keys, rows, keys, needs_mask)
+                p = torch.exp(scores - lse_rows)
+                ds = p * (do_rows @ v_keys.mT - delta) * loop.scale
+                if capped is not None:
+                    ds = ds * (1 - capped * capped)
+                dq_rows += ds @ k_keys
+                # the query heads of a group share their key/value head
+                dk[..., keys, :] += (ds.mT @ q_rows).sum(2, keepdim=True)
+                dv[..., keys, :] += (p.mT @ do_rows).sum(2, keepdim=True)
+            dq_tiles.append(dq_rows.to(q.dtype))
+        return torch.cat(dq_tiles, -2), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+class BackwardByRecomputing(torch.autograd.Function):
+    """The true gradient of whatever the softmax object computes: each query tile is run again under autograd.
+
+    Plain autograd through the loop would keep every tile alive, which costs more than the matrix the loop avoids.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, loop: TileLoop) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, v)
+        ctx.loop = loop
+        return loop.forward(q, k, v)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v = ctx.saved_tensors
+        loop: TileLoop = ctx.loop
+        dq_tiles = []
+        dk, dv = torch.zeros_like(k, dtype=loop.dtype), torch.zeros_like(v, dtype=loop.dtype)
+        for tile in loop.visible.query_tiles(loop.block_q):
+            inputs = [x.detach().requires_grad_() for x in (q[..., tile.rows, :], k, v)]
+            with torch.enable_grad():
+                outputs = loop.query_tile(*inputs, tile)
+            if tile.first >= tile.last:  # no key, no gradient
+                dq_tiles.append(torch.zeros_like(inputs[0]))
+                continue
+            dq_rows, dk_rows, dv_rows = torch.autograd.grad(outputs, inputs, (d_out[..., tile.rows, :], d_lse[..., tile.rows]))
+            dq_tiles.append(dq_rows)
+            dk += dk_rows
+            dv += dv_rows
+        return torch.cat(dq_tiles, -2), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+def tiled_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    block_q: int,
+    block_kv: int,
+    softmax_dtype: str = "float32",
+    detach_max: bool = False,
+    softmax: type[OnlineSoftmax] = OnlineSoftmax,
+    exact: bool = True,
+    kv_outer: bool = False,
+    visible_keys: Callable[..., VisibleKeys] = visible_keys,
+    observer: Observer | None = None,
+) -> AttentionOutput:
+    """Attention by the tile loop. q (B, H, N, D); k, v (B, H_kv, M, D).
+
+    softmax_dtype: "float32" keeps scores and statistics in float32 (float64 for float64 inputs), "input" in q's dtype.
+    exact=False differentiates what `softmax` computes instead of softmax attention, the maximum included unless detach_max.
+    """
+    if softmax_dtype not in ("float32", "input"):
+        raise ValueError(f'{softmax_dtype=} must be "float32" or "input"')
+    (batch, num_heads, num_queries, head_dim), num_kv_heads = q.shape, k.shape[1]
+    groups = num_heads // num_kv_heads
+    loop = TileLoop(
+        visible=visible_keys(q, k, causal=causal, window=window, document_ids=document_ids),
+        scale=scale,
+        softcap=softcap,
+        slopes=None if alibi_slopes is None else alibi_slopes.detach().view(num_kv_heads, groups, 1, 1),
+        dtype=q.dtype if softmax_dtype == "input" else torch.promote_types(q.dtype, torch.float32),
+        block_q=block_q,
+        block_kv=block_kv,
+        softmax=softmax,
+        detach_max=detach_max,
+        kv_outer=kv_outer,
+        observer=observer,
+    )
+    # a low-precision lse is too coarse to rebuild p from
+    function = BackwardFromLse if exact and softmax_dtype == "float32" else BackwardByRecomputing
+    q = q.reshape(batch, num_kv_heads, groups, num_queries, head_dim)
+    out, lse = function.apply(q, k.unsqueeze(2), v.unsqueeze(2), loop)
+    return AttentionOutput(out.flatten(1, 2), lse.flatten(1, 2))
+
+
+def tile_loop_backend(
+    name: str, *, defect: str | None = None, without: tuple[str, ...] = (), function: Callable[..., AttentionOutput] = tiled_attention, **variant: Any
+) -> Backend:
+    """A Backend that runs the tile loop with something exchanged: `variant` goes to `function`, tiled_attention as a rule."""
+    exact = defect is None
+    options: dict[str, Any] = {"block_q": 64, "block_kv": 64, "softmax_dtype": "float32"}
+    if not exact:
+        options["detach_max"] = False
+    return Backend(
+        name,
+        partial(function, exact=exact, **variant),
+        features=FEATURES.difference(without),
+        options=options,
+        exact=exact,
+        defect=defect,
+        traceable=False,
+        observable=True,
+    )
+
+
+TILED = tile_loop_backend("tiled")

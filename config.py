@@ -1,0 +1,238 @@
+"""The typed schema of a run: one dataclass a config group, one sentence a field.
+
+`conf/` holds the choices (YAML), this file holds the types. `register()` hands the schema to Hydra, so a misspelt key or a
+value of the wrong type is refused before anything is built; `RunConfig.__post_init__` checks what one field alone cannot.
+Nothing here imports torch: `python train.py --help` stays fast.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+DTYPES = ("auto", "fp32", "bf16", "fp16")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def _choice(key: str, value: Any, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ValueError(f"{key}={value} is not one of: {', '.join(valid)}")
+
+
+def _at_least(key: str, value: float, minimum: float) -> None:
+    if not value >= minimum:  # a NaN fails too
+        raise ValueError(f"{key}={value} must be at least {minimum}")
+
+
+@dataclass
+class AttentionConfig:
+    """Which attention runs, and the options of the backends that have any."""
+
+    name: str = "tiled"  # a name in attention.BACKENDS, or "custom" with a target
+    target: Optional[str] = None  # attention=custom: where the user's Backend lives, as pkg.module:NAME
+    options: dict[str, Any] = field(default_factory=dict)  # attention=custom: passed to the user's function
+    block_q: Optional[int] = None  # query rows of a tile; None leaves the backend's own default
+    block_kv: Optional[int] = None  # keys of a tile; None leaves the backend's own default
+    softmax_dtype: Optional[str] = None  # tile loops: "float32" statistics, or "input" to keep them in q's dtype
+    detach_max: Optional[bool] = None  # defects: treat the subtracted maximum as a constant in the backward pass
+    backend: Optional[str] = None  # sdpa: auto, flash, efficient, cudnn or math
+
+    def __post_init__(self) -> None:
+        for key in ("block_q", "block_kv"):
+            if getattr(self, key) is not None:
+                _at_least(f"attention.{key}", getattr(self, key), 1)
+        if (self.target is None) == (self.name == "custom"):
+            raise ValueError(
+                "attention=custom and attention.target=pkg.module:BACKEND go together: "
+                f"got attention={self.name} attention.target={self.target}"
+            )
+
+    def backend_options(self) -> dict[str, Any]:
+        """The options that were set, as get_backend() takes them."""
+        names = ("block_q", "block_kv", "softmax_dtype", "detach_max", "backend")
+        return self.options | {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+@dataclass
+class ModelConfig:
+    """The shape of the GPT."""
+
+    name: str = "tiny"  # the choice's own name, for logs
+    num_layers: int = 4  # transformer blocks
+    num_heads: int = 4  # query heads
+    num_kv_heads: Optional[int] = None  # key/value heads (GQA, MQA); None means num_heads
+    hidden_size: int = 128  # width of the residual stream, C
+    max_seq_len: int = 256  # longest sequence the learned positions hold; follows seq_len unless set
+    positions: str = "learned"  # learned or rope
+    norm: str = "layernorm"  # layernorm or rmsnorm
+    qk_norm: bool = False  # RMS-normalise q and k per head: keeps the scores bounded
+    activation: str = "gelu"  # gelu (the tanh form, as GPT-2) or swiglu
+    bias: bool = True  # biases in linear and normalisation layers
+    tie_embeddings: bool = True  # the output layer shares the token embedding
+    dropout: float = 0.0  # on embeddings and residual branches; attention weights are never dropped
+    init_std: float = 0.02  # standard deviation of the initial weights
+    rope_theta: float = 10000.0  # base of the rotary frequencies
+
+    def __post_init__(self) -> None:
+        for key in ("num_layers", "num_heads", "hidden_size", "max_seq_len"):
+            _at_least(f"model.{key}", getattr(self, key), 1)
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"model.hidden_size={self.hidden_size} is not a multiple of model.num_heads={self.num_heads}")
+        if self.num_kv_heads is None:
+            self.num_kv_heads = self.num_heads
+        _at_least("model.num_kv_heads", self.num_kv_heads, 1)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}")
+        _choice("model.positions", self.positions, ("learned", "rope"))
+        _choice("model.norm", self.norm, ("layernorm", "rmsnorm"))
+        _choice("model.activation", self.activation, ("gelu", "swiglu"))
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(f"model.positions=rope needs an even head_dim, got {self.head_dim}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"model.dropout={self.dropout} must be in [0, 1)")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+@dataclass
+class DataConfig:
+    """What the model reads."""
+
+    source: str = "stdlib"  # stdlib, torch_source, text, hub or last_write
+    path: Optional[str] = None  # text: a file, folder or glob of .txt, .jsonl or .parquet (other files are read as text)
+    name: Optional[str] = None  # hub: the dataset, as org/name
+    subset: Optional[str] = None  # hub: the dataset's configuration, where it has several
+    split: str = "train"  # hub: the split
+    field: str = "text"  # hub, JSONL and parquet: the column that holds the text
+    streaming: bool = False  # hub: read over the network while building, without storing the raw files
+    max_documents: Optional[int] = None  # stop after this many documents
+    val_fraction: float = 0.05  # share of documents held out whole, chosen by a hash of their path
+    cache_dir: Optional[str] = None  # where token stores are kept; None means ~/.cache/tilegpt (or TILEGPT_CACHE)
+    num_keys: int = 8  # last_write: distinct keys
+    num_values: int = 8  # last_write: distinct values; chance accuracy is 1 / num_values
+
+    def __post_init__(self) -> None:
+        _choice("data.source", self.source, ("stdlib", "torch_source", "text", "hub", "last_write"))
+        if self.source == "text" and not self.path:
+            raise ValueError("data=text needs data.path=FILE, a folder, or a glob such as 'data.path=books/*.txt'")
+        if self.source == "hub" and not self.name:
+            raise ValueError("data=hub needs data.name=org/name (and data.split, data.field where they differ from train, text)")
+        if not 0.0 < self.val_fraction < 1.0:
+            raise ValueError(f"data.val_fraction={self.val_fraction} must be between 0 and 1")
+        if self.max_documents is not None:
+            _at_least("data.max_documents", self.max_documents, 1)
+        _at_least("data.num_keys", self.num_keys, 1)
+        _at_least("data.num_values", self.num_values, 2)
+
+
+@dataclass
+class TokenizerConfig:
+    """How text becomes tokens."""
+
+    name: str = "byte"  # byte (256 + end of text), bpe (8,192 ranks shipped with the project) or gpt2 (tiktoken)
+
+    def __post_init__(self) -> None:
+        _choice("tokenizer.name", self.name, ("byte", "bpe", "gpt2"))
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    name: str = "adamw"
+    lr: float = 1e-3  # peak learning rate
+    min_lr: float = 1e-4  # where the cosine ends
+    schedule: str = "cosine"  # cosine, or constant after the warm-up
+    warmup_steps: int = 100  # linear warm-up from 0, at most a tenth of the run
+    weight_decay: float = 0.1  # on matrices only
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    grad_clip: float = 1.0  # largest global gradient norm; 0 switches clipping off
+
+    def __post_init__(self) -> None:
+        _choice("optim.name", self.name, ("adamw",))
+        _choice("optim.schedule", self.schedule, ("cosine", "constant"))
+        for key in ("lr", "min_lr", "warmup_steps", "weight_decay", "eps", "grad_clip"):
+            _at_least(f"optim.{key}", getattr(self, key), 0)
+        for key in ("beta1", "beta2"):
+            if not 0.0 <= getattr(self, key) < 1.0:
+                raise ValueError(f"optim.{key}={getattr(self, key)} must be in [0, 1)")
+
+
+@dataclass
+class LoggerConfig:
+    """Where metrics go besides metrics.jsonl, which is always written."""
+
+    name: str = "wandb"  # wandb, tensorboard, trackio or none
+    mode: str = "auto"  # wandb: online where a key is configured, offline otherwise; or online, offline, disabled
+    project: str = "tilegpt"
+    entity: Optional[str] = None  # wandb: user or team; None means the account's default
+
+    def __post_init__(self) -> None:
+        _choice("logger.name", self.name, ("wandb", "tensorboard", "trackio", "none"))
+        _choice("logger.mode", self.mode, ("auto", "online", "offline", "disabled"))
+
+
+@dataclass
+class RunConfig:
+    """One training run."""
+
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    seq_len: int = 256  # tokens of one training sequence
+    steps: int = 600  # optimizer steps
+    batch_size: int = 16  # sequences of one forward and backward pass
+    tokens_per_step: Optional[int] = None  # tokens of one optimizer step (gradient accumulation); None means one pass
+    seed: int = 0  # initial weights and order of the data
+    device: str = "auto"  # auto (a GPU where there is one), cpu or cuda
+    dtype: str = "auto"  # of the matrix products: auto (bf16 on a GPU that has it, else fp32), fp32, bf16 or fp16
+    compile: str = "auto"  # torch.compile: auto (on a GPU), true or false
+    deterministic: bool = False  # ask PyTorch for deterministic kernels
+    resume: Optional[str] = None  # a run directory to go on with, under its own settings and the ones given now
+    eval_every: int = 100  # steps between evaluations; the last step is always evaluated
+    eval_sequences: int = 64  # held-out sequences of one evaluation
+    log_every: int = 10  # steps between rows of metrics
+    checkpoint_every: int = 200  # steps between checkpoints; the last step is always saved
+    sample_tokens: int = 256  # length of the sample printed at the end; 0 for none
+
+    def __post_init__(self) -> None:
+        self.compile = str(self.compile).lower()
+        _choice("device", self.device, DEVICES)
+        _choice("dtype", self.dtype, DTYPES)
+        _choice("compile", self.compile, ("auto", "true", "false"))
+        for key in ("seq_len", "steps", "batch_size", "eval_every", "eval_sequences", "log_every", "checkpoint_every"):
+            _at_least(key, getattr(self, key), 1)
+        for key in ("seed", "sample_tokens"):
+            _at_least(key, getattr(self, key), 0)
+        if self.seq_len > self.model.max_seq_len:
+            raise ValueError(
+                f"seq_len={self.seq_len} is longer than model.max_seq_len={self.model.max_seq_len} allows; "
+                "leave model.max_seq_len unset (it follows seq_len) or shorten seq_len"
+            )
+        tokens_per_pass = self.batch_size * self.seq_len
+        if self.tokens_per_step is not None and (self.tokens_per_step < 1 or self.tokens_per_step % tokens_per_pass):
+            raise ValueError(
+                f"tokens_per_step={self.tokens_per_step} is not a positive multiple of "
+                f"batch_size * seq_len = {self.batch_size} * {self.seq_len} = {tokens_per_pass}"
+            )
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Forward and backward passes of one optimizer step."""
+        return 1 if self.tokens_per_step is None else self.tokens_per_step // (self.batch_size * self.seq_len)
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.batch_size * self.accumulation_steps
+
+
+def register() -> None:
+    """Hand the schema to Hydra: conf/config.yaml starts from `schema`."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="schema", node=RunConfig)
