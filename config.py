@@ -6,6 +6,7 @@ Nothing here imports torch: `python train.py --help` stays fast.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Optional
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
@@ -72,7 +73,7 @@ class ModelConfig:
     rope_theta: float = 10000.0  # base of the rotary frequencies
 
     def __post_init__(self) -> None:
-        for key in ("num_layers", "num_heads", "hidden_size", "max_seq_len"):
+        for key in ("num_layers", "num_heads", "hidden_size"):
             _at_least(f"model.{key}", getattr(self, key), 1)
         if self.hidden_size % self.num_heads:
             raise ValueError(f"model.hidden_size={self.hidden_size} is not a multiple of model.num_heads={self.num_heads}")
@@ -236,3 +237,26 @@ def register() -> None:
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="schema", node=RunConfig)
+
+
+def replay_overrides(arguments: list[str]) -> list[str]:
+    """Command-line arguments with resume=DIR spelled out: the run's own overrides first, the new ones after, in the same directory."""
+    resume = [argument.removeprefix("resume=").strip("'\"") for argument in arguments if argument.startswith("resume=")]
+    if not resume or resume[-1] == "null":
+        return arguments
+    run_dir = Path(resume[-1])
+    recorded = run_dir / ".hydra" / "overrides.yaml"
+    if not recorded.is_file():
+        raise SystemExit(f"error: resume={run_dir} is no run directory: it has no .hydra/overrides.yaml")
+    if {"-m", "--multirun"} & set(arguments):
+        raise SystemExit(f"error: resume={run_dir} goes on with one run; it cannot be part of a sweep")
+    import yaml
+
+    def key(override: str) -> str:
+        return override.lstrip("+~").partition("=")[0]
+
+    new = [argument for argument in arguments if not argument.startswith("resume=")]
+    replaced = {key(argument) for argument in new} | {"resume"}
+    old = [override for override in yaml.safe_load(recorded.read_text()) if key(override) not in replaced]
+    # an experiment may ask for a sweep; one of its runs is resumed alone
+    return [*old, *new, f"resume='{run_dir}'", f"hydra.run.dir='{run_dir}'", "hydra.mode=RUN"]

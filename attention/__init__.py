@@ -14,15 +14,29 @@ import torch
 from torch import Tensor
 
 from attention.defects import DEFECTS
+from attention.diagnose import LIMITS, Recorder, find_breakdown, max_score
 from attention.flex import FLEX
 from attention.interface import AttentionOutput, Backend, check_inputs, check_output
 from attention.kernels import TRITON
 from attention.naive import NAIVE
+from attention.probe import probe
 from attention.sdpa import SDPA
 from attention.tiled import TILED
 from attention.twins import TWINS
 
-__all__ = ["BACKENDS", "AttentionOutput", "Backend", "attention", "get_backend", "load_backend", "register"]
+__all__ = [
+    "BACKENDS",
+    "LIMITS",
+    "AttentionOutput",
+    "Backend",
+    "Recorder",
+    "attention",
+    "find_breakdown",
+    "get_backend",
+    "max_score",
+    "probe_backend",
+    "register",
+]
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (NAIVE, TILED, TRITON, SDPA, FLEX, *TWINS, *DEFECTS)}
 
@@ -34,15 +48,19 @@ def register(backend: Backend) -> None:
     BACKENDS[backend.name] = backend
 
 
-def get_backend(name: str, **options: Any) -> Backend:
-    """The backend of that name, with its options set. Raises ValueError for an unknown name or option, listing the valid ones."""
+def get_backend(name: str, *, target: str | None = None, **options: Any) -> Backend:
+    """The backend of that name, with its options set. Raises ValueError for an unknown name or option, listing the valid ones.
+
+    With a target, `pkg.module:NAME`, it is a user's Backend, found from the current folder or anywhere Python looks.
+    """
+    if target is not None:
+        return _load(target).configured(**options)
     if name not in BACKENDS:
         raise ValueError(f"attention={name} is not known; valid: {', '.join(BACKENDS)}, or custom with a target")
     return BACKENDS[name].configured(**options)
 
 
-def load_backend(target: str, **options: Any) -> Backend:
-    """A user's backend from `pkg.module:NAME`, found from the current folder or anywhere Python looks."""
+def _load(target: str) -> Backend:
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute:
         raise ValueError(f"attention.target={target} must read pkg.module:NAME")
@@ -54,7 +72,7 @@ def load_backend(target: str, **options: Any) -> Backend:
         raise ValueError(f"attention.target={target} cannot be loaded: {error}") from error
     if not isinstance(found, Backend):
         raise ValueError(f"attention.target={target} must be an attention.Backend, it is a {type(found).__name__}")
-    return found.configured(**options)
+    return found
 
 
 def attention(
@@ -88,13 +106,15 @@ def attention(
         backend = get_backend(backend)
     optional = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "document_ids": document_ids}
     check_inputs(q, k, v, causal=causal, **optional)
-    reasons = backend.unsupported_reasons(q, k, v, causal=causal, **optional)
-    if reasons:
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {q.dtype} on {q.device}"
-        raise ValueError(f"attention={backend.name} cannot take {shapes}: " + "; ".join(reasons))
+    backend.check_supported(q, k, v, causal=causal, **optional)
     function = backend.fn if backend.traceable else torch.compiler.disable(backend.fn)
     arguments = {name: value for name, value in optional.items() if name in backend.features}
     with torch.autocast(q.device.type, enabled=False):
         output = function(q, k, v, causal=causal, scale=q.shape[-1] ** -0.5 if scale is None else scale, **arguments, **backend.options)
     check_output(backend, q, output)
     return output
+
+
+def probe_backend(backend: Backend, **model: Any) -> None:
+    """Try a backend out before training with it; see attention.probe. Raises ValueError with what is wrong with it."""
+    probe(backend, attention, **model)

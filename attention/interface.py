@@ -88,6 +88,18 @@ class Backend:
             reasons += self.requirements(q, k, v, causal=causal, **self.options)
         return reasons
 
+    def check_supported(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
+        """Raise one ValueError with the inputs and every reason where they are refused."""
+        reasons = self.unsupported_reasons(q, k, v, **arguments)
+        if reasons:
+            inputs = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {_short(q.dtype)} on {q.device}"
+            raise ValueError(f"attention={self.name} cannot take {inputs}: " + "; ".join(reasons))
+
+    def check_model(self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Raise that ValueError now, for a model's causal self-attention, rather than at its first step."""
+        q, kv = (torch.empty(1, heads, 1, head_dim, dtype=dtype, device=device, requires_grad=True) for heads in (num_heads, num_kv_heads))
+        self.check_supported(q, kv, kv)
+
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

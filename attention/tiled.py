@@ -223,7 +223,7 @@ def tile_loop_backend(
 ) -> Backend:
     """A Backend that runs the tile loop with something exchanged: `variant` goes to `function`, tiled_attention as a rule."""
     exact = defect is None
-    options: dict[str, Any] = {"block_q": 64, "block_kv": 64, "softmax_dtype": "float32"}
+    options: dict[str, Any] = {"block_q": 128, "block_kv": 64, "softmax_dtype": "float32"}
     if not exact:
         options["detach_max"] = False
     return Backend(

@@ -1,0 +1,33 @@
+"""Text in, batches out: a corpus is tokenized once into a store on disk and read as random windows from then on.
+
+    tokenizer.py    text <-> tokens: byte, bpe, gpt2
+    corpora.py      where the documents come from: stdlib, torch_source, text, hub
+    token_store.py  documents -> flat token files, built once, found again by what they were built from
+    batches.py      token files -> train and held-out windows
+    last_write.py   the synthetic recall task, which needs none of the above
+
+Importing this package loads neither torch nor datasets nor tiktoken; building does, where it has to.
+"""
+
+from config import DataConfig, TokenizerConfig
+from data.interface import Batch, Tokenizer, TrainingData
+
+__all__ = ["Batch", "Tokenizer", "TrainingData", "build_data", "build_tokenizer"]
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer of that name; ValueError where gpt2's vocabulary is neither cached nor within reach."""
+    from data.tokenizer import BUILDERS
+
+    return BUILDERS[config.name]()
+
+
+def build_data(config: DataConfig, tokenizer: TokenizerConfig, *, seq_len: int, seed: int) -> TrainingData:
+    """The data of a run; ValueError names the setting where the corpus cannot be read, is too short, or cannot be stored."""
+    if config.source == "last_write":
+        from data.last_write import LastWriteData
+
+        return LastWriteData(num_keys=config.num_keys, num_values=config.num_values, seq_len=seq_len, seed=seed)
+    from data.batches import TextData
+
+    return TextData(config, build_tokenizer(tokenizer), seq_len=seq_len, seed=seed)

@@ -1,0 +1,65 @@
+"""What the rest of the project sees of the data: batches, a tokenizer, and one object that hands out both halves of a corpus.
+
+B sequences, N tokens of one sequence.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IGNORED = -100  # a target that takes no loss: cross_entropy's own default
+
+
+class Batch(NamedTuple):
+    """Token `targets[b, i]` is what the model should say after reading `inputs[b, :i + 1]`."""
+
+    inputs: "Tensor"  # (B, N) int64, on the CPU
+    targets: "Tensor"  # (B, N) int64, on the CPU; IGNORED where no loss is taken
+
+
+class Tokenizer(Protocol):
+    name: str
+    vocab_size: int  # the end of text included
+    end_of_text: int  # the token that follows every document
+    fingerprint: str  # equal fingerprints give equal tokens
+
+    def encode(self, text: str) -> np.ndarray:
+        """The tokens of any text; `<|endoftext|>` written in it is ordinary text."""
+        ...
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """The text of any tokens; bytes that are not UTF-8 become U+FFFD."""
+        ...
+
+
+class TrainingData(Protocol):
+    tokenizer: Tokenizer | None  # None where the tokens stand for no text
+    vocab_size: int
+    fingerprint: str  # of corpus, held-out share and tokenizer: losses are comparable only where it is equal
+    description: str  # one line for the start of a run
+    metric: Literal["accuracy"] | None  # what is reported beside the loss
+
+    def train_batch(self, step: int, num_sequences: int) -> Batch:
+        """Random sequences: a pure function of (seed, step), of which the first k do not depend on `num_sequences`."""
+        ...
+
+    def val_batch(self, num_sequences: int) -> Batch:
+        """Held-out sequences, the same ones at every call and for every seed."""
+        ...
+
+
+def generator(seed: int, step: int) -> np.random.Generator:
+    """The random numbers of one step. Philox is a function of its key: any step can be drawn without drawing those before it."""
+    # as one number: a pair of numbers past 2**63 would go through floating point
+    return np.random.Generator(np.random.Philox(key=seed << 64 | step))
+
+
+def to_batch(inputs: np.ndarray, targets: np.ndarray) -> Batch:
+    """Two (B, N) integer arrays as tensors."""
+    import torch
+
+    return Batch(torch.from_numpy(inputs.astype(np.int64)), torch.from_numpy(targets.astype(np.int64)))

@@ -1,0 +1,89 @@
+"""Documents that lie on this machine: which files make up a corpus, and how one of them is read."""
+
+import glob
+import importlib.util
+import logging
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from config import DataConfig
+
+# installations differ in whether they ship the tests and the bundled tools; encodings and pydoc_data are tables, not programs
+STDLIB_LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "ensurepip", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+# written when this copy was built: without them the same version is the same corpus everywhere
+BUILD_RECORDS = ("_sysconfigdata", "config-", "version.py")
+TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # suffix -> its reader in `datasets`
+
+
+def list_files(config: DataConfig) -> tuple[Path, list[Path]]:
+    """The files of a local corpus in a fixed order, and the folder that their paths are relative to."""
+    if config.source == "text":
+        files = text_files(config.path)
+        return Path(os.path.commonpath([file.parent for file in files])), files
+    if config.source == "stdlib":
+        root, left_out = Path(sysconfig.get_path("stdlib")), STDLIB_LEFT_OUT
+    else:
+        # finds the package without importing it
+        root, left_out = Path(importlib.util.find_spec("torch").origin).parent, set()
+    files = [file for file in walk(root, left_out) if file.suffix == ".py"]
+    return root, [file for file in files if not file.relative_to(root).parts[0].startswith(BUILD_RECORDS)]
+
+
+def walk(folder: Path, left_out: set[str]) -> list[Path]:
+    """All files under a folder, sorted, but for hidden ones, caches, and the folders named in `left_out`."""
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"the folder {error.filename} cannot be read ({error.strerror})") from error
+
+    files = []
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if name not in left_out and name != "__pycache__" and not name.startswith(".")]
+        files += [Path(parent, name) for name in names if not name.startswith(".")]
+    return sorted(files)
+
+
+def text_files(path: str) -> list[Path]:
+    """The files that data.path names, sorted."""
+    given = Path(path).expanduser().absolute()
+    if given.is_dir():
+        files = walk(given, left_out=set())
+        if not files:
+            raise ValueError(f"data.path={path} is a folder without files; put text files into it or name another folder, file or glob")
+    elif given.exists():
+        files = [given]
+    elif glob.has_magic(path):
+        files = sorted(Path(match) for match in glob.glob(str(given), recursive=True) if os.path.isfile(match))
+        if not files:
+            raise ValueError(f"data.path={path} matches no file (looked from {Path.cwd()}); '**' goes into folders, as in 'books/**/*.txt'")
+    else:
+        raise ValueError(f"data.path={path} does not exist (looked from {Path.cwd()}); name a file, a folder or a glob of text files")
+    return files
+
+
+def read_text(file: Path) -> str:
+    """A file as text; UnicodeDecodeError where it holds something else, ValueError where it may not be read."""
+    try:
+        raw = file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read ({error.strerror}); change its permissions or leave it out of data.path") from error
+    # a NUL is valid UTF-8 and in no text: it is how a binary file, or UTF-16, gives itself away
+    if (position := raw.find(b"\0")) >= 0:
+        raise UnicodeDecodeError("utf-8", raw, position, position + 1, "NUL")
+    return raw.decode("utf-8-sig")
+
+
+def read_table(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a JSON, JSONL or parquet file."""
+    import datasets
+
+    # the library logs a broken file before it raises what is reported here
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    kind = TABLES[file.suffix]
+    try:
+        if file.stat().st_size > 0:
+            yield from datasets.load_dataset(kind, data_files=glob.escape(str(file)), split="train", streaming=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read as {kind} ({error}); repair it or leave it out of data.path") from error

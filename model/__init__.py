@@ -1,0 +1,8 @@
+"""The GPT: GPT-2's architecture or the modern variations on it, with the attention left to `attention`."""
+
+from model.generate import generate, sample_text
+from model.gpt import GPT, ModelOutput, count_parameters
+from model.kv_cache import KVCache
+from model.loss import cross_entropy
+
+__all__ = ["GPT", "KVCache", "ModelOutput", "count_parameters", "cross_entropy", "generate", "sample_text"]

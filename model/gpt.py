@@ -1,0 +1,207 @@
+"""The GPT: pre-norm transformer blocks over a residual stream, with the attention chosen from outside.
+
+    tokens -> embedding (+ learned position) -> [ x + attention(norm(x)); x + mlp(norm(x)) ] * num_layers -> norm -> output layer
+
+With `model=gpt2` this is GPT-2 (Radford et al. 2019) to the last bias. `model=modern` switches on what came since: RoPE, RMSNorm
+(Zhang & Sennrich 2019, arXiv:1910.07467), QK-norm (Henry et al. 2020, arXiv:2010.04245), grouped-query attention (Ainslie et al. 2023,
+arXiv:2305.13245) and SwiGLU (Shazeer 2020, arXiv:2002.05202). Either way the attention itself is one call of `attention()`.
+
+Dimensions: B batch, N tokens of this call, M tokens so far (N without a cache), C hidden_size, H query heads, H_kv key/value heads,
+D head dim.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention import Backend, attention
+from config import ModelConfig
+from model.gpt2_weights import from_gpt2
+from model.kv_cache import KVCache, LayerCache
+from model.loss import cross_entropy
+from model.rope import apply_rope, rope_tables
+
+NORM_EPS = 1e-5
+
+
+class ModelOutput(NamedTuple):
+    """What GPT returns: logits without targets, the loss with them. Never both, so that training does not keep the logits alive."""
+
+    logits: Tensor | None  # (B, N, vocab_size)
+    loss: Tensor | None  # scalar float32, mean over targets != -100
+
+
+def build_norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.hidden_size, eps=NORM_EPS, bias=config.bias)
+    return nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
+
+
+class CausalSelfAttention(nn.Module):
+    """Project to q, k and v, attend, project back."""
+
+    def __init__(self, config: ModelConfig, backend: Backend):
+        super().__init__()
+        self.backend = backend
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.qk_norm = config.qk_norm
+        self.qkv = nn.Linear(config.hidden_size, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, bias=config.bias)
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+
+    def forward(self, x: Tensor, *, rope: tuple[Tensor, Tensor] | None, cache: LayerCache | None) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H + 2 H_kv, N, D)
+        # views of one tensor: a backend that needs contiguous memory copies for itself
+        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.qk_norm:
+            # no gain: every row of q and k has length sqrt(D), so no scaled score exceeds sqrt(D)
+            q, k = (F.rms_norm(t, (self.head_dim,), eps=NORM_EPS) for t in (q, k))
+        if rope is not None:
+            q, k = (apply_rope(t, *rope) for t in (q, k))
+        # under autocast only the projection is narrow, and the steps above may widen
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        if cache is not None:
+            k, v = cache.extend(k, v)  # (B, H_kv, M, D)
+        # causal is aligned bottom-right: right for N = M and for new tokens after a cache alike
+        out = attention(q, k, v, backend=self.backend, causal=True).out  # (B, H, N, D)
+        return self.proj(out.transpose(1, 2).flatten(2))  # (B, N, C)
+
+
+class MLP(nn.Module):
+    """gelu: the tanh form at 4 C, as GPT-2. swiglu: silu(gate) * up at 8/3 C, which costs as many parameters."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gated = config.activation == "swiglu"
+        # 8/3 C rounded up to a multiple of 64, so that the matrices divide into whole tiles
+        width = 64 * -(-8 * config.hidden_size // (3 * 64)) if self.gated else 4 * config.hidden_size
+        self.up = nn.Linear(config.hidden_size, 2 * width if self.gated else width, bias=config.bias)
+        self.down = nn.Linear(width, config.hidden_size, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.gated:
+            return self.down(F.gelu(self.up(x), approximate="tanh"))
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, config: ModelConfig, backend: Backend):
+        super().__init__()
+        self.attention_norm = build_norm(config)
+        self.attention = CausalSelfAttention(config, backend)
+        self.mlp_norm = build_norm(config)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, *, rope: tuple[Tensor, Tensor] | None, cache: LayerCache | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope=rope, cache=cache))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    """A decoder-only language model; see the module's docstring."""
+
+    def __init__(self, config: ModelConfig, *, vocab_size: int, backend: Backend):
+        super().__init__()
+        self.config = config
+        self.vocab_size = vocab_size
+        self.token_embedding = nn.Embedding(vocab_size, config.hidden_size)
+        self.position_embedding = nn.Embedding(config.max_seq_len, config.hidden_size) if config.positions == "learned" else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, backend) for _ in range(config.num_layers))
+        self.final_norm = build_norm(config)
+        # tied, it is the token embedding itself and no second entry in the state dict
+        self.output_layer = None if config.tie_embeddings else nn.Linear(config.hidden_size, vocab_size, bias=False)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """GPT-2's: weights N(0, init_std), the last layer of each residual branch divided by sqrt(2 num_layers), biases 0."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                ends_branch = name.endswith(("attention.proj", "mlp.down"))
+                depth = 2 * self.config.num_layers if ends_branch else 1
+                nn.init.normal_(module.weight, std=self.config.init_std * depth**-0.5)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    @property
+    def backend(self) -> Backend:
+        """The attention of every layer."""
+        return self.blocks[0].attention.backend
+
+    @backend.setter
+    def backend(self, backend: Backend) -> None:
+        for block in self.blocks:
+            block.attention.backend = backend
+
+    @contextmanager
+    def use_backend(self, backend: Backend) -> Iterator[None]:
+        """Another attention for a block of code: the same weights under exact attention, or with a probe around it."""
+        previous, self.backend = self.backend, backend
+        try:
+            yield
+        finally:
+            self.backend = previous
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, cache: KVCache | None = None) -> ModelOutput:
+        """tokens, targets (B, N) int64. With a cache, the tokens follow those it holds, and it holds them afterwards.
+
+        Raises ValueError for more tokens than the learned positions or the cache hold.
+        """
+        past = 0 if cache is None else cache.length
+        total = past + tokens.shape[1]
+        if self.position_embedding is not None and total > self.config.max_seq_len:
+            raise ValueError(
+                f"{total} tokens are more than the {self.config.max_seq_len} learned positions (model.max_seq_len) of this model; "
+                "shorten the sequence, or train with a longer seq_len or model.positions=rope"
+            )
+        if cache is not None and total > cache.max_len:
+            raise ValueError(f"{past} cached and {tokens.shape[1]} new tokens are more than the KVCache's max_len={cache.max_len}")
+
+        positions = torch.arange(past, total, device=tokens.device)
+        x = self.token_embedding(tokens)  # (B, N, C)
+        rope = None
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(positions)
+        else:
+            rope = rope_tables(positions, head_dim=self.config.head_dim, theta=self.config.rope_theta)
+        x = self.dropout(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x, rope=rope, cache=None if cache is None else cache.layers[i])
+        logits = F.linear(self.final_norm(x), self._output_weight)  # (B, N, vocab_size)
+        return ModelOutput(logits, None) if targets is None else ModelOutput(None, cross_entropy(logits, targets))
+
+    @property
+    def _output_weight(self) -> Tensor:
+        return self.token_embedding.weight if self.output_layer is None else self.output_layer.weight
+
+    def flops_per_token(self, seq_len: int) -> int:
+        """Matrix-product FLOPs of one token's forward and backward pass: 6 N + 12 L H Q T (PaLM, arXiv:2204.02311, appendix B).
+
+        N counts every parameter except the position and token embeddings, which are looked up, not multiplied; the output layer's
+        vocab_size * C counts, also where it is tied to the token embedding. L, H and Q are num_layers, num_heads and head_dim, T is
+        seq_len. By that convention recomputation is no work, and the half of the scores that a causal mask hides counts as if computed.
+        """
+        embeddings = sum(table.weight.numel() for table in (self.token_embedding, self.position_embedding) if table is not None)
+        multiplied = count_parameters(self) - embeddings
+        if self.output_layer is None:
+            multiplied += self.token_embedding.weight.numel()
+        return 6 * multiplied + 12 * self.config.num_layers * self.config.hidden_size * seq_len
+
+    def load_gpt2_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Take over GPT-2 weights in Hugging Face's naming, as `GPT2LMHeadModel` and `GPT2Model` save them.
+
+        Raises one ValueError that names every missing, unexpected or wrong-shape tensor; the model is unchanged then.
+        """
+        self.load_state_dict(from_gpt2(state_dict, self.state_dict(), self.config))
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Every parameter once, shared ones too."""
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,49 @@
+"""Keys and values of the tokens already read, so that the next token costs one query instead of the whole context.
+
+Dimensions: B batch, H_kv key/value heads, N new tokens, M tokens so far, D head dim.
+"""
+
+import torch
+from torch import Tensor
+
+
+class LayerCache:
+    """One layer's keys and values."""
+
+    def __init__(self, max_len: int):
+        self.max_len = max_len
+        self.length = 0
+        self.k: Tensor | None = None  # (B, H_kv, max_len, D)
+        self.v: Tensor | None = None
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v (B, H_kv, N, D) after what is there; return everything so far as views (B, H_kv, M, D)."""
+        if self.k is None or self.v is None:
+            batch_size, num_kv_heads, _, head_dim = k.shape
+            self.k = k.new_empty(batch_size, num_kv_heads, self.max_len, head_dim)
+            self.v = torch.empty_like(self.k)
+        start, self.length = self.length, self.length + k.shape[2]
+        self.k[:, :, start : self.length] = k
+        self.v[:, :, start : self.length] = v
+        return self.k[:, :, : self.length], self.v[:, :, : self.length]
+
+
+class KVCache:
+    """Room for `max_len` tokens in every layer.
+
+    Each layer's room is taken whole at its first use, when the dtype (which autocast decides), device and batch size are known.
+    """
+
+    def __init__(self, num_layers: int, *, max_len: int):
+        self.max_len = max_len
+        self.layers = [LayerCache(max_len) for _ in range(num_layers)]
+
+    @property
+    def length(self) -> int:
+        """Tokens read so far."""
+        return self.layers[0].length
+
+    def reset(self) -> None:
+        """Forget every token and keep the room."""
+        for layer in self.layers:
+            layer.length = 0

@@ -1,0 +1,118 @@
+"""Let a trained run write: a prompt, and what the model makes of it.
+
+    python -m scripts.sample run="$(ls -dt outputs/*/* | head -1)" prompt="def main("
+
+Arguments are key=value as for train.py; every key but `run` has a default:
+
+    run          the run's directory
+    prompt       text to go on from; empty (the default) starts a document
+    tokens       how many to write (200)
+    temperature  0 always takes the likeliest token (0.8)
+    top_k        draw among the k likeliest tokens only; 0 for all (50)
+    seed         of the draws (0)
+    attention    another attention than the run's, with its own default options
+    device       auto, cpu or cuda (auto)
+    cache        keep keys and values between tokens (true, where the attention allows it)
+"""
+
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import get_args
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from attention import get_backend
+from config import RunConfig
+from data import build_tokenizer
+from model import GPT, sample_text
+from training.checkpoint import load_model_state
+from training.device import pick_device, pick_dtype
+
+
+@dataclass
+class Options:
+    run: Path
+    prompt: str = ""
+    tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 50
+    seed: int = 0
+    attention: str | None = None
+    device: str = "auto"
+    cache: bool | None = None
+
+
+def read_options(arguments: list[str]) -> Options:
+    """Options from key=value arguments. Raises ValueError for an unknown key, a value of the wrong type or a missing run."""
+    types = {field.name: next(iter(get_args(field.type)), field.type) for field in fields(Options)}
+    values = {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if not equals or key not in types:
+            raise ValueError(f"{argument!r} is not key=value with a key of: {', '.join(types)}")
+        try:
+            values[key] = {"true": True, "false": False}[text.lower()] if types[key] is bool else types[key](text)
+        except (KeyError, ValueError):
+            raise ValueError(f"{key}={text} is no {types[key].__name__}") from None
+    if "run" not in values:
+        raise ValueError("run=DIR is missing: the directory of a run, as in run=outputs/DATE/TIME")
+    return Options(**values)
+
+
+def read_config(run: Path) -> RunConfig:
+    path = run / "config.yaml"
+    if not path.is_file():
+        runs = sorted(run.glob("*/config.yaml"))
+        hint = f"; it holds runs, such as {runs[0].parent}" if runs else ""
+        raise ValueError(f"{run} is no run directory: it has no config.yaml{hint}")
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path)))
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ValueError(f"{path} is not the configuration of a run: {str(error).splitlines()[0]}") from error
+
+
+def sample(options: Options) -> str:
+    config = read_config(options.run)
+    if config.data.source == "last_write":
+        raise ValueError(f"{options.run} was trained on last_write, whose tokens stand for no text: there is nothing to write")
+    device = pick_device(options.device)
+    dtype = pick_dtype(config.dtype, device)
+    trained_with, wanted = config.attention, options.attention
+    if wanted not in (None, trained_with.name):
+        backend = get_backend(wanted)
+        print(f"attention={wanted}; the run was trained with attention={trained_with.name}", file=sys.stderr)
+    else:
+        backend = get_backend(trained_with.name, target=trained_with.target, **trained_with.backend_options())
+    tokenizer = build_tokenizer(config.tokenizer)
+    model = GPT(config.model, vocab_size=tokenizer.vocab_size, backend=backend).to(device)
+    load_model_state(options.run, model)
+
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+        return sample_text(
+            model,
+            tokenizer,
+            options.prompt,
+            max_new_tokens=options.tokens,
+            temperature=options.temperature,
+            top_k=options.top_k or None,
+            seed=options.seed,
+            use_cache=options.cache,
+        )
+
+
+def main() -> None:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return
+    try:
+        print(sample(read_options(sys.argv[1:])))
+    except (ValueError, OSError, FloatingPointError) as error:
+        sys.exit(f"sample: {error}")
+
+
+if __name__ == "__main__":
+    main()

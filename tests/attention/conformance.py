@@ -1,0 +1,172 @@
+"""The conformance cases every backend is held to, and the budget that decides.
+
+The reference is naive attention in float64 on the same rounded inputs. A result may be twice as far from it as naive attention in the
+same dtype is, plus the roundings that no implementation escapes (`unavoidable`): err <= 2 * err(naive, same dtype) + unavoidable.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import AttentionOutput, Backend, attention
+
+SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int = 1
+    num_heads: int = 2
+    num_kv_heads: int = 2
+    num_queries: int = 70
+    num_keys: int = 70
+    head_dim: int = 16
+    causal: bool = True
+    inputs: str = "normal"
+    optional: dict[str, Any] = field(default_factory=dict)  # window, softcap; alibi_slopes and document_ids as True
+
+    def __str__(self) -> str:
+        heads = f"H{self.num_heads}" + (f"kv{self.num_kv_heads}" if self.num_kv_heads != self.num_heads else "")
+        length = f"N{self.num_queries}" + (f"-M{self.num_keys}" if self.num_keys != self.num_queries else "")
+        parts = [f"B{self.batch}", heads, length, f"D{self.head_dim}", "causal" if self.causal else "full", *self.optional]
+        return "-".join(parts + ([self.inputs] if self.inputs != "normal" else []))
+
+    def features(self) -> set[str]:
+        """What of a backend's features the case needs."""
+        wanted = {
+            "gqa": self.num_kv_heads != self.num_heads,
+            "cross_length": self.num_queries != self.num_keys,
+            "non_causal": not self.causal,
+        }
+        return {name for name, needed in wanted.items() if needed} | set(self.optional)
+
+    def make(self, dtype: torch.dtype, device: str) -> tuple[list[Tensor], dict[str, Any], Tensor, Tensor]:
+        """q, k, v in dtype; the keyword arguments; and what flows back into out and lse."""
+        generator = torch.Generator().manual_seed(0)
+        random = partial(torch.randn, generator=generator, dtype=torch.float64)
+        q = random(self.batch, self.num_heads, self.num_queries, self.head_dim)
+        k = random(self.batch, self.num_kv_heads, self.num_keys, self.head_dim)
+        v = random(self.batch, self.num_kv_heads, self.num_keys, self.head_dim)
+        d_out, d_lse = random(q.shape), random(q.shape[:3])
+        q, k = ADVERSARIAL[self.inputs](q, k)
+        arguments: dict[str, Any] = {"causal": self.causal} | self.optional
+        if "alibi_slopes" in arguments:
+            arguments["alibi_slopes"] = torch.logspace(-1, -4, self.num_heads, base=2, device=device)
+        if "document_ids" in arguments:
+            arguments["document_ids"] = (torch.arange(self.num_queries) * 7 // self.num_queries).expand(self.batch, -1).to(device)
+        return [x.to(device, dtype) for x in (q, k, v)], arguments, d_out.to(device), d_lse.to(device)
+
+
+def _growing(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Every key scores higher than the last: the maximum moves in every tile."""
+    ramp = torch.linspace(0, 6, k.shape[2], dtype=k.dtype)[:, None]
+    return q.abs(), k.abs() * 0.1 + ramp * 0.5
+
+
+def _spike(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """One key near the end outweighs everything seen before it."""
+    k = k.clone()
+    k[:, :, -3] = 8 * q[:, : k.shape[1], -1]
+    return q, k
+
+
+def _negative(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Every score is far below zero: what starts from a maximum of 0 has nothing left."""
+    return q.abs() + 3, -(k.abs() + 3) * (40 / q.shape[-1] ** 0.5)
+
+
+def _ties(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys repeat, so that maxima are tied within and across tiles."""
+    return q, k[:, :, torch.arange(k.shape[2]) % 4]
+
+
+ADVERSARIAL = {
+    "normal": lambda q, k: (q, k),
+    "large": lambda q, k: (q * 4, k * 2),
+    "growing": _growing,
+    "spike": _spike,
+    "negative": _negative,
+    "ties": _ties,
+}
+
+
+def run(backend: str | Backend, tensors: list[Tensor], arguments: dict[str, Any], d_out: Tensor, d_lse: Tensor | None) -> dict[str, Tensor]:
+    """out, lse (where there is one) and the gradients, as float64."""
+    q, k, v = (x.detach().requires_grad_() for x in tensors)
+    output: AttentionOutput = attention(q, k, v, backend=backend, **arguments)
+    loss = (output.out.double() * d_out).sum()
+    if d_lse is not None and output.lse is not None:
+        # a row without a key has lse = -inf, which nobody should differentiate through
+        loss = loss + (torch.where(output.lse.isinf(), 0.0, output.lse).double() * d_lse).sum()
+    grads = torch.autograd.grad(loss, (q, k, v))
+    results = dict(zip(("dq", "dk", "dv"), grads, strict=True)) | {"out": output.out.detach()}
+    if output.lse is not None:
+        results["lse"] = output.lse.detach()
+    return {name: x.double() for name, x in results.items()}
+
+
+def unavoidable(tensors: list[Tensor], arguments: dict[str, Any], d_out: Tensor, d_lse: Tensor, reference: dict[str, Tensor]) -> dict[str, float]:
+    """What rounding alone may cost each result, in units of the result.
+
+    Everything is rounded once to its own dtype, and a score's rounding is a relative error of exp(score): eps * |score|. The backward
+    also subtracts delta = rowsum(d_out * out) from dp = d_out v^T. Where one key holds all the weight the two cancel and their roundings
+    remain: of the sums (in the statistics' dtype), and of `out`, which every flash backward reads back in the dtype it was stored in.
+    """
+    q, k, v = (x.double() for x in tensors)
+    dtype, statistics = tensors[0].dtype, torch.promote_types(tensors[0].dtype, torch.float32)
+    eps, eps_statistics = torch.finfo(dtype).eps, torch.finfo(statistics).eps
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scale = q.shape[-1] ** -0.5
+    largest_score = (q @ k.mT * scale).abs().max().item()
+    # p itself is attention's output for v = identity; zeros make head_dim wide enough to hold it
+    width = max(q.shape[-1], k.shape[2])
+    wide_q, wide_k = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k))
+    identity = torch.eye(k.shape[2], width, dtype=torch.float64, device=q.device).expand(*k.shape[:2], -1, -1)
+    p = attention(wide_q, wide_k, identity, backend="naive", scale=scale, **arguments).out[..., : k.shape[2]]
+    stored = reference["out"].to(dtype).double()
+    delta_error = (d_out * (stored - reference["out"])).sum(-1, keepdim=True).abs()
+    delta_error = delta_error + 4 * eps_statistics * ((d_out.abs() @ v.abs().mT).amax(-1, keepdim=True) + d_lse.abs().unsqueeze(-1))
+    ds_error = p * delta_error * scale
+    cancelled = {"dq": ds_error @ k.abs(), "dk": (ds_error.mT @ q.abs()).unflatten(1, (-1, groups)).sum(2)}
+    relative = {name: eps + eps_statistics * largest_score for name in reference} | {"lse": eps_statistics * (1 + largest_score)}
+    return {
+        name: relative[name] * torch.where(x == -torch.inf, 0.0, x).abs().max().item() + cancelled.get(name, torch.zeros(1)).max().item()
+        for name, x in reference.items()
+    }
+
+
+def compare(backend: Backend, case: Case, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    """One row of the report: for each tensor its error, naive's own and the budget. Never raises for a wrong result."""
+    tensors, arguments, d_out, d_lse = case.make(dtype, device)
+    if "lse" not in backend.features:
+        d_lse = torch.zeros_like(d_lse)
+    found = run(backend, tensors, arguments, d_out, d_lse)
+    reference = run("naive", [x.double() for x in tensors], arguments, d_out, d_lse)
+    naive = run("naive", tensors, arguments, d_out, d_lse)
+    roundings = unavoidable(tensors, arguments, d_out, d_lse, reference)
+    row: dict[str, Any] = {"backend": backend.name, "case": f"{case}-{SHORT[dtype]}", "device": device, "tensors": {}}
+    for name, result in found.items():
+        # a row without a key has lse = -inf, in both
+        error, own = (_distance(x[name], reference[name]) for x in (found, naive))
+        # in float64 the reference is no more exact than what it judges
+        own = 16 * roundings[name] if dtype == torch.float64 else own
+        row["tensors"][name] = {
+            "error": error,
+            "naive": own,
+            "budget": 2 * own + roundings[name],
+            # a single key makes naive exact: a rounding is the least that is divided by
+            "multiple": error / max(own, roundings[name], 1e-300),
+        }
+    row["ok"] = all(x["error"] <= x["budget"] for x in row["tensors"].values())
+    row["worst_share_of_budget"] = max(x["error"] / max(x["budget"], 1e-300) for x in row["tensors"].values())
+    row["worst_multiple_of_naive"] = max(x["multiple"] for x in row["tensors"].values())
+    return row
+
+
+def _distance(x: Tensor, reference: Tensor) -> float:
+    """Largest difference; inf where one is NaN or infinite and the other is not."""
+    return torch.where(x == reference, 0.0, (x - reference).abs()).nan_to_num(nan=torch.inf).max().item()

@@ -1,0 +1,89 @@
+"""Every exact backend of the table, over shapes, masks, dtypes and adversarial inputs, within the budget.
+
+A new backend gets these tests by being in the table.
+"""
+
+import pytest
+import torch
+
+from attention import BACKENDS, Backend
+from tests.attention.conformance import SHORT, Case, compare
+
+# the tile loops run with tiles small enough that every case crosses several, ragged at the end
+TILES = {"block_q": 32, "block_kv": 16}
+
+CASES = [
+    Case(batch=2, num_heads=4, num_kv_heads=4),
+    Case(causal=False),
+    Case(batch=2, num_heads=4, num_kv_heads=2, num_queries=33, num_keys=33, head_dim=24),
+    Case(num_heads=4, num_kv_heads=1, num_queries=65, num_keys=65, head_dim=64, causal=False),
+    Case(num_queries=33, num_keys=70),
+    Case(num_queries=33, num_keys=70, causal=False),
+    Case(num_queries=70, num_keys=33),  # the first 37 rows see no key
+    Case(num_queries=1, num_keys=50),
+    Case(num_queries=1, num_keys=1),
+    Case(num_queries=17, num_keys=17, head_dim=40),
+    *(Case(inputs=name) for name in ("large", "growing", "spike", "negative", "ties")),
+    Case(optional={"window": 9}),  # whole tiles to the left are out of sight, a row's first visible tile is partly masked
+    Case(num_queries=33, num_keys=70, optional={"window": 40}),
+    Case(num_queries=70, num_keys=33, optional={"window": 5}),
+    Case(optional={"softcap": 2.0}, inputs="large"),
+    Case(num_heads=4, num_kv_heads=2, optional={"alibi_slopes": True}),
+    Case(batch=2, optional={"document_ids": True}),
+    Case(optional={"document_ids": True, "window": 6, "softcap": 5.0, "alibi_slopes": True}),
+]
+
+GPU_CASES = [
+    Case(batch=2, num_heads=num_heads, num_kv_heads=num_kv_heads, num_queries=n, num_keys=m, head_dim=d, causal=causal, inputs=inputs)
+    for num_heads, num_kv_heads in ((4, 4), (8, 2))
+    for n, m in ((257, 257), (1024, 1024), (129, 600), (600, 129), (1, 777))
+    for d in (16, 40, 64, 128, 256)
+    for causal in (True, False)
+    for inputs in ("normal", "spike")
+] + [
+    Case(num_queries=513, num_keys=513, head_dim=64, inputs=inputs) for inputs in ("large", "growing", "negative", "ties")
+]
+
+
+def configured(backend: Backend) -> Backend:
+    return backend.configured(**{name: size for name, size in TILES.items() if name in backend.options})
+
+
+def parameters(device: str, cases: list[Case], names: list[str]) -> list:
+    """(backend, case, dtype) for everything a backend declares that it takes."""
+    found = []
+    for name in names:
+        backend = configured(BACKENDS[name])
+        for case in cases:
+            for dtype in backend.dtypes:
+                in_reach = case.features() <= backend.features and (backend.head_dims is None or case.head_dim in backend.head_dims)
+                # tiles, masks and tails are the same code for every dtype: the half-precision runs keep to the plain cases
+                if in_reach and (dtype in (torch.float64, torch.float32) or not case.optional):
+                    found.append(pytest.param(backend, case, dtype, id=f"{name}-{case}-{SHORT[dtype]}"))
+    return found
+
+
+EXACT = [name for name, backend in BACKENDS.items() if backend.exact and name != "naive"]
+# PyTorch's FlexAttention has no backward on the CPU
+ON_CPU = [name for name in EXACT if name != "flex"]
+
+
+def check(row: dict, record) -> None:
+    record(row)
+    assert row["ok"], "\n".join(
+        f"{name}: error {x['error']:.3g}, naive {x['naive']:.3g}, budget {x['budget']:.3g}{'' if x['finite'] else ', NOT FINITE'}"
+        for name, x in row["tensors"].items()
+    )
+
+
+@pytest.mark.parametrize(("backend", "case", "dtype"), parameters("cpu", CASES, ON_CPU))
+def test_cpu(backend, case, dtype, conformance_record):
+    if torch.cuda.is_available() and backend.name == "triton":
+        pytest.skip("with a GPU the Triton kernels are compiled, not interpreted")
+    check(compare(backend, case, dtype, "cpu"), conformance_record)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("backend", "case", "dtype"), parameters("cuda", CASES + GPU_CASES, ["triton"]) + parameters("cuda", CASES, ["tiled", "sdpa", "flex"]))
+def test_gpu(backend, case, dtype, conformance_record):
+    check(compare(backend, case, dtype, "cuda"), conformance_record)

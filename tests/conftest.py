@@ -1,0 +1,61 @@
+"""Shared by all tests: Triton's interpreter where there is no GPU, the gpu marker, the conformance report."""
+
+import json
+import os
+from pathlib import Path
+
+# read by Triton when a kernel is declared, so before anything imports the kernels
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("WANDB_SILENT", "true")
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    # the tests' tensors are small: threads would only wait for each other
+    torch.set_num_threads(1)
+
+CONFORMANCE = pytest.StashKey[list]()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--conformance-report", type=Path, metavar="FILE", help="write every conformance case with its errors to FILE (JSON)")
+
+
+def pytest_configure(config):
+    config.stash[CONFORMANCE] = []
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture
+def conformance_record(request):
+    """Call it with one case's row, which then stands in the report."""
+    return request.config.stash[CONFORMANCE].append
+
+
+def pytest_sessionfinish(session):
+    path, rows = session.config.getoption("--conformance-report"), session.config.stash[CONFORMANCE]
+    if path is None or not rows:
+        return
+    from training.metrics import environment
+
+    summary = {}
+    for name in sorted({row["backend"] for row in rows}):
+        own = [row for row in rows if row["backend"] == name]
+        worst = max(own, key=lambda row: row["worst_multiple_of_naive"])
+        summary[name] = {
+            "cases": len(own),
+            "worst_share_of_budget": max(row["worst_share_of_budget"] for row in own),
+            "worst_multiple_of_naive": worst["worst_multiple_of_naive"],
+            "worst_case": worst["case"],
+        }
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    path.write_text(json.dumps({"environment": environment("", device), "summary": summary, "cases": rows}, indent=1))

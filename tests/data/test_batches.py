@@ -1,0 +1,141 @@
+"""Windows of text: right tokens, pure functions of (seed, step), a held-out half that never moves."""
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from config import DataConfig, TokenizerConfig
+from data import Batch, build_data
+from data.batches import windows
+
+
+@pytest.fixture
+def config(tmp_path):
+    for number in range(60):
+        file = tmp_path / "corpus" / f"{number:02}.txt"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"file {number} " * (number + 1))
+    return DataConfig(source="text", path=str(tmp_path / "corpus"), cache_dir=str(tmp_path / "cache"), val_fraction=0.2)
+
+
+def open_data(config, *, seed=0, seq_len=32, tokenizer="byte"):
+    return build_data(config, TokenizerConfig(tokenizer), seq_len=seq_len, seed=seed)
+
+
+def test_targets_are_the_next_tokens():
+    batch = windows(np.arange(100, dtype=np.uint16), np.array([3, 50]), seq_len=4)
+    assert batch.inputs.tolist() == [[3, 4, 5, 6], [50, 51, 52, 53]]
+    assert batch.targets.tolist() == [[4, 5, 6, 7], [51, 52, 53, 54]]
+
+
+def test_batches_are_contiguous_int64_tensors(config):
+    for batch in (open_data(config).train_batch(0, 5), open_data(config).val_batch(5)):
+        assert isinstance(batch, Batch)
+        assert all(tensor.dtype == torch.int64 and tensor.shape == (5, 32) and tensor.is_contiguous() for tensor in batch)
+
+
+def test_32_bit_tokens_survive():
+    assert windows(np.array([0, 70_000, 2**32 - 1], dtype=np.uint32), np.array([0]), seq_len=2).targets.tolist() == [[70_000, 2**32 - 1]]
+
+
+def test_training_windows_reach_both_ends(config):
+    data = open_data(config, seq_len=32)
+    data.train = np.arange(35, dtype=np.uint16)
+    firsts = {int(first) for step in range(50) for first in data.train_batch(step, 4).inputs[:, 0]}
+    assert firsts == {0, 1, 2}
+
+
+def test_training_windows_come_from_training_documents_only(config):
+    data = open_data(config)
+    batch = data.train_batch(0, 200)
+    train = data.tokenizer.decode(data.train)
+    assert all(data.tokenizer.decode(row) in train for row in batch.inputs)
+
+
+def test_a_step_is_a_pure_function_of_seed_and_step(config):
+    assert torch.equal(open_data(config, seed=1).train_batch(7, 8).inputs, open_data(config, seed=1).train_batch(7, 8).inputs)
+    assert not torch.equal(open_data(config, seed=1).train_batch(7, 8).inputs, open_data(config, seed=1).train_batch(8, 8).inputs)
+    assert not torch.equal(open_data(config, seed=1).train_batch(7, 8).inputs, open_data(config, seed=2).train_batch(7, 8).inputs)
+
+
+def test_another_process_draws_the_same(config):
+    here = open_data(config, seed=5).train_batch(9, 4).inputs.flatten().tolist()
+    code = (
+        "from config import *; from data import build_data;"
+        f"d = build_data({config!r}, TokenizerConfig('byte'), seq_len=32, seed=5);"
+        "print(d.train_batch(9, 4).inputs.flatten().tolist())"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == str(here)
+
+
+def test_first_sequences_do_not_depend_on_how_many_follow(config):
+    data = open_data(config)
+    assert torch.equal(data.train_batch(2, 3).inputs, data.train_batch(2, 64).inputs[:3])
+
+
+def test_held_out_windows_are_fixed_for_every_seed(config):
+    first, second = open_data(config, seed=1), open_data(config, seed=2)
+    first.train_batch(0, 3)
+    assert torch.equal(first.val_batch(6).inputs, second.val_batch(6).inputs)
+
+
+def test_held_out_windows_are_spread_evenly(config):
+    data = open_data(config, seq_len=10)
+    data.val = np.arange(101, dtype=np.uint16)
+    assert data.val_batch(1).inputs[:, 0].tolist() == [0]
+    assert data.val_batch(4).inputs[:, 0].tolist() == [0, 30, 60, 90]
+    assert data.val_batch(4).targets[-1, -1] == 100
+
+
+def test_attributes(config):
+    data = open_data(config)
+    assert (data.vocab_size, data.metric, data.tokenizer.name) == (257, None, "byte")
+    held_out = [line for line in data.description.split(", ") if line.endswith("held out; tokenizer byte")]
+    assert data.description.startswith(f"data.path={config.path}: ") and len(held_out) == 1 and "\n" not in data.description
+
+
+def test_description_says_when_the_end_of_an_only_document_is_held_out(config, tmp_path):
+    config.path = str(tmp_path / "corpus" / "59.txt")
+    assert "at the end of the only document held out" in open_data(config).description
+
+
+def test_fingerprint_changes_with_corpus_tokenizer_and_share_alone(config, tmp_path):
+    fingerprint = open_data(config).fingerprint
+    assert fingerprint == open_data(config, seed=3, seq_len=16).fingerprint
+    others = {open_data(config, tokenizer="bpe").fingerprint}
+    config.val_fraction = 0.3
+    others.add(open_data(config).fingerprint)
+    config.val_fraction = 0.2
+    (tmp_path / "corpus" / "07.txt").write_text("changed")
+    others.add(open_data(config).fingerprint)
+    assert len(others | {fingerprint}) == 4
+
+
+@pytest.mark.parametrize("short_half", ["train", "val"])
+def test_shorter_than_one_sequence(config, short_half):
+    data = open_data(config)
+    config.val_fraction = 0.99 if short_half == "train" else 0.05
+    data = open_data(config, seq_len=4)
+    longest = min(len(data.train), len(data.val)) - 1
+    assert open_data(config, seq_len=longest).train_batch(0, 2).inputs.shape == (2, longest)
+    expected = (
+        rf"data\.path={config.path} is shorter than one sequence: seq_len={longest + 1} needs {longest + 2} tokens.*"
+        rf"{len(data.train)} to train on and {len(data.val)} held out; give more text, seq_len={longest} or less, .*data\.val_fraction={config.val_fraction}"
+    )
+    with pytest.raises(ValueError, match=expected):
+        open_data(config, seq_len=longest + 1)
+
+
+def test_a_batch_takes_milliseconds(tmp_path):
+    tokens = np.memmap(tmp_path / "tokens", dtype=np.uint16, mode="w+", shape=(10_000_000,))
+    starts = np.random.default_rng(0).integers(len(tokens) - 1025, size=64)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        windows(tokens, starts, 1024)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.02

@@ -1,0 +1,191 @@
+"""Which documents a local source yields, and one clear sentence for each way of naming a wrong one."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from config import DataConfig
+from data.corpora import count_documents, documents, identity
+
+
+def rows(**settings) -> dict[str, str]:
+    return {row["path"]: row["text"] for row in documents(DataConfig(**settings))}
+
+
+def write(folder, **files):
+    """Files named a__b_txt for a/b.txt."""
+    for name, content in files.items():
+        file = folder / name.replace("__", "/").replace("_", ".")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def test_documents_are_a_datasets_stream():
+    import datasets
+
+    stream = documents(DataConfig(source="stdlib", max_documents=2))
+    assert isinstance(stream, datasets.IterableDataset)
+    assert list(next(iter(stream))) == ["path", "text"]
+
+
+def test_stdlib_is_the_core_of_the_standard_library():
+    corpus = rows(source="stdlib")
+    assert {"json/decoder.py", "argparse.py", "asyncio/tasks.py"} <= set(corpus)
+    left_out = ("test/", "idlelib/", "lib2to3/", "ensurepip/", "site-packages/", "encodings/", "pydoc_data/", "config-", "_sysconfigdata")
+    assert not [path for path in corpus if path.startswith(left_out) or "/test/" in path or "/tests/" in path]
+    assert corpus["json/decoder.py"] == open(sys.modules["json"].decoder.__file__, encoding="utf-8").read()
+    assert list(corpus) == sorted(corpus, key=lambda path: path.split("/"))
+    assert all(path.endswith(".py") and text for path, text in corpus.items())
+    assert len(corpus) <= count_documents(DataConfig(source="stdlib")) < 1.05 * len(corpus)
+
+
+def test_torch_source():
+    corpus = rows(source="torch_source", max_documents=40)
+    assert len(corpus) == 40 == count_documents(DataConfig(source="torch_source", max_documents=40))
+    assert "__init__.py" in corpus and "version.py" not in corpus
+
+
+def test_folder_is_read_in_order_without_hidden_and_empty_files(tmp_path):
+    write(tmp_path, b_txt="two", a__x_md="one", c_txt="", _hidden="no", a___DS="no", __pycache____z_txt="no")
+    (tmp_path / "c.d").mkdir()
+    assert rows(source="text", path=str(tmp_path)) == {"a/x.md": "one", "b.txt": "two"}
+
+
+@pytest.mark.parametrize(
+    "path, expected",
+    [("b.txt", ["b.txt"]), ("*.txt", ["b.txt", "c.txt"]), ("**/*.txt", ["a/x.txt", "b.txt", "c.txt"]), ("a", ["x.txt"])],
+    ids=["file", "glob", "deep-glob", "folder"],
+)
+def test_path_forms(tmp_path, path, expected):
+    write(tmp_path, b_txt="two", c_txt="three", a__x_txt="one", d_md="four")
+    assert list(rows(source="text", path=str(tmp_path / path))) == expected
+
+
+def test_relative_and_home_paths(tmp_path, monkeypatch):
+    write(tmp_path, b_txt="two")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert (
+        rows(source="text", path="b.txt") == rows(source="text", path="~/b.txt") == rows(source="text", path="./*.txt") == {"b.txt": "two"}
+    )
+
+
+def test_byte_order_mark_is_dropped_and_line_ends_are_kept(tmp_path):
+    write(tmp_path, a_txt=b"\xef\xbb\xbfna\xc3\xafve\r\n")
+    assert rows(source="text", path=str(tmp_path)) == {"a.txt": "naïve\r\n"}
+
+
+def test_tables_give_one_document_a_row(tmp_path):
+    import datasets
+
+    table = [{"text": "one", "n": 1}, {"text": None, "n": 2}, {"text": "", "n": 3}, {"text": "two", "n": 4}]
+    write(tmp_path, a_jsonl="".join(json.dumps(row) + "\n" for row in table), b_json=json.dumps(table[:1]), e_jsonl="")
+    datasets.Dataset.from_list(table).to_parquet(tmp_path / "c [1].parquet")
+    write(tmp_path, d_txt="plain")
+    expected = {
+        "a.jsonl:0": "one",
+        "a.jsonl:3": "two",
+        "b.json:0": "one",
+        "c [1].parquet:0": "one",
+        "c [1].parquet:3": "two",
+        "d.txt": "plain",
+    }
+    assert rows(source="text", path=str(tmp_path)) == expected
+
+
+def test_column_is_chosen_by_field(tmp_path):
+    write(tmp_path, a_jsonl='{"title": "t", "body": "b"}\n')
+    assert rows(source="text", path=str(tmp_path), field="body") == {"a.jsonl:0": "b"}
+
+
+def test_max_documents_counts_documents_with_text(tmp_path):
+    write(tmp_path, a_txt="", b_txt="1", c_jsonl='{"text": "2"}\n{"text": "3"}\n', d_txt="4")
+    assert list(rows(source="text", path=str(tmp_path), max_documents=2).values()) == ["1", "2"]
+
+
+def test_identity_follows_the_files_and_the_settings(tmp_path):
+    def known(**settings):
+        return identity(DataConfig(source="text", path=str(tmp_path), **settings))
+
+    write(tmp_path, a_txt="one")
+    before = known()
+    assert before == known() != known(max_documents=1)
+    write(tmp_path, a_txt="eno")
+    os.utime(tmp_path / "a.txt", ns=(1, 1))
+    changed = known()
+    write(tmp_path, b_txt="two")
+    assert len({before, changed, known()}) == 3
+
+
+def test_reading_is_silent(tmp_path, capfd):
+    write(tmp_path, a_jsonl='{"text": "one"}\n', b_txt="two")
+    assert len(rows(source="text", path=str(tmp_path))) == 2
+    assert capfd.readouterr() == ("", "")
+
+
+BAD = {
+    "missing": (dict(), "nowhere.txt", r"data\.path=.*nowhere\.txt does not exist .*name a file, a folder or a glob"),
+    "glob-without-match": (dict(), "*.txt", r"data\.path=.*\*\.txt matches no file .*books/\*\*/\*\.txt"),
+    "empty-folder": (dict(), "", r"data\.path=.* is a folder without files; put text files into it"),
+    "nul-bytes": (
+        dict(a_txt="fine", b_txt=b"text\0more"),
+        "",
+        r"data\.path=.*b\.txt is not UTF-8 text \(byte 4: NUL\).*leave it out with a glob such as",
+    ),
+    "latin-1": (dict(b_txt="naïve".encode("latin-1")), "", r"b\.txt is not UTF-8 text \(byte 2: .*convert it"),
+    "utf-16": (dict(b_txt="naive".encode("utf-16")), "b.txt", r"b\.txt is not UTF-8 text .*convert it"),
+    "no-such-column": (dict(a_jsonl='{"body": "x", "n": 1}\n'), "", r"a\.jsonl has no column data\.field=text; its columns are: body, n"),
+    "column-of-numbers": (dict(a_jsonl='{"text": 3}\n'), "", r"row 0 of data\.field=text is not text but int; columns: text"),
+    "broken-jsonl": (dict(a_jsonl='{"text": "x"\nnonsense\n'), "", r"a\.jsonl cannot be read as json .*repair it or leave it out"),
+    "broken-parquet": (dict(a_parquet="nonsense"), "", r"a\.parquet cannot be read as parquet .*repair it or leave it out"),
+}
+
+
+@pytest.mark.parametrize("files, path, message", BAD.values(), ids=BAD)
+def test_bad_input_is_one_clear_error(tmp_path, capfd, files, path, message):
+    write(tmp_path, **files)
+    with pytest.raises(ValueError, match=message) as error:
+        rows(source="text", path=str(tmp_path / path))
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("locked", ["a.txt", "a.jsonl", "folder"])
+def test_unreadable(tmp_path, locked):
+    write(tmp_path, a_txt="one", a_jsonl='{"text": "x"}\n', folder__a_txt="two")
+    (tmp_path / locked).chmod(0)
+    with pytest.raises(ValueError, match=rf"{locked} cannot be read .*Permission denied"):
+        rows(source="text", path=str(tmp_path / locked))
+    (tmp_path / locked).chmod(0o700)
+
+
+@pytest.mark.parametrize("file", ["a.txt", "a.jsonl"])
+def test_permission_denied(tmp_path, monkeypatch, file):
+    """The same as above for whoever runs the tests as root."""
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    write(tmp_path, **{file.replace(".", "_"): '{"text": "x"}\n'})
+    path = str(tmp_path / file)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    if file.endswith("jsonl"):
+        import datasets
+
+        monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(ValueError, match=rf"{file} cannot be read .*Permission denied.* leave it out of data\.path"):
+        rows(source="text", path=path)
+
+
+def test_a_package_file_in_an_old_encoding_is_skipped(tmp_path, monkeypatch):
+    """Embedded sources must work on every installation; only the user's own files are refused."""
+    import sysconfig
+
+    write(tmp_path, a_py="one = 1\n", b_py=b"# na\xefve, in latin-1\n")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert rows(source="stdlib") == {"a.py": "one = 1\n"}

@@ -1,0 +1,156 @@
+"""The hub within reach (played by datasets in memory), out of reach, and out of reach with the dataset in the cache."""
+
+import json
+import shutil
+import socket
+import time
+
+import datasets
+import huggingface_hub
+import pytest
+
+import data.hub
+from config import DataConfig
+from data.corpora import documents
+from data.hub import offline
+from data.network import answers
+
+WAY_OUT = r"data=stdlib, data=torch_source and data=text data.path=FILE need no network"
+ROWS = {"text": ["one", None, "two", "", "three"], "n": [1, 2, 3, 4, 5]}
+
+
+def read(**settings):
+    return [(row["path"], row["text"]) for row in documents(DataConfig(source="hub", name="org/name", **settings))]
+
+
+@pytest.fixture
+def reachable_hub(monkeypatch):
+    """A hub that holds ROWS; returns the calls it got."""
+    calls = []
+
+    def load_dataset(*where, streaming, **rest):
+        calls.append((where, rest))
+        table = datasets.Dataset.from_dict(ROWS)
+        return table.to_iterable_dataset() if streaming else table
+
+    monkeypatch.setattr(data.hub, "answers", lambda url: True)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return calls
+
+
+@pytest.fixture
+def unreachable_hub(monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "https://no-such-host.invalid")
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streaming"])
+def test_rows_become_documents(reachable_hub, streaming):
+    assert read(streaming=streaming, subset="s", split="validation") == [("0", "one"), ("2", "two"), ("4", "three")]
+    assert reachable_hub == [(("org/name", "s"), {"split": "validation"})]
+    assert read(streaming=streaming, max_documents=2) == [("0", "one"), ("2", "two")]
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streaming"])
+def test_missing_column_lists_the_columns(reachable_hub, streaming):
+    with pytest.raises(ValueError, match=r"data\.name=org/name has no column data\.field=body; its columns are: text, n"):
+        read(streaming=streaming, field="body")
+
+
+def test_an_answer_of_the_hub_is_passed_on(reachable_hub, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("Unknown split 'tset'. Should be one of ['train', 'test'].")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(ValueError, match=r"data\.name=org/name data\.subset=None data\.split=tset: Unknown split .*\['train', 'test'\]"):
+        read(split="tset")
+
+
+def test_a_stream_that_breaks_off_says_what_to_do(reachable_hub, monkeypatch):
+    class BreaksOff:
+        def __iter__(self):
+            yield {"text": "one"}
+            raise ConnectionError("reset by peer")
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: BreaksOff())
+    with pytest.raises(ValueError, match=r"data\.name=org/name.*reset by peer.*data\.streaming=false"):
+        read(streaming=True)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streaming"])
+def test_out_of_reach_names_the_way_out_at_once(unreachable_hub, streaming):
+    """Left alone, datasets retries for 25 seconds."""
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match=rf"data\.name=org/name .*no-such-host\.invalid does not answer.*{WAY_OUT}"):
+        documents(DataConfig(source="hub", name="org/name", streaming=streaming))
+    assert time.perf_counter() - start < 3
+
+
+def test_offline_by_choice_does_not_try_the_network(monkeypatch):
+    monkeypatch.setattr(data.hub, "answers", lambda url: pytest.fail("the network was tried"))
+    with offline(True), pytest.raises(ValueError, match=rf"HF_HUB_OFFLINE is set.*{WAY_OUT}"):
+        read()
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streaming"])
+def test_cached_dataset_is_read_without_network(unreachable_hub, tmp_path, monkeypatch, streaming):
+    """The cache folder is laid out as an earlier download of org/name would have left it."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", "two")))
+    table = datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train", cache_dir=str(tmp_path / "built"))
+    built = next(file for file in (tmp_path / "built").rglob("*.arrow")).parent
+    download = tmp_path / "cache" / "org___name" / "default" / "0.0.0" / "0123"
+    shutil.copytree(built, download)
+    (download / "json-train.arrow").rename(download / "name-train.arrow")
+    info = json.loads((download / "dataset_info.json").read_text()) | {"dataset_name": "name", "config_name": "default"}
+    (download / "dataset_info.json").write_text(json.dumps(info))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    assert read(streaming=streaming) == [("0", "one"), ("1", "two")] and len(table) == 2
+
+
+def test_offline_mode_ends_with_the_block():
+    before = (datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE)
+    with offline(True):
+        assert (datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE) == (True, True)
+    assert (datasets.config.HF_HUB_OFFLINE, huggingface_hub.constants.HF_HUB_OFFLINE) == before
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A listening port of this machine."""
+    monkeypatch.setattr("data.network.getproxies", dict)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_a_listening_server_answers(server):
+    assert answers(f"http://{server}/file")
+
+
+def test_a_closed_port_does_not(server):
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = gone.getsockname()[1]
+    assert not answers(f"http://127.0.0.1:{address}")
+
+
+@pytest.mark.parametrize("proxy", ["http://{}", "{}"], ids=["with-scheme", "without-scheme"])
+def test_behind_a_proxy_the_proxy_is_asked(server, monkeypatch, proxy):
+    monkeypatch.setattr("data.network.getproxies", lambda: {"https": proxy.format(server)})
+    assert answers("https://no-such-host.invalid")
+
+
+def test_a_proxy_may_be_bypassed(server, monkeypatch):
+    monkeypatch.setattr("data.network.getproxies", lambda: {"https": server})
+    monkeypatch.setattr("data.network.proxy_bypass", lambda host: host == "no-such-host.invalid")
+    assert not answers("https://no-such-host.invalid")
+
+
+def test_a_name_server_that_hangs_is_left_behind(monkeypatch):
+    """Name look-up has no timeout: on a closed network it can hang for half a minute."""
+
+    def hang(*_, **__):
+        time.sleep(3)
+        raise OSError
+
+    monkeypatch.setattr(socket, "create_connection", hang)
+    start = time.perf_counter()
+    assert not answers("https://example.org", timeout=0.2)
+    assert time.perf_counter() - start < 2

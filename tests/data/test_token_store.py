@@ -1,0 +1,320 @@
+"""A store holds what its corpus says, is built once, survives killed and rival builds, and never passes for whole when damaged."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import data.token_store
+from config import DataConfig, TokenizerConfig
+from data import build_tokenizer
+from data.corpora import documents
+from data.token_store import cache_folder, hash_of_path, open_store
+
+BYTE = build_tokenizer(TokenizerConfig("byte"))
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Sixty small files, every tenth held out or so."""
+    for number in range(60):
+        file = tmp_path / "corpus" / f"{number:02}.txt"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"file {number} " * (number + 1))
+    return text_config(tmp_path)
+
+
+def text_config(tmp_path, **settings):
+    return DataConfig(**dict(source="text", path=str(tmp_path / "corpus"), cache_dir=str(tmp_path / "cache"), val_fraction=0.2) | settings)
+
+
+def texts_of(split):
+    """The documents of a split, cut at the stored offsets, without the end-of-text token that each must have."""
+    pieces = [split.tokens[start:stop] for start, stop in zip(split.offsets[:-1], split.offsets[1:], strict=True)]
+    assert all(piece[-1] == BYTE.end_of_text and BYTE.end_of_text not in piece[:-1] for piece in pieces)
+    return [BYTE.decode(piece[:-1]) for piece in pieces]
+
+
+def stores(config):
+    return sorted(path.name for path in cache_folder(config).iterdir())
+
+
+def build_counter(monkeypatch):
+    """Every build that really happens from now on, as a growing list."""
+    builds, build = [], data.token_store.build
+
+    def counted(*arguments):
+        builds.append(arguments)
+        build(*arguments)
+
+    monkeypatch.setattr(data.token_store, "build", counted)
+    return builds
+
+
+def test_both_halves_hold_the_corpus(config):
+    store = open_store(config, BYTE)
+    expected = {"train": [], "val": []}
+    for row in documents(config):
+        expected["val" if hash_of_path(row["path"]) < 0.2 else "train"].append(row["text"])
+    assert texts_of(store.train) == expected["train"]
+    assert texts_of(store.val) == expected["val"]
+    assert len(expected["val"]) > 1
+    assert store.meta["train_documents"] + store.meta["val_documents"] == 60
+
+
+def test_tokens_are_memory_mapped_in_the_smallest_type(config):
+    store = open_store(config, BYTE)
+    assert isinstance(store.train.tokens, np.memmap) and store.train.tokens.dtype == np.uint16
+    assert store.train.offsets.dtype == np.int64
+
+
+def test_a_large_vocabulary_is_stored_in_32_bits(config):
+    class Wide(type(BYTE)):
+        vocab_size, end_of_text, fingerprint = 100_000, 99_999, "wide"
+
+    store = open_store(config, Wide())
+    assert store.train.tokens.dtype == np.uint32
+    assert store.train.tokens[store.train.offsets[1] - 1] == 99_999
+
+
+def test_documents_are_held_out_whole_and_stay_there_when_others_join(config, tmp_path):
+    before = texts_of(open_store(config, BYTE).val)
+    for number in range(40):
+        (tmp_path / "corpus" / f"more{number}.txt").write_text(f"more {number}")
+    after = open_store(config, BYTE)
+    assert set(before) <= set(texts_of(after.val))
+    assert not set(texts_of(after.train)) & set(texts_of(after.val))
+
+
+def test_a_wider_share_holds_out_the_same_documents_and_more(tmp_path, config):
+    assert set(texts_of(open_store(config, BYTE).val)) < set(texts_of(open_store(text_config(tmp_path, val_fraction=0.4), BYTE).val))
+
+
+def test_some_document_is_held_out_of_a_small_corpus(tmp_path):
+    """Five documents at 5% leave three users in four without a held-out half if only the hashes decide."""
+    (tmp_path / "corpus").mkdir()
+    for number in range(5):
+        (tmp_path / "corpus" / f"{number}.txt").write_text(f"text {number}")
+    store = open_store(text_config(tmp_path, val_fraction=1e-6), BYTE)
+    lowest = min(range(5), key=lambda number: hash_of_path(f"{number}.txt"))
+    assert texts_of(store.val) == [f"text {lowest}"]
+    assert texts_of(store.train) == [f"text {number}" for number in range(5) if number != lowest]
+
+
+@pytest.mark.parametrize("name", ["book.txt", "held-out-by-hash.txt"])
+def test_the_end_of_an_only_document_is_held_out(tmp_path, monkeypatch, name):
+    if name != "book.txt":
+        monkeypatch.setattr(data.token_store, "hash_of_path", lambda path: 0.0)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / name).write_text("0123456789" * 100)
+    store = open_store(text_config(tmp_path, val_fraction=0.1), BYTE)
+    assert (len(store.train.tokens), len(store.val.tokens)) == (901, 100)
+    whole = np.concatenate([store.train.tokens, store.val.tokens])
+    assert BYTE.decode(whole[:-1]) == "0123456789" * 100 and whole[-1] == BYTE.end_of_text
+    assert store.meta["held_out"] == "end"
+
+
+def test_built_once(config, monkeypatch):
+    builds = build_counter(monkeypatch)
+    first, second = open_store(config, BYTE), open_store(config, BYTE)
+    assert len(builds) == 1 and (first.train.tokens == second.train.tokens).all()
+
+
+def test_an_open_store_needs_no_datasets(config):
+    open_store(config, BYTE)
+    code = (
+        "import sys; from config import *; from data import build_tokenizer; from data.token_store import open_store;"
+        f"open_store({config!r}, build_tokenizer(TokenizerConfig('byte')));"
+        "print('datasets' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("change", ["text", "new-file", "share", "tokenizer", "max-documents"])
+def test_built_anew_when_something_it_is_made_of_changes(config, tmp_path, monkeypatch, change):
+    open_store(config, BYTE)
+    builds, tokenizer = build_counter(monkeypatch), BYTE
+    if change == "text":
+        (tmp_path / "corpus" / "03.txt").write_text("something else")
+    elif change == "new-file":
+        (tmp_path / "corpus" / "new.txt").write_text("new")
+    elif change == "share":
+        config.val_fraction = 0.3
+    elif change == "tokenizer":
+        tokenizer = build_tokenizer(TokenizerConfig("bpe"))
+    else:
+        config.max_documents = 30
+    open_store(config, tokenizer)
+    assert len(builds) == 1 and len(stores(config)) == 2
+
+
+def test_corpus_hash_is_of_the_texts_not_of_the_place(config, tmp_path):
+    moved = tmp_path / "elsewhere" / "moved"
+    moved.parent.mkdir()
+    here = open_store(config, BYTE).meta["corpus"]
+    (tmp_path / "corpus").rename(moved)
+    assert open_store(text_config(tmp_path, path=str(moved)), BYTE).meta["corpus"] == here
+    (moved / "03.txt").rename(moved / "03b.txt")
+    assert open_store(text_config(tmp_path, path=str(moved)), BYTE).meta["corpus"] != here
+
+
+DAMAGE = {
+    "truncated-tokens": lambda folder: os.truncate(folder / "train.bin", 100),
+    "odd-length": lambda folder: os.truncate(folder / "val.bin", (folder / "val.bin").stat().st_size - 1),
+    "longer-tokens": lambda folder: (folder / "val.bin").open("ab").write(b"\0\0"),
+    "empty-tokens": lambda folder: os.truncate(folder / "train.bin", 0),
+    "truncated-offsets": lambda folder: os.truncate(folder / "val_offsets.npy", 130),
+    "no-offsets": lambda folder: (folder / "train_offsets.npy").unlink(),
+    "no-meta": lambda folder: (folder / "meta.json").unlink(),
+    "half-a-meta": lambda folder: os.truncate(folder / "meta.json", 20),
+    "meta-of-something-else": lambda folder: (folder / "meta.json").write_text(json.dumps({"dtype": "uint16"})),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_store_is_built_again(config, damage):
+    whole = [np.array(split.tokens) for split in (open_store(config, BYTE).train, open_store(config, BYTE).val)]
+    damage(cache_folder(config) / stores(config)[0])
+    again = open_store(config, BYTE)
+    assert all((before == after.tokens).all() for before, after in zip(whole, (again.train, again.val), strict=True))
+    assert len(stores(config)) == 1
+
+
+def test_an_interrupted_build_leaves_nothing(config, monkeypatch):
+    encode, seen = BYTE.encode, []
+
+    def interrupted(text):
+        seen.append(text)
+        if len(seen) == 40:
+            raise KeyboardInterrupt
+        return encode(text)
+
+    monkeypatch.setattr(BYTE, "encode", interrupted, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        open_store(config, BYTE)
+    assert stores(config) == []
+
+
+SLOW_BUILD = """
+import sys, time
+from config import DataConfig, TokenizerConfig
+from data import build_tokenizer
+from data.token_store import open_store
+tokenizer = build_tokenizer(TokenizerConfig("byte"))
+encode = tokenizer.encode
+def slow(text):
+    print("encoding", flush=True)
+    time.sleep(0.02)
+    return encode(text)
+tokenizer.encode = slow
+print("opened", len(open_store({config!r}, tokenizer).train.tokens), flush=True)
+"""
+
+
+def start_build(config):
+    return subprocess.Popen([sys.executable, "-c", SLOW_BUILD.format(config=config)], stdout=subprocess.PIPE, text=True)
+
+
+def test_a_killed_build_is_never_taken_for_a_store(config, monkeypatch):
+    process = start_build(config)
+    assert process.stdout.readline() == "encoding\n"
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    leftovers = stores(config)
+    assert len(leftovers) == 1 and leftovers[0].startswith("unfinished-")
+    builds = build_counter(monkeypatch)
+    assert len(texts_of(open_store(config, BYTE).train)) > 40 and len(builds) == 1
+
+
+def test_two_processes_may_build_at_once(config):
+    rivals = [start_build(config) for _ in range(2)]
+    outputs = [rival.communicate()[0].splitlines() for rival in rivals]
+    assert [rival.returncode for rival in rivals] == [0, 0]
+    assert all(output.count("encoding") == 60 for output in outputs), "one of them found the store of the other ready"
+    assert outputs[0][-1] == outputs[1][-1] == f"opened {len(open_store(config, BYTE).train.tokens)}"
+    assert len(stores(config)) == 1
+
+
+WAY_OUT = r"choose a folder with room and write permission: data\.cache_dir=FOLDER, or TILEGPT_CACHE=FOLDER"
+
+
+def test_a_cache_folder_that_cannot_be_made(config, tmp_path):
+    (tmp_path / "file").touch()
+    config.cache_dir = str(tmp_path / "file" / "cache")
+    with pytest.raises(ValueError, match=rf"cannot be written to {config.cache_dir} \(Not a directory\); {WAY_OUT}"):
+        open_store(config, BYTE)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_cache_folder(config, tmp_path):
+    (tmp_path / "cache").mkdir(mode=0o500)
+    with pytest.raises(ValueError, match=rf"cannot be written to {config.cache_dir} \(Permission denied\); {WAY_OUT}"):
+        open_store(config, BYTE)
+
+
+def test_a_full_disk(config):
+    """Played by a limit on the size of a file, which fails in the same calls."""
+    code = (
+        "import resource; from config import *; from data import build_data;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000));"
+        f"build_data({config!r}, TokenizerConfig('byte'), seq_len=8, seed=0)"
+    )
+    failed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last_line = failed.stderr.strip().splitlines()[-1]
+    assert last_line.startswith(f"ValueError: the token store cannot be written to {config.cache_dir} (File too large); choose a folder")
+    assert stores(config) == []
+
+
+@pytest.mark.parametrize("setting", ["cache_dir", "TILEGPT_CACHE", "HOME"])
+def test_cache_folder(tmp_path, monkeypatch, setting):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("TILEGPT_CACHE", raising=False)
+    config, expected = DataConfig(), tmp_path / ".cache" / "tilegpt"
+    if setting != "HOME":
+        monkeypatch.setenv("TILEGPT_CACHE", str(tmp_path / "from-environment"))
+        expected = tmp_path / "from-environment"
+    if setting == "cache_dir":
+        config.cache_dir, expected = "~/mine", tmp_path / "mine"
+    assert cache_folder(config) == expected
+
+
+@pytest.mark.parametrize("content", ["", None], ids=["empty-file", "only-empty-files"])
+def test_a_corpus_without_text(tmp_path, content):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").touch()
+    config = text_config(tmp_path, **({"path": str(tmp_path / "corpus" / "a.txt")} if content == "" else {}))
+    with pytest.raises(ValueError, match=rf"data\.path={config.path} holds no text.*name a source with text"):
+        open_store(config, BYTE)
+    assert stores(config) == []
+
+
+def test_building_is_silent_without_a_terminal(config, capfd):
+    open_store(config, BYTE)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_building_shows_one_progress_bar_on_a_terminal(config):
+    import pty
+
+    master, terminal = pty.openpty()
+    code = f"from config import *; from data import build_data; build_data({config!r}, TokenizerConfig('byte'), seq_len=8, seed=0)"
+    subprocess.run([sys.executable, "-c", code], check=True, stderr=terminal)
+    os.close(terminal)
+    shown = os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert "tokenizing text: 100%" in shown and "60/60" in shown
+    assert shown.count("\n") == 1, shown
+
+
+def test_stdlib_opens_at_once_the_second_time(tmp_path):
+    config = DataConfig(source="stdlib", cache_dir=str(tmp_path))
+    first = open_store(config, BYTE)
+    start = time.perf_counter()
+    assert open_store(config, BYTE).meta == first.meta
+    assert time.perf_counter() - start < 1
+    assert first.meta["train_tokens"] > 5_000_000 and 0.02 < first.meta["val_tokens"] / first.meta["train_tokens"] < 0.1

@@ -1,0 +1,171 @@
+"""Every text survives the round trip, and a vocabulary that cannot be had is one clear error."""
+
+import base64
+import hashlib
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import data.tokenizer
+from config import TokenizerConfig
+from data import build_tokenizer
+from data.tokenizer import CHUNK, END_OF_TEXT, GPT2_FILES, RANKS_FILE, BytePairTokenizer, bpe, read_ranks, token_dtype
+
+BYTE, BPE = build_tokenizer(TokenizerConfig("byte")), build_tokenizer(TokenizerConfig("bpe"))
+by_name = pytest.mark.parametrize("tokenizer", [BYTE, BPE], ids=lambda tokenizer: tokenizer.name)
+
+TEXTS = {
+    "empty": "",
+    "non-ascii": "naïve 東京 🦜\u200d🔥 \x00 ﷽ e\u0301",
+    "end-of-text-written-out": "before <|endoftext|> after",
+    "separators": "a\x1cb\x1d c\u2028d\u00a0e\r\n\tf\x0b",
+    "digits": "3.14159 1234567 ٣٤٥",
+    "indented-code": "def f():\n    if x:\n\n        return '_'\n",
+}
+
+
+def gpt2_like() -> BytePairTokenizer:
+    """Our ranks under GPT-2's pattern, whose lookahead is the one that overflows on long runs of space."""
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    ranks = read_ranks(RANKS_FILE)
+    return BytePairTokenizer(
+        tiktoken.Encoding("gpt2_like", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)})
+    )
+
+
+@by_name
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_round_trip(tokenizer, text):
+    tokens = tokenizer.encode(text)
+    assert tokens.dtype == np.uint16
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer.end_of_text not in tokens
+
+
+@by_name
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"])))
+def test_round_trip_of_any_text(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@by_name
+def test_vocabulary(tokenizer):
+    assert (tokenizer.vocab_size, tokenizer.end_of_text) == {"byte": (257, 256), "bpe": (8193, 8192)}[tokenizer.name]
+    assert tokenizer.decode([*tokenizer.encode("a").tolist(), tokenizer.end_of_text]) == "a" + END_OF_TEXT
+
+
+@by_name
+def test_broken_utf8_is_shown_not_raised(tokenizer):
+    """A model samples bytes in any order."""
+    half_a_letter = "é".encode()[:1]
+    token = half_a_letter[0] if tokenizer.name == "byte" else read_ranks(RANKS_FILE)[half_a_letter]
+    assert tokenizer.decode([token]) == "\ufffd"
+
+
+@by_name
+def test_lone_surrogates_do_not_stop_a_prompt(tokenizer):
+    """Python hands undecodable command-line bytes on as lone surrogates, which UTF-8 cannot encode."""
+    assert tokenizer.decode(tokenizer.encode("a\udcffb")) in ("a?b", "a\ufffdb")
+
+
+@pytest.mark.parametrize(
+    "text", [" " * 1_000_000, "\n" * 1_000_000, "a" * 1_000_000, "a " * 500_000], ids=["space", "newline", "a", "a-space"]
+)
+@pytest.mark.parametrize("make", [bpe, gpt2_like], ids=["bpe", "gpt2-pattern"])
+def test_a_million_characters(make, text):
+    """A million spaces used to kill the process: GPT-2's pattern overflows tiktoken's stack with a panic that no except catches."""
+    tokenizer = make()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("make", [bpe, gpt2_like], ids=["bpe", "gpt2-pattern"])
+def test_cutting_a_long_text_does_not_change_its_tokens(make):
+    tokenizer = make()
+    text = "def f(x):\n    return x  # naïve, 12345\n\n\n" * 5000
+    assert len(CHUNK.findall(text)) > 2
+    assert tokenizer.encode(text).tolist() == tokenizer.encoding.encode_ordinary(text)
+
+
+def test_cuts_fall_before_white_space():
+    chunks = CHUNK.findall("word and word\n" * 10_000)
+    assert all(before[-1] not in " \n" and after[0] in " \n" for before, after in pairwise(chunks))
+
+
+def test_bpe_is_shorter_than_bytes():
+    text = RANKS_FILE.with_name("tokenizer.py").read_text()
+    assert len(BYTE.encode(text)) > 3 * len(BPE.encode(text))
+
+
+def test_fingerprints_differ():
+    assert BYTE.fingerprint != BPE.fingerprint == bpe().fingerprint != gpt2_like().fingerprint
+
+
+@pytest.mark.parametrize("vocab_size, name", [(257, "uint16"), (65536, "uint16"), (65537, "uint32")])
+def test_token_dtype(vocab_size, name):
+    assert token_dtype(vocab_size).name == name
+
+
+def test_a_changed_vocabulary_is_read_anew(tmp_path):
+    """tiktoken's own reader goes on returning the file it has seen first."""
+    file = tmp_path / "ranks"
+    file.write_bytes(RANKS_FILE.read_bytes())
+    before = bpe(file)
+    file.write_text("".join(RANKS_FILE.read_text().splitlines(keepends=True)[:300]))
+    assert (before.vocab_size, bpe(file).vocab_size) == (8193, 301)
+
+
+@pytest.mark.parametrize("defect", ["gap", "missing-byte"])
+def test_a_broken_vocabulary_is_refused(tmp_path, defect):
+    ranks = [bytes([value]) for value in range(256)]
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(ranks)]
+    if defect == "gap":
+        lines[-1] = lines[-1].replace("255", "256")
+    else:
+        lines[-1] = f"{base64.b64encode(b'ab').decode()} 255\n"
+    (tmp_path / "ranks").write_text("".join(lines))
+    with pytest.raises(ValueError, match="all 256 bytes; run python -m scripts.train_bpe"):
+        bpe(tmp_path / "ranks")
+
+
+def test_gpt2_without_network_names_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(data.tokenizer, "GPT2_FILES", ("https://no-such-host.invalid/vocab.bpe",))
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match=r"tokenizer=gpt2.*tokenizer=bpe or tokenizer=byte.*TIKTOKEN_CACHE_DIR"):
+        build_tokenizer(TokenizerConfig("gpt2"))
+    assert time.perf_counter() - start < 3
+
+
+def test_gpt2_in_the_cache_is_used_without_asking_the_network(tmp_path, monkeypatch):
+    import tiktoken
+
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(data.tokenizer, "answers", lambda url: pytest.fail("the network was asked"))
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: {"gpt2": BPE.encoding}[name])
+    for url in GPT2_FILES:
+        (tmp_path / hashlib.sha1(url.encode()).hexdigest()).touch()
+    assert build_tokenizer(TokenizerConfig("gpt2")).vocab_size == BPE.vocab_size
+
+
+def test_gpt2_cache_names_are_tiktokens():
+    """The SHA-1 names that tiktoken gives the two files, as seen on a machine that has them."""
+    names = [hashlib.sha1(url.encode()).hexdigest() for url in GPT2_FILES]
+    assert names == ["6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"]
+
+
+def test_a_failed_download_names_the_way_out(monkeypatch):
+    import tiktoken
+
+    def refuse(name):
+        raise OSError("connection reset")
+
+    monkeypatch.setattr(data.tokenizer, "gpt2_is_cached", lambda: True)
+    monkeypatch.setattr(tiktoken, "get_encoding", refuse)
+    with pytest.raises(ValueError, match="connection reset.*tokenizer=bpe"):
+        build_tokenizer(TokenizerConfig("gpt2"))

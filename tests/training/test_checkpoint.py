@@ -1,0 +1,324 @@
+"""Checkpoints: exact resume, refusal by name, and survival of every kind of interruption."""
+
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.amp import GradScaler
+
+from config import OptimConfig
+from training.checkpoint import CheckpointError, load_checkpoint, load_model_state, read_meta, save_checkpoint
+from training.optimizer import build_optimizer
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = {"seed": 0, "model": {"name": "tiny", "num_layers": 2, "hidden_size": 8, "positions": "learned", "max_seq_len": 16, "dropout": 0.5}}
+
+
+class TiedModel(nn.Module):
+    """A small model with dropout, a buffer, and an output layer that shares the embedding."""
+
+    def __init__(self, vocab_size: int = 11, hidden_size: int = 8, tied: bool = True):
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.embedding = nn.Embedding(vocab_size, hidden_size)
+        self.norm = nn.BatchNorm1d(hidden_size)
+        self.dropout = nn.Dropout(0.5)
+        self.output = nn.Linear(hidden_size, vocab_size, bias=False)
+        if tied:
+            self.output.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.output(self.dropout(self.norm(self.embedding(tokens))))
+
+
+def build(scaled: bool = False):
+    model = TiedModel()
+    return model, build_optimizer(model, OptimConfig(lr=0.05)), GradScaler("cpu", enabled=scaled, init_scale=8.0, growth_interval=2)
+
+
+def train(model, optimizer, scaler, steps: int) -> list[float]:
+    """Steps that draw on every random number generator."""
+    losses = []
+    for _ in range(steps):
+        tokens = torch.tensor([random.randrange(11) for _ in range(6)] + np.random.randint(0, 11, 6).tolist())
+        loss = nn.functional.cross_entropy(model(tokens), tokens.roll(1))
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    return losses
+
+
+def seed(value: int) -> None:
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+
+
+def save(run_dir: Path, step: int = 3, config: dict = CONFIG, **replaced):
+    model, optimizer, scaler = build()
+    parts = {"model": model, "optimizer": optimizer, "scaler": scaler} | replaced
+    return save_checkpoint(run_dir, **parts, step=step, tokens=step * 100, config=config)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["unscaled", "scaled"])
+def test_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, scaled):
+    seed(0)
+    whole = build(scaled)
+    losses = train(*whole, 8)
+
+    seed(0)
+    first = build(scaled)
+    train(*first, 5)
+    model, optimizer, scaler = first
+    save_checkpoint(tmp_path, model=model, optimizer=optimizer, scaler=scaler, step=5, tokens=60, config=CONFIG)
+
+    seed(99)
+    resumed = build(scaled)
+    train(*resumed, 2)  # other weights, moments and random states, all to be replaced
+    model, optimizer, scaler = resumed
+    meta = load_checkpoint(tmp_path, model=model, optimizer=optimizer, scaler=scaler, config=CONFIG)
+    assert (meta["step"], meta["tokens"], meta["config"]) == (5, 60, CONFIG)
+    assert train(*resumed, 3) == losses[5:]
+    for name, tensor in whole[0].state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+    for mine, theirs in zip(whole[1].state_dict()["state"].values(), optimizer.state_dict()["state"].values(), strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+    assert scaler.get_scale() == whole[2].get_scale()
+
+
+def test_optimizer_settings_are_the_callers(tmp_path):
+    save(tmp_path)
+    model = TiedModel()
+    optimizer = build_optimizer(model, OptimConfig(lr=0.5, weight_decay=0.3))
+    load_checkpoint(tmp_path, model=model, optimizer=optimizer, scaler=None, config=CONFIG)
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.3), (0.5, 0.0)]
+
+
+def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
+    from safetensors.torch import load_file
+
+    model, optimizer, scaler = build()
+    save(tmp_path, model=model)
+    assert set(load_file(tmp_path / "checkpoint/model.safetensors")) == {
+        "embedding.weight",
+        *(f"norm.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")),
+    }
+    other = TiedModel()
+    assert load_model_state(tmp_path, other)["vocab_size"] == 11
+    assert other.output.weight is other.embedding.weight
+    assert torch.equal(other.output.weight, model.embedding.weight)
+
+
+def test_a_compiled_module_is_refused(tmp_path):
+    """torch.compile() wraps a module as `_orig_mod`: names with that prefix would fit no model."""
+    compiled = nn.Module()
+    compiled._orig_mod = TiedModel()
+    with pytest.raises(AssertionError, match="torch.compile"):
+        save(tmp_path, model=compiled)
+
+
+def test_a_second_save_replaces_the_first_and_leaves_nothing_else(tmp_path):
+    save(tmp_path, step=1)
+    folder = save(tmp_path, step=2)
+    assert folder == tmp_path / "checkpoint"
+    assert os.listdir(tmp_path) == ["checkpoint"]
+    assert sorted(os.listdir(folder)) == ["meta.json", "model.safetensors", "training.pt"]
+    assert read_meta(tmp_path)["step"] == 2
+
+
+def refusal(run_dir: Path, model: nn.Module | None = None, config: dict = CONFIG) -> str:
+    """The one line with which loading refuses, having changed no weight."""
+    model = model or TiedModel()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(run_dir, model=model, optimizer=build_optimizer(model, OptimConfig()), scaler=None, config=config)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_no_checkpoint(tmp_path):
+    assert "holds no checkpoint" in refusal(tmp_path)
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        load_model_state(tmp_path / "nowhere", TiedModel())
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training.pt"])
+def test_truncated_file(tmp_path, name):
+    path = save(tmp_path) / name
+    size = path.stat().st_size
+    os.truncate(path, size - 10)
+    assert refusal(tmp_path) == f"{path} is truncated: {size - 10} bytes instead of {size}"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training.pt"])
+def test_altered_file(tmp_path, name):
+    path = save(tmp_path) / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert f"{path} was altered: SHA-256" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training.pt"])
+def test_missing_file(tmp_path, name):
+    path = save(tmp_path) / name
+    path.unlink()
+    assert refusal(tmp_path) == f"{path} is missing"
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("{torn", "cannot be read"),
+        ("[1, 2]", "is of another program"),
+        ('{"iteration": 7, "model_args": {}}', "is of another program"),
+        ('{"format": "tilegpt-checkpoint", "version": 99}', "version 99"),
+        ('{"format": "tilegpt-checkpoint", "version": 1, "step": 3}', "lacks tokens, config, files"),
+    ],
+    ids=["torn", "list", "foreign", "newer", "incomplete"],
+)
+def test_unusable_meta(tmp_path, content, said):
+    path = save(tmp_path) / "meta.json"
+    path.write_text(content)
+    message = refusal(tmp_path)
+    assert str(path) in message and said in message
+
+
+def test_folder_of_another_program(tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint/pytorch_model.bin").write_bytes(b"x")
+    assert "is no checkpoint of this program: meta.json is missing" in refusal(tmp_path)
+
+
+def with_model(**changed) -> dict:
+    return CONFIG | {"model": CONFIG["model"] | changed}
+
+
+def test_the_first_differing_setting_is_named(tmp_path):
+    save(tmp_path)
+    assert "model.num_layers is 2 in the checkpoint and 6 now" in refusal(tmp_path, config=with_model(num_layers=6, hidden_size=16))
+    assert "model.max_seq_len is 16 in the checkpoint and 32 now" in refusal(tmp_path, config=with_model(max_seq_len=32))
+
+
+def test_a_setting_of_a_later_version_is_named(tmp_path):
+    save(tmp_path)
+    assert "model.bias is None in the checkpoint and False now" in refusal(tmp_path, config=with_model(bias=False))
+
+
+def test_settings_that_change_no_weight_may_differ(tmp_path):
+    save(tmp_path, config=with_model(positions="rope"))
+    model, optimizer, scaler = build()
+    now = with_model(positions="rope", name="other", dropout=0.0, max_seq_len=64)
+    assert load_checkpoint(tmp_path, model=model, optimizer=optimizer, scaler=scaler, config=now)["step"] == 3
+
+
+def test_differing_weights_are_named(tmp_path):
+    save(tmp_path)
+    assert "vocab_size is 11 in the checkpoint and 12 now" in refusal(tmp_path, TiedModel(vocab_size=12))
+    wide = "embedding.weight is (11, 8) float32 in the checkpoint and (11, 16) float32 now"
+    assert wide in refusal(tmp_path, TiedModel(hidden_size=16))
+    assert "output.weight is absent in the checkpoint and (11, 8) float32 now" in refusal(tmp_path, TiedModel(tied=False))
+
+
+@pytest.mark.parametrize("limit", [200, 2000, 5000], ids=["weights", "training-start", "training-end"])
+def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, limit):
+    """A file-size limit makes a write fail half way, as a full disk does."""
+    save(tmp_path, step=1)
+    assert limit < (tmp_path / "checkpoint/training.pt").stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        with pytest.raises(OSError, match="cannot write a checkpoint to .* GiB free"):
+            save(tmp_path, step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == ["checkpoint"]
+    model, optimizer, scaler = build()
+    assert load_checkpoint(tmp_path, model=model, optimizer=optimizer, scaler=scaler, config=CONFIG)["step"] == 1
+    save(tmp_path, step=3)
+    assert read_meta(tmp_path)["step"] == 3
+
+
+def test_an_output_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot write a checkpoint"):
+        save(tmp_path / "file")
+
+
+def test_a_kill_between_the_renames_leaves_the_last_checkpoint(tmp_path):
+    save(tmp_path, step=1)
+    (tmp_path / "checkpoint").rename(tmp_path / "checkpoint.old")
+    assert read_meta(tmp_path)["step"] == 1
+    save(tmp_path, step=2)
+    assert read_meta(tmp_path)["step"] == 2
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+SAVE_FOREVER = """
+import os, sys, torch, torch._dynamo, safetensors.torch
+from pathlib import Path
+from tests.training.test_checkpoint import CONFIG, TiedModel
+from training.checkpoint import save_checkpoint
+from config import OptimConfig
+from training.optimizer import build_optimizer
+
+# imported once, then fork() for every kill
+torch.set_num_threads(1)
+for line in sys.stdin:
+    if os.fork() == 0:
+        run_dir, first = line.split()
+        model = TiedModel()
+        optimizer = build_optimizer(model, OptimConfig())
+        print(os.getpid(), flush=True)
+        for step in range(int(first), int(first) + 100_000):
+            model.embedding.weight.data.fill_(step)
+            save_checkpoint(Path(run_dir), model=model, optimizer=optimizer, scaler=None, step=step, tokens=step, config=CONFIG)
+            os.write(1, f"{step}\\n".encode())
+    os.wait()
+    print("killed", flush=True)
+"""
+
+
+def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
+    server = subprocess.Popen(
+        [sys.executable, "-c", SAVE_FOREVER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    moments = random.Random(0)
+    first = 0
+    try:
+        for _ in range(25):
+            server.stdin.write(f"{tmp_path} {first}\n")
+            server.stdin.flush()
+            pid = int(server.stdout.readline())
+            written = int(server.stdout.readline())
+            # after the first save, somewhere within the next two
+            subprocess.run(["sleep", f"{moments.uniform(0, 0.02):.4f}"], check=True)
+            os.kill(pid, 9)
+            for line in iter(server.stdout.readline, "killed\n"):
+                written = int(line)
+            model = TiedModel()
+            optimizer = build_optimizer(model, OptimConfig())
+            meta = load_checkpoint(tmp_path, model=model, optimizer=optimizer, scaler=None, config=CONFIG)
+            assert meta["step"] in (written, written + 1)
+            assert torch.equal(model.embedding.weight, torch.full_like(model.embedding.weight, meta["step"]))
+            first = meta["step"] + 1
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_meta_is_plain_json(tmp_path):
+    meta = json.loads((save(tmp_path) / "meta.json").read_text())
+    assert set(meta["files"]) == {"model.safetensors", "training.pt"}
+    assert torch.load(tmp_path / "checkpoint/training.pt", weights_only=True)["random"]["torch"].dtype == torch.uint8

@@ -1,0 +1,161 @@
+"""Peak memory, the limit that turns a fatal allocation into an error, and what is read out of the error."""
+
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from training import memory
+from training.memory import MemoryMeter, cpu_memory_limit, describe_out_of_memory, is_out_of_memory, release_memory
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+CUDA_MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.50 TiB. GPU 0 has a total capacity of 139.72 GiB of which 512.00 MiB is free. "
+    "Including non-PyTorch memory, this process has 120.00 GiB memory in use. Of the allocated memory 119.00 GiB is allocated by "
+    "PyTorch, and 200.00 MiB is reserved by PyTorch but unallocated.\nSee documentation for Memory Management"
+)
+
+
+@linux
+def test_peak_follows_what_was_touched_and_reset_forgets_it():
+    meter = MemoryMeter("cpu")
+    before = meter.peak_gib()
+    block = torch.ones(64 * 1024**2)  # 0.25 GiB
+    assert meter.peak_gib() - before == pytest.approx(0.25, abs=0.02)
+    del block
+    assert meter.peak_gib() - before == pytest.approx(0.25, abs=0.02)
+    meter.reset()
+    assert meter.peak_gib() == pytest.approx(before, abs=0.02)
+    assert meter.reserved_gib() is None
+
+
+@linux
+def test_limit_makes_an_oversized_tensor_an_error_and_the_process_lives_on():
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    # more than the machine has, less than the addresses Linux would hand out without the limit
+    numel = memory.total_bytes() // 4
+    with cpu_memory_limit():
+        with pytest.raises(RuntimeError) as caught:
+            torch.empty(numel)
+        assert is_out_of_memory(caught.value)
+        assert torch.ones(1000).sum() == 1000
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    described = describe_out_of_memory(caught.value, "cpu")
+    assert described["asked_gib"] == pytest.approx(numel * 4 / 1024**3)
+    assert 0 < described["free_gib"] < described["total_gib"]
+    assert "can't allocate memory" in described["message"]
+
+
+@linux
+def test_limit_leaves_the_margin_and_respects_a_lower_one():
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    available = memory.available_bytes()
+    with cpu_memory_limit(margin_bytes=available - 2**28), pytest.raises(RuntimeError, match="can't allocate memory"):
+        torch.empty(2**29, dtype=torch.uint8)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (2**40, hard))
+        with cpu_memory_limit(margin_bytes=-(2**50)):
+            assert resource.getrlimit(resource.RLIMIT_AS)[0] == 2**40
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@linux
+def test_limit_is_lifted_after_an_error():
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(KeyError), cpu_memory_limit():
+        raise KeyError
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+@linux
+def test_a_control_group_below_the_machine_counts(tmp_path, monkeypatch):
+    """A container's memory.max, less what it holds that cannot be reclaimed."""
+    group = tmp_path / "a/b"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    (tmp_path / "a/memory.max").write_text(f"{3 * 2**20}\n")
+    (tmp_path / "a/memory.current").write_text(f"{2**20}\n")
+    (tmp_path / "a/memory.stat").write_text(f"anon 5\ninactive_file {2**19}\n")
+    (tmp_path / "cgroup").write_text("4:memory:/other\n0::/a/b\n")
+    real = memory.Path
+    places = {"/proc/self/cgroup": tmp_path / "cgroup", "/sys/fs/cgroup": tmp_path}
+    monkeypatch.setattr(memory, "Path", lambda path: places.get(path, real(path)))
+    assert memory.available_bytes() == 3 * 2**20 - 2**19
+    assert memory.total_bytes() == 3 * 2**20
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (torch.OutOfMemoryError(CUDA_MESSAGE), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("not enough memory of the past"), False),
+    ],
+    ids=["cuda", "python", "windows", "cuda-driver", "cublas", "illegal-access", "shapes", "value-error"],
+)
+def test_what_counts_as_out_of_memory(error, expected):
+    assert is_out_of_memory(error) is expected
+
+
+def test_cuda_message_is_parsed():
+    described = describe_out_of_memory(torch.OutOfMemoryError(CUDA_MESSAGE), "cuda")
+    assert (described["asked_gib"], described["free_gib"], described["total_gib"]) == (2560.0, 0.5, 139.72)
+    assert "\n" not in described["message"]
+
+
+def test_numpy_message_is_parsed():
+    with pytest.raises(MemoryError) as caught:
+        np.zeros(2**50)
+    assert describe_out_of_memory(caught.value, "cpu")["asked_gib"] == 8 * 2**20
+
+
+def test_an_error_without_words_is_described():
+    assert describe_out_of_memory(MemoryError(), "cpu")["message"] == "MemoryError"
+
+
+@linux
+def test_release_gives_small_blocks_back():
+    """Blocks below malloc's mmap threshold stay with the process after `del`, and would start the next run's peak."""
+    code = """
+import torch
+from training.memory import MemoryMeter, release_memory
+small = [torch.ones(2000) for _ in range(30_000)]
+last = torch.ones(2000)
+held = small[::3000]
+del small
+release_memory("cpu")
+meter = MemoryMeter("cpu")
+print(meter.peak_gib())
+import sys
+assert "torch._dynamo" not in sys.modules
+"""
+    peaks = []
+    for program in (code, code.replace('release_memory("cpu")', "")):
+        peaks.append(float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout))
+    assert peaks[1] - peaks[0] > 0.1
+
+
+@pytest.mark.gpu
+def test_gpu_meter_and_release():
+    meter = MemoryMeter("cuda")
+    block = torch.ones(2**28, device="cuda", dtype=torch.uint8)
+    assert meter.peak_gib() == pytest.approx(0.25, abs=0.01)
+    assert meter.reserved_gib() >= 0.25
+    del block
+    release_memory("cuda")
+    assert meter.peak_gib() == pytest.approx(0.0, abs=0.01)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(2**42, device="cuda", dtype=torch.uint8)
+    described = describe_out_of_memory(caught.value, "cuda")
+    assert described["asked_gib"] == 4096.0
+    assert 0 < described["free_gib"] <= described["total_gib"]

@@ -1,0 +1,175 @@
+"""metrics.jsonl, JSON that is strict, the clock, and the description of the machine."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from training import metrics
+from training.metrics import MetricsFile, Throughput, environment, peak_flops, read_metrics, write_json
+
+
+def strict_loads(text: str):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_rows_are_readable_as_soon_as_they_are_written(tmp_path):
+    file = MetricsFile(tmp_path / "run/metrics.jsonl")
+    assert read_metrics(file.path) == []
+    file.write({"step": 1, "tokens": 10, "train/loss": 2.5})
+    assert read_metrics(file.path) == [{"step": 1, "tokens": 10, "train/loss": 2.5}]
+
+
+def test_nonfinite_values_become_null_and_are_named(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write({"step": 1, "train/loss": math.nan, "grad_norm": math.inf, "lr": 0.1})
+    row = strict_loads(file.path.read_text())
+    assert row == {"step": 1, "train/loss": None, "grad_norm": None, "lr": 0.1, "nonfinite": ["train/loss", "grad_norm"]}
+    write_json(tmp_path / "summary.json", {"status": "diverged", "oom": {"free": -math.inf}, "list": [1.0, math.nan]})
+    summary = strict_loads((tmp_path / "summary.json").read_text())
+    assert summary == {"status": "diverged", "oom": {"free": None}, "list": [1.0, None], "nonfinite": ["oom.free", "list[1]"]}
+
+
+def test_truncation_drops_later_rows_and_a_torn_line(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in (10, 20, 30):
+        file.write({"step": step, "train/loss": 1 / step})
+    with file.path.open("a") as handle:
+        handle.write('{"step": 40, "train/lo')
+    assert [row["step"] for row in read_metrics(file.path)] == [10, 20, 30]
+    MetricsFile(file.path).truncate_after(20)
+    file.write({"step": 25})
+    assert [strict_loads(line)["step"] for line in file.path.read_text().splitlines()] == [10, 20, 25]
+
+
+def test_missing_file_has_no_rows(tmp_path):
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize("victim", ["write_json", "truncate_after"])
+def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch, victim):
+    file = MetricsFile(tmp_path / "file")
+    file.write({"step": 1})
+    before = file.path.read_text()
+
+    def no_space(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(metrics.os, "fsync", no_space)
+    with pytest.raises(OSError):
+        write_json(file.path, {"a": 1}) if victim == "write_json" else file.truncate_after(0)
+    assert file.path.read_text() == before
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_throughput_leaves_out_warm_up_and_pauses():
+    clock = Clock()
+    throughput = Throughput(warmup_steps=2, clock=clock)
+
+    def steps(count: int, seconds: float) -> None:
+        for _ in range(count):
+            clock.now += seconds
+            throughput.step(50)
+
+    clock.now += 60  # compilation
+    steps(2, 9.0)
+    assert throughput.tokens_per_sec is None and throughput.window() is None
+    steps(4, 1.0)
+    assert throughput.tokens_per_sec == 50.0
+    assert throughput.window() == 50.0
+    with throughput.paused():
+        clock.now += 1000  # an evaluation
+        assert throughput.tokens_per_sec == 50.0
+    steps(2, 5.0)
+    assert throughput.window() == 10.0
+    assert throughput.tokens_per_sec == pytest.approx(6 * 50 / 14)
+    assert throughput.window() is None  # no step since the last row
+
+
+def test_throughput_paused_during_warm_up_does_not_start_the_clock():
+    clock = Clock()
+    throughput = Throughput(warmup_steps=2, clock=clock)
+    throughput.step(50)
+    with throughput.paused():
+        clock.now += 100
+    clock.now += 7
+    throughput.step(50)
+    clock.now += 2
+    throughput.step(50)
+    assert throughput.tokens_per_sec == 25.0
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ],
+)
+def test_peak_of_known_gpus_by_name(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops("cuda", torch.bfloat16) == peak
+    assert peak_flops("cuda", torch.float32) is None
+    assert peak_flops("cpu", torch.bfloat16) is None
+
+
+def test_environment_says_where_the_run_ran():
+    env = environment("abc123", "cpu")
+    assert env["data_fingerprint"] == "abc123"
+    assert env["versions"]["torch"] == torch.__version__
+    assert env["hardware"]["cpu_cores"] >= 1 and env["hardware"]["gpu"] is None
+    assert env["command"][1:] == sys.argv
+    assert strict_loads(json.dumps(env)) == env
+
+
+def test_environment_imports_no_package_to_ask_its_version():
+    code = "import sys; from training.metrics import environment; environment('', 'cpu'); print({'wandb', 'datasets', 'triton'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    return subprocess.run(["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_commit_and_uncommitted_changes(tmp_path, monkeypatch):
+    git(tmp_path, "init", "-q")
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "file").write_text("one")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-q", "-m", "one")
+    monkeypatch.setattr(metrics, "ROOT", tmp_path.resolve())
+    head = git(tmp_path, "rev-parse", "HEAD")
+    assert {key: environment("", "cpu")[key] for key in ("commit", "dirty")} == {"commit": head, "dirty": False}
+    (tmp_path / "file").write_text("two")
+    assert {key: environment("", "cpu")[key] for key in ("commit", "dirty")} == {"commit": head, "dirty": True}
+    # a copy of the program without .git inside another repository
+    monkeypatch.setattr(metrics, "ROOT", (tmp_path / "copy").resolve())
+    assert {key: environment("", "cpu")[key] for key in ("commit", "dirty")} == {"commit": None, "dirty": None}
+
+
+def test_without_git(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert environment("", "cpu")["commit"] is None

@@ -1,0 +1,258 @@
+"""Train a small GPT with any attention.
+
+    python train.py                                            a tiny GPT on Python's own library, minutes on two CPU cores
+    python train.py attention=triton seq_len=8192 model=gpt2   our Triton flash-attention, on a GPU
+    python train.py -m attention=tiled,sdpa,no_max seed=0,1    a sweep, with a table at the end
+    python train.py resume=outputs/DAY/TIME steps=1200         go on with a run
+
+A run directory holds config.yaml, env.json, metrics.jsonl, summary.json, checkpoint/ and loss_curve.png.
+"""
+
+import logging
+import math
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from config import RunConfig, register, replay_overrides
+
+log = logging.getLogger("tilegpt")
+register()
+
+
+def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
+    """Build everything, run the loop, report. `summary` is filled as the run goes, so that an error loses nothing."""
+    # here and not above: --help and a mistyped key are answered without loading torch
+    import torch
+    from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
+
+    from attention import get_backend, probe_backend
+    from data import build_data
+    from model import GPT, count_parameters, sample_text
+    from model.health import diagnose, largest_score, overflow_warning
+    from training.checkpoint import load_checkpoint, save_checkpoint
+    from training.device import pick_device, pick_dtype
+    from training.evaluate import evaluate
+    from training.interrupt import Interrupt
+    from training.loggers import build_logger
+    from training.memory import MemoryMeter
+    from training.metrics import MetricsFile, Throughput, environment, peak_flops, write_json
+    from training.optimizer import build_optimizer, learning_rate
+    from training.plot import draw_loss_curve
+
+    # where and in which precision
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    torch.use_deterministic_algorithms(config.deterministic)
+    summary |= {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
+
+    # attention: refused now rather than at the first step
+    backend = get_backend(config.attention.name, target=config.attention.target, **config.attention.backend_options())
+    shape = config.model
+    heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
+    backend.check_model(**heads, dtype=dtype, device=device)
+    if config.attention.target is not None:
+        probe_backend(backend, **heads, dtype=dtype, device=device)
+    summary |= {"attention": backend.name, "defect": backend.defect is not None, "options": dict(backend.options)}
+    if backend.defect is not None:
+        log.warning(f"attention={backend.name} is broken on purpose: {backend.defect}")
+        if backend.name == "no_rescale" and backend.options["block_kv"] >= config.seq_len:
+            log.warning(f"one tile of block_kv={backend.options['block_kv']} covers seq_len={config.seq_len}: no_rescale is exact here")
+
+    # data, model, optimizer
+    data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
+    torch.manual_seed(config.seed)
+    model = GPT(config.model, vocab_size=data.vocab_size, backend=backend).to(device)
+    use_compile = config.compile == "true" or (config.compile == "auto" and device.type == "cuda" and backend.traceable)
+    step_model = torch.compile(model) if use_compile else model
+    optimizer = build_optimizer(model, config.optim)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    summary |= {"parameters": count_parameters(model), "compiled": use_compile, "data": data.fingerprint}
+
+    # where it starts and what it writes
+    metrics = MetricsFile(run_dir / "metrics.jsonl")
+    plain_config = OmegaConf.to_container(OmegaConf.structured(config))
+    first_step, tokens = 0, 0
+    if config.resume:
+        meta = load_checkpoint(run_dir, model=model, optimizer=optimizer, scaler=scaler, config=plain_config)
+        first_step, tokens = meta["step"], meta["tokens"]
+        if first_step >= config.steps:
+            raise ValueError(f"resume={config.resume} has done {first_step} steps of steps={config.steps}; ask for more with steps=N")
+        metrics.truncate_after(first_step)
+    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(plain_config)))
+    write_json(run_dir / "env.json", environment(data.fingerprint, device))
+    logger = build_logger(config.logger, **job_names(config, run_dir), run_dir=run_dir, run_config=plain_config, resume=config.resume is not None)
+    log.info(f"{data.description}\nmodel={shape.name} {summary['parameters']:,} parameters, attention={backend.name} {summary['options'] or ''}")
+    log.info(f"{device.type} {summary['dtype']}{' compiled' if use_compile else ''}, {config.sequences_per_step} x {config.seq_len} tokens a step, in {run_dir}")
+
+    throughput, memory = Throughput(device), MemoryMeter(device)
+    peak, flops_per_token = peak_flops(device, dtype), model.flops_per_token(config.seq_len)
+    held_out = data.val_batch(config.eval_sequences)
+
+    def validate() -> dict[str, float]:
+        """The held-out loss under this attention and, for the same weights, under exact attention."""
+        row = {}
+        for suffix, judge in (("", backend), ("_exact", get_backend("sdpa"))):
+            with model.use_backend(judge):
+                scores = evaluate(
+                    model, *held_out, batch_size=config.batch_size, device=device, autocast=autocast, accuracy=data.metric == "accuracy"
+                )
+            row |= {f"val/{name}{suffix}": value for name, value in scores.items()}
+        return row
+
+    def record(row: dict) -> None:
+        metrics.write(row)
+        logger.log(row, tokens=tokens)
+        summary.update({name: value for name, value in row.items() if name.startswith("val/")})
+        summary["memory/peak_gib"] = max(row.get("memory/peak_gib") or 0.0, summary.get("memory/peak_gib") or 0.0)
+        summary["memory/reserved_gib"] = row.get("memory/reserved_gib")
+        summary.update(steps_done=row["step"], tokens=tokens, tokens_per_sec=throughput.tokens_per_sec)
+
+    def save() -> None:
+        save_checkpoint(run_dir, model=model, optimizer=optimizer, scaler=scaler, step=step, tokens=tokens, config=plain_config)
+
+    step = first_step
+    try:
+        if first_step == 0:
+            record({"step": 0, "tokens": 0, **validate()})
+        with Interrupt() as interrupt, logging_redirect_tqdm(), tqdm(total=config.steps, initial=first_step, disable=None, unit="step") as bar:
+            while step < config.steps:
+                # one optimizer step
+                lr = learning_rate(step, config.steps, config.optim)
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                batch = data.train_batch(step, config.sequences_per_step)
+                micro_batches = [x.split(config.batch_size) for x in batch]
+                loss = torch.zeros((), device=device)
+                for inputs, targets in zip(*micro_batches, strict=True):
+                    with autocast:
+                        micro_loss = step_model(inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)).loss
+                    scaler.scale(micro_loss / config.accumulation_steps).backward()
+                    loss += micro_loss.detach() / config.accumulation_steps
+                scaler.unscale_(optimizer)
+                grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.grad_clip or math.inf)
+                # a loss scaler meets infinite gradients on purpose and skips them: there only a collapsed scale is a failure.
+                # this waits for the GPU: weights must not be touched by a step that went wrong
+                grad_is_fine = scaler.get_scale() >= 1 if scaler.is_enabled() else grad_norm.isfinite().item()
+                diverged = not (loss.isfinite().item() and grad_is_fine)
+                step, tokens = step + 1, tokens + config.sequences_per_step * config.seq_len
+                last = step == config.steps or diverged or interrupt.requested
+
+                # what is known about it
+                row = {}
+                if last or step % config.log_every == 0:
+                    row = {"train/loss": loss.item(), "lr": lr, "grad_norm": grad_norm.item(), "memory/peak_gib": memory.peak_gib()}
+                    row |= {"memory/reserved_gib": memory.reserved_gib(), "tokens_per_sec": throughput.window()}
+                    row["mfu"] = row["tokens_per_sec"] * flops_per_token / peak if peak and row["tokens_per_sec"] else None
+                    with throughput.paused():
+                        # the weights of this step's forward pass: the optimizer has not moved them yet
+                        with autocast:
+                            row["attention/max_score"] = score = largest_score(model, batch.inputs[:1].to(device))
+                        if warning := overflow_warning(score, summary.get("max_score", -math.inf)):
+                            log.warning(f"step {step}: {warning}")
+                        summary["max_score"] = max(score, summary.get("max_score", -math.inf))
+                if diverged:
+                    with autocast:
+                        diagnosis = diagnose(model, ((x.to(device), y.to(device)) for x, y in zip(*micro_batches, strict=True)))
+                    summary.update(status="diverged", first_bad_step=step, diagnosis=diagnosis)
+                    log.error(f"step {step}: the run diverged: {summary['diagnosis']}")
+                else:
+                    scaler.step(optimizer)
+                    scaler.update()
+                optimizer.zero_grad(set_to_none=True)
+                throughput.step(config.sequences_per_step * config.seq_len)
+                with throughput.paused():
+                    if last or step % config.eval_every == 0:
+                        row |= validate()
+                        log.info(progress_line(step, config.steps, loss.item(), row, throughput.tokens_per_sec))
+                    if row:
+                        record({"step": step, "tokens": tokens, **row})
+                        memory.reset()
+                    if last or step % config.checkpoint_every == 0:
+                        save()
+                bar.update()
+                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+                if last:
+                    break
+        if interrupt.requested and summary["status"] != "diverged" and step < config.steps:
+            summary["status"] = "interrupted"
+            log.warning(f"interrupted after step {step}; go on with: python train.py resume={run_dir}")
+        elif summary["status"] != "diverged":
+            summary["status"] = "completed"
+    finally:
+        logger.summary(summary)
+        logger.finish(exit_code=0 if summary["status"] == "completed" else 1)
+
+    # what came of it
+    title = f"attention={backend.name} model={shape.name} seq_len={config.seq_len} seed={config.seed}: {summary['status']}"
+    curve = draw_loss_curve(run_dir, title=title)
+    if config.sample_tokens and data.tokenizer is not None and summary["status"] == "completed":
+        with autocast:
+            text = sample_text(model, data.tokenizer, "def ", max_new_tokens=config.sample_tokens, seed=config.seed)
+        (run_dir / "sample.txt").write_text(text)
+        log.info(f"\na sample:\n{text}\n")
+    log.info(f"loss curve: {curve}" + (f"\nlogs: {logger.url_or_hint}" if logger.url_or_hint else ""))
+
+
+def progress_line(step: int, steps: int, loss: float, row: dict, tokens_per_sec: float | None) -> str:
+    figures = {"train/loss": loss} | {name: value for name, value in row.items() if name.startswith("val/")}
+    speed = f"  {tokens_per_sec:,.0f} tokens/s" if tokens_per_sec else ""
+    return f"step {step:>5}/{steps}  " + "  ".join(f"{name} {value:.4f}" for name, value in figures.items()) + speed
+
+
+def job_names(config: RunConfig, run_dir: Path) -> dict:
+    """How a logger names this run: after what was overridden, grouped with the other runs of its sweep."""
+    job = HydraConfig.get()
+    overrides = [x for x in job.overrides.task if not x.startswith("resume=")]
+    in_sweep = job.mode == RunMode.MULTIRUN
+    return {
+        "name": ",".join(overrides) or "default",
+        "group": Path(job.sweep.dir).name if in_sweep else None,
+        "tags": [config.attention.name, f"seq{config.seq_len}", config.model.name, config.data.source],
+        "wandb_dir": run_dir.parent if in_sweep else run_dir,
+    }
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> dict:
+    """One job. Every outcome becomes a status in summary.json: one job of a sweep never takes down another."""
+    from training.memory import cpu_memory_limit, describe_out_of_memory, is_out_of_memory, release_memory
+    from training.metrics import write_json
+
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    started = time.time()
+    summary = {"status": "failed", "attention": cfg.attention.name, "seq_len": cfg.seq_len, "seed": cfg.seed}
+    summary["overrides"] = list(HydraConfig.get().overrides.task)
+    try:
+        with cpu_memory_limit():
+            train(OmegaConf.to_object(cfg), run_dir, summary)
+    except KeyboardInterrupt:
+        summary |= {"status": "interrupted", "error": "stopped at once, without a checkpoint of the last steps"}
+    except Exception as error:
+        if is_out_of_memory(error):
+            out_of_memory = describe_out_of_memory(error, summary.get("device", "cpu"))
+            summary |= {"status": "oom", "oom": out_of_memory}
+            log.error(f"out of memory: {out_of_memory['message']}")
+        else:
+            summary |= {"status": "failed", "error": f"{error}"}
+            if not isinstance(error, (ValueError, OSError)):
+                log.error(traceback.format_exc())
+            log.error(f"error: {error}")
+        traceback.clear_frames(error.__traceback__)  # its frames would keep every tensor of this job alive
+    summary["wall_seconds"] = time.time() - started
+    write_json(run_dir / "summary.json", summary)
+    release_memory(summary.get("device", "cpu"))
+    return summary
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = replay_overrides(sys.argv[1:])
+    main()

@@ -1,0 +1,255 @@
+"""The numbers of a run: its files on disk, its speed, and where it ran.
+
+metrics.jsonl grows row by row; summary.json and env.json are written at once. All three are strict JSON: NaN and infinity,
+which JSON lacks, become null, and the names of those values are listed beside them as "nonfinite".
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "triton", "numpy", "hydra-core", "datasets", "tiktoken", "safetensors", "wandb")
+ROOT = Path(__file__).resolve().parent.parent
+
+# dense peak of the matrix units for 16-bit floats with float32 accumulation, in FLOP/s, from NVIDIA's data sheets (the sparse
+# figure halved where only that is printed); the first entry whose words are in the device's name counts
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,  # SXM
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line, on its way to the disk as soon as it is written."""
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.touch()
+
+    def write(self, row: dict[str, Any]) -> None:
+        # opened per row: a row costs microseconds, and no handle outlives a run that fails
+        with self.path.open("a") as file:
+            file.write(json.dumps(strict(row), allow_nan=False) + "\n")
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the rows of later steps, and a torn last line: what a resumed run writes again."""
+        rows = [row for row in read_metrics(self.path) if row["step"] <= step]
+        _replace(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; none where the file is missing, and without the line that a killed process tore."""
+    try:
+        lines = Path(path).read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and "step" in row:
+            rows.append(row)
+    return rows
+
+
+def write_json(path: Path, obj: dict[str, Any]) -> None:
+    """Write one JSON object so that a reader finds the old file or the new one, whole."""
+    _replace(Path(path), json.dumps(strict(obj), indent=2, allow_nan=False, default=str) + "\n")
+
+
+def strict(obj: dict[str, Any]) -> dict[str, Any]:
+    """`obj` with null for every NaN and infinity, and a list "nonfinite" of the names that had one.
+
+    {"loss": nan, "oom": {"free": inf}} -> {"loss": None, "oom": {"free": None}, "nonfinite": ["loss", "oom.free"]}
+    """
+    nonfinite: list[str] = []
+
+    def clean(value: Any, name: str) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(item, f"{name}.{key}" if name else str(key)) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [clean(item, f"{name}[{i}]") for i, item in enumerate(value)]
+        if isinstance(value, float) and not math.isfinite(value):
+            nonfinite.append(name)
+            return None
+        return value
+
+    cleaned = clean(obj, "")
+    return cleaned | {"nonfinite": nonfinite} if nonfinite else cleaned
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float | None:
+    """Dense peak of a known GPU in FLOP/s, for bfloat16 and float16; None for other types, for a CPU and for an unknown GPU."""
+    device = torch.device(device)
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
+
+
+class Throughput:
+    """Tokens per second of training alone: without the first steps (compilation, warm-up) and without what happens in pause().
+
+    for step in ...:
+        train(); throughput.step(tokens)
+        with throughput.paused(): evaluate()
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", *, warmup_steps: int = 3, clock: Callable[[], float] = time.perf_counter):
+        self.device = torch.device(device)
+        self.warmup_steps = warmup_steps
+        self.clock = clock
+        self.steps = 0
+        self.tokens = 0
+        self.seconds = 0.0
+        self._since: float | None = None  # when the clock last started; None while it stands
+        self._window = (0, 0.0)  # tokens and seconds at the last window()
+
+    def step(self, tokens: int) -> None:
+        """Count one optimizer step; the clock starts after the warm-up."""
+        self.steps += 1
+        if self.steps > self.warmup_steps:
+            self.tokens += tokens
+        elif self.steps == self.warmup_steps:
+            self._since = self._now()
+
+    def pause(self) -> None:
+        if self._since is not None:
+            self.seconds += self._now() - self._since
+            self._since = None
+
+    def resume(self) -> None:
+        if self.steps >= self.warmup_steps and self._since is None:
+            self._since = self._now()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
+
+    @property
+    def tokens_per_sec(self) -> float | None:
+        """Average of the run so far; None until a step after the warm-up is done."""
+        return self.tokens / self._elapsed() if self.tokens else None
+
+    def window(self) -> float | None:
+        """Average since the last call, for one row of metrics; None where no step was measured."""
+        tokens, seconds = self._window
+        self._window = (self.tokens, self._elapsed())
+        return (self.tokens - tokens) / (self._window[1] - seconds) if self.tokens > tokens else None
+
+    def _elapsed(self) -> float:
+        return self.seconds + (self._now() - self._since if self._since is not None else 0.0)
+
+    def _now(self) -> float:
+        # kernels run behind the Python program: without this the clock would time their launches
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self.clock()
+
+
+def environment(data_fingerprint: str, device: torch.device | str) -> dict[str, Any]:
+    """Commit, versions, hardware, command line and data of this run. What does not exist here is None."""
+    return {
+        "data_fingerprint": data_fingerprint,
+        **_git(),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "hardware": {
+            "cpu": _cpu_model(),
+            "cpu_cores": os.cpu_count(),
+            "memory_gib": _memory_gib(),
+            "torch_threads": torch.get_num_threads(),
+            **_gpu(torch.device(device)),
+        },
+        "platform": platform.platform(),
+        "command": [Path(sys.executable).name, *sys.argv],
+    }
+
+
+def _git() -> dict[str, Any]:
+    top = _output("git", "-C", str(ROOT), "rev-parse", "--show-toplevel")
+    # a copy without .git that lies inside somebody's own repository must not report that one's commit
+    if top is None or Path(top).resolve() != ROOT:
+        return {"commit": None, "dirty": None}
+    status = _output("git", "-C", str(ROOT), "status", "--porcelain")
+    return {"commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"), "dirty": status is not None and status != ""}
+
+
+def _version(package: str) -> str | None:
+    # read from the installed metadata: importing wandb or datasets takes seconds
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        match = None
+    return match[1] if match else platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float | None:
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
+        return None
+    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1024**3, 1)
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {"gpu": None}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": properties.name,
+        "gpu_memory_gib": round(properties.total_memory / 1024**3, 1),
+        "gpu_count": torch.cuda.device_count(),
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+        "driver": (_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").split("\n")[0] or None,
+    }
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, or None where it is missing, fails or hangs."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

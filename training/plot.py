@@ -1,0 +1,35 @@
+"""The loss curve of one run, drawn from its metrics.jsonl."""
+
+from pathlib import Path
+
+from training.metrics import read_metrics
+
+
+def draw_loss_curve(run_dir: Path, *, title: str) -> Path | None:
+    """RUN/loss_curve.png: train and held-out loss against tokens. None where there is nothing to draw."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a run has no screen
+    from matplotlib import pyplot
+
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    styles = {
+        "train/loss": {"color": "#9ecae1", "linewidth": 1},
+        "val/loss": {"color": "#08519c", "marker": "o", "markersize": 4},
+        "val/loss_exact": {"color": "#d94801", "marker": "x", "markersize": 5, "linestyle": "--"},
+    }
+    for name, style in styles.items():
+        points = [(row["tokens"], row[name]) for row in rows if row.get(name) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=name, **style)
+    if not axes.lines:
+        pyplot.close(figure)
+        return None
+    axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = run_dir / "loss_curve.png"
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path

@@ -1,0 +1,211 @@
+"""A sweep as a whole: its index, its table, its exit code.
+
+`SweepSummary` is a Hydra callback (conf/config.yaml names it under hydra.callbacks). It appends one line a job to
+SWEEP/index.jsonl and prints the table at the end. Diverged and out-of-memory runs are results and leave the exit code at 0;
+a failed one makes it 1.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+
+from training.metrics import read_metrics, strict
+
+RUN_FILES = ("summary.json", "metrics.jsonl", "config.yaml")
+# folders of a run or a sweep that hold no runs of ours
+OTHER_FOLDERS = ("wandb", "checkpoint", "compare", "tensorboard")
+
+
+class SweepSummary(Callback):
+    """Writes index.jsonl, prints the table, and sets the exit code of the process.
+
+    The exit code leaves as SystemExit, because Hydra turns every ordinary exception of a callback into a warning and
+    returns nothing from its main function.
+    """
+
+    folder: Path | None = None  # of the sweep; None in a single run
+
+    def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
+        self.folder = Path(config.hydra.sweep.dir).absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "index.jsonl").write_text("")
+
+    def on_job_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
+        if self.folder is None:
+            return
+        run_dir = Path(job_return.hydra_cfg.hydra.runtime.output_dir)
+        row = {"job": config.hydra.job.num, "overrides": list(job_return.overrides)} | read_run(run_dir)
+        if job_return.status.name == "FAILED":
+            row |= {"status": "failed", "error": str(job_return._return_value)}
+        row["dir"] = str(run_dir.relative_to(self.folder))
+        with (self.folder / "index.jsonl").open("a") as file:
+            file.write(json.dumps(strict(row), default=str) + "\n")
+        # Ctrl-C is meant for the whole sweep, not for the one job that caught it
+        if row["status"] == "interrupted":
+            self._finish(130)
+
+    def on_multirun_end(self, config: Any, **kwargs: Any) -> None:
+        self._finish(exit_code(read_sweep(self.folder)))
+
+    def on_run_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
+        """The exit code of a single run, from the status that main() returned."""
+        result = job_return._return_value
+        status = result.get("status") if isinstance(result, dict) else None
+        if status in ("failed", "interrupted"):
+            raise SystemExit(130 if status == "interrupted" else 1)
+
+    def _finish(self, code: int) -> None:
+        print(f"\n{summary_table(read_sweep(self.folder))}\n{self.folder}\ncompare: python -m scripts.compare {self.folder}")
+        raise SystemExit(code)
+
+
+def exit_code(rows: list[dict[str, Any]]) -> int:
+    """1 where a run failed, else 0: divergence and lack of memory are what a sweep sets out to find."""
+    return int(any(row["status"] == "failed" for row in rows))
+
+
+def read_sweep(folder: Path) -> list[dict[str, Any]]:
+    """Every run below `folder`, in order: a run directory, a sweep, or a folder of either.
+
+    A run is its summary.json plus "dir" and "status"; one that never wrote it is "unfinished", with what its index line,
+    config and metrics still tell.
+    """
+    rows = []
+    for run_dir in _run_dirs(Path(folder)):
+        indexed = _index(run_dir.parent).get(run_dir.name, {})
+        row = indexed | read_run(run_dir)
+        # a job that died before its summary is known by its line in the index alone
+        if row["status"] == "unfinished":
+            row["status"] = indexed.get("status", "unfinished")
+        rows.append(row)
+    return rows
+
+
+def read_run(run_dir: Path) -> dict[str, Any]:
+    """One run directory as a dictionary; never fails on a half-written one."""
+    run_dir = Path(run_dir)
+    summary = load_json(run_dir / "summary.json")
+    if "status" in summary:
+        return summary | {"dir": str(run_dir)}
+    config = _yaml(run_dir / "config.yaml")
+    attention = config.get("attention")
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    last = {key: value for row in rows for key, value in row.items() if value is not None}
+    known = {
+        "attention": attention.get("name") if isinstance(attention, dict) else attention,
+        "seq_len": config.get("seq_len"),
+        "seed": config.get("seed"),
+        "steps_done": last.get("step"),
+        **{key: last.get(key) for key in ("tokens", "val/loss", "val/loss_exact", "tokens_per_sec", "memory/peak_gib")},
+    }
+    return {key: value for key, value in known.items() if value is not None} | {"status": "unfinished", "dir": str(run_dir)}
+
+
+def summary_table(rows: list[dict[str, Any]]) -> str:
+    """The runs as a plain text table, and below it a line for every run that has something to say.
+
+    The first columns are the settings in which the runs differ:
+
+        attention  seed  status     val/loss  val/loss_exact  tokens/s  peak GiB  bad step
+        tiled      0     completed    1.7345          1.7345    15,725      0.36         -
+    """
+    columns = {
+        "status": ("status", "{}"),
+        "val/loss": ("val/loss", "{:.4f}"),
+        "val/loss_exact": ("val/loss_exact", "{:.4f}"),
+        "accuracy": ("val/accuracy", "{:.1%}"),
+        "exact": ("val/accuracy_exact", "{:.1%}"),
+        "tokens/s": ("tokens_per_sec", "{:,.0f}"),
+        "peak GiB": ("memory/peak_gib", "{:.2f}"),
+        "bad step": ("first_bad_step", "{}"),
+    }
+    # accuracy is a figure of the synthetic task alone
+    if not any(row.get("val/accuracy") is not None for row in rows):
+        columns = {title: column for title, column in columns.items() if "accuracy" not in column[0]}
+    settings = differing_settings(rows)
+    names = list(dict.fromkeys(key for setting in settings for key in setting))
+    table = [[key.rpartition(".")[2] for key in names] + list(columns)]
+    for row, setting in zip(rows, settings, strict=True):
+        cells = ["-" if row.get(key) is None else form.format(row[key]) for key, form in columns.values()]
+        table.append([setting.get(name, "-") for name in names] + cells)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    text = len(names) + 1  # settings and status are words, the rest are numbers
+    lines = [
+        "  ".join(cell.ljust(width) if i < text else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True)))
+        for line in table
+    ]
+    lines.insert(1, "-" * len(lines[0]))
+    remarks = [
+        f"{' '.join(f'{key}={value}' for key, value in setting.items())}: {row['status']}: {remark(row)}"
+        for row, setting in zip(rows, settings, strict=True)
+        if remark(row)
+    ]
+    return "\n".join(line.rstrip() for line in [*lines, *remarks])
+
+
+def differing_settings(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """For each run its attention, seq_len, seed and overrides, less what all runs share; the attention alone if that is all."""
+    settings = []
+    for row in rows:
+        pairs = [override.lstrip("+").partition("=") for override in row.get("overrides") or []]
+        known = {key: str(row[key]) for key in ("attention", "seq_len", "seed") if row.get(key) is not None}
+        settings.append(known | {key: value for key, _, value in pairs})
+    shared = {key for setting in settings for key in setting if len({other.get(key) for other in settings}) == 1}
+    return [
+        {key: value for key, value in setting.items() if key not in shared}
+        or {"attention": setting.get("attention", Path(row["dir"]).name)}
+        for setting, row in zip(settings, rows, strict=True)
+    ]
+
+
+def remark(row: dict[str, Any]) -> str:
+    """Why a run ended as it did, in one line; empty for a run that simply completed."""
+    oom = row.get("oom") or {}
+    reason = row.get("diagnosis") or row.get("error") or oom.get("message") or ""
+    return str(reason).strip().split("\n")[0]
+
+
+def _run_dirs(folder: Path) -> Iterator[Path]:
+    # a job that failed at once left nothing but its line in the index
+    if any((folder / name).is_file() for name in RUN_FILES) or folder.name in _index(folder.parent):
+        yield folder
+        return
+    below = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".") and path.name not in OTHER_FOLDERS]
+    # 2 before 10
+    for path in sorted(below, key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]):
+        yield from _run_dirs(path)
+
+
+def _index(folder: Path) -> dict[str, dict[str, Any]]:
+    """The lines of a sweep's index.jsonl by the name of the run's folder."""
+    if not (folder / "index.jsonl").is_file():
+        return {}
+    rows = []
+    for line in (folder / "index.jsonl").read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return {Path(row["dir"]).name: row for row in rows}
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        value = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return value if isinstance(value, dict) else {}
