@@ -77,10 +77,8 @@ class ModelConfig:
             _at_least(f"model.{key}", getattr(self, key), 1)
         if self.hidden_size % self.num_heads:
             raise ValueError(f"model.hidden_size={self.hidden_size} is not a multiple of model.num_heads={self.num_heads}")
-        if self.num_kv_heads is None:
-            self.num_kv_heads = self.num_heads
-        _at_least("model.num_kv_heads", self.num_kv_heads, 1)
-        if self.num_heads % self.num_kv_heads:
+        _at_least("model.num_kv_heads", self.kv_heads, 1)
+        if self.num_heads % self.kv_heads:
             raise ValueError(f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}")
         _choice("model.positions", self.positions, ("learned", "rope"))
         _choice("model.norm", self.norm, ("layernorm", "rmsnorm"))
@@ -89,6 +87,12 @@ class ModelConfig:
             raise ValueError(f"model.positions=rope needs an even head_dim, got {self.head_dim}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout={self.dropout} must be in [0, 1)")
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads, spelled out."""
+        # not written into the field: Hydra takes this class's instance for the defaults of every other choice
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def head_dim(self) -> int:

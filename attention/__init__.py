@@ -1,8 +1,8 @@
 """Attention with exchangeable kernels: one function, one table of backends.
 
-    attention(q, k, v, backend="tiled")                                       # a name in BACKENDS
-    attention(q, k, v, backend=get_backend("tiled", block_q=32, block_kv=16)) # with options
-    register(Backend("mine", my_function))                                    # your own, then backend="mine"
+attention(q, k, v, backend="tiled")                                       # a name in BACKENDS
+attention(q, k, v, backend=get_backend("tiled", block_q=32, block_kv=16)) # with options
+register(Backend("mine", my_function))                                    # your own, then backend="mine"
 """
 
 import importlib

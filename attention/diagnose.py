@@ -73,9 +73,9 @@ def find_breakdown(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **argum
 class Recorder:
     """A backend that behaves as another and keeps, call by call, the largest score or the breakdown: one entry a layer.
 
-        recorder = Recorder(backend)
-        with model.use_backend(recorder.backend): model(tokens)
-        recorder.max_scores, recorder.breakdowns
+    recorder = Recorder(backend)
+    with model.use_backend(recorder.backend): model(tokens)
+    recorder.max_scores, recorder.breakdowns
     """
 
     def __init__(self, backend: Backend, *, look_for_breakdowns: bool = False) -> None:

@@ -15,7 +15,8 @@ from attention.mask import visible_keys
 
 @cache
 def compiled(function):
-    return torch.compile(function, dynamic=False)
+    # the default: shapes are fixed until one changes (a cache that grows while sampling), then symbolic
+    return torch.compile(function)
 
 
 def flex(
@@ -60,6 +61,8 @@ def flex(
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_lse=True,
+        # its kernel for few queries does not compile for every grouping of heads
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True} if on_gpu else None,
     )
     return AttentionOutput(out, lse)
 

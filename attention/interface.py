@@ -106,7 +106,15 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, softcap: float | None, alibi_slopes: Tensor | None, document_ids: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    document_ids: Tensor | None,
 ) -> None:
     """Raise ValueError, with the shapes in it, for inputs that no backend could take."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"

@@ -51,7 +51,14 @@ class VisibleKeys:
         starts = torch.arange(0, self.lo.shape[1], block_q, device=self.lo.device)
         stops = (starts + block_q).clamp(max=self.lo.shape[1])
         # both ends are non-decreasing, so a tile's extremes stand in its first and last row
-        bounds = (starts, stops, self.lo[:, starts].amin(0), self.hi[:, stops - 1].amax(0), self.lo[:, stops - 1].amax(0), self.hi[:, starts].amin(0))
+        bounds = (
+            starts,
+            stops,
+            self.lo[:, starts].amin(0),
+            self.hi[:, stops - 1].amax(0),
+            self.lo[:, stops - 1].amax(0),
+            self.hi[:, starts].amin(0),
+        )
         return [QueryTile(*row) for row in torch.stack(bounds, 1).tolist()]
 
     def mask(self, rows: slice = slice(None), keys: slice = slice(None)) -> Tensor:

@@ -38,7 +38,9 @@ def probe(
     grads = torch.autograd.grad(out, (q, k, v), d_out, allow_unused=True)
     for name, x, grad in zip("qkv", (q, k, v), grads, strict=True):
         if grad is None or not grad.isfinite().all():
-            raise ValueError(f"attention={backend.name} gives {'no' if grad is None else 'a non-finite'} gradient for {name} {tuple(x.shape)}")
+            raise ValueError(
+                f"attention={backend.name} gives {'no' if grad is None else 'a non-finite'} gradient for {name} {tuple(x.shape)}"
+            )
     if backend.defect is not None:
         return
 

@@ -61,7 +61,9 @@ class TileLoop:
             scores = scores.masked_fill(~self.visible.mask(rows, keys).unsqueeze(2), -torch.inf)
         return scores, capped
 
-    def absorb(self, state: OnlineSoftmax, tile: QueryTile, keys: slice, needs_mask: bool, q_rows: Tensor, k: Tensor, v: Tensor) -> OnlineSoftmax:
+    def absorb(
+        self, state: OnlineSoftmax, tile: QueryTile, keys: slice, needs_mask: bool, q_rows: Tensor, k: Tensor, v: Tensor
+    ) -> OnlineSoftmax:
         scores, _ = self.scores(q_rows, k[..., keys, :], tile.rows, keys, needs_mask)
         state = state.update(scores, v[..., keys, :])
         if self.observer is not None:
@@ -219,7 +221,12 @@ def tiled_attention(
 
 
 def tile_loop_backend(
-    name: str, *, defect: str | None = None, without: tuple[str, ...] = (), function: Callable[..., AttentionOutput] = tiled_attention, **variant: Any
+    name: str,
+    *,
+    defect: str | None = None,
+    without: tuple[str, ...] = (),
+    function: Callable[..., AttentionOutput] = tiled_attention,
+    **variant: Any,
 ) -> Backend:
     """A Backend that runs the tile loop with something exchanged: `variant` goes to `function`, tiled_attention as a rule."""
     exact = defect is None

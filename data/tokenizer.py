@@ -31,8 +31,9 @@ PATTERN = r"[^\s\p{L}\p{N}]?\p{L}+| \p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"
 
 GPT2_FILES = tuple(f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}" for name in ("vocab.bpe", "encoder.json"))
 
-# at most this many characters go to tiktoken at once: GPT-2's pattern looks ahead, and a million spaces overflow its stack.
-# The cut falls between a character and the white space after it, where every pattern here starts a new piece anyway
+# at most this many characters go to tiktoken at once: GPT-2's pattern looks ahead, and a million spaces before a word overflow its
+# stack. The cut falls between a character and the white space after it, where every pattern here starts a new piece anyway; only
+# a text without such a place is cut elsewhere
 CHUNK = re.compile(r"(?s:.{1,65536})(?:\Z|(?<=\S)(?=[ \n]))|(?s:.{1,65536})")
 
 
@@ -60,13 +61,12 @@ class ByteTokenizer:
 class BytePairTokenizer:
     """A tiktoken encoding with one special token, the end of text."""
 
-    def __init__(self, encoding: "tiktoken.Encoding") -> None:
+    def __init__(self, encoding: "tiktoken.Encoding", fingerprint: str) -> None:
         self.encoding = encoding
         self.name = encoding.name
         self.vocab_size = encoding.n_vocab
         self.end_of_text = encoding.eot_token
-        ranked = b"".join(base64.b64encode(token) + b"\n" for token in encoding.token_byte_values())
-        self.fingerprint = f"{self.name}-{hashlib.sha256(ranked).hexdigest()[:16]}"
+        self.fingerprint = fingerprint
 
     def encode(self, text: str) -> np.ndarray:
         # encode_ordinary: encode() refuses a text in which <|endoftext|> is written out
@@ -98,7 +98,8 @@ def bpe(ranks_file: Path = RANKS_FILE) -> BytePairTokenizer:
 
     ranks = read_ranks(ranks_file)
     encoding = tiktoken.Encoding("bpe", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)})
-    return BytePairTokenizer(encoding)
+    learned = hashlib.sha256(PATTERN.encode() + ranks_file.read_bytes()).hexdigest()
+    return BytePairTokenizer(encoding, f"bpe-{learned[:16]}")
 
 
 def gpt2_is_cached() -> bool:
@@ -120,7 +121,7 @@ def gpt2() -> BytePairTokenizer:
     if not gpt2_is_cached() and not answers(GPT2_FILES[0]):
         raise ValueError(f"tokenizer=gpt2: the vocabulary is not on this machine and its server does not answer; {way_out}")
     try:
-        return BytePairTokenizer(tiktoken.get_encoding("gpt2"))
+        return BytePairTokenizer(tiktoken.get_encoding("gpt2"), "gpt2")
     except (OSError, ValueError) as error:
         raise ValueError(f"tokenizer=gpt2: the vocabulary could not be loaded ({error}); {way_out}") from error
 

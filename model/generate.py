@@ -3,7 +3,7 @@
 The context never exceeds `model.config.max_seq_len` tokens, the longest the model was made for. When the next token would pass it,
 the context restarts from its most recent half, which takes the positions from 0 on:
 
-    max_seq_len = 6:   a b c d e f   ->   d e f g   ->   d e f g h   ->   d e f g h i   ->   g h i j
+    max_seq_len = 6:   a b c d e f   ->   e f g   ->   e f g h   ->   e f g h i   ->   e f g h i j   ->   i j k
 
 A cache is refilled with that half in one pass, so that sampling with and without one read the same context at every token.
 

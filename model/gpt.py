@@ -47,7 +47,7 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, backend: Backend):
         super().__init__()
         self.backend = backend
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_dim
         self.qk_norm = config.qk_norm
         self.qkv = nn.Linear(config.hidden_size, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, bias=config.bias)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)

@@ -44,7 +44,8 @@ def from_gpt2(state_dict: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
     Raises one ValueError that names every missing, unexpected or wrong-shape tensor, or what in `config` is not GPT-2.
     """
     required = ARCHITECTURE | {"num_kv_heads": config.num_heads}
-    foreign = [f"{key}={getattr(config, key)} (needs {value})" for key, value in required.items() if getattr(config, key) != value]
+    found = vars(config) | {"num_kv_heads": config.kv_heads}
+    foreign = [f"{key}={found[key]} (needs {value})" for key, value in required.items() if found[key] != value]
     if foreign:
         raise ValueError(f"GPT-2 weights need GPT-2's architecture, but this model has {', '.join(foreign)}; use model=gpt2")
 

@@ -24,7 +24,8 @@ from training.sweep import differing_settings, load_json, read_sweep
 
 # Okabe and Ito's colours for every kind of colour vision, without the yellow that vanishes on white
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8A8A8A")
-MARKERS = "osD^vPXh*<>"
+# without the marks of a diverged run (X) and of one that ran out of memory (s)
+MARKERS = "oD^vPh*<>p"
 LIGHT = {"paper": "#ffffff", "ink": "#1c1c1e", "grid": "#e4e4e8"}
 DARK = {"paper": "#1c1c1e", "ink": "#ececf0", "grid": "#3a3a3e"}
 CURVES = ("train/loss", "val/loss", "val/loss_exact", "val/accuracy", "val/accuracy_exact")
@@ -119,11 +120,11 @@ def _variants(runs: list[Run]) -> list[str]:
 def write_comparison(runs: list[Run], folder: Path) -> None:
     styles = _styles(runs)
     drawings: dict[str, Callable[[Any], Any]] = {}
-    if any(run.curve("train/loss") or run.curve("val/loss") for run in runs):
+    if _curve_lengths(runs, "val/loss", "train/loss"):
         drawings["loss"] = lambda theme: draw_curves(runs, styles, theme, "val/loss", "train/loss")
-    if any(run.curve("val/accuracy") for run in runs):
+    if _curve_lengths(runs, "val/accuracy"):
         drawings["accuracy"] = lambda theme: draw_curves(runs, styles, theme, "val/accuracy", None)
-    if len({run.seq_len for run in runs if _memory(run) is not None or run.status == "oom"}) > 1:
+    if len(_memory_lengths(runs)) > 1:
         drawings["memory"] = lambda theme: draw_memory(runs, styles, theme)
     if any(run.summary.get("tokens_per_sec") for run in runs):
         drawings["throughput"] = lambda theme: draw_throughput(runs, styles, theme)
@@ -158,7 +159,7 @@ def _styles(runs: list[Run]) -> dict[str, Style]:
             color=PALETTE[i % len(PALETTE)],
             marker=MARKERS[i % len(MARKERS)],
             linestyle=(0, (4, 2)) if is_defect[variant] else "-",
-            linewidth=1.8 if is_defect[variant] else min(6.0, 1.6 + 1.4 * (exact - 1 - i)),
+            linewidth=1.8 if is_defect[variant] else 1.6 + 3.0 * (exact - 1 - i) / max(1, exact - 1),
         )
     return styles
 
@@ -180,7 +181,7 @@ def draw_curves(runs: list[Run], styles: dict[str, Style], theme: dict[str, str]
     """A row a sequence length: on the left each run as it computes, on the right the same weights under exact attention."""
     from matplotlib.figure import Figure
 
-    lengths = sorted({run.seq_len for run in runs if any(run.curve(name) for name in (metric, train_metric) if name)})
+    lengths = _curve_lengths(runs, metric, *([train_metric] if train_metric else []))
     figure = Figure(figsize=(11.5, (4.2 if len(lengths) < 4 else 3.0) * len(lengths)), layout="constrained")
     grid = figure.subplots(len(lengths), 2, sharey="row", sharex="row", squeeze=False)
     for (own, exact), seq_len in zip(grid, lengths, strict=True):
@@ -201,7 +202,9 @@ def draw_curves(runs: list[Run], styles: dict[str, Style], theme: dict[str, str]
         for axes in (own, exact):
             axes.set_xlabel("training tokens")
             axes.xaxis.set_major_formatter(_short)
-    _legend(figure, runs, styles, theme)
+    ended = {run.status for run in runs if run.metrics}
+    marks = {"diverged": ("diverged: last finite value", "X"), "oom": ("out of memory", "s")}
+    _legend(figure, styles, theme, dict(mark for status, mark in marks.items() if status in ended))
     return figure
 
 
@@ -246,25 +249,25 @@ def draw_memory(runs: list[Run], styles: dict[str, Style], theme: dict[str, str]
     figure = Figure(figsize=(8.5, 5.2), layout="constrained")
     axes = figure.subplots()
     axes.set(xscale="log", yscale="log", xlabel="seq_len", ylabel="peak memory (GiB)")
-    axes.set_title("Peak memory of training against sequence length")
-    lengths = sorted({run.seq_len for run in runs if _memory(run) is not None or run.status == "oom"})
+    lengths = _memory_lengths(runs)
+    out_of_memory = any(run.status == "oom" for run in runs)
+    # the crosses stand between the axes and the title
+    axes.set_title("Peak memory of training against sequence length", pad=28 if out_of_memory else 6)
     for i, (variant, style) in enumerate(styles.items()):
         group = [run for run in runs if run.variant == variant]
         peaks = {n: [_memory(run) for run in group if run.seq_len == n and _memory(run) is not None] for n in lengths}
         mean = {n: sum(values) / len(values) for n, values in peaks.items() if values}
         axes.plot(*_xy(mean), **style.line)
-        for n in sorted({run.seq_len for run in group if run.status == "oom"}):
+        for n in {run.seq_len for run in group if run.status == "oom"}.intersection(lengths):
             # the height is a share of the picture: memory that was not there has no amount
             height = 1.03 + 0.035 * (i % 3)
             axes.plot([n], [height], "X", color=style.color, markersize=10, transform=axes.get_xaxis_transform(), clip_on=False)
-    if any(run.status == "oom" for run in runs):
-        axes.set_title("Peak memory of training against sequence length (X: out of memory)", pad=26)
     axes.xaxis.set_major_locator(FixedLocator(lengths))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:,.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda gib, _: f"{gib:g}"))
     axes.set_xlim(lengths[0] / 1.15, lengths[-1] * 1.15)
-    _legend(figure, runs, styles, theme)
+    _legend(figure, styles, theme, {"out of memory": "X"} if out_of_memory else {})
     return figure
 
 
@@ -300,21 +303,28 @@ def draw_throughput(runs: list[Run], styles: dict[str, Style], theme: dict[str, 
     return figure
 
 
-def _legend(figure: Any, runs: list[Run], styles: dict[str, Style], theme: dict[str, str]) -> None:
+def _legend(figure: Any, styles: dict[str, Style], theme: dict[str, str], marks: dict[str, str]) -> None:
+    """The variants, and what the marks (by their meaning) on the curves say."""
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], **style.line | {"linewidth": 2, "markersize": 7}, label=variant) for variant, style in styles.items()]
-    marks = {"diverged": "X", "oom": "s"}
-    handles += [
-        Line2D([], [], color=theme["ink"], marker=marks[status], linestyle="", markersize=9, label=name)
-        for status, name in (("diverged", "diverged: last finite value"), ("oom", "out of memory"))
-        if any(run.status == status and run.metrics for run in runs)
-    ]
+    look = {"color": theme["ink"], "linestyle": "", "markersize": 9}
+    handles += [Line2D([], [], **look, marker=marker, label=meaning) for meaning, marker in marks.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), handlelength=3)
 
 
 def _memory(run: Run) -> float | None:
     return run.summary.get("memory/peak_gib") if run.status != "oom" else None
+
+
+def _curve_lengths(runs: list[Run], *metrics: str) -> list[int]:
+    """Sequence lengths at which some run logged enough for a curve: runs of two steps, made to measure memory, do not."""
+    return sorted({run.seq_len for run in runs if any(len(run.curve(metric)) >= 3 for metric in metrics)})
+
+
+def _memory_lengths(runs: list[Run]) -> list[int]:
+    """Sequence lengths with a point or a cross to draw; a run that failed at once has none."""
+    return sorted({run.seq_len for run in runs if run.seq_len and (_memory(run) is not None or run.status == "oom")})
 
 
 def _xy(curve: dict[int, float]) -> tuple[list[int], list[float]]:

@@ -69,9 +69,7 @@ def _warnings(summaries: list[dict[str, Any]], envs: list[dict[str, Any]]) -> li
     for status in ("failed", "unfinished", "interrupted"):
         count = sum(summary["status"] == status for summary in summaries)
         if count:
-            warnings.append(
-                f"{count} of {len(summaries)} runs {'is' if count == 1 else 'are'} {status}: the figures hold what was written."
-            )
+            warnings.append(f"{status}: {count} of {len(summaries)} runs. The figures show what they wrote.")
     return warnings
 
 

@@ -16,7 +16,7 @@ Arguments are key=value as for train.py; every key but `run` has a default:
 """
 
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import get_args
 
@@ -76,10 +76,10 @@ def read_config(run: Path) -> RunConfig:
 
 
 def sample(options: Options) -> str:
-    config = read_config(options.run)
+    config = replace(read_config(options.run), device=options.device)
     if config.data.source == "last_write":
         raise ValueError(f"{options.run} was trained on last_write, whose tokens stand for no text: there is nothing to write")
-    device = pick_device(options.device)
+    device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     trained_with, wanted = config.attention, options.attention
     if wanted not in (None, trained_with.name):

@@ -41,8 +41,17 @@ def conformance_record(request):
     return request.config.stash[CONFORMANCE].append
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """A pytest-xdist worker is done: take over its rows."""
+    node.config.stash[CONFORMANCE].extend(node.workeroutput.get("conformance", []))
+
+
 def pytest_sessionfinish(session):
     path, rows = session.config.getoption("--conformance-report"), session.config.stash[CONFORMANCE]
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["conformance"] = rows
+        return
     if path is None or not rows:
         return
     from training.metrics import environment

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 GIB = 1024**3
-UNITS = {"bytes": 1, "KiB": 1024, "MiB": 1024**2, "GiB": GIB, "TiB": 1024 * GIB}
+UNITS = {"bytes": 1, "KiB": 1024, "MiB": 1024**2, "GiB": GIB, "TiB": 1024 * GIB, "PiB": 1024**2 * GIB}
 LINUX = sys.platform == "linux"
 
 
@@ -124,9 +124,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def describe_out_of_memory(error: BaseException, device: torch.device | str) -> dict:
     """What was asked for and what was there, in GiB (None where PyTorch does not say), with the first line of the error."""
     message = str(error)
-    asked = _gib(r"(?:[Tt]ried to allocate|Unable to allocate) ([\d.]+) (bytes|[KMGT]iB)", message)
-    free = _gib(r"of which ([\d.]+) (bytes|[KMGT]iB) is free", message)
-    total = _gib(r"total capacity of ([\d.]+) (bytes|[KMGT]iB)", message)
+    asked = _gib(r"(?:[Tt]ried to allocate|Unable to allocate) ([\d.]+) (bytes|[KMGTP]iB)", message)
+    free = _gib(r"of which ([\d.]+) (bytes|[KMGTP]iB) is free", message)
+    total = _gib(r"total capacity of ([\d.]+) (bytes|[KMGTP]iB)", message)
     device = torch.device(device)
     if device.type == "cuda" and total is None:
         free_bytes, total_in_bytes = torch.cuda.mem_get_info(device)

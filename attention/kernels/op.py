@@ -78,7 +78,9 @@ def flash_attention_backward(
 
     meta = constants("dkdv", q, causal)
     grid = (triton.cdiv(num_keys, meta["BLOCK_KV"]) * batch * num_kv_heads,)
-    dkdv_kernel[grid](*inputs, dk, dv, *strides, *dk.stride()[:3], *dv.stride()[:3], num_kv_heads, groups, batch * num_kv_heads, *sizes, **meta)
+    dkdv_kernel[grid](
+        *inputs, dk, dv, *strides, *dk.stride()[:3], *dv.stride()[:3], num_kv_heads, groups, batch * num_kv_heads, *sizes, **meta
+    )
 
     meta = constants("dq", q, causal)
     grid = (triton.cdiv(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)

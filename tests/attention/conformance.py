@@ -108,11 +108,13 @@ def run(backend: str | Backend, tensors: list[Tensor], arguments: dict[str, Any]
     return {name: x.double() for name, x in results.items()}
 
 
-def unavoidable(tensors: list[Tensor], arguments: dict[str, Any], d_out: Tensor, d_lse: Tensor, reference: dict[str, Tensor]) -> dict[str, float]:
+def unavoidable(
+    tensors: list[Tensor], arguments: dict[str, Any], d_out: Tensor, d_lse: Tensor, reference: dict[str, Tensor]
+) -> dict[str, float]:
     """What rounding alone may cost each result, in units of the result.
 
-    Everything is rounded once to its own dtype, and a score's rounding is a relative error of exp(score): eps * |score|. The backward
-    also subtracts delta = rowsum(d_out * out) from dp = d_out v^T. Where one key holds all the weight the two cancel and their roundings
+    Everything is rounded once to its own dtype, and the rounding of a score or of lse is a relative error of exp(score - lse):
+    eps * (|score| + |lse|). The backward also subtracts delta = rowsum(d_out * out) from dp = d_out v^T. Where one key holds all the weight the two cancel and their roundings
     remain: of the sums (in the statistics' dtype), and of `out`, which every flash backward reads back in the dtype it was stored in.
     """
     q, k, v = (x.double() for x in tensors)
@@ -121,7 +123,9 @@ def unavoidable(tensors: list[Tensor], arguments: dict[str, Any], d_out: Tensor,
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scale = q.shape[-1] ** -0.5
-    largest_score = (q @ k.mT * scale).abs().max().item()
+    largest_exponent = (q @ k.mT * scale).abs().max().item()
+    if "lse" in reference:
+        largest_exponent += torch.where(reference["lse"].isinf(), 0.0, reference["lse"]).abs().max().item()
     # p itself is attention's output for v = identity; zeros make head_dim wide enough to hold it
     width = max(q.shape[-1], k.shape[2])
     wide_q, wide_k = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k))
@@ -132,7 +136,7 @@ def unavoidable(tensors: list[Tensor], arguments: dict[str, Any], d_out: Tensor,
     delta_error = delta_error + 4 * eps_statistics * ((d_out.abs() @ v.abs().mT).amax(-1, keepdim=True) + d_lse.abs().unsqueeze(-1))
     ds_error = p * delta_error * scale
     cancelled = {"dq": ds_error @ k.abs(), "dk": (ds_error.mT @ q.abs()).unflatten(1, (-1, groups)).sum(2)}
-    relative = {name: eps + eps_statistics * largest_score for name in reference} | {"lse": eps_statistics * (1 + largest_score)}
+    relative = {name: eps + eps_statistics * largest_exponent for name in reference} | {"lse": eps_statistics * (1 + largest_exponent)}
     return {
         name: relative[name] * torch.where(x == -torch.inf, 0.0, x).abs().max().item() + cancelled.get(name, torch.zeros(1)).max().item()
         for name, x in reference.items()

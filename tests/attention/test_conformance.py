@@ -40,9 +40,7 @@ GPU_CASES = [
     for d in (16, 40, 64, 128, 256)
     for causal in (True, False)
     for inputs in ("normal", "spike")
-] + [
-    Case(num_queries=513, num_keys=513, head_dim=64, inputs=inputs) for inputs in ("large", "growing", "negative", "ties")
-]
+] + [Case(num_queries=513, num_keys=513, head_dim=64, inputs=inputs) for inputs in ("large", "growing", "negative", "ties")]
 
 
 def configured(backend: Backend) -> Backend:
@@ -71,8 +69,7 @@ ON_CPU = [name for name in EXACT if name != "flex"]
 def check(row: dict, record) -> None:
     record(row)
     assert row["ok"], "\n".join(
-        f"{name}: error {x['error']:.3g}, naive {x['naive']:.3g}, budget {x['budget']:.3g}{'' if x['finite'] else ', NOT FINITE'}"
-        for name, x in row["tensors"].items()
+        f"{name}: error {x['error']:.3g}, naive {x['naive']:.3g}, budget {x['budget']:.3g}" for name, x in row["tensors"].items()
     )
 
 
@@ -84,6 +81,8 @@ def test_cpu(backend, case, dtype, conformance_record):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("backend", "case", "dtype"), parameters("cuda", CASES + GPU_CASES, ["triton"]) + parameters("cuda", CASES, ["tiled", "sdpa", "flex"]))
+@pytest.mark.parametrize(
+    ("backend", "case", "dtype"), parameters("cuda", CASES + GPU_CASES, ["triton"]) + parameters("cuda", CASES, ["tiled", "sdpa", "flex"])
+)
 def test_gpu(backend, case, dtype, conformance_record):
     check(compare(backend, case, dtype, "cuda"), conformance_record)

@@ -8,18 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from config import DataConfig, TokenizerConfig
+from config import TokenizerConfig
 from data import Batch, build_data
 from data.batches import windows
-
-
-@pytest.fixture
-def config(tmp_path):
-    for number in range(60):
-        file = tmp_path / "corpus" / f"{number:02}.txt"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(f"file {number} " * (number + 1))
-    return DataConfig(source="text", path=str(tmp_path / "corpus"), cache_dir=str(tmp_path / "cache"), val_fraction=0.2)
 
 
 def open_data(config, *, seed=0, seq_len=32, tokenizer="byte"):
@@ -117,14 +108,14 @@ def test_fingerprint_changes_with_corpus_tokenizer_and_share_alone(config, tmp_p
 
 @pytest.mark.parametrize("short_half", ["train", "val"])
 def test_shorter_than_one_sequence(config, short_half):
-    data = open_data(config)
     config.val_fraction = 0.99 if short_half == "train" else 0.05
     data = open_data(config, seq_len=4)
     longest = min(len(data.train), len(data.val)) - 1
     assert open_data(config, seq_len=longest).train_batch(0, 2).inputs.shape == (2, longest)
     expected = (
         rf"data\.path={config.path} is shorter than one sequence: seq_len={longest + 1} needs {longest + 2} tokens.*"
-        rf"{len(data.train)} to train on and {len(data.val)} held out; give more text, seq_len={longest} or less, .*data\.val_fraction={config.val_fraction}"
+        rf"{len(data.train)} to train on and {len(data.val)} held out; "
+        rf"give more text, seq_len={longest} or less, .*data\.val_fraction={config.val_fraction}"
     )
     with pytest.raises(ValueError, match=expected):
         open_data(config, seq_len=longest + 1)

@@ -45,5 +45,6 @@ def test_each_file_begins_with_the_command_that_uses_it(file):
 
 
 def test_importing_loads_no_heavy_library():
-    code = "import sys, data, data.tokenizer, data.corpora, data.token_store, data.batches; print(*sorted({'torch', 'datasets', 'tiktoken'} & set(sys.modules)))"
+    modules = "data, data.tokenizer, data.corpora, data.token_store, data.batches, data.last_write"
+    code = f"import sys, {modules}; print(*sorted({{'torch', 'datasets', 'tiktoken'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def test_stdlib_is_the_core_of_the_standard_library():
     assert {"json/decoder.py", "argparse.py", "asyncio/tasks.py"} <= set(corpus)
     left_out = ("test/", "idlelib/", "lib2to3/", "ensurepip/", "site-packages/", "encodings/", "pydoc_data/", "config-", "_sysconfigdata")
     assert not [path for path in corpus if path.startswith(left_out) or "/test/" in path or "/tests/" in path]
-    assert corpus["json/decoder.py"] == open(sys.modules["json"].decoder.__file__, encoding="utf-8").read()
+    assert corpus["json/decoder.py"] == Path(json.decoder.__file__).read_text(encoding="utf-8")
     assert list(corpus) == sorted(corpus, key=lambda path: path.split("/"))
     assert all(path.endswith(".py") and text for path, text in corpus.items())
     assert len(corpus) <= count_documents(DataConfig(source="stdlib")) < 1.05 * len(corpus)
@@ -152,6 +153,15 @@ def test_bad_input_is_one_clear_error(tmp_path, capfd, files, path, message):
         rows(source="text", path=str(tmp_path / path))
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_broken_table_is_reported_once(tmp_path):
+    """datasets logs what it raises; in a fresh process, because its log keeps the stderr it has seen first."""
+    write(tmp_path, a_jsonl='{"text": "x"\nnonsense\n')
+    config = DataConfig(source="text", path=str(tmp_path))
+    code = f"from config import DataConfig; from data.corpora import documents; list(documents({config!r}))"
+    errors = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.strip().splitlines()
+    assert "JSON" not in errors[0] and errors[-1].startswith(f"ValueError: {tmp_path}")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

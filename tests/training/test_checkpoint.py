@@ -19,7 +19,10 @@ from training.checkpoint import CheckpointError, load_checkpoint, load_model_sta
 from training.optimizer import build_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = {"seed": 0, "model": {"name": "tiny", "num_layers": 2, "hidden_size": 8, "positions": "learned", "max_seq_len": 16, "dropout": 0.5}}
+CONFIG = {
+    "seed": 0,
+    "model": {"name": "tiny", "num_layers": 2, "hidden_size": 8, "positions": "learned", "max_seq_len": 16, "dropout": 0.5},
+}
 
 
 class TiedModel(nn.Module):

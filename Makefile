@@ -1,0 +1,27 @@
+# two commands: `make train` and `make test`. Both make .venv the first time and are quick afterwards.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help train test lint clean
+.DEFAULT_GOAL := help
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+train: .venv/installed  ## train the default tiny GPT; ARGS="attention=sdpa steps=100" changes it
+	$(BIN)/python train.py $(ARGS)
+
+test: .venv/installed  ## run the tests; ARGS="-k tiled" picks some
+	$(BIN)/python -m pytest -n auto $(ARGS)
+
+lint: .venv/installed  ## check style and formatting
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+clean:  ## remove the environment (runs in outputs/ and multirun/ stay)
+	rm -rf .venv
+
+.venv/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tilegpt needs Python >= 3.11; name one with make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@

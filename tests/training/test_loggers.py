@@ -1,0 +1,323 @@
+"""Loggers: what arrives at wandb equals what was logged, and nothing that wandb does can stop or prompt a training.
+
+Each wandb case runs in a process of its own: wandb keeps settings, credentials and a service process for as long as one lives.
+"""
+
+import http.server
+import importlib.util
+import json
+import logging
+import math
+import os
+import pty
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from config import LoggerConfig
+from training import loggers
+from training.loggers import Logger, build_logger
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = "a" * 40
+
+needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+
+PROGRAM = """
+import json, logging, sys, time
+from pathlib import Path
+from config import LoggerConfig
+from training.loggers import build_logger
+
+logging.basicConfig(format="%(levelname)s %(message)s")
+folder, mode = Path(sys.argv[1]), sys.argv[2]
+for job, resume in json.loads(sys.argv[3]):
+    run_dir = folder / str(job)
+    run_dir.mkdir(exist_ok=True)
+    start = time.perf_counter()
+    logger = build_logger(
+        LoggerConfig(mode=mode), run_dir=run_dir, wandb_dir=folder, name=f"attention=tiled,seed={job}", group="sweep",
+        tags=["tiled", "seq256"], run_config={"seed": job, "model": {"num_layers": 2}}, resume=resume,
+    )
+    seconds = time.perf_counter() - start
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()] if job == 0 else []
+    for row in rows:
+        tokens = row.pop("tokens")
+        logger.log(row, tokens)
+    logger.log({"train/loss": float("nan"), "grad_norm": float("inf")}, 10_000)
+    logger.summary({"status": "diverged", "val/loss": 1.5})
+    logger.finish(1)
+    print(json.dumps({"active": logger.active, "hint": logger.url_or_hint, "seconds": seconds}))
+"""
+
+
+def environment(home: Path, **variables: str) -> dict[str, str]:
+    """This process's environment with no trace of an account."""
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("WANDB") and key.lower() not in ("netrc", "http_proxy", "https_proxy")
+    }
+    return clean | {"HOME": str(home), "PYTHONPATH": str(ROOT)} | variables
+
+
+def run_program(folder: Path, mode: str = "auto", jobs=((0, False),), **variables: str):
+    """The printed results of PROGRAM, one a job, and what it wrote to stderr."""
+    (folder / "0").mkdir(exist_ok=True)
+    (folder / "0/metrics.jsonl").touch()
+    command = [sys.executable, "-c", PROGRAM, str(folder), mode, json.dumps(list(jobs))]
+    done = subprocess.run(command, cwd=folder, env=environment(folder, **variables), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+def inspect(run: Path) -> list[dict]:
+    """The records of an offline run, read by wandb's own tool."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run)]
+    text = subprocess.run(command, env=environment(run), capture_output=True, text=True, check=True, timeout=100).stdout
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@needs_wandb
+def test_an_offline_run_read_back_by_wandb_equals_the_metrics(tmp_path):
+    rows = [{"step": i, "tokens": 256 * i, "train/loss": 5 / (i + 1), "lr": 1e-3 * i} for i in range(40)]
+    rows[20] |= {"val/loss": 2.25, "val/loss_exact": 2.5, "mfu": None}
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    results, stderr = run_program(tmp_path, jobs=[(0, False), (1, False)])
+    assert stderr == ""
+    assert all(result["active"] and result["hint"].startswith("wandb sync ") for result in results)
+
+    folders = [Path(result["hint"].removeprefix("wandb sync ")) for result in results]
+    # every run of a sweep lies in one wandb/ folder, so that one command shows or uploads them all
+    assert {folder.parent for folder in folders} == {tmp_path / "wandb"} and len(set(folders)) == 2
+    records = inspect(folders[0])
+    history = [record["history"]["item"] for record in records if record["type"] == "history"]
+    logged = [{key: value for key, value in item.items() if not key.startswith("_")} for item in history]
+    assert logged[:-1] == [{key: value for key, value in row.items() if value is not None} for row in rows]
+    assert logged[-1] == {"train/loss": "NaN", "grad_norm": "Infinity", "tokens": 10_000}
+
+    (run,) = [record["run"] for record in records if record["type"] == "run" and "display_name" in record["run"]][:1]
+    assert (run["run_group"], run["job_type"], run["tags"]) == ("sweep", "train", ["tiled", "seq256"])
+    assert run["display_name"] == "attention=tiled,seed=0"
+    assert run["config"]["update"]["model"] == {"num_layers": 2}
+    metrics = [record["metric"] for record in records if record["type"] == "metric"]
+    axes = {metric["name"]: metric.get("step_metric") for metric in metrics if "step_metric" in metric}
+    assert axes == dict.fromkeys(("step", "train/loss", "lr", "val/loss", "val/loss_exact", "grad_norm"), "tokens")
+    assert [record["exit"]["exit_code"] for record in records if record["type"] == "exit"] == [1]
+
+
+@needs_wandb
+def test_a_resumed_run_keeps_its_id(tmp_path):
+    run_program(tmp_path)
+    first = (tmp_path / "0/wandb_id.txt").read_text()
+    (result,), _ = run_program(tmp_path, jobs=[(0, True)])
+    assert (tmp_path / "0/wandb_id.txt").read_text() == first
+    assert first.strip() in result["hint"]
+    run_program(tmp_path, jobs=[(0, False)])
+    assert (tmp_path / "0/wandb_id.txt").read_text() != first
+
+
+@needs_wandb
+@pytest.mark.parametrize(
+    "mode, variables, said",
+    [
+        ("auto", {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "https://nosuch.invalid"}, "does not answer"),
+        ("auto", {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "does not answer"),
+        ("online", {}, "no API key"),
+        ("auto", {"WANDB_MODE": "online"}, "no API key"),
+    ],
+    ids=["no-such-host", "nothing-listens", "online-without-key", "WANDB_MODE-online-without-key"],
+)
+def test_falls_back_to_offline_within_seconds_with_one_warning(tmp_path, mode, variables, said):
+    (result,), stderr = run_program(tmp_path, mode, **variables)
+    assert result["active"] and result["hint"].startswith("wandb sync ")
+    assert result["seconds"] < 8
+    (warning,) = stderr.splitlines()
+    assert warning.startswith("WARNING wandb") and said in warning and "logged offline" in warning
+
+
+class WandbServer(http.server.BaseHTTPRequestHandler):
+    """Knows the account unless `refused` is the key, and refuses everything else."""
+
+    refused = "key"
+
+    def do_POST(self):
+        asked = self.rfile.read(int(self.headers.get("content-length", 0)))
+        known = self.refused == "project" and b"query Viewer" in asked
+        viewer = {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
+        self.send_response(200 if known else 403)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": {"viewer": viewer}} if known else {"errors": [{"message": "permission denied"}]}).encode())
+
+    do_GET = do_POST
+
+    def log_message(self, *args):
+        pass
+
+
+@needs_wandb
+@pytest.mark.parametrize("refused", ["key", "project"])
+def test_a_refusing_server_means_offline(tmp_path, monkeypatch, refused):
+    """With the project refused, wandb keeps the run's id and an empty folder: both must not meet the offline run."""
+    monkeypatch.setattr(WandbServer, "refused", refused)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), WandbServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        netrc = tmp_path / ".netrc"
+        netrc.write_text(f"machine 127.0.0.1:{server.server_port} login user password {KEY}\n")
+        netrc.chmod(0o600)
+        (result,), stderr = run_program(tmp_path, WANDB_BASE_URL=f"http://127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+        server.server_close()
+    (warning,) = stderr.splitlines()
+    assert "wandb refused an online run" in warning and "permission denied" in warning
+    assert result["active"] and result["seconds"] < 8
+    assert [path.name for path in (tmp_path / "wandb").glob("*run-2*")] == [Path(result["hint"].split()[-1]).name]
+
+
+@needs_wandb
+@pytest.mark.parametrize("mode", ["auto", "online"])
+def test_never_prompts_at_a_terminal(tmp_path, mode):
+    """At a terminal wandb would ask for a key and wait."""
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0/metrics.jsonl").touch()
+    leader, terminal = pty.openpty()
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), mode, "[[0, false]]"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    printed = b""
+    try:
+        while chunk := os.read(leader, 4096):
+            printed += chunk
+    except OSError:  # Linux reports the end of the other side as an error
+        pass
+    finally:
+        os.close(leader)
+    assert process.wait(timeout=60) == 0, printed.decode()
+    assert b'"active": true' in printed and b"account" not in printed
+
+
+@needs_wandb
+def test_disabled_leaves_nothing(tmp_path):
+    (result,), stderr = run_program(tmp_path, WANDB_MODE="disabled")
+    assert result["hint"] is None and stderr == ""
+    assert not list((tmp_path).glob("wandb/*run-*"))
+
+
+@needs_wandb
+def test_an_unknown_mode_is_one_warning(tmp_path):
+    (result,), stderr = run_program(tmp_path, WANDB_MODE="bogus")
+    assert not result["active"]
+    (warning,) = stderr.splitlines()
+    assert "WANDB_MODE=bogus is not one of: online, offline, disabled" in warning
+
+
+class Failing(Logger):
+    calls = 0
+
+    @loggers.quietly
+    def log(self, metrics, tokens):
+        self.calls += 1
+        raise OSError("server gone\nfor good")
+
+
+def test_the_first_failure_is_a_warning_and_the_last_call(caplog):
+    logger = Failing()
+    with caplog.at_level(logging.WARNING):
+        for tokens in range(3):
+            logger.log({}, tokens)
+    assert logger.calls == 1
+    assert [record.getMessage() for record in caplog.records] == ["Failing stopped logging (server gone); metrics.jsonl goes on"]
+
+
+ARGUMENTS = {"name": "n", "group": None, "tags": [], "run_config": {}, "resume": False}
+
+
+def test_none_does_nothing(tmp_path):
+    logger = build_logger(LoggerConfig(name="none"), run_dir=tmp_path, wandb_dir=tmp_path, **ARGUMENTS)
+    logger.log({"train/loss": 1.0}, 1)
+    logger.summary({})
+    logger.finish(0)
+    assert logger.url_or_hint is None and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "trackio"])
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda package: None)
+    with pytest.raises(ValueError, match=rf"logger={name} needs pip install 'tilegpt\[{name}\]'"):
+        build_logger(LoggerConfig(name=name), run_dir=tmp_path, wandb_dir=tmp_path, **ARGUMENTS)
+
+
+def test_a_folder_of_runs_is_not_the_package(tmp_path, monkeypatch, caplog):
+    """./wandb makes `import wandb` succeed, as an empty namespace package, where wandb is not installed."""
+    (tmp_path / "wandb").mkdir()
+    # -S: without site-packages
+    command = [sys.executable, "-S", "-c", "from importlib.util import find_spec; print(find_spec('wandb').origin)"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip() == "None"
+    spec = importlib.util.spec_from_loader("wandb", None, origin=None, is_package=True)
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda package: spec)
+    logger = build_logger(LoggerConfig(), run_dir=tmp_path, wandb_dir=tmp_path, **ARGUMENTS)
+    assert not logger.active and "pip install wandb" in caplog.text
+    logger.log({"train/loss": 1.0}, 1)
+    logger.finish(0)
+
+
+def test_a_silent_network_costs_no_more_than_the_probe(monkeypatch):
+    """A look-up that hangs, as behind a dropped VPN."""
+
+    def hang(address, timeout):
+        time.sleep(1)
+        raise TimeoutError
+
+    monkeypatch.setattr(loggers, "PROBE_TIMEOUT", 0.2)
+    monkeypatch.setattr(loggers.socket, "create_connection", hang)
+    monkeypatch.delenv("https_proxy", raising=False)
+    start = time.perf_counter()
+    assert not loggers._reachable("https://api.example.com")
+    assert time.perf_counter() - start < 0.8
+
+
+def test_a_proxy_is_what_must_answer(monkeypatch):
+    asked = []
+
+    def connect(address, timeout):
+        asked.append(address)
+        return socket.socket()
+
+    monkeypatch.setattr(loggers.socket, "create_connection", connect)
+    monkeypatch.setenv("https_proxy", "http://proxy.example.com:3128")
+    monkeypatch.setenv("no_proxy", "local.example.com")
+    assert loggers._reachable("https://api.example.com") and loggers._reachable("https://local.example.com")
+    assert asked == [("proxy.example.com", 3128), ("local.example.com", 443)]
+
+
+def test_tensorboard_events(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = build_logger(LoggerConfig(name="tensorboard"), run_dir=tmp_path, wandb_dir=tmp_path, **ARGUMENTS)
+    logger.log({"train/loss": 2.5, "mfu": None}, 256)
+    logger.log({"train/loss": math.nan}, 512)
+    logger.summary({"status": "completed"})
+    logger.finish(0)
+    assert logger.active
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")][0] == (256, 2.5)
+
+
+def test_trackio_rows(tmp_path, monkeypatch):
+    # read when the package is imported
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+    pytest.importorskip("trackio")
+    logger = build_logger(LoggerConfig(name="trackio"), run_dir=tmp_path, wandb_dir=tmp_path, **ARGUMENTS)
+    logger.log({"train/loss": 2.5, "mfu": None, "grad_norm": math.inf}, 256)
+    logger.finish(0)
+    assert logger.active and list(tmp_path.glob("tilegpt*.db"))

@@ -1,0 +1,211 @@
+"""The sweep's index, table and exit code, from a real Hydra application and from fabricated folders."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from training.sweep import exit_code, read_run, read_sweep, summary_table
+
+ROOT = Path(__file__).resolve().parents[2]
+
+CONFIG = """
+attention: tiled
+seed: 0
+hydra:
+  run: {dir: out/run}
+  sweep: {dir: out/sweep, subdir: "${hydra.job.num}"}
+  callbacks: {sweep: {_target_: training.sweep.SweepSummary}}
+"""
+
+# each attention stands for one way in which a job can end
+APPLICATION = """
+import json, os, signal
+from pathlib import Path
+import hydra
+from hydra.core.hydra_config import HydraConfig
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(config):
+    if config.attention == "raises":
+        raise RuntimeError("boom")
+    status = {"no_max": "diverged", "naive": "oom", "bad": "failed", "ctrl_c": "interrupted"}.get(config.attention, "completed")
+    hydra_config = HydraConfig.get()
+    summary = {"status": status, "attention": config.attention, "seed": config.seed, "overrides": list(hydra_config.overrides.task),
+               "val/loss": 1.5 + config.seed, "tokens_per_sec": 12345.6}
+    if status == "failed":
+        summary["error"] = "no such corpus"
+    Path(hydra_config.runtime.output_dir, "summary.json").write_text(json.dumps(summary))
+    return summary
+
+main()
+print("after main")
+"""
+
+
+def application(folder: Path, *overrides: str) -> subprocess.CompletedProcess:
+    (folder / "conf").mkdir(exist_ok=True)
+    (folder / "conf/config.yaml").write_text(CONFIG)
+    (folder / "app.py").write_text(APPLICATION)
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys, runpy; sys.path.insert(0, {str(ROOT)!r}); sys.argv[0] = 'app.py'; runpy.run_path('app.py', run_name='__main__')",
+    ]
+    return subprocess.run([*command, *overrides], cwd=folder, capture_output=True, text=True, timeout=100)
+
+
+def index(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "out/sweep/index.jsonl").read_text().splitlines()]
+
+
+def test_diverged_and_oom_are_results(tmp_path):
+    done = application(tmp_path, "-m", "attention=tiled,no_max,naive", "seed=0,1")
+    assert done.returncode == 0, done.stderr
+    rows = index(tmp_path)
+    assert [(row["job"], row["dir"], row["status"]) for row in rows] == [
+        (0, "0", "completed"),
+        (1, "1", "completed"),
+        (2, "2", "diverged"),
+        (3, "3", "diverged"),
+        (4, "4", "oom"),
+        (5, "5", "oom"),
+    ]
+    assert rows[3]["overrides"] == ["attention=no_max", "seed=1"] and rows[3]["val/loss"] == 2.5
+    table = done.stdout[done.stdout.index("attention  seed  status") :].splitlines()
+    assert [line.split()[:4] for line in table[2:8]] == [
+        [attention, seed, status, f"{1.5 + int(seed):.4f}"]
+        for attention, status in (("tiled", "completed"), ("no_max", "diverged"), ("naive", "oom"))
+        for seed in "01"
+    ]
+    assert "12,346" in table[2]
+
+
+def test_a_failed_job_makes_the_exit_code_1_and_the_others_run(tmp_path):
+    done = application(tmp_path, "-m", "attention=tiled,bad,sdpa")
+    assert done.returncode == 1
+    assert [row["status"] for row in index(tmp_path)] == ["completed", "failed", "completed"]
+    assert "attention=bad: failed: no such corpus" in done.stdout
+    # the code leaves from the callback: nothing after main() is needed
+    assert "after main" not in done.stdout
+
+
+def test_a_job_that_raises_is_in_the_index_and_in_the_sweep(tmp_path):
+    done = application(tmp_path, "-m", "attention=raises,tiled")
+    assert done.returncode == 1
+    assert [(row["status"], row.get("error")) for row in index(tmp_path)] == [("failed", "boom"), ("completed", None)]
+    assert [row["status"] for row in read_sweep(tmp_path / "out/sweep")] == ["failed", "completed"]
+
+
+def test_ctrl_c_ends_the_sweep_with_its_table(tmp_path):
+    done = application(tmp_path, "-m", "attention=tiled,ctrl_c,sdpa")
+    assert done.returncode == 130
+    assert [row["status"] for row in index(tmp_path)] == ["completed", "interrupted"]
+    assert "interrupted" in done.stdout
+
+
+@pytest.mark.parametrize("attention, code", [("no_max", 0), ("bad", 1), ("ctrl_c", 130), ("raises", 1)])
+def test_exit_code_of_a_single_run(tmp_path, attention, code):
+    done = application(tmp_path, f"attention={attention}")
+    assert done.returncode == code
+    assert not list(tmp_path.rglob("index.jsonl"))
+
+
+def write_run(folder: Path, **summary) -> None:
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text(json.dumps({"status": "completed"} | summary))
+
+
+def test_read_sweep_finds_runs_however_they_lie(tmp_path):
+    for job in (0, 2, 10):
+        write_run(tmp_path / f"sweeps/a/{job}", attention="tiled", seed=job)
+    write_run(tmp_path / "single", attention="naive")
+    # what lies in a run is no run
+    write_run(tmp_path / "single/checkpoint", attention="wrong")
+    write_run(tmp_path / "sweeps/a/wandb/offline-run-1", attention="wrong")
+    write_run(tmp_path / "sweeps/a/0/.hydra", attention="wrong")
+    assert [row.get("seed") for row in read_sweep(tmp_path / "sweeps/a")] == [0, 2, 10]
+    assert [row["attention"] for row in read_sweep(tmp_path)] == ["naive", "tiled", "tiled", "tiled"]
+    assert [row["attention"] for row in read_sweep(tmp_path / "single")] == ["naive"]
+    (tmp_path / "empty").mkdir()
+    assert read_sweep(tmp_path / "empty") == []
+
+
+@pytest.mark.parametrize(
+    "summary", [None, "", '{"status": "comp', "[]", '{"val/loss": 1}'], ids=["missing", "empty", "torn", "list", "no-status"]
+)
+def test_half_written_run_is_unfinished(tmp_path, summary):
+    run = tmp_path / "0"
+    run.mkdir()
+    (run / "config.yaml").write_text("attention: {name: tiled}\nseq_len: 64\nseed: 3\n")
+    (run / "metrics.jsonl").write_text(
+        '{"step": 10, "tokens": 640, "val/loss": 2.5}\n{"step": 20, "tokens": 1280, "train/loss": null}\n{"st'
+    )
+    if summary is not None:
+        (run / "summary.json").write_text(summary)
+    row = read_run(run)
+    assert {key: row.get(key) for key in ("status", "attention", "seq_len", "seed", "steps_done", "tokens", "val/loss")} == {
+        "status": "unfinished",
+        "attention": "tiled",
+        "seq_len": 64,
+        "seed": 3,
+        "steps_done": 20,
+        "tokens": 1280,
+        "val/loss": 2.5,
+    }
+    assert "unfinished" in summary_table([row])
+
+
+def test_a_run_with_nothing_readable_is_unfinished(tmp_path):
+    (tmp_path / "config.yaml").write_text("a: [unclosed")
+    assert read_run(tmp_path) == {"status": "unfinished", "dir": str(tmp_path)}
+
+
+def test_a_moved_sweep_keeps_its_index(tmp_path):
+    (tmp_path / "there/0").mkdir(parents=True)
+    (tmp_path / "there/index.jsonl").write_text('{"job": 0, "dir": "0", "status": "failed", "error": "boom", "overrides": []}\n{"torn')
+    (row,) = read_sweep(tmp_path / "there")
+    assert (row["status"], row["error"], row["dir"]) == ("failed", "boom", str(tmp_path / "there/0"))
+
+
+def row(**values) -> dict:
+    return {"status": "completed", "dir": "0", "attention": "tiled"} | values
+
+
+def test_table_shows_what_differs_and_fits_100_columns():
+    rows = [
+        row(
+            overrides=["attention=tiled", "seq_len=32768", "steps=2"],
+            seq_len=32768,
+            tokens_per_sec=1.5e6,
+            **{"val/loss": 1.23456, "val/loss_exact": 1.2},
+        ),
+        row(
+            attention="no_rescale",
+            overrides=["attention=no_rescale", "seq_len=512", "steps=2", "attention.block_kv=16"],
+            seq_len=512,
+            status="diverged",
+            first_bad_step=1200,
+            diagnosis="layer 2: inf in scores\nmore",
+        ),
+    ]
+    table = summary_table(rows).splitlines()
+    assert table[0].split()[:4] == ["attention", "seq_len", "block_kv", "status"]
+    assert table[2].split() == ["tiled", "32768", "-", "completed", "1.2346", "1.2000", "1,500,000", "-", "-"]
+    assert table[3].split() == ["no_rescale", "512", "16", "diverged", "-", "-", "-", "-", "1200"]
+    assert table[4] == "attention=no_rescale seq_len=512 attention.block_kv=16: diverged: layer 2: inf in scores"
+    assert max(map(len, table)) <= 100
+    assert summary_table(rows).isascii()
+
+
+def test_accuracy_columns_come_with_accuracy():
+    assert "accuracy" not in summary_table([row()])
+    table = summary_table([row(**{"val/accuracy": 0.998, "val/accuracy_exact": 0.5})])
+    assert "99.8%" in table and "50.0%" in table
+
+
+def test_exit_code():
+    assert exit_code([row(), row(status="oom"), row(status="diverged"), row(status="unfinished")]) == 0
+    assert exit_code([row(), row(status="failed")]) == 1
