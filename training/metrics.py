@@ -209,7 +209,8 @@ def _git() -> dict[str, Any]:
     top = _output("git", "-C", str(ROOT), "rev-parse", "--show-toplevel")
     # a copy without .git that lies inside somebody's own repository must not report that one's commit
     if top is None or Path(top).resolve() != ROOT:
-        return {"commit": None, "dirty": None}
+        # a copy without its history can be told what it is a copy of
+        return {"commit": os.environ.get("TILEGPT_COMMIT"), "dirty": None}
     status = _output("git", "-C", str(ROOT), "status", "--porcelain")
     return {"commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"), "dirty": status is not None and status != ""}
 
