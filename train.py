@@ -42,9 +42,10 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from training.device import pick_device, pick_dtype
     from training.interrupt import Interrupt
     from training.loggers import build_logger
-    from training.memory import MemoryMeter
+    from training.memory import MemoryMeter, cpu_memory_limit
     from training.metrics import MetricsFile, Throughput, environment, peak_flops, write_json
     from training.optimizer import build_optimizer, learning_rate
+    from training.outcome import outcome_of
     from training.plot import draw_loss_curve
 
     # where and in which precision
@@ -109,6 +110,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         summary["memory/peak_gib"] = max(row.get("memory/peak_gib") or 0.0, summary.get("memory/peak_gib") or 0.0)
         summary["memory/reserved_gib"] = row.get("memory/reserved_gib")
         summary.update(steps_done=row["step"], tokens=tokens, tokens_per_sec=throughput.tokens_per_sec)
+        memory.reset()
 
     def save() -> None:
         save_checkpoint(run_dir, model=model, optimizer=optimizer, scaler=scaler, step=step, tokens=tokens, config=plain_config)
@@ -118,7 +120,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         if first_step == 0:
             record({"step": 0, "tokens": 0, **validate()})
         bar = tqdm(total=config.steps, initial=first_step, disable=None, unit="step")
-        with Interrupt() as interrupt, logging_redirect_tqdm(), bar:
+        with cpu_memory_limit(), Interrupt() as interrupt, logging_redirect_tqdm(), bar:
             while step < config.steps:
                 # one optimizer step
                 lr = learning_rate(step, config.steps, config.optim)
@@ -165,23 +167,24 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 optimizer.zero_grad(set_to_none=True)
                 throughput.step(config.sequences_per_step * config.seq_len)
                 with throughput.paused():
-                    if last or step % config.eval_every == 0:
+                    if (last and not interrupt.requested) or step % config.eval_every == 0:
                         row |= validate()
                         log.info(progress_line(step, config.steps, loss.item(), row, throughput.tokens_per_sec))
                     if row:
                         record({"step": step, "tokens": tokens, **row})
-                        memory.reset()
                     if last or step % config.checkpoint_every == 0:
                         save()
                 bar.update()
                 bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
                 if last:
                     break
-        if interrupt.requested and summary["status"] != "diverged" and step < config.steps:
-            summary["status"] = "interrupted"
+        if summary["status"] != "diverged":
+            summary["status"] = "completed" if step == config.steps else "interrupted"
+        if summary["status"] == "interrupted":
             log.warning(f"interrupted after step {step}; go on with: python train.py resume={run_dir}")
-        elif summary["status"] != "diverged":
-            summary["status"] = "completed"
+    except BaseException as error:
+        summary |= outcome_of(error, device.type)
+        raise
     finally:
         logger.summary(summary)
         logger.finish(exit_code=0 if summary["status"] == "completed" else 1)
@@ -222,31 +225,25 @@ def job_names(config: RunConfig, run_dir: Path) -> dict:
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> dict:
     """One job. Every outcome becomes a status in summary.json: one job of a sweep never takes down another."""
-    from training.memory import cpu_memory_limit, describe_out_of_memory, is_out_of_memory, release_memory
+    from training.memory import release_memory
     from training.metrics import write_json
+    from training.outcome import outcome_of
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     started = time.time()
-    summary = {"status": "failed", "attention": cfg.attention.name, "seq_len": cfg.seq_len, "seed": cfg.seed}
+    summary = {"status": "running", "attention": cfg.attention.name, "seq_len": cfg.seq_len, "seed": cfg.seed}
     summary["overrides"] = list(HydraConfig.get().overrides.task)
     try:
-        with cpu_memory_limit():
-            train(OmegaConf.to_object(cfg), run_dir, summary)
-    except KeyboardInterrupt:
-        summary |= {"status": "interrupted", "error": "stopped at once, without a checkpoint of the last steps"}
-    except Exception as error:
-        if is_out_of_memory(error):
-            out_of_memory = describe_out_of_memory(error, summary.get("device", "cpu"))
-            summary |= {"status": "oom", "oom": out_of_memory}
-            log.error(f"out of memory: {out_of_memory['message']}")
-        else:
-            summary |= {"status": "failed", "error": f"{error}"}
-            if not isinstance(error, (ValueError, OSError)):
-                log.error(traceback.format_exc())
-            log.error(f"error: {error}")
-        traceback.clear_frames(error.__traceback__)  # its frames would keep every tensor of this job alive
+        train(OmegaConf.to_object(cfg), run_dir, summary)
+    except BaseException as error:
+        if summary["status"] == "running":  # it never came to the loop
+            summary |= outcome_of(error, "cpu")
+        traceback.clear_frames(error.__traceback__)  # they would keep every tensor of this job alive
     summary["wall_seconds"] = time.time() - started
-    write_json(run_dir / "summary.json", summary)
+    try:
+        write_json(run_dir / "summary.json", summary)
+    except OSError as error:
+        log.error(f"error: summary.json cannot be written: {error}")
     release_memory(summary.get("device", "cpu"))
     return summary
 

@@ -1,6 +1,7 @@
 """Looking into a model's attention while it trains: the largest score, and where a run left the finite range."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -9,11 +10,22 @@ from attention import LIMITS, Recorder
 from model.gpt import GPT
 
 
+@contextmanager
+def without_dropout(model: GPT) -> Iterator[None]:
+    """Looking must draw no random numbers, or a run would depend on how often it was looked at."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 @torch.no_grad()
 def largest_score(model: GPT, tokens: Tensor) -> float:
     """The largest finite attention score of any layer for tokens (B, N); a layer after a breakdown has none."""
     recorder = Recorder(model.backend)
-    with model.use_backend(recorder.backend):
+    with model.use_backend(recorder.backend), without_dropout(model):
         model(tokens)
     return torch.stack(recorder.max_scores).nan_to_num(nan=-torch.inf, posinf=-torch.inf).max().item()
 
@@ -34,7 +46,7 @@ def diagnose(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> str:
     batches: (inputs, targets), each (B, N), of the step that went wrong.
     """
     recorder = Recorder(model.backend, look_for_breakdowns=True)
-    with model.use_backend(recorder.backend):
+    with model.use_backend(recorder.backend), without_dropout(model):
         loss_is_finite = all([model(inputs, targets).loss.isfinite() for inputs, targets in batches])
     for call, breakdown in enumerate(recorder.breakdowns):
         if breakdown is not None:
