@@ -5,9 +5,9 @@ value of the wrong type is refused before anything is built; `RunConfig.__post_i
 Nothing here imports torch: `python train.py --help` stays fast.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -28,13 +28,13 @@ class AttentionConfig:
     """Which attention runs, and the options of the backends that have any."""
 
     name: str = "tiled"  # a name in attention.BACKENDS, or "custom" with a target
-    target: Optional[str] = None  # attention=custom: where the user's Backend lives, as pkg.module:NAME
+    target: str | None = None  # attention=custom: where the user's Backend lives, as pkg.module:NAME
     options: dict[str, Any] = field(default_factory=dict)  # attention=custom: passed to the user's function
-    block_q: Optional[int] = None  # query rows of a tile; None leaves the backend's own default
-    block_kv: Optional[int] = None  # keys of a tile; None leaves the backend's own default
-    softmax_dtype: Optional[str] = None  # tile loops: "float32" statistics, or "input" to keep them in q's dtype
-    detach_max: Optional[bool] = None  # defects: treat the subtracted maximum as a constant in the backward pass
-    backend: Optional[str] = None  # sdpa: auto, flash, efficient, cudnn or math
+    block_q: int | None = None  # query rows of a tile; None leaves the backend's own default
+    block_kv: int | None = None  # keys of a tile; None leaves the backend's own default
+    softmax_dtype: str | None = None  # tile loops: "float32" statistics, or "input" to keep them in q's dtype
+    detach_max: bool | None = None  # defects: treat the subtracted maximum as a constant in the backward pass
+    backend: str | None = None  # sdpa: auto, flash, efficient, cudnn or math
 
     def __post_init__(self) -> None:
         for key in ("block_q", "block_kv"):
@@ -59,7 +59,7 @@ class ModelConfig:
     name: str = "tiny"  # the choice's own name, for logs
     num_layers: int = 4  # transformer blocks
     num_heads: int = 4  # query heads
-    num_kv_heads: Optional[int] = None  # key/value heads (GQA, MQA); None means num_heads
+    num_kv_heads: int | None = None  # key/value heads (GQA, MQA); None means num_heads
     hidden_size: int = 128  # width of the residual stream, C
     max_seq_len: int = 256  # longest sequence the learned positions hold; follows seq_len unless set
     positions: str = "learned"  # learned or rope
@@ -104,15 +104,15 @@ class DataConfig:
     """What the model reads."""
 
     source: str = "stdlib"  # stdlib, torch_source, text, hub or last_write
-    path: Optional[str] = None  # text: a file, folder or glob of .txt, .jsonl or .parquet (other files are read as text)
-    name: Optional[str] = None  # hub: the dataset, as org/name
-    subset: Optional[str] = None  # hub: the dataset's configuration, where it has several
+    path: str | None = None  # text: a file, folder or glob of .txt, .jsonl or .parquet (other files are read as text)
+    name: str | None = None  # hub: the dataset, as org/name
+    subset: str | None = None  # hub: the dataset's configuration, where it has several
     split: str = "train"  # hub: the split
     field: str = "text"  # hub, JSONL and parquet: the column that holds the text
     streaming: bool = False  # hub: read over the network while building, without storing the raw files
-    max_documents: Optional[int] = None  # stop after this many documents
+    max_documents: int | None = None  # stop after this many documents
     val_fraction: float = 0.05  # share of documents held out whole, chosen by a hash of their path
-    cache_dir: Optional[str] = None  # where token stores are kept; None means ~/.cache/tilegpt (or TILEGPT_CACHE)
+    cache_dir: str | None = None  # where token stores are kept; None means ~/.cache/tilegpt (or TILEGPT_CACHE)
     num_keys: int = 8  # last_write: distinct keys
     num_values: int = 8  # last_write: distinct values; chance accuracy is 1 / num_values
 
@@ -145,8 +145,8 @@ class OptimConfig:
     """AdamW and its schedule."""
 
     name: str = "adamw"
-    lr: float = 1e-3  # peak learning rate
-    min_lr: float = 1e-4  # where the cosine ends
+    lr: float | None = None  # peak learning rate; None is 0.384 / model.hidden_size (tiny 3e-3, small 1e-3, gpt2 5e-4)
+    min_lr: float | None = None  # where the cosine ends; None is a tenth of lr
     schedule: str = "cosine"  # cosine, or constant after the warm-up
     warmup_steps: int = 100  # linear warm-up from 0, at most a tenth of the run
     weight_decay: float = 0.1  # on matrices only
@@ -159,7 +159,8 @@ class OptimConfig:
         _choice("optim.name", self.name, ("adamw",))
         _choice("optim.schedule", self.schedule, ("cosine", "constant"))
         for key in ("lr", "min_lr", "warmup_steps", "weight_decay", "eps", "grad_clip"):
-            _at_least(f"optim.{key}", getattr(self, key), 0)
+            if getattr(self, key) is not None:
+                _at_least(f"optim.{key}", getattr(self, key), 0)
         for key in ("beta1", "beta2"):
             if not 0.0 <= getattr(self, key) < 1.0:
                 raise ValueError(f"optim.{key}={getattr(self, key)} must be in [0, 1)")
@@ -172,7 +173,7 @@ class LoggerConfig:
     name: str = "wandb"  # wandb, tensorboard, trackio or none
     mode: str = "auto"  # wandb: online where a key is configured, offline otherwise; or online, offline, disabled
     project: str = "tilegpt"
-    entity: Optional[str] = None  # wandb: user or team; None means the account's default
+    entity: str | None = None  # wandb: user or team; None means the account's default
 
     def __post_init__(self) -> None:
         _choice("logger.name", self.name, ("wandb", "tensorboard", "trackio", "none"))
@@ -192,13 +193,13 @@ class RunConfig:
     seq_len: int = 256  # tokens of one training sequence
     steps: int = 600  # optimizer steps
     batch_size: int = 16  # sequences of one forward and backward pass
-    tokens_per_step: Optional[int] = None  # tokens of one optimizer step (gradient accumulation); None means one pass
+    tokens_per_step: int | None = None  # tokens of one optimizer step (gradient accumulation); None means one pass
     seed: int = 0  # initial weights and order of the data
     device: str = "auto"  # auto (a GPU where there is one), cpu or cuda
     dtype: str = "auto"  # of the matrix products: auto (bf16 on a GPU that has it, else fp32), fp32, bf16 or fp16
     compile: str = "auto"  # torch.compile: auto (on a GPU), true or false
     deterministic: bool = False  # ask PyTorch for deterministic kernels
-    resume: Optional[str] = None  # a run directory to go on with, under its own settings and the ones given now
+    resume: str | None = None  # a run directory to go on with, under its own settings and the ones given now
     eval_every: int = 100  # steps between evaluations; the last step is always evaluated
     eval_sequences: int = 64  # held-out sequences of one evaluation
     log_every: int = 10  # steps between rows of metrics
@@ -225,6 +226,11 @@ class RunConfig:
                 f"tokens_per_step={self.tokens_per_step} is not a positive multiple of "
                 f"batch_size * seq_len = {self.batch_size} * {self.seq_len} = {tokens_per_pass}"
             )
+
+    def optimizer(self) -> OptimConfig:
+        """The optimizer's settings with the learning rates spelled out."""
+        lr = 0.384 / self.model.hidden_size if self.optim.lr is None else self.optim.lr
+        return replace(self.optim, lr=lr, min_lr=lr / 10 if self.optim.min_lr is None else self.optim.min_lr)
 
     @property
     def accumulation_steps(self) -> int:

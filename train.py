@@ -74,7 +74,8 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     model = GPT(config.model, vocab_size=data.vocab_size, backend=backend).to(device)
     use_compile = config.compile == "true" or (config.compile == "auto" and device.type == "cuda" and backend.traceable)
     step_model = torch.compile(model) if use_compile else model
-    optimizer = build_optimizer(model, config.optim)
+    optim = config.optimizer()
+    optimizer = build_optimizer(model, optim)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     summary |= {"parameters": count_parameters(model), "compiled": use_compile, "data": data.fingerprint}
 
@@ -123,7 +124,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         with cpu_memory_limit(), Interrupt() as interrupt, logging_redirect_tqdm(), bar:
             while step < config.steps:
                 # one optimizer step
-                lr = learning_rate(step, config.steps, config.optim)
+                lr = learning_rate(step, config.steps, optim)
                 for group in optimizer.param_groups:
                     group["lr"] = lr
                 batch = data.train_batch(step, config.sequences_per_step)
@@ -135,7 +136,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                     scaler.scale(micro_loss / config.accumulation_steps).backward()
                     loss += micro_loss.detach() / config.accumulation_steps
                 scaler.unscale_(optimizer)
-                grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.grad_clip or math.inf)
+                grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip or math.inf)
                 # a loss scaler meets infinite gradients on purpose and skips them: there only a collapsed scale is a failure.
                 # this waits for the GPU: weights must not be touched by a step that went wrong
                 grad_is_fine = scaler.get_scale() >= 1 if scaler.is_enabled() else grad_norm.isfinite().item()

@@ -42,8 +42,8 @@ class Breakdown:
     def __str__(self) -> str:
         if self.queries is None:
             return f"{self.tensor} is not finite"
-        queries, keys = (f"{start}:{stop}" for start, stop in (self.queries, self.keys))
-        return f"{self.tensor} leaves the finite range in the tile of queries {queries} and keys {keys}, whose largest score is {self.max_score:.2f}"
+        where = " and ".join(f"{name} {tile[0]}:{tile[1]}" for name, tile in (("queries", self.queries), ("keys", self.keys)))
+        return f"{self.tensor} leaves the finite range in the tile of {where}, whose largest score is {self.max_score:.2f}"
 
 
 @torch.no_grad()

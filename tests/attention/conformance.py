@@ -114,8 +114,9 @@ def unavoidable(
     """What rounding alone may cost each result, in units of the result.
 
     Everything is rounded once to its own dtype, and the rounding of a score or of lse is a relative error of exp(score - lse):
-    eps * (|score| + |lse|). The backward also subtracts delta = rowsum(d_out * out) from dp = d_out v^T. Where one key holds all the weight the two cancel and their roundings
-    remain: of the sums (in the statistics' dtype), and of `out`, which every flash backward reads back in the dtype it was stored in.
+    eps * (|score| + |lse|). The backward also subtracts delta = rowsum(d_out * out) from dp = d_out v^T. Where one key holds all the
+    weight the two cancel and their roundings remain: of the sums (in the statistics' dtype), and of `out`, which every flash backward
+    reads back in the dtype it was stored in.
     """
     q, k, v = (x.double() for x in tensors)
     dtype, statistics = tensors[0].dtype, torch.promote_types(tensors[0].dtype, torch.float32)
@@ -153,7 +154,7 @@ def compare(backend: Backend, case: Case, dtype: torch.dtype, device: str) -> di
     naive = run("naive", tensors, arguments, d_out, d_lse)
     roundings = unavoidable(tensors, arguments, d_out, d_lse, reference)
     row: dict[str, Any] = {"backend": backend.name, "case": f"{case}-{SHORT[dtype]}", "device": device, "tensors": {}}
-    for name, result in found.items():
+    for name in found:
         # a row without a key has lse = -inf, in both
         error, own = (_distance(x[name], reference[name]) for x in (found, naive))
         # in float64 the reference is no more exact than what it judges
