@@ -29,12 +29,12 @@ def load_lse_log2(ptr, start, limit, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_query_tile(
-    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_qn, stride_don, start_q, keys, N, M, scale_log2,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, batch, head, start_q, keys, N, M, scale_log2,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What the queries start_q : start_q + BLOCK_Q add to dk and dv. Scores are transposed (keys, queries): p and ds then feed the next
     product as they are, and no result of a product is ever transposed."""
-    q = load_tile(q_ptr, stride_qn, start_q, N, D, BLOCK_Q, BLOCK_D, True)
+    q = load_tile(q_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
     lse = load_lse_log2(lse_ptr, start_q, N, BLOCK_Q)
     scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale_log2  # (BLOCK_KV, BLOCK_Q)
     if MASKED:
@@ -44,7 +44,7 @@ def add_query_tile(
             visible = visible & (keys[:, None] <= rows[None, :] + (M - N))
         scores = tl.where(visible, scores, float("-inf"))
     p = tl.exp2(scores - lse[None, :])
-    do = load_tile(do_ptr, stride_don, start_q, N, D, BLOCK_Q, BLOCK_D, True)
+    do = load_tile(do_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     delta = load_rows(delta_ptr, start_q, N, 0.0, BLOCK_Q)
@@ -55,19 +55,18 @@ def add_query_tile(
 
 @triton.jit
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_dob, stride_doh, stride_don,
+    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
     num_kv_heads, groups, batch_kv_heads, N, M, scale, scale_log2,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     start_kv = pid // batch_kv_heads * BLOCK_KV  # the first keys are seen by the most queries: longest first
-    batch = (pid % batch_kv_heads // num_kv_heads).to(tl.int64)
-    kv_head = (pid % num_kv_heads).to(tl.int64)
+    batch = pid % batch_kv_heads // num_kv_heads
+    kv_head = pid % num_kv_heads
     keys = start_kv + tl.arange(0, BLOCK_KV)
-    k = load_tile(k_ptr + batch * stride_kb + kv_head * stride_kh, stride_kn, start_kv, M, D, BLOCK_KV, BLOCK_D, True)
-    v = load_tile(v_ptr + batch * stride_vb + kv_head * stride_vh, stride_vn, start_kv, M, D, BLOCK_KV, BLOCK_D, True)
+    k = load_tile(k_desc, batch, kv_head, start_kv, BLOCK_KV, BLOCK_D)
+    v = load_tile(v_desc, batch, kv_head, start_kv, BLOCK_KV, BLOCK_D)
     dk = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
 
@@ -82,30 +81,30 @@ def dkdv_kernel(
     full_first = tl.minimum(full_first, tl.cdiv(N, BLOCK_Q) * BLOCK_Q)
     for group in tl.range(0, groups):
         head = kv_head * groups + group
-        q_head = q_ptr + batch * stride_qb + head * stride_qh
-        do_head = do_ptr + batch * stride_dob + head * stride_doh
-        row_offset = (batch * num_kv_heads * groups + head) * N
+        row_offset = tl.cast(batch * num_kv_heads * groups + head, tl.int64) * N
         for start_q in tl.range(first, full_first, BLOCK_Q):
             dk, dv = add_query_tile(
-                dk, dv, k, v, q_head, do_head, lse_ptr + row_offset, delta_ptr + row_offset, stride_qn, stride_don,
-                start_q, keys, N, M, scale_log2, CAUSAL, True, D, BLOCK_Q, BLOCK_D, PRECISION,
+                dk, dv, k, v, q_desc, do_desc, lse_ptr + row_offset, delta_ptr + row_offset, batch, head,
+                start_q, keys, N, M, scale_log2, CAUSAL, True, BLOCK_Q, BLOCK_D, PRECISION,
             )  # fmt: skip
         for start_q in tl.range(full_first, N, BLOCK_Q):
             dk, dv = add_query_tile(
-                dk, dv, k, v, q_head, do_head, lse_ptr + row_offset, delta_ptr + row_offset, stride_qn, stride_don,
-                start_q, keys, N, M, scale_log2, CAUSAL, False, D, BLOCK_Q, BLOCK_D, PRECISION,
+                dk, dv, k, v, q_desc, do_desc, lse_ptr + row_offset, delta_ptr + row_offset, batch, head,
+                start_q, keys, N, M, scale_log2, CAUSAL, False, BLOCK_Q, BLOCK_D, PRECISION,
             )  # fmt: skip
-    store_tile(dk_ptr + batch * stride_dkb + kv_head * stride_dkh, stride_dkn, start_kv, M, dk * scale, D, BLOCK_KV, BLOCK_D)
-    store_tile(dv_ptr + batch * stride_dvb + kv_head * stride_dvh, stride_dvn, start_kv, M, dv, D, BLOCK_KV, BLOCK_D)
+    dk_ptr += tl.cast(batch, tl.int64) * stride_dkb + tl.cast(kv_head, tl.int64) * stride_dkh
+    dv_ptr += tl.cast(batch, tl.int64) * stride_dvb + tl.cast(kv_head, tl.int64) * stride_dvh
+    store_tile(dk_ptr, stride_dkn, start_kv, M, dk * scale, D, BLOCK_KV, BLOCK_D)
+    store_tile(dv_ptr, stride_dvn, start_kv, M, dv, D, BLOCK_KV, BLOCK_D)
 
 
 @triton.jit
 def add_key_tile(
-    dq, q, do, lse, delta, k_ptr, v_ptr, stride_kn, stride_vn, start, rows, N, M, scale_log2,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, D: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    dq, q, do, lse, delta, k_desc, v_desc, batch, kv_head, start, rows, N, M, scale_log2,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What the keys start : start + BLOCK_KV add to dq."""
-    k = load_tile(k_ptr, stride_kn, start, M, D, BLOCK_KV, BLOCK_D, MASKED)
+    k = load_tile(k_desc, batch, kv_head, start, BLOCK_KV, BLOCK_D)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
     if MASKED:
         keys = start + tl.arange(0, BLOCK_KV)
@@ -114,7 +113,7 @@ def add_key_tile(
             visible = visible & (keys[None, :] <= rows[:, None] + (M - N))
         scores = tl.where(visible, scores, float("-inf"))
     p = tl.exp2(scores - lse[:, None])
-    v = load_tile(v_ptr, stride_vn, start, M, D, BLOCK_KV, BLOCK_D, MASKED)
+    v = load_tile(v_desc, batch, kv_head, start, BLOCK_KV, BLOCK_D)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     ds = p * (dp - delta[:, None])
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
@@ -122,23 +121,20 @@ def add_key_tile(
 
 @triton.jit
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_dob, stride_doh, stride_don,
+    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, dq_ptr,
     stride_dqb, stride_dqh, stride_dqn,
     num_heads, groups, batch_heads, N, M, scale, scale_log2,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     start_q = (tl.cdiv(N, BLOCK_Q) - 1 - pid // batch_heads) * BLOCK_Q
-    batch = (pid % batch_heads // num_heads).to(tl.int64)
-    head = (pid % num_heads).to(tl.int64)
+    batch = pid % batch_heads // num_heads
+    head = pid % num_heads
     kv_head = head // groups
-    k_ptr += batch * stride_kb + kv_head * stride_kh
-    v_ptr += batch * stride_vb + kv_head * stride_vh
-    row_offset = (batch * num_heads + head) * N
+    row_offset = tl.cast(batch * num_heads + head, tl.int64) * N
     rows = start_q + tl.arange(0, BLOCK_Q)
-    q = load_tile(q_ptr + batch * stride_qb + head * stride_qh, stride_qn, start_q, N, D, BLOCK_Q, BLOCK_D, True)
-    do = load_tile(do_ptr + batch * stride_dob + head * stride_doh, stride_don, start_q, N, D, BLOCK_Q, BLOCK_D, True)
+    q = load_tile(q_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
+    do = load_tile(do_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
     lse = load_lse_log2(lse_ptr + row_offset, start_q, N, BLOCK_Q)
     delta = load_rows(delta_ptr + row_offset, start_q, N, 0.0, BLOCK_Q)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -151,12 +147,13 @@ def dq_kernel(
     full_last = full_last // BLOCK_KV * BLOCK_KV
     for start in tl.range(0, full_last, BLOCK_KV):
         dq = add_key_tile(
-            dq, q, do, lse, delta, k_ptr, v_ptr, stride_kn, stride_vn, start, rows, N, M, scale_log2,
-            CAUSAL, False, D, BLOCK_KV, BLOCK_D, PRECISION,
+            dq, q, do, lse, delta, k_desc, v_desc, batch, kv_head, start, rows, N, M, scale_log2,
+            CAUSAL, False, BLOCK_KV, BLOCK_D, PRECISION,
         )  # fmt: skip
     for start in tl.range(full_last, last, BLOCK_KV):
         dq = add_key_tile(
-            dq, q, do, lse, delta, k_ptr, v_ptr, stride_kn, stride_vn, start, rows, N, M, scale_log2,
-            CAUSAL, True, D, BLOCK_KV, BLOCK_D, PRECISION,
+            dq, q, do, lse, delta, k_desc, v_desc, batch, kv_head, start, rows, N, M, scale_log2,
+            CAUSAL, True, BLOCK_KV, BLOCK_D, PRECISION,
         )  # fmt: skip
-    store_tile(dq_ptr + batch * stride_dqb + head * stride_dqh, stride_dqn, start_q, N, dq * scale, D, BLOCK_Q, BLOCK_D)
+    dq_ptr += tl.cast(batch, tl.int64) * stride_dqb + tl.cast(head, tl.int64) * stride_dqh
+    store_tile(dq_ptr, stride_dqn, start_q, N, dq * scale, D, BLOCK_Q, BLOCK_D)

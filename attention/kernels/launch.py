@@ -16,9 +16,9 @@ class Tile(NamedTuple):
 
 # kernel -> padded head dim -> tile, for 16-bit inputs on sm_90 (228 KB of shared memory per multiprocessor)
 HOPPER = {
-    "forward": {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
-    "dkdv": {64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 2), 256: Tile(32, 32, 8, 1)},
-    "dq": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
+    "forward": {64: Tile(128, 64, 4, 3), 128: Tile(128, 128, 8, 2), 256: Tile(128, 64, 8, 2)},
+    "dkdv": {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
+    "dq": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 2)},
 }
 # 99 KB per program (sm_86, sm_89) holds half of the above
 SMALL = {

@@ -5,6 +5,7 @@ import math
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels.backward import dkdv_kernel, dq_kernel
 from attention.kernels.forward import forward_kernel
@@ -18,10 +19,25 @@ def empty_heads(like: Tensor) -> Tensor:
 
 
 def readable(x: Tensor) -> Tensor:
-    """x as the kernels can read it: contiguous along D, and in the interpreter, which computes bfloat16 on raw bits, float32."""
+    """x as a tensor descriptor can point at it: contiguous along D, every other stride a positive multiple of 16 bytes.
+
+    A view of a packed qkv projection is readable as it is; what is not is copied. The interpreter computes bfloat16 on raw bits, so
+    there x becomes float32.
+    """
     if x.device.type == "cpu" and x.dtype == torch.bfloat16:
         x = x.float()
-    return x if x.stride(-1) == 1 else x.contiguous()
+    granule = 16 // x.element_size()
+    strides = [stride for size, stride in zip(x.shape[:3], x.stride(), strict=False) if size > 1]
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride > 0 and stride % granule == 0 for stride in strides):
+        return x
+    return torch.nn.functional.pad(x, (0, -x.shape[-1] % granule)).contiguous()[..., : x.shape[-1]]
+
+
+def descriptor(x: Tensor, block: int) -> TensorDescriptor:
+    """x (B, H, N, D) for loads of `block` rows of one head, zero where they pass its end."""
+    # the stride of a dimension of size 1 is never used, but it is checked
+    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, block, padded_head_dim(x.shape[-1])])
 
 
 def constants(kernel: str, q: Tensor, causal: bool) -> dict[str, int | bool | str]:
@@ -51,7 +67,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float)
     meta = constants("forward", q, causal)
     grid = (triton.cdiv(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
     forward_kernel[grid](
-        q, k, v, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        descriptor(q, meta["BLOCK_Q"]), descriptor(k, meta["BLOCK_KV"]), descriptor(v, meta["BLOCK_KV"]), out, lse, *out.stride()[:3],
         num_heads, num_heads // num_kv_heads, batch * num_heads, num_queries, num_keys, scale * math.log2(math.e), **meta,
     )  # fmt: skip
     return out.to(dtype), lse
@@ -72,19 +88,21 @@ def flash_attention_backward(
     (batch, num_heads, num_queries, _), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
     dq, dk, dv = empty_heads(q), empty_heads(k), empty_heads(v)
     groups = num_heads // num_kv_heads
-    inputs = (q, k, v, d_out, lse, delta)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *d_out.stride()[:3])
     sizes = (num_queries, num_keys, scale, scale * math.log2(math.e))
+
+    def inputs(meta: dict) -> list[TensorDescriptor | Tensor]:
+        tensors = ((q, "BLOCK_Q"), (k, "BLOCK_KV"), (v, "BLOCK_KV"), (d_out, "BLOCK_Q"))
+        return [*(descriptor(x, meta[block]) for x, block in tensors), lse, delta]
 
     meta = constants("dkdv", q, causal)
     grid = (triton.cdiv(num_keys, meta["BLOCK_KV"]) * batch * num_kv_heads,)
     dkdv_kernel[grid](
-        *inputs, dk, dv, *strides, *dk.stride()[:3], *dv.stride()[:3], num_kv_heads, groups, batch * num_kv_heads, *sizes, **meta
-    )
+        *inputs(meta), dk, dv, *dk.stride()[:3], *dv.stride()[:3], num_kv_heads, groups, batch * num_kv_heads, *sizes, **meta
+    )  # fmt: skip
 
     meta = constants("dq", q, causal)
     grid = (triton.cdiv(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
-    dq_kernel[grid](*inputs, dq, *strides, *dq.stride()[:3], num_heads, groups, batch * num_heads, *sizes, **meta)
+    dq_kernel[grid](*inputs(meta), dq, *dq.stride()[:3], num_heads, groups, batch * num_heads, *sizes, **meta)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 

@@ -1,0 +1,257 @@
+"""Draw the committed measurements: results/*.json to results/*.png and the tables of results/README.md.
+
+    python -m scripts.results
+
+Only reads results/*.json; measures nothing. Every table says where and on what its figures were measured.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent.parent / "results"
+COLORS = {"triton": "#0072B2", "tiled": "#009E73", "sdpa": "#56B4E9", "naive": "#8A8A8A", "no_rescale": "#D55E00", "no_max": "#CC79A7"}
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def provenance(environment: dict[str, Any]) -> str:
+    hardware, versions = environment["hardware"], environment["versions"]
+    chip = hardware["gpu"] or f"{hardware['cpu']}, {hardware['cpu_cores']} cores"
+    packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "python") if versions.get(name))
+    return f"Measured on {chip}; {packages}; commit {(environment.get('commit') or 'unknown')[:7]}."
+
+
+def table(head: list[str], rows: Iterable[list[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def section(data: dict[str, Any], *parts: str) -> str:
+    return "\n\n".join((provenance(data["environment"]), *parts))
+
+
+def spread(values: list[float], form: str = "{:.3f}") -> str:
+    """Mean and, of several, the standard deviation and their number."""
+    if len(values) == 1:
+        return form.format(values[0])
+    return f"{form.format(fmean(values))} ± {form.format(stdev(values))} (n={len(values)})"
+
+
+def groups(runs: list[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) -> dict[Any, list[dict[str, Any]]]:
+    found: dict[Any, list[dict[str, Any]]] = {}
+    for run in runs:
+        found.setdefault(key(run), []).append(run)
+    return found
+
+
+def finite(runs: list[dict[str, Any]], name: str) -> list[float]:
+    return [run[name] for run in runs if run.get(name) is not None]
+
+
+def text() -> str:
+    """The two defects beside exact attention on text: loss under their own attention and under exact attention."""
+    from matplotlib import pyplot
+
+    data = load("defects_text")
+    rows = []
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
+    for (name, dtype), runs in groups(data["runs"], lambda run: (run["attention"], run["dtype"])).items():
+        own, exact = finite(runs, "val/loss"), finite(runs, "val/loss_exact")
+        bad = finite(runs, "first_bad_step")
+        rows.append(
+            [
+                name,
+                dtype,
+                "/".join(str(run["steps_done"]) for run in runs),
+                spread(own) if own else "not finite",
+                spread(exact) if exact else "-",
+                "/".join(f"{run['max_score']:.1f}" for run in runs),
+                f"step {'/'.join(map(str, bad))}" if bad else "none",
+            ]
+        )
+        for run in runs if dtype == "bfloat16" or name == "no_max" else []:
+            curves = run["curves"]
+            for axis, column in zip(axes, ("val/loss", "val/loss_exact"), strict=True):
+                points = [(step, loss) for step, loss in zip(curves["step"], curves[column], strict=True) if loss is not None and step]
+                label = f"{name} {dtype}" if run is runs[0] else None
+                style = {"linestyle": ":" if dtype == "float32" else "-", "marker": "x" if run["status"] == "diverged" else None}
+                axis.plot(*zip(*points, strict=True), color=COLORS[name], label=label, **style)
+    axes[0].set(title="held-out loss under the run's own attention", xlabel="optimizer step", ylabel="nats per byte")
+    axes[1].set(title="the same weights under exact attention", xlabel="optimizer step")
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.savefig(FOLDER / "defects_text.png", dpi=150)
+    head = ["attention", "dtype", "steps", "held-out loss, own attention", "same weights, exact attention", "largest score", "diverged"]
+    return section(data, table(head, rows), "![losses](defects_text.png)")
+
+
+def retrieval() -> str:
+    """Accuracy on last_write by tile size, and where no_max overflows."""
+    from matplotlib import pyplot
+
+    data = load("defects_retrieval")
+    rows = []
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    by_variant = groups(data["runs"], lambda run: (run["attention"], run["options"]["block_kv"]))
+    for (name, block_kv), runs in sorted(by_variant.items()):
+        own, exact, bad = finite(runs, "val/accuracy"), finite(runs, "val/accuracy_exact"), finite(runs, "first_bad_step")
+        ended = f"diverged at step {'/'.join(map(str, bad))}" if bad else "completed"
+        accuracies = [spread(x, "{:.1%}") if x and not bad else "-" for x in (own, exact)]
+        rows.append([name, block_kv, *accuracies, "/".join(f"{run['max_score']:.0f}" for run in runs), ended])
+    points = {block_kv: finite(runs, "val/accuracy") for (name, block_kv), runs in sorted(by_variant.items()) if name == "no_rescale"}
+    for block_kv, values in points.items():
+        axes.plot([block_kv] * len(values), values, "o", color=COLORS["no_rescale"], alpha=0.6)
+    axes.plot(points, [fmean(values) for values in points.values()], color=COLORS["no_rescale"], label="no_rescale")
+    axes.axhline(fmean(finite(by_variant["tiled", 8], "val/accuracy")), color=COLORS["tiled"], label="exact (tiled)")
+    axes.set(xscale="log", xlabel="keys of a tile (sequence of 128)", ylabel="held-out accuracy", ylim=(0, 1.03), title="last_write")
+    axes.set_xticks(list(points), [str(x) for x in points])
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(FOLDER / "defects_retrieval.png", dpi=150)
+    head = ["attention", "block_kv", "accuracy, own attention", "same weights, exact attention", "largest score", "ended"]
+    return section(data, table(head, rows), "![accuracy](defects_retrieval.png)")
+
+
+def paired() -> str:
+    """Do exact attentions train the same? Differences of the training loss, step by step, between runs that share seed and data."""
+    data = load("paired_curves")
+    names = {id(run): run["attention"] + (f" {run['options']['backend']}" if run["attention"] == "sdpa" else "") for run in data["runs"]}
+    rows = []
+    for seed, runs in groups(data["runs"], lambda run: run["seed"]).items():
+        for a, b in combinations(runs, 2):
+            differences = [
+                x - y for x, y in zip(a["curves"]["train/loss"], b["curves"]["train/loss"], strict=True) if x is not None and y is not None
+            ]
+            noise = a["attention"] == b["attention"] == "sdpa"
+            rms = fmean(x * x for x in differences) ** 0.5
+            rows.append(
+                (noise, seed, f"{names[id(a)]} - {names[id(b)]}", fmean(differences), rms, max(map(abs, differences)), len(differences))
+            )
+    floor = [row[4] for row in rows if row[0]]
+    head = ["seed", "pair", "mean difference", "rms difference", "largest", "steps"]
+    body = [
+        [seed, pair, f"{mean:+.5f}", f"{rms:.5f}", f"{top:.4f}", n]
+        for _, seed, pair, mean, rms, top, n in sorted(rows, key=lambda row: row[:2])
+    ]
+    floor = f"Float noise alone, PyTorch's own kernels against each other: rms {min(floor):.5f} to {max(floor):.5f}."
+    others = [row[4] for row in rows if not row[0]]
+    ours = f"Pairs with naive, tiled or triton in them: rms {min(others):.5f} to {max(others):.5f}."
+    return section(data, f"{floor} {ours}", table(head, body))
+
+
+def memory() -> str:
+    """Peak memory of one attention call against length."""
+    from matplotlib import pyplot
+
+    data = load("memory_h200")
+    shape = data["rows"][0]
+    by_name = groups(data["rows"], lambda row: row["attention"].split(":")[0])
+    lengths = sorted({row["seq_len"] for row in data["rows"]})
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
+    rows = []
+    for name, own in by_name.items():
+        for axis, column in zip(axes, ("forward_bytes", "training_bytes"), strict=True):
+            points = [(row["seq_len"], row[column] / 2**30) for row in own if "oom" not in row]
+            axis.plot(*zip(*points, strict=True), marker="o", color=COLORS[name], label=name)
+            for row in own:
+                if "oom" in row:
+                    axis.plot(row["seq_len"], 140, marker="s", color=COLORS[name])
+        for kind in ("forward", "training"):
+            cells = {row["seq_len"]: "out of memory" if "oom" in row else f"{row[f'{kind}_bytes'] / 2**20:,.0f}" for row in own}
+            rows.append([own[0]["attention"].replace(":", " "), kind, *(cells.get(length, "-") for length in lengths)])
+    for axis, title in zip(axes, ("forward", "forward and backward"), strict=True):
+        axis.set(xscale="log", yscale="log", xlabel="seq_len", title=f"peak memory, {title} (square: out of memory)")
+        axis.set_xticks(lengths, [f"{n // 1024}k" for n in lengths])
+        axis.grid(alpha=0.3, which="both")
+        axis.legend()
+    axes[0].set_ylabel("GiB above the inputs")
+    figure.savefig(FOLDER / "memory_h200.png", dpi=150)
+    what = (
+        f"One call, batch {shape['batch']}, {shape['heads']} heads of {shape['head_dim']}, {shape['dtype']}, causal; MiB above the inputs."
+    )
+    return section(data, what, table(["attention", "pass", *map(str, lengths)], rows), "![memory](memory_h200.png)")
+
+
+def kernels() -> str:
+    """Speed of our Triton kernels beside PyTorch's, in one run."""
+    data = load("kernels_h200")
+    rows = [
+        [
+            row["attention"].replace(":backend=", " "),
+            row["head_dim"],
+            row["seq_len"],
+            row["batch"],
+            f"{row['forward_tflops']:.0f}",
+            f"{row['backward_tflops']:.0f}",
+        ]
+        for row in data["rows"]
+    ]
+    head = ["attention", "head_dim", "seq_len", "batch", "forward TFLOP/s", "backward TFLOP/s"]
+    return section(data, "bfloat16, causal, medians.", table(head, rows))
+
+
+def conformance() -> str:
+    rows = []
+    for name, where in (("conformance_interpreter", "CPU, Triton interpreted"), ("conformance_h200", "H200")):
+        data = load(name)
+        for backend, found in data["summary"].items():
+            rows.append(
+                [where, backend, found["cases"], f"{found['worst_multiple_of_naive']:.2f}", f"{found['worst_share_of_budget']:.2f}"]
+            )
+    head = ["where", "attention", "cases", "worst error / naive's own error", "worst error / budget"]
+    return section(load("conformance_h200"), table(head, rows))
+
+
+def training() -> str:
+    data = load("training_h200")
+    rows = [
+        [
+            " ".join(run["overrides"][:4]),
+            run["status"],
+            f"{run['parameters']:,}",
+            f"{run['tokens_per_sec']:,.0f}",
+            f"{run['memory/peak_gib']:.2f}",
+            f"{run['val/loss']:.3f}",
+        ]
+        for run in data["runs"]
+    ]
+    return section(data, table(["run", "status", "parameters", "tokens/s", "peak GiB", "val/loss"], rows))
+
+
+def laptop() -> str:
+    data = load("laptop")
+    rows = [[name, value] for name, value in data["figures"].items()]
+    return section(data, table(["what", "figure"], rows))
+
+
+SECTIONS = {
+    "The two commands on two CPU cores": laptop,
+    "Conformance": conformance,
+    "Exact attentions train alike": paired,
+    "Peak memory of attention": memory,
+    "Training a GPT-2-sized model at 8,192 tokens": training,
+    "Broken on purpose: text": text,
+    "Broken on purpose: retrieval": retrieval,
+    "Speed of the kernels": kernels,
+}
+
+
+def main() -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    parts = [f"## {title}\n\n{section()}" for title, section in SECTIONS.items()]
+    intro = "# Results\n\nGenerated by `python -m scripts.results` from the JSON files beside it."
+    (FOLDER / "README.md").write_text(intro + "\n\n" + "\n\n".join(parts) + "\n")
+    print(f"{FOLDER / 'README.md'}: {len(parts)} sections")
+
+
+if __name__ == "__main__":
+    main()

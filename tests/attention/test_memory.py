@@ -1,0 +1,100 @@
+"""Nothing but naive materialises N x N: every tensor an operator returns is weighed, in the forward and the backward pass.
+
+Fitted to c * N^exponent over growing N, the largest tensor, the bytes alive at the worst moment and the bytes kept for the backward
+pass must grow like N. Dimensions: N tokens, D head dim.
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend
+from attention.mask import visible_keys
+from attention.online_softmax import OnlineSoftmax
+from attention.tiled import TileLoop
+
+TILES = {"block_q": 64, "block_kv": 64}
+LENGTHS = (128, 256, 512, 1024)
+# flex has no backward pass on the CPU, and materialises the scores there
+LINEAR = [name for name in BACKENDS if name not in ("naive", "flex")]
+
+
+class Scale(TorchDispatchMode):
+    """Weighs the memory behind every tensor that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.peak = 0  # bytes of one tensor; of all that are alive together
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                self.alive[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+                self.largest = max(self.largest, storage.nbytes())
+        self.alive = {pointer: entry for pointer, entry in self.alive.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
+        return result
+
+
+def weigh(backend: Backend, length: int) -> dict[str, int]:
+    """Bytes of one causal forward and backward pass: the largest tensor, the peak, and what was kept for the backward pass."""
+    q, k, v = (torch.randn(1, 2, length, 32).requires_grad_() for _ in range(3))
+    saved = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with Scale() as scale:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = attention(q, k, v, backend=backend).out
+        out.backward(torch.ones_like(out))
+    return {"largest": scale.largest, "peak": scale.peak, "saved": sum(saved.values())}
+
+
+def exponents(backend: Backend, lengths: tuple[int, ...]) -> dict[str, float]:
+    rows = [weigh(backend, length) for length in lengths]
+    return {name: np.polyfit(np.log(lengths), np.log([row[name] for row in rows]), 1)[0] for name in rows[0]}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_grows_linearly(name):
+    lengths = LENGTHS
+    if name == "triton":
+        if torch.cuda.is_available():
+            pytest.skip("with a GPU the Triton kernels are compiled, not interpreted")
+        lengths = (64, 128, 256)  # the interpreter is slow, and has small tiles
+    tiles = {option: size for option, size in TILES.items() if option in get_backend(name).options}
+    found = exponents(get_backend(name, **tiles), lengths)
+    assert max(found.values()) <= 1.15, found
+    # it was measured at all: something of the inputs' own size is made and kept
+    assert min(found.values()) >= 0.5, found
+
+
+def test_naive_grows_with_the_square():
+    """The measure sees an N x N tensor where there is one."""
+    found = exponents(get_backend("naive"), LENGTHS)
+    assert min(found.values()) >= 1.8, found
+
+
+def through_the_loop(q, k, v, *, causal, scale) -> AttentionOutput:
+    """The tile loop under plain autograd, without the backward pass it brings along."""
+    visible = visible_keys(q, k, causal=causal)
+    variant = {"softmax": OnlineSoftmax, "detach_max": False, "kv_outer": False, "observer": None, "softcap": None, "slopes": None}
+    loop = TileLoop(visible, scale=scale, dtype=q.dtype, **TILES, **variant)
+    out, lse = loop.forward(*(x.unsqueeze(2) for x in (q, k, v)))
+    return AttentionOutput(out.squeeze(2), lse.squeeze(2))
+
+
+def test_plain_autograd_through_the_tile_loop_keeps_more_than_the_matrix_it_avoids():
+    """Why the loop has backward passes of its own: no single tensor is large, and together they are larger than N x N."""
+    found = [weigh(Backend("loop", through_the_loop), length) for length in (512, 1024)]
+    assert found[1]["largest"] == 2 * found[0]["largest"]
+    assert found[1]["saved"] > 3 * found[0]["saved"]
+    assert found[1]["saved"] > 2 * 1024 * 1024 * 4  # the scores of two heads in float32

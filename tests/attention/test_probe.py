@@ -1,0 +1,117 @@
+"""The probe lets a backend through that a run could trust, and says in one sentence what is wrong with any other."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend, probe_backend
+
+SHAPE = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "device": torch.device("cpu")}
+
+
+def naive(q, k, v, *, causal, scale, **optional) -> AttentionOutput:
+    return attention(q, k, v, backend="naive", causal=causal, scale=scale, **optional)
+
+
+def backend(fn, **properties) -> Backend:
+    return Backend("mine", fn, features=frozenset({"gqa"}), **properties)
+
+
+def verdict(fn, *, dtype: torch.dtype = torch.float32, **properties) -> str:
+    with pytest.raises(ValueError) as refused:
+        probe_backend(backend(fn, **properties), dtype=dtype, **SHAPE)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_accepts_a_right_one(dtype):
+    probe_backend(backend(naive), dtype=dtype, **SHAPE)
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name not in ("flex", "triton", "zero_init_max")])
+def test_accepts_the_table(name):
+    """Exact or broken on purpose: what a run may be started with. (The two others need a GPU, or are slow without.)"""
+    probe_backend(get_backend(name), dtype=torch.float32, **SHAPE)
+
+
+def test_accepts_what_does_not_claim_to_be_exact():
+    probe_backend(
+        backend(lambda q, k, v, *, causal, scale: naive(q, k, v, causal=causal, scale=0.5), exact=False), dtype=torch.float32, **SHAPE
+    )
+
+
+def test_nan():
+    assert verdict(lambda q, k, v, **arguments: AttentionOutput(q / 0)) == "attention=mine returns NaN or inf for ordinary inputs"
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_ignoring_causal(exact):
+    text = verdict(lambda q, k, v, *, causal, scale: naive(q, k, v, causal=False, scale=scale), exact=exact)
+    assert re.match(r"attention=mine is not causal: changing keys 75:150 moved the outputs of queries 0:75 by [\d.]+;", text)
+
+
+def test_seeing_one_key_of_the_future():
+    def shifted(q, k, v, *, causal, scale):
+        return AttentionOutput(naive(q, k, v.roll(-1, 2), causal=causal, scale=scale).out)
+
+    assert "is not causal" in verdict(shifted)
+
+
+def test_no_gradient_at_all():
+    assert "attention=mine cuts the gradient" in verdict(
+        lambda q, k, v, **arguments: AttentionOutput(naive(q, k, v, **arguments).out.detach())
+    )
+
+
+@pytest.mark.parametrize("missing", ["q", "k", "v"])
+def test_no_gradient_for_one_input(missing):
+    def partly(q, k, v, **arguments):
+        inputs = {"q": q, "k": k, "v": v}
+        return naive(**inputs | {missing: inputs[missing].detach()}, **arguments)
+
+    heads = 4 if missing == "q" else 2
+    assert verdict(partly) == f"attention=mine gives no gradient for {missing} (1, {heads}, 150, 16)"
+
+
+def test_gradient_that_is_not_finite():
+    def root_of_nothing(q, k, v, **arguments):
+        return AttentionOutput(naive(q, k, v, **arguments).out + (q - q).abs().sqrt())
+
+    assert verdict(root_of_nothing) == "attention=mine gives a non-finite gradient for q (1, 4, 150, 16)"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_claiming_to_be_exact(dtype):
+    text = verdict(lambda q, k, v, *, causal, scale: naive(q, k, v, causal=causal, scale=1.1 * scale), dtype=dtype)
+    assert re.match(r"attention=mine says exact=True, but its out is [\d.]+ away from softmax attention in float64 where [\d.e-]+ is", text)
+    assert "declare exact=False" in text
+
+
+def test_right_output_with_a_wrong_gradient():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    text = verdict(lambda q, k, v, **arguments: naive(q, Doubled.apply(k), v, **arguments))
+    assert text.startswith("attention=mine says exact=True, but its dk is ")
+
+
+@pytest.mark.parametrize("name", ["no_rescale", "local_softmax"])
+def test_a_defect_that_hides_what_it_is(name):
+    """Several tiles are crossed: what one tile would hide is seen."""
+    hidden = replace(get_backend(name), exact=True, defect=None)
+    with pytest.raises(ValueError, match=f"attention={name} says exact=True, but its out is"):
+        probe_backend(hidden, dtype=torch.float32, **SHAPE)
+
+
+def test_refusals_and_broken_promises_come_through():
+    assert "it takes float16, the inputs are float32" in verdict(naive, dtypes=(torch.float16,))
+    assert "it has no backward pass" in verdict(naive, backward=False)
+    assert "must return AttentionOutput(out, lse), it returned Tensor" in verdict(lambda q, k, v, **arguments: q)
