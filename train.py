@@ -199,7 +199,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 text = sample_text(model, data.tokenizer, "def ", max_new_tokens=config.sample_tokens, seed=config.seed)
             (run_dir / "sample.txt").write_text(text)
             log.info(f"\na sample:\n{text}\n")
-        except FloatingPointError as error:  # a broken attention may overflow on text it did not train on
+        except (FloatingPointError, ValueError) as error:  # overflow on new text, or a kernel that takes no single query
             log.warning(f"no sample: {error}")
     log.info(f"loss curve: {curve}" + (f"\nlogs: {logger.url_or_hint}" if logger.url_or_hint else ""))
 

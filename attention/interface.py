@@ -97,7 +97,10 @@ class Backend:
 
     def check_model(self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         """Raise that ValueError now, for a model's causal self-attention, rather than at its first step."""
-        q, kv = (torch.empty(1, heads, 1, head_dim, dtype=dtype, device=device, requires_grad=True) for heads in (num_heads, num_kv_heads))
+        # long enough for kernels that take no sequence of one
+        q, kv = (
+            torch.zeros(1, heads, 128, head_dim, dtype=dtype, device=device, requires_grad=True) for heads in (num_heads, num_kv_heads)
+        )
         self.check_supported(q, kv, kv)
 
 

@@ -6,6 +6,7 @@ error with PyTorch's reasons in it, never another kernel.
 
 import warnings
 from contextlib import nullcontext
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -46,15 +47,23 @@ def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, backend: str) -> 
         return [f"backend={backend} is not one of: auto, {', '.join(KERNELS)}"]
     if torch.compiler.is_compiling():
         return []
+    return [*_tried(backend, causal, q.device, q.dtype, *((x.shape[1:], x.stride()) for x in (q, k, v)))]
+
+
+@cache
+def _tried(
+    backend: str, causal: bool, device: torch.device, dtype: torch.dtype, *layouts: tuple[torch.Size, tuple[int, ...]]
+) -> tuple[str, ...]:
+    """The only complete answer is PyTorch's own: try one sequence of this layout, once."""
+    q, k, v = (torch.empty_strided((1, *shape), strides, dtype=dtype, device=device).zero_() for shape, strides in layouts)
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
         try:
-            # the only complete answer is PyTorch's own: try one head of one sequence
-            sdpa_attention(q[:1], k[:1], v[:1], causal=causal, scale=1.0, backend=backend)
+            sdpa_attention(q, k, v, causal=causal, scale=1.0, backend=backend)
         except RuntimeError as error:
             words = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
-            return [f"PyTorch's {backend} kernel refuses them: " + "; ".join(words or [str(error)])]
-    return []
+            return (f"PyTorch's {backend} kernel refuses them: " + "; ".join(words or [str(error)]),)
+    return ()
 
 
 SDPA = Backend(

@@ -208,11 +208,11 @@ def environment(data_fingerprint: str, device: torch.device | str) -> dict[str, 
 def _git() -> dict[str, Any]:
     top = _output("git", "-C", str(ROOT), "rev-parse", "--show-toplevel")
     # a copy without .git that lies inside somebody's own repository must not report that one's commit
-    if top is None or Path(top).resolve() != ROOT:
+    commit = _output("git", "-C", str(ROOT), "rev-parse", "HEAD") if top is not None and Path(top).resolve() == ROOT else None
+    if commit is None:
         # a copy without its history can be told what it is a copy of
         return {"commit": os.environ.get("TILEGPT_COMMIT"), "dirty": None}
-    status = _output("git", "-C", str(ROOT), "status", "--porcelain")
-    return {"commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"), "dirty": status is not None and status != ""}
+    return {"commit": commit, "dirty": _output("git", "-C", str(ROOT), "status", "--porcelain") != ""}
 
 
 def _version(package: str) -> str | None:

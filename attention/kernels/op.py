@@ -30,7 +30,8 @@ def readable(x: Tensor) -> Tensor:
     strides = [stride for size, stride in zip(x.shape[:3], x.stride(), strict=False) if size > 1]
     if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride > 0 and stride % granule == 0 for stride in strides):
         return x
-    return torch.nn.functional.pad(x, (0, -x.shape[-1] % granule)).contiguous()[..., : x.shape[-1]]
+    head_dim = x.shape[-1]
+    return x.new_empty(*x.shape[:3], head_dim + -head_dim % granule)[..., :head_dim].copy_(x)
 
 
 def descriptor(x: Tensor, block: int) -> TensorDescriptor:

@@ -1,0 +1,202 @@
+"""The Triton kernels as an operator: what torch.compile, autograd, checkpointing and long tensors ask of it.
+
+Without a GPU the kernels run in Triton's interpreter. That their numbers are right is the conformance suite's part.
+Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attention import attention
+from attention.kernels.launch import FLOAT32, HOPPER, SMALL, padded_head_dim
+from attention.kernels.op import flash_attention, flash_attention_backward, readable
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def packed_views(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v (B, H, N, D) as views of one projection (B, N, 3, H, D)."""
+    return packed.permute(2, 0, 3, 1, 4).unbind()
+
+
+OPERANDS = {
+    "B1-H2-N40-D16": lambda: (random(1, 2, 40, 16), random(1, 2, 40, 16, seed=1), random(1, 2, 40, 16, seed=2)),
+    "B2-H4kv2-N9-M17-D24": lambda: (random(2, 4, 9, 24), random(2, 2, 17, 24, seed=1), random(2, 2, 17, 24, seed=2)),
+    "packed-B2-H2-N9-D16": lambda: packed_views(random(2, 9, 3, 2, 16)),
+    "B1-H2-N9-D16-bf16": lambda: tuple(random(1, 2, 9, 16, dtype=torch.bfloat16, seed=seed) for seed in range(3)),
+}
+
+
+@pytest.mark.parametrize("operands", OPERANDS.values(), ids=OPERANDS)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_the_operator_keeps_pytorchs_contract(operands, causal):
+    """Schema, shapes, strides and dtypes promised to torch.compile, and the registered gradient."""
+    q, k, v = (x.detach().requires_grad_() for x in operands())
+    torch.library.opcheck(flash_attention, (q, k, v, causal, 0.25))
+    with torch.no_grad():
+        out, lse = flash_attention(q, k, v, causal, 0.25)
+        torch.library.opcheck(
+            flash_attention_backward, (random(*out.shape, dtype=out.dtype), q, k, v, lse, torch.zeros_like(lse), causal, 0.25)
+        )
+
+
+def block(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """As a model calls it: views of one projection in, merged heads out."""
+    out, lse = attention(*packed_views(packed), backend="triton")
+    return out.transpose(1, 2).flatten(2) * 2, lse
+
+
+def differentiated(function) -> tuple[Tensor, ...]:
+    packed = random(2, 40, 3, 2, 16).requires_grad_()
+    out, lse = function(packed)
+    return out.detach(), lse.detach(), *torch.autograd.grad((out * random(*out.shape, seed=1)).sum() + lse.sum(), packed)
+
+
+def test_compiled_into_one_graph_it_equals_eager():
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(differentiated(compiled), differentiated(block), rtol=0, atol=0)
+
+
+def test_tile_loops_run_under_compile_without_being_unrolled():
+    """A Python loop over tiles stays outside the graph: the call works, and breaks the graph on purpose."""
+    q = random(1, 2, 40, 16)
+    compiled = torch.compile(lambda q: attention(q + 0, q, q, backend="tiled").out * 2, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), attention(q, q, q, backend="tiled").out * 2)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(lambda q: attention(q, q, q, backend="tiled").out, fullgraph=True, backend="aot_eager")(q)
+
+
+def test_activation_checkpoint():
+    again = differentiated(lambda packed: checkpoint(block, packed, use_reentrant=False))
+    torch.testing.assert_close(again, differentiated(block), rtol=0, atol=0)
+
+
+def test_packed_views_are_read_where_they_are():
+    """No copy on the way in, and merging the heads of the output copies nothing either."""
+    q, k, v = packed_views(random(2, 40, 3, 2, 16))
+    assert all(readable(x) is x for x in (q, k, v))
+    assert readable(q.mT.contiguous().mT).stride(-1) == 1
+    out, _ = flash_attention(q, k, v, True, 0.25)
+    grads = flash_attention_backward(out, q, k, v, *random(2, 2, 2, 40).abs().unbind(), True, 0.25)
+    for x in (out, *grads):
+        assert x.transpose(1, 2).is_contiguous()
+        assert x.transpose(1, 2).flatten(2).data_ptr() == x.data_ptr()
+
+
+def test_the_same_bits_every_time():
+    first = differentiated(block)
+    for _ in range(10):
+        assert all(torch.equal(x, y) for x, y in zip(differentiated(block), first, strict=True))
+
+
+def test_every_head_dim_has_a_tile():
+    for head_dim in range(1, 257):
+        padded = padded_head_dim(head_dim)
+        assert padded >= max(16, head_dim) and padded & (padded - 1) == 0 and (padded < 2 * head_dim or padded == 16)
+        for table in (HOPPER, SMALL, FLOAT32):
+            assert all(max(64, padded) in tiles for tiles in table.values())
+    for table in (HOPPER, SMALL, FLOAT32):
+        assert set(table) == {"forward", "dkdv", "dq"}
+        assert all(size >= 16 and size & (size - 1) == 0 for tiles in table.values() for tile in tiles.values() for size in tile[:2])
+
+
+CALL = """
+import sys
+{before}
+import torch
+from attention import attention
+q = torch.zeros(1, 1, 4, 16)
+try:
+    attention(q, q, q, backend="triton")
+except ValueError as error:
+    print(error)
+print("triton" in sys.modules and sys.modules["triton"] is not None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        ("", "Triton needs a GPU; set TRITON_INTERPRET=1 before the start"),
+        ("sys.modules['triton'] = None", "Triton is not installed here (pip install triton, Linux only)"),
+    ],
+    ids=["no-gpu", "not-installed"],
+)
+def test_refusal_says_the_way_out(before, reason):
+    """In a fresh process, and before Triton is imported."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", CALL.format(before=before)]
+    text = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert text.startswith("attention=triton cannot take q (1, 1, 4, 16), k (1, 1, 4, 16), float32 on cpu: " + reason)
+    assert "attention=tiled" in text
+    assert text.splitlines()[-1] == "False"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_same_bits_fifty_times(head_dim):
+    tensors = [random(2, heads, 1000, head_dim, dtype=torch.bfloat16, seed=heads).requires_grad_() for heads in (8, 2, 2)]
+    d_out = random(2, 8, 1000, head_dim, dtype=torch.bfloat16)
+
+    def once() -> tuple[Tensor, ...]:
+        out, lse = attention(*tensors, backend="triton")
+        return out, lse, *torch.autograd.grad(out, tensors, d_out)
+
+    first = once()
+    for _ in range(50):
+        assert all(torch.equal(x, y) for x, y in zip(once(), first, strict=True))
+
+
+def assert_within_budget(found: list[Tensor], reference: list[Tensor], naive: list[Tensor]) -> None:
+    for x, exact, plain in zip(found, reference, naive, strict=True):
+        budget = 2 * (plain.double() - exact).abs().max() + torch.finfo(x.dtype).eps * exact.abs().max()
+        assert (x.double() - exact).abs().max() <= budget
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, *, backend: str, dtype: torch.dtype) -> list[Tensor]:
+    """out, dq, dk, dv without a mask."""
+    inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+    out = attention(*inputs, backend=backend, causal=False).out
+    return [out.detach(), *torch.autograd.grad(out, inputs, d_out.to(dtype))]
+
+
+def check_long_keys(num_keys: int, head_dim: int) -> None:
+    """k and v are views of one projection; only the last 64 keys score above 0, so the rest of a long problem weighs nothing."""
+    dtype = torch.bfloat16
+    kv = torch.zeros(1, num_keys, 2, 1, head_dim, dtype=dtype, device=DEVICE)
+    kv[:, -64:] = 6 * random(1, 64, 2, 1, head_dim, dtype=dtype)
+    k, v = kv.permute(2, 0, 3, 1, 4).unbind()
+    q, d_out = 6 * random(1, 1, 64, head_dim, dtype=dtype, seed=1), random(1, 1, 64, head_dim, dtype=dtype, seed=2)
+    out, dq, dk, dv = run(q, k, v, d_out, backend="triton", dtype=dtype)
+    # no mass outside the last keys, so no gradient either
+    assert all(abs(extreme) < 1e-3 for x in (dk, dv) for extreme in x[:, :, :-64].aminmax())
+    last = q, k[:, :, -64:], v[:, :, -64:], d_out
+    expected = (run(*last, backend="naive", dtype=x) for x in (torch.float64, dtype))
+    assert_within_budget([out, dq, dk[:, :, -64:], dv[:, :, -64:]], *expected)
+
+
+@pytest.mark.gpu
+def test_offsets_past_two_to_the_31_in_keys_and_their_gradients():
+    check_long_keys(2**31 // 128 + 200, 128)
+
+
+@pytest.mark.gpu
+def test_offsets_past_two_to_the_31_in_queries():
+    """The last rows of the last head, against the same rows alone."""
+    q = torch.zeros(1, 2**31 // 256 + 200, 2, 128, dtype=torch.bfloat16, device=DEVICE).transpose(1, 2)
+    q[:, :, -64:] = random(1, 2, 64, 128, dtype=torch.bfloat16)
+    k, v = (random(1, 2, 100, 128, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
+    with torch.no_grad():
+        long, short = (attention(x, k, v, backend="triton", causal=False) for x in (q, q[:, :, -64:]))
+    torch.testing.assert_close(long.out[:, :, -64:], short.out)
+    torch.testing.assert_close(long.lse[:, :, -64:], short.lse)
