@@ -8,8 +8,9 @@ one scale gets it right. A question about a key not yet written is not scored.
     2 keys (a, b), 2 values (0, 1)
               a=1   b=0   a=0   a?   b?   b=1   b?
     inputs      1     2     0    4    5     3    5      write (k, v) is token k * num_values + v; question k is num_keys * num_values + k
-    targets  -100  -100  -100    0    0  -100    1      the value itself
+    targets  -100  -100  -100    6    6  -100    7      the answers are tokens of their own, after the questions
 
+Were an answer the token of a write, a model with tied embeddings would have to tell the two apart.
 Chance accuracy is 1 / num_values. B sequences, N = seq_len.
 """
 
@@ -32,7 +33,8 @@ class LastWriteData:
         self.seq_len = seq_len
         self.seed = seed
         self.num_writes = num_keys * num_values
-        self.vocab_size = self.num_writes + num_keys
+        self.first_answer = self.num_writes + num_keys
+        self.vocab_size = self.first_answer + num_values
         self.fingerprint = f"last_write-{num_keys}x{num_values}"
         self.description = (
             f"data=last_write: {num_keys} keys, {num_values} values, new sequences at every step; chance accuracy {1 / num_values:.1%}"
@@ -58,5 +60,5 @@ class LastWriteData:
             last_write = np.maximum.accumulate(np.where(writes_key, position, -1), axis=1)  # (B, N), -1 before the first
             value = np.take_along_axis(drawn, last_write.clip(0), axis=1) % self.num_values
             answered = ~is_write & (asked == key_number) & (last_write >= 0)
-            targets[answered] = value[answered]
+            targets[answered] = self.first_answer + value[answered]
         return to_batch(inputs, targets)

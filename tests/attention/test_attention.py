@@ -41,12 +41,14 @@ def views(layout: str) -> tuple[Tensor, Tensor, Tensor]:
         return tuple(random(1, 2, 21, 16, seed=seed).expand(3, -1, -1, -1) for seed in range(3))
     if layout == "head-dim-strided":  # neighbours along D are not neighbours in memory
         return tuple(random(2, 2, 16, 21, seed=seed).mT for seed in range(3))
+    if layout == "misaligned":  # neither the start nor the rows fall on 16 bytes
+        return tuple(random(2, 2, 21, 19, seed=seed)[..., 1:18] for seed in range(3))
     assert layout == "every-other"
     return tuple(random(2, 2, 42, 32, seed=seed)[:, :, ::2, ::2] for seed in range(3))
 
 
 @every_backend
-@pytest.mark.parametrize("layout", ["packed", "packed-gqa", "expanded", "head-dim-strided", "every-other"])
+@pytest.mark.parametrize("layout", ["packed", "packed-gqa", "expanded", "head-dim-strided", "misaligned", "every-other"])
 def test_views_equal_their_contiguous_copies(name, layout):
     q, k, v = views(layout)
     assert not (q.is_contiguous() and k.is_contiguous())

@@ -94,7 +94,7 @@ def through_the_loop(q, k, v, *, causal, scale) -> AttentionOutput:
 
 def test_plain_autograd_through_the_tile_loop_keeps_more_than_the_matrix_it_avoids():
     """Why the loop has backward passes of its own: no single tensor is large, and together they are larger than N x N."""
-    found = [weigh(Backend("loop", through_the_loop), length) for length in (512, 1024)]
+    found = [weigh(Backend("loop", through_the_loop), length) for length in (256, 512)]
     assert found[1]["largest"] == 2 * found[0]["largest"]
-    assert found[1]["saved"] > 3 * found[0]["saved"]
-    assert found[1]["saved"] > 2 * 1024 * 1024 * 4  # the scores of two heads in float32
+    assert found[1]["saved"] > 2.8 * found[0]["saved"]
+    assert found[1]["saved"] > 2 * 512 * 512 * 4  # the scores of two heads in float32

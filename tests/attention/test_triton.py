@@ -30,10 +30,10 @@ def packed_views(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 OPERANDS = {
-    "B1-H2-N40-D16": lambda: (random(1, 2, 40, 16), random(1, 2, 40, 16, seed=1), random(1, 2, 40, 16, seed=2)),
-    "B2-H4kv2-N9-M17-D24": lambda: (random(2, 4, 9, 24), random(2, 2, 17, 24, seed=1), random(2, 2, 17, 24, seed=2)),
-    "packed-B2-H2-N9-D16": lambda: packed_views(random(2, 9, 3, 2, 16)),
-    "B1-H2-N9-D16-bf16": lambda: tuple(random(1, 2, 9, 16, dtype=torch.bfloat16, seed=seed) for seed in range(3)),
+    "B1-H1-N20-D16": lambda: (random(1, 1, 20, 16), random(1, 1, 20, 16, seed=1), random(1, 1, 20, 16, seed=2)),
+    "B2-H2kv1-N9-M17-D24": lambda: (random(2, 2, 9, 24), random(2, 1, 17, 24, seed=1), random(2, 1, 17, 24, seed=2)),
+    "packed-B1-H2-N9-D16": lambda: packed_views(random(1, 9, 3, 2, 16)),
+    "B1-H1-N9-D16-bf16": lambda: tuple(random(1, 1, 9, 16, dtype=torch.bfloat16, seed=seed) for seed in range(3)),
 }
 
 
@@ -57,7 +57,7 @@ def block(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def differentiated(function) -> tuple[Tensor, ...]:
-    packed = random(2, 40, 3, 2, 16).requires_grad_()
+    packed = random(1, 40, 3, 2, 16).requires_grad_()
     out, lse = function(packed)
     return out.detach(), lse.detach(), *torch.autograd.grad((out * random(*out.shape, seed=1)).sum() + lse.sum(), packed)
 
@@ -85,12 +85,30 @@ def test_packed_views_are_read_where_they_are():
     """No copy on the way in, and merging the heads of the output copies nothing either."""
     q, k, v = packed_views(random(2, 40, 3, 2, 16))
     assert all(readable(x) is x for x in (q, k, v))
-    assert readable(q.mT.contiguous().mT).stride(-1) == 1
     out, _ = flash_attention(q, k, v, True, 0.25)
     grads = flash_attention_backward(out, q, k, v, *random(2, 2, 2, 40).abs().unbind(), True, 0.25)
     for x in (out, *grads):
         assert x.transpose(1, 2).is_contiguous()
         assert x.transpose(1, 2).flatten(2).data_ptr() == x.data_ptr()
+
+
+AWKWARD = {
+    "odd-head-dim": lambda: random(2, 2, 9, 17),
+    "starts-between-granules": lambda: random(2, 2, 9, 32)[..., 1:17],
+    "odd-row-stride": lambda: random(2, 2, 9, 18)[..., :16],
+    "one-sequence-read-twice": lambda: random(1, 2, 9, 16).expand(2, -1, -1, -1),
+    "head-dim-strided": lambda: random(2, 2, 16, 9).mT,
+    "odd-head-dim-bf16": lambda: random(2, 2, 9, 20, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("make", AWKWARD.values(), ids=AWKWARD)
+def test_what_a_descriptor_cannot_point_at_is_copied(make):
+    x = make()
+    y = readable(x)
+    assert torch.equal(y.to(x.dtype), x)
+    assert y.stride(-1) == 1 and y.data_ptr() % 16 == 0
+    assert all(stride > 0 and stride * y.element_size() % 16 == 0 for stride in y.stride()[:3])
 
 
 def test_the_same_bits_every_time():

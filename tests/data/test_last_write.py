@@ -29,7 +29,8 @@ def labels_by_loop(inputs, num_keys, num_values):
             if token < num_keys * num_values:
                 memory[token // num_values] = token % num_values
             else:
-                targets[b, i] = memory.get(token - num_keys * num_values, -100)
+                value = memory.get(token - num_keys * num_values)
+                targets[b, i] = -100 if value is None else num_keys * num_values + num_keys + value
     return targets
 
 
@@ -44,7 +45,9 @@ def test_labels(num_keys, num_values):
 def test_every_token_is_drawn_as_often_as_promised(num_keys, num_values):
     data = task(num_keys, num_values)
     counts = np.bincount(data.train_batch(0, 400).inputs.flatten(), minlength=data.vocab_size)
-    assert len(counts) == data.vocab_size == num_keys * num_values + num_keys
+    assert data.vocab_size == num_keys * num_values + num_keys + num_values
+    counts, answers = counts[: num_keys * num_values + num_keys], counts[num_keys * num_values + num_keys :]
+    assert not answers.any()
     total, writes = counts.sum(), num_keys * num_values
     expected = np.array([total / 2 / writes] * writes + [total / 2 / num_keys] * num_keys)
     assert (abs(counts - expected) < 6 * np.sqrt(expected)).all()

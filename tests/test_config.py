@@ -1,0 +1,233 @@
+"""Every choice in conf/ composes into the schema, every nonsense is refused in words, and a resumed run asks for what it asked before."""
+
+from dataclasses import fields, is_dataclass
+from itertools import product
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
+
+from attention import BACKENDS
+from config import (
+    AttentionConfig,
+    DataConfig,
+    LoggerConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TokenizerConfig,
+    register,
+    replay_overrides,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+CHOICES = [(file.parent.name, file.stem) for file in sorted((ROOT / "conf").glob("*/*.yaml")) if file.parent.name != "experiment"]
+EXPERIMENTS = sorted(file.stem for file in (ROOT / "conf/experiment").glob("*.yaml"))
+# what a choice cannot do without
+NEEDED = {
+    ("attention", "custom"): ["attention.target=my_module:BACKEND"],
+    ("data", "text"): ["data.path=book.txt"],
+    ("data", "hub"): ["data.name=org/name"],
+}
+
+
+def composed(*overrides: str, whole: bool = False):
+    register()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("config", overrides=list(overrides), return_hydra_config=whole)
+    return config if whole else OmegaConf.to_object(config)
+
+
+def ids(choice: tuple[str, str]) -> str:
+    return "=".join(choice)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=ids)
+def test_choice_composes(choice):
+    group, name = choice
+    config = composed(f"{group}={name}", *NEEDED.get(choice, []))
+    assert isinstance(config, RunConfig)
+    # every level came out as its dataclass, so every __post_init__ has run
+    for field in fields(RunConfig):
+        assert not is_dataclass(field.default_factory) or isinstance(getattr(config, field.name), field.default_factory)
+    assert getattr(getattr(config, group), "source" if group == "data" else "name") == name
+    assert f"# python train.py {group}={name}" in (ROOT / "conf" / group / f"{name}.yaml").read_text().splitlines()[0]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=ids)
+def test_choice_says_only_what_differs_from_the_schema(choice):
+    group, name = choice
+    schema = OmegaConf.to_container(OmegaConf.structured(type(getattr(RunConfig(), group))))
+    said = yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text())
+    # the choice's own name, what follows another key, and what must be null whatever the schema says
+    on_purpose = {"name", "source", "max_seq_len", "num_kv_heads"}
+    assert not [key for key, value in said.items() if schema[key] == value and key not in on_purpose]
+
+
+def test_every_backend_is_a_choice():
+    assert {name for group, name in CHOICES if group == "attention"} == {*BACKENDS, "custom"}
+
+
+def test_the_default_run():
+    config = composed()
+    assert (config.attention.name, config.model.name, config.data.source, config.tokenizer.name) == ("tiled", "tiny", "stdlib", "byte")
+    assert (config.optim.name, config.logger.name, config.accumulation_steps) == ("adamw", "wandb", 1)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_run_of_an_experiment_composes(name):
+    """The sweep it asks for, job by job, as Hydra would."""
+    lines = (ROOT / f"conf/experiment/{name}.yaml").read_text().splitlines()
+    assert lines[0] == "# @package _global_" and lines[1].startswith(f"# python train.py experiment={name}")
+    hydra = composed(f"experiment={name}", whole=True).hydra
+    assert hydra.mode.name == "MULTIRUN"
+    swept = [[f"{key}={value}" for value in str(values).split(",")] for key, values in hydra.sweeper.params.items()]
+    jobs = [composed(f"experiment={name}", *overrides) for overrides in product(*swept)]
+    assert len(jobs) == len({str(job) for job in jobs}) > 2
+
+
+def test_max_seq_len_follows_seq_len_unless_set():
+    assert composed("seq_len=777").model.max_seq_len == 777
+    assert composed("seq_len=128", "model.max_seq_len=512").model.max_seq_len == 512
+    with pytest.raises(Exception, match="seq_len=256 is longer than model.max_seq_len=100 allows"):
+        composed("model.max_seq_len=100")
+
+
+@pytest.mark.parametrize("override", ["seqlen=3", "model.width=3", "attention.tile=3", "optim.learning_rate=1"])
+def test_a_misspelt_key_is_refused(override):
+    with pytest.raises(ConfigCompositionException, match=f"'{override.partition('=')[0]}'"):
+        composed(override)
+
+
+@pytest.mark.parametrize("override", ["seq_len=long", "steps=1.5", "deterministic=twice", "model.bias=maybe"])
+def test_a_value_of_the_wrong_type_is_refused(override):
+    with pytest.raises(ConfigCompositionException, match=override.partition("=")[0]):
+        composed(override)
+
+
+def test_an_unknown_choice_lists_the_valid_ones():
+    with pytest.raises(Exception, match="(?s)flash3.*tiled.*triton"):
+        composed("attention=flash3")
+
+
+MODEL = {"hidden_size": 64, "num_heads": 4}
+REFUSED = [
+    (AttentionConfig, {"block_q": 0}, "attention.block_q=0 must be at least 1"),
+    (AttentionConfig, {"block_kv": -1}, "attention.block_kv=-1 must be at least 1"),
+    (AttentionConfig, {"name": "custom"}, "go together: got attention=custom attention.target=None"),
+    (AttentionConfig, {"target": "a:B"}, "go together: got attention=tiled attention.target=a:B"),
+    (ModelConfig, {"num_layers": 0}, "model.num_layers=0 must be at least 1"),
+    (ModelConfig, {"num_heads": 0}, "model.num_heads=0 must be at least 1"),
+    (ModelConfig, {"hidden_size": 0}, "model.hidden_size=0 must be at least 1"),
+    (ModelConfig, {"hidden_size": 66, "num_heads": 4}, "model.hidden_size=66 is not a multiple of model.num_heads=4"),
+    (ModelConfig, MODEL | {"num_kv_heads": 3}, "model.num_heads=4 is not a multiple of model.num_kv_heads=3"),
+    (ModelConfig, MODEL | {"num_kv_heads": 0}, "model.num_kv_heads=0 must be at least 1"),
+    (ModelConfig, {"positions": "alibi"}, "model.positions=alibi is not one of: learned, rope"),
+    (ModelConfig, {"norm": "batch"}, "model.norm=batch is not one of: layernorm, rmsnorm"),
+    (ModelConfig, {"activation": "relu"}, "model.activation=relu is not one of: gelu, swiglu"),
+    (ModelConfig, {"positions": "rope", "hidden_size": 12, "num_heads": 4}, "needs an even head_dim, got 3"),
+    (ModelConfig, {"dropout": 1.0}, "model.dropout=1.0 must be in"),
+    (DataConfig, {"source": "web"}, "data.source=web is not one of: stdlib"),
+    (DataConfig, {"source": "text"}, "data=text needs data.path"),
+    (DataConfig, {"source": "hub"}, "data=hub needs data.name"),
+    (DataConfig, {"val_fraction": 0.0}, "data.val_fraction=0.0 must be between 0 and 1"),
+    (DataConfig, {"val_fraction": 1.0}, "data.val_fraction=1.0 must be between 0 and 1"),
+    (DataConfig, {"max_documents": 0}, "data.max_documents=0 must be at least 1"),
+    (DataConfig, {"num_keys": 0}, "data.num_keys=0 must be at least 1"),
+    (DataConfig, {"num_values": 1}, "data.num_values=1 must be at least 2"),
+    (TokenizerConfig, {"name": "word"}, "tokenizer.name=word is not one of: byte, bpe, gpt2"),
+    (OptimConfig, {"name": "sgd"}, "optim.name=sgd is not one of: adamw"),
+    (OptimConfig, {"schedule": "linear"}, "optim.schedule=linear is not one of: cosine, constant"),
+    (OptimConfig, {"lr": -1.0}, "optim.lr=-1.0 must be at least 0"),
+    (OptimConfig, {"lr": float("nan")}, "optim.lr=nan must be at least 0"),
+    (OptimConfig, {"min_lr": -1.0}, "optim.min_lr=-1.0 must be at least 0"),
+    (OptimConfig, {"warmup_steps": -1}, "optim.warmup_steps=-1 must be at least 0"),
+    (OptimConfig, {"beta1": 1.0}, "optim.beta1=1.0 must be in"),
+    (OptimConfig, {"beta2": -0.1}, "optim.beta2=-0.1 must be in"),
+    (LoggerConfig, {"name": "mlflow"}, "logger.name=mlflow is not one of: wandb"),
+    (LoggerConfig, {"mode": "on"}, "logger.mode=on is not one of: auto"),
+    (RunConfig, {"device": "tpu"}, "device=tpu is not one of: auto, cpu, cuda"),
+    (RunConfig, {"dtype": "float32"}, "dtype=float32 is not one of: auto, fp32, bf16, fp16"),
+    (RunConfig, {"compile": "maybe"}, "compile=maybe is not one of: auto, true, false"),
+    *((RunConfig, {key: 0}, f"{key}=0 must be at least 1") for key in ("seq_len", "steps", "batch_size", "eval_every", "log_every")),
+    *((RunConfig, {key: -1}, f"{key}=-1 must be at least 0") for key in ("seed", "sample_tokens")),
+    (RunConfig, {"seq_len": 512}, "seq_len=512 is longer than model.max_seq_len=256 allows"),
+    (RunConfig, {"tokens_per_step": 5000}, "tokens_per_step=5000 is not a positive multiple of batch_size * seq_len = 16 * 256 = 4096"),
+    (RunConfig, {"tokens_per_step": 0}, "tokens_per_step=0 is not a positive multiple"),
+]
+
+
+@pytest.mark.parametrize(("schema", "settings", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+def test_refused(schema, settings, message):
+    with pytest.raises(ValueError) as refused:
+        schema(**settings)
+    assert message in str(refused.value)
+
+
+def test_what_follows_from_the_fields():
+    assert ModelConfig(**MODEL).kv_heads == 4 and ModelConfig(**MODEL, num_kv_heads=2).kv_heads == 2
+    assert ModelConfig(**MODEL).head_dim == 16
+    assert [RunConfig(compile=value).compile for value in (True, False, "auto")] == ["true", "false", "auto"]
+    run = RunConfig(batch_size=2, seq_len=8, tokens_per_step=48)
+    assert (run.accumulation_steps, run.sequences_per_step) == (3, 6)
+    assert AttentionConfig(block_q=4, detach_max=False, options={"mine": 1}).backend_options() == {
+        "mine": 1,
+        "block_q": 4,
+        "detach_max": False,
+    }
+    assert AttentionConfig().backend_options() == {}
+
+
+def test_learning_rate_follows_the_width_unless_set():
+    wide = RunConfig(model=ModelConfig(hidden_size=768, num_heads=12))
+    assert (wide.optimizer().lr, wide.optimizer().min_lr) == (pytest.approx(5e-4), pytest.approx(5e-5))
+    chosen = RunConfig(optim=OptimConfig(lr=2e-3, min_lr=0.0))
+    assert (chosen.optimizer().lr, chosen.optimizer().min_lr) == (2e-3, 0.0)
+    assert wide.optim.lr is None  # the setting itself stays what it was
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    folder = tmp_path / "a run, with = in its name"
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra/overrides.yaml").write_text(yaml.safe_dump(["attention=sdpa", "seq_len=64", "+attention.options.mine=1", "~logger"]))
+    return folder
+
+
+@pytest.mark.parametrize("arguments", [[], ["seq_len=3", "-m"], ["resume=null"]], ids=["none", "sweep", "null"])
+def test_without_resume_nothing_is_replayed(arguments):
+    assert replay_overrides(arguments) == arguments
+
+
+def test_resume_replays_what_the_run_was_asked_for(run_dir):
+    old = ["attention=sdpa", "seq_len=64", "+attention.options.mine=1", "~logger"]
+    own = [f"resume='{run_dir}'", f"hydra.run.dir='{run_dir}'", "hydra.mode=RUN"]
+    assert replay_overrides([f"resume='{run_dir}'"]) == old + own
+    assert replay_overrides([f'resume="{run_dir}"', "steps=9"]) == [*old, "steps=9", *own]
+    # what is given now counts, whatever sign it carries
+    new = ["attention=tiled", "++attention.options.mine=2", "logger=none"]
+    assert replay_overrides([*new, f"resume={run_dir}"]) == ["seq_len=64", *new, *own]
+    # and Hydra reads the path back
+    parsed = OverridesParser.create().parse_overrides(replay_overrides([f"resume={run_dir}"]))
+    assert {override.key_or_group: override.value() for override in parsed}["resume"] == str(run_dir)
+
+
+def test_resuming_a_resumed_run(run_dir):
+    recorded = run_dir / ".hydra/overrides.yaml"
+    recorded.write_text(yaml.safe_dump(["seq_len=64", f"resume='{run_dir}'"]))
+    assert replay_overrides([f"resume={run_dir}"])[:2] == ["seq_len=64", f"resume='{run_dir}'"]
+
+
+@pytest.mark.parametrize("flag", ["-m", "--multirun"])
+def test_resume_cannot_be_part_of_a_sweep(run_dir, flag):
+    with pytest.raises(SystemExit, match="goes on with one run; it cannot be part of a sweep"):
+        replay_overrides([flag, f"resume={run_dir}"])
+
+
+def test_resuming_what_is_no_run(tmp_path):
+    with pytest.raises(SystemExit, match="is no run directory: it has no .hydra/overrides.yaml"):
+        replay_overrides([f"resume={tmp_path}"])
