@@ -20,11 +20,14 @@ def load(name: str) -> dict[str, Any]:
     return json.loads((FOLDER / f"{name}.json").read_text())
 
 
-def provenance(environment: dict[str, Any]) -> str:
+def provenance(data: dict[str, Any]) -> str:
+    environment = data["environment"]
     hardware, versions = environment["hardware"], environment["versions"]
     chip = hardware["gpu"] or f"{hardware['cpu']}, {hardware['cpu_cores']} cores"
     packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "python") if versions.get(name))
-    return f"Measured on {chip}; {packages}; commit {(environment.get('commit') or 'unknown')[:7]}."
+    # runs of one table may come from several commits; then each says its own
+    commits = {run.get("commit") or environment.get("commit") or "unknown" for run in data.get("runs", [{}])}
+    return f"Measured on {chip}; {packages}; commit {', '.join(sorted(commit[:7] for commit in commits))}."
 
 
 def table(head: list[str], rows: Iterable[list[Any]]) -> str:
@@ -33,7 +36,7 @@ def table(head: list[str], rows: Iterable[list[Any]]) -> str:
 
 
 def section(data: dict[str, Any], *parts: str) -> str:
-    return "\n\n".join((provenance(data["environment"]), *parts))
+    return "\n\n".join((provenance(data), *parts))
 
 
 def spread(values: list[float], form: str = "{:.3f}") -> str:
@@ -54,6 +57,17 @@ def finite(runs: list[dict[str, Any]], name: str) -> list[float]:
     return [run[name] for run in runs if run.get(name) is not None]
 
 
+def evaluated(run: dict[str, Any]) -> dict[int, tuple[float, float]]:
+    """Step to (val/loss, val/loss_exact), where both are finite."""
+    curves = run["curves"]
+    rows = zip(curves["step"], curves["val/loss"], curves["val/loss_exact"], strict=True)
+    return {step: (own, exact) for step, own, exact in rows if own is not None and exact is not None}
+
+
+def planned_steps(run: dict[str, Any]) -> str:
+    return next(override.removeprefix("steps=") for override in run["overrides"] if override.startswith("steps="))
+
+
 def text() -> str:
     """The two defects beside exact attention on text: loss under their own attention and under exact attention."""
     from matplotlib import pyplot
@@ -61,25 +75,31 @@ def text() -> str:
     data = load("defects_text")
     rows = []
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
+    # runs of one dtype are compared at the last step at which all that did not diverge were evaluated
+    compared = {
+        dtype: max(set.intersection(*({*evaluated(run)} for run in runs if run["status"] != "diverged")))
+        for dtype, runs in groups(data["runs"], lambda run: run["dtype"]).items()
+    }
     for (name, dtype), runs in groups(data["runs"], lambda run: (run["attention"], run["dtype"])).items():
-        own, exact = finite(runs, "val/loss"), finite(runs, "val/loss_exact")
         bad = finite(runs, "first_bad_step")
+        own = [] if bad else [evaluated(run)[compared[dtype]][0] for run in runs]
+        exact = finite(runs, "val/loss_exact") if bad else [evaluated(run)[compared[dtype]][1] for run in runs]
         rows.append(
             [
                 name,
                 dtype,
-                "/".join(str(run["steps_done"]) for run in runs),
+                "/".join(map(str, bad)) if bad else compared[dtype],
                 spread(own) if own else "not finite",
-                spread(exact) if exact else "-",
+                spread(exact),
                 "/".join(f"{run['max_score']:.1f}" for run in runs),
-                f"step {'/'.join(map(str, bad))}" if bad else "none",
+                runs[0]["diagnosis"] if bad else "trains",
             ]
         )
         for run in runs if dtype == "bfloat16" or name == "no_max" else []:
             curves = run["curves"]
             for axis, column in zip(axes, ("val/loss", "val/loss_exact"), strict=True):
                 points = [(step, loss) for step, loss in zip(curves["step"], curves[column], strict=True) if loss is not None and step]
-                label = f"{name} {dtype}" if run is runs[0] else None
+                label = f"{name}, {dtype}, schedule of {planned_steps(run)}" if run is runs[0] else None
                 style = {"linestyle": ":" if dtype == "float32" else "-", "marker": "x" if run["status"] == "diverged" else None}
                 axis.plot(*zip(*points, strict=True), color=COLORS[name], label=label, **style)
     axes[0].set(title="held-out loss under the run's own attention", xlabel="optimizer step", ylabel="nats per byte")
@@ -88,7 +108,7 @@ def text() -> str:
         axis.grid(alpha=0.3)
         axis.legend()
     figure.savefig(FOLDER / "defects_text.png", dpi=150)
-    head = ["attention", "dtype", "steps", "held-out loss, own attention", "same weights, exact attention", "largest score", "diverged"]
+    head = ["attention", "dtype", "step", "held-out loss, own attention", "same weights, exact attention", "largest score", "what happened"]
     return section(data, table(head, rows), "![losses](defects_text.png)")
 
 
@@ -167,11 +187,11 @@ def memory() -> str:
             cells = {row["seq_len"]: "out of memory" if "oom" in row else f"{row[f'{kind}_bytes'] / 2**20:,.0f}" for row in own}
             rows.append([own[0]["attention"].replace(":", " "), kind, *(cells.get(length, "-") for length in lengths)])
     for axis, title in zip(axes, ("forward", "forward and backward"), strict=True):
-        axis.set(xscale="log", yscale="log", xlabel="seq_len", title=f"peak memory, {title} (square: out of memory)")
+        axis.set(xscale="log", yscale="log", xlabel="seq_len", title=title)
         axis.set_xticks(lengths, [f"{n // 1024}k" for n in lengths])
         axis.grid(alpha=0.3, which="both")
         axis.legend()
-    axes[0].set_ylabel("GiB above the inputs")
+    axes[0].set_ylabel("peak GiB above the inputs (square: out of memory)")
     figure.savefig(FOLDER / "memory_h200.png", dpi=150)
     what = (
         f"One call, batch {shape['batch']}, {shape['heads']} heads of {shape['head_dim']}, {shape['dtype']}, causal; MiB above the inputs."

@@ -67,4 +67,7 @@ def pytest_sessionfinish(session):
             "worst_case": worst["case"],
         }
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    path.write_text(json.dumps({"environment": environment("", device), "summary": summary, "cases": rows}, indent=1))
+    brief = [{key: value for key, value in row.items() if key != "tensors"} for row in rows]
+    lines = ",\n".join(json.dumps(row) for row in brief)
+    head = json.dumps({"environment": environment("", device), "summary": summary}, indent=1).removesuffix("\n}")
+    path.write_text(f'{head},\n "cases": [\n{lines}\n]\n}}\n')
