@@ -37,8 +37,7 @@ OPERANDS = {
 }
 
 
-@pytest.mark.parametrize("operands", OPERANDS.values(), ids=OPERANDS)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(("operands", "causal"), zip(OPERANDS.values(), (True, False, True, False), strict=True), ids=OPERANDS)
 def test_the_operator_keeps_pytorchs_contract(operands, causal):
     """Schema, shapes, strides and dtypes promised to torch.compile, and the registered gradient."""
     q, k, v = (x.detach().requires_grad_() for x in operands())

@@ -1,0 +1,168 @@
+"""`python train.py ...` for tests: in this process where that is as good, in one of its own where signals and memory count.
+
+`run` executes train.py as the interpreter would, with its command line and its exit code, and saves the seconds of importing torch.
+"""
+
+import atexit
+import contextlib
+import functools
+import io
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# the smallest run that does everything
+TINY = (
+    "device=cpu",
+    "model.num_layers=1",
+    "model.num_heads=2",
+    "model.hidden_size=32",
+    "seq_len=32",
+    "batch_size=4",
+    "steps=4",
+    "eval_sequences=4",
+    "log_every=1",
+    "sample_tokens=0",
+    "logger=none",
+)
+
+# what differs between two runs that are the same run
+MEASURED = ("tokens_per_sec", "mfu", "memory/peak_gib", "memory/reserved_gib")
+
+
+class Done(NamedTuple):
+    code: int
+    output: str  # stdout and stderr together
+
+    def complaint(self) -> str:
+        """The one line with which a run is refused. Fails where it was not refused, or not in one line, or with a traceback."""
+        assert self.code not in (0, None) and "Traceback" not in self.output, self.output
+        lines = [line for line in self.output.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, self.output
+        return lines[0]
+
+
+@functools.cache
+def cache_folder() -> str:
+    """One token store for all tests of this process."""
+    folder = tempfile.mkdtemp(prefix="tilegpt-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def tiny(run_dir: Path, *overrides: str) -> list[str]:
+    """The overrides of a tiny run; later ones win."""
+    given = {override.partition("=")[0] for override in overrides}
+    return [*(override for override in TINY if override.partition("=")[0] not in given), *overrides, f"hydra.run.dir={run_dir}"]
+
+
+def tiny_sweep(folder: Path, *overrides: str) -> list[str]:
+    return ["-m", *tiny(folder, *overrides)[:-1], f"hydra.sweep.dir={folder}"]
+
+
+def run(*arguments: str) -> Done:
+    """train.py with these arguments, in this process."""
+    os.environ.setdefault("TILEGPT_CACHE", cache_folder())
+    torch.set_num_threads(1)
+    output, argv = io.StringIO(), sys.argv
+    sys.argv = ["train.py", *arguments]
+    try:
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        code = 0
+    except SystemExit as error:
+        # as the interpreter does: a message is printed, and counts as a failure
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            output.write(error.code + "\n")
+    finally:
+        sys.argv = argv
+    return Done(code, output.getvalue())
+
+
+def environment(**variables: str) -> dict[str, str]:
+    return os.environ | {"TILEGPT_CACHE": cache_folder(), "OMP_NUM_THREADS": "1"} | variables
+
+
+def start(*arguments: str, new_group: bool = False, **variables: str) -> subprocess.Popen:
+    """train.py with these arguments, in a process of its own; communicate()[0] is all it prints."""
+    return subprocess.Popen(
+        [sys.executable, "train.py", *arguments],
+        cwd=ROOT,
+        env=environment(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=new_group,
+    )
+
+
+def finish(process: subprocess.Popen) -> Done:
+    output = process.communicate(timeout=100)[0]
+    return Done(process.returncode, output)
+
+
+def wait_for_rows(process: subprocess.Popen, run_dir: Path, count: int) -> None:
+    """Until metrics.jsonl has that many rows, or the process ends."""
+    path = run_dir / "metrics.jsonl"
+    while process.poll() is None and not (path.exists() and path.read_bytes().count(b"\n") >= count):
+        time.sleep(0.001)
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, read as strictly as JSON is meant to be."""
+    return [strict_json(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def computed(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows without what was measured: the same for two runs that computed the same."""
+    return [{key: value for key, value in row.items() if key not in MEASURED} for row in metrics(run_dir)]
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    return strict_json((run_dir / "summary.json").read_text())
+
+
+def index(sweep_dir: Path) -> list[dict[str, Any]]:
+    return [strict_json(line) for line in (sweep_dir / "index.jsonl").read_text().splitlines()]
+
+
+def strict_json(text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def checkpoint(run_dir: Path) -> dict[str, Any]:
+    """Weights, optimizer state and PyTorch's random state."""
+    from safetensors.torch import load_file
+
+    state = torch.load(run_dir / "checkpoint/training.pt", weights_only=True)
+    return {
+        "weights": load_file(run_dir / "checkpoint/model.safetensors"),
+        "optimizer": state["optimizer"],
+        "scaler": state["scaler"],
+        "random": state["random"]["torch"],
+        "step": strict_json((run_dir / "checkpoint/meta.json").read_text())["step"],
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal to the last bit, through dictionaries, lists and tensors."""
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
