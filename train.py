@@ -10,6 +10,7 @@ A run directory holds config.yaml, env.json, metrics.jsonl, summary.json, checkp
 
 import logging
 import math
+import os
 import sys
 import time
 import traceback
@@ -52,6 +53,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic, read at its first call
     torch.use_deterministic_algorithms(config.deterministic)
     summary |= {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
 

@@ -68,8 +68,8 @@ def _load(target: str) -> Backend:
         sys.path.append(os.getcwd())
     try:
         found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"attention.target={target} cannot be loaded: {error}") from error
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise ValueError(f"attention.target={target} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(found, Backend):
         raise ValueError(f"attention.target={target} must be an attention.Backend, it is a {type(found).__name__}")
     return found
@@ -105,7 +105,7 @@ def attention(
     if isinstance(backend, str):
         backend = get_backend(backend)
     optional = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "document_ids": document_ids}
-    check_inputs(q, k, v, causal=causal, **optional)
+    check_inputs(q, k, v, causal=causal, scale=scale, **optional)
     backend.check_supported(q, k, v, causal=causal, **optional)
     function = backend.fn if backend.traceable else torch.compiler.disable(backend.fn)
     arguments = {name: value for name, value in optional.items() if name in backend.features}

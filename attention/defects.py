@@ -43,8 +43,10 @@ class LocalSoftmax(OnlineSoftmax):
         tile_max = scores.amax(-1, keepdim=True)
         no_key = tile_max == -torch.inf
         p = torch.exp(scores - finite(tile_max))
-        p = p / torch.where(no_key, 1.0, p.sum(-1, keepdim=True))
-        row_max = torch.where(no_key, self.row_max, tile_max)
+        tile_sum = torch.where(no_key, 1.0, p.sum(-1, keepdim=True))
+        p = p / tile_sum
+        # what the tile was divided by, so that a single tile has the right lse
+        row_max = torch.where(no_key, self.row_max, tile_max + torch.log(tile_sum))
         return replace(self, row_max=row_max, row_sum=torch.ones_like(self.row_sum), acc=self.acc + weighted_sum(p, v))
 
 
@@ -91,7 +93,7 @@ DEFECTS = (
         "no_max",
         softmax=NoMax,
         defect="no maximum is subtracted: exact until one score passes ln(largest number), 88.72 in float32 and bfloat16 and 11.09 in "
-        "float16 (p is cast for p @ v); then inf, NaN or exact zeros",
+        "float16 (p is cast for p @ v); then inf, NaN or exact zeros; NaN too where every score of a row is below -104, as every exp is 0",
     ),
     tile_loop_backend(
         "no_rescale",

@@ -3,6 +3,7 @@
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
 
+import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -114,6 +115,7 @@ def check_inputs(
     v: Tensor,
     *,
     causal: bool,
+    scale: float | None,
     window: int | None,
     softcap: float | None,
     alibi_slopes: Tensor | None,
@@ -133,8 +135,13 @@ def check_inputs(
         raise ValueError(f"q, k and v must have one floating dtype; got {_short(q.dtype)}, {_short(k.dtype)}, {_short(v.dtype)}")
     if not (q.device == k.device == v.device):
         raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device}, {v.device}")
-    if window is not None and (window < 1 or not causal):
-        raise ValueError(f"{window=} must be at least 1 and needs causal=True (got {causal=})")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"{scale=} must be finite")
+    if window is not None and (not isinstance(window, int) or window < 1 or not causal):
+        raise ValueError(f"{window=} must be an integer of at least 1 and needs causal=True (got {causal=})")
+    for name, extra in (("alibi_slopes", alibi_slopes), ("document_ids", document_ids)):
+        if extra is not None and extra.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}; got {extra.device}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{softcap=} must be positive")
     if alibi_slopes is not None and alibi_slopes.shape != (q.shape[1],):

@@ -1,7 +1,8 @@
 """PyTorch's own kernels, as trusted baselines: torch.nn.functional.scaled_dot_product_attention.
 
 `backend=` names the kernel (flash, efficient, cudnn, math); "auto" lets PyTorch choose. A kernel that cannot take the inputs is an
-error with PyTorch's reasons in it, never another kernel.
+error with PyTorch's reasons in it, never another kernel. Causal attention of 1 < N < M queries (a prefill in pieces) needs a boolean
+N x M mask here, because PyTorch's own causal flag is aligned to the other corner.
 """
 
 import warnings

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from attention.interface import FEATURES, AttentionOutput, Backend
 from attention.mask import QueryTile, VisibleKeys, visible_keys
@@ -151,6 +152,7 @@ class BackwardByRecomputing(torch.autograd.Function):
         return loop.forward(q, k, v)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
         loop: TileLoop = ctx.loop

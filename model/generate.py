@@ -10,12 +10,16 @@ A cache is refilled with that half in one pass, so that sampling with and withou
 Dimensions: B batch, N tokens.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from data import Tokenizer
 from model.gpt import GPT
 from model.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from data import Tokenizer
 
 
 @torch.no_grad()
@@ -76,7 +80,7 @@ def sample_token(logits: Tensor, *, temperature: float, top_k: int | None, gener
 
 def sample_text(
     model: GPT,
-    tokenizer: Tokenizer,
+    tokenizer: "Tokenizer",
     prompt: str,
     *,
     max_new_tokens: int,

@@ -17,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -71,28 +72,29 @@ def tiny_sweep(folder: Path, *overrides: str) -> list[str]:
     return ["-m", *tiny(folder, *overrides)[:-1], f"hydra.sweep.dir={folder}"]
 
 
-def run(*arguments: str) -> Done:
-    """train.py with these arguments, in this process."""
-    os.environ.setdefault("TILEGPT_CACHE", cache_folder())
-    torch.set_num_threads(1)
-    output, argv = io.StringIO(), sys.argv
-    sys.argv = ["train.py", *arguments]
-    try:
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-        code = 0
-    except SystemExit as error:
-        # as the interpreter does: a message is printed, and counts as a failure
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if isinstance(error.code, str):
-            output.write(error.code + "\n")
-    finally:
-        sys.argv = argv
-    return Done(code, output.getvalue())
-
-
 def environment(**variables: str) -> dict[str, str]:
     return os.environ | {"TILEGPT_CACHE": cache_folder(), "OMP_NUM_THREADS": "1"} | variables
+
+
+def run(*arguments: str, **variables: str) -> Done:
+    """train.py with these arguments and environment variables, in this process."""
+    torch.set_num_threads(1)
+    output, code = io.StringIO(), 0
+    with (
+        mock.patch.object(sys, "argv", ["train.py", *arguments]),
+        mock.patch.dict(os.environ, environment(**variables)),
+        contextlib.chdir(ROOT),
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(output),
+    ):
+        try:
+            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        except SystemExit as error:
+            # as the interpreter does: a message is printed, and counts as a failure
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if isinstance(error.code, str):
+                print(error.code)
+    return Done(code, output.getvalue())
 
 
 def start(*arguments: str, new_group: bool = False, **variables: str) -> subprocess.Popen:

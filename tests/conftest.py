@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 
+import hypothesis
 import pytest
 import torch
 
@@ -16,6 +17,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # the tests' tensors are small: threads would only wait for each other
     torch.set_num_threads(1)
+
+# a shared machine may pause a test for longer than hypothesis' default deadline
+hypothesis.settings.register_profile("no_deadline", deadline=None)
+hypothesis.settings.load_profile("no_deadline")
 
 CONFORMANCE = pytest.StashKey[list]()
 

@@ -121,7 +121,7 @@ def test_recorder_keeps_one_entry_a_call_and_changes_nothing():
         expected = attention(q, k, v, backend=get_backend("tiled", **TILES), scale=0.1, window=7)
         assert torch.equal(out, expected.out) and torch.equal(lse, expected.lse)
         assert torch.autograd.grad(out.sum(), q)[0].any()
-    assert recorder.max_scores == [max_score(q, k, scale=0.1) for q, k, _ in calls]
+    assert recorder.max_scores == [max_score(q, k, scale=0.1, window=7) for q, k, _ in calls]
     assert recorder.breakdowns == [None, None, None]
 
 
@@ -142,3 +142,11 @@ def test_recorder_refuses_what_its_backend_refuses():
     with pytest.raises(ValueError, match="attention=sdpa cannot take .* does not support window"):
         attention(q, k, v, backend=recorder.backend, window=3)
     assert recorder.max_scores == []
+
+
+def test_recorder_sees_the_scores_a_defect_really_works_with():
+    """no_scale leaves out the 1 / sqrt(D) that it was asked for."""
+    q, k, v = (random(1, 2, 40, 64, seed=i) for i in range(3))
+    recorder = Recorder(get_backend("no_scale", **TILES))
+    attention(q, k, v, backend=recorder.backend)
+    torch.testing.assert_close(recorder.max_scores[0], max_score(q, k, scale=1.0))

@@ -1,0 +1,198 @@
+"""Several runs from one command: the index, the table, the exit code, and that no job harms another."""
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.command import computed, environment, finish, index, metrics, run, start, summary, tiny, tiny_sweep, wait_for_rows
+
+ATTENTIONS, SEEDS = ("naive", "tiled", "sdpa", "no_max", "no_rescale"), (0, 1)
+
+
+@pytest.fixture(scope="session")
+def sweep(tmp_path_factory):
+    """Ten jobs: five attentions, two seeds."""
+    folder = tmp_path_factory.mktemp("sweep")
+    return folder, run(*tiny_sweep(folder, "attention=naive,tiled,sdpa,no_max,no_rescale", "seed=0,1"))
+
+
+def table(output: str) -> list[list[str]]:
+    """The cells of the last table, header first."""
+    lines = output.splitlines()
+    (rule,) = (number for number, line in enumerate(lines) if line and set(line) == {"-"})
+    rows = [lines[rule - 1], *lines[rule + 1 :]]
+    return [line.split() for line in rows[: rows.index(next(line for line in rows if line.startswith("/")))]]
+
+
+def test_every_job_is_in_the_index_and_in_the_table(sweep):
+    folder, done = sweep
+    assert done.code == 0 and "Traceback" not in done.output, done.output
+    jobs = [(attention, seed) for attention in ATTENTIONS for seed in SEEDS]
+    rows = index(folder)
+    assert [(row["job"], row["attention"], row["seed"], row["status"]) for row in rows] == [
+        (number, attention, seed, "completed") for number, (attention, seed) in enumerate(jobs)
+    ]
+    header, *lines = table(done.output)
+    assert header == "attention seed status val/loss val/loss_exact tokens/s peak GiB bad step".split()
+    assert [line[:3] for line in lines] == [[attention, str(seed), "completed"] for attention, seed in jobs]
+    for line, row in zip(lines, rows, strict=True):
+        assert line[3:5] == [f"{row['val/loss']:.4f}", f"{row['val/loss_exact']:.4f}"]
+        assert {key: row[key] for key in ("val/loss", "steps_done", "tokens")} == {
+            key: summary(folder / row["dir"])[key] for key in ("val/loss", "steps_done", "tokens")
+        }
+
+
+def test_every_variant_of_a_seed_gets_the_same_batches(sweep):
+    folder, _ = sweep
+    losses = {(row["attention"], row["seed"]): [x["train/loss"] for x in metrics(folder / row["dir"])[1:]] for row in index(folder)}
+    for attention in ATTENTIONS:
+        for seed in SEEDS:
+            # four steps do not bring out a defect yet
+            assert losses[attention, seed] == pytest.approx(losses["naive", seed], abs=1e-3)
+        assert losses[attention, 0][0] != pytest.approx(losses[attention, 1][0], abs=1e-3)
+
+
+def test_a_job_of_a_sweep_is_the_run_it_would_be_alone(sweep, tmp_path):
+    folder, _ = sweep
+    assert run(*tiny(tmp_path, "attention=sdpa", "seed=1")).code == 0
+    (job,) = (row["dir"] for row in index(folder) if (row["attention"], row["seed"]) == ("sdpa", 1))
+    assert computed(folder / job) == computed(tmp_path)
+
+
+def test_one_job_of_a_sweep_can_go_on_alone(sweep, tmp_path):
+    shutil.copytree(sweep[0], tmp_path / "sweep")
+    done = run(f"resume={tmp_path / 'sweep/3'}", "steps=6")
+    assert done.code == 0, done.output
+    result = summary(tmp_path / "sweep/3")
+    assert (result["attention"], result["seed"], result["steps_done"]) == ("tiled", 1, 6)
+    assert [row["step"] for row in metrics(tmp_path / "sweep/3")] == list(range(7))
+    for other in (0, 1, 2, 4):
+        assert summary(tmp_path / f"sweep/{other}") == summary(sweep[0] / str(other))
+
+
+def test_a_failed_job_costs_the_exit_code_and_nothing_else(tmp_path):
+    done = run(*tiny_sweep(tmp_path, "attention.block_kv=16,0,8", "steps=2"))
+    assert done.code == 1 and "Traceback" not in done.output
+    assert [row["status"] for row in index(tmp_path)] == ["completed", "failed", "completed"]
+    assert "attention.block_kv=0: failed: attention.block_kv=0 must be at least 1" in done.output
+
+
+def test_a_mistyped_job_is_refused_before_any_runs(tmp_path):
+    done = run(*tiny_sweep(tmp_path, "attention=tiled,flashy"))
+    assert done.code == 1 and "attention/flashy" in done.output and "Traceback" not in done.output
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_diverged_and_completed_jobs_make_a_whole_sweep(tmp_path):
+    recipe = ("dtype=fp16", "optim.lr=0.05", "optim.warmup_steps=1", "steps=40", "log_every=10")
+    done = run(*tiny_sweep(tmp_path, "attention=no_max,tiled", *recipe))
+    assert done.code == 0, done.output
+    rows = index(tmp_path)
+    assert [row["status"] for row in rows] == ["diverged", "completed"]
+    assert table(done.output)[1][-1] == str(rows[0]["first_bad_step"]) and table(done.output)[2][-1] == "-"
+    assert f"attention=no_max: diverged: {rows[0]['diagnosis']}" in done.output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there does a process have a limit of memory")
+def test_out_of_memory_is_a_result_and_leaves_nothing_behind(tmp_path):
+    """A failed job's exception would keep its frames alive, and they its tensors."""
+    small = ("attention=naive", "model.hidden_size=128", "steps=2", "batch_size=1", "eval_sequences=1")
+    done = finish(start(*tiny_sweep(tmp_path / "sweep", *small, "seq_len=200000,32")))
+    assert done.code == 0 and "Traceback" not in done.output, done.output
+    failed, completed = index(tmp_path / "sweep")
+    assert (failed["status"], completed["status"]) == ("oom", "completed")
+    # one matrix of scores: heads * N * N * 4 bytes
+    assert failed["oom"]["asked_gib"] == pytest.approx(2 * 200_000**2 * 4 / 1024**3, rel=0.01)
+    assert failed["oom"]["free_gib"] < failed["oom"]["asked_gib"]
+    assert finish(start(*tiny(tmp_path / "alone", *small))).code == 0
+    # what the failed job held when it failed: 0.1 GiB each of position embeddings, residual stream, q, k and v, and more
+    assert completed["memory/peak_gib"] - summary(tmp_path / "alone")["memory/peak_gib"] < 0.1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there does a process have a limit of memory")
+@pytest.mark.parametrize("step", [0, 1])
+def test_memory_is_limited_wherever_the_model_runs(monkeypatch, tmp_path, step):
+    """The first evaluation is as large as a step: without a limit the kernel would kill the sweep there."""
+    import resource
+
+    from model import GPT
+
+    limits, forward = [], GPT.forward
+
+    def watched(self, *arguments, **options):
+        limits.append(resource.getrlimit(resource.RLIMIT_AS)[0])
+        return forward(self, *arguments, **options)
+
+    monkeypatch.setattr(GPT, "forward", watched)
+    assert run(*tiny(tmp_path, "steps=1", f"eval_every={step + 1}")).code == 0
+    assert resource.RLIM_INFINITY not in (limits[0] if step == 0 else limits[-1],)
+
+
+def test_ctrl_c_stops_the_sweep_and_the_job_can_go_on(tmp_path):
+    """As a terminal sends it: to every process of the group."""
+    process = start(*tiny_sweep(tmp_path, "seed=0,1,2", "steps=5000", "eval_every=5000"), new_group=True)
+    wait_for_rows(process, tmp_path / "0", 20)
+    os.killpg(process.pid, signal.SIGINT)
+    done = finish(process)
+    assert done.code == 130 and "Traceback" not in done.output, done.output
+    assert [row["status"] for row in index(tmp_path)] == ["interrupted"]
+    assert table(done.output)[1][1] == "interrupted"
+    assert not (tmp_path / "1").exists()
+    steps_done = summary(tmp_path / "0")["steps_done"]
+    assert steps_done >= 19
+    assert run(f"resume={tmp_path / '0'}", f"steps={steps_done + 2}").code == 0
+    assert [row["step"] for row in metrics(tmp_path / "0")] == list(range(steps_done + 3))
+
+
+@pytest.mark.parametrize("moment", ["training.plot.draw_loss_curve", "data.build_data"])
+def test_ctrl_c_outside_the_loop_stops_the_sweep_too(monkeypatch, tmp_path, moment):
+    def interrupted(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the signal was lost")
+
+    monkeypatch.setattr(moment, interrupted)
+    done = run(*tiny_sweep(tmp_path, "seed=0,1", "steps=1"))
+    assert done.code == 130 and "Traceback" not in done.output, done.output
+    assert not (tmp_path / "1").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+def test_wandb_has_the_whole_sweep_in_one_folder_and_every_row_of_it(tmp_path):
+    """Read back by wandb's own tool."""
+    recipe = ("dtype=fp16", "optim.lr=0.05", "optim.warmup_steps=1", "steps=30")
+    sweep = tmp_path / "sweep"
+    done = finish(start(*tiny_sweep(sweep, *recipe, "attention=tiled,no_max", "logger=wandb", "logger.mode=offline")))
+    assert done.code == 0, done.output
+    assert [row["status"] for row in index(sweep)] == ["completed", "diverged"]
+    assert not (sweep / "0/wandb").exists() and not (sweep / "1/wandb").exists()
+    logs = {path.name.rpartition("-")[2]: path for path in (sweep / "wandb").glob("offline-run-*")}
+    assert len(logs) == 2
+    for job in ("0", "1"):
+        log = logs[(sweep / job / "wandb_id.txt").read_text().strip()]
+        assert f"wandb sync {log}" in done.output
+        records = inspect(log)
+        history = [record["history"]["item"] for record in records if record["type"] == "history"]
+        read_back = [{key: value for key, value in item.items() if not key.startswith("_")} for item in history]
+        assert read_back == [as_wandb_has_it(row) for row in metrics(sweep / job)]
+        started = next(record["run"] for record in records if record["type"] == "run")
+        assert (started["run_group"], started["job_type"]) == ("sweep", "train")
+        assert started["display_name"].startswith("device=cpu,") and f"attention={['tiled', 'no_max'][int(job)]}" in started["display_name"]
+
+
+def inspect(log: Path) -> list[dict]:
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
+    text = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True, timeout=100).stdout
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def as_wandb_has_it(row: dict) -> dict:
+    """A row of metrics.jsonl without what was not measured; NaN is a string there."""
+    names = row.get("nonfinite", [])
+    return {key: value for key, value in row.items() if value is not None and key != "nonfinite"} | dict.fromkeys(names, "NaN")

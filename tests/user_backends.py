@@ -1,0 +1,57 @@
+"""Backends as a user might hand them in: one that is right, and one for each way to be wrong."""
+
+import torch
+from torch import Tensor
+
+from attention import AttentionOutput, Backend, get_backend
+
+naive = get_backend("naive").fn
+
+
+def right(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
+    return naive(q, k, v, causal=causal, scale=scale)
+
+
+def wrong_shape(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
+    return AttentionOutput(right(q, k, v, **arguments).out[:, :, 1:])
+
+
+def wrong_dtype(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
+    return AttentionOutput(right(q, k, v, **arguments).out.double())
+
+
+def nan(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
+    return AttentionOutput(right(q, k, v, **arguments).out * torch.nan)
+
+
+def bare_tensor(q: Tensor, k: Tensor, v: Tensor, **arguments) -> Tensor:
+    return right(q, k, v, **arguments).out
+
+
+def no_gradient(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
+    return AttentionOutput(right(q, k, v, **arguments).out.detach())
+
+
+def not_causal(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
+    return naive(q, k, v, causal=False, scale=scale)
+
+
+def wrong(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
+    return naive(q, k, v, causal=causal, scale=1.01 * scale)
+
+
+def raises(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
+    raise KeyError("my kernel's table")
+
+
+RIGHT = Backend("right", right)
+RIGHT_IN_FP32 = Backend("right_in_fp32", right, dtypes=(torch.float32,))
+WRONG_SHAPE = Backend("wrong_shape", wrong_shape)
+WRONG_DTYPE = Backend("wrong_dtype", wrong_dtype)
+NAN = Backend("nan", nan)
+BARE_TENSOR = Backend("bare_tensor", bare_tensor)
+NO_GRADIENT = Backend("no_gradient", no_gradient)
+NOT_CAUSAL = Backend("not_causal", not_causal)
+WRONG = Backend("wrong", wrong)
+WRONG_AND_SAYS_SO = Backend("wrong_and_says_so", wrong, exact=False)
+RAISES = Backend("raises", raises)
