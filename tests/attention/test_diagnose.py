@@ -121,7 +121,9 @@ def test_recorder_keeps_one_entry_a_call_and_changes_nothing():
         expected = attention(q, k, v, backend=get_backend("tiled", **TILES), scale=0.1, window=7)
         assert torch.equal(out, expected.out) and torch.equal(lse, expected.lse)
         assert torch.autograd.grad(out.sum(), q)[0].any()
-    assert recorder.max_scores == [max_score(q, k, scale=0.1, window=7) for q, k, _ in calls]
+    # tiles of another size round differently
+    expected = [max_score(q, k, scale=0.1, window=7) for q, k, _ in calls]
+    torch.testing.assert_close(recorder.max_scores, expected)
     assert recorder.breakdowns == [None, None, None]
 
 
