@@ -255,9 +255,9 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     if not resume or resume[-1] == "null":
         return arguments
     run_dir = Path(resume[-1])
-    recorded = run_dir / ".hydra" / "overrides.yaml"
+    recorded = run_dir / "overrides.yaml"
     if not recorded.is_file():
-        raise SystemExit(f"error: resume={run_dir} is no run directory: it has no .hydra/overrides.yaml")
+        raise SystemExit(f"error: resume={run_dir} is no run directory: it has no overrides.yaml")
     if {"-m", "--multirun"} & set(arguments):
         raise SystemExit(f"error: resume={run_dir} goes on with one run; it cannot be part of a sweep")
     import yaml
@@ -268,5 +268,6 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     new = [argument for argument in arguments if not argument.startswith("resume=")]
     replaced = {key(argument) for argument in new} | {"resume"}
     old = [override for override in yaml.safe_load(recorded.read_text()) if key(override) not in replaced]
-    # an experiment may ask for a sweep; one of its runs is resumed alone
-    return [*old, *new, f"resume='{run_dir}'", f"hydra.run.dir='{run_dir}'", "hydra.mode=RUN"]
+    # an experiment may ask for a sweep, but one of its runs is resumed alone; .hydra stays what the first start wrote
+    hydra = [f"hydra.run.dir='{run_dir}'", "hydra.mode=RUN", "hydra.output_subdir=null"]
+    return [*old, *new, f"resume='{run_dir}'", *hydra]

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from config import RunConfig, register, replay_overrides
@@ -48,6 +47,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from training.optimizer import build_optimizer, learning_rate
     from training.outcome import outcome_of
     from training.plot import draw_loss_curve
+    from training.sweep import job_names, own_overrides
 
     # where and in which precision
     device = pick_device(config.device)
@@ -91,10 +91,12 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         if first_step >= config.steps:
             raise ValueError(f"resume={config.resume} has done {first_step} steps of steps={config.steps}; ask for more with steps=N")
         metrics.truncate_after(first_step)
-    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(plain_config)))
+    OmegaConf.save(OmegaConf.create(plain_config), run_dir / "config.yaml")
+    OmegaConf.save(OmegaConf.create(own_overrides()), run_dir / "overrides.yaml")  # what resume= replays
     write_json(run_dir / "env.json", environment(data.fingerprint, device))
-    names = job_names(config, run_dir)
-    logger = build_logger(config.logger, **names, run_dir=run_dir, run_config=plain_config, resume=config.resume is not None)
+    tags = [backend.name, f"seq{config.seq_len}", shape.name, config.data.source]
+    resumed = config.resume is not None
+    logger = build_logger(config.logger, **job_names(run_dir), tags=tags, run_dir=run_dir, run_config=plain_config, resume=resumed)
     log.info(data.description)
     log.info(f"model={shape.name} {summary['parameters']:,} parameters, attention={backend.name} {summary['options'] or ''}")
     log.info(f"{device} {summary['dtype']}, {config.sequences_per_step} x {config.seq_len} tokens a step, in {run_dir}")
@@ -120,10 +122,10 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
 
     step = first_step
     try:
-        if first_step == 0:
-            record({"step": 0, "tokens": 0, **validate()})
         bar = tqdm(total=config.steps, initial=first_step, disable=None, unit="step")
         with cpu_memory_limit(), Interrupt() as interrupt, logging_redirect_tqdm(), bar:
+            if first_step == 0:
+                record({"step": 0, "tokens": 0, **validate()})
             while step < config.steps:
                 # one optimizer step
                 lr = learning_rate(step, config.steps, optim)
@@ -212,19 +214,6 @@ def progress_line(step: int, steps: int, loss: float, row: dict, tokens_per_sec:
     return f"step {step:>5}/{steps}  " + "  ".join(f"{name} {value:.4f}" for name, value in figures.items()) + speed
 
 
-def job_names(config: RunConfig, run_dir: Path) -> dict:
-    """How a logger names this run: after what was overridden, grouped with the other runs of its sweep."""
-    job = HydraConfig.get()
-    overrides = [x for x in job.overrides.task if not x.startswith("resume=")]
-    in_sweep = job.mode == RunMode.MULTIRUN
-    return {
-        "name": ",".join(overrides) or "default",
-        "group": Path(job.sweep.dir).name if in_sweep else None,
-        "tags": [config.attention.name, f"seq{config.seq_len}", config.model.name, config.data.source],
-        "wandb_dir": run_dir.parent if in_sweep else run_dir,
-    }
-
-
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> dict:
     """One job. Every outcome becomes a status in summary.json: one job of a sweep never takes down another."""
@@ -237,6 +226,8 @@ def main(cfg: DictConfig) -> dict:
     summary = {"status": "running", "attention": cfg.attention.name, "seq_len": cfg.seq_len, "seed": cfg.seed}
     summary["overrides"] = list(HydraConfig.get().overrides.task)
     try:
+        if cfg.resume is None and (run_dir / "metrics.jsonl").exists():
+            raise ValueError(f"{run_dir} holds a run already; go on with it by resume={run_dir}, or choose another hydra.run.dir")
         train(OmegaConf.to_object(cfg), run_dir, summary)
     except BaseException as error:
         if summary["status"] == "running":  # it never came to the loop
@@ -244,7 +235,9 @@ def main(cfg: DictConfig) -> dict:
         traceback.clear_frames(error.__traceback__)  # they would keep every tensor of this job alive
     summary["wall_seconds"] = time.time() - started
     try:
-        write_json(run_dir / "summary.json", summary)
+        # a resume that was refused leaves the summary of what the run did before
+        if "steps_done" in summary or not (run_dir / "summary.json").exists():
+            write_json(run_dir / "summary.json", summary)
     except OSError as error:
         log.error(f"error: summary.json cannot be written: {error}")
     release_memory(summary.get("device", "cpu"))

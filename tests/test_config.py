@@ -193,8 +193,8 @@ def test_learning_rate_follows_the_width_unless_set():
 @pytest.fixture
 def run_dir(tmp_path):
     folder = tmp_path / "a run, with = in its name"
-    (folder / ".hydra").mkdir(parents=True)
-    (folder / ".hydra/overrides.yaml").write_text(yaml.safe_dump(["attention=sdpa", "seq_len=64", "+attention.options.mine=1", "~logger"]))
+    folder.mkdir()
+    (folder / "overrides.yaml").write_text(yaml.safe_dump(["attention=sdpa", "seq_len=64", "+attention.options.mine=1", "~logger"]))
     return folder
 
 
@@ -205,7 +205,7 @@ def test_without_resume_nothing_is_replayed(arguments):
 
 def test_resume_replays_what_the_run_was_asked_for(run_dir):
     old = ["attention=sdpa", "seq_len=64", "+attention.options.mine=1", "~logger"]
-    own = [f"resume='{run_dir}'", f"hydra.run.dir='{run_dir}'", "hydra.mode=RUN"]
+    own = [f"resume='{run_dir}'", f"hydra.run.dir='{run_dir}'", "hydra.mode=RUN", "hydra.output_subdir=null"]
     assert replay_overrides([f"resume='{run_dir}'"]) == old + own
     assert replay_overrides([f'resume="{run_dir}"', "steps=9"]) == [*old, "steps=9", *own]
     # what is given now counts, whatever sign it carries
@@ -217,7 +217,7 @@ def test_resume_replays_what_the_run_was_asked_for(run_dir):
 
 
 def test_resuming_a_resumed_run(run_dir):
-    recorded = run_dir / ".hydra/overrides.yaml"
+    recorded = run_dir / "overrides.yaml"
     recorded.write_text(yaml.safe_dump(["seq_len=64", f"resume='{run_dir}'"]))
     assert replay_overrides([f"resume={run_dir}"])[:2] == ["seq_len=64", f"resume='{run_dir}'"]
 
@@ -229,5 +229,5 @@ def test_resume_cannot_be_part_of_a_sweep(run_dir, flag):
 
 
 def test_resuming_what_is_no_run(tmp_path):
-    with pytest.raises(SystemExit, match="is no run directory: it has no .hydra/overrides.yaml"):
+    with pytest.raises(SystemExit, match="is no run directory: it has no overrides.yaml"):
         replay_overrides([f"resume={tmp_path}"])

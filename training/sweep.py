@@ -209,3 +209,24 @@ def _yaml(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def own_overrides() -> list[str]:
+    """What this job was given on the command line, without what resume= adds: replayed, it gives the same configuration."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return [override for override in HydraConfig.get().overrides.task if not override.startswith("resume=")]
+
+
+def job_names(run_dir: Path) -> dict[str, Any]:
+    """How a logger names this job: after its overrides, grouped with the other jobs of its sweep, in one wandb folder with them."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    job = HydraConfig.get()
+    in_sweep = job.mode == RunMode.MULTIRUN
+    return {
+        "name": ",".join(own_overrides()) or "default",
+        "group": Path(job.sweep.dir).name if in_sweep else None,
+        "wandb_dir": run_dir.parent if in_sweep else run_dir,
+    }

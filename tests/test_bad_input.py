@@ -1,0 +1,306 @@
+"""Whatever a user gets wrong: one clear line that names the value and the way out, an exit code that is not 0, and nothing lost."""
+
+import errno
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.command import checkpoint, finish, index, metrics, run, start, summary, tiny, tiny_sweep
+from training.device import pick_dtype
+
+BACKENDS_OF_A_USER = "attention.target=tests.user_backends:"
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("finished")
+    assert run(*tiny(run_dir)).code == 0
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(finished, tmp_path) -> Path:
+    """A finished run of four steps to do harm to."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a run, but for the log of what was said."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "train.log")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+# overrides, and what the answer must contain: the value and the way out
+REFUSED = {
+    "attention": (["attention=flashy"], ["attention/flashy", "tiled", "no_rescale"]),
+    "model": (["model=huge"], ["model/huge", "gpt2_medium"]),
+    "data": (["data=wiki"], ["data/wiki", "stdlib", "last_write"]),
+    "experiment": (["experiment=everything"], ["experiment/everything", "break_it"]),
+    "key": (["sead=1"], ["'sead'"]),
+    "key-of-a-group": (["model.heads=4"], ["'model.heads'"]),
+    "seq_len-0": (["seq_len=0"], ["seq_len=0 must be at least 1"]),
+    "seq_len-negative": (["seq_len=-8"], ["seq_len=-8 must be at least 1"]),
+    "seq_len-fraction": (["seq_len=1.5"], ["seq_len=1.5", "Integer"]),
+    "seq_len-word": (["seq_len=long"], ["seq_len=long", "Integer"]),
+    "seq_len-beyond-positions": (["model.max_seq_len=16"], ["seq_len=32", "model.max_seq_len=16", "leave model.max_seq_len unset"]),
+    "num_heads": (["model.num_heads=3"], ["model.hidden_size=32", "model.num_heads=3"]),
+    "num_kv_heads": (["model.num_kv_heads=3"], ["model.num_heads=2", "model.num_kv_heads=3"]),
+    "tokens_per_step": (["tokens_per_step=100"], ["tokens_per_step=100", "4 * 32 = 128"]),
+    "learning-rate-nan": (["optim.lr=nan"], ["optim.lr=nan"]),
+    "learning-rate-infinite": (["optim.lr=inf"], ["optim.lr=inf"]),
+    "init_std": (["model.init_std=-1"], ["model.init_std=-1"]),
+    "rope_theta": (["model.positions=rope", "model.rope_theta=0"], ["model.rope_theta=0"]),
+    "dtype": (["dtype=fp8"], ["dtype=fp8", "bf16"]),
+    "softmax_dtype": (["attention.softmax_dtype=fp8"], ["softmax_dtype", "fp8", "float32", "input"]),
+    "device": (["device=tpu"], ["device=tpu", "cuda"]),
+    "block_q": (["attention.block_q=0"], ["attention.block_q=0 must be at least 1"]),
+    "block_kv": (["attention=no_rescale", "attention.block_kv=-1"], ["attention.block_kv=-1 must be at least 1"]),
+    "option-it-lacks": (["attention=naive", "attention.block_q=8"], ["attention=naive", "block_q=8", "no options"]),
+    "sdpa-kernel": (["attention=sdpa", "attention.backend=fastest"], ["backend=fastest", "efficient"]),
+    "sdpa-kernel-it-lacks": (["attention=sdpa", "attention.backend=cudnn"], ["attention=sdpa", "cudnn"]),
+    "flex": (["attention=flex"], ["attention=flex", "attention=tiled"]),
+    "head_dim": (["attention=triton", "model.hidden_size=1024"], ["attention=triton", "head_dim", "512", "1, 257"]),
+    "custom-without-target": (["attention=custom"], ["attention=custom", "attention.target=pkg.module:BACKEND"]),
+    "target-no-module": (["attention=custom", "attention.target=no.such:X"], ["attention.target=no.such:X", "No module named"]),
+    "target-no-name": (["attention=custom", "attention.target=no.such"], ["attention.target=no.such", "pkg.module:NAME"]),
+    "target-no-backend": (["attention=custom", BACKENDS_OF_A_USER + "naive"], ["tests.user_backends:naive", "attention.Backend"]),
+    "dtype-a-backend-lacks": (["attention=custom", BACKENDS_OF_A_USER + "RIGHT_IN_FP32", "dtype=fp16"], ["float16", "float32"]),
+    "user-shape": (["attention=custom", BACKENDS_OF_A_USER + "WRONG_SHAPE"], ["attention=wrong_shape", "must return out of shape"]),
+    "user-dtype": (["attention=custom", BACKENDS_OF_A_USER + "WRONG_DTYPE"], ["attention=wrong_dtype", "float64"]),
+    "user-nan": (["attention=custom", BACKENDS_OF_A_USER + "NAN"], ["attention=nan", "NaN"]),
+    "user-bare-tensor": (["attention=custom", BACKENDS_OF_A_USER + "BARE_TENSOR"], ["attention=bare_tensor", "AttentionOutput(out, lse)"]),
+    "user-no-gradient": (["attention=custom", BACKENDS_OF_A_USER + "NO_GRADIENT"], ["attention=no_gradient", "gradient"]),
+    "user-not-causal": (["attention=custom", BACKENDS_OF_A_USER + "NOT_CAUSAL"], ["attention=not_causal is not causal"]),
+    "user-wrong": (["attention=custom", BACKENDS_OF_A_USER + "WRONG"], ["attention=wrong says exact=True", "declare exact=False"]),
+    "user-raises": (["attention=custom", BACKENDS_OF_A_USER + "RAISES"], ["attention=raises", "my kernel's table", "user_backends.py"]),
+    "data-missing": (["data=text", "data.path=/no/such.txt"], ["data.path=/no/such.txt does not exist"]),
+    "data-unnamed": (["data=text"], ["data.path=FILE"]),
+    "last_write-too-short": (["data=last_write", "seq_len=1"], ["seq_len=1"]),
+    "logger": (["logger=trackio"], ["pip install 'tilegpt[trackio]'"]),
+}
+
+
+@pytest.mark.parametrize("overrides, said", REFUSED.values(), ids=REFUSED)
+def test_refused_in_one_line(tmp_path, overrides, said):
+    done = run(*tiny(tmp_path, *overrides))
+    assert done.code == 1 and "Traceback" not in done.output, done.output
+    # a choice or a type is refused by Hydra, in lines of its own
+    answer = done.complaint() if "error: " in done.output else done.output
+    for words in said:
+        assert words in answer
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_backend_that_says_it_is_not_exact_may_train(tmp_path):
+    assert run(*tiny(tmp_path / "a", "attention=custom", BACKENDS_OF_A_USER + "WRONG_AND_SAYS_SO")).code == 0
+    assert run(*tiny(tmp_path / "b", "attention=custom", BACKENDS_OF_A_USER + "RIGHT")).code == 0
+
+
+def test_triton_without_a_gpu_names_the_interpreter_and_tiled(tmp_path):
+    answer = run(*tiny(tmp_path, "attention=triton"), TRITON_INTERPRET="0").complaint()
+    assert "needs a GPU" in answer and "TRITON_INTERPRET=1" in answer and "attention=tiled" in answer
+
+
+def test_a_dtype_or_device_that_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "device=cpu" in run(*tiny(tmp_path, "device=cuda")).complaint()
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(ValueError, match="dtype=bf16, but Tesla T4 has no bfloat16; use dtype=fp16 or dtype=fp32"):
+        pick_dtype("bf16", torch.device("cuda"))
+    assert pick_dtype("auto", torch.device("cuda")) == torch.float32
+
+
+@pytest.mark.parametrize(
+    "raw, said",
+    [(b"", "holds no text"), (b"words\0\xff\xfe", "is not UTF-8 text"), (b"too short", "seq_len=32 needs 33 tokens")],
+    ids=["empty", "binary", "short"],
+)
+def test_a_text_that_cannot_be_trained_on(tmp_path, raw, said):
+    path = tmp_path / "book.txt"
+    path.write_bytes(raw)
+    answer = run(*tiny(tmp_path / "run", "data=text", f"data.path={path}")).complaint()
+    assert str(path) in answer and said in answer
+    assert "seq_len=0 or less" not in answer, "no way out"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or not Path("/proc/1/mem").exists(), reason="needs a file that nobody may read")
+def test_an_unreadable_text(tmp_path):
+    # permissions do not stop root; the memory of another process does
+    answer = run(*tiny(tmp_path / "run", "data=text", "data.path=/proc/1/mem")).complaint()
+    assert "/proc/1/mem cannot be read" in answer
+
+
+@pytest.mark.parametrize("overrides", [["tokenizer=gpt2"], ["data=hub", "data.name=nobody/nothing"]], ids=["gpt2", "hub"])
+def test_no_network_is_said_at_once(tmp_path, overrides):
+    closed = "http://127.0.0.1:9"
+    begin = time.perf_counter()
+    done = run(*tiny(tmp_path, *overrides), HTTPS_PROXY=closed, https_proxy=closed, TIKTOKEN_CACHE_DIR=str(tmp_path))
+    answer = done.complaint()
+    assert overrides[-1].partition("=")[2] in answer and "need no network" in answer
+    # the tests switch the hub off before they start
+    assert "does not answer" in answer or "HF_HUB_OFFLINE is set" in answer
+    assert time.perf_counter() - begin < 10
+
+
+def test_wandb_without_a_server_trains_all_the_same(tmp_path):
+    account = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "https://nosuch.invalid", "WANDB_MODE": "online"}
+    done = finish(start(*tiny(tmp_path, "logger=wandb"), **account))
+    assert done.code == 0 and "Traceback" not in done.output, done.output
+    assert [line for line in done.output.splitlines() if "logged offline" in line] and len(metrics(tmp_path)) == 5
+
+
+def test_one_tile_makes_no_rescale_exact_and_says_so(tmp_path):
+    done = run(*tiny(tmp_path, "attention=no_rescale", "attention.block_kv=32"))
+    assert done.code == 0 and "block_kv=32 covers seq_len=32: no_rescale is exact here" in done.output
+
+
+# the output folder
+
+
+@pytest.mark.parametrize("arguments", [tiny, tiny_sweep], ids=["run", "sweep"])
+def test_a_folder_that_cannot_be_made(arguments, tmp_path):
+    (tmp_path / "file").touch()
+    answer = run(*arguments(tmp_path / "file/runs")).complaint()
+    assert str(tmp_path / "file/runs") in answer and "hydra." in answer
+
+
+def test_a_cache_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    answer = run(*tiny(tmp_path / "run"), TILEGPT_CACHE=str(tmp_path / "file/cache")).complaint()
+    assert "file/cache" in answer and "data.cache_dir=FOLDER" in answer and "TILEGPT_CACHE=FOLDER" in answer
+
+
+def test_a_disk_that_fills_up_leaves_the_last_checkpoint(run_dir):
+    """A limit on the size of a file stands for the full disk: weights still fit, the optimizer's state does not."""
+    import resource
+
+    before = checkpoint(run_dir)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (120_000, hard))
+    try:
+        done = run(f"resume={run_dir}", "steps=8", "checkpoint_every=6")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    answer = done.complaint()
+    assert f"cannot write a checkpoint to {run_dir}" in answer and "GiB free" in answer
+    assert f"resume={run_dir}" in answer, "no way out"
+    assert checkpoint(run_dir)["step"] == before["step"] == 4
+    assert run(f"resume={run_dir}", "steps=8").code == 0 and [row["step"] for row in metrics(run_dir)] == list(range(9))
+
+
+def test_metrics_that_cannot_be_written_name_the_folder(run_dir, monkeypatch):
+    def full(self, mode="r", *arguments, **options):
+        if self.name == "metrics.jsonl" and mode == "a":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opened(self, mode, *arguments, **options)
+
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", full)
+    answer = run(f"resume={run_dir}", "steps=6").complaint()
+    assert "No space left" in answer and str(run_dir) in answer
+
+
+def test_what_cannot_be_written_after_training_is_said(tmp_path):
+    (tmp_path / "sample.txt").mkdir()
+    done = run(*tiny(tmp_path, "sample_tokens=4"))
+    assert str(tmp_path / "sample.txt") in done.output and "Traceback" not in done.output
+    assert checkpoint(tmp_path)["step"] == 4
+
+
+def test_a_summary_that_cannot_be_written_is_a_failure(tmp_path):
+    (tmp_path / "summary.json").mkdir()
+    assert "summary.json" in run(*tiny(tmp_path)).complaint()
+
+
+def test_a_folder_with_a_run_in_it_takes_no_other(run_dir):
+    """Two runs in one metrics.jsonl are none, and the first one's checkpoint would be gone."""
+    before = contents(run_dir)
+    answer = run(*tiny(run_dir, "seed=1")).complaint()
+    assert f"resume={run_dir}" in answer
+    assert contents(run_dir) == before
+
+
+def test_a_sweep_takes_no_folder_of_another(tmp_path):
+    assert run(*tiny_sweep(tmp_path, "seed=0,1", "steps=1")).code == 0
+    before = index(tmp_path)
+    done = run(*tiny_sweep(tmp_path, "seed=2,3", "steps=1"))
+    assert done.code == 1 and "Traceback" not in done.output and str(tmp_path) in done.output
+    assert index(tmp_path) == before and summary(tmp_path / "0")["seed"] == 0
+
+
+# resuming
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def alter(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100] + bytes(100))
+
+
+HARM = {
+    "truncated-weights": ("model.safetensors", truncate, "is truncated"),
+    "altered-weights": ("model.safetensors", alter, "was altered"),
+    "truncated-optimizer": ("training.pt", truncate, "is truncated"),
+    "missing-optimizer": ("training.pt", Path.unlink, "is missing"),
+    "torn-meta": ("meta.json", truncate, "cannot be read"),
+    "foreign": ("meta.json", lambda file: file.write_text('{"epoch": 3}'), "is of another program"),
+}
+
+
+@pytest.mark.parametrize("name, harm, said", HARM.values(), ids=HARM)
+def test_a_damaged_checkpoint_is_refused_by_name(run_dir, name, harm, said):
+    harm(run_dir / "checkpoint" / name)
+    answer = run(f"resume={run_dir}", "steps=6").complaint()
+    assert str(run_dir / "checkpoint" / name) in answer and said in answer
+
+
+@pytest.mark.parametrize(
+    "overrides, said",
+    [
+        ([], "has done 4 steps of steps=4; ask for more with steps=N"),
+        (["steps=3"], "has done 4 steps of steps=3"),
+        (["steps=6", "model.num_layers=2"], "model.num_layers is 1 in the checkpoint and 2 now"),
+        (["steps=6", "model.num_heads=4", "model.bias=false"], "model.num_heads is 2 in the checkpoint and 4 now"),
+        (["steps=6", "tokenizer=bpe"], "vocab_size is 257 in the checkpoint and"),
+        (["steps=6", "seq_len=64"], "model.max_seq_len is 32 in the checkpoint and 64 now"),
+    ],
+    ids=["finished", "fewer-steps", "layers", "first-difference", "vocabulary", "longer"],
+)
+def test_a_refused_resume_costs_nothing(run_dir, overrides, said):
+    """The run, its result and its settings are as before, and the right command still works."""
+    before = contents(run_dir)
+    assert said in run(f"resume={run_dir}", *overrides).complaint()
+    assert contents(run_dir) == before
+    done = run(f"resume={run_dir}", "steps=5")
+    assert done.code == 0 and summary(run_dir)["steps_done"] == 5, done.output
+
+
+def test_what_is_no_run_cannot_be_resumed(run_dir, tmp_path):
+    answer = run(f"resume={tmp_path}").complaint()
+    assert f"resume={tmp_path} is no run directory" in answer
+    assert "cannot be part of a sweep" in run("-m", f"resume={run_dir}", "seed=0,1").complaint()
+    shutil.rmtree(run_dir / "checkpoint")
+    assert "holds no checkpoint" in run(f"resume={run_dir}", "steps=6").complaint()
+
+
+def test_a_folder_of_any_name_can_be_resumed(tmp_path):
+    strange = tmp_path / "a b,c=d (it's)"
+    assert run(*tiny(strange)[:-1], f'hydra.run.dir="{strange}"').code == 0
+    assert run(f"resume={strange}", "steps=5").code == 0 and len(metrics(strange)) == 6
+
+
+def test_ctrl_c_before_the_run_began(tmp_path):
+    process = start(*tiny(tmp_path, "steps=5000"))
+    while process.poll() is None and not (tmp_path / ".hydra").exists():
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    done = finish(process)
+    assert done.code == 130 and "Traceback" not in done.output, done.output
