@@ -128,7 +128,7 @@ def retrieval() -> str:
     points = {block_kv: finite(runs, "val/accuracy") for (name, block_kv), runs in sorted(by_variant.items()) if name == "no_rescale"}
     for block_kv, values in points.items():
         axes.plot([block_kv] * len(values), values, "o", color=COLORS["no_rescale"], alpha=0.6)
-    axes.plot(points, [fmean(values) for values in points.values()], color=COLORS["no_rescale"], label="no_rescale")
+    axes.plot(list(points), [fmean(values) for values in points.values()], color=COLORS["no_rescale"], label="no_rescale")
     axes.axhline(fmean(finite(by_variant["tiled", 8], "val/accuracy")), color=COLORS["tiled"], label="exact (tiled)")
     axes.set(xscale="log", xlabel="keys of a tile (sequence of 128)", ylabel="held-out accuracy", ylim=(0, 1.03), title="last_write")
     axes.set_xticks(list(points), [str(x) for x in points])
