@@ -24,6 +24,8 @@ from config import RunConfig, register, replay_overrides
 
 log = logging.getLogger("tilegpt")
 register()
+# threads that wait must sleep: where another program has a core too, spinning costs several times the speed
+os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"} | os.environ
 
 
 def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
@@ -95,11 +97,12 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     OmegaConf.save(OmegaConf.create(own_overrides()), run_dir / "overrides.yaml")  # what resume= replays
     write_json(run_dir / "env.json", environment(data.fingerprint, device))
     tags = [backend.name, f"seq{config.seq_len}", shape.name, config.data.source]
-    resumed = config.resume is not None
-    logger = build_logger(config.logger, **job_names(run_dir), tags=tags, run_dir=run_dir, run_config=plain_config, resume=resumed)
-    log.info(data.description)
-    log.info(f"model={shape.name} {summary['parameters']:,} parameters, attention={backend.name} {summary['options'] or ''}")
-    log.info(f"{device} {summary['dtype']}, {config.sequences_per_step} x {config.seq_len} tokens a step, in {run_dir}")
+    names = job_names(run_dir) | {"tags": tags, "resume": config.resume is not None}
+    logger = build_logger(config.logger, **names, run_dir=run_dir, run_config=plain_config)
+    log.info(f"{data.description}\nmodel={shape.name} {summary['parameters']:,} parameters")
+    log.info(
+        f"attention={backend.name} {summary['options'] or ''}\n{device} {summary['dtype']}, {config.sequences_per_step} x {config.seq_len} tokens a step, in {run_dir}"
+    )
 
     throughput, memory = Throughput(device), MemoryMeter(device)
     peak, flops_per_token = peak_flops(device, dtype), model.flops_per_token(config.seq_len)

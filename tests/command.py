@@ -140,6 +140,12 @@ def index(sweep_dir: Path) -> list[dict[str, Any]]:
     return [strict_json(line) for line in (sweep_dir / "index.jsonl").read_text().splitlines()]
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a run, but for the log of what was said."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "train.log")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
 def strict_json(text: str) -> Any:
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")

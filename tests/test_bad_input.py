@@ -3,14 +3,13 @@
 import errno
 import os
 import shutil
-import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.command import checkpoint, finish, index, metrics, run, start, summary, tiny, tiny_sweep
+from tests.command import checkpoint, contents, finish, index, metrics, run, start, summary, tiny, tiny_sweep
 from training.device import pick_dtype
 
 BACKENDS_OF_A_USER = "attention.target=tests.user_backends:"
@@ -27,12 +26,6 @@ def finished(tmp_path_factory) -> Path:
 def run_dir(finished, tmp_path) -> Path:
     """A finished run of four steps to do harm to."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a run, but for the log of what was said."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "train.log")
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 # overrides, and what the answer must contain: the value and the way out
@@ -232,75 +225,3 @@ def test_a_sweep_takes_no_folder_of_another(tmp_path):
     done = run(*tiny_sweep(tmp_path, "seed=2,3", "steps=1"))
     assert done.code == 1 and "Traceback" not in done.output and str(tmp_path) in done.output
     assert index(tmp_path) == before and summary(tmp_path / "0")["seed"] == 0
-
-
-# resuming
-
-
-def truncate(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def alter(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-100] + bytes(100))
-
-
-HARM = {
-    "truncated-weights": ("model.safetensors", truncate, "is truncated"),
-    "altered-weights": ("model.safetensors", alter, "was altered"),
-    "truncated-optimizer": ("training.pt", truncate, "is truncated"),
-    "missing-optimizer": ("training.pt", Path.unlink, "is missing"),
-    "torn-meta": ("meta.json", truncate, "cannot be read"),
-    "foreign": ("meta.json", lambda file: file.write_text('{"epoch": 3}'), "is of another program"),
-}
-
-
-@pytest.mark.parametrize("name, harm, said", HARM.values(), ids=HARM)
-def test_a_damaged_checkpoint_is_refused_by_name(run_dir, name, harm, said):
-    harm(run_dir / "checkpoint" / name)
-    answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert str(run_dir / "checkpoint" / name) in answer and said in answer
-
-
-@pytest.mark.parametrize(
-    "overrides, said",
-    [
-        ([], "has done 4 steps of steps=4; ask for more with steps=N"),
-        (["steps=3"], "has done 4 steps of steps=3"),
-        (["steps=6", "model.num_layers=2"], "model.num_layers is 1 in the checkpoint and 2 now"),
-        (["steps=6", "model.num_heads=4", "model.bias=false"], "model.num_heads is 2 in the checkpoint and 4 now"),
-        (["steps=6", "tokenizer=bpe"], "vocab_size is 257 in the checkpoint and"),
-        (["steps=6", "seq_len=64"], "model.max_seq_len is 32 in the checkpoint and 64 now"),
-    ],
-    ids=["finished", "fewer-steps", "layers", "first-difference", "vocabulary", "longer"],
-)
-def test_a_refused_resume_costs_nothing(run_dir, overrides, said):
-    """The run, its result and its settings are as before, and the right command still works."""
-    before = contents(run_dir)
-    assert said in run(f"resume={run_dir}", *overrides).complaint()
-    assert contents(run_dir) == before
-    done = run(f"resume={run_dir}", "steps=5")
-    assert done.code == 0 and summary(run_dir)["steps_done"] == 5, done.output
-
-
-def test_what_is_no_run_cannot_be_resumed(run_dir, tmp_path):
-    answer = run(f"resume={tmp_path}").complaint()
-    assert f"resume={tmp_path} is no run directory" in answer
-    assert "cannot be part of a sweep" in run("-m", f"resume={run_dir}", "seed=0,1").complaint()
-    shutil.rmtree(run_dir / "checkpoint")
-    assert "holds no checkpoint" in run(f"resume={run_dir}", "steps=6").complaint()
-
-
-def test_a_folder_of_any_name_can_be_resumed(tmp_path):
-    strange = tmp_path / "a b,c=d (it's)"
-    assert run(*tiny(strange)[:-1], f'hydra.run.dir="{strange}"').code == 0
-    assert run(f"resume={strange}", "steps=5").code == 0 and len(metrics(strange)) == 6
-
-
-def test_ctrl_c_before_the_run_began(tmp_path):
-    process = start(*tiny(tmp_path, "steps=5000"))
-    while process.poll() is None and not (tmp_path / ".hydra").exists():
-        time.sleep(0.001)
-    process.send_signal(signal.SIGINT)
-    done = finish(process)
-    assert done.code == 130 and "Traceback" not in done.output, done.output

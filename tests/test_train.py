@@ -2,11 +2,8 @@
 
 import json
 import math
-import os
-import random
 import re
 import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -17,8 +14,7 @@ from omegaconf import OmegaConf
 
 from attention import BACKENDS, Backend
 from config import RunConfig, register
-from data.batches import TextData
-from tests.command import ROOT, checkpoint, computed, finish, metrics, run, same, start, strict_json, summary, tiny, wait_for_rows
+from tests.command import ROOT, checkpoint, finish, metrics, run, start, strict_json, summary, tiny
 
 
 def trains_on_a_cpu(backend: Backend) -> bool:
@@ -30,9 +26,6 @@ def trains_on_a_cpu(backend: Backend) -> bool:
 
 
 EXACT = [name for name, backend in BACKENDS.items() if backend.exact and trains_on_a_cpu(backend)]
-
-# everything that has state: two passes a step, dropout, and rows, evaluations and checkpoints out of step with one another
-STATEFUL = ("model.dropout=0.1", "tokens_per_step=256", "steps=12", "log_every=3", "eval_every=5", "checkpoint_every=4")
 
 
 @pytest.fixture(scope="session")
@@ -52,26 +45,6 @@ def exact_runs(tmp_path_factory) -> dict[str, Path]:
         done = run(*tiny(folder / name, f"attention={name}", f"steps={2 if name == 'triton' else 10}", "optim.schedule=constant"))
         assert done.code == 0, done.output
     return {name: folder / name for name in EXACT}
-
-
-@pytest.fixture(scope="session", params=["fp32", "fp16"])
-def straight(request, tmp_path_factory) -> tuple[Path, tuple[str, ...]]:
-    """A run that nothing disturbs, with its overrides."""
-    run_dir, overrides = tmp_path_factory.mktemp("straight"), (*STATEFUL, f"dtype={request.param}")
-    assert run(*tiny(run_dir, *overrides)).code == 0
-    return run_dir, overrides
-
-
-def send_at_step(monkeypatch, step: int, *signals: signal.Signals) -> None:
-    """Let this process get the signals while it prepares that step, counted from 0, for the first time."""
-    train_batch, pending = TextData.train_batch, list(signals)
-
-    def patched(self, at: int, num_sequences: int):
-        while at == step and pending:
-            os.kill(os.getpid(), pending.pop(0))
-        return train_batch(self, at, num_sequences)
-
-    monkeypatch.setattr(TextData, "train_batch", patched)
 
 
 def test_a_run_directory_holds_what_the_readme_says(learned):
@@ -140,6 +113,14 @@ def test_every_exact_attention_sees_the_same_batches(exact_runs, name):
     assert ours[:10] == pytest.approx(naive[: len(ours)], abs=1e-4)
 
 
+def test_accumulated_passes_are_one_large_one(tmp_path):
+    assert run(*tiny(tmp_path / "one", "batch_size=8")).code == 0
+    assert run(*tiny(tmp_path / "two", "batch_size=4", "tokens_per_step=256")).code == 0
+    for one, two in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+        for name in one.keys() & {"tokens", "train/loss", "grad_norm", "lr", "val/loss"}:
+            assert two[name] == pytest.approx(one[name], rel=1e-4), name
+
+
 def test_another_seed_is_another_run(exact_runs, tmp_path):
     assert run(*tiny(tmp_path, "seed=1", "steps=1")).code == 0
     assert abs(metrics(tmp_path)[1]["train/loss"] - metrics(exact_runs["tiled"])[1]["train/loss"]) > 1e-3
@@ -151,72 +132,6 @@ def test_no_rescale_over_several_tiles_is_judged_broken(tmp_path):
     rows = metrics(tmp_path)
     assert rows[0]["val/loss"] == pytest.approx(rows[0]["val/loss_exact"], abs=1e-3)  # untrained, all scores are about 0
     assert abs(rows[-1]["val/loss"] - rows[-1]["val/loss_exact"]) > 1e-3
-
-
-@pytest.mark.parametrize("number, step", [(signal.SIGINT, 0), (signal.SIGTERM, 6), (signal.SIGINT, 10)], ids=str)
-def test_interrupted_and_resumed_is_the_same_run(straight, monkeypatch, tmp_path, number, step):
-    """To the last bit: weights, optimizer, loss scale, random state, and every row that was computed, none lost and none twice."""
-    reference, overrides = straight
-    send_at_step(monkeypatch, step, number)
-    stopped = run(*tiny(tmp_path, *overrides))
-    assert stopped.code == 130 and f"interrupted after step {step + 1}" in stopped.output
-    assert f"python train.py resume={tmp_path}" in stopped.output
-    assert summary(tmp_path)["status"] == "interrupted" and checkpoint(tmp_path)["step"] == step + 1
-
-    assert run(f"resume={tmp_path}").code == 0
-    assert summary(tmp_path)["status"] == "completed"
-    assert same(checkpoint(tmp_path), checkpoint(reference))
-    assert computed(tmp_path) == computed(reference)
-
-
-def test_ctrl_c_in_the_last_step_leaves_a_whole_run(straight, monkeypatch, tmp_path):
-    reference, overrides = straight
-    send_at_step(monkeypatch, 11, signal.SIGINT)
-    run(*tiny(tmp_path, *overrides))
-    if summary(tmp_path)["status"] == "interrupted":
-        run(f"resume={tmp_path}")
-    assert summary(tmp_path)["status"] == "completed"
-    assert computed(tmp_path) == computed(reference)
-
-
-def test_ctrl_c_twice_stops_at_once_and_keeps_the_checkpoint(straight, monkeypatch, tmp_path):
-    reference, overrides = straight
-    send_at_step(monkeypatch, 7, signal.SIGINT, signal.SIGINT)
-    stopped = run(*tiny(tmp_path, *overrides))
-    assert stopped.code == 130 and "Traceback" not in stopped.output
-    assert "the steps since the last checkpoint are lost" in stopped.output
-    assert summary(tmp_path)["status"] == "interrupted" and checkpoint(tmp_path)["step"] == 4
-    assert run(f"resume={tmp_path}").code == 0
-    assert same(checkpoint(tmp_path), checkpoint(reference))
-    assert computed(tmp_path) == computed(reference)
-
-
-def test_killed_at_random_and_resumed_is_the_same_run(tmp_path):
-    overrides = ("model.dropout=0.1", "steps=80", "eval_every=30", "checkpoint_every=5")
-    assert run(*tiny(tmp_path / "straight", *overrides)).code == 0
-    moments = sorted(random.sample(range(8, 65), 2))
-    for number, rows in enumerate(moments):
-        process = start(*([f"resume={tmp_path / 'killed'}"] if number else tiny(tmp_path / "killed", *overrides)))
-        wait_for_rows(process, tmp_path / "killed", rows)
-        time.sleep(random.uniform(0, 0.01))
-        process.kill()
-        assert finish(process).code == -signal.SIGKILL, f"it was over before its row {rows}"
-    done = run(f"resume={tmp_path / 'killed'}")
-    assert done.code == 0, f"killed at rows {moments}: {done.output}"
-    assert same(checkpoint(tmp_path / "killed"), checkpoint(tmp_path / "straight")), f"killed at rows {moments}"
-    assert computed(tmp_path / "killed") == computed(tmp_path / "straight"), f"killed at rows {moments}"
-    assert not list((tmp_path / "killed").glob("*.tmp")) and not (tmp_path / "killed/checkpoint.old").exists()
-
-
-def test_resume_may_change_the_attention_and_the_length(learned, tmp_path):
-    shutil.copytree(learned, tmp_path / "run")
-    assert run(f"resume={tmp_path / 'run'}", "attention=sdpa", "steps=62").code == 0
-    assert summary(tmp_path / "run")["attention"] == "sdpa"
-    # and what was changed stays changed
-    assert run(f"resume={tmp_path / 'run'}", "steps=63").code == 0
-    assert summary(tmp_path / "run")["attention"] == "sdpa"
-    rows = metrics(tmp_path / "run")
-    assert [row["step"] for row in rows] == list(range(64)) and rows[:61] == metrics(learned)
 
 
 @pytest.fixture(scope="session")

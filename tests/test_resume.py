@@ -1,0 +1,190 @@
+"""Interrupted, killed and resumed: the same run to the last bit, or a refusal that costs nothing."""
+
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from data.batches import TextData
+from tests.command import checkpoint, computed, contents, finish, metrics, run, same, start, summary, tiny, wait_for_rows
+
+# everything that has state: two passes a step, dropout, and rows, evaluations and checkpoints out of step with one another
+STATEFUL = ("model.dropout=0.1", "tokens_per_step=256", "steps=12", "log_every=3", "eval_every=5", "checkpoint_every=4")
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("finished")
+    assert run(*tiny(run_dir)).code == 0
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(finished, tmp_path) -> Path:
+    """A finished run of four steps to do harm to."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+@pytest.fixture(scope="session", params=["fp32", "fp16"])
+def straight(request, tmp_path_factory) -> tuple[Path, tuple[str, ...]]:
+    """A run that nothing disturbs, with its overrides."""
+    run_dir, overrides = tmp_path_factory.mktemp("straight"), (*STATEFUL, f"dtype={request.param}")
+    assert run(*tiny(run_dir, *overrides)).code == 0
+    return run_dir, overrides
+
+
+def send_at_step(monkeypatch, step: int, *signals: signal.Signals) -> None:
+    """Let this process get the signals while it prepares that step, counted from 0, for the first time."""
+    train_batch, pending = TextData.train_batch, list(signals)
+
+    def patched(self, at: int, num_sequences: int):
+        while at == step and pending:
+            os.kill(os.getpid(), pending.pop(0))
+        return train_batch(self, at, num_sequences)
+
+    monkeypatch.setattr(TextData, "train_batch", patched)
+
+
+@pytest.mark.parametrize("number, step", [(signal.SIGINT, 0), (signal.SIGTERM, 6), (signal.SIGINT, 10)], ids=str)
+def test_interrupted_and_resumed_is_the_same_run(straight, monkeypatch, tmp_path, number, step):
+    """To the last bit: weights, optimizer, loss scale, random state, and every row that was computed, none lost and none twice."""
+    reference, overrides = straight
+    send_at_step(monkeypatch, step, number)
+    stopped = run(*tiny(tmp_path, *overrides))
+    assert stopped.code == 130 and f"interrupted after step {step + 1}" in stopped.output
+    assert f"python train.py resume={tmp_path}" in stopped.output
+    assert summary(tmp_path)["status"] == "interrupted" and checkpoint(tmp_path)["step"] == step + 1
+
+    assert run(f"resume={tmp_path}").code == 0
+    assert summary(tmp_path)["status"] == "completed"
+    assert same(checkpoint(tmp_path), checkpoint(reference))
+    assert computed(tmp_path) == computed(reference)
+
+
+def test_ctrl_c_in_the_last_step_leaves_a_whole_run(straight, monkeypatch, tmp_path):
+    reference, overrides = straight
+    send_at_step(monkeypatch, 11, signal.SIGINT)
+    run(*tiny(tmp_path, *overrides))
+    if summary(tmp_path)["status"] == "interrupted":
+        run(f"resume={tmp_path}")
+    assert summary(tmp_path)["status"] == "completed"
+    assert computed(tmp_path) == computed(reference)
+
+
+def test_ctrl_c_twice_stops_at_once_and_keeps_the_checkpoint(straight, monkeypatch, tmp_path):
+    reference, overrides = straight
+    send_at_step(monkeypatch, 7, signal.SIGINT, signal.SIGINT)
+    stopped = run(*tiny(tmp_path, *overrides))
+    assert stopped.code == 130 and "Traceback" not in stopped.output
+    assert "the steps since the last checkpoint are lost" in stopped.output
+    assert summary(tmp_path)["status"] == "interrupted" and checkpoint(tmp_path)["step"] == 4
+    assert run(f"resume={tmp_path}").code == 0
+    assert same(checkpoint(tmp_path), checkpoint(reference))
+    assert computed(tmp_path) == computed(reference)
+
+
+def test_killed_at_random_and_resumed_is_the_same_run(tmp_path):
+    overrides = ("model.dropout=0.1", "steps=80", "eval_every=30", "checkpoint_every=5")
+    assert run(*tiny(tmp_path / "straight", *overrides)).code == 0
+    moments = sorted(random.sample(range(8, 65), 2))
+    for number, rows in enumerate(moments):
+        process = start(*([f"resume={tmp_path / 'killed'}"] if number else tiny(tmp_path / "killed", *overrides)))
+        wait_for_rows(process, tmp_path / "killed", rows)
+        time.sleep(random.uniform(0, 0.01))
+        process.kill()
+        assert finish(process).code == -signal.SIGKILL, f"it was over before its row {rows}"
+    done = run(f"resume={tmp_path / 'killed'}")
+    assert done.code == 0, f"killed at rows {moments}: {done.output}"
+    assert same(checkpoint(tmp_path / "killed"), checkpoint(tmp_path / "straight")), f"killed at rows {moments}"
+    assert computed(tmp_path / "killed") == computed(tmp_path / "straight"), f"killed at rows {moments}"
+    assert not list((tmp_path / "killed").glob("*.tmp")) and not (tmp_path / "killed/checkpoint.old").exists()
+
+
+def test_looking_more_often_changes_nothing(straight, tmp_path):
+    """Rows, evaluations and checkpoints draw no random numbers of the run's."""
+    reference, overrides = straight
+    assert run(*tiny(tmp_path, *overrides, "log_every=1", "eval_every=1", "checkpoint_every=1")).code == 0
+    assert same(checkpoint(tmp_path), checkpoint(reference))
+
+
+def test_ctrl_c_before_the_run_began(tmp_path):
+    process = start(*tiny(tmp_path, "steps=5000"))
+    while process.poll() is None and not (tmp_path / ".hydra").exists():
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    done = finish(process)
+    assert done.code == 130 and "Traceback" not in done.output, done.output
+
+
+def test_resume_may_change_the_attention_and_the_length(run_dir, finished):
+    assert run(f"resume={run_dir}", "attention=sdpa", "steps=6").code == 0
+    assert summary(run_dir)["attention"] == "sdpa"
+    # and what was changed stays changed
+    assert run(f"resume={run_dir}", "steps=7").code == 0
+    assert summary(run_dir)["attention"] == "sdpa"
+    rows = metrics(run_dir)
+    assert [row["step"] for row in rows] == list(range(8)) and rows[:5] == metrics(finished)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def alter(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100] + bytes(100))
+
+
+HARM = {
+    "truncated-weights": ("model.safetensors", truncate, "is truncated"),
+    "altered-weights": ("model.safetensors", alter, "was altered"),
+    "truncated-optimizer": ("training.pt", truncate, "is truncated"),
+    "missing-optimizer": ("training.pt", Path.unlink, "is missing"),
+    "torn-meta": ("meta.json", truncate, "cannot be read"),
+    "foreign": ("meta.json", lambda file: file.write_text('{"epoch": 3}'), "is of another program"),
+}
+
+
+@pytest.mark.parametrize("name, harm, said", HARM.values(), ids=HARM)
+def test_a_damaged_checkpoint_is_refused_by_name(run_dir, name, harm, said):
+    harm(run_dir / "checkpoint" / name)
+    answer = run(f"resume={run_dir}", "steps=6").complaint()
+    assert str(run_dir / "checkpoint" / name) in answer and said in answer
+
+
+@pytest.mark.parametrize(
+    "overrides, said",
+    [
+        ([], "has done 4 steps of steps=4; ask for more with steps=N"),
+        (["steps=3"], "has done 4 steps of steps=3"),
+        (["steps=6", "model.num_layers=2"], "model.num_layers is 1 in the checkpoint and 2 now"),
+        (["steps=6", "model.num_heads=4", "model.bias=false"], "model.num_heads is 2 in the checkpoint and 4 now"),
+        (["steps=6", "tokenizer=bpe"], "vocab_size is 257 in the checkpoint and"),
+        (["steps=6", "seq_len=64"], "model.max_seq_len is 32 in the checkpoint and 64 now"),
+    ],
+    ids=["finished", "fewer-steps", "layers", "first-difference", "vocabulary", "longer"],
+)
+def test_a_refused_resume_costs_nothing(run_dir, overrides, said):
+    """The run, its result and its settings are as before, and the right command still works."""
+    before = contents(run_dir)
+    assert said in run(f"resume={run_dir}", *overrides).complaint()
+    assert contents(run_dir) == before
+    done = run(f"resume={run_dir}", "steps=5")
+    assert done.code == 0 and summary(run_dir)["steps_done"] == 5, done.output
+
+
+def test_what_is_no_run_cannot_be_resumed(run_dir, tmp_path):
+    answer = run(f"resume={tmp_path}").complaint()
+    assert f"resume={tmp_path} is no run directory" in answer
+    assert "cannot be part of a sweep" in run("-m", f"resume={run_dir}", "seed=0,1").complaint()
+    shutil.rmtree(run_dir / "checkpoint")
+    assert "holds no checkpoint" in run(f"resume={run_dir}", "steps=6").complaint()
+
+
+def test_a_folder_of_any_name_can_be_resumed(tmp_path):
+    strange = tmp_path / "a b,c=d (it's)"
+    assert run(*tiny(strange)[:-1], f'hydra.run.dir="{strange}"').code == 0
+    assert run(f"resume={strange}", "steps=5").code == 0 and len(metrics(strange)) == 6
