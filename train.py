@@ -99,11 +99,10 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     tags = [backend.name, f"seq{config.seq_len}", shape.name, config.data.source]
     names = job_names(run_dir) | {"tags": tags, "resume": config.resume is not None}
     logger = build_logger(config.logger, **names, run_dir=run_dir, run_config=plain_config)
-    log.info(f"{data.description}\nmodel={shape.name} {summary['parameters']:,} parameters")
     log.info(
-        f"attention={backend.name} {summary['options'] or ''}\n{device} {summary['dtype']}, {config.sequences_per_step} x {config.seq_len} tokens a step, in {run_dir}"
+        f"{data.description}\nmodel={shape.name} {summary['parameters']:,} parameters, attention={backend.name} {backend.options or ''}"
     )
-
+    log.info(f"{device} {summary['dtype']}, {config.sequences_per_step} x {config.seq_len} tokens a step, in {run_dir}")
     throughput, memory = Throughput(device), MemoryMeter(device)
     peak, flops_per_token = peak_flops(device, dtype), model.flops_per_token(config.seq_len)
     held_out = data.val_batch(config.eval_sequences)
@@ -212,7 +211,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
 
 
 def progress_line(step: int, steps: int, loss: float, row: dict, tokens_per_sec: float | None) -> str:
-    figures = {"train/loss": loss} | {name: value for name, value in row.items() if name.startswith("val/")}
+    figures = {"train/loss": loss} | {name: x for name, x in row.items() if name.startswith("val/")}
     speed = f"  {tokens_per_sec:,.0f} tokens/s" if tokens_per_sec else ""
     return f"step {step:>5}/{steps}  " + "  ".join(f"{name} {value:.4f}" for name, value in figures.items()) + speed
 
