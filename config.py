@@ -19,8 +19,8 @@ def _choice(key: str, value: Any, valid: tuple[str, ...]) -> None:
 
 
 def _at_least(key: str, value: float, minimum: float) -> None:
-    if not value >= minimum:  # a NaN fails too
-        raise ValueError(f"{key}={value} must be at least {minimum}")
+    if not minimum <= value < float("inf"):  # a NaN fails too
+        raise ValueError(f"{key}={value} must be at least {minimum}" + (" and finite" if value == float("inf") else ""))
 
 
 @dataclass
@@ -80,6 +80,8 @@ class ModelConfig:
         _at_least("model.num_kv_heads", self.kv_heads, 1)
         if self.num_heads % self.kv_heads:
             raise ValueError(f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}")
+        _at_least("model.init_std", self.init_std, 0)
+        _at_least("model.rope_theta", self.rope_theta, 1)
         _choice("model.positions", self.positions, ("learned", "rope"))
         _choice("model.norm", self.norm, ("layernorm", "rmsnorm"))
         _choice("model.activation", self.activation, ("gelu", "swiglu"))
@@ -220,6 +222,8 @@ class RunConfig:
                 f"seq_len={self.seq_len} is longer than model.max_seq_len={self.model.max_seq_len} allows; "
                 "leave model.max_seq_len unset (it follows seq_len) or shorten seq_len"
             )
+        if self.data.source == "last_write" and self.seq_len < 2:
+            raise ValueError(f"data=last_write with seq_len={self.seq_len} has no question with an answer; use seq_len=32 or more")
         tokens_per_pass = self.batch_size * self.seq_len
         if self.tokens_per_step is not None and (self.tokens_per_step < 1 or self.tokens_per_step % tokens_per_pass):
             raise ValueError(
@@ -269,5 +273,5 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     replaced = {key(argument) for argument in new} | {"resume"}
     old = [override for override in yaml.safe_load(recorded.read_text()) if key(override) not in replaced]
     # an experiment may ask for a sweep, but one of its runs is resumed alone; .hydra stays what the first start wrote
-    hydra = [f"hydra.run.dir='{run_dir}'", "hydra.mode=RUN", "hydra.output_subdir=null"]
-    return [*old, *new, f"resume='{run_dir}'", *hydra]
+    quoted = "'" + str(run_dir).replace("'", "\\'") + "'"
+    return [*old, *new, f"resume={quoted}", f"hydra.run.dir={quoted}", "hydra.mode=RUN", "hydra.output_subdir=null"]

@@ -148,25 +148,28 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 grad_is_fine = scaler.get_scale() >= 1 if scaler.is_enabled() else grad_norm.isfinite().item()
                 diverged = not (loss.isfinite().item() and grad_is_fine)
                 step, tokens = step + 1, tokens + config.sequences_per_step * config.seq_len
-                last = step == config.steps or diverged or interrupt.requested
+                finished = step == config.steps or diverged
+                # an interruption leaves no trace in the metrics: the resumed run's are those of a run that nothing disturbed
+                last = finished or interrupt.requested
 
                 # what is known about it
-                row = {}
-                if last or step % config.log_every == 0:
+                row, score = {}, summary.get("max_score", -math.inf)
+                if finished or step % config.log_every == 0:
                     row = {"train/loss": loss.item(), "lr": lr, "grad_norm": grad_norm.item(), "memory/peak_gib": memory.peak_gib()}
                     row |= {"memory/reserved_gib": memory.reserved_gib(), "tokens_per_sec": throughput.window()}
                     row["mfu"] = row["tokens_per_sec"] * flops_per_token / peak if peak and row["tokens_per_sec"] else None
-                    with throughput.paused():
+                    with throughput.paused(), autocast:
                         # the weights of this step's forward pass: the optimizer has not moved them yet
-                        with autocast:
-                            row["attention/max_score"] = score = largest_score(model, batch.inputs[:1].to(device))
-                        if warning := overflow_warning(score, summary.get("max_score", -math.inf)):
-                            log.warning(f"step {step}: {warning}")
-                        summary["max_score"] = max(score, summary.get("max_score", -math.inf))
+                        row["attention/max_score"] = score = largest_score(model, batch.inputs[:1].to(device))
                 if diverged:
                     with autocast:
-                        diagnosis = diagnose(model, ((x.to(device), y.to(device)) for x, y in zip(*micro_batches, strict=True)))
+                        diagnosis, score = diagnose(model, ((x.to(device), y.to(device)) for x, y in zip(*micro_batches, strict=True)))
+                    row["attention/max_score"] = score
                     summary.update(status="diverged", first_bad_step=step, diagnosis=diagnosis)
+                if warning := overflow_warning(score, summary.get("max_score", -math.inf)):
+                    log.warning(f"step {step}: {warning}")
+                summary["max_score"] = max(score, summary.get("max_score", -math.inf))
+                if diverged:
                     log.error(f"step {step}: the run diverged: {summary['diagnosis']}")
                 else:
                     scaler.step(optimizer)
@@ -174,7 +177,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 optimizer.zero_grad(set_to_none=True)
                 throughput.step(config.sequences_per_step * config.seq_len)
                 with throughput.paused():
-                    if (last and not interrupt.requested) or step % config.eval_every == 0:
+                    if finished or step % config.eval_every == 0:
                         row |= validate()
                         log.info(progress_line(step, config.steps, loss.item(), row, throughput.tokens_per_sec))
                     if row:
@@ -190,7 +193,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         if summary["status"] == "interrupted":
             log.warning(f"interrupted after step {step}; go on with: python train.py resume={run_dir}")
     except BaseException as error:
-        summary |= outcome_of(error, device.type)
+        summary |= outcome_of(error, device.type, run_dir)
         raise
     finally:
         logger.summary(summary)
@@ -219,33 +222,27 @@ def progress_line(step: int, steps: int, loss: float, row: dict, tokens_per_sec:
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> dict:
     """One job. Every outcome becomes a status in summary.json: one job of a sweep never takes down another."""
-    from training.memory import release_memory
-    from training.metrics import write_json
-    from training.outcome import outcome_of
+    from training.outcome import close_run, outcome_of
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
-    started = time.time()
     summary = {"status": "running", "attention": cfg.attention.name, "seq_len": cfg.seq_len, "seed": cfg.seed}
-    summary["overrides"] = list(HydraConfig.get().overrides.task)
+    summary |= {"overrides": list(HydraConfig.get().overrides.task), "started": time.time()}
     try:
-        if cfg.resume is None and (run_dir / "metrics.jsonl").exists():
-            raise ValueError(f"{run_dir} holds a run already; go on with it by resume={run_dir}, or choose another hydra.run.dir")
         train(OmegaConf.to_object(cfg), run_dir, summary)
     except BaseException as error:
         if summary["status"] == "running":  # it never came to the loop
-            summary |= outcome_of(error, "cpu")
+            summary |= outcome_of(error, "cpu", run_dir)
+        elif summary["status"] == "completed":  # trained and saved; something after that went wrong
+            log.error(f"error after the training: {error}" if str(error) else "stopped after the training")
+            summary["status"] = "interrupted" if isinstance(error, KeyboardInterrupt) else "completed"
         traceback.clear_frames(error.__traceback__)  # they would keep every tensor of this job alive
-    summary["wall_seconds"] = time.time() - started
-    try:
-        # a resume that was refused leaves the summary of what the run did before
-        if "steps_done" in summary or not (run_dir / "summary.json").exists():
-            write_json(run_dir / "summary.json", summary)
-    except OSError as error:
-        log.error(f"error: summary.json cannot be written: {error}")
-    release_memory(summary.get("device", "cpu"))
+    close_run(run_dir, summary)
     return summary
 
 
 if __name__ == "__main__":
     sys.argv[1:] = replay_overrides(sys.argv[1:])
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:  # before or between jobs
+        sys.exit(130)

@@ -1,5 +1,6 @@
 """A look at a backend before it is trained with: shapes, dtypes, NaN, causality, gradients, and, where it claims so, exactness."""
 
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -30,7 +31,14 @@ def probe(
 
     q, k, v = random(num_heads), random(num_kv_heads), random(num_kv_heads)
     d_out = random(num_heads, grad=False)
-    out = attend(q, k, v, backend=backend).out  # shape and dtype are checked by attention() itself
+    try:
+        out = attend(q, k, v, backend=backend).out  # shape and dtype are checked by attention() itself
+    except ValueError:
+        raise
+    except Exception as error:  # whatever the user's function raises
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{frame.filename}, line {frame.lineno}"
+        raise ValueError(f"attention={backend.name} fails on ordinary inputs: {type(error).__name__}: {error} ({where})") from error
     if not out.isfinite().all():
         raise ValueError(f"attention={backend.name} returns NaN or inf for ordinary inputs")
     if not out.requires_grad:

@@ -35,10 +35,11 @@ class TextData:
         self.description = describe(config, store.meta)
         longest = min(len(self.train), len(self.val)) - 1
         if seq_len > longest:
+            shorter = f"seq_len={longest} or less, " if longest > 0 else ""
             raise ValueError(
                 f"{corpora.subject(config)} is shorter than one sequence: seq_len={seq_len} needs {seq_len + 1} tokens in each half, "
                 f"and there are {len(self.train)} to train on and {len(self.val)} held out; "
-                f"give more text, seq_len={longest} or less, or another share than data.val_fraction={config.val_fraction}"
+                f"give more text, {shorter}or another share than data.val_fraction={config.val_fraction}"
             )
 
     def train_batch(self, step: int, num_sequences: int) -> Batch:

@@ -27,7 +27,11 @@ def largest_score(model: GPT, tokens: Tensor) -> float:
     recorder = Recorder(model.backend)
     with model.use_backend(recorder.backend), without_dropout(model):
         model(tokens)
-    return torch.stack(recorder.max_scores).nan_to_num(nan=-torch.inf, posinf=-torch.inf).max().item()
+    return largest_finite(recorder.max_scores)
+
+
+def largest_finite(scores: list[Tensor]) -> float:
+    return torch.stack(scores).nan_to_num(nan=-torch.inf, posinf=-torch.inf).max().item()
 
 
 def overflow_warning(score: float, previous: float) -> str | None:
@@ -40,14 +44,18 @@ def overflow_warning(score: float, previous: float) -> str | None:
 
 
 @torch.no_grad()
-def diagnose(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> str:
-    """Which tensor of which layer, and which tile, left the finite range first. Gradients are read where they still are.
+def diagnose(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[str, float]:
+    """Which tensor of which layer, and which tile, left the finite range first; and the largest finite score of the whole step.
 
     batches: (inputs, targets), each (B, N), of the step that went wrong.
     """
     recorder = Recorder(model.backend, look_for_breakdowns=True)
     with model.use_backend(recorder.backend), without_dropout(model):
         loss_is_finite = all([model(inputs, targets).loss.isfinite() for inputs, targets in batches])
+    return _first_breakdown(model, recorder, loss_is_finite), largest_finite(recorder.max_scores)
+
+
+def _first_breakdown(model: GPT, recorder: Recorder, loss_is_finite: bool) -> str:
     for call, breakdown in enumerate(recorder.breakdowns):
         if breakdown is not None:
             return f"layer {call % len(model.blocks)}: {breakdown}"

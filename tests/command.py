@@ -11,10 +11,12 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -94,6 +96,9 @@ def run(*arguments: str, **variables: str) -> Done:
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
             if isinstance(error.code, str):
                 print(error.code)
+        except KeyboardInterrupt:
+            traceback.print_exc()
+            code = -signal.SIGINT
     return Done(code, output.getvalue())
 
 

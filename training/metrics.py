@@ -50,8 +50,11 @@ class MetricsFile:
 
     def write(self, row: dict[str, Any]) -> None:
         # opened per row: a row costs microseconds, and no handle outlives a run that fails
-        with self.path.open("a") as file:
-            file.write(json.dumps(strict(row), allow_nan=False) + "\n")
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(strict(row), allow_nan=False) + "\n")
+        except OSError as error:
+            raise OSError(f"{self.path} cannot be written: {error}") from error
 
     def truncate_after(self, step: int) -> None:
         """Drop the rows of later steps, and a torn last line: what a resumed run writes again."""

@@ -1,15 +1,18 @@
 """How a run ended, as data: whatever goes wrong becomes a status, so that one job of a sweep never takes down another."""
 
 import logging
+import time
 import traceback
+from pathlib import Path
 from typing import Any
 
-from training.memory import describe_out_of_memory, is_out_of_memory
+from training.memory import describe_out_of_memory, is_out_of_memory, release_memory
+from training.metrics import write_json
 
 log = logging.getLogger("tilegpt")
 
 
-def outcome_of(error: BaseException, device: str) -> dict[str, Any]:
+def outcome_of(error: BaseException, device: str, run_dir: Path) -> dict[str, Any]:
     """The status for summary.json of a run that `error` ended: oom, interrupted or failed. Says it once, in the log."""
     if isinstance(error, KeyboardInterrupt):
         log.warning("stopped at once: the steps since the last checkpoint are lost")
@@ -21,5 +24,19 @@ def outcome_of(error: BaseException, device: str) -> dict[str, Any]:
     # what the user can mend is one line; anything else is ours, and its traceback is wanted
     if not isinstance(error, (ValueError, OSError)):
         log.error("".join(traceback.format_exception(error)))
-    log.error(f"error: {error}")
+    way_out = f"; go on with: python train.py resume={run_dir}" if isinstance(error, OSError) and (run_dir / "checkpoint").exists() else ""
+    log.error(f"error: {error}{way_out}")
     return {"status": "failed", "error": str(error) or type(error).__name__}
+
+
+def close_run(run_dir: Path, summary: dict[str, Any]) -> None:
+    """Write summary.json and give the memory back. A summary that cannot be written makes the run a failed one."""
+    summary["wall_seconds"] = time.time() - summary.pop("started")
+    try:
+        # a resume that was refused leaves the summary of what the run did before
+        if "steps_done" in summary or not (run_dir / "summary.json").exists():
+            write_json(run_dir / "summary.json", summary)
+    except OSError as error:
+        log.error(f"error: {run_dir / 'summary.json'} cannot be written: {error}")
+        summary["status"] = "failed"
+    release_memory(summary.get("device", "cpu"))

@@ -29,9 +29,14 @@ class SweepSummary(Callback):
 
     folder: Path | None = None  # of the sweep; None in a single run
 
+    def on_run_start(self, config: Any, **kwargs: Any) -> None:
+        if config.resume is None:
+            folder = Path(config.hydra.run.dir)
+            claim(folder, "metrics.jsonl", f"go on with it by resume={folder}, or choose another hydra.run.dir")
+
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         self.folder = Path(config.hydra.sweep.dir).absolute()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        claim(self.folder, "index.jsonl", "choose another hydra.sweep.dir")
         (self.folder / "index.jsonl").write_text("")
 
     def on_job_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
@@ -61,6 +66,16 @@ class SweepSummary(Callback):
     def _finish(self, code: int) -> None:
         print(f"\n{summary_table(read_sweep(self.folder))}\n{self.folder}\ncompare: python -m scripts.compare {self.folder}")
         raise SystemExit(code)
+
+
+def claim(folder: Path, mark: str, way_out: str) -> None:
+    """Make the folder of a new run or sweep, before Hydra writes to it. Ends the program where there is one already, or none can be."""
+    if (folder / mark).exists():
+        raise SystemExit(f"error: {folder} holds a run or sweep already; {way_out}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"error: the folder {folder} cannot be made: {error}; {way_out}") from None
 
 
 def exit_code(rows: list[dict[str, Any]]) -> int:
