@@ -65,9 +65,9 @@ def cache_folder() -> str:
 
 
 def tiny(run_dir: Path, *overrides: str) -> list[str]:
-    """The overrides of a tiny run; later ones win."""
-    given = {override.partition("=")[0] for override in overrides}
-    return [*(override for override in TINY if override.partition("=")[0] not in given), *overrides, f"hydra.run.dir={run_dir}"]
+    """The overrides of a tiny run; of two for one key, the later."""
+    values = {override.partition("=")[0]: override for override in (*TINY, *overrides)}
+    return [*values.values(), f"hydra.run.dir={run_dir}"]
 
 
 def tiny_sweep(folder: Path, *overrides: str) -> list[str]:

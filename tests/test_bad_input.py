@@ -3,7 +3,10 @@
 import errno
 import os
 import shutil
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 from tests.command import checkpoint, contents, index, metrics, run, summary, tiny, tiny_sweep
 from training.device import pick_dtype
 
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the obstacle is Linux's")
 BACKENDS_OF_A_USER = "attention.target=tests.user_backends:"
 
 
@@ -26,6 +30,19 @@ def finished(tmp_path_factory) -> Path:
 def run_dir(finished, tmp_path) -> Path:
     """A finished run of four steps to do harm to."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file grows beyond that many bytes: as on a full disk, writing fails."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # overrides, and what the answer must contain: the value and the way out
@@ -150,10 +167,21 @@ def test_one_tile_makes_no_rescale_exact_and_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [tiny, tiny_sweep], ids=["run", "sweep"])
-def test_a_folder_that_cannot_be_made(arguments, tmp_path):
+@pytest.mark.parametrize("folder", ["made", pytest.param("written", marks=linux)])
+def test_a_folder_that_cannot_be(folder, arguments, tmp_path):
     (tmp_path / "file").touch()
-    answer = run(*arguments(tmp_path / "file/runs")).complaint()
-    assert str(tmp_path / "file/runs") in answer and "hydra." in answer
+    # permissions do not stop root, but nobody makes a file there
+    path = tmp_path / "file/runs" if folder == "made" else Path("/proc/self")
+    answer = run(*arguments(path)).complaint()
+    assert str(path) in answer and "hydra." in answer
+
+
+@linux
+@pytest.mark.parametrize("arguments", [tiny, tiny_sweep], ids=["run", "sweep"])
+def test_a_disk_that_is_full_from_the_start(arguments, tmp_path):
+    with largest_file(0):
+        done = run(*arguments(tmp_path))
+    assert str(tmp_path) in done.complaint()
 
 
 def test_a_cache_that_cannot_be_made(tmp_path):
@@ -162,21 +190,15 @@ def test_a_cache_that_cannot_be_made(tmp_path):
     assert "file/cache" in answer and "data.cache_dir=FOLDER" in answer and "TILEGPT_CACHE=FOLDER" in answer
 
 
+@linux
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint(run_dir):
-    """A limit on the size of a file stands for the full disk: weights still fit, the optimizer's state does not."""
-    import resource
-
+    """The weights still fit, the optimizer's state does not."""
     before = checkpoint(run_dir)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (120_000, hard))
-    try:
-        done = run(f"resume={run_dir}", "steps=8", "checkpoint_every=6")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    answer = done.complaint()
+    with largest_file(120_000):
+        answer = run(f"resume={run_dir}", "steps=8", "checkpoint_every=6").complaint()
     assert f"cannot write a checkpoint to {run_dir}" in answer and "GiB free" in answer
     assert f"resume={run_dir}" in answer, "no way out"
-    assert checkpoint(run_dir)["step"] == before["step"] == 4
+    assert same(checkpoint(run_dir), before)
     assert run(f"resume={run_dir}", "steps=8").code == 0 and [row["step"] for row in metrics(run_dir)] == list(range(9))
 
 

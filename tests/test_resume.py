@@ -61,7 +61,8 @@ def test_interrupted_and_resumed_is_the_same_run(straight, monkeypatch, tmp_path
     stopped = run(*tiny(tmp_path, *STATEFUL, f"dtype={dtype}"))
     assert stopped.code == 130 and f"interrupted after step {step + 1}" in stopped.output
     assert f"python train.py resume={tmp_path}" in stopped.output
-    assert summary(tmp_path)["status"] == "interrupted" and checkpoint(tmp_path)["step"] == step + 1
+    assert summary(tmp_path)["status"] == "interrupted"
+    assert summary(tmp_path)["steps_done"] == checkpoint(tmp_path)["step"] == step + 1
 
     assert run(f"resume={tmp_path}").code == 0
     assert summary(tmp_path)["status"] == "completed"
@@ -87,6 +88,13 @@ def test_ctrl_c_twice_stops_at_once_and_keeps_the_checkpoint(straight, monkeypat
     assert run(f"resume={tmp_path}").code == 0
     assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
     assert computed(tmp_path) == computed(straight["fp32"])
+
+
+def test_a_resumed_run_that_is_stopped_before_its_first_row_says_so(run_dir, monkeypatch):
+    send_at_step(monkeypatch, 5, signal.SIGINT)
+    assert run(f"resume={run_dir}", "steps=20", "log_every=10").code == 130
+    result = summary(run_dir)
+    assert result["status"] == "interrupted" and result["steps_done"] == checkpoint(run_dir)["step"] == 6
 
 
 def test_killed_at_random_and_resumed_is_the_same_run(tmp_path):
