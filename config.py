@@ -193,7 +193,7 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     seq_len: int = 256  # tokens of one training sequence
-    steps: int = 600  # optimizer steps
+    steps: int = 500  # optimizer steps
     batch_size: int = 16  # sequences of one forward and backward pass
     tokens_per_step: int | None = None  # tokens of one optimizer step (gradient accumulation); None means one pass
     seed: int = 0  # initial weights and order of the data

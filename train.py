@@ -120,6 +120,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         memory.reset()
 
     def save() -> None:
+        summary.update(steps_done=step, tokens=tokens)
         save_checkpoint(run_dir, model=model, optimizer=optimizer, scaler=scaler, step=step, tokens=tokens, config=plain_config)
 
     step = first_step
@@ -232,9 +233,10 @@ def main(cfg: DictConfig) -> dict:
     except BaseException as error:
         if summary["status"] == "running":  # it never came to the loop
             summary |= outcome_of(error, "cpu", run_dir)
-        elif summary["status"] == "completed":  # trained and saved; something after that went wrong
+        elif summary["status"] in ("completed", "diverged"):  # all that was learnt is saved; something after that went wrong
             log.error(f"error after the training: {error}" if str(error) else "stopped after the training")
-            summary["status"] = "interrupted" if isinstance(error, KeyboardInterrupt) else "completed"
+            if isinstance(error, KeyboardInterrupt):
+                summary["status"] = "interrupted"
         traceback.clear_frames(error.__traceback__)  # they would keep every tensor of this job alive
     close_run(run_dir, summary)
     return summary

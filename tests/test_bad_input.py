@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.command import checkpoint, contents, index, metrics, run, summary, tiny, tiny_sweep
+from tests.command import checkpoint, contents, index, metrics, run, same, summary, tiny, tiny_sweep
 from training.device import pick_dtype
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the obstacle is Linux's")

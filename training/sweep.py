@@ -7,6 +7,7 @@ a failed one makes it 1.
 
 import json
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,10 @@ def claim(folder: Path, mark: str, way_out: str) -> None:
         raise SystemExit(f"error: {folder} holds a run or sweep already; {way_out}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(2**16))
     except OSError as error:
-        raise SystemExit(f"error: the folder {folder} cannot be made: {error}; {way_out}") from None
+        raise SystemExit(f"error: the folder {folder} cannot be written to: {error}; {way_out}") from None
 
 
 def exit_code(rows: list[dict[str, Any]]) -> int:

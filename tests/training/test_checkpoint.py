@@ -144,7 +144,7 @@ def refusal(run_dir: Path, model: nn.Module | None = None, config: dict = CONFIG
     model = model or TiedModel()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(run_dir, model=model, optimizer=build_optimizer(model, OptimConfig()), scaler=None, config=config)
+        load_checkpoint(run_dir, model=model, optimizer=build_optimizer(model, OptimConfig(lr=1e-3)), scaler=None, config=config)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -282,7 +282,7 @@ for line in sys.stdin:
     if os.fork() == 0:
         run_dir, first = line.split()
         model = TiedModel()
-        optimizer = build_optimizer(model, OptimConfig())
+        optimizer = build_optimizer(model, OptimConfig(lr=1e-3))
         print(os.getpid(), flush=True)
         for step in range(int(first), int(first) + 100_000):
             model.embedding.weight.data.fill_(step)
@@ -311,7 +311,7 @@ def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
             for line in iter(server.stdout.readline, "killed\n"):
                 written = int(line)
             model = TiedModel()
-            optimizer = build_optimizer(model, OptimConfig())
+            optimizer = build_optimizer(model, OptimConfig(lr=1e-3))
             meta = load_checkpoint(tmp_path, model=model, optimizer=optimizer, scaler=None, config=CONFIG)
             assert meta["step"] in (written, written + 1)
             assert torch.equal(model.embedding.weight, torch.full_like(model.embedding.weight, meta["step"]))

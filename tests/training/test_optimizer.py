@@ -10,7 +10,7 @@ from training.optimizer import build_optimizer, learning_rate
 
 def test_weight_decay_reaches_matrices_only():
     model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
-    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-7))
+    optimizer = build_optimizer(model, OptimConfig(lr=1e-3, weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-7))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert {name: decay[id(p)] for name, p in model.named_parameters()} == {
         "0.weight": 0.1,
@@ -25,7 +25,7 @@ def test_weight_decay_reaches_matrices_only():
 def test_frozen_parameters_are_left_out():
     model = nn.Linear(4, 3)
     model.bias.requires_grad_(False)
-    groups = build_optimizer(model, OptimConfig()).param_groups
+    groups = build_optimizer(model, OptimConfig(lr=1e-3)).param_groups
     assert [p is model.weight for group in groups for p in group["params"]] == [True]
 
 
