@@ -82,6 +82,8 @@ def run(*arguments: str, **variables: str) -> Done:
     """train.py with these arguments and environment variables, in this process."""
     torch.set_num_threads(1)
     output, code = io.StringIO(), 0
+    # as at a terminal: a shell makes its background jobs ignore Ctrl-C
+    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)
     with (
         mock.patch.object(sys, "argv", ["train.py", *arguments]),
         mock.patch.dict(os.environ, environment(**variables)),
@@ -99,6 +101,8 @@ def run(*arguments: str, **variables: str) -> Done:
         except KeyboardInterrupt:
             traceback.print_exc()
             code = -signal.SIGINT
+        finally:
+            signal.signal(signal.SIGINT, ctrl_c)
     return Done(code, output.getvalue())
 
 
