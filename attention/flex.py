@@ -15,8 +15,9 @@ from attention.mask import visible_keys
 
 @cache
 def compiled(function):
-    # the default: shapes are fixed until one changes (a cache that grows while sampling), then symbolic
-    return torch.compile(function)
+    # shapes are fixed until one changes (a cache that grows while sampling), then symbolic; fullgraph: after too many recompilations
+    # PyTorch would otherwise go on uncompiled without a word
+    return torch.compile(function, fullgraph=True)
 
 
 def flex(

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.command import computed, environment, finish, index, metrics, run, start, summary, tiny, tiny_sweep, wait_for_rows
 
@@ -120,6 +121,7 @@ def test_out_of_memory_is_a_result_and_leaves_nothing_behind(tmp_path):
 
 
 @linux
+@pytest.mark.skipif(torch.cuda.is_available(), reason="once CUDA runs there is no limit")
 def test_memory_is_limited_wherever_the_model_runs(monkeypatch, tmp_path):
     """The evaluation before the first step is as large as a step: without a limit the kernel would kill the sweep there."""
     import resource

@@ -2,11 +2,17 @@
 
 import importlib.util
 import os
+from importlib.metadata import version
 
+import numpy
 import torch
 from torch import Tensor
 
 from attention.interface import AttentionOutput, Backend
+
+
+# looked up once: torch.compile cannot trace the look-up
+INSTALLED = importlib.util.find_spec("triton") is not None
 
 
 def triton_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
@@ -17,13 +23,15 @@ def triton_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: fl
 
 
 def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> list[str]:
-    if importlib.util.find_spec("triton") is None:
+    if not INSTALLED:
         return ["Triton is not installed here (pip install triton, Linux only); attention=tiled is the same loop in plain PyTorch"]
     if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return [
             "Triton needs a GPU; set TRITON_INTERPRET=1 before the start to run its kernels in the interpreter (slow, for tests), "
             "or use attention=tiled, the same loop in plain PyTorch"
         ]
+    if q.device.type == "cpu" and version("triton") < "3.7" and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
+        return [f"the interpreter of Triton {version('triton')} fails with numpy {numpy.__version__}; pip install 'numpy<2.4' or 'triton>=3.7'"]
     return []
 
 

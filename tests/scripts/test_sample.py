@@ -144,10 +144,12 @@ def test_complains_about_a_run_on_last_write(complaint, tmp_path):
 def test_command_in_the_help_runs_as_typed(tmp_path):
     write_run(tmp_path / "outputs" / "day" / "time")
 
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+
     def run(command: str) -> subprocess.CompletedProcess:
         command = command.replace("python", sys.executable, 1)
         return subprocess.run(
-            ["bash", "-c", command], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+            ["bash", "-c", command], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
         )
 
     line = re.search(r"^ +(python -m scripts\.sample .*)$", run("python -m scripts.sample --help").stdout, re.MULTILINE)[1]

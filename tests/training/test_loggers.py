@@ -63,7 +63,7 @@ def environment(home: Path, **variables: str) -> dict[str, str]:
         for key, value in os.environ.items()
         if not key.startswith("WANDB") and key.lower() not in ("netrc", "http_proxy", "https_proxy")
     }
-    return clean | {"HOME": str(home), "PYTHONPATH": str(ROOT)} | variables
+    return clean | {"HOME": str(home), "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])} | variables
 
 
 def run_program(folder: Path, mode: str = "auto", jobs=((0, False),), **variables: str):
