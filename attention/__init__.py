@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention.defects import DEFECTS
-from attention.diagnose import LIMITS, Recorder, find_breakdown, max_score
+from attention.diagnose import LIMITS, Recorder, compare_with_exact, find_breakdown, max_score
 from attention.flex import FLEX
 from attention.interface import AttentionOutput, Backend, check_inputs, check_output
 from attention.kernels import TRITON
@@ -31,6 +31,7 @@ __all__ = [
     "Backend",
     "Recorder",
     "attention",
+    "compare_with_exact",
     "find_breakdown",
     "get_backend",
     "max_score",

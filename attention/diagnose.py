@@ -1,4 +1,4 @@
-"""What happens inside attention: the largest score, and the first tile that leaves the finite range.
+"""What happens inside attention: the largest score, the first tile that leaves the finite range, the distance from exact attention.
 
 exp(score) passes the largest number of its dtype where the score passes LIMITS[dtype]; that is where attention without the maximum
 subtracted dies. In float16 the limit is p's, which is rounded to float16 for the product with v whatever the statistics are kept in.
@@ -6,13 +6,14 @@ subtracted dies. In float16 the limit is p's, which is rounded to float16 for th
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attention.interface import AttentionOutput, Backend
 from attention.mask import QueryTile
+from attention.naive import naive_attention
 from attention.online_softmax import OnlineSoftmax
 from attention.tiled import TILED
 
@@ -39,7 +40,8 @@ class TileMaxima:
         self.values = [torch.full((), -torch.inf, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))]
 
     def observe(self, tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
-        self.values.append(scores.amax().to(self.values[0].dtype))
+        # a backward pass that runs the tile again would have its graph kept alive
+        self.values.append(scores.detach().amax().to(self.values[0].dtype))
 
     def largest(self) -> Tensor:
         return torch.stack(self.values).amax()
@@ -52,7 +54,11 @@ class Breakdown:
     tensor: str  # q, k, v (already bad on entry), scores, row_sum, acc or out
     queries: tuple[int, int] | None  # first and one past the last row of the tile, where a tile is to blame
     keys: tuple[int, int] | None
-    max_score: float | None  # largest score of that tile
+    max_score: float | None  # largest score of that tile, in the head below
+    sequence: int | None = None  # of the batch
+    head: int | None = None  # query head; for k and v the key/value head
+    row: int | None = None  # the query; for k and v the key
+    fate: str | None = None  # what came out for that query: NaN, inf, zero or finite; None where nothing was computed any more
 
     def __str__(self) -> str:
         if self.queries is None:
@@ -65,37 +71,113 @@ class Breakdown:
 def find_breakdown(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: Any) -> Breakdown | None:
     """The first tensor of this call that is not finite, or None. `arguments` are what attention() hands to backend.fn."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not x.isfinite().all():
-            return Breakdown(name, None, None, None)
+        if (at := _first(~x.isfinite())) is not None:
+            return Breakdown(name, None, None, None, *at[:3])
     found: list[Breakdown] = []
 
     def observe(tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
         if found:
             return
+        # (B, H_kv, G, R, T or 1 or D)
         for name, x in (("scores", scores), ("row_sum", state.row_sum), ("acc", state.acc)):
             # -inf is the mask's, and right
-            if x.isnan().any() or (x == torch.inf).any() or (name != "scores" and x.isinf().any()):
-                found.append(Breakdown(name, (tile.start, tile.stop), (keys.start, min(keys.stop, k.shape[2])), scores.amax().item()))
+            if (at := _first(x.isnan() | (x == torch.inf if name == "scores" else x.isinf()))) is not None:
+                sequence, group, member, row = at[:4]
+                largest = scores[sequence, group, member].amax().item()
+                where = ((tile.start, tile.stop), (keys.start, min(keys.stop, k.shape[2])))
+                found.append(Breakdown(name, *where, largest, sequence, group * x.shape[2] + member, tile.start + row))
                 return
 
     observer = {"observer": observe} if backend.observable else {}
     out = backend.fn(q, k, v, **arguments, **backend.options, **observer).out
-    if found:
-        return found[0]
-    return None if out.isfinite().all() else Breakdown("out", None, None, None)
+    if not found:
+        if (at := _first(~out.isfinite())) is None:
+            return None
+        found.append(Breakdown("out", None, None, None, *at[:3]))
+    first = found[0]
+    return replace(first, fate=_fate(out[first.sequence, first.head, first.row]))
+
+
+def _first(bad: Tensor) -> list[int] | None:
+    """The index of the first true element."""
+    return bad.nonzero()[0].tolist() if bad.any() else None
+
+
+def _fate(x: Tensor) -> str:
+    if x.isnan().any():
+        return "NaN"
+    return "inf" if x.isinf().any() else "finite" if x.any() else "zero"
+
+
+# scores of one key/value head that the reference below may hold: 2048 x 2048 float64, five such matrices at once, 160 MiB
+REFERENCE_SCORES = 2**22
+
+
+def compare_with_exact(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, *, backend: Backend, causal: bool = True, scale: float | None = None
+) -> dict[str, float]:
+    """How far `backend` is from softmax attention in float64: out, and dq, dk, dv for the incoming gradient d_out.
+
+    Returns {name}_error, |x - exact| / |exact| in the Euclidean norm over the whole tensor, and {name}_cosine, for each of the four.
+    q, d_out (B, H, N, D); k, v (B, H_kv, M, D). The exact values hold for the very numbers in q, k, v, d_out, whatever their dtype.
+
+    Only the last REFERENCE_SCORES / (B * H / H_kv * M) queries are compared, all of them up to M = 2048 without grouped heads. The
+    gradient that comes in through the others is set to 0, so dk and dv are compared whole, and the backend runs at its full length.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    groups = q.shape[1] // k.shape[1]
+    rows = min(q.shape[2], max(1, REFERENCE_SCORES // (q.shape[0] * groups * k.shape[2])))
+    first = q.shape[2] - rows
+    d_out = torch.cat((torch.zeros_like(d_out[:, :, :first]), d_out[:, :, first:]), 2)
+    with torch.autocast(q.device.type, enabled=False):
+        out, *gradients = _with_gradients(backend.fn, q, k, v, d_out, causal=causal, scale=scale, **backend.options)
+        exact: list[list[Tensor]] = []
+        # head by head: the matrix of scores of all of them need not fit beside a model in training
+        for head in range(k.shape[1]):
+            own = slice(head * groups, (head + 1) * groups)
+            inputs = (q[:, own, first:], k[:, head : head + 1], v[:, head : head + 1], d_out[:, own, first:])
+            # the last rows of a causal mask that is aligned bottom-right keep their keys
+            exact.append(_with_gradients(naive_attention, *(x.double() for x in inputs), causal=causal, scale=scale))
+    found = (out[:, :, first:], gradients[0][:, :, first:], *gradients[1:])
+    row = {}
+    for name, x, parts in zip(("out", "dq", "dk", "dv"), found, zip(*exact, strict=True), strict=True):
+        x, expected = x.double(), torch.cat(parts, 1)
+        row[f"{name}_error"] = ((x - expected).norm() / expected.norm()).item()
+        row[f"{name}_cosine"] = (x.flatten() @ expected.flatten() / (x.norm() * expected.norm())).item()
+    return row
+
+
+def _with_gradients(function: Any, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, **arguments: Any) -> list[Tensor]:
+    """out, dq, dk, dv."""
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        out = function(*inputs, **arguments).out
+    return [out.detach(), *torch.autograd.grad(out, inputs, d_out)]
+
+
+class Call(NamedTuple):
+    """One call of attention(), with its place in the graph of the gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    causal: bool
+    scale: float
 
 
 class Recorder:
-    """A backend that behaves as another and keeps, call by call, the largest score or the breakdown: one entry a layer.
+    """A backend that behaves as another and keeps, call by call, the largest score, the breakdown or the tensors: one entry a layer.
 
     recorder = Recorder(backend)
     with model.use_backend(recorder.backend): model(tokens)
-    recorder.max_scores, recorder.breakdowns
+    recorder.max_scores, recorder.breakdowns, recorder.calls
     """
 
-    def __init__(self, backend: Backend, *, look_for_breakdowns: bool = False) -> None:
+    def __init__(self, backend: Backend, *, look_for_breakdowns: bool = False, keep_calls: bool = False) -> None:
         self.max_scores: list[Tensor] = []
         self.breakdowns: list[Breakdown | None] = []
+        self.calls: list[Call] = []
 
         def recorded(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionOutput:
             options = {name: arguments.pop(name) for name in backend.options}
@@ -106,8 +188,11 @@ class Recorder:
                 maxima = TileMaxima(q)
                 output = backend.fn(q, k, v, **arguments, **options, observer=maxima.observe)
                 self.max_scores.append(maxima.largest())
-                return output
-            self.max_scores.append(max_score(q, k, **arguments))
-            return backend.fn(q, k, v, **arguments, **options)
+            else:
+                self.max_scores.append(max_score(q, k, **arguments))
+                output = backend.fn(q, k, v, **arguments, **options)
+            if keep_calls:
+                self.calls.append(Call(q, k, v, output.out, arguments["causal"], arguments["scale"]))
+            return output
 
         self.backend = replace(backend, fn=recorded, traceable=False)

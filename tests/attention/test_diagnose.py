@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from attention import BACKENDS, LIMITS, Recorder, attention, find_breakdown, get_backend, max_score
+from attention import BACKENDS, LIMITS, Recorder, attention, compare_with_exact, find_breakdown, get_backend, max_score
 
 TILES = {"block_q": 16, "block_kv": 8}
 
@@ -73,8 +73,26 @@ def test_no_max_past_its_limit(dtype, score, tensor):
     """In float16 the sums stay finite: it is p, rounded for the product with v, that overflows."""
     found = breakdown(with_one_score(score, 40, 21, dtype=dtype), "no_max")
     assert (found.tensor, found.queries, found.keys, found.max_score) == (tensor, (32, 48), (16, 24), score)
+    assert (found.sequence, found.head, found.row, found.fate) == (0, 1, 40, "NaN" if tensor == "row_sum" else "inf")
     assert str(found) == f"{tensor} leaves the finite range in the tile of queries 32:48 and keys 16:24, whose largest score is {score:.2f}"
     assert breakdown(with_one_score(score, 40, 21, dtype=dtype), "tiled") is None
+
+
+def test_a_sum_that_overflows_alone_leaves_zeros():
+    """No NaN anywhere: every score is 86, far from overflow, and so is acc; only the sum of 64 exponentials is too large."""
+    q, k, v = (torch.full((2, 4, 64, 16), x) for x in (1.0, 86 / 16, 1e-3))
+    found = breakdown([q, k, v], "no_max")
+    assert (found.tensor, found.fate, found.sequence, found.head) == ("row_sum", "zero", 0, 0)
+    out = attention(q, k, v, backend=get_backend("no_max", **TILES), scale=1.0).out
+    assert not out[0, 0, found.row].any() and out[0, 0, found.row - 1].all()
+
+
+def test_the_query_head_is_named_where_heads_share_keys():
+    q, k, v = with_one_score(90.0, 40, 21)
+    q = torch.cat((torch.zeros_like(q), q), 1).repeat(2, 1, 1, 1)  # (2, 4, N, D): head 3 of the two that share key/value head 1
+    q[0] = 0
+    found = breakdown([q, k.repeat(2, 1, 1, 1), v.repeat(2, 1, 1, 1)], "no_max")
+    assert (found.sequence, found.head, found.row, found.max_score) == (1, 3, 40, 90.0)
 
 
 def test_the_first_of_several_tiles_is_named():
@@ -90,6 +108,7 @@ def test_inputs_that_are_bad_already(name, bad):
     tensors[name][0, 0, 7, 3] = bad
     found = breakdown(tensors.values(), "tiled")
     assert (found.tensor, found.queries, found.keys, found.max_score) == (name, None, None, None)
+    assert (found.sequence, found.head, found.row, found.fate) == (0, 0, 7, None)
     assert str(found) == f"{name} is not finite"
 
 
@@ -108,7 +127,7 @@ def test_an_output_that_no_tile_explains():
     """zero_init_max divides 0 by 0 at the very end; naive has no tiles to look into."""
     q, k, v = (torch.full((1, 1, 4, 16), x) for x in (1.0, -30.0, 1.0))
     found = breakdown([q, k, v], "zero_init_max")
-    assert (found.tensor, found.queries) == ("out", None)
+    assert (found.tensor, found.queries, found.head, found.row, found.fate) == ("out", None, 0, 0, "NaN")
     q, k, v = with_one_score(1.0, 3, 2)
     assert find_breakdown(1e25 * q, 1e25 * k, v, backend=get_backend("naive"), causal=True, scale=1.0).tensor == "out"
 
@@ -152,3 +171,65 @@ def test_recorder_sees_the_scores_a_defect_really_works_with():
     recorder = Recorder(get_backend("no_scale", **TILES))
     attention(q, k, v, backend=recorder.backend)
     torch.testing.assert_close(recorder.max_scores[0], max_score(q, k, scale=1.0))
+
+
+def for_comparison(num_heads: int, num_kv_heads: int, length: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """q, k, v, d_out with head dim 16."""
+    return [random(1, h, length, 16, seed=i, dtype=dtype) for i, h in enumerate((num_heads, num_kv_heads, num_kv_heads, num_heads))]
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1)], ids=lambda heads: f"H{heads[0]}-Hkv{heads[1]}")
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["naive", "tiled", "sdpa"])
+def test_exact_backends_are_near_exact(name, dtype, bound, heads):
+    row = compare_with_exact(*for_comparison(*heads, 150, dtype), backend=get_backend(name))
+    assert row.keys() == {f"{tensor}_{figure}" for tensor in ("out", "dq", "dk", "dv") for figure in ("error", "cosine")}
+    for tensor in ("out", "dq", "dk", "dv"):
+        # float32 arithmetic cannot be right to the last bit: an error of 0 would mean that something was compared with itself
+        assert 0 < row[f"{tensor}_error"] < bound and row[f"{tensor}_cosine"] > 1 - bound
+
+
+def test_a_defect_is_as_far_as_autograd_in_float64_says():
+    """no_rescale against naive, both in float64 and over all queries, with the figures written out once more."""
+    q, k, v, d_out = (x.double() for x in for_comparison(2, 2, 60))
+    results = []
+    for backend in (get_backend("no_rescale", **TILES), "naive"):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attention(*inputs, backend=backend, scale=0.3).out
+        results.append([out.detach(), *torch.autograd.grad(out, inputs, d_out)])
+    row = compare_with_exact(q, k, v, d_out, backend=get_backend("no_rescale", **TILES), scale=0.3)
+    for name, x, exact in zip(("out", "dq", "dk", "dv"), *results, strict=True):
+        assert row[f"{name}_error"] == pytest.approx((((x - exact) ** 2).sum() / (exact**2).sum()).sqrt().item(), rel=1e-9)
+        assert row[f"{name}_cosine"] == pytest.approx(torch.cosine_similarity(x.flatten(), exact.flatten(), 0).item(), rel=1e-9)
+        assert row[f"{name}_error"] > 0.05
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=lambda heads: f"H{heads[0]}-Hkv{heads[1]}")
+def test_a_long_sequence_is_compared_in_its_last_queries(monkeypatch, heads):
+    """As if only they had been asked for: with the other queries' gradients at 0, nothing else can be seen."""
+    q, k, v, d_out = for_comparison(*heads, 100)
+    rows = 20
+    monkeypatch.setattr("attention.diagnose.REFERENCE_SCORES", rows * heads[0] // heads[1] * 100 + 50)
+    row = compare_with_exact(q, k, v, d_out, backend=get_backend("tiled", **TILES))
+    assert max(value for name, value in row.items() if name.endswith("_error")) < 2e-6
+    row = compare_with_exact(q, k, v, d_out, backend=get_backend("no_rescale", **TILES))
+    last = compare_with_exact(q[:, :, -rows:], k, v, d_out[:, :, -rows:], backend=get_backend("no_rescale", **TILES))
+    assert row == pytest.approx(last, rel=1e-4) and row["out_error"] > 0.05
+
+
+def test_what_is_not_finite_is_not_compared_away():
+    q, k, v, d_out = for_comparison(1, 1, 40)
+    row = compare_with_exact(100 * q, k, v, d_out, backend=get_backend("no_max", **TILES))
+    assert math.isnan(row["out_error"]) and math.isnan(row["dq_cosine"])
+
+
+def test_recorder_keeps_the_tensors_of_a_call_in_the_graph():
+    recorder = Recorder(get_backend("no_rescale", **TILES), keep_calls=True)
+    q, k, v = (random(1, 2, 40, 16, seed=i).requires_grad_() for i in range(3))
+    out = attention(q, k, v, backend=recorder.backend).out
+    (call,) = recorder.calls
+    assert call.q is q and call.k is k and call.v is v and (call.causal, call.scale) == (True, 0.25)
+    # what a later layer makes of it
+    (d_out,) = torch.autograd.grad((out**2).sum(), call.out)
+    assert torch.equal(d_out, 2 * out)
+    assert not any(score.requires_grad for score in recorder.max_scores)
