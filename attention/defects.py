@@ -10,6 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from attention.kernels import broken_triton_backend
+from attention.interface import Backend
 from attention.mask import QueryTile, VisibleKeys, visible_keys
 from attention.online_softmax import OnlineSoftmax, finite, weighted_sum
 from attention.tiled import tile_loop_backend, tiled_attention
@@ -88,39 +90,59 @@ def unscaled_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **argum
     return tiled_attention(q, k, v, scale=1.0, **arguments)
 
 
+# red wherever the result is compared with softmax attention's; names of attention.properties.PROPERTIES
+WRONG = frozenset(
+    {
+        *("forward", "gradients", "lse", "large logits", "logits + 100", "logits - 120", "ragged tails", "first tile masked", "N != M"),
+        *("grouped heads", "optional arguments"),
+    }
+)
+LEAKS = frozenset({"rows without a key", "no leak, outputs", "no leak, gradients", "mask positions", "prefill = decode"})
+
+def also_in_triton(backend: Backend) -> Backend:
+    """The backend with a second implementation, attention.impl=triton."""
+    return replace(backend, implementations={"tiled": backend, "triton": broken_triton_backend(backend.name, backend.defect)})
+
+
 DEFECTS = (
     tile_loop_backend(
         "no_max",
         softmax=NoMax,
         defect="no maximum is subtracted: exact until one score passes ln(largest number), 88.72 in float32 and bfloat16 and 11.09 in "
         "float16 (p is cast for p @ v); then inf, NaN or exact zeros; NaN too where every score of a row is below -104, as every exp is 0",
+        breaks=frozenset({"large logits", "logits + 100", "logits - 120"}),
     ),
     tile_loop_backend(
         "no_rescale",
         softmax=NoRescale,
         defect="each tile subtracts its own maximum and earlier sums are never rescaled: finite, plausible and wrong, every tile counts "
         "as if its best key were equally good; exact when one tile holds all keys",
+        breaks=WRONG | {"block sizes", "key permutation"},
     ),
     tile_loop_backend(
         "local_softmax",
         softmax=LocalSoftmax,
         defect="each tile is normalised on its own and the results are summed: the weights of a row add up to the number of its tiles",
+        breaks=WRONG | {"block sizes", "key permutation", "rows sum to one"},
     ),
     tile_loop_backend(
         "zero_init_max",
         softmax=ZeroInitMax,
         defect="the running maximum starts at 0: exact unless every score of a row is very negative (NaN near -104 in float32); a row "
         "without a key is NaN",
+        breaks=frozenset({"logits - 120", "rows without a key"}),
     ),
     tile_loop_backend(
         "relative_mask",
         visible_keys=relative_keys,
         without=("window", "document_ids"),
         defect="the causal mask uses positions inside the tile: tiles of the future leak in, tiles of the past are half hidden",
+        breaks=(WRONG - {"first tile masked"}) | LEAKS | {"block sizes", "key permutation"},
     ),
     tile_loop_backend(
         "no_scale",
         function=unscaled_attention,
         defect="scores are not divided by sqrt(head_dim): sqrt(head_dim) times too large, the stress under which no_max dies first",
+        breaks=WRONG,
     ),
 )

@@ -46,8 +46,11 @@ class Backend:
     backward: bool = True  # whether gradients flow to q, k and v
     exact: bool = True  # whether it claims to compute softmax attention
     defect: str | None = None  # for a deliberately broken one: what is wrong and how it shows
+    breaks: frozenset[str] = frozenset()  # the properties it is known to be red in; names of attention.properties.PROPERTIES
     traceable: bool = True  # whether torch.compile may look inside; a Python loop over tiles may not be unrolled
     observable: bool = False  # whether fn takes observer=, called after each tile; see attention.diagnose
+    # the same computation written otherwise, by the value of the option impl that picks it; its own capabilities and options hold
+    implementations: Mapping[str, "Backend"] = field(default_factory=dict)
     # further reasons to refuse given inputs, in words: requirements(q, k, v, causal=..., **options) -> list
     requirements: Callable[..., list[str]] | None = None
 
@@ -58,6 +61,11 @@ class Backend:
 
     def configured(self, **options: Any) -> "Backend":
         """A copy with other options. Raises ValueError for one the backend does not have."""
+        if self.implementations and "impl" in options:
+            impl = options.pop("impl")
+            if impl not in self.implementations:
+                raise ValueError(f"attention={self.name} has no impl={impl}; valid: {', '.join(self.implementations)}")
+            return self.implementations[impl].configured(**options)
         for name in options:
             if name not in self.options:
                 has = f"its options: {', '.join(self.options)}" if self.options else "it has no options"

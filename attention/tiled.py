@@ -226,6 +226,7 @@ def tile_loop_backend(
     name: str,
     *,
     defect: str | None = None,
+    breaks: frozenset[str] = frozenset(),
     without: tuple[str, ...] = (),
     function: Callable[..., AttentionOutput] = tiled_attention,
     **variant: Any,
@@ -242,6 +243,7 @@ def tile_loop_backend(
         options=options,
         exact=exact,
         defect=defect,
+        breaks=breaks,
         traceable=False,
         observable=True,
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, Backend, attention, get_backend
-from tests.attention.conformance import SHORT
+from attention.conformance import SHORT
 
 TILES = {"block_q": 16, "block_kv": 8}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attention import BACKENDS, Backend
-from tests.attention.conformance import SHORT, Case, compare
+from attention.conformance import SHORT, Case, compare
 
 # the tile loops run with tiles small enough that every case crosses several, ragged at the end
 TILES = {"block_q": 32, "block_kv": 16}

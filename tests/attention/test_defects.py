@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend
-from tests.attention.conformance import Case, compare
+from attention.conformance import Case, compare
 
 TILES = {"block_q": 16, "block_kv": 8}
 ONE_TILE = {"block_q": 64, "block_kv": 64}

@@ -4,14 +4,11 @@ Fitted to c * N^exponent over growing N, the largest tensor, the bytes alive at 
 pass must grow like N. Dimensions: N tokens, D head dim.
 """
 
-import numpy as np
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend
+from attention import BACKENDS, AttentionOutput, Backend, get_backend
+from attention.footprint import exponents, weigh
 from attention.mask import visible_keys
 from attention.online_softmax import OnlineSoftmax
 from attention.tiled import TileLoop
@@ -20,47 +17,6 @@ TILES = {"block_q": 64, "block_kv": 64}
 LENGTHS = (128, 256, 512, 1024)
 # flex has no backward pass on the CPU, and materialises the scores there
 LINEAR = [name for name in BACKENDS if name not in ("naive", "flex")]
-
-
-class Scale(TorchDispatchMode):
-    """Weighs the memory behind every tensor that an operator returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = self.peak = 0  # bytes of one tensor; of all that are alive together
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor):
-                storage = x.untyped_storage()
-                self.alive[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
-                self.largest = max(self.largest, storage.nbytes())
-        self.alive = {pointer: entry for pointer, entry in self.alive.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
-        return result
-
-
-def weigh(backend: Backend, length: int) -> dict[str, int]:
-    """Bytes of one causal forward and backward pass: the largest tensor, the peak, and what was kept for the backward pass."""
-    q, k, v = (torch.randn(1, 2, length, 32).requires_grad_() for _ in range(3))
-    saved = {}
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with Scale() as scale:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            out = attention(q, k, v, backend=backend).out
-        out.backward(torch.ones_like(out))
-    return {"largest": scale.largest, "peak": scale.peak, "saved": sum(saved.values())}
-
-
-def exponents(backend: Backend, lengths: tuple[int, ...]) -> dict[str, float]:
-    rows = [weigh(backend, length) for length in lengths]
-    return {name: np.polyfit(np.log(lengths), np.log([row[name] for row in rows]), 1)[0] for name in rows[0]}
 
 
 @pytest.mark.parametrize("name", LINEAR)

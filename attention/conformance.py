@@ -1,4 +1,4 @@
-"""The conformance cases every backend is held to, and the budget that decides.
+"""Cases for any backend, random and adversarial, and the budget that decides whether its results will do.
 
 The reference is naive attention in float64 on the same rounded inputs. A result may be twice as far from it as naive attention in the
 same dtype is, plus the roundings that no implementation escapes (`unavoidable`): err <= 2 * err(naive, same dtype) + unavoidable.
@@ -6,7 +6,7 @@ same dtype is, plus the roundings that no implementation escapes (`unavoidable`)
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,12 +27,16 @@ class Case:
     causal: bool = True
     inputs: str = "normal"
     optional: dict[str, Any] = field(default_factory=dict)  # window, softcap; alibi_slopes and document_ids as True
+    seed: int = 0
 
     def __str__(self) -> str:
         heads = f"H{self.num_heads}" + (f"kv{self.num_kv_heads}" if self.num_kv_heads != self.num_heads else "")
         length = f"N{self.num_queries}" + (f"-M{self.num_keys}" if self.num_keys != self.num_queries else "")
         parts = [f"B{self.batch}", heads, length, f"D{self.head_dim}", "causal" if self.causal else "full", *self.optional]
-        return "-".join(parts + ([self.inputs] if self.inputs != "normal" else []))
+        return "-".join(parts + ([self.inputs] if self.inputs != "normal" else []) + ([f"seed{self.seed}"] if self.seed else []))
+
+    def __hash__(self) -> int:
+        return hash((str(self), *self.optional.values()))
 
     def features(self) -> set[str]:
         """What of a backend's features the case needs."""
@@ -45,13 +49,13 @@ class Case:
 
     def make(self, dtype: torch.dtype, device: str) -> tuple[list[Tensor], dict[str, Any], Tensor, Tensor]:
         """q, k, v in dtype; the keyword arguments; and what flows back into out and lse."""
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(self.seed)
         random = partial(torch.randn, generator=generator, dtype=torch.float64)
         q = random(self.batch, self.num_heads, self.num_queries, self.head_dim)
         k = random(self.batch, self.num_kv_heads, self.num_keys, self.head_dim)
         v = random(self.batch, self.num_kv_heads, self.num_keys, self.head_dim)
         d_out, d_lse = random(q.shape), random(q.shape[:3])
-        q, k = ADVERSARIAL[self.inputs](q, k)
+        q, k, v = ADVERSARIAL[self.inputs](q, k, v)
         arguments: dict[str, Any] = {"causal": self.causal} | self.optional
         if "alibi_slopes" in arguments:
             arguments["alibi_slopes"] = torch.logspace(-1, -4, self.num_heads, base=2, device=device)
@@ -60,49 +64,72 @@ class Case:
         return [x.to(device, dtype) for x in (q, k, v)], arguments, d_out.to(device), d_lse.to(device)
 
 
-def _growing(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+Inputs = tuple[Tensor, Tensor, Tensor]  # q (B, H, N, D); k, v (B, H_kv, M, D), in float64
+
+
+def _growing(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
     """Every key scores higher than the last: the maximum moves in every tile."""
     ramp = torch.linspace(0, 6, k.shape[2], dtype=k.dtype)[:, None]
-    return q.abs(), k.abs() * 0.1 + ramp * 0.5
+    return q.abs(), k.abs() * 0.1 + ramp * 0.5, v
 
 
-def _spike(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def _spike(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
     """One key near the end outweighs everything seen before it."""
     k = k.clone()
     k[:, :, -3] = 8 * q[:, : k.shape[1], -1]
-    return q, k
+    return q, k, v
 
 
-def _negative(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def _huge(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
+    """Every row's own key scores in the hundreds, past the largest exponent of every dtype, and no two rows agree how far."""
+    return 40 * q, 0.3 * k + q[:, : k.shape[1]], v
+
+
+def _negative(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
     """Every score is far below zero: what starts from a maximum of 0 has nothing left."""
-    return q.abs() + 3, -(k.abs() + 3) * (40 / q.shape[-1] ** 0.5)
+    return q.abs() + 3, -(k.abs() + 3) * (40 / q.shape[-1] ** 0.5), v
 
 
-def _ties(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def _shifted(q: Tensor, k: Tensor, v: Tensor, *, by: float) -> Inputs:
+    """Ordinary scores, all moved by the same amount, which softmax does not see."""
+    q, k = q.clone(), k.clone()
+    q[..., 0], k[..., 0] = 4, by * q.shape[-1] ** 0.5 / 4
+    return q, k, v
+
+
+def _ties(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
     """Keys repeat, so that maxima are tied within and across tiles."""
-    return q, k[:, :, torch.arange(k.shape[2]) % 4]
+    return q, k[:, :, torch.arange(k.shape[2]) % 4], v
 
 
 ADVERSARIAL = {
-    "normal": lambda q, k: (q, k),
-    "large": lambda q, k: (q * 4, k * 2),
+    "normal": lambda q, k, v: (q, k, v),
+    "large": lambda q, k, v: (q * 4, k * 2, v),
     "growing": _growing,
     "spike": _spike,
+    "huge": _huge,
     "negative": _negative,
+    "up": partial(_shifted, by=100),
+    "down": partial(_shifted, by=-120),
     "ties": _ties,
+    "ones": lambda q, k, v: (q, k, torch.ones_like(v)),
 }
 
 
-def run(backend: str | Backend, tensors: list[Tensor], arguments: dict[str, Any], d_out: Tensor, d_lse: Tensor | None) -> dict[str, Tensor]:
-    """out, lse (where there is one) and the gradients, as float64."""
-    q, k, v = (x.detach().requires_grad_() for x in tensors)
+def run(
+    backend: str | Backend, tensors: list[Tensor], arguments: dict[str, Any], d_out: Tensor, d_lse: Tensor | None, *, backward: bool = True
+) -> dict[str, Tensor]:
+    """out, lse (where there is one) and, with backward, the gradients, as float64."""
+    q, k, v = (x.detach().requires_grad_(backward) for x in tensors)
     output: AttentionOutput = attention(q, k, v, backend=backend, **arguments)
-    loss = (output.out.double() * d_out).sum()
-    if d_lse is not None and output.lse is not None:
-        # a row without a key has lse = -inf, which nobody should differentiate through
-        loss = loss + (torch.where(output.lse.isinf(), 0.0, output.lse).double() * d_lse).sum()
-    grads = torch.autograd.grad(loss, (q, k, v))
-    results = dict(zip(("dq", "dk", "dv"), grads, strict=True)) | {"out": output.out.detach()}
+    results = {}
+    if backward:
+        loss = (output.out.double() * d_out).sum()
+        if d_lse is not None and output.lse is not None:
+            # a row without a key has lse = -inf, which nobody should differentiate through
+            loss = loss + (torch.where(output.lse.isinf(), 0.0, output.lse).double() * d_lse).sum()
+        results = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(loss, (q, k, v)), strict=True))
+    results["out"] = output.out.detach()
     if output.lse is not None:
         results["lse"] = output.lse.detach()
     return {name: x.double() for name, x in results.items()}
@@ -144,27 +171,52 @@ def unavoidable(
     }
 
 
-def compare(backend: Backend, case: Case, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """One row of the report: for each tensor its error, naive's own and the budget. Never raises for a wrong result."""
+class Expected(NamedTuple):
+    """What a case ought to give, and how far from it one may be."""
+
+    tensors: list[Tensor]
+    arguments: dict[str, Any]
+    d_out: Tensor
+    d_lse: Tensor
+    reference: dict[str, Tensor]  # out, lse, dq, dk, dv in float64
+    own: dict[str, float]  # naive's own error in the case's dtype
+    roundings: dict[str, float]
+
+    def budget(self, name: str) -> float:
+        return 2 * self.own[name] + self.roundings[name]
+
+
+def expect(case: Case, dtype: torch.dtype, device: str, *, with_lse: bool = True) -> Expected:
+    """What naive attention says of the case; without lse, nothing flows back into it."""
     tensors, arguments, d_out, d_lse = case.make(dtype, device)
-    if "lse" not in backend.features:
+    if not with_lse:
         d_lse = torch.zeros_like(d_lse)
-    found = run(backend, tensors, arguments, d_out, d_lse)
     reference = run("naive", [x.double() for x in tensors], arguments, d_out, d_lse)
-    naive = run("naive", tensors, arguments, d_out, d_lse)
     roundings = unavoidable(tensors, arguments, d_out, d_lse, reference)
+    if dtype == torch.float64:
+        # the reference is no more exact than what it judges
+        own = {name: 16 * rounding for name, rounding in roundings.items()}
+    else:
+        naive = run("naive", tensors, arguments, d_out, d_lse)
+        own = {name: distance(naive[name], reference[name]) for name in reference}
+    return Expected(tensors, arguments, d_out, d_lse, reference, own, roundings)
+
+
+def compare(
+    backend: Backend, case: Case, dtype: torch.dtype, device: str, *, expected: Expected | None = None, backward: bool = True
+) -> dict[str, Any]:
+    """One row of the report: for each tensor its error, naive's own and the budget. Never raises for a wrong result."""
+    expected = expected or expect(case, dtype, device, with_lse="lse" in backend.features)
+    found = run(backend, expected.tensors, expected.arguments, expected.d_out, expected.d_lse, backward=backward)
     row: dict[str, Any] = {"backend": backend.name, "case": f"{case}-{SHORT[dtype]}", "device": device, "tensors": {}}
     for name in found:
-        # a row without a key has lse = -inf, in both
-        error, own = (_distance(x[name], reference[name]) for x in (found, naive))
-        # in float64 the reference is no more exact than what it judges
-        own = 16 * roundings[name] if dtype == torch.float64 else own
+        error, own, rounding = distance(found[name], expected.reference[name]), expected.own[name], expected.roundings[name]
         row["tensors"][name] = {
             "error": error,
             "naive": own,
-            "budget": 2 * own + roundings[name],
+            "budget": expected.budget(name),
             # a single key makes naive exact: a rounding is the least that is divided by
-            "multiple": error / max(own, roundings[name], 1e-300),
+            "multiple": error / max(own, rounding, 1e-300),
         }
     row["ok"] = all(x["error"] <= x["budget"] for x in row["tensors"].values())
     row["worst_share_of_budget"] = max(x["error"] / max(x["budget"], 1e-300) for x in row["tensors"].values())
@@ -172,6 +224,6 @@ def compare(backend: Backend, case: Case, dtype: torch.dtype, device: str) -> di
     return row
 
 
-def _distance(x: Tensor, reference: Tensor) -> float:
-    """Largest difference; inf where one is NaN or infinite and the other is not."""
+def distance(x: Tensor, reference: Tensor) -> float:
+    """Largest difference; inf where one is NaN or infinite and the other is not. A row without a key has lse = -inf in both."""
     return torch.where(x == reference, 0.0, (x - reference).abs()).nan_to_num(nan=torch.inf).max().item()
