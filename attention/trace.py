@@ -1,0 +1,269 @@
+"""A tile loop, step by step: what each tile of keys did to one tile of queries, and which rows came out wrong.
+
+Any backend that takes an observer can be traced, whatever its softmax object does: each update is done again beside the loop, and the
+exponentials it takes are listened to. So `p` and `alpha` are what the code computed, not what it should have computed.
+
+Dimensions: N queries, M keys, D head dim; a tile is R rows by T keys. Everything here is of one sequence and one head: q (1, 1, N, D),
+k and v (1, 1, M, D).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from attention.interface import Backend
+from attention.mask import QueryTile
+from attention.online_softmax import OnlineSoftmax
+
+# what can become of a row's output: as exact attention's, finite but not that, all zeros where it is not, infinite somewhere, NaN somewhere
+FATES = ("right", "wrong", "zeros", "inf", "NaN")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One tile of keys absorbed. Tensors have the dtype in which the loop held them."""
+
+    keys: tuple[int, int]  # first and one past the last
+    scores: Tensor  # (R, T), -inf where masked
+    p: Tensor  # (R, T), as it enters p @ v: in v's dtype
+    alpha: Tensor  # (R,), what the past sums were multiplied by
+    row_max: Tensor  # (R,), after this tile, as the rest
+    row_sum: Tensor  # (R,)
+    acc: Tensor  # (R, D)
+    out: Tensor  # (R, D), what attention over the keys so far comes to, in q's dtype
+
+    def broken(self) -> Tensor:
+        """(R,) true where a row has left the finite range, or has seen keys and has nothing to divide by."""
+        return torch.stack(list(self.causes().values())).any(0)
+
+    def causes(self) -> dict[str, Tensor]:
+        """What can be broken, in the order in which one follows from the other, and (R,) where it is."""
+        return {
+            "scores": not_finite(self.scores, masked=True),
+            "p": not_finite(self.p),
+            "row_sum": not_finite(self.row_sum.unsqueeze(-1)),
+            "acc": not_finite(self.acc),
+            "row_sum = 0": no_weight(self.row_max, self.row_sum),
+        }
+
+
+def not_finite(x: Tensor, *, masked: bool = False) -> Tensor:
+    """(...,) true where a row of x (..., T) holds NaN or infinity; where there is a mask, -inf is the mask's."""
+    return (x.isnan() | (x == torch.inf) | ((x == -torch.inf) & (not masked))).any(-1)
+
+
+def no_weight(row_max: Tensor, row_sum: Tensor) -> Tensor:
+    """True where keys were seen, row_max tells, and every exp came out as 0: the output is 0/0."""
+    return (row_sum == 0) & (row_max != -torch.inf)
+
+
+@torch.no_grad()
+def observe(
+    observer: Callable[[QueryTile, slice, Tensor, OnlineSoftmax], None],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    backend: Backend,
+    **arguments: Any,
+) -> Tensor:
+    """One call of the backend with an observer of its tiles, each of one head: scores (R, T), a state of (R, 1), (R, 1), (R, D).
+
+    Returns out (N, D). Raises ValueError for a backend that cannot be observed.
+    """
+    if not backend.observable:
+        raise ValueError(f"attention={backend.name} shows nothing of its tiles while it runs")
+
+    def of_head(tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
+        row_max, row_sum, acc = (x[0, 0, 0] for x in (state.row_max, state.row_sum, state.acc))
+        state = replace(state, row_max=row_max, row_sum=row_sum, acc=acc)
+        observer(tile, slice(keys.start, keys.start + scores.shape[-1]), scores[0, 0, 0], state)
+
+    with torch.autocast(q.device.type, enabled=False):
+        return backend.fn(q, k, v, **arguments, **backend.options, observer=of_head).out[0, 0]
+
+
+class Exponentials(TorchFunctionMode):
+    """Listens to exp and exp2: `results` holds what they gave, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", None) in ("exp", "exp2"):
+            self.results.append(result)
+        return result
+
+
+def listen(state: OnlineSoftmax, scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """p (R, T) and alpha (R,) of one update by scores (R, T) and v (T, D). alpha is 1 where the past is left as it is."""
+    # one masked key more, so that p never has alpha's shape
+    scores, v = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf), torch.nn.functional.pad(v, (0, 0, 0, 1))
+    with Exponentials() as heard:
+        state.update(scores, v)
+    p = next(x for x in heard.results if x.shape == scores.shape)
+    alpha = next((x for x in heard.results if x.shape == state.row_max.shape), torch.ones_like(state.row_max))
+    return p[:, :-1].to(v.dtype), alpha.squeeze(-1)
+
+
+def record_steps(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, row: int, **arguments: Any) -> tuple[range, list[Step]]:
+    """The rows of the query tile that `row` lies in, and that tile's steps."""
+    rows = range(0)
+    steps: list[Step] = []
+    past: OnlineSoftmax | None = None
+
+    def record(tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
+        nonlocal past, rows
+        if not tile.start <= row < tile.stop:
+            return
+        if past is None:
+            rows = range(tile.start, tile.stop)
+            past = type(state).empty(q[0, 0, tile.rows], dtype=scores.dtype)
+        p, alpha = listen(past, scores, v[0, 0, keys])
+        out = state.finalize()[0].to(q.dtype)
+        steps.append(Step((keys.start, keys.stop), scores, p, alpha, state.row_max.squeeze(-1), state.row_sum.squeeze(-1), state.acc, out))
+        past = state
+
+    observe(record, q, k, v, backend, **arguments)
+    return rows, steps
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One call, looked at. `found` and `exact` go over the tiles of keys in the order of the backend; None is a tile that is skipped."""
+
+    fates: list[str]  # of every query, each one of FATES
+    first: tuple[range, tuple[int, int], str, float] | None  # first tile to leave the finite range: queries, keys, what, largest score
+    rows: range  # the tile of queries whose steps these are
+    row: int  # the query to follow
+    tiles: list[tuple[int, int]]  # keys
+    found: list[Step]
+    exact: list[Step | None]  # the same by the exact backend, in the same dtype
+    reference: list[Tensor]  # (R, D), softmax attention over the keys so far in float64
+    error: list[Tensor]  # (R,), how far the output so far is from that
+    exact_error: list[Tensor]
+    breaks: list[int | None]  # of each of `rows`: the step from which on it is broken or further off than rounding explains
+
+
+@torch.no_grad()
+def trace(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, exact: Backend, row: int | None = None, **arguments: Any) -> Trace:
+    """Trace `backend` beside `exact`, which must have the same tiles. `arguments` are what attention() hands to backend.fn.
+
+    row: the query to follow. None takes, of the last tile of queries in which a row leaves the finite range, the row that does first;
+    where all stays finite the row that is furthest off, and where nothing is off the last.
+    """
+    call, wide = (q, k, v), [x.double() for x in (q, k, v)]
+    seen = survey(*call, backend=backend, **arguments)
+    exact_out, reference_out = (survey(*x, backend=exact, **arguments).out for x in (call, wide))
+    fates, budget = judge(seen.out, exact_out, reference_out)
+    if row is None:
+        row = _row_to_follow(seen, fates, reference_out)
+    rows, found = record_steps(*call, backend=backend, row=row, **arguments)
+    tiles = [step.keys for step in found]
+    beside = {step.keys: step for step in record_steps(*call, backend=exact, row=row, **arguments)[1]}
+    true = {step.keys: step.out for step in record_steps(*wide, backend=exact, row=row, **arguments)[1]}
+
+    # where the exact loop skips a tile, what it had before stands
+    exact_so_far = _carried({keys: step.out for keys, step in beside.items()}, tiles)
+    reference = _carried(true, tiles)
+    error, exact_error = (
+        [(x.double() - expected).abs().amax(-1) for x, expected in zip(outs, reference, strict=True)]
+        for outs in ([step.out for step in found], exact_so_far)
+    )
+    bad = torch.stack([step.broken() | ~(off <= budget) for step, off in zip(found, error, strict=True)])
+    breaks = [None if fates[i] == "right" else _start_of_last_run(bad[:, i - rows.start].tolist()) for i in rows]
+    first = _first_break(seen, fates, *call, backend=backend, **arguments)
+    return Trace(fates, first, rows, row, tiles, found, [beside.get(keys) for keys in tiles], reference, error, exact_error, breaks)
+
+
+def judge(out: Tensor, exact: Tensor, reference: Tensor) -> tuple[list[str], float]:
+    """The fate of every row of out (N, D), and how far off is still right.
+
+    That is four times the error of `exact` in the same dtype, and at least four roundings of the largest output.
+    """
+    size = reference.abs().amax(-1)
+    error, own = ((x.double() - reference).abs().amax(-1) for x in (out, exact))
+    budget = 4 * max(own.nan_to_num(0.0, 0.0).amax().item(), torch.finfo(out.dtype).eps * size.amax().item())
+    is_fate = {
+        "NaN": out.isnan().any(-1),
+        "inf": out.isinf().any(-1),
+        "zeros": (out == 0).all(-1) & (size > budget),
+        "wrong": error > budget,
+    }
+    return [next((fate for fate, is_so in is_fate.items() if is_so[i]), "right") for i in range(len(out))], budget
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What became of every row of one call."""
+
+    out: Tensor  # (N, D)
+    first_break: list[int | None]  # per row: the first key of the tile from which on its sums were broken
+    query_tiles: list[range]
+
+
+def survey(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: Any) -> Survey:
+    """One look at the whole call that keeps no tile."""
+    first_break: list[int | None] = [None] * q.shape[2]
+    tiles: dict[int, range] = {}
+
+    def look(tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
+        tiles[tile.start] = range(tile.start, tile.stop)
+        row_max, row_sum = state.row_max.squeeze(-1), state.row_sum.squeeze(-1)
+        broken = not_finite(scores, masked=True) | not_finite(state.row_sum) | not_finite(state.acc) | no_weight(row_max, row_sum)
+        for i, is_broken in zip(tiles[tile.start], broken.tolist(), strict=True):
+            if not is_broken:
+                first_break[i] = None  # it had no weight yet, and has now
+            elif first_break[i] is None:
+                first_break[i] = keys.start
+
+    out = observe(look, q, k, v, backend, **arguments)
+    return Survey(out, first_break, [tiles[start] for start in sorted(tiles)])
+
+
+def _row_to_follow(seen: Survey, fates: list[str], reference: Tensor) -> int:
+    for tile in reversed(seen.query_tiles):
+        broken = [i for i in tile if fates[i] != "right" and seen.first_break[i] is not None]
+        if broken:
+            return min(broken, key=lambda i: (seen.first_break[i], -i))
+    if "wrong" in fates:
+        return (seen.out.double() - reference).abs().amax(-1).argmax().item()
+    return len(fates) - 1
+
+
+def _first_break(
+    seen: Survey, fates: list[str], q: Tensor, k: Tensor, v: Tensor, **arguments: Any
+) -> tuple[range, tuple[int, int], str, float] | None:
+    for tile in seen.query_tiles:
+        broken = [i for i in tile if fates[i] != "right" and seen.first_break[i] is not None]
+        if broken:
+            row = min(broken, key=lambda i: seen.first_break[i])
+            _, steps = record_steps(q, k, v, row=row, **arguments)
+            step = next(step for step in steps if step.keys[0] == seen.first_break[row])
+            cause = next(name for name, where in step.causes().items() if where[row - tile.start])
+            return tile, step.keys, cause, step.scores.amax().item()
+    return None
+
+
+def _carried(outs: dict[tuple[int, int], Tensor], tiles: list[tuple[int, int]]) -> list[Tensor]:
+    past = torch.zeros_like(next(iter(outs.values())))
+    carried = []
+    for keys in tiles:
+        past = outs.get(keys, past)
+        carried.append(past)
+    return carried
+
+
+def _start_of_last_run(bad: list[bool]) -> int | None:
+    """The first of the true values at the end of the list."""
+    start = None
+    for i in reversed(range(len(bad))):
+        if not bad[i]:
+            break
+        start = i
+    return start

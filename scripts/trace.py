@@ -1,0 +1,288 @@
+"""Watch one attention call tile by tile: what each tile adds, how the sums are corrected, and where a broken one breaks.
+
+    python -m scripts.trace attention=no_max dtype=fp16 inputs=large
+
+Prints the tiles of one tile of queries and writes a page that replays them, exact beside broken. Arguments are key=value as for
+train.py; every key has a default, and the first thing to look at is an example of eight keys that can be followed by hand:
+
+    attention      a tile loop: its name, or pkg.module:NAME for your own (no_rescale; with run=, the run's)
+    dtype          fp32, bf16 or fp16, of q, k and v (fp32; with run=, what the run computes in)
+    softmax_dtype  float32, or input to keep scores and sums in dtype too (float32)
+    inputs         worked, or random ones: normal, large, growing, spike, huge, negative, up, down, ties, ones (worked)
+    seq_len        queries and keys of random inputs (128)
+    head_dim       of random inputs (16)
+    seed           of random inputs (0)
+    causal         whether a query sees only the keys up to its own (true; false for the worked example)
+    block_q        queries of a tile (16; 4)
+    block_kv       keys of a tile (16; 4; with run=, the run's)
+    row            the query to follow (the first that breaks in the last tile of queries that does)
+    run            a run's directory: take the q, k and v of its trained weights on held-out data
+    layer          of the run (0)
+    head           of the run (0)
+    sequence       of the held-out batch (0)
+    device         auto, cpu or cuda (auto)
+    out            the page (trace.html)
+"""
+
+import sys
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from attention import BACKENDS, AttentionOutput, Backend, get_backend
+from attention.conformance import ADVERSARIAL, Case
+from attention.trace import Trace, trace
+from data import build_data
+from model import GPT
+from scripts.sample import read_config
+from scripts.trace_page import render_page
+from training.checkpoint import load_model_state
+from training.device import DTYPES, pick_device, pick_dtype
+
+WORKED_Q = [
+    [1.0, 0.0, 0.5, -0.3],
+    [0.2, 1.0, -0.1, 0.8],
+    [-0.5, 0.3, 1.0, 0.1],
+    [0.7, -0.4, 0.2, 0.6],
+    [0.3, 0.8, -0.2, 0.4],
+    [-0.1, 0.5, 0.7, -0.6],
+    [0.9, -0.3, 0.4, 0.2],
+    [0.1, 0.6, -0.8, 0.5],
+]
+WORKED_SCORES = [0.8, 0.3, -0.1, 0.5, 1.2, -0.4, 0.6, 0.1]  # of the first query
+WORKED_COLUMNS = ("weight of tile 1", "weight of tile 2", "mean position", "sum of weights")
+# the tensor that breaks, in words
+CAUSES = {
+    "scores": "a score is not finite",
+    "p": "p = exp(score - what is subtracted) passes the largest {dtype}",
+    "row_sum": "the sum of p passes the largest number of its dtype",
+    "acc": "p @ v passes the largest number of its dtype",
+    "row_sum = 0": "every p rounds to 0, and 0/0 is left to divide",
+}
+
+
+@dataclass
+class Options:
+    attention: str | None = None
+    dtype: str | None = None
+    softmax_dtype: str = "float32"
+    inputs: str | None = None
+    seq_len: int | None = None
+    head_dim: int | None = None
+    seed: int | None = None
+    causal: bool | None = None
+    block_q: int | None = None
+    block_kv: int | None = None
+    row: int | None = None
+    run: Path | None = None
+    layer: int | None = None
+    head: int | None = None
+    sequence: int | None = None
+    device: str = "auto"
+    out: Path = Path("trace.html")
+
+
+class Call(NamedTuple):
+    """One attention call to look at."""
+
+    q: Tensor  # (1, 1, N, D)
+    k: Tensor  # (1, 1, M, D)
+    v: Tensor
+    causal: bool
+    scale: float
+    source: str  # where q, k and v come from, in words
+    attention: str  # what to use unless asked otherwise
+    block_q: int
+    block_kv: int
+    row: int | None = None
+    columns: tuple[str, ...] | None = None  # what the entries of an output row mean
+
+
+def read_options(arguments: list[str]) -> Options:
+    """Options from key=value arguments. Raises ValueError for an unknown key or value, and for keys that do not go together."""
+    types = {field.name: next(iter(get_args(field.type)), field.type) for field in fields(Options)}
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, text = argument.partition("=")
+        if not equals or key not in types:
+            raise ValueError(f"{argument!r} is not key=value with a key of: {', '.join(types)}")
+        try:
+            values[key] = {"true": True, "false": False}[text.lower()] if types[key] is bool else types[key](text)
+        except (KeyError, ValueError):
+            raise ValueError(f"{key}={text} is no {types[key].__name__}") from None
+    options = Options(**values)
+    inputs = ("worked", *ADVERSARIAL)
+    for key, valid in (("dtype", DTYPES), ("inputs", inputs), ("softmax_dtype", ("float32", "input")), ("device", ("auto", "cpu", "cuda"))):
+        if key in values and values[key] not in valid:
+            raise ValueError(f"{key}={values[key]} is not one of: {', '.join(valid)}")
+    for key, minimum in (("seq_len", 1), ("head_dim", 1), ("block_q", 1), ("block_kv", 1), ("layer", 0), ("head", 0), ("sequence", 0)):
+        if values.get(key, minimum) < minimum:
+            raise ValueError(f"{key}={values[key]} must be at least {minimum}")
+    if options.run is not None:
+        _refuse(values, ("inputs", "seq_len", "head_dim", "seed", "causal"), f"run={options.run} brings its own q, k and v")
+    else:
+        _refuse(values, ("layer", "head", "sequence"), "they belong to a run: give run=DIR too")
+        if options.inputs in (None, "worked"):
+            _refuse(values, ("seq_len", "head_dim", "seed"), "the worked example has 8 queries of head_dim 4: ask for other inputs=")
+    return options
+
+
+def _refuse(values: dict[str, Any], keys: tuple[str, ...], reason: str) -> None:
+    given = [f"{key}={values[key]}" for key in keys if key in values]
+    if given:
+        raise ValueError(f"{' '.join(given)}: {reason}")
+
+
+def worked_example() -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v (1, 1, 8, 4): two tiles of four keys, in which the first query's scores are WORKED_SCORES.
+
+    The columns of v make an output readable: see WORKED_COLUMNS.
+    """
+    q = torch.tensor(WORKED_Q, dtype=torch.float64)
+    k = q.flip(0)
+    # the first query is (1, 0, 0.5, -0.3) and scores are divided by sqrt(4): solve for the first column
+    k[:, 0] = 2 * torch.tensor(WORKED_SCORES, dtype=torch.float64) - k[:, 1:] @ q[0, 1:]
+    position = torch.arange(8, dtype=torch.float64)
+    v = torch.stack((position < 4, position >= 4, position / 7, torch.ones(8)), 1).to(torch.float64)
+    return q[None, None], k[None, None], v[None, None]
+
+
+def made_call(options: Options) -> Call:
+    device, dtype = pick_device(options.device), DTYPES[options.dtype or "fp32"]
+    if options.inputs in (None, "worked"):
+        q, k, v = (x.to(device, dtype) for x in worked_example())
+        return Call(q, k, v, bool(options.causal), 0.5, "the worked example", "no_rescale", 4, 4, 0, WORKED_COLUMNS)
+    seq_len, head_dim = options.seq_len or 128, options.head_dim or 16
+    case = Case(1, 1, 1, seq_len, seq_len, head_dim, inputs=options.inputs, seed=options.seed or 0)
+    (q, k, v), *_ = case.make(dtype, str(device))
+    source = f"inputs={options.inputs} seed={case.seed}"
+    return Call(q, k, v, options.causal is not False, head_dim**-0.5, source, "no_rescale", 16, 16)
+
+
+@torch.no_grad()
+def captured_call(options: Options) -> Call:
+    """q, k and v of one head of a trained run on held-out data, as its own attention meets them."""
+    layer, head, sequence = options.layer or 0, options.head or 0, options.sequence or 0
+    config = replace(read_config(options.run), device=options.device)
+    for key, asked, has in (("layer", layer, config.model.num_layers), ("head", head, config.model.num_heads)):
+        if asked >= has:
+            raise ValueError(f"{key}={asked} is not in {options.run}, which has {key}s 0 to {has - 1}")
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    backend = get_backend(config.attention.name, target=config.attention.target, **config.attention.backend_options())
+    data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
+    model = GPT(config.model, vocab_size=data.vocab_size, backend=backend).to(device).eval()
+    meta = load_model_state(options.run, model)
+    inputs = data.val_batch(max(config.eval_sequences, sequence + 1)).inputs[sequence : sequence + 1]
+
+    calls: list[tuple[Tensor, Tensor, Tensor, dict[str, Any]]] = []
+
+    def capture(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionOutput:
+        calls.append((q, k, v, arguments))
+        return backend.fn(q, k, v, **arguments)
+
+    with model.use_backend(replace(backend, fn=capture, traceable=False)), torch.autocast(device.type, dtype, dtype != torch.float32):
+        model(inputs.to(device))
+    q, k, v, arguments = calls[layer]
+    q, (k, v) = q[:, head : head + 1], (x[:, head * x.shape[1] // q.shape[1] :][:, :1] for x in (k, v))
+    if not all(x.isfinite().all() for x in (q, k, v)):
+        broken = next(i for i, call in enumerate(calls) if not all(x.isfinite().all() for x in call[:3]))
+        cause = f"layer={broken - 1} may show why" if broken else "the weights themselves are not finite"
+        raise ValueError(f"q, k and v of layer={layer} head={head} hold NaN or infinity before attention sees them: {cause}")
+    if options.dtype is not None:
+        q, k, v = (x.to(DTYPES[options.dtype]) for x in (q, k, v))
+    source = f"layer {layer}, head {head} of {options.run.name} after {meta['step']} steps, held-out sequence {sequence}"
+    block_kv = backend.options.get("block_kv") or BACKENDS["tiled"].options["block_kv"]
+    name = config.attention.target or backend.name
+    return Call(q, k, v, arguments["causal"], arguments["scale"], source, name, 16, block_kv)
+
+
+def pick_backend(name: str, **options: Any) -> Backend:
+    """The backend, or a ValueError that says which ones show their tiles."""
+    backend = get_backend("custom", target=name) if ":" in name else get_backend(name)
+    if not backend.observable:
+        traceable = ", ".join(name for name, backend in BACKENDS.items() if backend.observable)
+        raise ValueError(f"attention={name} shows nothing of its tiles while it runs; these can be traced: {traceable}")
+    return backend.configured(**options)
+
+
+def look(options: Options) -> tuple[Call, Backend, Trace]:
+    """Make or capture the inputs, and trace the backend on them beside the exact loop with the same tiles."""
+    call = captured_call(options) if options.run is not None else made_call(options)
+    tiles = {"block_q": options.block_q or call.block_q, "block_kv": options.block_kv or call.block_kv}
+    shared = tiles | {"softmax_dtype": options.softmax_dtype}
+    backend = pick_backend(options.attention or call.attention, **shared)
+    row = call.row if options.row is None else options.row
+    if row is not None and not 0 <= row < call.q.shape[2]:
+        raise ValueError(f"row={row} is not one of the {call.q.shape[2]} queries")
+    backend.check_supported(call.q, call.k, call.v, causal=call.causal)
+    exact = get_backend("tiled", **shared)
+    return call, backend, trace(call.q, call.k, call.v, backend=backend, exact=exact, row=row, causal=call.causal, scale=call.scale)
+
+
+def headline(call: Call, backend: Backend) -> str:
+    options = backend.options
+    (*_, num_queries, head_dim), dtype = call.q.shape, str(call.q.dtype).removeprefix("torch.")
+    return (
+        f"attention={backend.name} in {dtype}{' throughout' if options.get('softmax_dtype') == 'input' else ''}, {call.source}: "
+        f"{num_queries} queries and keys of head_dim {head_dim}{', causal' if call.causal else ''}, "
+        f"tiles of {options['block_q']} queries by {options['block_kv']} keys"
+    )
+
+
+def verdict(found: Trace, dtype: torch.dtype) -> str:
+    """What came out, and where it began, in a sentence each."""
+    counts = Counter(fate for fate in found.fates if fate != "right")
+    if not counts:
+        return "Every row is as close to exact attention as rounding allows."
+    named = [(count, "finite but wrong" if fate == "wrong" else fate) for fate, count in counts.most_common()]
+    fates = ": " + ", ".join(f"{count} {fate}" for count, fate in named) if len(named) > 1 else f": {named[0][1]}"
+    text = f"{counts.total()} of {len(found.fates)} rows come out wrong{fates}."
+    if found.first is None:
+        return text + " Nothing leaves the finite range."
+    queries, keys, cause, score = found.first
+    why = CAUSES[cause].format(dtype=str(dtype).removeprefix("torch."))
+    return (
+        f"{text} The first tile to leave the finite range is that of queries {queries.start}:{queries.stop} and keys {keys[0]}:{keys[1]}, "
+        f"whose largest score is {score:.2f}: {why}."
+    )
+
+
+def table(found: Trace) -> str:
+    """The followed row, tile by tile."""
+    i = found.row - found.rows.start
+    lines = [
+        f"query {found.row}, of the tile of queries {found.rows.start}:{found.rows.stop}",
+        f"{'keys':>11} {'max score':>10} {'largest p':>10} {'row_max':>10} {'row_sum':>10} {'correction':>10} {'|acc|':>10}"
+        f" {'|output|':>10} {'error':>10} {'of tiled':>10}",
+    ]
+    for n, (keys, step) in enumerate(zip(found.tiles, found.found, strict=True)):
+        figures = (step.scores[i].amax(), step.p[i].amax(), step.row_max[i], step.row_sum[i], step.alpha[i], step.acc[i].abs().amax())
+        figures += (step.out[i].abs().amax(), found.error[n][i], found.exact_error[n][i])
+        mark = "  <- breaks" if n == found.breaks[i] else ""
+        lines.append(f"{keys[0]:>5}:{keys[1]:<5} " + " ".join(f"{x.item():>10.4g}" for x in figures) + mark)
+    return "\n".join(lines)
+
+
+def main() -> None:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return
+    try:
+        options = read_options(sys.argv[1:])
+        call, backend, found = look(options)
+        text = {"headline": headline(call, backend), "verdict": verdict(found, call.q.dtype), "defect": backend.defect}
+        page = render_page(found, backend=backend, dtype=call.q.dtype, columns=call.columns, command=" ".join(sys.argv[1:]), **text)
+        print(*filter(None, text.values()), "", table(found), "", sep="\n")
+        options.out.write_text(page)
+        print(f"{options.out}: {len(page) / 1e6:.2f} MB, open it in a browser")
+    except (ValueError, OSError) as error:
+        sys.exit(f"trace: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The HTML page of scripts/trace.py: trace.html with the numbers of a trace in it. Needs nothing but a browser."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import LIMITS, Backend
+from attention.trace import Step, Trace
+
+MAX_NUMBERS = 200_000  # about 1.5 MB of page
+
+TEMPLATE = Path(__file__).with_name("trace.html")
+
+
+def render_page(
+    found: Trace, *, backend: Backend, dtype: torch.dtype, command: str, columns: tuple[str, ...] | None, **text: str | None
+) -> str:
+    """The page. `columns` names the entries of an output row.
+
+    A tile of queries with too many numbers is cut to the rows around the one to follow. Raises ValueError where that one has too many.
+    """
+    rows = rows_that_fit(found)
+    kept = slice(rows.start - found.rows.start, rows.stop - found.rows.start)
+    steps = [
+        {
+            "keys": keys,
+            "reference": numbers(found.reference[n][kept]),
+            "exact": lane(found.exact[n], found.exact_error[n], kept),
+            "found": lane(found.found[n], found.error[n], kept),
+        }
+        for n, keys in enumerate(found.tiles)
+    ]
+    data = text | {
+        "name": backend.name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "largest": torch.finfo(dtype).max,
+        "columns": columns,
+        "limit": LIMITS.get(dtype),
+        "command": f"python -m scripts.trace {command}".strip(),
+        "rows": list(rows),
+        "tile": [found.rows.start, found.rows.stop],
+        "row": found.row - rows.start,
+        "fates": [found.fates[i] for i in rows],
+        "breaks": found.breaks[kept],
+        "steps": steps,
+    }
+    # a browser ends the script at the first </script, wherever it stands
+    embedded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return TEMPLATE.read_text().replace("/*DATA*/null", embedded, 1)
+
+
+def rows_that_fit(found: Trace) -> range:
+    step = found.found[0]
+    of_a_row = len(found.tiles) * (4 * step.scores.shape[1] + 3 * step.out.shape[1] + 12)
+    count = min(len(found.rows), MAX_NUMBERS // of_a_row)
+    if count < 1:
+        raise ValueError(
+            f"one query over {found.tiles[-1][1]} keys is {of_a_row:,} numbers, more than the {MAX_NUMBERS:,} that a page shows: "
+            "follow an earlier row, or take a shorter seq_len"
+        )
+    start = min(max(found.row - count // 2, found.rows.start), found.rows.stop - count)
+    return range(start, start + count)
+
+
+def lane(step: Step | None, error: Tensor, kept: slice) -> dict[str, Any] | None:
+    """What one backend made of one tile; None where it skips the tile."""
+    if step is None:
+        return None
+    return {
+        # the mask's -inf becomes null
+        "scores": [[None if x == "-inf" else x for x in row] for row in numbers(step.scores[kept])],
+        "p": numbers(step.p[kept]),
+        "alpha": numbers(step.alpha[kept]),
+        "row_max": numbers(step.row_max[kept]),
+        "row_sum": numbers(step.row_sum[kept]),
+        "acc": numbers(step.acc[kept].abs().amax(-1)),
+        "out": numbers(step.out[kept]),
+        "error": numbers(error[kept]),
+        "causes": {name: where[kept].int().tolist() for name, where in step.causes().items() if where[kept].any()},
+    }
+
+
+def numbers(x: Tensor) -> list[Any]:
+    """Nested lists of four digits; NaN and infinity, which JSON lacks, as strings."""
+
+    def brief(value: Any) -> Any:
+        if isinstance(value, list):
+            return [brief(item) for item in value]
+        text = f"{value:.4g}"
+        return text if text in ("nan", "inf", "-inf") else float(text)
+
+    return brief(x.double().tolist())
