@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from attention.kernels import broken_triton_backend
 from attention.interface import Backend
+from attention.kernels import broken_triton_backend
 from attention.mask import QueryTile, VisibleKeys, visible_keys
 from attention.online_softmax import OnlineSoftmax, finite, weighted_sum
 from attention.tiled import tile_loop_backend, tiled_attention
@@ -99,26 +99,34 @@ WRONG = frozenset(
 )
 LEAKS = frozenset({"rows without a key", "no leak, outputs", "no leak, gradients", "mask positions", "prefill = decode"})
 
+
 def also_in_triton(backend: Backend) -> Backend:
     """The backend with a second implementation, attention.impl=triton."""
-    return replace(backend, implementations={"tiled": backend, "triton": broken_triton_backend(backend.name, backend.defect)})
+    triton = replace(broken_triton_backend(backend.name, backend.defect), breaks=backend.breaks)
+    return replace(backend, implementations={"tiled": backend, "triton": triton})
 
 
-DEFECTS = (
+NO_MAX = also_in_triton(
     tile_loop_backend(
         "no_max",
         softmax=NoMax,
         defect="no maximum is subtracted: exact until one score passes ln(largest number), 88.72 in float32 and bfloat16 and 11.09 in "
         "float16 (p is cast for p @ v); then inf, NaN or exact zeros; NaN too where every score of a row is below -104, as every exp is 0",
         breaks=frozenset({"large logits", "logits + 100", "logits - 120"}),
-    ),
+    )
+)
+NO_RESCALE = also_in_triton(
     tile_loop_backend(
         "no_rescale",
         softmax=NoRescale,
         defect="each tile subtracts its own maximum and earlier sums are never rescaled: finite, plausible and wrong, every tile counts "
         "as if its best key were equally good; exact when one tile holds all keys",
         breaks=WRONG | {"block sizes", "key permutation"},
-    ),
+    )
+)
+DEFECTS = (
+    NO_MAX,
+    NO_RESCALE,
     tile_loop_backend(
         "local_softmax",
         softmax=LocalSoftmax,

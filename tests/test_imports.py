@@ -19,7 +19,7 @@ OURS = {"attention", "config", "data", "model", "scripts", "training", "train", 
 MAY_IMPORT = {"config": set(), "attention": set(), "data": {"config"}, "model": {"attention", "config"}, "training": {"config"}}
 # modules of attention that everything in it may import, and what single ones may import besides
 SHARED = {"interface", "mask", "online_softmax"}
-ALSO = {"twins": {"tiled"}, "defects": {"tiled"}, "diagnose": {"tiled", "naive"}}
+ALSO = {"twins": {"tiled"}, "defects": {"tiled", "kernels"}, "diagnose": {"tiled", "naive"}}
 # they judge backends, so they stand above them: nothing in attention imports them, and they call attention() as anyone does
 JUDGES = {"conformance", "footprint", "properties"}
 LAZY = {"triton", "wandb", "datasets", "huggingface_hub", "tiktoken", "matplotlib", "tensorboard", "trackio", "transformers"}
@@ -122,7 +122,8 @@ def test_hydra_stays_at_the_edge():
 
 
 def test_what_is_optional_or_slow_is_imported_where_it_is_used():
-    kernels = {Path("attention/kernels") / name for name in ("forward.py", "backward.py", "op.py")}
+    names = ("forward.py", "backward.py", "softmax.py", "defects.py", "score_mods.py", "op.py")
+    kernels = {Path("attention/kernels") / name for name in names}
     found = [x for x in imports(*OURS - {"tests"}) if x.at_import and x.top in LAZY]
     refuse([x for x in found if not (x.top == "triton" and x.file in kernels)])
     # a mistyped key is answered before torch is loaded

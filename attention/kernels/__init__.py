@@ -2,27 +2,65 @@
 
 import importlib.util
 import os
+from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
 from attention.interface import AttentionOutput, Backend
-
+from attention.mask import visible_keys
 
 # looked up once: torch.compile cannot trace the look-up
 INSTALLED = importlib.util.find_spec("triton") is not None
+TILE_SIZES = (16, 32, 64, 128)
 
 
-def triton_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
-    """q (B, H, N, D); k, v (B, H_kv, M, D), any strides."""
+def triton_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    softmax: str = "online",
+    block_q: int = 0,
+    block_kv: int = 0,
+) -> AttentionOutput:
+    """q (B, H, N, D); k, v (B, H_kv, M, D), any strides. block_q, block_kv: a tile size, or 0 for the one tuned for the device."""
     from attention.kernels.op import flash_attention
 
-    return AttentionOutput(*flash_attention(q, k, v, causal, scale))
+    lo = hi = params = None
+    if window is not None or document_ids is not None:
+        visible = visible_keys(q, k, causal=causal, window=window, document_ids=document_ids)
+        lo, hi = visible.lo.int(), visible.hi.int()
+    mods = {"softcap": softcap, "alibi": alibi_slopes}
+    score_mod = "_".join(name for name, value in mods.items() if value is not None)
+    if score_mod:
+        numbers = [torch.as_tensor(value, dtype=torch.float32, device=q.device).reshape(-1) for value in mods.values() if value is not None]
+        params = torch.cat(numbers)
+    out, lse = flash_attention(q, k, v, lo, hi, params, causal, scale, score_mod, softmax, block_q, block_kv)
+    return AttentionOutput(out, lse)
 
 
-def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> list[str]:
+def broken_triton_attention(*tensors: Tensor, softmax: str, detach_max: bool, impl: str, **arguments: Any) -> AttentionOutput:
+    """A defect at the kernels' speed, with the gradient of what it computes; what a kernel saves as lse is not its log-sum-exp.
+
+    impl stands among the options for the record.
+    """
+    assert impl == "triton"
+    if softmax == "no_rescale" and detach_max:
+        softmax = "no_rescale_detached"
+    return AttentionOutput(triton_attention(*tensors, softmax=softmax, **arguments).out)
+
+
+def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options: Any) -> list[str]:
     if not INSTALLED:
         return ["Triton is not installed here (pip install triton, Linux only); attention=tiled is the same loop in plain PyTorch"]
     if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -31,8 +69,14 @@ def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> list[str]:
             "or use attention=tiled, the same loop in plain PyTorch"
         ]
     if q.device.type == "cpu" and version("triton") < "3.7" and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
-        return [f"the interpreter of Triton {version('triton')} fails with numpy {numpy.__version__}; pip install 'numpy<2.4' or 'triton>=3.7'"]
-    return []
+        broken = f"the interpreter of Triton {version('triton')} fails with numpy {numpy.__version__}"
+        return [f"{broken}; pip install 'numpy<2.4' or 'triton>=3.7'"]
+    sizes = ", ".join(map(str, TILE_SIZES))
+    return [
+        f"a kernel's tile has {sizes} rows and keys, not {name}={options[name]}"
+        for name in ("block_q", "block_kv")
+        if options.get(name) and options[name] not in TILE_SIZES
+    ]
 
 
 TRITON = Backend(
@@ -40,6 +84,21 @@ TRITON = Backend(
     triton_attention,
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     head_dims=range(1, 257),
-    features=frozenset({"gqa", "non_causal", "cross_length", "lse"}),
+    features=frozenset({"gqa", "non_causal", "cross_length", "window", "softcap", "alibi_slopes", "document_ids", "lse"}),
     requirements=refusals,
 )
+
+
+def broken_triton_backend(name: str, defect: str) -> Backend:
+    """attention=NAME attention.impl=triton: the softmax of that name in the kernels, in tiles of block_kv keys as in the tile loop."""
+    return Backend(
+        name,
+        partial(broken_triton_attention, softmax=name),
+        dtypes=TRITON.dtypes,
+        head_dims=range(1, 129),
+        features=TRITON.features - {"lse"},
+        options={"impl": "triton", "block_q": 128, "block_kv": 64, "detach_max": False},
+        requirements=refusals,
+        exact=False,
+        defect=defect,
+    )

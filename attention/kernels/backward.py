@@ -1,8 +1,8 @@
 """The backward kernels: p = exp(score - lse) is rebuilt tile by tile, so the forward saves out and lse and nothing else.
 
-Two kernels without atomics, so that the result does not depend on the order in which programs run:
-dk, dv (one program owns BLOCK_KV keys and walks the queries that see them, for every query head of its group) and
-dq (one program owns BLOCK_Q queries and walks the keys they see). Dao, "FlashAttention-2" (2023), algorithm 2.
+delta = rowsum(d_out * out) first; then two kernels without atomics, so that the result does not depend on the order in which programs
+run: dk, dv (one program owns BLOCK_KV keys and walks the queries that see them, for every query head of its group) and dq (one program
+owns BLOCK_Q queries and walks the keys they see). Dao, "FlashAttention-2" (2023), algorithm 2.
 
 Dimensions: H query heads, N queries, M keys, D head dim (padded to BLOCK_D); a tile is BLOCK_Q queries by BLOCK_KV keys.
 """
@@ -10,7 +10,31 @@ Dimensions: H query heads, N queries, M keys, D head dim (padded to BLOCK_D); a 
 import triton
 import triton.language as tl
 
-from attention.kernels.forward import load_tile, store_tile
+from attention.kernels.forward import key_ranges, load_interval, load_tile, scores_of, store_tile
+
+
+@triton.jit
+def delta_kernel(
+    out_ptr, do_ptr, d_lse_ptr, delta_ptr,
+    stride_ob, stride_oh, stride_on, stride_dob, stride_doh, stride_don, num_heads, N,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """rowsum(d_out * out) = sum_j p_j dp_j, from the output alone; what comes in through lse adds to ds with the opposite sign."""
+    start_q = tl.program_id(0) * BLOCK_Q
+    batch_head = tl.program_id(1)
+    batch = tl.cast(batch_head // num_heads, tl.int64)
+    head = tl.cast(batch_head % num_heads, tl.int64)
+    rows = start_q + tl.arange(0, BLOCK_Q)
+    column = tl.arange(0, BLOCK_D)
+    mask = (rows < N)[:, None] & (column < D)[None, :]
+    row = tl.cast(rows, tl.int64)[:, None]
+    out = tl.load(out_ptr + batch * stride_ob + head * stride_oh + row * stride_on + column[None, :], mask=mask, other=0.0)
+    do = tl.load(do_ptr + batch * stride_dob + head * stride_doh + row * stride_don + column[None, :], mask=mask, other=0.0)
+    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+    offset = tl.cast(batch_head, tl.int64) * N
+    if d_lse_ptr is not None:
+        delta -= tl.load(d_lse_ptr + offset + rows, mask=rows < N, other=0.0)
+    tl.store(delta_ptr + offset + rows, delta, mask=rows < N)
 
 
 @triton.jit
@@ -29,36 +53,40 @@ def load_lse_log2(ptr, start, limit, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_query_tile(
-    dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, batch, head, start_q, keys, N, M, scale_log2,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch, head, start_q, keys, N, M, scale, scale_log2,
+    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, MASKED: tl.constexpr, SCORE_MOD: tl.constexpr,
+    PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What the queries start_q : start_q + BLOCK_Q add to dk and dv. Scores are transposed (keys, queries): p and ds then feed the next
     product as they are, and no result of a product is ever transposed."""
     q = load_tile(q_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
     lse = load_lse_log2(lse_ptr, start_q, N, BLOCK_Q)
-    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale_log2  # (BLOCK_KV, BLOCK_Q)
-    if MASKED:
-        rows = start_q + tl.arange(0, BLOCK_Q)
-        visible = keys[:, None] < M
-        if CAUSAL:
-            visible = visible & (keys[:, None] <= rows[None, :] + (M - N))
-        scores = tl.where(visible, scores, float("-inf"))
-    p = tl.exp2(scores - lse[None, :])
+    rows = start_q + tl.arange(0, BLOCK_Q)
+    lo, hi = load_interval(lo_ptr, hi_ptr, rows, N, INTERVALS and MASKED)
+    product = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (BLOCK_KV, BLOCK_Q)
+    scores, derivative = scores_of(
+        product, (rows + (M - N))[None, :], keys[:, None], lo[None, :], hi[None, :],
+        batch, head, M, scale, scale_log2, params_ptr, CAUSAL, INTERVALS, MASKED, SCORE_MOD,
+    )  # fmt: skip
+    p = PROBABILITY(scores, lse[None, :], 0)
     do = load_tile(do_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     delta = load_rows(delta_ptr, start_q, N, 0.0, BLOCK_Q)
-    ds = p * (dp - delta[None, :])
+    ds = SCORE_GRADIENT(p, dp, delta[None, :], scores, 0)
+    if SCORE_MOD is not None:
+        ds = ds * derivative
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
 @triton.jit
 def dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn,
+    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, lo_ptr, hi_ptr, ranges_ptr, params_ptr,
+    stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn, stride_interval, stride_ranges,
     num_kv_heads, groups, batch_kv_heads, N, M, scale, scale_log2,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr, PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     start_kv = pid // batch_kv_heads * BLOCK_KV  # the first keys are seen by the most queries: longest first
@@ -70,28 +98,52 @@ def dkdv_kernel(
     dk = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
 
-    # queries first : N see some of these keys, full_first : N all of them
+    # queries first : last see some of these keys, full_first : full_last all of them
     first = 0
     full_first = 0
-    if CAUSAL:
-        first = tl.maximum(0, start_kv + N - M) // BLOCK_Q * BLOCK_Q
-        full_first = tl.cdiv(tl.maximum(0, start_kv + BLOCK_KV - 1 + N - M), BLOCK_Q) * BLOCK_Q
-    if start_kv + BLOCK_KV > M:
-        full_first = tl.cdiv(N, BLOCK_Q) * BLOCK_Q  # a ragged tail of keys is masked throughout
-    full_first = tl.minimum(full_first, tl.cdiv(N, BLOCK_Q) * BLOCK_Q)
+    full_last = N
+    last = N
+    if INTERVALS:
+        lo_ptr += batch * stride_interval
+        hi_ptr += batch * stride_interval
+        ranges_ptr += batch * stride_ranges + pid // batch_kv_heads * 4
+        first = tl.load(ranges_ptr) // BLOCK_Q * BLOCK_Q
+        last = tl.load(ranges_ptr + 3)
+        full_first = tl.minimum(tl.cdiv(tl.load(ranges_ptr + 1), BLOCK_Q), tl.cdiv(last, BLOCK_Q)) * BLOCK_Q
+        full_last = tl.load(ranges_ptr + 2)
+        # past the last query nothing is masked: its p is 0
+        full_last = tl.where(full_last == N, N + BLOCK_Q - 1, full_last) // BLOCK_Q * BLOCK_Q
+        full_first = tl.maximum(first, full_first)
+        full_last = tl.maximum(full_first, full_last)
+    else:
+        if CAUSAL:
+            first = tl.maximum(0, start_kv + N - M) // BLOCK_Q * BLOCK_Q
+            full_first = tl.cdiv(tl.maximum(0, start_kv + BLOCK_KV - 1 + N - M), BLOCK_Q) * BLOCK_Q
+        if start_kv + BLOCK_KV > M:
+            full_first = tl.cdiv(N, BLOCK_Q) * BLOCK_Q  # a ragged tail of keys is masked throughout
+        full_first = tl.minimum(full_first, tl.cdiv(N, BLOCK_Q) * BLOCK_Q)
     for group in tl.range(0, groups):
         head = kv_head * groups + group
         row_offset = tl.cast(batch * num_kv_heads * groups + head, tl.int64) * N
         for start_q in tl.range(first, full_first, BLOCK_Q):
             dk, dv = add_query_tile(
-                dk, dv, k, v, q_desc, do_desc, lse_ptr + row_offset, delta_ptr + row_offset, batch, head,
-                start_q, keys, N, M, scale_log2, CAUSAL, True, BLOCK_Q, BLOCK_D, PRECISION,
+                dk, dv, k, v, q_desc, do_desc, lse_ptr + row_offset, delta_ptr + row_offset, lo_ptr, hi_ptr, params_ptr,
+                batch, head, start_q, keys, N, M, scale, scale_log2,
+                CAUSAL, INTERVALS, True, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q, BLOCK_D, PRECISION,
             )  # fmt: skip
-        for start_q in tl.range(full_first, N, BLOCK_Q):
+        for start_q in tl.range(full_first, full_last, BLOCK_Q):
             dk, dv = add_query_tile(
-                dk, dv, k, v, q_desc, do_desc, lse_ptr + row_offset, delta_ptr + row_offset, batch, head,
-                start_q, keys, N, M, scale_log2, CAUSAL, False, BLOCK_Q, BLOCK_D, PRECISION,
+                dk, dv, k, v, q_desc, do_desc, lse_ptr + row_offset, delta_ptr + row_offset, lo_ptr, hi_ptr, params_ptr,
+                batch, head, start_q, keys, N, M, scale, scale_log2,
+                CAUSAL, INTERVALS, False, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q, BLOCK_D, PRECISION,
             )  # fmt: skip
+        if INTERVALS:
+            for start_q in tl.range(full_last, last, BLOCK_Q):
+                dk, dv = add_query_tile(
+                    dk, dv, k, v, q_desc, do_desc, lse_ptr + row_offset, delta_ptr + row_offset, lo_ptr, hi_ptr, params_ptr,
+                    batch, head, start_q, keys, N, M, scale, scale_log2,
+                    CAUSAL, INTERVALS, True, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q, BLOCK_D, PRECISION,
+                )  # fmt: skip
     dk_ptr += tl.cast(batch, tl.int64) * stride_dkb + tl.cast(kv_head, tl.int64) * stride_dkh
     dv_ptr += tl.cast(batch, tl.int64) * stride_dvb + tl.cast(kv_head, tl.int64) * stride_dvh
     store_tile(dk_ptr, stride_dkn, start_kv, M, dk * scale, D, BLOCK_KV, BLOCK_D)
@@ -100,31 +152,33 @@ def dkdv_kernel(
 
 @triton.jit
 def add_key_tile(
-    dq, q, do, lse, delta, k_desc, v_desc, batch, kv_head, start, rows, N, M, scale_log2,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    dq, q, do, lse, delta, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
+    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, MASKED: tl.constexpr, SCORE_MOD: tl.constexpr,
+    PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What the keys start : start + BLOCK_KV add to dq."""
     k = load_tile(k_desc, batch, kv_head, start, BLOCK_KV, BLOCK_D)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-    if MASKED:
-        keys = start + tl.arange(0, BLOCK_KV)
-        visible = keys[None, :] < M
-        if CAUSAL:
-            visible = visible & (keys[None, :] <= rows[:, None] + (M - N))
-        scores = tl.where(visible, scores, float("-inf"))
-    p = tl.exp2(scores - lse[:, None])
+    keys = start + tl.arange(0, BLOCK_KV)
+    scores, derivative = scores_of(
+        tl.dot(q, tl.trans(k), input_precision=PRECISION), position[:, None], keys[None, :], lo[:, None], hi[:, None],
+        batch, head, M, scale, scale_log2, params_ptr, CAUSAL, INTERVALS, MASKED, SCORE_MOD,
+    )  # fmt: skip
+    p = PROBABILITY(scores, lse[:, None], 1)
     v = load_tile(v_desc, batch, kv_head, start, BLOCK_KV, BLOCK_D)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-    ds = p * (dp - delta[:, None])
+    ds = SCORE_GRADIENT(p, dp, delta[:, None], scores, 1)
+    if SCORE_MOD is not None:
+        ds = ds * derivative
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
 @triton.jit
 def dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, dq_ptr,
-    stride_dqb, stride_dqh, stride_dqn,
+    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, dq_ptr, lo_ptr, hi_ptr, params_ptr,
+    stride_dqb, stride_dqh, stride_dqn, stride_interval,
     num_heads, groups, batch_heads, N, M, scale, scale_log2,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr, PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     start_q = (tl.cdiv(N, BLOCK_Q) - 1 - pid // batch_heads) * BLOCK_Q
@@ -133,27 +187,33 @@ def dq_kernel(
     kv_head = head // groups
     row_offset = tl.cast(batch * num_heads + head, tl.int64) * N
     rows = start_q + tl.arange(0, BLOCK_Q)
+    position = rows + (M - N)
+    if INTERVALS:
+        lo_ptr += batch * stride_interval
+        hi_ptr += batch * stride_interval
+    lo, hi = load_interval(lo_ptr, hi_ptr, rows, N, INTERVALS)
     q = load_tile(q_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
     do = load_tile(do_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
     lse = load_lse_log2(lse_ptr + row_offset, start_q, N, BLOCK_Q)
     delta = load_rows(delta_ptr + row_offset, start_q, N, 0.0, BLOCK_Q)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
-    last = M
-    full_last = M
-    if CAUSAL:
-        last = tl.minimum(M, tl.maximum(0, start_q + BLOCK_Q + M - N))
-        full_last = tl.minimum(M, tl.maximum(0, start_q + 1 + M - N))
-    full_last = full_last // BLOCK_KV * BLOCK_KV
-    for start in tl.range(0, full_last, BLOCK_KV):
+    first, full_first, full_last, last = key_ranges(start_q, lo_ptr, hi_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV)
+    if INTERVALS:
+        for start in tl.range(first, full_first, BLOCK_KV):
+            dq = add_key_tile(
+                dq, q, do, lse, delta, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
+                CAUSAL, INTERVALS, True, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_KV, BLOCK_D, PRECISION,
+            )  # fmt: skip
+    for start in tl.range(full_first, full_last, BLOCK_KV):
         dq = add_key_tile(
-            dq, q, do, lse, delta, k_desc, v_desc, batch, kv_head, start, rows, N, M, scale_log2,
-            CAUSAL, False, BLOCK_KV, BLOCK_D, PRECISION,
+            dq, q, do, lse, delta, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
+            CAUSAL, INTERVALS, False, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_KV, BLOCK_D, PRECISION,
         )  # fmt: skip
     for start in tl.range(full_last, last, BLOCK_KV):
         dq = add_key_tile(
-            dq, q, do, lse, delta, k_desc, v_desc, batch, kv_head, start, rows, N, M, scale_log2,
-            CAUSAL, True, BLOCK_KV, BLOCK_D, PRECISION,
+            dq, q, do, lse, delta, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
+            CAUSAL, INTERVALS, True, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_KV, BLOCK_D, PRECISION,
         )  # fmt: skip
     dq_ptr += tl.cast(batch, tl.int64) * stride_dqb + tl.cast(head, tl.int64) * stride_dqh
     store_tile(dq_ptr, stride_dqn, start_q, N, dq * scale, D, BLOCK_Q, BLOCK_D)

@@ -4,6 +4,9 @@ It is the tile loop of attention/tiled.py with the streaming softmax of attentio
 Scores live in the base-2 domain (scale * log2(e) is folded in), because the GPU's exponential is a power of two.
 Dao, "FlashAttention-2" (2023), algorithm 1.
 
+Query i sees the keys lo[i] <= j < hi[i], as in attention/mask.py. With INTERVALS both ends are loaded; otherwise lo is 0, and hi follows
+from CAUSAL. A program's keys are then three ranges: masked (the left edge), seen by every row, masked (the right edge).
+
 Dimensions: H query heads, N queries, M keys, D head dim (padded to BLOCK_D); a tile is BLOCK_Q queries by BLOCK_KV keys.
 """
 
@@ -28,37 +31,96 @@ def store_tile(ptr, stride_n, start, limit, tile, D: tl.constexpr, BLOCK_N: tl.c
 
 
 @triton.jit
+def load_interval(lo_ptr, hi_ptr, rows, N, INTERVALS: tl.constexpr):
+    """lo and hi of these rows; rows past the end see nothing. Without INTERVALS they are not used."""
+    lo = rows
+    hi = rows
+    if INTERVALS:
+        lo = tl.load(lo_ptr + rows, mask=rows < N, other=0)
+        hi = tl.load(hi_ptr + rows, mask=rows < N, other=0)
+    return lo, hi
+
+
+@triton.jit
+def key_ranges(
+    start_q, lo_ptr, hi_ptr, N, M,
+    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """first, full_first, full_last, last: some row of the query tile sees keys first : last, every row full_first : full_last. All but
+    last are multiples of BLOCK_KV."""
+    first = 0
+    full_first = 0
+    full_last = M
+    last = M
+    if INTERVALS:
+        # both ends are non-decreasing, so a tile's extremes stand in its first and last row
+        bottom = tl.minimum(start_q + BLOCK_Q, N) - 1
+        first = tl.load(lo_ptr + start_q) // BLOCK_KV * BLOCK_KV
+        last = tl.load(hi_ptr + bottom)
+        full_first = tl.minimum(tl.cdiv(tl.load(lo_ptr + bottom), BLOCK_KV), tl.cdiv(last, BLOCK_KV)) * BLOCK_KV
+        full_first = tl.maximum(first, full_first)
+        full_last = tl.load(hi_ptr + start_q)
+    elif CAUSAL:
+        last = tl.minimum(M, tl.maximum(0, start_q + BLOCK_Q + M - N))
+        full_last = tl.minimum(M, tl.maximum(0, start_q + 1 + M - N))
+    full_last = tl.maximum(full_first, full_last // BLOCK_KV * BLOCK_KV)
+    return first, full_first, full_last, last
+
+
+@triton.jit
+def scores_of(
+    product, i, j, lo, hi, batch, head, M, scale, scale_log2, params_ptr,
+    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, MASKED: tl.constexpr, SCORE_MOD: tl.constexpr,
+):  # fmt: skip
+    """Scores in base 2 from q k^T, -inf where masked; and the derivative of the score modifier, where there is one.
+
+    i: positions of the queries among the keys; j: keys; lo, hi: the queries' intervals. All broadcast to the tile.
+    """
+    derivative = 1.0
+    if SCORE_MOD is None:
+        scores = product * scale_log2
+    else:
+        scores, derivative = SCORE_MOD(product * scale, batch, head, i, j, params_ptr)
+        scores = scores * 1.4426950408889634
+    if MASKED:
+        if INTERVALS:
+            visible = (j >= lo) & (j < hi)
+        else:
+            visible = j < M
+            if CAUSAL:
+                visible = visible & (j <= i)
+        scores = tl.where(visible, scores, float("-inf"))
+    return scores, derivative
+
+
+@triton.jit
 def absorb_tile(
-    row_max, row_sum, acc, q, k_desc, v_desc, batch, kv_head, start, rows, N, M, scale_log2,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    row_max, row_sum, acc, q, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
+    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, MASKED: tl.constexpr, SCORE_MOD: tl.constexpr, MOVE_MAX: tl.constexpr,
+    BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """OnlineSoftmax.update for the keys start : start + BLOCK_KV."""
     k = load_tile(k_desc, batch, kv_head, start, BLOCK_KV, BLOCK_D)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
-    if MASKED:
-        keys = start + tl.arange(0, BLOCK_KV)
-        visible = keys[None, :] < M
-        if CAUSAL:
-            visible = visible & (keys[None, :] <= rows[:, None] + (M - N))
-        scores = tl.where(visible, scores, float("-inf"))
-    next_max = tl.maximum(row_max, tl.max(scores, 1))
-    shift = next_max
-    if MASKED:
-        # a row that has seen no key subtracts 0: -inf - -inf is NaN
-        shift = tl.where(next_max == float("-inf"), 0.0, next_max)
-    alpha = tl.exp2(row_max - shift)
+    keys = start + tl.arange(0, BLOCK_KV)
+    scores, _ = scores_of(
+        tl.dot(q, tl.trans(k), input_precision=PRECISION), position[:, None], keys[None, :], lo[:, None], hi[:, None],
+        batch, head, M, scale, scale_log2, params_ptr, CAUSAL, INTERVALS, MASKED, SCORE_MOD,
+    )  # fmt: skip
+    row_max, shift, alpha = MOVE_MAX(row_max, tl.max(scores, 1), MASKED)
     p = tl.exp2(scores - shift[:, None])
     row_sum = alpha * row_sum + tl.sum(p, 1)
     v = load_tile(v_desc, batch, kv_head, start, BLOCK_KV, BLOCK_D)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return next_max, row_sum, acc
+    return row_max, row_sum, acc
 
 
 @triton.jit
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, stride_ob, stride_oh, stride_on,
-    num_heads, groups, batch_heads, N, M, scale_log2,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, lo_ptr, hi_ptr, params_ptr,
+    stride_ob, stride_oh, stride_on, stride_interval,
+    num_heads, groups, batch_heads, N, M, scale, scale_log2,
+    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr, MOVE_MAX: tl.constexpr,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # all heads' last query tiles first: under a causal mask they are the longest, and short ones fill the gaps at the end
     pid = tl.program_id(0)
@@ -67,27 +129,32 @@ def forward_kernel(
     head = pid % num_heads
     kv_head = head // groups
     rows = start_q + tl.arange(0, BLOCK_Q)
+    position = rows + (M - N)
+    if INTERVALS:
+        lo_ptr += batch * stride_interval
+        hi_ptr += batch * stride_interval
+    lo, hi = load_interval(lo_ptr, hi_ptr, rows, N, INTERVALS)
     q = load_tile(q_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
     row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
-    # keys 0 : full_last are seen by every row of this tile, full_last : last by some
-    last = M
-    full_last = M
-    if CAUSAL:
-        last = tl.minimum(M, tl.maximum(0, start_q + BLOCK_Q + M - N))
-        full_last = tl.minimum(M, tl.maximum(0, start_q + 1 + M - N))
-    full_last = full_last // BLOCK_KV * BLOCK_KV
-    for start in tl.range(0, full_last, BLOCK_KV):
+    first, full_first, full_last, last = key_ranges(start_q, lo_ptr, hi_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV)
+    if INTERVALS:
+        for start in tl.range(first, full_first, BLOCK_KV):
+            row_max, row_sum, acc = absorb_tile(
+                row_max, row_sum, acc, q, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
+                CAUSAL, INTERVALS, True, SCORE_MOD, MOVE_MAX, BLOCK_KV, BLOCK_D, PRECISION,
+            )  # fmt: skip
+    for start in tl.range(full_first, full_last, BLOCK_KV):
         row_max, row_sum, acc = absorb_tile(
-            row_max, row_sum, acc, q, k_desc, v_desc, batch, kv_head, start, rows, N, M, scale_log2,
-            CAUSAL, False, BLOCK_KV, BLOCK_D, PRECISION,
+            row_max, row_sum, acc, q, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
+            CAUSAL, INTERVALS, False, SCORE_MOD, MOVE_MAX, BLOCK_KV, BLOCK_D, PRECISION,
         )  # fmt: skip
     for start in tl.range(full_last, last, BLOCK_KV):
         row_max, row_sum, acc = absorb_tile(
-            row_max, row_sum, acc, q, k_desc, v_desc, batch, kv_head, start, rows, N, M, scale_log2,
-            CAUSAL, True, BLOCK_KV, BLOCK_D, PRECISION,
+            row_max, row_sum, acc, q, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
+            CAUSAL, INTERVALS, True, SCORE_MOD, MOVE_MAX, BLOCK_KV, BLOCK_D, PRECISION,
         )  # fmt: skip
 
     no_key = row_max == float("-inf")

@@ -41,7 +41,12 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def pick_tile(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
+def pick_tile(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device, *, block_q: int = 0, block_kv: int = 0) -> Tile:
+    """The table's tile, or one of block_q by block_kv: a defect depends on where its tiles of keys end, so there they are the user's."""
+    if block_q and block_kv:
+        if kernel == "dkdv":
+            block_q = min(block_q, 64 if head_dim <= 64 else 32)  # what the registers hold
+        return Tile(block_q, block_kv, num_warps=8 if block_q * block_kv > 64 * 64 else 4, num_stages=2 if dtype.itemsize == 2 else 1)
     if device.type == "cpu":
         return INTERPRETER
     if dtype == torch.float32:

@@ -1,15 +1,31 @@
-"""The kernels as a PyTorch operator with its gradient: torch.compile sees one node and does not break the graph."""
+"""The Triton flash-attention as PyTorch operators: torch.compile keeps them whole, autograd differentiates through them.
+
+Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
+"""
 
 import math
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.kernels.backward import dkdv_kernel, dq_kernel
+from attention.kernels import defects, score_mods
+from attention.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from attention.kernels.forward import forward_kernel
 from attention.kernels.launch import padded_head_dim, pick_tile
+from attention.kernels.softmax import ONLINE
+
+# an operator takes names, not functions
+SOFTMAXES = {
+    "online": ONLINE,
+    "no_max": defects.NO_MAX,
+    "no_rescale": defects.NO_RESCALE,
+    "no_rescale_detached": defects.NO_RESCALE_DETACHED,
+}
+SCORE_MODS = {"": None, "softcap": score_mods.softcap, "alibi": score_mods.alibi, "softcap_alibi": score_mods.softcap_alibi}
+DELTA_BLOCK_Q = 32
 
 
 def empty_heads(like: Tensor) -> Tensor:
@@ -41,11 +57,13 @@ def descriptor(x: Tensor, block: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, block, padded_head_dim(x.shape[-1])])
 
 
-def constants(kernel: str, q: Tensor, causal: bool) -> dict[str, int | bool | str]:
+def constants(kernel: str, q: Tensor, causal: bool, lo: Tensor | None, score_mod: str, block_q: int, block_kv: int) -> dict[str, Any]:
     head_dim = q.shape[-1]
-    tile = pick_tile(kernel, head_dim, q.dtype, q.device)
+    tile = pick_tile(kernel, head_dim, q.dtype, q.device, block_q=block_q, block_kv=block_kv)
     return {
         "CAUSAL": causal,
+        "INTERVALS": lo is not None,
+        "SCORE_MOD": SCORE_MODS[score_mod],
         "D": head_dim,
         "BLOCK_Q": tile.block_q,
         "BLOCK_KV": tile.block_kv,
@@ -57,75 +75,132 @@ def constants(kernel: str, q: Tensor, causal: bool) -> dict[str, int | bool | st
     }
 
 
+def query_ranges(lo: Tensor, hi: Tensor, num_keys: int, block_kv: int) -> Tensor:
+    """(B or 1, tiles, 4) int32: for each tile of keys the queries first : last that see some of them, and full_first : full_last that see
+    all. lo, hi (B or 1, N) are non-decreasing, so each is a search; the order is first, full_first, full_last, last."""
+    start = torch.arange(0, num_keys, block_kv, device=lo.device, dtype=lo.dtype).expand(lo.shape[0], -1).contiguous()
+    stop = start + block_kv
+    bounds = (
+        torch.searchsorted(hi, start, right=True),  # the first query with hi > start
+        torch.searchsorted(hi, stop),  # the first with hi >= stop
+        torch.searchsorted(lo, start, right=True),  # the number with lo <= start
+        torch.searchsorted(lo, stop),  # the number with lo < stop
+    )
+    return torch.stack(bounds, -1).int()
+
+
+def batch_stride(x: Tensor | None) -> int:
+    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
+
+
 @torch.library.custom_op("tilegpt::flash_attention", mutates_args=())
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """out (B, H, N, D) and lse (B, H, N) float32 for q (B, H, N, D); k, v (B, H_kv, M, D)."""
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lo: Tensor | None,
+    hi: Tensor | None,
+    params: Tensor | None,
+    causal: bool,
+    scale: float,
+    score_mod: str,
+    softmax: str,
+    block_q: int,
+    block_kv: int,
+) -> tuple[Tensor, Tensor]:
+    """out (B, H, N, D) and lse (B, H, N) float32 for q (B, H, N, D); k, v (B, H_kv, M, D).
+
+    lo, hi: (B or 1, N) int32, the interval of keys each query sees; without them all, or by `causal`. score_mod: a name in SCORE_MODS,
+    params (float32) its numbers. softmax: a name in SOFTMAXES. block_q, block_kv: the tile, or 0 for the table's.
+    """
     dtype = q.dtype
     q, k, v = readable(q), readable(k), readable(v)
     (batch, num_heads, num_queries, _), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
     out = empty_heads(q)
     lse = q.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
-    meta = constants("forward", q, causal)
+    meta = constants("forward", q, causal, lo, score_mod, block_q, block_kv)
     grid = (triton.cdiv(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
     forward_kernel[grid](
-        descriptor(q, meta["BLOCK_Q"]), descriptor(k, meta["BLOCK_KV"]), descriptor(v, meta["BLOCK_KV"]), out, lse, *out.stride()[:3],
-        num_heads, num_heads // num_kv_heads, batch * num_heads, num_queries, num_keys, scale * math.log2(math.e), **meta,
+        descriptor(q, meta["BLOCK_Q"]), descriptor(k, meta["BLOCK_KV"]), descriptor(v, meta["BLOCK_KV"]), out, lse, lo, hi, params,
+        *out.stride()[:3], batch_stride(lo), num_heads, num_heads // num_kv_heads, batch * num_heads, num_queries, num_keys,
+        scale, scale * math.log2(math.e), MOVE_MAX=SOFTMAXES[softmax].move_max, **meta,
     )  # fmt: skip
     return out.to(dtype), lse
 
 
 @flash_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return empty_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("tilegpt::flash_attention_backward", mutates_args=())
 def flash_attention_backward(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, causal: bool, scale: float
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lo: Tensor | None,
+    hi: Tensor | None,
+    params: Tensor | None,
+    causal: bool,
+    scale: float,
+    score_mod: str,
+    softmax: str,
+    block_q: int,
+    block_kv: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, in the dtypes and shapes of q, k, v. delta (B, H, N) float32 is rowsum(d_out * out) - d_lse."""
+    """dq, dk, dv, in the dtypes and shapes of q, k, v, from what flash_attention took and gave."""
     dtype = q.dtype
-    d_out, q, k, v = readable(d_out), readable(q), readable(k), readable(v)
-    (batch, num_heads, num_queries, _), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
+    d_out, q, k, v, out = readable(d_out), readable(q), readable(k), readable(v), readable(out)
+    (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
     dq, dk, dv = empty_heads(q), empty_heads(k), empty_heads(v)
     groups = num_heads // num_kv_heads
     sizes = (num_queries, num_keys, scale, scale * math.log2(math.e))
+
+    delta = torch.empty_like(lse)
+    delta_kernel[(triton.cdiv(num_queries, DELTA_BLOCK_Q), batch * num_heads)](
+        out, d_out, None if d_lse is None else d_lse.contiguous(), delta, *out.stride()[:3], *d_out.stride()[:3], num_heads, num_queries,
+        D=head_dim, BLOCK_Q=DELTA_BLOCK_Q, BLOCK_D=padded_head_dim(head_dim),
+    )  # fmt: skip
 
     def inputs(meta: dict) -> list[TensorDescriptor | Tensor]:
         tensors = ((q, "BLOCK_Q"), (k, "BLOCK_KV"), (v, "BLOCK_KV"), (d_out, "BLOCK_Q"))
         return [*(descriptor(x, meta[block]) for x, block in tensors), lse, delta]
 
-    meta = constants("dkdv", q, causal)
+    choice = (q, causal, lo, score_mod, block_q, block_kv)
+    steps = {"PROBABILITY": SOFTMAXES[softmax].probability, "SCORE_GRADIENT": SOFTMAXES[softmax].score_gradient}
+    meta = constants("dkdv", *choice) | steps
+    ranges = None if lo is None else query_ranges(lo, hi, num_keys, meta["BLOCK_KV"])
     grid = (triton.cdiv(num_keys, meta["BLOCK_KV"]) * batch * num_kv_heads,)
     dkdv_kernel[grid](
-        *inputs(meta), dk, dv, *dk.stride()[:3], *dv.stride()[:3], num_kv_heads, groups, batch * num_kv_heads, *sizes, **meta
+        *inputs(meta), dk, dv, lo, hi, ranges, params, *dk.stride()[:3], *dv.stride()[:3], batch_stride(lo), batch_stride(ranges),
+        num_kv_heads, groups, batch * num_kv_heads, *sizes, **meta,
     )  # fmt: skip
 
-    meta = constants("dq", q, causal)
+    meta = constants("dq", *choice) | steps
     grid = (triton.cdiv(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
-    dq_kernel[grid](*inputs(meta), dq, *dq.stride()[:3], num_heads, groups, batch * num_heads, *sizes, **meta)
+    dq_kernel[grid](
+        *inputs(meta), dq, lo, hi, params, *dq.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads, *sizes, **meta
+    )
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 @flash_attention_backward.register_fake
-def _(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return empty_heads(q), empty_heads(k), empty_heads(v)
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, ctx.causal, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, lo, hi, params, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output, lo, hi, params)
 
 
 def _backward(ctx, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
-    delta = (d_out.float() * out.float()).sum(-1)
-    if d_lse is not None:
-        delta = delta - d_lse
-    dq, dk, dv = flash_attention_backward(d_out, q, k, v, lse, delta.contiguous(), ctx.causal, ctx.scale)
-    return dq, dk, dv, None, None
+    dq, dk, dv = flash_attention_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.settings)
+    return dq, dk, dv, *([None] * (3 + len(ctx.settings)))
 
 
 flash_attention.register_autograd(_backward, setup_context=_save)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention import attention
+from attention import attention, get_backend
 from attention.kernels.launch import FLOAT32, HOPPER, SMALL, padded_head_dim
 from attention.kernels.op import flash_attention, flash_attention_backward, readable
+from attention.mask import visible_keys
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -38,15 +39,20 @@ OPERANDS = {
 
 
 @pytest.mark.parametrize(("operands", "causal"), zip(OPERANDS.values(), (True, False, True, False), strict=True), ids=OPERANDS)
-def test_the_operator_keeps_pytorchs_contract(operands, causal):
+@pytest.mark.parametrize("everything", [False, True], ids=["plain", "window-softcap-no_rescale"])
+def test_the_operator_keeps_pytorchs_contract(operands, causal, everything):
     """Schema, shapes, strides and dtypes promised to torch.compile, and the registered gradient."""
     q, k, v = (x.detach().requires_grad_() for x in operands())
-    torch.library.opcheck(flash_attention, (q, k, v, causal, 0.25))
+    optional, settings = [None, None, None], [causal, 0.25, "", "online", 0, 0]
+    if everything:
+        visible = visible_keys(q, k, causal=True, window=5)
+        optional = [visible.lo.int(), visible.hi.int(), torch.tensor([3.0])]
+        settings = [True, 0.25, "softcap", "no_rescale", 16, 16]
+    torch.library.opcheck(flash_attention, (q, k, v, *optional, *settings))
     with torch.no_grad():
-        out, lse = flash_attention(q, k, v, causal, 0.25)
-        torch.library.opcheck(
-            flash_attention_backward, (random(*out.shape, dtype=out.dtype), q, k, v, lse, torch.zeros_like(lse), causal, 0.25)
-        )
+        out, lse = flash_attention(q, k, v, *optional, *settings)
+        d_out, d_lse = random(*out.shape, dtype=out.dtype), None if everything else torch.ones_like(lse)
+        torch.library.opcheck(flash_attention_backward, (d_out, d_lse, q, k, v, out, lse, *optional, *settings))
 
 
 def block(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,8 +90,9 @@ def test_packed_views_are_read_where_they_are():
     """No copy on the way in, and merging the heads of the output copies nothing either."""
     q, k, v = packed_views(random(2, 40, 3, 2, 16))
     assert all(readable(x) is x for x in (q, k, v))
-    out, _ = flash_attention(q, k, v, True, 0.25)
-    grads = flash_attention_backward(out, q, k, v, *random(2, 2, 2, 40).abs().unbind(), True, 0.25)
+    plain = (None, None, None, True, 0.25, "", "online", 0, 0)
+    out, lse = flash_attention(q, k, v, *plain)
+    grads = flash_attention_backward(out, None, q, k, v, out, lse, *plain)
     for x in (out, *grads):
         assert x.transpose(1, 2).is_contiguous()
         assert x.transpose(1, 2).flatten(2).data_ptr() == x.data_ptr()
@@ -114,6 +121,34 @@ def test_the_same_bits_every_time():
     first = differentiated(block)
     for _ in range(10):
         assert all(torch.equal(x, y) for x, y in zip(differentiated(block), first, strict=True))
+
+
+@pytest.mark.parametrize("optional", [{}, {"window": 25}], ids=["causal", "window"])
+@pytest.mark.parametrize("detach_max", [False, True], ids=["true-gradient", "max-detached"])
+@pytest.mark.parametrize("block_kv", [16, 32])
+@pytest.mark.parametrize("name", ["no_max", "no_rescale"])
+def test_a_defect_is_the_tile_loops(name, block_kv, detach_max, optional):
+    """Result and true gradient, at the same tile size; one query tile size more or less changes nothing."""
+    tiles = {"block_kv": block_kv, "detach_max": detach_max}
+    tensors = [x.requires_grad_() for x in (2 * random(1, 4, 70, 16), random(1, 2, 70, 16, seed=1), random(1, 2, 70, 16, seed=2))]
+    d_out = random(1, 4, 70, 16, seed=3)
+
+    def results(**options) -> list[Tensor]:
+        out = attention(*tensors, backend=get_backend(name, **tiles, **options), **optional).out
+        return [out.detach(), *torch.autograd.grad(out, tensors, d_out)]
+
+    for found, expected in zip(results(impl="triton", block_q=32), results(block_q=64), strict=True):
+        assert (found - expected).norm() <= 2e-6 * expected.norm()
+
+
+def test_a_defect_in_triton_says_what_it_does_not_take():
+    q = torch.zeros(1, 1, 4, 16, device=DEVICE)
+    with pytest.raises(ValueError, match="16, 32, 64, 128 rows and keys, not block_kv=24"):
+        attention(q, q, q, backend=get_backend("no_rescale", impl="triton", block_kv=24))
+    with pytest.raises(ValueError, match="no option 'softmax_dtype'"):
+        get_backend("no_max", impl="triton", softmax_dtype="input")
+    with pytest.raises(ValueError, match="no impl=cuda; valid: tiled, triton"):
+        get_backend("no_max", impl="cuda")
 
 
 def test_every_head_dim_has_a_tile():
