@@ -33,8 +33,12 @@ class AttentionConfig:
     block_q: int | None = None  # query rows of a tile; None leaves the backend's own default
     block_kv: int | None = None  # keys of a tile; None leaves the backend's own default
     softmax_dtype: str | None = None  # tile loops: "float32" statistics, or "input" to keep them in q's dtype
+    impl: str | None = None  # no_max, no_rescale: "tiled" in plain PyTorch, or "triton" at the speed of the kernels
     detach_max: bool | None = None  # defects: treat the subtracted maximum as a constant in the backward pass
     backend: str | None = None  # sdpa: auto, flash, efficient, cudnn or math
+    switch_at: int | None = None  # step after which another attention takes over; None means never
+    switch_to: str | None = None  # its name in attention.BACKENDS
+    switch_options: dict[str, Any] = field(default_factory=dict)  # its options, as +attention.switch_options.block_kv=16
 
     def __post_init__(self) -> None:
         for key in ("block_q", "block_kv"):
@@ -45,10 +49,14 @@ class AttentionConfig:
                 "attention=custom and attention.target=pkg.module:BACKEND go together: "
                 f"got attention={self.name} attention.target={self.target}"
             )
+        if self.switch_at is not None and self.switch_to is None:
+            raise ValueError(f"attention.switch_at={self.switch_at} needs attention.switch_to=NAME, such as attention.switch_to=tiled")
+        if self.switch_options and self.switch_to is None:
+            raise ValueError(f"attention.switch_options={self.switch_options} needs attention.switch_to=NAME, whose options they are")
 
     def backend_options(self) -> dict[str, Any]:
         """The options that were set, as get_backend() takes them."""
-        names = ("block_q", "block_kv", "softmax_dtype", "detach_max", "backend")
+        names = ("impl", "block_q", "block_kv", "softmax_dtype", "detach_max", "backend")
         return self.options | {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
@@ -203,6 +211,7 @@ class RunConfig:
     deterministic: bool = False  # ask PyTorch for deterministic kernels
     resume: str | None = None  # a run directory to go on with, under its own settings and the ones given now
     eval_every: int = 100  # steps between evaluations; the last step is always evaluated
+    diagnose_every: int | None = None  # steps between comparisons with exact attention in float64; None: as eval_every, 0: never
     eval_sequences: int = 64  # held-out sequences of one evaluation
     log_every: int = 10  # steps between rows of metrics
     checkpoint_every: int = 200  # steps between checkpoints; the last step is always saved
@@ -215,8 +224,14 @@ class RunConfig:
         _choice("compile", self.compile, ("auto", "true", "false"))
         for key in ("seq_len", "steps", "batch_size", "eval_every", "eval_sequences", "log_every", "checkpoint_every"):
             _at_least(key, getattr(self, key), 1)
-        for key in ("seed", "sample_tokens"):
-            _at_least(key, getattr(self, key), 0)
+        for key in ("seed", "sample_tokens", "diagnose_every"):
+            if getattr(self, key) is not None:
+                _at_least(key, getattr(self, key), 0)
+        if self.attention.switch_at is not None and not 0 < self.attention.switch_at < self.steps:
+            raise ValueError(
+                f"attention.switch_at={self.attention.switch_at} must lie between 0 and steps={self.steps}: "
+                f"it is the last step under attention={self.attention.name}"
+            )
         if self.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"seq_len={self.seq_len} is longer than model.max_seq_len={self.model.max_seq_len} allows; "
@@ -235,6 +250,11 @@ class RunConfig:
         """The optimizer's settings with the learning rates spelled out."""
         lr = 0.384 / self.model.hidden_size if self.optim.lr is None else self.optim.lr
         return replace(self.optim, lr=lr, min_lr=lr / 10 if self.optim.min_lr is None else self.optim.min_lr)
+
+    @property
+    def diagnose_steps(self) -> int:
+        """Steps between comparisons with exact attention, spelled out; 0 for none."""
+        return self.eval_every if self.diagnose_every is None else self.diagnose_every
 
     @property
     def accumulation_steps(self) -> int:

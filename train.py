@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import hydra
@@ -35,17 +36,17 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm
 
-    from attention import get_backend, probe_backend
-    from data import build_data
+    from data import Batch, build_data
     from model import GPT, count_parameters, sample_text
     from model.evaluate import evaluate
-    from model.health import diagnose, largest_score, overflow_warning
+    from model.health import Watch
+    from model.schedule import attention_schedule, backend_after, describe, in_words, under_attention
     from training.checkpoint import load_checkpoint, save_checkpoint
     from training.device import pick_device, pick_dtype
     from training.interrupt import Interrupt
     from training.loggers import build_logger
     from training.memory import MemoryMeter, cpu_memory_limit
-    from training.metrics import MetricsFile, Throughput, environment, peak_flops, write_json
+    from training.metrics import MetricsFile, Throughput, environment, peak_flops, progress_line, read_metrics, write_json
     from training.optimizer import build_optimizer, learning_rate
     from training.outcome import outcome_of
     from training.plot import draw_loss_curve
@@ -60,28 +61,17 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     summary |= {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
 
     # attention: refused now rather than at the first step
-    backend = get_backend(config.attention.name, target=config.attention.target, **config.attention.backend_options())
-    shape = config.model
-    heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
-    backend.check_model(**heads, dtype=dtype, device=device)
-    if config.attention.target is not None:
-        probe_backend(backend, **heads, dtype=dtype, device=device)
-    summary |= {"attention": backend.name, "defect": backend.defect is not None, "options": dict(backend.options)}
-    if backend.defect is not None:
-        log.warning(f"attention={backend.name} is broken on purpose: {backend.defect}")
-        if backend.name == "no_rescale" and backend.options["block_kv"] >= config.seq_len:
-            log.warning(f"one tile of block_kv={backend.options['block_kv']} covers seq_len={config.seq_len}: no_rescale is exact here")
+    schedule = attention_schedule(config, dtype=dtype, device=device)
+    summary |= describe(schedule)
 
     # data, model, optimizer
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     torch.manual_seed(config.seed)
-    model = GPT(config.model, vocab_size=data.vocab_size, backend=backend).to(device)
-    use_compile = config.compile == "true" or (config.compile == "auto" and device.type == "cuda" and backend.traceable)
-    step_model = torch.compile(model) if use_compile else model
+    model = GPT(config.model, vocab_size=data.vocab_size, backend=schedule[0]).to(device)
     optim = config.optimizer()
     optimizer = build_optimizer(model, optim)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    summary |= {"parameters": count_parameters(model), "compiled": use_compile, "data": data.fingerprint}
+    summary |= {"parameters": count_parameters(model), "data": data.fingerprint}
 
     # where it starts and what it writes
     metrics = MetricsFile(run_dir / "metrics.jsonl")
@@ -93,27 +83,31 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         if first_step >= config.steps:
             raise ValueError(f"resume={config.resume} has done {first_step} steps of steps={config.steps}; ask for more with steps=N")
         metrics.truncate_after(first_step)
+    watch = Watch(model, autocast, read_metrics(metrics.path))
     OmegaConf.save(OmegaConf.create(plain_config), run_dir / "config.yaml")
     OmegaConf.save(OmegaConf.create(own_overrides()), run_dir / "overrides.yaml")  # what resume= replays
     write_json(run_dir / "env.json", environment(data.fingerprint, device))
-    tags = [backend.name, f"seq{config.seq_len}", shape.name, config.data.source]
+    tags = [*dict.fromkeys(each.name for each in schedule.values()), f"seq{config.seq_len}", config.model.name, config.data.source]
     names = job_names(run_dir) | {"tags": tags, "resume": config.resume is not None}
     logger = build_logger(config.logger, **names, run_dir=run_dir, run_config=plain_config)
-    log.info(
-        f"{data.description}\nmodel={shape.name} {summary['parameters']:,} parameters, attention={backend.name} {backend.options or ''}"
-    )
+    log.info(f"{data.description}\nmodel={config.model.name} {summary['parameters']:,} parameters, {in_words(schedule)}")
     log.info(f"{device} {summary['dtype']}, {config.sequences_per_step} x {config.seq_len} tokens a step, in {run_dir}")
     throughput, memory = Throughput(device), MemoryMeter(device)
     peak, flops_per_token = peak_flops(device, dtype), model.flops_per_token(config.seq_len)
     held_out = data.val_batch(config.eval_sequences)
 
-    def validate() -> dict[str, float]:
-        return evaluate(model, *held_out, batch_size=config.batch_size, autocast=autocast, accuracy=data.metric == "accuracy")
+    def passes(batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Inputs and targets of one forward and backward pass after the other."""
+        for x, y in zip(*(x.split(config.batch_size) for x in batch), strict=True):
+            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+    def validate(also: dict) -> dict[str, float]:
+        return evaluate(model, *held_out, batch_size=config.batch_size, autocast=autocast, accuracy=data.metric == "accuracy", also=also)
 
     def record(row: dict) -> None:
         metrics.write(row)
         logger.log(row, tokens=tokens)
-        summary.update({name: value for name, value in row.items() if name.startswith("val/")})
+        summary.update({name: value for name, value in row.items() if name.startswith("val/")} | watch.summary())
         summary["memory/peak_gib"] = max(row.get("memory/peak_gib") or 0.0, summary.get("memory/peak_gib") or 0.0)
         summary["memory/reserved_gib"] = row.get("memory/reserved_gib")
         summary.update(steps_done=row["step"], tokens=tokens, tokens_per_sec=throughput.tokens_per_sec)
@@ -123,23 +117,23 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         summary.update(steps_done=step, tokens=tokens)
         save_checkpoint(run_dir, model=model, optimizer=optimizer, scaler=scaler, step=step, tokens=tokens, config=plain_config)
 
-    step = first_step
+    step, step_model = first_step, under_attention(model, backend_after(schedule, first_step), compile_mode=config.compile)
+    summary["compiled"] = step_model is not model
     try:
         bar = tqdm(total=config.steps, initial=first_step, disable=None, unit="step")
         with cpu_memory_limit(), Interrupt() as interrupt, logging_redirect_tqdm(), bar:
             if first_step == 0:
-                record({"step": 0, "tokens": 0, **validate()})
+                record({"step": 0, "tokens": 0, **validate({})})
             while step < config.steps:
                 # one optimizer step
                 lr = learning_rate(step, config.steps, optim)
                 for group in optimizer.param_groups:
                     group["lr"] = lr
                 batch = data.train_batch(step, config.sequences_per_step)
-                micro_batches = [x.split(config.batch_size) for x in batch]
                 loss = torch.zeros((), device=device)
-                for inputs, targets in zip(*micro_batches, strict=True):
+                for inputs, targets in passes(batch):
                     with autocast:
-                        micro_loss = step_model(inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)).loss
+                        micro_loss = step_model(inputs, targets).loss
                     scaler.scale(micro_loss / config.accumulation_steps).backward()
                     loss += micro_loss.detach() / config.accumulation_steps
                 scaler.unscale_(optimizer)
@@ -154,33 +148,34 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 last = finished or interrupt.requested
 
                 # what is known about it
-                row, score = {}, summary.get("max_score", -math.inf)
-                if finished or step % config.log_every == 0:
+                row, log_now = {}, finished or step % config.log_every == 0
+                compare = config.diagnose_steps > 0 and not diverged and (finished or step % config.diagnose_steps == 0)
+                if log_now:
                     row = {"train/loss": loss.item(), "lr": lr, "grad_norm": grad_norm.item(), "memory/peak_gib": memory.peak_gib()}
                     row |= {"memory/reserved_gib": memory.reserved_gib(), "tokens_per_sec": throughput.window()}
                     row["mfu"] = row["tokens_per_sec"] * flops_per_token / peak if peak and row["tokens_per_sec"] else None
-                    with throughput.paused(), autocast:
+                if log_now or compare:
+                    with throughput.paused():
                         # the weights of this step's forward pass: the optimizer has not moved them yet
-                        row["attention/max_score"] = score = largest_score(model, batch.inputs[:1].to(device))
+                        row |= watch.look(step, *(x[:1].to(device) for x in batch), compare=compare, loss_scale=scaler.get_scale())
                 if diverged:
-                    with autocast:
-                        diagnosis, score = diagnose(model, ((x.to(device), y.to(device)) for x, y in zip(*micro_batches, strict=True)))
-                    row["attention/max_score"] = score
-                    summary.update(status="diverged", first_bad_step=step, diagnosis=diagnosis)
-                if warning := overflow_warning(score, summary.get("max_score", -math.inf)):
-                    log.warning(f"step {step}: {warning}")
-                summary["max_score"] = max(score, summary.get("max_score", -math.inf))
-                if diverged:
-                    log.error(f"step {step}: the run diverged: {summary['diagnosis']}")
+                    card = watch.card(step, passes(batch))
+                    row["attention/max_score"] = card["max_score"]
+                    summary.update(status="diverged", first_bad_step=step, diagnosis=card)
+                    log.error(f"step {step}: the run diverged: {card['message']}")
                 else:
                     scaler.step(optimizer)
                     scaler.update()
                 optimizer.zero_grad(set_to_none=True)
                 throughput.step(config.sequences_per_step * config.seq_len)
                 with throughput.paused():
-                    if finished or step % config.eval_every == 0:
-                        row |= validate()
+                    then = None if diverged else schedule.get(step)
+                    if finished or then or step % config.eval_every == 0:
+                        row |= validate({"_switched": then} if then else {})
                         log.info(progress_line(step, config.steps, loss.item(), row, throughput.tokens_per_sec))
+                    if then:
+                        log.info(f"step {step}: from here on attention={then.name} {dict(then.options) or ''}")
+                        step_model = under_attention(model, then, compile_mode=config.compile)
                     if row:
                         record({"step": step, "tokens": tokens, **row})
                     if last or step % config.checkpoint_every == 0:
@@ -201,7 +196,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         logger.finish(exit_code=0 if summary["status"] == "completed" else 1)
 
     # what came of it
-    title = f"attention={backend.name} model={shape.name} seq_len={config.seq_len} seed={config.seed}: {summary['status']}"
+    title = f"{in_words(schedule)} model={config.model.name} seq_len={config.seq_len} seed={config.seed}: {summary['status']}"
     curve = draw_loss_curve(run_dir, title=title)
     if config.sample_tokens and data.tokenizer is not None and summary["status"] == "completed":
         try:
@@ -212,12 +207,6 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         except (FloatingPointError, ValueError) as error:  # overflow on new text, or a kernel that takes no single query
             log.warning(f"no sample: {error}")
     log.info(f"loss curve: {curve}" + (f"\nlogs: {logger.url_or_hint}" if logger.url_or_hint else ""))
-
-
-def progress_line(step: int, steps: int, loss: float, row: dict, tokens_per_sec: float | None) -> str:
-    figures = {"train/loss": loss} | {name: x for name, x in row.items() if name.startswith("val/")}
-    speed = f"  {tokens_per_sec:,.0f} tokens/s" if tokens_per_sec else ""
-    return f"step {step:>5}/{steps}  " + "  ".join(f"{name} {value:.4f}" for name, value in figures.items()) + speed
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

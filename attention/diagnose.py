@@ -167,11 +167,11 @@ class Call(NamedTuple):
 
 
 class Recorder:
-    """A backend that behaves as another and keeps, call by call, the largest score, the breakdown or the tensors: one entry a layer.
+    """A backend that behaves as another and keeps, call by call, the largest score and the breakdown, or the tensors: one entry a layer.
 
     recorder = Recorder(backend)
     with model.use_backend(recorder.backend): model(tokens)
-    recorder.max_scores, recorder.breakdowns, recorder.calls
+    recorder.max_scores, recorder.breakdowns (look_for_breakdowns=True), or recorder.calls alone (keep_calls=True)
     """
 
     def __init__(self, backend: Backend, *, look_for_breakdowns: bool = False, keep_calls: bool = False) -> None:
@@ -181,6 +181,10 @@ class Recorder:
 
         def recorded(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionOutput:
             options = {name: arguments.pop(name) for name in backend.options}
+            if keep_calls:
+                output = backend.fn(q, k, v, **arguments, **options)
+                self.calls.append(Call(q, k, v, output.out, arguments["causal"], arguments["scale"]))
+                return output
             if look_for_breakdowns:
                 self.breakdowns.append(find_breakdown(q, k, v, backend=backend.configured(**options), **arguments))
             if backend.observable:
@@ -188,11 +192,8 @@ class Recorder:
                 maxima = TileMaxima(q)
                 output = backend.fn(q, k, v, **arguments, **options, observer=maxima.observe)
                 self.max_scores.append(maxima.largest())
-            else:
-                self.max_scores.append(max_score(q, k, **arguments))
-                output = backend.fn(q, k, v, **arguments, **options)
-            if keep_calls:
-                self.calls.append(Call(q, k, v, output.out, arguments["causal"], arguments["scale"]))
-            return output
+                return output
+            self.max_scores.append(max_score(q, k, **arguments))
+            return backend.fn(q, k, v, **arguments, **options)
 
         self.backend = replace(backend, fn=recorded, traceable=False)

@@ -1,13 +1,78 @@
-"""Looking into a model's attention while it trains: the largest score, and where a run left the finite range."""
+"""Looking into a model's attention while it trains: the largest score, the distance from exact attention, and where a run broke."""
 
+import logging
+import math
+import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attention import LIMITS, Recorder
+from attention import LIMITS, Recorder, compare_with_exact
 from model.gpt import GPT
+
+log = logging.getLogger("tilegpt")
+
+
+class Watch:
+    """What is known of a run's attention, step by step; rows are those of metrics.jsonl that a resumed run goes on from."""
+
+    def __init__(self, model: GPT, autocast: AbstractContextManager, rows: Iterable[dict[str, Any]] = ()) -> None:
+        self.model = model
+        self.autocast = autocast  # of the training steps
+        self.scores = {row["step"]: row["attention/max_score"] for row in rows if row.get("attention/max_score") is not None}
+        self.has_room = True
+
+    def look(self, step: int, inputs: Tensor, targets: Tensor, *, compare: bool, loss_scale: float = 1.0) -> dict[str, float]:
+        """attention/max_score and, with compare, compare_layers() for one row of metrics. inputs, targets (B, N)."""
+        row = {}
+        if compare and self.has_room:
+            try:
+                with self.autocast:
+                    row = compare_layers(self.model, inputs, targets, loss_scale=loss_scale)
+            except torch.OutOfMemoryError:
+                # the run itself fits: it shall not end for being looked at
+                self.has_room = False
+                log.warning(f"step {step}: no memory left to compare the attention with exact attention; diagnose_every=0 does not try")
+        with self.autocast:
+            score = largest_score(self.model, inputs)
+        self._note(step, score)
+        return row | {"attention/max_score": score}
+
+    def card(self, step: int, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+        """How this step went wrong, for summary.json: diagnose() with the largest scores on the way there. Each batch is (B, N)."""
+        with self.autocast:
+            found, score = diagnose(self.model, batches)
+        self._note(step, score)
+        return {"step": step} | found | {"max_score": score, **self.overflow_steps(), "history": [list(x) for x in self.scores.items()]}
+
+    def summary(self) -> dict[str, Any]:
+        return {"max_score": max(self.scores.values()), **self.overflow_steps()} if self.scores else {}
+
+    def overflow_steps(self) -> dict[str, int | None]:
+        """The first step known where exp(score) would have passed the largest number of each dtype."""
+        return {
+            f"{_short(dtype)}_overflow_step": next((step for step, score in self.scores.items() if score > limit), None)
+            for dtype, limit in LIMITS.items()
+        }
+
+    def _note(self, step: int, score: float) -> None:
+        """Keep the score, and say so where it is the first to pass a limit of exp."""
+        previous = max(self.scores.values(), default=-math.inf)
+        passed = [f"{limit:.2f} ({_short(dtype)})" for dtype, limit in LIMITS.items() if previous <= limit < score]
+        if passed:
+            limits = ", ".join(passed)
+            log.warning(
+                f"step {step}: attention/max_score {score:.2f} passed {limits}: exp(score) overflows there unless the maximum is subtracted"
+            )
+        if math.isfinite(score):
+            self.scores[step] = max(score, self.scores.get(step, -math.inf))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager
@@ -34,34 +99,69 @@ def largest_finite(scores: list[Tensor]) -> float:
     return torch.stack(scores).nan_to_num(nan=-torch.inf, posinf=-torch.inf).max().item()
 
 
-def overflow_warning(score: float, previous: float) -> str | None:
-    """One sentence where `score` is the first to pass a limit of exp, else None."""
-    passed = {str(dtype).removeprefix("torch."): limit for dtype, limit in LIMITS.items() if previous <= limit < score}
-    if not passed:
-        return None
-    limits = ", ".join(f"{limit:.2f} ({name})" for name, limit in passed.items())
-    return f"attention/max_score {score:.2f} passed {limits}: exp(score) overflows there unless the maximum is subtracted"
+def compare_layers(model: GPT, inputs: Tensor, targets: Tensor, *, loss_scale: float = 1.0) -> dict[str, float]:
+    """attention/{out,dq,dk,dv}_{error,cosine}: the model's attention against exact attention in float64, in its worst layer.
+
+    Each layer has its real q, k, v and the real gradient of the loss (times loss_scale, which float16 needs) for inputs and targets
+    (B, N); see compare_with_exact(). Takes the memory of a forward and backward pass that is not compiled; the parameters'
+    gradients stay as they are.
+    """
+    recorder = Recorder(model.backend, keep_calls=True)
+    with model.use_backend(recorder.backend), without_dropout(model), torch.enable_grad():
+        loss = model(inputs, targets).loss
+    d_outs = torch.autograd.grad(loss * loss_scale, [call.out for call in recorder.calls])
+    layers = [
+        compare_with_exact(call.q, call.k, call.v, d_out, backend=model.backend, causal=call.causal, scale=call.scale)
+        for call, d_out in zip(recorder.calls, d_outs, strict=True)
+    ]
+    row = {}
+    for name in layers[0]:
+        # a NaN is the worst of all, and both keep it
+        worst = torch.amin if name.endswith("cosine") else torch.amax
+        row[f"attention/{name}"] = worst(torch.tensor([layer[name] for layer in layers], dtype=torch.float64), 0).item()
+    return row
 
 
 @torch.no_grad()
-def diagnose(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[str, float]:
-    """Which tensor of which layer, and which tile, left the finite range first; and the largest finite score of the whole step.
+def diagnose(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[dict[str, Any], float]:
+    """What left the finite range first, as far as it can be named, and the largest finite score of the whole step.
 
+    message, one sentence, is always there; layer, head, sequence (of the step), tensor, queries and keys (of the tile), row (the
+    query), tile_max_score and fate (what came out) where an attention layer is to blame; see attention.diagnose.Breakdown.
     batches: (inputs, targets), each (B, N), of the step that went wrong.
     """
     recorder = Recorder(model.backend, look_for_breakdowns=True)
+    sizes, loss_is_finite = [], True
     with model.use_backend(recorder.backend), without_dropout(model):
-        loss_is_finite = all([model(inputs, targets).loss.isfinite() for inputs, targets in batches])
-    return _first_breakdown(model, recorder, loss_is_finite), largest_finite(recorder.max_scores)
+        for inputs, targets in batches:
+            sizes.append(len(inputs))
+            loss_is_finite &= bool(model(inputs, targets).loss.isfinite())
+    return _first_breakdown(model, recorder, sizes, loss_is_finite), largest_finite(recorder.max_scores)
 
 
-def _first_breakdown(model: GPT, recorder: Recorder, loss_is_finite: bool) -> str:
-    for call, breakdown in enumerate(recorder.breakdowns):
-        if breakdown is not None:
-            return f"layer {call % len(model.blocks)}: {breakdown}"
+def _first_breakdown(model: GPT, recorder: Recorder, sizes: list[int], loss_is_finite: bool) -> dict[str, Any]:
+    for call, found in enumerate(recorder.breakdowns):
+        if found is not None:
+            passes, layer = divmod(call, len(model.blocks))
+            came_out = f"; out is {found.fate} there" if found.queries is not None else ""
+            return {
+                "message": f"layer {layer}, head {found.head}: {found}{came_out}",
+                "layer": layer,
+                "head": found.head,
+                "sequence": sum(sizes[:passes]) + found.sequence,
+                "row": found.row,
+                "queries": found.queries,
+                "keys": found.keys,
+                "tensor": found.tensor,
+                "fate": found.fate,
+                "tile_max_score": found.max_score,
+            }
     if not loss_is_finite:
-        return "the loss is not finite, though the output of every attention layer is"
+        return {"message": "the loss is not finite, though the output of every attention layer is", "tensor": "loss"}
     bad = [name for name, parameter in model.named_parameters() if parameter.grad is not None and not parameter.grad.isfinite().all()]
     if bad:
-        return f"the loss is finite, the gradient is not: {len(bad)} tensors, {bad[0]} among them"
-    return "the loss scale fell below 1: gradients overflowed float16 at every step"
+        # gradients come from the end of the model: the last of them is nearest to where it began
+        layer = re.match(r"blocks\.(\d+)\.", bad[-1])
+        message = f"the loss is finite, the gradient is not: {len(bad)} tensors, {bad[-1]} nearest to the loss"
+        return {"message": message, "tensor": f"gradient of {bad[-1]}", "layer": int(layer[1]) if layer else None}
+    return {"message": "the loss scale fell below 1: gradients overflowed float16 at every step"}

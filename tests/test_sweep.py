@@ -102,7 +102,7 @@ def test_diverged_and_completed_jobs_make_a_whole_sweep(tmp_path):
     rows = index(tmp_path)
     assert [row["status"] for row in rows] == ["diverged", "completed"]
     assert table(done.output)[1][-1] == str(rows[0]["first_bad_step"]) and table(done.output)[2][-1] == "-"
-    assert f"attention=no_max: diverged: {rows[0]['diagnosis']}" in done.output
+    assert f"attention=no_max: diverged: {rows[0]['diagnosis']['message']}" in done.output
 
 
 @linux

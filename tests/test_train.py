@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 import time
 from pathlib import Path
@@ -65,8 +64,11 @@ def test_metric_names_and_steps(learned):
     assert [row["tokens"] for row in rows] == [step * 4 * 32 for step in range(61)]
     validation = {"val/loss", "val/loss_exact"}
     trained = {"train/loss", "lr", "grad_norm", "tokens_per_sec", "mfu", "memory/peak_gib", "memory/reserved_gib", "attention/max_score"}
+    compared = {f"attention/{tensor}_{figure}" for tensor in ("out", "dq", "dk", "dv") for figure in ("error", "cosine")}
     for row in rows:
-        expected = (trained if row["step"] else set()) | (validation if row["step"] % 20 == 0 else set())
+        evaluated = row["step"] % 20 == 0
+        expected = (trained if row["step"] else set()) | (validation if evaluated else set())
+        expected |= compared if evaluated and row["step"] else set()
         assert row.keys() == expected | {"step", "tokens"}
     # neither has a meaning on a CPU, and the clock starts after the warm-up
     assert all(row.get("mfu") is None and row.get("memory/reserved_gib") is None for row in rows)
@@ -147,14 +149,17 @@ def test_divergence_is_a_result_with_a_diagnosis(diverged):
     assert done.code == 0 and "Traceback" not in done.output, done.output
     result, rows = summary(run_dir), metrics(run_dir)
     assert result["status"] == "diverged" and 1 < result["first_bad_step"] == rows[-1]["step"] < 60
-    named = re.fullmatch(
-        r"layer [01]: (row_sum|acc) leaves the finite range in the tile of queries (\d+):(\d+) and keys (\d+):(\d+), "
-        r"whose largest score is [\d.]+",
-        result["diagnosis"],
+    card = result["diagnosis"]
+    assert card["step"] == result["first_bad_step"] and card["layer"] in (0, 1) and card["head"] in (0, 1) and 0 <= card["sequence"] < 4
+    assert card["tensor"] in ("row_sum", "acc") and card["fate"] in ("NaN", "inf", "zero")
+    (first, last), (first_key, last_key) = card["queries"], card["keys"]
+    assert first % 8 == first_key % 8 == 0 and last - first == last_key - first_key == 8 and last_key <= last <= 32
+    assert first <= card["row"] < last
+    assert card["message"] == (
+        f"layer {card['layer']}, head {card['head']}: {card['tensor']} leaves the finite range in the tile of queries {first}:{last} "
+        f"and keys {first_key}:{last_key}, whose largest score is {card['tile_max_score']:.2f}; out is {card['fate']} there"
     )
-    assert named, result["diagnosis"]
-    rows_start, rows_stop, keys_start, keys_stop = map(int, named.groups()[1:])
-    assert 0 <= keys_start < keys_stop <= rows_stop <= 32 and rows_stop - rows_start == keys_stop - keys_start == 8
+    assert f"the run diverged: {card['message']}" in done.output
     assert rows[-1]["train/loss"] is None and "train/loss" in rows[-1]["nonfinite"]
 
 
@@ -162,9 +167,12 @@ def test_divergence_is_announced_by_the_score(diverged):
     """The score that is logged is at least the one the diagnosis names, in whichever sequence of the batch it was."""
     run_dir, done = diverged
     rows = metrics(run_dir)[1:]
-    fatal = float(summary(run_dir)["diagnosis"].rpartition(" ")[2])
-    assert fatal > 11.09 and rows[-1]["attention/max_score"] >= fatal - 0.01
+    card = summary(run_dir)["diagnosis"]
+    assert card["tile_max_score"] > 11.09 and rows[-1]["attention/max_score"] == card["max_score"] >= card["tile_max_score"]
+    assert card["history"] == [[row["step"], row["attention/max_score"]] for row in rows]
     crossed = next(row["step"] for row in rows if row["attention/max_score"] > 11.09)
+    assert (card["float16_overflow_step"], card["bfloat16_overflow_step"], card["float32_overflow_step"]) == (crossed, None, None)
+    assert summary(run_dir)["float16_overflow_step"] == crossed
     warnings = [line for line in done.output.splitlines() if "passed 11.09 (float16)" in line]
     assert len(warnings) == 1 and warnings[0].startswith(f"step {crossed}: attention/max_score ")
 

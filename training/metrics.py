@@ -190,6 +190,13 @@ class Throughput:
         return self.clock()
 
 
+def progress_line(step: int, steps: int, loss: float, row: dict[str, Any], tokens_per_sec: float | None) -> str:
+    """What a person reads at an evaluation: the losses of a row of metrics, and the speed where it is known."""
+    figures = {"train/loss": loss} | {name: x for name, x in row.items() if name.startswith("val/")}
+    speed = f"  {tokens_per_sec:,.0f} tokens/s" if tokens_per_sec else ""
+    return f"step {step:>5}/{steps}  " + "  ".join(f"{name} {value:.4f}" for name, value in figures.items()) + speed
+
+
 def environment(data_fingerprint: str, device: torch.device | str) -> dict[str, Any]:
     """Commit, versions, hardware, command line and data of this run. What does not exist here is None."""
     return {

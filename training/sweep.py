@@ -182,8 +182,10 @@ def differing_settings(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 def remark(row: dict[str, Any]) -> str:
     """Why a run ended as it did, in one line; empty for a run that simply completed."""
-    oom = row.get("oom") or {}
-    reason = row.get("diagnosis") or row.get("error") or oom.get("message") or ""
+    oom, diagnosis = row.get("oom") or {}, row.get("diagnosis")
+    # a sentence alone in runs of earlier versions
+    diagnosis = diagnosis.get("message") if isinstance(diagnosis, dict) else diagnosis
+    reason = diagnosis or row.get("error") or oom.get("message") or ""
     return str(reason).strip().split("\n")[0]
 
 

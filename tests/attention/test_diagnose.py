@@ -232,4 +232,16 @@ def test_recorder_keeps_the_tensors_of_a_call_in_the_graph():
     # what a later layer makes of it
     (d_out,) = torch.autograd.grad((out**2).sum(), call.out)
     assert torch.equal(d_out, 2 * out)
-    assert not any(score.requires_grad for score in recorder.max_scores)
+    assert recorder.max_scores == []
+
+
+def test_recording_the_largest_score_keeps_no_graph_alive():
+    """The backward pass runs each tile again, under autograd, and is watched too."""
+    seen = []
+    recorder = Recorder(get_backend("no_rescale", **TILES))
+    q, k, v = (random(1, 2, 40, 16, seed=i).requires_grad_() for i in range(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attention.diagnose.TileMaxima.largest", lambda self: seen.append(self) or torch.stack(self.values).amax())
+        attention(q, k, v, backend=recorder.backend).out.sum().backward()
+    (maxima,) = seen
+    assert len(maxima.values) > 20 and not any(value.requires_grad for value in maxima.values)

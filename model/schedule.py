@@ -1,0 +1,68 @@
+"""Which attention a run trains with, and from which step on."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from attention import Backend, get_backend, probe_backend
+from config import RunConfig
+from model.gpt import GPT
+
+log = logging.getLogger("tilegpt")
+
+
+def attention_schedule(config: RunConfig, *, dtype: torch.dtype, device: torch.device) -> dict[int, Backend]:
+    """The run's attention by the step after which it is used: {0: first} or {0: first, switch_at: second}.
+
+    Raises ValueError for one that is not known or that cannot train this model; warns of one that is broken on purpose.
+    """
+    chosen = config.attention
+    schedule = {0: get_backend(chosen.name, target=chosen.target, **chosen.backend_options())}
+    if chosen.switch_at is not None:
+        try:
+            schedule[chosen.switch_at] = get_backend(chosen.switch_to, **chosen.switch_options)
+        except ValueError as error:
+            raise ValueError(f"attention.switch_to={chosen.switch_to}: {error}") from error
+    elif chosen.switch_to is not None:
+        log.info(f"attention.switch_to={chosen.switch_to} without attention.switch_at=STEP: this run keeps its attention")
+    heads = {"num_heads": config.model.num_heads, "num_kv_heads": config.model.kv_heads, "head_dim": config.model.head_dim}
+    for step, backend in schedule.items():
+        backend.check_model(**heads, dtype=dtype, device=device)
+        if step == 0 and chosen.target is not None:
+            probe_backend(backend, **heads, dtype=dtype, device=device)
+        if backend.defect is not None:
+            log.warning(f"attention={backend.name} is broken on purpose: {backend.defect}")
+            if backend.name == "no_rescale" and backend.options["block_kv"] >= config.seq_len:
+                log.warning(f"one tile of block_kv={backend.options['block_kv']} covers seq_len={config.seq_len}: no_rescale is exact here")
+    return schedule
+
+
+def backend_after(schedule: dict[int, Backend], step: int) -> Backend:
+    """The attention of the step that follows `step` steps."""
+    return schedule[max(start for start in schedule if start <= step)]
+
+
+def under_attention(model: GPT, backend: Backend, *, compile_mode: str) -> nn.Module:
+    """Give the model this attention; returns it as training calls it, compiled for that attention if so.
+
+    compile_mode: true, false, or auto, which compiles on a GPU, unless the attention cannot be looked into.
+    """
+    model.backend = backend
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    return torch.compile(model) if compile_mode == "true" or (compile_mode == "auto" and on_gpu and backend.traceable) else model
+
+
+def describe(schedule: dict[int, Backend]) -> dict[str, Any]:
+    """The schedule for summary.json: the first attention as attention, options, defect; the second as switch_at, switch_to, ..."""
+    first, *later = schedule.items()
+    row = {"attention": first[1].name, "defect": first[1].defect is not None, "options": dict(first[1].options)}
+    for step, backend in later:
+        row |= {"switch_at": step, "switch_to": backend.name, "switch_options": dict(backend.options)}
+    return row
+
+
+def in_words(schedule: dict[int, Backend]) -> str:
+    """attention=no_rescale, attention=tiled after step 400"""
+    return ", ".join(f"attention={backend.name}" + (f" after step {step}" if step else "") for step, backend in schedule.items())
