@@ -18,7 +18,7 @@ from training.metrics import read_metrics, strict
 
 RUN_FILES = ("summary.json", "metrics.jsonl", "config.yaml")
 # folders of a run or a sweep that hold no runs of ours
-OTHER_FOLDERS = ("wandb", "checkpoint", "compare", "tensorboard")
+OTHER_FOLDERS = ("wandb", "checkpoint", "report_figures", "tensorboard")
 
 
 class SweepSummary(Callback):
@@ -65,7 +65,7 @@ class SweepSummary(Callback):
             raise SystemExit(130 if status == "interrupted" else 1)
 
     def _finish(self, code: int) -> None:
-        print(f"\n{summary_table(read_sweep(self.folder))}\n{self.folder}\ncompare: python -m scripts.compare {self.folder}")
+        print(f"\n{summary_table(read_sweep(self.folder))}\n{self.folder}\nreport: python -m scripts.report {self.folder}")
         raise SystemExit(code)
 
 
@@ -210,7 +210,7 @@ def _index(folder: Path) -> dict[str, dict[str, Any]]:
             rows.append(json.loads(line))
         except ValueError:
             continue
-    return {Path(row["dir"]).name: row for row in rows}
+    return {Path(row["dir"]).name: row for row in rows if isinstance(row, dict) and isinstance(row.get("dir"), str)}
 
 
 def load_json(path: Path) -> dict[str, Any]:

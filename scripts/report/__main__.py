@@ -1,0 +1,87 @@
+"""Report on the runs of a sweep: one self-contained HTML page, and the same as Markdown.
+
+Reads what training left on disk and measures nothing itself. Loss under each run's own attention beside the loss of the same weights
+under exact attention, memory and speed, how runs broke, DIR/cross_eval.json where scripts.cross_eval wrote one, and where the
+numbers come from. Writes DIR/report.html, DIR/report.md and the Markdown's figures, DIR/report_figures/.
+
+    python -m scripts.report multirun/2026-01-31_12-00-00
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.report import sections as parts
+from scripts.report.figures import variant_styles
+from scripts.report.matrix import cross_tables, load_cross_eval
+from scripts.report.page import Card, Figure, Section, Table, Text, render_html, render_markdown
+from scripts.report.runs import Run, ended, load_runs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.report",
+        description="Report on the runs of a sweep: one self-contained HTML page, and the same as Markdown.",
+        epilog="example: python -m scripts.report multirun/* --out comparison.html",
+    )
+    parser.add_argument("dirs", nargs="+", type=Path, metavar="DIR", help="a sweep, a run, or a folder of either")
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="where to write (default: report.html in the first DIR)")
+    arguments = parser.parse_args(argv)
+    out = arguments.out or arguments.dirs[0] / "report.html"
+    try:
+        if out.suffix != ".html" or out.is_dir():
+            raise ValueError(f"--out {out} is not a name for an HTML file; give one that ends in .html")
+        runs = load_runs(arguments.dirs)
+        write_report(runs, *load_cross_eval(arguments.dirs), out)
+    except (OSError, ValueError) as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 2
+    print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}: {out} and {out.with_suffix('.md').name}")
+    return 0
+
+
+def write_report(runs: list[Run], cross_eval: list[dict[str, Any]], complaints: list[str], out: Path) -> None:
+    """The page, the Markdown beside it, and the Markdown's figures in a folder of their own."""
+    title, sections = parts.title(runs), build_report(runs, cross_eval, complaints)
+    folder = out.with_name(f"{out.stem}_figures")
+    folder.mkdir(parents=True, exist_ok=True)
+    # a figure of an earlier report must not pass for one of this
+    for earlier in folder.glob("*.png"):
+        earlier.unlink()
+    blocks = [block for section in sections for block in section.blocks]
+    for figure in [block.figure if isinstance(block, Card) else block for block in blocks]:
+        if isinstance(figure, Figure):
+            (folder / f"{figure.name}.png").write_bytes(figure.drawing.png)
+    out.write_text(render_html(title, sections), encoding="utf-8")
+    out.with_suffix(".md").write_text(render_markdown(title, sections, folder.name), encoding="utf-8")
+
+
+def build_report(runs: list[Run], cross_eval: list[dict[str, Any]], complaints: list[str]) -> list[Section]:
+    """Every section that has something to say."""
+    styles = variant_styles(runs)
+    order = list(styles)
+    runs = sorted(runs, key=lambda run: (order.index(run.variant), run.seq_len))
+    diverged = ended(runs, "diverged")
+    sections = [
+        Section("", [Text(text) for text in parts.at_a_glance(runs)]),
+        Section("", [Text(text, warning=True) for text in parts.warnings(runs) + complaints]),
+        Section("Variants", [parts.variant_table(runs, styles)]),
+        Section("Loss", parts.curve_figures(runs, styles)),
+        Section("Trained under, evaluated under", cross_tables(cross_eval)),
+        Section("Diverged", [parts.diverged_card(run, place, styles[run.variant]) for place, run in enumerate(diverged)]),
+        Section("Out of memory", [parts.oom_table(ended(runs, "oom"))]),
+        Section("Not completed", [parts.broken_table(ended(runs, "failed", "interrupted", "unfinished"))]),
+        Section("Memory and speed", parts.cost_figures(runs, styles)),
+        Section("What else was logged", parts.other_figures(runs, styles)),
+        Section("Every run", [parts.run_table(runs)]),
+        Section("Where the numbers come from", [parts.provenance(runs)]),
+    ]
+    for section in sections:
+        section.blocks = [block for block in section.blocks if not (isinstance(block, Table) and not block.rows)]
+    return [section for section in sections if section.blocks]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

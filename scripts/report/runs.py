@@ -1,0 +1,127 @@
+"""The runs of a report, as their files tell them: whole, broken off, or never begun."""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from training.metrics import read_metrics
+from training.sweep import differing_settings, load_json, read_sweep
+
+MIN_POINTS = 5  # of a curve worth drawing: runs of three steps, made to measure memory, have none
+
+
+def number(value: Any) -> float | None:
+    """`value` where it is a finite number, else None: a half-written or foreign file may hold anything."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return value if is_number else None
+
+
+def in_order(name: str) -> list[Any]:
+    """A key that sorts block_kv=16 before block_kv=128."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+
+@dataclass(eq=False)
+class Run:
+    """One training run."""
+
+    summary: dict[str, Any]
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    env: dict[str, Any] = field(default_factory=dict)
+    place: str = ""  # its folder, relative to the folder reported on
+    variant: str = ""  # what is compared: the attention, and every other override in which the runs differ
+    name: str = ""  # the variant, seq_len and seed: no two runs of a report share one
+
+    @property
+    def status(self) -> str:
+        return str(self.summary["status"])
+
+    @property
+    def is_defect(self) -> bool:
+        return bool(self.summary.get("defect"))
+
+    @property
+    def seq_len(self) -> int:
+        return int(self.figure("seq_len") or 0)
+
+    def figure(self, name: str) -> float | None:
+        """A number of the summary, or None."""
+        return number(self.summary.get(name))
+
+    @property
+    def peak_gib(self) -> float | None:
+        """Peak memory of training; None for a run that ran out of it, whose peak is that of what came before."""
+        return self.figure("memory/peak_gib") if self.status != "oom" else None
+
+    @cached_property
+    def logged(self) -> list[str]:
+        """The names of all metrics with enough values for a curve, in order of appearance."""
+        names = dict.fromkeys(name for row in self.metrics for name in row)
+        return [name for name in names if len(self.curve(name)) >= MIN_POINTS]
+
+    def curve(self, metric: str) -> dict[float, float]:
+        """Values by tokens. What was not finite is not in the file as a number, and not here."""
+        points = ((number(row.get("tokens")), number(row.get(metric))) for row in self.metrics)
+        return dict(sorted((tokens, value) for tokens, value in points if tokens is not None and value is not None))
+
+
+def ended(runs: Iterable[Run], *statuses: str) -> list[Run]:
+    return [run for run in runs if run.status in statuses]
+
+
+def load_runs(dirs: Sequence[Path]) -> list[Run]:
+    """Every run below `dirs`; ValueError where there is none."""
+    for folder in dirs:
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder")
+    # a run below two of the folders counts once
+    summaries = {Path(row["dir"]).resolve(): row for folder in dirs for row in read_sweep(folder)}
+    if not summaries:
+        raise ValueError(f"no runs below {', '.join(map(str, dirs))}: a run is a folder with a summary.json or a metrics.jsonl")
+    runs = [_load(path, row) for path, row in summaries.items()]
+    for run, variant in zip(runs, _variants(runs), strict=True):
+        run.variant = variant
+    _name(runs)
+    top = dirs[0].resolve()
+    for run, path in zip(runs, summaries, strict=True):
+        # no path of this machine: a report is passed on
+        run.place = str(path.relative_to(top)) if len(dirs) == 1 and path != top else path.name
+    return runs
+
+
+def _load(path: Path, summary: dict[str, Any]) -> Run:
+    # what is not of its kind counts as absent: everything below may rely on these
+    overrides = summary.get("overrides")
+    summary["overrides"] = [x for x in overrides if isinstance(x, str)] if isinstance(overrides, list) else []
+    for key, kind in (("attention", str), ("oom", dict)):
+        if not isinstance(summary.get(key), kind):
+            summary.pop(key, None)
+    try:
+        metrics = read_metrics(path / "metrics.jsonl")
+    except OSError as error:
+        metrics = []
+        summary.setdefault("error", f"metrics.jsonl cannot be read: {error.strerror}")
+    return Run(summary, metrics, load_json(path / "env.json"))
+
+
+def _variants(runs: list[Run]) -> list[str]:
+    names = []
+    for run, setting in zip(runs, differing_settings([run.summary for run in runs]), strict=True):
+        others = [f"{key.rpartition('.')[2]}={value}" for key, value in setting.items() if key not in ("attention", "seq_len", "seed")]
+        names.append(" ".join([str(run.summary.get("attention") or Path(run.summary["dir"]).name), *others]))
+    return names
+
+
+def _name(runs: list[Run]) -> None:
+    several = {key: len({str(run.summary.get(key)) for run in runs}) > 1 for key in ("seq_len", "seed")}
+    for run in runs:
+        told = [f"{key}={run.summary[key]}" for key in several if several[key] and run.summary.get(key) is not None]
+        run.name = " ".join([run.variant, *told])
+    names = [run.name for run in runs]
+    for run in runs:
+        if names.count(run.name) > 1:
+            run.name += f" ({Path(run.summary['dir']).name})"

@@ -1,0 +1,303 @@
+"""What a report says: one function a section, from the runs to blocks of text, tables and figures."""
+
+import math
+from collections.abc import Iterable
+from statistics import fmean, stdev
+from typing import Any
+
+from scripts.report.figures import (
+    FLOAT16_LIMIT,
+    Style,
+    cost_lengths,
+    curve_lengths,
+    draw_cost,
+    draw_curves,
+    draw_history,
+    draw_others,
+    other_metrics,
+    render,
+)
+from scripts.report.page import Card, Figure, Table
+from scripts.report.runs import Run, ended, in_order, number
+from training.sweep import remark
+
+GIB = "{:.2f} GiB"
+
+
+def title(runs: list[Run]) -> str:
+    variants = sorted({run.variant for run in runs}, key=in_order)
+    told = ", ".join(variants) if len(variants) < 6 else _count(len(variants), "variant")
+    return f"{told}: {_count(len(runs), 'run')}" if len(runs) > 1 else told
+
+
+def at_a_glance(runs: list[Run]) -> list[str]:
+    variants, seeds = (
+        len({str(value) for value in values}) for values in ([r.variant for r in runs], [r.summary.get("seed") for r in runs])
+    )
+    shape = f"{_count(len(runs), 'run')} of {_count(variants, 'variant')}" + (f" and {_count(seeds, 'seed')}" if seeds > 1 else "")
+    texts = [f"{shape}: {_outcomes(runs)}."]
+    gaps = {run: gap for run in ended(runs, "completed") if (gap := _gap(run)) is not None}
+    means = {variant: fmean(gap for run, gap in gaps.items() if run.variant == variant) for variant in {run.variant for run in gaps}}
+    if not means:
+        return texts
+    widest = max(means, key=lambda variant: abs(means[variant]))
+    own, exact = (fmean(run.figure(name) for run in gaps if run.variant == widest) for name in ("val/loss", "val/loss_exact"))
+    if f"{own:.3f}" == f"{exact:.3f}":
+        return [
+            *texts,
+            "In every completed run the held-out loss is the same under exact attention as under the run's own, to three decimals.",
+        ]
+    texts.append(
+        f"The widest gap between a variant's own held-out loss and that of the same weights under exact attention is {widest}'s: "
+        f"{own:.3f} against {exact:.3f} nats per token."
+    )
+    return texts
+
+
+def warnings(runs: list[Run]) -> list[str]:
+    found = []
+    corpora = {str(run.env["data_fingerprint"]) for run in runs if run.env.get("data_fingerprint")}
+    if len(corpora) > 1:
+        found.append(f"These runs read {len(corpora)} different corpora: curves compare only where the data fingerprint is the same.")
+    machines = {
+        str([hardware.get(name) for name in ("cpu", "gpu")])
+        for run in runs
+        if isinstance(hardware := run.env.get("hardware"), dict) and run.figure("tokens_per_sec")
+    }
+    if len(machines) > 1:
+        found.append(f"The speeds were measured on {len(machines)} different machines.")
+    for status, meaning in (("failed", "failed"), ("unfinished", "ended without a summary"), ("interrupted", "were interrupted")):
+        if count := len(ended(runs, status)):
+            found.append(f"{count} of {_count(len(runs), 'run')} {meaning}: means of variants leave them out.")
+    return found
+
+
+def variant_table(runs: list[Run], styles: dict[str, Style]) -> Table:
+    """A row a variant and sequence length: means over its completed runs, with the standard deviation over seeds."""
+    lengths = sorted({run.seq_len for run in runs})
+    columns = [
+        ("own val/loss", "{:.3f}", lambda run: run.figure("val/loss")),
+        ("val/loss_exact", "{:.3f}", lambda run: run.figure("val/loss_exact")),
+        ("exact - own", "{:+.3f}", _gap),
+        ("accuracy", "{:.1%}", lambda run: run.figure("val/accuracy")),
+        ("accuracy, exact", "{:.1%}", lambda run: run.figure("val/accuracy_exact")),
+        ("tokens/s", "{:,.0f}", lambda run: run.figure("tokens_per_sec")),
+        ("peak GiB", "{:.2f}", lambda run: run.peak_gib),
+    ]
+    head = ["variant", *(["seq_len"] if len(lengths) > 1 else []), "runs", "steps", *(name for name, _, _ in columns)]
+    rows = []
+    for variant in styles:
+        for seq_len in lengths:
+            group = [run for run in runs if (run.variant, run.seq_len) == (variant, seq_len)]
+            completed = ended(group, "completed")
+            if group:
+                steps = sorted({f"{run.figure('steps_done'):,.0f}" for run in completed if run.figure("steps_done") is not None})
+                cells = [spread([figure(run) for run in completed], form) for _, form, figure in columns]
+                length = [f"{seq_len:,}" if seq_len else "-"] if len(lengths) > 1 else []
+                rows.append([variant, *length, _outcomes(group), ", ".join(steps) or "-", *cells])
+    return _without_empty(Table(head, rows, words=head.index("runs") + 1))
+
+
+def curve_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure]:
+    several = len({(run.variant, run.seq_len) for run in runs}) < len(runs)
+    seeds = " Lines are means over seeds, bands reach from the lowest to the highest; where a seed ends early, the others go on thin."
+    caption = (
+        "Marked lines: held-out loss. Faint lines: training loss. Dashed: an attention that is wrong on purpose. A wrong attention can "
+        "look healthy under itself; under exact attention its weights are judged." + seeds * several
+    )
+    figures = []
+    if curve_lengths(runs, "val/loss", "train/loss"):
+        drawing = render("loss", lambda: draw_curves(runs, styles, "val/loss", "train/loss"))
+        figures.append(Figure("loss", "loss against training tokens", caption, drawing))
+    if curve_lengths(runs, "val/accuracy"):
+        caption = "Share of queries answered with the most recent value." + seeds * several
+        drawing = render("accuracy", lambda: draw_curves(runs, styles, "val/accuracy", None))
+        figures.append(Figure("accuracy", "accuracy against training tokens", caption, drawing))
+    return figures
+
+
+def cost_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure]:
+    lengths = cost_lengths(runs)
+    if not any(run.peak_gib or run.figure("tokens_per_sec") for run in runs if run.seq_len in lengths):
+        return []
+    shape = (
+        "Both axes are logarithmic: a line of slope 2 grows with the square of the length, one of slope 1 with the length. A cross above "
+        "the frame: out of memory. "
+        if len(lengths) > 1
+        else f"At seq_len={lengths[0]:,}. Means over seeds, each seed as a dot. Hatched: wrong on purpose. "
+    )
+    on_cpu = any(run.summary.get("device") == "cpu" for run in runs)
+    caption = (
+        shape
+        + "Speed is without warm-up, evaluation and checkpoints."
+        + on_cpu * (" On a CPU peak memory is that of the whole process, libraries included.")
+    )
+    return [Figure("cost", "peak memory and training speed", caption, render("cost", lambda: draw_cost(runs, styles)))]
+
+
+def other_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure]:
+    if not other_metrics(runs):
+        return []
+    caption = "Against training tokens. A logarithmic scale where values span more than a factor of 30."
+    return [Figure("others", "other metrics against training tokens", caption, render("others", lambda: draw_others(runs, styles)))]
+
+
+def diverged_card(run: Run, place: int, style: Style) -> Card:
+    """What is known of how a run left the finite range, with its largest scores on the way."""
+    diagnosis = run.summary.get("diagnosis")
+    known = diagnosis if isinstance(diagnosis, dict) else {}
+    history = score_history(known, run)
+    facts = {key.replace("_", " "): _fact(value) for key, value in known.items() if key not in ("message", "history")}
+    facts |= {key: ":".join(map(str, known[key])) for key in ("queries", "keys") if isinstance(known.get(key), list)}
+    facts.setdefault("step", _fact(run.summary.get("first_bad_step")))
+    facts.setdefault("dtype", _fact(run.summary.get("dtype")))
+    if not any("max score" in key for key in facts):
+        facts["largest score"] = _fact(run.figure("max_score"))
+    past = next((step for step, score in history.items() if score > FLOAT16_LIMIT), None)
+    if past is not None and not any("16" in key for key in facts):
+        facts[f"past {FLOAT16_LIMIT:.2f}, where exp overflows float16"] = f"step {past:g}"
+    step = number(run.summary.get("first_bad_step"))
+    figure = None
+    if len(history) > 1:
+        drawing = render(f"scores_{place}", lambda: draw_history(history, step, style))
+        figure = Figure(f"scores_{place}", f"largest score of {run.name} by step", "", drawing)
+    return Card(run.name, _sentence(run), {key: value for key, value in facts.items() if value != "-"}, figure)
+
+
+def score_history(diagnosis: dict[str, Any], run: Run) -> dict[float, float]:
+    """Largest score by step: the diagnosis' own history as pairs, or rows with a step and a score; else what the run logged."""
+    points = []
+    for entry in diagnosis.get("history") or ():
+        if isinstance(entry, dict):
+            entry = (entry.get("step"), entry.get("max_score", entry.get("attention/max_score")))
+        if isinstance(entry, (list, tuple)) and len(entry) == 2:
+            points.append(entry)
+    points = points or [(row.get("step"), row.get("attention/max_score")) for row in run.metrics]
+    return {step: score for step, score in points if number(step) is not None and number(score) is not None}
+
+
+def oom_table(runs: list[Run]) -> Table:
+    rows = []
+    for run in runs:
+        oom = run.summary.get("oom", {})
+        predicted = number(oom.get("predicted_gib")) or run.figure("memory/predicted_gib")
+        gib = [number(oom.get(key)) for key in ("asked_gib", "free_gib", "total_gib")] + [predicted]
+        rows.append([run.name, *(GIB.format(value) if value is not None else "-" for value in gib), _sentence(run)])
+    head = ["run", "asked", "free", "total", "predicted", "message"]
+    return _without_empty(Table(head, rows, notes=True))
+
+
+def broken_table(runs: list[Run]) -> Table:
+    rows = [[run.name, run.status, _cell(run.figure("steps_done"), "{:,.0f}"), run.place, _sentence(run)] for run in runs]
+    return _without_empty(Table(["run", "status", "steps", "folder", "message"], rows, words=2, notes=True))
+
+
+def run_table(runs: list[Run]) -> Table:
+    columns = {
+        "steps": ("steps_done", "{:,.0f}"),
+        "val/loss": ("val/loss", "{:.4f}"),
+        "val/loss_exact": ("val/loss_exact", "{:.4f}"),
+        "accuracy": ("val/accuracy", "{:.1%}"),
+        "accuracy, exact": ("val/accuracy_exact", "{:.1%}"),
+        "max score": ("max_score", "{:.1f}"),
+        "tokens/s": ("tokens_per_sec", "{:,.0f}"),
+        "peak GiB": ("memory/peak_gib", "{:.2f}"),
+        "bad step": ("first_bad_step", "{:.0f}"),
+    }
+    rows = [[run.name, run.status, run.place, *(_cell(run.figure(key), form) for key, form in columns.values())] for run in runs]
+    return _without_empty(Table(["run", "status", "folder", *columns], rows, words=3))
+
+
+def provenance(runs: list[Run]) -> Table:
+    """What all runs share, a line a group; below it every fact in which they differ, each value with the runs that have it."""
+    facts = [_environment(run) for run in runs]
+    shared: dict[str, list[str]] = {}
+    differing = []
+    for group, key in dict.fromkeys(key for fact in facts for key in fact):
+        values: dict[str, list[str]] = {}
+        for run, fact in zip(runs, facts, strict=True):
+            values.setdefault(fact.get((group, key), "unknown"), []).append(run.name)
+        if len(values) == 1:
+            shared.setdefault(group, []).append(f"{key} {next(iter(values))}".strip())
+            continue
+        # the value most runs have needs no list of them
+        most = max(values.values(), key=len)
+        told = [f"{value}: {', '.join(names) if names is not most else _count(len(names), 'run')}" for value, names in values.items()]
+        differing.append([f"{group}: {key}" if key else group, "; ".join(told)])
+    return Table(["fact", "value"], [[group, ", ".join(told)] for group, told in shared.items()] + differing, notes=True)
+
+
+def _environment(run: Run) -> dict[tuple[str, str], str]:
+    """Group and name of a fact, with its value."""
+    changed = " with uncommitted changes" if run.env.get("dirty") else ""
+    facts = {("commit", ""): f"{run.env.get('commit') or 'unknown'}{changed}", ("data fingerprint", ""): run.env.get("data_fingerprint")}
+    facts |= {("settings", key): run.summary.get(key) for key in ("device", "dtype", "compiled")}
+    for group in ("hardware", "versions"):
+        known = run.env[group] if isinstance(run.env.get(group), dict) else {}
+        facts |= {(group, key.replace("_", " ")): value for key, value in known.items()}
+    facts["platform", ""] = run.env.get("platform")
+    return {key: _fact(value) for key, value in facts.items() if value is not None}
+
+
+def _outcomes(runs: list[Run]) -> str:
+    """2 completed, 1 diverged"""
+    statuses = [run.status for run in runs]
+    return ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
+
+
+def _gap(run: Run) -> float | None:
+    own, exact = run.figure("val/loss"), run.figure("val/loss_exact")
+    return None if own is None or exact is None else exact - own
+
+
+def _sentence(run: Run) -> str:
+    diagnosis = run.summary.get("diagnosis")
+    if isinstance(diagnosis, dict):
+        return str(diagnosis.get("message") or "")
+    return remark(run.summary)
+
+
+def spread(values: Iterable[float | None], form: str) -> str:
+    """Mean and, of several, the standard deviation."""
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return _cell(known[0] if known else None, form)
+    return f"{_cell(fmean(known), form)} ± {form.replace('+', '').format(stdev(known))}"
+
+
+def _cell(value: float | None, form: str) -> str:
+    text = "-" if value is None else form.format(value)
+    # rounded to nothing it has no sign
+    return text if text == "-" or text.strip("+-0.,%") else text.lstrip("+-")
+
+
+def _fact(value: Any) -> str:
+    """Any value of a JSON file as words."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}" if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key.replace('_', ' ')} {_fact(item)}" for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_fact, value))
+    return str(value)
+
+
+def _count(number_of: int, noun: str) -> str:
+    return f"{number_of} {noun}{'s' * (number_of != 1)}"
+
+
+def _without_empty(table: Table) -> Table:
+    """The table less the columns in which no row has anything."""
+    kept = [i for i in range(len(table.head)) if i == 0 or any(row[i] not in ("", "-") for row in table.rows)]
+    return Table(
+        [table.head[i] for i in kept],
+        [[row[i] for i in kept] for row in table.rows],
+        words=sum(i < table.words for i in kept),
+        notes=table.notes and len(table.head) - 1 in kept,
+    )
