@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import attention, get_backend
-from attention.kernels.launch import FLOAT32, HOPPER, SMALL, padded_head_dim
+from attention.kernels.launch import AMPERE, FLOAT32, HOPPER, SMALL, padded_head_dim
 from attention.kernels.op import flash_attention, flash_attention_backward, readable
 from attention.mask import visible_keys
 
@@ -46,7 +46,7 @@ def test_the_operator_keeps_pytorchs_contract(operands, causal, everything):
     optional, settings = [None, None, None], [causal, 0.25, "", "online", 0, 0]
     if everything:
         visible = visible_keys(q, k, causal=True, window=5)
-        optional = [visible.lo.int(), visible.hi.int(), torch.tensor([3.0])]
+        optional = [visible.lo.int(), visible.hi.int(), torch.tensor([3.0], device=DEVICE)]
         settings = [True, 0.25, "softcap", "no_rescale", 16, 16]
     torch.library.opcheck(flash_attention, (q, k, v, *optional, *settings))
     with torch.no_grad():
@@ -155,7 +155,7 @@ def test_every_head_dim_has_a_tile():
     for head_dim in range(1, 257):
         padded = padded_head_dim(head_dim)
         assert padded >= max(16, head_dim) and padded & (padded - 1) == 0 and (padded < 2 * head_dim or padded == 16)
-        for table in (HOPPER, SMALL, FLOAT32):
+        for table in (HOPPER, AMPERE, SMALL, FLOAT32):
             assert all(max(64, padded) in tiles for tiles in table.values())
     for table in (HOPPER, SMALL, FLOAT32):
         assert set(table) == {"forward", "dkdv", "dq"}
