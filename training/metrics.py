@@ -216,13 +216,17 @@ def environment(data_fingerprint: str, device: torch.device | str) -> dict[str, 
 
 
 def _git() -> dict[str, Any]:
+    # a copy without its history, or with somebody else's, can be told what it is a copy of
+    if told := os.environ.get("TILEGPT_COMMIT"):
+        return {"commit": told, "dirty": None}
     top = _output("git", "-C", str(ROOT), "rev-parse", "--show-toplevel")
     # a copy without .git that lies inside somebody's own repository must not report that one's commit
-    commit = _output("git", "-C", str(ROOT), "rev-parse", "HEAD") if top is not None and Path(top).resolve() == ROOT else None
-    if commit is None:
-        # a copy without its history can be told what it is a copy of
-        return {"commit": os.environ.get("TILEGPT_COMMIT"), "dirty": None}
-    return {"commit": commit, "dirty": _output("git", "-C", str(ROOT), "status", "--porcelain") != ""}
+    if top is None or Path(top).resolve() != ROOT:
+        return {"commit": None, "dirty": None}
+    return {
+        "commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "dirty": _output("git", "-C", str(ROOT), "status", "--porcelain") != "",
+    }
 
 
 def _version(package: str) -> str | None:
