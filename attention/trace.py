@@ -19,9 +19,6 @@ from attention.interface import Backend
 from attention.mask import QueryTile
 from attention.online_softmax import OnlineSoftmax
 
-# what can become of a row's output: as exact attention's, finite but not that, all zeros where it is not, infinite somewhere, NaN somewhere
-FATES = ("right", "wrong", "zeros", "inf", "NaN")
-
 
 @dataclass(frozen=True)
 class Step:
@@ -137,7 +134,8 @@ def record_steps(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, row: int,
 class Trace:
     """One call, looked at. `found` and `exact` go over the tiles of keys in the order of the backend; None is a tile that is skipped."""
 
-    fates: list[str]  # of every query, each one of FATES
+    # of every query: right; wrong (finite, and not exact attention's output); zero (all of it, where it should not be); inf; NaN
+    fates: list[str]
     first: tuple[range, tuple[int, int], str, float] | None  # first tile to leave the finite range: queries, keys, what, largest score
     rows: range  # the tile of queries whose steps these are
     row: int  # the query to follow
@@ -192,7 +190,7 @@ def judge(out: Tensor, exact: Tensor, reference: Tensor) -> tuple[list[str], flo
     is_fate = {
         "NaN": out.isnan().any(-1),
         "inf": out.isinf().any(-1),
-        "zeros": (out == 0).all(-1) & (size > budget),
+        "zero": (out == 0).all(-1) & (size > budget),
         "wrong": error > budget,
     }
     return [next((fate for fate, is_so in is_fate.items() if is_so[i]), "right") for i in range(len(out))], budget

@@ -54,7 +54,7 @@ WORKED_Q = [
     [0.1, 0.6, -0.8, 0.5],
 ]
 WORKED_SCORES = [0.8, 0.3, -0.1, 0.5, 1.2, -0.4, 0.6, 0.1]  # of the first query
-WORKED_COLUMNS = ("weight of tile 1", "weight of tile 2", "mean position", "sum of weights")
+WORKED_COLUMNS = ("weight of\ntile 1", "weight of\ntile 2", "mean\nposition", "sum of\nweights")
 # the tensor that breaks, in words
 CAUSES = {
     "scores": "a score is not finite",
@@ -122,6 +122,8 @@ def read_options(arguments: list[str]) -> Options:
     for key, minimum in (("seq_len", 1), ("head_dim", 1), ("block_q", 1), ("block_kv", 1), ("layer", 0), ("head", 0), ("sequence", 0)):
         if values.get(key, minimum) < minimum:
             raise ValueError(f"{key}={values[key]} must be at least {minimum}")
+    if not options.out.parent.is_dir():
+        raise ValueError(f"out={options.out}: there is no folder {options.out.parent}")
     if options.run is not None:
         _refuse(values, ("inputs", "seq_len", "head_dim", "seed", "causal"), f"run={options.run} brings its own q, k and v")
     else:
@@ -188,7 +190,8 @@ def captured_call(options: Options) -> Call:
     with model.use_backend(replace(backend, fn=capture, traceable=False)), torch.autocast(device.type, dtype, dtype != torch.float32):
         model(inputs.to(device))
     q, k, v, arguments = calls[layer]
-    q, (k, v) = q[:, head : head + 1], (x[:, head * x.shape[1] // q.shape[1] :][:, :1] for x in (k, v))
+    kv_head = head * k.shape[1] // q.shape[1]
+    q, k, v = q[:, head : head + 1], k[:, kv_head : kv_head + 1], v[:, kv_head : kv_head + 1]
     if not all(x.isfinite().all() for x in (q, k, v)):
         broken = next(i for i, call in enumerate(calls) if not all(x.isfinite().all() for x in call[:3]))
         cause = f"layer={broken - 1} may show why" if broken else "the weights themselves are not finite"
@@ -239,7 +242,8 @@ def verdict(found: Trace, dtype: torch.dtype) -> str:
     counts = Counter(fate for fate in found.fates if fate != "right")
     if not counts:
         return "Every row is as close to exact attention as rounding allows."
-    named = [(count, "finite but wrong" if fate == "wrong" else fate) for fate, count in counts.most_common()]
+    words = {"wrong": "finite but wrong", "zero": "exact zeros"}
+    named = [(count, words.get(fate, fate)) for fate, count in counts.most_common()]
     fates = ": " + ", ".join(f"{count} {fate}" for count, fate in named) if len(named) > 1 else f": {named[0][1]}"
     text = f"{counts.total()} of {len(found.fates)} rows come out wrong{fates}."
     if found.first is None:
@@ -276,7 +280,14 @@ def main() -> None:
         options = read_options(sys.argv[1:])
         call, backend, found = look(options)
         text = {"headline": headline(call, backend), "verdict": verdict(found, call.q.dtype), "defect": backend.defect}
-        page = render_page(found, backend=backend, dtype=call.q.dtype, columns=call.columns, command=" ".join(sys.argv[1:]), **text)
+        page = render_page(
+            found,
+            backend=backend,
+            dtype=call.q.dtype,
+            columns=call.columns,
+            command=" ".join(x for x in sys.argv[1:] if not x.startswith("out=")),
+            **text,
+        )
         print(*filter(None, text.values()), "", table(found), "", sep="\n")
         options.out.write_text(page)
         print(f"{options.out}: {len(page) / 1e6:.2f} MB, open it in a browser")

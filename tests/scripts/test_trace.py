@@ -1,0 +1,450 @@
+"""`python -m scripts.trace`: what it records, which tile it blames, what it prints, and the page in a browser."""
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from attention import BACKENDS, attention, find_breakdown, get_backend
+from attention.numpy_reference import online_softmax, standard_attention
+from attention.trace import Trace
+from config import AttentionConfig, DataConfig, ModelConfig, RunConfig
+from data import build_data
+from model import GPT
+from scripts import trace, trace_page
+from training.checkpoint import save_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+OBSERVABLE = [name for name, backend in BACKENDS.items() if backend.observable]
+EXACT = [name for name in OBSERVABLE if BACKENDS[name].exact]
+
+
+def look(*arguments: str) -> tuple[trace.Call, Trace]:
+    call, _, found = trace.look(trace.read_options([*arguments, "device=cpu"]))
+    return call, found
+
+
+@pytest.fixture
+def run_trace(monkeypatch, capsys, tmp_path):
+    """run_trace("key=value", ...): what it printed and the page it wrote; SystemExit carries its complaint."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def run(*arguments: str) -> tuple[str, str]:
+        page = tmp_path / "page.html"
+        monkeypatch.setattr(sys, "argv", ["trace", *arguments, f"out={page}"])
+        trace.main()
+        return capsys.readouterr().out, page.read_text()
+
+    return run
+
+
+def embedded(page: str) -> dict:
+    return json.loads(re.search(r"^const DATA = (.*);$", page, re.MULTILINE)[1])
+
+
+# what is recorded
+
+
+def test_worked_example_by_hand():
+    """The first query's maximum moves from 0.8 to 1.2, so the past is worth 0.670 of what it was: 2.754 becomes 3.930."""
+    call, found = look("attention=tiled")
+    assert (found.row, found.tiles, call.causal) == (0, [(0, 4), (4, 8)], False)
+    first, second = found.found
+    assert torch.allclose(torch.cat((first.scores[0], second.scores[0])), torch.tensor([0.8, 0.3, -0.1, 0.5, 1.2, -0.4, 0.6, 0.1]))
+    assert first.row_max[0].item() == pytest.approx(0.8) and second.row_max[0].item() == pytest.approx(1.2)
+    assert round(first.row_sum[0].item(), 3) == 2.754 and round(second.row_sum[0].item(), 3) == 3.930
+    assert first.alpha[0] == 0 and round(second.alpha[0].item(), 3) == 0.670
+    assert second.out[0, 3] == pytest.approx(1.0) and second.out[0, :2].sum() == pytest.approx(1.0)
+    assert set(found.fates) == {"right"} and found.breaks == [None] * 4 and found.first is None
+
+
+def test_worked_example_without_rescaling():
+    """The past keeps its weight: 2.754 + 2.084. Nothing but the number is wrong."""
+    _, found = look()
+    assert [step.alpha[0].item() for step in found.found] == [1, 1]
+    assert found.found[1].row_sum[0].item() == pytest.approx(4.837, abs=5e-4)
+    assert set(found.fates) == {"wrong"} and found.breaks == [1, 1, 1, 1] and found.first is None
+    assert found.exact[1].row_sum[0].item() == pytest.approx(3.930, abs=5e-4)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", OBSERVABLE)
+def test_output_so_far_ends_as_the_output(name, dtype):
+    call, found = look(f"attention={name}", f"dtype={dtype}", "inputs=growing", "seq_len=50", "block_kv=12")
+    backend = get_backend(name, block_q=16, block_kv=12)
+    out = attention(call.q, call.k, call.v, backend=backend).out[0, 0]
+    rows = slice(found.rows.start, found.rows.stop)
+    assert torch.equal(found.found[-1].out.nan_to_num(7.0), out[rows].nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("inputs", ["normal", "growing", "spike"])
+@pytest.mark.parametrize(
+    "name", ["tiled", "kv_outer", "lazy_rescale", "no_max", "no_rescale", "zero_init_max", "relative_mask", "no_scale"]
+)
+def test_p_and_alpha_are_the_ones_that_were_used(name, inputs):
+    """They rebuild each state from the one before, also where a tile holds a single key."""
+    for block_kv in (1, 12):
+        call, found = look(f"attention={name}", f"inputs={inputs}", "seq_len=25", f"block_kv={block_kv}")
+        row_sum, acc = torch.zeros(len(found.rows)), torch.zeros(len(found.rows), 16)
+        for step in found.found:
+            row_sum = step.alpha * row_sum + step.p.sum(-1)
+            acc = step.alpha[:, None] * acc + step.p @ call.v[0, 0, slice(*step.keys)]
+            assert torch.allclose(row_sum, step.row_sum, rtol=1e-5) and torch.allclose(acc, step.acc, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("inputs", ["growing", "negative", "up"])
+def test_nothing_is_wrong_with_an_exact_one(name, inputs):
+    for dtype in ("fp32", "bf16"):
+        _, found = look(f"attention={name}", f"inputs={inputs}", f"dtype={dtype}", "seq_len=70")
+        assert set(found.fates) == {"right"}, Counter(found.fates)
+        assert found.first is None and set(found.breaks) == {None}
+
+
+def test_reference_is_attention_over_the_keys_so_far():
+    call, found = look("attention=relative_mask", "inputs=normal", "seq_len=40", "row=20")
+    q, k, v = (x[0, 0].double().numpy() for x in (call.q, call.k, call.v))
+    assert found.rows == range(16, 32) and found.tiles[-1] == (32, 40)
+    assert found.exact[2] is None  # the future
+    for (_, end), reference, error, step in zip(found.tiles, found.reference, found.error, found.found, strict=True):
+        for i in found.rows:
+            expected = torch.from_numpy(standard_attention(q[i : i + 1], k[: min(end, i + 1)], v[: min(end, i + 1)])[0])
+            at = i - found.rows.start
+            assert torch.allclose(reference[at], expected, atol=1e-12)
+            assert error[at].item() == pytest.approx((step.out[at].double() - expected).abs().max().item(), rel=1e-6)
+
+
+# what went wrong, and where
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fates"),
+    [
+        (["dtype=fp16", "inputs=large"], {"NaN", "inf"}),
+        (["dtype=fp16", "inputs=growing", "softmax_dtype=input"], {"NaN", "zero"}),
+        (["dtype=fp32", "inputs=up"], {"NaN"}),
+        (["dtype=bf16", "inputs=down"], {"NaN"}),
+    ],
+    ids=["p-in-fp16", "row_sum-in-fp16", "fp32", "underflow"],
+)
+def test_fates_and_the_first_tile(arguments, fates):
+    """Against the output alone, and against the other walk that looks for a breakdown."""
+    call, found = look("attention=no_max", *arguments)
+    options = {"softmax_dtype": "input"} if "softmax_dtype=input" in arguments else {}
+    backend = get_backend("no_max", block_q=16, block_kv=16, **options)
+    out = attention(call.q, call.k, call.v, backend=backend).out[0, 0]
+    for fate, row in zip(found.fates, out, strict=True):
+        assert (fate == "NaN") == row.isnan().any().item()
+        if not row.isnan().any():
+            assert (fate == "inf") == row.isinf().any().item()
+            assert (fate == "zero") == (row == 0).all().item()
+    assert fates <= set(found.fates)
+    queries, keys, cause, score = found.first
+    if cause == "row_sum = 0":
+        assert (queries, keys) == (range(16), (0, 16)) and score < -104
+        return
+    other = find_breakdown(call.q, call.k, call.v, backend=backend, causal=True, scale=call.scale)
+    assert (other.queries, other.keys) == ((queries.start, queries.stop), keys)
+    assert other.max_score == pytest.approx(score) or cause == "row_sum"
+
+
+def test_the_tile_that_breaks_is_the_first_bad_one():
+    _, found = look("attention=no_max", "dtype=fp16", "inputs=growing")
+    i = found.row - found.rows.start
+    start = found.breaks[i]
+    assert 0 < start < len(found.tiles) - 1
+    for n, step in enumerate(found.found):
+        assert bool(step.p[i].isinf().any() or step.acc[i].isnan().any()) == (n >= start)
+    assert found.found[start].scores[i].max() > 11.09 > found.found[start - 1].scores[i].max()
+
+
+def test_a_row_without_weight_at_first_is_not_blamed():
+    """exp(-110) is 0 in float32, so no_max has 0/0 after the first tile; the later keys bring weight, and the end is right."""
+    q = torch.ones(1, 1, 1, 4)
+    k = torch.cat((torch.full((1, 1, 2, 4), -55.0), torch.ones(1, 1, 2, 4)), 2)
+    backend, exact = (get_backend(name, block_q=1, block_kv=2) for name in ("no_max", "tiled"))
+    found = trace.trace(q, k, k, backend=backend, exact=exact, causal=False, scale=0.5)
+    assert found.found[0].out.isnan().all() and found.found[0].broken().all()
+    assert found.fates == ["right"] and found.first is None and found.breaks == [None]
+
+
+# what it prints
+
+
+def test_prints_the_verdict_and_the_row(run_trace):
+    out, _ = run_trace("attention=no_max", "dtype=fp16", "inputs=large", "row=100")
+    assert re.search(r"^\d+ of 128 rows come out wrong: \d+ NaN, \d+ inf\. The first tile to leave the finite range is that of", out, re.M)
+    assert "query 100, of the tile of queries 96:112" in out
+    assert len(re.findall(r"^ +\d+:\d+ ", out, re.MULTILINE)) == 7
+    assert out.count("<- breaks") == 1
+
+
+def test_prints_the_worked_example_first(run_trace):
+    out, page = run_trace()
+    assert "8 of 8 rows come out wrong: finite but wrong. Nothing leaves the finite range." in out
+    data = embedded(page)
+    assert [step["exact"]["row_sum"][0] for step in data["steps"]] == [2.754, 3.93]
+    assert data["command"] == "python -m scripts.trace"
+
+
+# the page
+
+
+def test_page_needs_nothing_from_outside(run_trace):
+    _, page = run_trace("attention=no_max", "dtype=fp16", "inputs=large")
+    assert not re.search(r"https?:|src=|@import|url\(", page)
+    assert page.count("<script>") == page.count("</script>") == 1
+    assert len(page) < 2e6
+    steps = embedded(page)["steps"]
+    assert "inf" in json.dumps(steps) and "nan" in json.dumps(steps)
+
+
+def test_data_cannot_end_the_script(run_trace, monkeypatch):
+    monkeypatch.setattr(trace, "headline", lambda *_: "</script><b>")
+    _, page = run_trace()
+    assert page.count("</script>") == 1 and embedded(page)["headline"] == "</script><b>"
+
+
+def test_a_large_tile_is_cut_around_the_row(run_trace, monkeypatch):
+    arguments = ("attention=no_max", "dtype=fp16", "inputs=large", "seq_len=64", "row=62")
+    whole = embedded(run_trace(*arguments)[1])
+    assert whole["rows"] == list(range(48, 64)) and whole["row"] == 14
+    monkeypatch.setattr(trace_page, "MAX_NUMBERS", 2200)
+    cut = embedded(run_trace(*arguments)[1])
+    assert cut["rows"] == list(range(60, 64)) and cut["row"] == 2
+    assert cut["steps"][1]["found"]["scores"] == whole["steps"][1]["found"]["scores"][12:]
+    assert cut["fates"] == whole["fates"][12:] and cut["breaks"] == whole["breaks"][12:]
+    monkeypatch.setattr(trace_page, "MAX_NUMBERS", 100)
+    with pytest.raises(SystemExit, match="one query over 64 keys is .* numbers, more than the 100 that a page shows"):
+        run_trace(*arguments)
+
+
+# a trained run
+
+
+def write_run(run_dir: Path, **fields) -> GPT:
+    """A run directory as training leaves it, of a model with large random weights and two query heads to a key/value head."""
+    shape = ModelConfig(num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=32, max_seq_len=48, init_std=0.5)
+    fields = {"attention": AttentionConfig(block_kv=8), "data": DataConfig(source="last_write"), "dtype": "fp32"} | fields
+    config = RunConfig(model=shape, seq_len=48, **fields)
+    plain = OmegaConf.to_container(OmegaConf.structured(config))
+    run_dir.mkdir(parents=True)
+    OmegaConf.save(OmegaConf.create(plain), run_dir / "config.yaml")
+    torch.manual_seed(0)
+    data = build_data(config.data, config.tokenizer, seq_len=48, seed=0)
+    model = GPT(config.model, vocab_size=data.vocab_size, backend=get_backend("tiled"))
+    save_checkpoint(run_dir, model=model, optimizer=torch.optim.AdamW(model.parameters()), scaler=None, step=3, tokens=32, config=plain)
+    return model
+
+
+def test_takes_q_k_v_of_a_run(tmp_path):
+    model = write_run(tmp_path / "run")
+    call, found = look(f"run={tmp_path}/run", "layer=1", "head=3", "sequence=2")
+    data = build_data(DataConfig(source="last_write"), RunConfig().tokenizer, seq_len=48, seed=0)
+    with torch.no_grad():
+        tokens = data.val_batch(64).inputs[2:3]
+        x = model.token_embedding(tokens) + model.position_embedding(torch.arange(48))
+        x = model.blocks[0](x, rope=None, cache=None)
+        qkv = model.blocks[1].attention.qkv(model.blocks[1].attention_norm(x))  # (1, 48, 4 * 8 + 2 * 8 + 2 * 8)
+    for x, start in ((call.q, 24), (call.k, 40), (call.v, 56)):
+        assert torch.allclose(x[0, 0], qkv[0, :, start : start + 8], atol=1e-5)
+    assert (call.causal, call.scale, call.attention) == (True, 8**-0.5, "tiled")
+    assert found.tiles[0] == (0, 8) and set(found.fates) == {"right"}
+    assert "layer 1, head 3 of run after 3 steps" in call.source
+
+
+def test_another_attention_and_dtype_on_a_run(tmp_path, run_trace):
+    write_run(tmp_path / "run")
+    out, _ = run_trace(f"run={tmp_path}/run", "attention=no_max", "dtype=fp16", "layer=1")
+    assert "attention=no_max in float16, layer 1, head 0 of run" in out and "leave the finite range" in out
+
+
+def test_a_run_whose_earlier_layer_broke(tmp_path):
+    write_run(tmp_path / "run", attention=AttentionConfig(name="no_max"), dtype="fp16")
+    with pytest.raises(ValueError, match="hold NaN or infinity before attention sees them: layer=0 may show why"):
+        look(f"run={tmp_path}/run", "layer=1")
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["attention=triton"], "attention=triton shows nothing of its tiles while it runs; these can be traced: tiled, "),
+        (["attention=sdpa"], "these can be traced: tiled, "),
+        (["attention=tests.user_backends:NOPE"], "attention.target=tests.user_backends:NOPE cannot be loaded"),
+        (["attention=nope"], "attention=nope is not known; valid: "),
+        (["tile=3"], "'tile=3' is not key=value with a key of: attention, dtype, "),
+        (["inputs=big"], "inputs=big is not one of: worked, normal, large, "),
+        (["dtype=fp64"], "dtype=fp64 is not one of: fp32, bf16, fp16"),
+        (["block_kv=x"], "block_kv=x is no int"),
+        (["inputs=normal", "seq_len=0"], "seq_len=0 must be at least 1"),
+        (["seq_len=64"], "seq_len=64: the worked example has 8 queries of head_dim 4: ask for other inputs="),
+        (["layer=1"], "layer=1: they belong to a run: give run=DIR too"),
+        (["row=8"], "row=8 is not one of the 8 queries"),
+        (["run=nowhere"], "nowhere is no run directory: it has no config.yaml"),
+        (["run=nowhere", "inputs=large"], "inputs=large: run=nowhere brings its own q, k and v"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_refuses_in_one_line(run_trace, arguments, reason):
+    with pytest.raises(SystemExit) as error:
+        run_trace(*arguments)
+    assert error.value.code.startswith(f"trace: {reason}") or reason in error.value.code
+    assert error.value.code.startswith("trace: ") and "\n" not in error.value.code
+
+
+def test_refuses_a_layer_the_run_lacks(tmp_path, run_trace):
+    write_run(tmp_path / "run")
+    with pytest.raises(SystemExit, match="layer=2 is not in .*run, which has layers 0 to 1"):
+        run_trace(f"run={tmp_path}/run", "layer=2")
+
+
+def test_refuses_to_write_nowhere(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["trace", "out=nowhere/page.html"])
+    with pytest.raises(SystemExit, match="trace: out=nowhere/page.html: there is no folder nowhere"):
+        trace.main()
+
+
+def test_command_in_the_help_runs_as_typed(tmp_path):
+    def run(command: str) -> subprocess.CompletedProcess:
+        path = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+        command = command.replace("python", sys.executable, 1)
+        return subprocess.run(["bash", "-c", command], cwd=tmp_path, env=path, capture_output=True, text=True)
+
+    line = re.search(r"^ +(python -m scripts\.trace .*)$", run("python -m scripts.trace --help").stdout, re.MULTILINE)[1]
+    done = run(line)
+    assert done.returncode == 0, done.stderr
+    assert "leave the finite range" in done.stdout and (tmp_path / "trace.html").stat().st_size > 1e5
+
+
+# in a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = Path("/usr/bin/chromium")
+    if not chromium.exists():
+        pytest.skip("needs /usr/bin/chromium")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path=str(chromium), args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser, run_trace, tmp_path):
+    """open_page("key=value", ...): the page in a browser; the test fails where its console shows an error."""
+    errors, pages = [], []
+
+    def show(*arguments: str, **context):
+        run_trace(*arguments)
+        page = browser.new_page(**context)
+        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("request", lambda request: None if request.url.startswith("file:") else errors.append(request.url))
+        page.goto((tmp_path / "page.html").as_uri())
+        pages.append(page)
+        return page
+
+    yield show
+    for page in pages:
+        page.close()
+    assert not errors
+
+
+def test_replay_of_the_worked_example(open_page):
+    page = open_page()
+    assert page.title() == "no_rescale in float32, tile by tile"
+    assert "there is no past to correct" in page.inner_text("#say")
+    assert "broken" not in page.get_attribute("#found", "class")
+    page.click("#next")
+    say = page.inner_text("#say")
+    assert "The maximum moves from 0.8 to 1.2" in say and "exp(0.8 − 1.2) = 0.670" in say
+    assert "Here no_rescale breaks: it multiplies its past by 1 where 0.670 is right" in say
+    assert "3.930" in page.inner_text("#exact") and "4.837" in page.inner_text("#found")
+    assert "broken" in page.get_attribute("#found", "class") and "broken" not in page.get_attribute("#exact", "class")
+    assert page.is_disabled("#next")
+
+
+def test_every_way_to_step(open_page):
+    page = open_page("attention=no_max", "dtype=fp16", "inputs=growing")
+
+    def at() -> int:
+        assert page.locator("#walk .now").count() == 1
+        assert page.input_value("#slider") == page.locator("#walk .now").get_attribute("data-step")
+        return int(page.input_value("#slider"))
+
+    assert at() == 0
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowLeft")
+    assert at() == 1
+    page.keyboard.press("End")
+    assert at() == 7
+    page.locator("#slider").fill("3")
+    assert at() == 3
+    page.click("#back")
+    assert at() == 2
+    page.locator("#walk button").nth(4).click()
+    assert at() == 4
+    page.click("#jump")
+    start = at()
+    classes = [node.get_attribute("class") for node in page.locator("#walk button").all()]
+    assert ["broken" in name for name in classes] == [i >= start for i in range(8)]
+    assert "Here no_max breaks: p = exp(" in page.inner_text("#say") and "passes 65504, the largest float16" in page.inner_text("#say")
+    page.locator("[data-chart]").first.click(position={"x": 1, "y": 20})
+    assert at() == 0
+    page.click("#play")
+    page.wait_for_function("document.getElementById('slider').value === '1'")
+    page.click("#play")
+
+    # another query: by the list, by the heat map, by the keyboard
+    page.select_option("#row", "3")
+    assert "query 115 after this tile" in page.inner_text("#found")
+    page.locator("#exact .heat [data-row='5']").click()
+    assert page.input_value("#row") == "5"
+    page.locator("h1").click()
+    page.keyboard.press("ArrowUp")
+    assert page.input_value("#row") == "4"
+    page.locator("#found [data-show=p]").click()
+    assert "p = exp(score − what is subtracted)" in page.inner_text("#exact")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["attention=relative_mask", "inputs=normal", "seq_len=48"],
+        ["attention=local_softmax", "inputs=ties", "dtype=bf16", "seq_len=48"],
+        ["attention=zero_init_max", "inputs=negative", "seq_len=48"],
+        ["attention=no_max", "dtype=fp16", "inputs=growing", "softmax_dtype=input"],
+        ["attention=tiled", "inputs=spike", "block_kv=1", "seq_len=12"],
+        ["attention=no_scale", "inputs=huge", "seq_len=1"],
+    ],
+    ids=" ".join,
+)
+def test_every_step_of_every_query_draws(open_page, arguments):
+    """On a phone: nothing is cut off, and no number reaches the page unexplained."""
+    page = open_page(*arguments, viewport={"width": 390, "height": 844}, color_scheme="dark")
+    words = page.evaluate(
+        """() => { const seen = []; for (let r = 0; r < DATA.rows.length; r++) for (let i = 0; i <= last; i++) {
+             go(i, r); seen.push(document.body.innerText); } return seen; }"""
+    )
+    assert all("undefined" not in text and "null" not in text and "[object" not in text for text in words)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate('!document.body.innerHTML.match(/(x|y|width|height|cx|cy|d)="[^"]*NaN/)')
+
+
+def test_sum_of_the_worked_scores():
+    """The two oracles agree on the number that the page shows."""
+    assert online_softmax(trace.WORKED_SCORES, 4)[1:3] == (1.2, pytest.approx(3.930, abs=5e-4))
