@@ -111,7 +111,7 @@ class WandbLogger(Logger):
         run_config: dict[str, Any],
         resume: bool,
     ) -> None:
-        if not _installed("wandb"):
+        if not installed("wandb"):
             raise ModuleNotFoundError("wandb is not installed: pip install wandb, or logger=none")
         # no reports of its own errors and no chatter, unless the user asks for them
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -232,14 +232,14 @@ class TrackioLogger(Logger):
         self._run.finish()
 
 
-def _installed(package: str) -> bool:
+def installed(package: str) -> bool:
     # a folder of that name in the working directory, such as ./wandb with earlier runs, imports too, but has no file of its own
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def _require(package: str) -> None:
-    if not _installed(package):
+    if not installed(package):
         raise ValueError(f"logger={package} needs pip install 'tilegpt[{package}]'")
 
 
@@ -257,11 +257,11 @@ def _wandb_mode(config: LoggerConfig) -> str:
     if wanted in ("offline", "disabled"):
         return wanted
     settings = wandb.setup().settings
-    if not (settings.api_key or _has_key(settings.base_url)):
+    if not (settings.api_key or has_key(settings.base_url)):
         if wanted != "auto":
             log.warning("wandb has no API key (wandb login, or WANDB_API_KEY); this run is logged offline")
         return "offline"
-    if not _reachable(settings.base_url):
+    if not reachable(settings.base_url):
         log.warning("wandb's server %s does not answer; this run is logged offline", settings.base_url)
         return "offline"
     return "online"
@@ -272,7 +272,7 @@ def _new_id() -> str:
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
 
 
-def _has_key(base_url: str) -> bool:
+def has_key(base_url: str) -> bool:
     """Whether wandb would find a key without asking for one."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
@@ -287,7 +287,7 @@ def _has_key(base_url: str) -> bool:
     return False
 
 
-def _reachable(base_url: str) -> bool:
+def reachable(base_url: str) -> bool:
     """Whether a connection to the server, or to the proxy in front of it, opens within PROBE_TIMEOUT seconds.
 
     wandb itself retries a dead network for as long as init_timeout allows.

@@ -280,7 +280,7 @@ def test_a_silent_network_costs_no_more_than_the_probe(monkeypatch):
     monkeypatch.setattr(loggers.socket, "create_connection", hang)
     monkeypatch.delenv("https_proxy", raising=False)
     start = time.perf_counter()
-    assert not loggers._reachable("https://api.example.com")
+    assert not loggers.reachable("https://api.example.com")
     assert time.perf_counter() - start < 0.8
 
 
@@ -294,7 +294,7 @@ def test_a_proxy_is_what_must_answer(monkeypatch):
     monkeypatch.setattr(loggers.socket, "create_connection", connect)
     monkeypatch.setenv("https_proxy", "http://proxy.example.com:3128")
     monkeypatch.setenv("no_proxy", "local.example.com")
-    assert loggers._reachable("https://api.example.com") and loggers._reachable("https://local.example.com")
+    assert loggers.reachable("https://api.example.com") and loggers.reachable("https://local.example.com")
     assert asked == [("proxy.example.com", 3128), ("local.example.com", 443)]
 
 

@@ -1,0 +1,192 @@
+"""The wandb workspace: what it holds, and that it is saved or refused in one line, without a network and without a question."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from scripts import dashboard
+from tests.command import metrics, run, tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+ASKED = ("train/loss", "val/loss", "val/loss_exact", "memory/peak_gib", "tokens_per_sec", "attention/max_score")
+
+pytest.importorskip("wandb_workspaces")
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """A machine whose user has no key, and a server of wandb's that is not there."""
+    for name in [name for name in os.environ if name.startswith("WANDB_") or name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return monkeypatch
+
+
+def start(*arguments: str) -> subprocess.CompletedProcess:
+    """In a process of its own: wandb reads its settings once. No terminal, and nothing to read: a question would fail it."""
+    command = [sys.executable, "-m", "scripts.dashboard", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+
+
+def complaint(done: subprocess.CompletedProcess) -> str:
+    assert done.returncode == 2 and done.stdout == "", done
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("dashboard: ")
+    return line
+
+
+def panels(spec: dict) -> list[dict]:
+    return [panel["config"] for section in spec["spec"]["section"]["panelBankConfig"]["sections"] for panel in section["panels"]]
+
+
+def test_dry_run_prints_the_workspace(capsys):
+    assert dashboard.main(["entity=me", "project=mine", "group=12-00-00", "--dry-run"]) == 0
+    spec = json.loads(capsys.readouterr().out)
+    assert (spec["entity"], spec["project"], spec["displayName"]) == ("me", "mine", "attentions compared")
+    lines = [panel for panel in panels(spec) if "metrics" in panel]
+    assert {metric for panel in lines for metric in panel["metrics"]} >= set(ASKED)
+    for panel in lines:
+        assert (panel["xAxis"], panel["groupBy"], panel["groupAgg"], panel["groupArea"]) == (
+            "tokens",
+            "attention.value.name",
+            "mean",
+            "minmax",
+        )
+    (scatter,) = [panel for panel in panels(spec) if "metrics" not in panel]
+    assert (scatter["xAxis"], scatter["yAxis"]) == ("config:seq_len.value", "summary:memory/peak_gib")
+    (runs,) = spec["spec"]["section"]["runSets"]
+    assert runs["grouping"] == [{"section": "config", "name": "attention.value.name"}]
+    (chosen,) = runs["filters"]["filters"]
+    assert (chosen["key"], chosen["op"], chosen["value"]) == ({"section": "run", "name": "group"}, "=", "12-00-00")
+
+
+def test_without_a_group_all_runs_are_shown():
+    spec = dashboard.spec(dashboard.build_workspace(dashboard.Options("me")))
+    assert spec["spec"]["section"]["runSets"][0]["filters"]["filters"] == []
+
+
+def test_every_metric_is_one_that_training_logs(tmp_path):
+    shown = {plot.metric for plots in dashboard.SECTIONS.values() for plot in plots}
+    for data in ("stdlib", "last_write"):
+        assert run(*tiny(tmp_path / data, f"data={data}")).code == 0
+    assert shown <= {name for data in ("stdlib", "last_write") for row in metrics(tmp_path / data) for name in row}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "entity=NAME is missing"),
+        (["project=mine"], "entity=NAME is missing"),
+        (["entity="], "'entity=' is not key=value"),
+        (["entity=me", "colour=red"], "'colour=red' is not key=value with a key of: entity, project, group, name"),
+        (["me"], "'me' is not key=value"),
+        (["entity=me", "name=\N{GRINNING FACE}", "--dry-run"], "Emojis are not allowed"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, said, capsys):
+    assert dashboard.main(arguments) == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert line.startswith("dashboard: ") and said in line and printed.out == ""
+
+
+def test_without_the_package(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
+    assert dashboard.main(["entity=me", "--dry-run"]) == 2
+    assert "pip install wandb-workspaces" in capsys.readouterr().err
+
+
+def test_without_a_key(offline):
+    assert "wandb login" in complaint(start("entity=me"))
+
+
+def test_without_a_server(offline):
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    offline.setenv("WANDB_API_KEY", "0" * 40)
+    offline.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+    assert f"127.0.0.1:{port} does not answer" in complaint(start("entity=me"))
+
+
+def serve(answer) -> HTTPServer:
+    """A server that gives answer(query, variables) to every request; stands in for wandb's, of which only the address is needed."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            status, content = answer(request["query"], request.get("variables") or {})
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        def log_message(self, *arguments):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+def test_the_workspace_is_sent(offline):
+    sent = []
+
+    def answer(query, variables):
+        if "upsertView" in query:
+            sent.append(variables)
+            return 200, {"data": {"upsertView": {"view": {"id": "1", "name": "nw-abc-v"}, "inserted": True}}}
+        return 200, {
+            "data": {"viewer": {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}, "serverInfo": {}}
+        }
+
+    server = serve(answer)
+    offline.setenv("WANDB_API_KEY", "0" * 40)
+    offline.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+    done = start("entity=me", "project=mine")
+    server.shutdown()
+    assert done.returncode == 0, done.stderr
+    (variables,) = sent
+    assert (variables["entityName"], variables["projectName"], variables["type"]) == ("me", "mine", "project-view")
+    assert len(panels({"spec": json.loads(variables["spec"])})) == 10
+    assert re.search(r"/me/mine\?nw=abc", done.stdout)
+
+
+def test_a_refusal_is_one_line(offline):
+    server = serve(lambda query, variables: (200, {"errors": [{"message": "project not found"}], "data": None}))
+    offline.setenv("WANDB_API_KEY", "0" * 40)
+    offline.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+    line = complaint(start("entity=me", "project=mine"))
+    server.shutdown()
+    assert "entity=me project=mine" in line and "project not found" in line
+
+
+def test_a_server_that_never_answers(offline):
+    """It accepts the connection and is silent. In this process, whose deadline can be shortened."""
+    code = "import sys; from scripts import dashboard; dashboard.SAVE_TIMEOUT = 1.0; sys.exit(dashboard.main(sys.argv[1:]))"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        offline.setenv("WANDB_API_KEY", "0" * 40)
+        offline.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        began = time.monotonic()
+        command = [sys.executable, "-c", code, "entity=me"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        assert "took longer than 1 s" in complaint(done) and time.monotonic() - began < 30
+
+
+def test_help_shows_a_command_that_runs(offline):
+    example = re.search(r"example: python -m scripts\.dashboard (.*)", start("--help").stdout)[1]
+    done = start(*example.split())
+    assert done.returncode == 0 and json.loads(done.stdout)["project"] == "tilegpt"
