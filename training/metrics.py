@@ -38,6 +38,22 @@ PEAK_FLOPS = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
+# device memory bandwidth in bytes/s, from the same data sheets and looked up the same way
+PEAK_BANDWIDTH = {
+    "B200": 8.0e12,
+    "GH200": 4.0e12,  # with HBM3
+    "H200": 4.8e12,
+    "H100 NVL": 3.9e12,
+    "H100 PCIe": 2.0e12,
+    "H100": 3.35e12,  # SXM
+    "A100 80GB PCIe": 1.935e12,
+    "A100.*80GB": 2.039e12,  # SXM
+    "A100": 1.555e12,
+    "L40S": 0.864e12,
+    "L4": 0.300e12,
+    "RTX 4090": 1.008e12,
+    "RTX 3090": 0.936e12,
+}
 
 
 class MetricsFile:
@@ -119,11 +135,15 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float | None:
     device = torch.device(device)
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
-    name = torch.cuda.get_device_name(device)
+    return data_sheet(PEAK_FLOPS, torch.cuda.get_device_name(device))
+
+
+def data_sheet(table: dict[str, float], device_name: str) -> float | None:
+    """The entry of PEAK_FLOPS or PEAK_BANDWIDTH for a GPU as PyTorch names it; None for an unknown one."""
     # the parts for laptops share a name with faster ones
-    if "Laptop" in name:
+    if "Laptop" in device_name:
         return None
-    return next((peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
+    return next((peak for words, peak in table.items() if re.search(rf"\b{words}\b", device_name)), None)
 
 
 class Throughput:
