@@ -7,25 +7,28 @@ import torch
 from torch import nn
 
 from attention import Backend, get_backend, probe_backend
-from config import RunConfig
+from config import AttentionConfig, RunConfig
 from model.gpt import GPT
 
 log = logging.getLogger("tilegpt")
 
 
-def attention_schedule(config: RunConfig, *, dtype: torch.dtype, device: torch.device) -> dict[int, Backend]:
-    """The run's attention by the step after which it is used: {0: first} or {0: first, switch_at: second}.
-
-    Raises ValueError for one that is not known or that cannot train this model; warns of one that is broken on purpose.
-    """
-    chosen = config.attention
+def chosen_attention(chosen: AttentionConfig) -> dict[int, Backend]:
+    """The attention by the step after which it is used: {0: first} or {0: first, switch_at: second}. ValueError for an unknown one."""
     schedule = {0: get_backend(chosen.name, target=chosen.target, **chosen.backend_options())}
     if chosen.switch_at is not None:
         try:
             schedule[chosen.switch_at] = get_backend(chosen.switch_to, **chosen.switch_options)
         except ValueError as error:
             raise ValueError(f"attention.switch_to={chosen.switch_to}: {error}") from error
-    elif chosen.switch_to is not None:
+    return schedule
+
+
+def attention_schedule(config: RunConfig, *, dtype: torch.dtype, device: torch.device) -> dict[int, Backend]:
+    """chosen_attention() of a run. Raises ValueError for one that cannot train its model; warns of one that is broken on purpose."""
+    chosen = config.attention
+    schedule = chosen_attention(chosen)
+    if chosen.switch_to is not None and chosen.switch_at is None:
         log.info(f"attention.switch_to={chosen.switch_to} without attention.switch_at=STEP: this run keeps its attention")
     heads = {"num_heads": config.model.num_heads, "num_kv_heads": config.model.kv_heads, "head_dim": config.model.head_dim}
     for step, backend in schedule.items():

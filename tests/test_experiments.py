@@ -20,6 +20,7 @@ def test_recipe_runs(recipe, tmp_path):
     # one seed tells as much as three; lengths are the recipe's point in one of them, and stay several
     seq_lens = ["32", "64"] if "seq_len" in swept else []
     smaller = [*(["seed=0"] if "seed" in swept else []), *([f"seq_len={','.join(seq_lens)}"] if seq_lens else [])]
+    smaller += ["attention.switch_at=null,1"] if "attention.switch_at" in swept else []
     shrunk = [x for x in TINY if x.partition("=")[0] not in ("seq_len", "steps", "batch_size")]
     q = torch.zeros(1, 1, 1, 16)
     if "triton" in swept.get("attention", []) and get_backend("triton").unsupported_reasons(q, q, q):
@@ -33,11 +34,13 @@ def test_recipe_runs(recipe, tmp_path):
     )
     assert done.code == 0 and "Traceback" not in done.output, done.output
 
-    expected = {key: {"seed": ["0"], "seq_len": seq_lens}.get(key, values) for key, values in swept.items()}
+    expected = {
+        key: {"seed": ["0"], "seq_len": seq_lens, "attention.switch_at": ["None", "1"]}.get(key, values) for key, values in swept.items()
+    }
     rows = index(tmp_path)
     assert len(rows) == math.prod(map(len, expected.values()))
     for key, values in expected.items():
-        assert {str(row[key]) for row in rows} == set(values)
+        assert {str(row.get(key.rpartition(".")[2])) for row in rows} == set(values)
     for row in rows:
         assert row["status"] == "completed" and summary(tmp_path / row["dir"])["steps_done"] == 2
     # what makes a defect a defect: more than one tile, or it would be exact

@@ -1,0 +1,144 @@
+"""attention.switch_at: another attention takes over in the middle of a run."""
+
+import os
+import signal
+
+import pytest
+
+from data.batches import TextData
+from tests.command import checkpoint, computed, metrics, run, same, start, summary, tiny
+from tests.command import finish as finish_process
+
+# several tiles, and scores sharp enough that a broken attention shows
+BROKEN = ("attention=no_rescale", "attention.block_kv=4", "optim.lr=0.02", "optim.schedule=constant", "optim.warmup_steps=1")
+TO_EXACT = ("attention.switch_at=20", "attention.switch_to=tiled")
+RECIPE = (*BROKEN, "steps=30", "log_every=3", "eval_every=25", "checkpoint_every=5", "model.dropout=0.1")
+
+
+@pytest.fixture(scope="module")
+def switched(tmp_path_factory):
+    """30 steps: 20 under no_rescale, 10 under exact attention."""
+    run_dir = tmp_path_factory.mktemp("switched")
+    done = run(*tiny(run_dir, *RECIPE, *TO_EXACT))
+    assert done.code == 0, done.output
+    return run_dir, done
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """The same 30 steps under no_rescale throughout."""
+    run_dir = tmp_path_factory.mktemp("broken")
+    assert run(*tiny(run_dir, *RECIPE)).code == 0
+    return run_dir
+
+
+def by_step(rows: list[dict]) -> dict[int, dict]:
+    return {row["step"]: row for row in rows}
+
+
+def test_the_first_steps_are_those_of_a_run_that_is_never_switched(switched, broken):
+    ours, theirs = by_step(computed(switched[0])), by_step(computed(broken))
+    for step in (0, 3, 6, 9, 12, 15, 18):
+        assert ours[step] == theirs[step]
+    assert ours[21]["train/loss"] != theirs[21]["train/loss"]
+
+
+def test_the_row_of_the_switch_judges_the_same_weights_before_and_after(switched):
+    row = by_step(metrics(switched[0]))[20]
+    # no_rescale is wrong, and exact attention is exact
+    assert abs(row["val/loss"] - row["val/loss_switched"]) > 1e-3
+    assert row["val/loss_switched"] == pytest.approx(row["val/loss_exact"], abs=1e-5)
+    assert sum("val/loss_switched" in row for row in metrics(switched[0])) == 1
+
+
+def test_after_the_switch_the_attention_is_exact(switched):
+    rows = by_step(metrics(switched[0]))
+    for step in (25, 30):
+        assert rows[step]["val/loss"] == pytest.approx(rows[step]["val/loss_exact"], abs=1e-5)
+        assert rows[step]["attention/out_error"] < 1e-5
+    assert "attention/out_error" not in rows[20]  # neither evaluated nor diagnosed by its number
+
+
+def test_comparison_with_exact_attention_sees_the_defect(broken):
+    for step, row in by_step(metrics(broken)).items():
+        if step in (25, 30):
+            assert row["attention/out_error"] > 1e-2 and row["attention/dq_error"] > 1e-2
+            assert row["attention/out_cosine"] < 0.9999
+
+
+def test_the_switch_is_recorded_everywhere(switched):
+    run_dir, done = switched
+    result = summary(run_dir)
+    assert (result["attention"], result["defect"], result["options"]["block_kv"]) == ("no_rescale", True, 4)
+    assert (result["switch_at"], result["switch_to"], result["switch_options"]["block_kv"]) == (20, "tiled", 64)
+    assert result["val/loss_switched"] == by_step(metrics(run_dir))[20]["val/loss_switched"]
+    config = (run_dir / "config.yaml").read_text()
+    assert "switch_at: 20" in config and "switch_to: tiled" in config
+    assert "attention=no_rescale, attention=tiled after step 20" in done.output
+    assert done.output.count("step 20: from here on attention=tiled") == 1
+
+
+def test_a_switch_to_the_same_attention_changes_nothing(broken, tmp_path):
+    """The control: what changes a run is the other attention, not the switch."""
+    again = ("attention.switch_at=20", "attention.switch_to=no_rescale", "+attention.switch_options.block_kv=4")
+    assert run(*tiny(tmp_path, *RECIPE, *again)).code == 0
+    assert same(checkpoint(tmp_path), checkpoint(broken))
+    ours, theirs = by_step(computed(tmp_path)), by_step(computed(broken))
+    assert ours[20]["val/loss_switched"] == ours[20]["val/loss"]
+    assert {step: row for step, row in ours.items() if step != 20} == theirs
+
+
+@pytest.mark.parametrize("step", [7, 19, 26], ids=["before", "at-the-switch", "after"])
+def test_interrupted_and_resumed_is_the_same_run(switched, monkeypatch, tmp_path, step):
+    """To the last bit. The signal comes while step `step` + 1 is prepared, which is still done, and saved."""
+    train_batch, pending = TextData.train_batch, [signal.SIGINT]
+
+    def patched(self, at: int, num_sequences: int):
+        while at == step and pending:
+            os.kill(os.getpid(), pending.pop())
+        return train_batch(self, at, num_sequences)
+
+    monkeypatch.setattr(TextData, "train_batch", patched)
+    stopped = run(*tiny(tmp_path, *RECIPE, *TO_EXACT))
+    assert stopped.code == 130 and checkpoint(tmp_path)["step"] == step + 1
+    done = run(f"resume={tmp_path}")
+    assert done.code == 0, done.output
+    assert same(checkpoint(tmp_path), checkpoint(switched[0]))
+    assert computed(tmp_path) == computed(switched[0])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["attention.switch_at=2"], "attention.switch_at=2 needs attention.switch_to=NAME"),
+        (["attention.switch_at=0", "attention.switch_to=naive"], "attention.switch_at=0 must lie between 0 and steps=4"),
+        (["attention.switch_at=4", "attention.switch_to=naive"], "attention.switch_at=4 must lie between 0 and steps=4"),
+        (["attention.switch_at=-1", "attention.switch_to=naive"], "attention.switch_at=-1 must lie between 0 and steps=4"),
+        (["attention.switch_at=2", "attention.switch_to=flashy"], "attention.switch_to=flashy: attention=flashy is not known; valid: "),
+        (
+            ["attention.switch_at=2", "attention.switch_to=naive", "+attention.switch_options.block_kv=4"],
+            "attention.switch_to=naive: attention=naive has no option 'block_kv'",
+        ),
+        (["+attention.switch_options.block_kv=4"], "needs attention.switch_to=NAME"),
+    ],
+    ids=["no-target", "at-0", "at-the-end", "negative", "unknown", "option", "options-alone"],
+)
+def test_refused_in_one_line(tmp_path, overrides, said):
+    assert said in run(*tiny(tmp_path, *overrides)).complaint()
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_target_without_a_step_is_said_to_do_nothing(tmp_path):
+    done = run(*tiny(tmp_path, "attention.switch_to=naive"))
+    assert done.code == 0 and "attention.switch_to=naive without attention.switch_at=STEP: this run keeps its attention" in done.output
+    assert "switch_to" not in summary(tmp_path)
+
+
+@pytest.mark.gpu
+def test_the_compiled_model_switches_too(tmp_path):
+    """On a GPU, from an attention that torch.compile cannot look into to one that it compiles whole."""
+    overrides = ("device=cuda", "dtype=fp32", "attention.switch_to=sdpa", "attention.switch_at=20")
+    done = finish_process(start(*tiny(tmp_path, *RECIPE, *overrides)))
+    assert done.code == 0, done.output
+    row = by_step(metrics(tmp_path))[30]
+    assert row["val/loss"] == pytest.approx(row["val/loss_exact"], abs=1e-5)
