@@ -198,7 +198,7 @@ def captured_call(options: Options) -> Call:
         raise ValueError(f"q, k and v of layer={layer} head={head} hold NaN or infinity before attention sees them: {cause}")
     if options.dtype is not None:
         q, k, v = (x.to(DTYPES[options.dtype]) for x in (q, k, v))
-    source = f"layer {layer}, head {head} of {options.run.name} after {meta['step']} steps, held-out sequence {sequence}"
+    source = f"layer {layer}, head {head} of {options.run} after {meta['step']} steps, held-out sequence {sequence}"
     block_kv = backend.options.get("block_kv") or BACKENDS["tiled"].options["block_kv"]
     name = config.attention.target or backend.name
     return Call(q, k, v, arguments["causal"], arguments["scale"], source, name, 16, block_kv)
