@@ -9,40 +9,22 @@ no such input. A defect, or a backend that is exact but not frugal, names in `br
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
 
-import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attention import Backend, attention
-from attention.conformance import Case, Expected, compare, distance, expect, run
+from attention import Backend
+from attention.conformance import Case, distance, run
 from attention.footprint import exponents
 from attention.mask import visible_keys
+from attention.subject import Check, Subject
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
-# the tile loops run with tiles small enough that every case crosses several, ragged at the end
-TILES = {"block_q": 32, "block_kv": 16}
 LINEAR = 1.15  # the largest exponent that counts as linear in N
-
-# the same for every backend, so it is computed once
-expected_of = lru_cache(maxsize=512)(expect)
-
-
-class Check(NamedTuple):
-    case: str
-    error: float
-    budget: float
-    multiple: float | None = None  # error in units of naive attention's own
-
-    @property
-    def share(self) -> float:
-        """Of the budget; more than 1 is too much."""
-        return self.error / self.budget if self.budget else float("inf" if self.error else 0)
 
 
 @dataclass(frozen=True)
@@ -60,78 +42,6 @@ class Cell:
     @property
     def ok(self) -> bool:
         return self.status == "n/a" or (self.status == "red") == self.documented
-
-
-@dataclass
-class Subject:
-    """A backend under examination, on one device and in one dtype."""
-
-    backend: Backend
-    device: str
-    dtype: torch.dtype
-    random_cases: int
-    seed: int
-    rows: dict[Case, dict[str, Any] | None] = field(default_factory=dict)
-    refusals: list[str] = field(default_factory=list)  # of the property in hand
-
-    def __post_init__(self) -> None:
-        if TILES.keys() <= self.backend.options.keys():
-            self.backend = self.backend.configured(**TILES)
-        takes = self.backend.head_dims
-        wanted = (16, 64, 32, 128, 8, *range(1, 513)) if self.device == "cpu" else (64, 32, 128, 16, *range(1, 513))
-        self.head_dims = [size for size in wanted if takes is None or size in takes]
-        # on a GPU kernels have tiles of up to 128: three of them, ragged
-        self.length = 70 if self.device == "cpu" else 330
-
-    def case(self, num_queries: int | None = None, num_keys: int | None = None, **fields: Any) -> Case:
-        num_queries = num_queries or self.length
-        fields = {"head_dim": self.head_dims[0] if self.head_dims else 16} | fields
-        return Case(num_queries=num_queries, num_keys=num_keys or num_queries, **fields)
-
-    def takes(self, case: Case, *, backward: bool) -> bool:
-        """Whether the backend says so. Its reasons are kept."""
-        tensors, arguments, *_ = case.make(self.dtype, self.device)
-        reasons = self.backend.unsupported_reasons(*(x.requires_grad_(backward) for x in tensors), **arguments)
-        self.refusals += reasons
-        return not reasons
-
-    def expected(self, case: Case) -> Expected:
-        return expected_of(case, self.dtype, self.device, with_lse="lse" in self.backend.features)
-
-    def compare(self, case: Case) -> dict[str, Any] | None:
-        """The case's row; forward only where there is no backward pass, None where the inputs are refused."""
-        if case not in self.rows:
-            backward = self.takes(case, backward=True)
-            if backward or self.takes(case, backward=False):
-                self.rows[case] = compare(self.backend, case, self.dtype, self.device, expected=self.expected(case), backward=backward)
-            else:
-                self.rows[case] = None
-        elif self.rows[case] is None or "dq" not in self.rows[case]["tensors"]:
-            self.takes(case, backward=True)
-        return self.rows[case]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, backend: Backend | None = None, **arguments: Any) -> Tensor:
-        return attention(q, k, v, backend=backend or self.backend, **arguments).out
-
-    def random(self) -> list[Case]:
-        """Random shapes of ordinary logits, within what the backend takes."""
-        draw, features = random.Random(self.seed), self.backend.features
-        cases = []
-        for i in range(self.random_cases):
-            num_kv_heads, num_queries = draw.choice((1, 2)), draw.randint(1, 2 * self.length)
-            cases.append(
-                self.case(
-                    num_queries,
-                    num_queries + draw.choice((0, 1, draw.randint(2, self.length))) * ("cross_length" in features),
-                    batch=draw.choice((1, 2)),
-                    num_heads=num_kv_heads * (draw.choice((1, 2, 3)) if "gqa" in features else 1),
-                    num_kv_heads=num_kv_heads,
-                    head_dim=draw.choice([size for size in self.head_dims if size in (8, 16, 24, 40, 64)] or self.head_dims or [16]),
-                    causal="non_causal" not in features or draw.random() < 0.7,
-                    seed=1000 * self.seed + i + 1,
-                )
-            )
-        return cases
 
 
 def compared(subject: Subject, cases: Iterable[Case], *tensors: str) -> Iterator[Check]:
@@ -169,12 +79,16 @@ def log_sum_exp(subject: Subject) -> Iterator[Check]:
     if "lse" not in subject.backend.features:
         subject.refusals.append("it returns no lse")
         return
-    yield from compared(subject, ordinary(subject), "lse")
+    cases = ordinary(subject)
+    yield from compared(subject, cases, "lse")
+    rows = [row for case in cases if (row := subject.compare(case)) is not None]
+    if rows:
+        yield Check("cases without the lse it promises", float(sum("lse" not in row["tensors"] for row in rows)), 0.0)
 
 
 def block_sizes(subject: Subject) -> Iterator[Check]:
     """The tile sizes do not show in the result."""
-    if not TILES.keys() <= subject.backend.options.keys():
+    if not subject.has_blocks:
         subject.refusals.append("it has no block_q and block_kv to choose")
         return
     for causal in (True, False):
@@ -182,7 +96,8 @@ def block_sizes(subject: Subject) -> Iterator[Check]:
         if subject.takes(case, backward=False):
             expected = subject.expected(case)
             first = None
-            for block_q, block_kv in ((32, 16), (16, 32), (64, 16), (128, 128)):
+            # one tile holds all keys of the CPU's cases
+            for block_q, block_kv in ((32, 16), (16, 32), (64, 16), (128, 128) if subject.device == "cpu" else (64, 64)):
                 backend = subject.backend.configured(block_q=block_q, block_kv=block_kv)
                 out = subject.attend(*expected.tensors, backend=backend, **expected.arguments).double()
                 first = out if first is None else first
@@ -373,11 +288,8 @@ def growth(subject: Subject, *figures: str) -> Iterator[Check]:
     head_dim = 32 if 32 in subject.head_dims else subject.head_dims[0]
     case = subject.case(128, head_dim=head_dim)
     if subject.takes(case, backward=True):
-        tiles = {"block_q": 64, "block_kv": 64} if subject.device == "cpu" else {"block_q": 512, "block_kv": 512}
-        adjustable = TILES.keys() <= subject.backend.options.keys()
         lengths = (128, 256, 512) if subject.device == "cpu" else (2048, 4096, 8192)
-        backend = subject.backend.configured(**tiles) if adjustable else subject.backend
-        found = _exponents(backend, lengths, device=subject.device, dtype=subject.dtype, head_dim=head_dim)
+        found = _exponents(subject.given, lengths, device=subject.device, dtype=subject.dtype, head_dim=head_dim)
         for name in figures:
             if name in found:
                 yield Check(f"exponent of N in the {name} bytes, N = {lengths[0]} to {lengths[-1]}", found[name], LINEAR)
@@ -512,6 +424,13 @@ def examine(subject: Subject, name: str) -> Cell:
     return Cell(name, "red" if red else "green", note, documented, len(checks), worst.share, max(multiples, default=None))
 
 
+def check_breaks(backend: Backend) -> None:
+    """Raise ValueError where `breaks` names what is no property."""
+    unknown = backend.breaks - PROPERTIES.keys()
+    if unknown:
+        raise ValueError(f"backend {backend.name!r} breaks {', '.join(sorted(unknown))}; properties: {', '.join(PROPERTIES)}")
+
+
 def verify_backend(
     backend: Backend,
     *,
@@ -523,9 +442,7 @@ def verify_backend(
     properties: Iterable[str] | None = None,
 ) -> list[Cell]:
     """A cell for every property. quick leaves out memory, repeats and compilation. Raises ValueError for an unknown name in `breaks`."""
-    unknown = backend.breaks - PROPERTIES.keys()
-    if unknown:
-        raise ValueError(f"backend {backend.name!r} breaks {', '.join(sorted(unknown))}; properties: {', '.join(PROPERTIES)}")
+    check_breaks(backend)
     subject = Subject(backend, str(torch.device(device).type), dtype, random_cases, seed)
     names = PROPERTIES if properties is None else properties
     return [examine(subject, name) for name in names if not (quick and name in SLOW)]

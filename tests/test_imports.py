@@ -21,7 +21,7 @@ MAY_IMPORT = {"config": set(), "attention": set(), "data": {"config"}, "model": 
 SHARED = {"interface", "mask", "online_softmax"}
 ALSO = {"twins": {"tiled"}, "defects": {"tiled", "kernels"}, "diagnose": {"tiled", "naive"}}
 # they judge backends, so they stand above them: nothing in attention imports them, and they call attention() as anyone does
-JUDGES = {"conformance", "footprint", "properties"}
+JUDGES = {"conformance", "footprint", "properties", "subject"}
 LAZY = {"triton", "wandb", "datasets", "huggingface_hub", "tiktoken", "matplotlib", "tensorboard", "trackio", "transformers"}
 
 
