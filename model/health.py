@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import LIMITS, Recorder, compare_with_exact
+from attention import BACKENDS, LIMITS, Backend, Recorder, compare_with_exact
 from model.gpt import GPT
 
 log = logging.getLogger("tilegpt")
@@ -130,13 +130,23 @@ def diagnose(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[dict
     query), tile_max_score and fate (what came out) where an attention layer is to blame; see attention.diagnose.Breakdown.
     batches: (inputs, targets), each (B, N), of the step that went wrong.
     """
-    recorder = Recorder(model.backend, look_for_breakdowns=True)
-    sizes, loss_is_finite = [], True
-    with model.use_backend(recorder.backend), without_dropout(model):
-        for inputs, targets in batches:
-            sizes.append(len(inputs))
-            loss_is_finite &= bool(model(inputs, targets).loss.isfinite())
-    return _first_breakdown(model, recorder, sizes, loss_is_finite), largest_finite(recorder.max_scores)
+    batches = list(batches)
+    # a kernel says that its output is bad, the loop that computes the same says where
+    for backend in (*_observable_twin(model.backend), model.backend):
+        recorder = Recorder(backend, look_for_breakdowns=True)
+        with model.use_backend(recorder.backend), without_dropout(model):
+            loss_is_finite = all([bool(model(inputs, targets).loss.isfinite()) for inputs, targets in batches])
+        if any(recorder.breakdowns):
+            break
+    return _first_breakdown(model, recorder, [len(inputs) for inputs, _ in batches], loss_is_finite), largest_finite(recorder.max_scores)
+
+
+def _observable_twin(backend: Backend) -> list[Backend]:
+    """The tile loop of that name with these options, where `backend` is another implementation of it."""
+    twin = BACKENDS.get(backend.name)
+    if backend.observable or twin is None or not twin.observable:
+        return []
+    return [twin.configured(**{name: value for name, value in backend.options.items() if name in twin.options})]
 
 
 def _first_breakdown(model: GPT, recorder: Recorder, sizes: list[int], loss_is_finite: bool) -> dict[str, Any]:

@@ -1,0 +1,175 @@
+"""Looking into a model's attention: largest scores, distance from exact attention, and the card of a run that went wrong."""
+
+import contextlib
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention import BACKENDS, LIMITS, Recorder, compare_with_exact, get_backend
+from config import ModelConfig
+from model import GPT
+from model.health import Watch, compare_layers, diagnose, largest_score
+
+TILES = {"block_q": 8, "block_kv": 4}
+
+
+def build(name: str, *, init_std: float = 0.5, **shape) -> GPT:
+    """Two layers of two heads with large random weights, so that the attention is sharp."""
+    torch.manual_seed(0)
+    config = ModelConfig(num_layers=2, num_heads=2, hidden_size=32, max_seq_len=32, init_std=init_std, **shape)
+    return GPT(config, vocab_size=50, backend=get_backend(name, **(TILES if BACKENDS[name].observable else {})))
+
+
+def batch(count: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(50, (count, 33), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1].clone(), tokens[:, 1:].clone()
+
+
+def make_head_explode(model: GPT, layer: int, head: int, factor: float = 1e3) -> None:
+    """Scores of that head alone grow by `factor`."""
+    rows = slice(head * model.config.head_dim, (head + 1) * model.config.head_dim)  # of q
+    with torch.no_grad():
+        model.blocks[layer].attention.qkv.weight[rows] *= factor
+
+
+@pytest.mark.parametrize("name", ["tiled", "sdpa", "naive"])
+def test_exact_attention_is_near_exact_in_every_layer(name):
+    row = compare_layers(build(name), *batch(1))
+    assert row.keys() == {f"attention/{tensor}_{figure}" for tensor in ("out", "dq", "dk", "dv") for figure in ("error", "cosine")}
+    for key, value in row.items():
+        assert 0 < value < 1e-5 if key.endswith("error") else value > 1 - 1e-6
+
+
+def test_the_gradients_are_those_of_the_loss_in_its_worst_layer():
+    """By hand: the backward pass of the whole model, with what came in at each attention kept by a hook."""
+    model, (inputs, targets) = build("no_rescale"), batch(1)
+    recorder = Recorder(model.backend, keep_calls=True)
+    d_outs = {}
+    with model.use_backend(recorder.backend):
+        loss = model(inputs, targets).loss
+    for i, call in enumerate(recorder.calls):
+        call.out.register_hook(lambda grad, i=i: d_outs.__setitem__(i, grad))
+    loss.backward()
+    layers = [compare_with_exact(call.q, call.k, call.v, d_outs[i], backend=model.backend) for i, call in enumerate(recorder.calls)]
+    expected = {f"attention/{name}": (max if name.endswith("error") else min)(layer[name] for layer in layers) for name in layers[0]}
+    assert compare_layers(model, inputs, targets) == pytest.approx(expected, rel=1e-4)
+    assert expected["attention/dq_error"] > 0.05 and layers[0]["dq_error"] != pytest.approx(layers[1]["dq_error"], rel=0.01)
+
+
+def test_comparing_leaves_the_run_as_it_was():
+    """Neither a gradient, nor a random number, nor dropout, nor the attention."""
+    model = build("no_rescale", dropout=0.5).train()
+    backend, state = model.backend, torch.get_rng_state()
+    compare_layers(model, *batch(1))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state) and model.training and model.backend is backend
+
+
+def test_the_loss_scale_cancels():
+    model = build("no_rescale")
+    assert compare_layers(model, *batch(1), loss_scale=2.0**10) == pytest.approx(compare_layers(model, *batch(1)), rel=1e-4)
+
+
+def test_no_memory_for_the_comparison_does_not_end_the_run(monkeypatch, caplog):
+    tried = []
+
+    def full(*_, **__):
+        tried.append(1)
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr("model.health.compare_layers", full)
+    watch = Watch(build("tiled"), contextlib.nullcontext())
+    for step in (1, 2):
+        row = watch.look(step, *batch(1), compare=True)
+        assert row.keys() == {"attention/max_score"} and math.isfinite(row["attention/max_score"])
+    assert len(tried) == 1 and caplog.text.count("no memory left to compare") == 1
+
+
+def test_watch_goes_on_from_the_rows_of_an_earlier_start(caplog):
+    rows = [{"step": 10, "attention/max_score": 9.0}, {"step": 20, "attention/max_score": 12.5}, {"step": 30, "val/loss": 1.0}]
+    watch = Watch(build("tiled", init_std=0.02), contextlib.nullcontext(), rows)
+    watch.look(40, *batch(1), compare=False)
+    assert "passed" not in caplog.text
+    assert list(watch.scores) == [10, 20, 40] and watch.summary()["max_score"] == 12.5
+    assert watch.overflow_steps() == {"float16_overflow_step": 20, "bfloat16_overflow_step": None, "float32_overflow_step": None}
+
+
+def test_the_first_score_past_a_limit_is_announced_once(caplog):
+    model = build("tiled")
+    make_head_explode(model, layer=0, head=0)
+    score = largest_score(model, batch(1)[0])
+    assert score > LIMITS[torch.float32]
+    watch = Watch(model, contextlib.nullcontext())
+    for step in (5, 6):
+        assert watch.look(step, *batch(1), compare=False)["attention/max_score"] == score
+    assert caplog.text.count("passed") == 1 and f"step 5: attention/max_score {score:.2f} passed 11.09 (float16)" in caplog.text
+    assert watch.summary() == {"max_score": score, "float16_overflow_step": 5, "bfloat16_overflow_step": 5, "float32_overflow_step": 5}
+
+
+@pytest.mark.parametrize(("layer", "head"), [(0, 0), (0, 1), (1, 0), (1, 1)], ids=lambda n: str(n))
+def test_the_card_names_layer_and_head(layer, head):
+    model = build("no_max", init_std=0.2)
+    make_head_explode(model, layer, head, factor=1e4)
+    card = Watch(model, contextlib.nullcontext(), [{"step": 1, "attention/max_score": 3.0}]).card(7, [batch()])
+    assert (card["step"], card["layer"], card["head"], card["tensor"]) == (7, layer, head, "row_sum")
+    assert card["message"].startswith(f"layer {layer}, head {head}: row_sum leaves the finite range in the tile of queries ")
+    assert card["queries"][0] <= card["row"] < card["queries"][1] and card["keys"][0] <= card["row"]
+    assert card["tile_max_score"] > 88.7 and card["fate"] in ("NaN", "inf", "zero")
+    assert card["history"] == [[1, 3.0], [7, card["max_score"]]] and card["float32_overflow_step"] == 7
+
+
+def test_the_sequence_is_counted_through_the_whole_step():
+    """Two passes of 3 and 2 sequences, of which the last alone holds the token that breaks."""
+    model = build("no_max", init_std=0.1)
+    passes = [batch(3), batch(2, seed=1)]
+    for inputs, _ in passes:
+        inputs[inputs == 49] = 0
+    passes[1][0][1, 20] = 49
+    assert diagnose(model, passes)[0]["message"].startswith("the loss scale fell below 1")  # nothing is wrong with it
+    with torch.no_grad():
+        model.token_embedding.weight[49, 0] = math.inf
+    found, _ = diagnose(model, passes)
+    assert (found["sequence"], found["layer"], found["tensor"]) == (4, 0, "q")
+
+
+def without_impl(*tensors, impl, **arguments):
+    return BACKENDS["no_max"].fn(*tensors, **arguments)
+
+
+def test_another_implementation_of_the_loop_is_diagnosed_by_the_loop():
+    """A kernel that cannot be watched says no more than that its output is bad."""
+    model = build("no_max", init_std=0.2)
+    make_head_explode(model, 1, 0, factor=1e4)
+    expected, _ = diagnose(model, [batch()])
+    model.backend = replace(model.backend, observable=False, options={"impl": "kernel"} | dict(model.backend.options), fn=without_impl)
+    found, _ = diagnose(model, [batch()])
+    assert found == expected and found["queries"] is not None
+
+
+def test_a_backend_of_ones_own_is_diagnosed_by_its_output():
+    model = build("no_max", init_std=0.2)
+    make_head_explode(model, 1, 0, factor=1e4)
+    model.backend = replace(model.backend, name="mine", observable=False)
+    found, _ = diagnose(model, [batch()])
+    assert (found["layer"], found["head"], found["tensor"], found["queries"]) == (1, 0, "out", None)
+    assert found["message"] == "layer 1, head 0: out is not finite"
+
+
+def test_a_gradient_alone_that_is_not_finite():
+    model = build("tiled")
+    model(*batch()).loss.backward()
+    model.blocks[0].mlp.up.weight.grad[0, 0] = math.nan
+    model.token_embedding.weight.grad[0, 0] = math.nan
+    found, score = diagnose(model, [batch()])
+    assert (found["layer"], found["tensor"]) == (0, "gradient of blocks.0.mlp.up.weight") and math.isfinite(score)
+    assert found["message"] == "the loss is finite, the gradient is not: 2 tensors, blocks.0.mlp.up.weight nearest to the loss"
+
+
+def test_a_loss_that_is_not_finite_on_its_own():
+    model = build("tiled")
+    with torch.no_grad():
+        model.final_norm.weight.fill_(math.inf)
+    found, _ = diagnose(model, [batch()])
+    assert found == {"message": "the loss is not finite, though the output of every attention layer is", "tensor": "loss"}
