@@ -11,11 +11,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from scripts.report import sections as parts
-from scripts.report.figures import variant_styles
-from scripts.report.matrix import cross_tables, load_cross_eval
+from scripts.report.drawing import variant_styles
+from scripts.report.matrix import cross_blocks
 from scripts.report.page import Card, Figure, Section, Table, Text, render_html, render_markdown
 from scripts.report.runs import Run, ended, load_runs
 
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if out.suffix != ".html" or out.is_dir():
             raise ValueError(f"--out {out} is not a name for an HTML file; give one that ends in .html")
         runs = load_runs(arguments.dirs)
-        write_report(runs, *load_cross_eval(arguments.dirs), out)
+        write_report(runs, cross_blocks(arguments.dirs), out)
     except (OSError, ValueError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
@@ -42,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_report(runs: list[Run], cross_eval: list[dict[str, Any]], complaints: list[str], out: Path) -> None:
+def write_report(runs: list[Run], cross_eval: list[Table | Text], out: Path) -> None:
     """The page, the Markdown beside it, and the Markdown's figures in a folder of their own."""
-    title, sections = parts.title(runs), build_report(runs, cross_eval, complaints)
+    title, sections = parts.title(runs), build_report(runs, cross_eval)
     folder = out.with_name(f"{out.stem}_figures")
     folder.mkdir(parents=True, exist_ok=True)
     # a figure of an earlier report must not pass for one of this
@@ -58,7 +57,7 @@ def write_report(runs: list[Run], cross_eval: list[dict[str, Any]], complaints: 
     out.with_suffix(".md").write_text(render_markdown(title, sections, folder.name), encoding="utf-8")
 
 
-def build_report(runs: list[Run], cross_eval: list[dict[str, Any]], complaints: list[str]) -> list[Section]:
+def build_report(runs: list[Run], cross_eval: list[Table | Text]) -> list[Section]:
     """Every section that has something to say."""
     styles = variant_styles(runs)
     order = list(styles)
@@ -66,10 +65,10 @@ def build_report(runs: list[Run], cross_eval: list[dict[str, Any]], complaints: 
     diverged = ended(runs, "diverged")
     sections = [
         Section("", [Text(text) for text in parts.at_a_glance(runs)]),
-        Section("", [Text(text, warning=True) for text in parts.warnings(runs) + complaints]),
+        Section("", [Text(text, warning=True) for text in parts.warnings(runs)]),
         Section("Variants", [parts.variant_table(runs, styles)]),
         Section("Loss", parts.curve_figures(runs, styles)),
-        Section("Trained under, evaluated under", cross_tables(cross_eval)),
+        Section("Trained under, evaluated under", cross_eval),
         Section("Diverged", [parts.diverged_card(run, place, styles[run.variant]) for place, run in enumerate(diverged)]),
         Section("Out of memory", [parts.oom_table(ended(runs, "oom"))]),
         Section("Not completed", [parts.broken_table(ended(runs, "failed", "interrupted", "unfinished"))]),

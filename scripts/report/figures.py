@@ -1,106 +1,17 @@
-"""The figures of a report, each as inline SVG for the page and as PNG for the Markdown file.
+"""The figures of a report. Each function returns a matplotlib figure; scripts/report/drawing.py takes it to the page."""
 
-They are drawn once, in the colours of light paper. In the SVG those colours become the page's CSS variables: the same picture
-follows the reader from light to dark and onto white paper.
-"""
-
-import io
 import math
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from attention import LIMITS
-from scripts.report.runs import MIN_POINTS, Run, in_order
+from scripts.report.drawing import INK, PAPER, SOFT, Style, legend, short
+from scripts.report.runs import MIN_POINTS, Run
 
-# Okabe and Ito's colours for every kind of colour vision, without the yellow that vanishes on white; beside each its twin on dark paper
-PALETTE = {
-    "#0072b2": "#4aa8e0",
-    "#e69f00": "#f0b840",
-    "#009e73": "#2cc79b",
-    "#cc79a7": "#e39cc4",
-    "#d55e00": "#f08040",
-    "#56b4e9": "#8fd0f5",
-    "#8a8a8a": "#b4b4b4",
-    "#7a5cc4": "#a993ea",
-}
-INK, SOFT, GRID, PAPER = "#1c1c1e", "#6a6a70", "#e4e4e8", "#ffffff"
-VARIABLES = {INK: "--ink", SOFT: "--soft", GRID: "--grid", PAPER: "--paper"} | {color: f"--series-{i}" for i, color in enumerate(PALETTE)}
-# without the marks of a diverged run (X) and of one that ran out of memory (s)
-MARKERS = "oD^vPh*<>p"
 # past these scores exp overflows; bfloat16 has float32's range
 FLOAT16_LIMIT, FLOAT32_LIMIT = min(LIMITS.values()), max(LIMITS.values())
 # drawn elsewhere, or no more than bookkeeping
 DRAWN = {"step", "tokens", "lr", "mfu", "tokens_per_sec", "train/loss", "val/loss", "val/loss_exact", "val/accuracy", "val/accuracy_exact"}
-
-
-class Drawing(NamedTuple):
-    svg: str  # one <svg> element without ids that another drawing has
-    png: bytes
-
-
-@dataclass
-class Style:
-    color: str
-    marker: str
-    linestyle: Any
-    linewidth: float
-
-    @property
-    def line(self) -> dict[str, Any]:
-        """What matplotlib's plot() takes."""
-        return {
-            "color": self.color,
-            "linestyle": self.linestyle,
-            "linewidth": self.linewidth,
-            "marker": self.marker,
-            "markersize": 3.5 + self.linewidth,
-        }
-
-
-def variant_styles(runs: list[Run]) -> dict[str, Style]:
-    """One colour and marker a variant; defects last and dashed; exact ones, whose curves coincide, from wide below to narrow on top."""
-    # a run that failed at once does not say that its attention is a defect; another of the same attention does
-    defects = {run.summary.get("attention") for run in runs if run.is_defect}
-    is_defect = {run.variant: run.summary.get("attention") in defects for run in runs}
-    exact = len(is_defect) - sum(is_defect.values())
-    colors, styles = list(PALETTE), {}
-    for i, variant in enumerate(sorted(is_defect, key=lambda variant: (is_defect[variant], in_order(variant)))):
-        styles[variant] = Style(
-            color=colors[i % len(colors)],
-            marker=MARKERS[i % len(MARKERS)],
-            linestyle=(0, (4, 2)) if is_defect[variant] else "-",
-            linewidth=1.7 if is_defect[variant] else 1.5 + 2.5 * (exact - 1 - i) / max(1, exact - 1),
-        )
-    return styles
-
-
-def render(name: str, draw: Callable[[], Any]) -> Drawing:
-    """Draw a matplotlib figure under the report's look. `name` keeps its ids apart from those of other drawings."""
-    import matplotlib
-
-    look = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
-    look |= {"axes.edgecolor": SOFT, "grid.color": GRID, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
-    look |= {"axes.grid": True, "axes.titlelocation": "left", "axes.titlesize": 10.5, "legend.frameon": False, "font.size": 10}
-    look |= {"xtick.color": SOFT, "ytick.color": SOFT}
-    # letters stay letters: they can be searched, copied and read aloud
-    look |= {"svg.fonttype": "none", "svg.hashsalt": name}
-    # a dollar sign in somebody's file name is no formula
-    look |= {"text.parse_math": False}
-    with matplotlib.rc_context(look):
-        figure = draw()
-        # the layout is the same for both
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")
-        svg, png = io.StringIO(), io.BytesIO()
-        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-        figure.savefig(png, format="png", dpi=150)
-    text = svg.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    text = re.sub("|".join(VARIABLES), lambda found: f"var({VARIABLES[found[0]]})", text)
-    return Drawing(text, png.getvalue())
 
 
 def curve_lengths(runs: list[Run], *metrics: str) -> list[int]:
@@ -122,9 +33,12 @@ def draw_curves(runs: list[Run], styles: dict[str, Style], metric: str, train_me
             for variant, style in styles.items():
                 group = [run for run in here if run.variant == variant]
                 if train_metric and axes is row[0]:
-                    for run in group:
-                        axes.plot(*_xy(run.curve(train_metric)), color=style.color, alpha=0.25, linewidth=0.7, zorder=1)
+                    mean, _, rest = over_seeds([run.curve(train_metric) for run in group])
+                    for curve in [mean, *rest]:
+                        axes.plot(*_xy(curve), color=style.color, alpha=0.3, linewidth=0.8, zorder=1)
                 draw_seeds(axes, [run.curve(column) for run in group], style)
+                for tokens in {switch for run in group if (switch := run.switched_at) is not None}:
+                    axes.axvline(tokens, color=style.color, linewidth=1, linestyle=(0, (1, 2)), zorder=2)
             axes.set_xlabel("training tokens")
             axes.xaxis.set_major_formatter(short)
         _limit(row[0], here, metric, train_metric)
@@ -136,29 +50,34 @@ def draw_curves(runs: list[Run], styles: dict[str, Style], metric: str, train_me
         if len(row) > 1:
             row[1].set_title(f"{metric}_exact: same weights, exact attention")
         row[0].set_ylabel("nats per token" if metric == "val/loss" else metric.rpartition("/")[2])
-    _legend(figure, styles, _end_marks(runs))
+    legend(figure, styles, _end_marks(runs))
     return figure
 
 
-def draw_seeds(axes: Any, curves: list[dict[float, float]], style: Style) -> None:
-    """One seed: a line. Several: their mean and, as a band, all between the lowest and the highest, as long as all of them last.
+def over_seeds(curves: list[dict[float, float]]) -> tuple[dict[float, float], dict[float, tuple[float, float]], list[dict[float, float]]]:
+    """Of the curves of several seeds the mean, the lowest and highest value, and what is left of each curve after that.
 
-    A mean over those that are left would change its meaning on the way: they go on as a thin line each.
+    Mean and band end with the first seed that ends: a mean over those that are left would change its meaning on the way.
     """
     curves = [curve for curve in curves if curve]
-    common = sorted(set.intersection(*map(set, curves))) if curves else []
-    if len(curves) > 1 and len(common) > 1:
-        values = [[curve[tokens] for curve in curves] for tokens in common]
-        axes.fill_between(common, [min(x) for x in values], [max(x) for x in values], color=style.color, alpha=0.2, linewidth=0, zorder=2)
-        mean = {tokens: sum(x) / len(x) for tokens, x in zip(common, values, strict=True)}
-        rest = [{tokens: value for tokens, value in curve.items() if tokens >= common[-1]} for curve in curves]
-    elif len(curves) == 1:
-        mean, rest = curves[0], []
-    else:
-        mean, rest = {}, curves
+    if len(curves) < 2:
+        return (curves[0] if curves else {}), {}, []
+    common = sorted(set.intersection(*map(set, curves)))
+    if len(common) < 2:
+        return {}, {}, curves
+    values = {tokens: [curve[tokens] for curve in curves] for tokens in common}
+    rest = [{tokens: value for tokens, value in curve.items() if tokens >= common[-1]} for curve in curves]
+    mean = {tokens: sum(x) / len(x) for tokens, x in values.items()}
+    return mean, {tokens: (min(x), max(x)) for tokens, x in values.items()}, [curve for curve in rest if len(curve) > 1]
+
+
+def draw_seeds(axes: Any, curves: list[dict[float, float]], style: Style) -> None:
+    """One seed: a line. Several: their mean, a band around it, and each of those that last longer as a thin line."""
+    mean, band, rest = over_seeds(curves)
+    if band:
+        axes.fill_between(list(band), *zip(*band.values(), strict=True), color=style.color, alpha=0.2, linewidth=0, zorder=2)
     for curve in rest:
-        if len(curve) > 1:
-            axes.plot(*_xy(curve), color=style.color, linestyle=style.linestyle, linewidth=0.9, zorder=3)
+        axes.plot(*_xy(curve), color=style.color, linestyle=style.linestyle, linewidth=0.9, zorder=3)
     if mean:
         axes.plot(*_xy(mean), **style.line, markevery=max(1, len(mean) // 12), zorder=3)
 
@@ -176,7 +95,8 @@ def _mark_end(axes: Any, run: Run, curve: dict[float, float], style: Style) -> N
 def _end_marks(runs: list[Run]) -> dict[str, str]:
     ended = {run.status for run in runs if run.metrics}
     marks = {"diverged": ("diverged: last finite value", "X"), "oom": ("out of memory", "s")}
-    return dict(mark for status, mark in marks.items() if status in ended)
+    switched = {"attention switched": "|"} if any(run.switched_at is not None for run in runs) else {}
+    return dict(mark for status, mark in marks.items() if status in ended) | switched
 
 
 def _limit(axes: Any, runs: list[Run], metric: str, train_metric: str | None) -> None:
@@ -222,7 +142,7 @@ def draw_others(runs: list[Run], styles: dict[str, Style]) -> Any:
         axes.xaxis.set_major_locator(_few_ticks())
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
-    _legend(figure, styles, {})
+    legend(figure, styles, {})
     return figure
 
 
@@ -312,7 +232,7 @@ def _draw_cost_lines(runs: list[Run], styles: dict[str, Style], figures: dict[st
         axes.set_xlim(lengths[0] / 1.15, lengths[-1] * 1.15)
         if len(lengths) > 5:
             axes.tick_params(axis="x", rotation=35)
-    _legend(figure, styles, {"out of memory": "X"} if out_of_memory else {})
+    legend(figure, styles, {"out of memory": "X"} if out_of_memory else {})
     return figure
 
 
@@ -346,16 +266,6 @@ def _draw_cost_bars(runs: list[Run], styles: dict[str, Style], figures: dict[str
     return figure
 
 
-def _legend(figure: Any, styles: dict[str, Style], marks: dict[str, str]) -> None:
-    """The variants, and what the marks (by their meaning) on the curves say."""
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], **style.line | {"linewidth": 2, "markersize": 6}, label=variant) for variant, style in styles.items()]
-    look = {"color": INK, "linestyle": "", "markersize": 8}
-    handles += [Line2D([], [], **look, marker=marker, label=meaning) for meaning, marker in marks.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), handlelength=3, fontsize=9)
-
-
 def _few_ticks() -> Any:
     from matplotlib.ticker import MaxNLocator
 
@@ -369,11 +279,3 @@ def _mean(values: Any) -> float | None:
 
 def _xy(curve: dict[float, float]) -> tuple[Sequence[float], Sequence[float]]:
     return list(curve), list(curve.values())
-
-
-def short(value: float, _: Any = None) -> str:
-    """1500 -> 1.5k, 2000000 -> 2M"""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from scripts.report.figures import PALETTE, Drawing
+from scripts.report.drawing import PALETTE, Drawing
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Table:
     notes: bool = False  # the last column is a sentence
     # a heat map: a share of 0 to 1 a cell below the head, None for a cell without a colour
     shares: list[list[float | None]] | None = None
+    framed: list[set[int]] | None = None  # the places in each row of shares that get a frame
 
 
 @dataclass
@@ -102,8 +103,12 @@ def _html_table(table: Table) -> str:
         return ' class="word"' if column < table.words else ""
 
     def heat(row: int, column: int) -> str:
-        share = table.shares[row][column - table.words] if table.shares and column >= table.words else None
-        return "" if share is None else f' style="--share: {share:.3f}"'
+        place = column - table.words
+        if table.shares is None or place < 0:
+            return ""
+        share = table.shares[row][place]
+        framed = ' class="framed"' if table.framed and place in table.framed[row] else ""
+        return framed + (f' style="--share: {share:.3f}"' if share is not None else "")
 
     head = "".join(f'<th scope="col"{classes(i)}>{escape(text)}</th>' for i, text in enumerate(table.head))
     body = "".join(

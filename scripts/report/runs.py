@@ -57,6 +57,13 @@ class Run:
         """Peak memory of training; None for a run that ran out of it, whose peak is that of what came before."""
         return self.figure("memory/peak_gib") if self.status != "oom" else None
 
+    @property
+    def switched_at(self) -> float | None:
+        """Training tokens after which another attention took over, where one did."""
+        step = self.figure("switch_at")
+        later = (number(row.get("tokens")) for row in self.metrics if step is not None and (number(row.get("step")) or 0) >= step)
+        return next(later, None)
+
     @cached_property
     def logged(self) -> list[str]:
         """The names of all metrics with enough values for a curve, in order of appearance."""

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from statistics import fmean, stdev
 from typing import Any
 
+from scripts.report.drawing import Style, render
 from scripts.report.figures import (
     FLOAT16_LIMIT,
-    Style,
     cost_lengths,
     curve_lengths,
     draw_cost,
@@ -15,7 +15,6 @@ from scripts.report.figures import (
     draw_history,
     draw_others,
     other_metrics,
-    render,
 )
 from scripts.report.page import Card, Figure, Table
 from scripts.report.runs import Run, ended, in_order, number

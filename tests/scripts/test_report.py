@@ -13,7 +13,8 @@ import pytest
 
 from scripts.report import figures
 from scripts.report.__main__ import main
-from scripts.report.matrix import cross_tables
+from scripts.report.drawing import VARIABLES, variant_styles
+from scripts.report.matrix import cross_blocks
 from scripts.report.page import Table
 from scripts.report.runs import load_runs
 from scripts.report.sections import provenance, variant_table
@@ -122,7 +123,7 @@ def rows_of(table: Table) -> list[dict[str, str]]:
 
 def variants_of(folder: Path) -> list[dict[str, str]]:
     runs = load_runs([folder])
-    return rows_of(variant_table(runs, figures.variant_styles(runs)))
+    return rows_of(variant_table(runs, variant_styles(runs)))
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +170,7 @@ def test_figures_follow_the_page_from_light_to_dark(sweep):
     svg = page.html[page.html.index("<svg") :]
     # letters are text, and every colour of ours is one of the page's variables
     assert "seq_len=512" in page.text and "var(--ink)" in svg and "var(--series-3)" in svg
-    assert not re.search(r"fill: #000000|" + "|".join(figures.VARIABLES), svg)
+    assert not re.search(r"fill: #000000|" + "|".join(VARIABLES), svg)
     used = set(re.findall(r"var\((--[\w-]+)\)", page.html))
     # --share is set cell by cell
     assert used - {"--share"} <= set(re.findall(r"(--[\w-]+):", page.html))
@@ -240,7 +241,7 @@ def bands_of(axes) -> dict[str, list[tuple[float, float, float]]]:
 
 def test_loss_figure(sweep):
     runs = load_runs([sweep])
-    styles = figures.variant_styles(runs)
+    styles = variant_styles(runs)
     figure = figures.draw_curves(runs, styles, "val/loss", "train/loss")
     (own, exact), (own_long, exact_long) = (figure.axes[:2], figure.axes[2:])
     defects = {styles[name].color for name in ("no_max", "no_rescale")}
@@ -267,7 +268,7 @@ def test_a_mean_ends_where_the_first_seed_does(tmp_path):
     write_run(tmp_path / "1", "tiled", seed=1)
     write_run(tmp_path / "2", "tiled", seed=2, status="interrupted")
     runs = load_runs([tmp_path])
-    styles = figures.variant_styles(runs)
+    styles = variant_styles(runs)
     _, exact = figures.draw_curves(runs, styles, "val/loss", "train/loss").axes
     last = 280 * 16 * 256
     (mean,) = [line for line in lines_of(exact) if line["marker"] != "None"]
@@ -276,10 +277,24 @@ def test_a_mean_ends_where_the_first_seed_does(tmp_path):
     assert [(line["x"][0], line["x"][-1]) for line in rest] == [(last, 560 * 16 * 256)] * 2
 
 
+def test_a_switch_of_attention_is_marked(tmp_path):
+    write_run(tmp_path / "0", "no_rescale", extra=("attention.switch_at=null",))
+    write_run(tmp_path / "1", "no_rescale", extra=("attention.switch_at=300",), switch_at=300, switch_to="tiled")
+    runs = load_runs([tmp_path])
+    assert [run.variant for run in runs] == ["no_rescale switch_at=null", "no_rescale switch_at=300"]
+    styles = variant_styles(runs)
+    figure = figures.draw_curves(runs, styles, "val/loss", "train/loss")
+    for axes in figure.axes:
+        (switch,) = [line for line in lines_of(axes) if len(set(line["x"])) == 1]
+        # the first row at or after step 300
+        assert (switch["x"][0], switch["color"]) == (300 * 16 * 256, styles["no_rescale switch_at=300"].color)
+    assert "attention switched" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
 def test_one_seed_has_no_band(tmp_path):
     write_run(tmp_path / "0", "tiled")
     runs = load_runs([tmp_path])
-    for axes in figures.draw_curves(runs, figures.variant_styles(runs), "val/loss", "train/loss").axes:
+    for axes in figures.draw_curves(runs, variant_styles(runs), "val/loss", "train/loss").axes:
         assert not axes.collections
     text = report_on(tmp_path).text
     assert "±" not in text and "means over seeds" not in text
@@ -293,7 +308,7 @@ def test_what_was_not_measured_is_not_drawn(tmp_path):
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run / "summary.json").write_text(json.dumps({"status": "completed", "attention": "custom", "seq_len": 256, "steps_done": 600}))
     runs = load_runs([tmp_path])
-    (axes,) = figures.draw_curves(runs, figures.variant_styles(runs), "val/loss", "train/loss").axes
+    (axes,) = figures.draw_curves(runs, variant_styles(runs), "val/loss", "train/loss").axes
     assert len(lines_of(axes)) == 1
     page = report_on(tmp_path)
     assert page.headings == ["Variants", "Loss", "Every run", "Where the numbers come from"]
@@ -307,7 +322,7 @@ def test_neither_a_diverging_curve_nor_the_untrained_loss_stretches_the_figure(t
     rows[11]["train/loss"] = 1e6
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     runs = load_runs([tmp_path])
-    axes = figures.draw_curves(runs, figures.variant_styles(runs), "val/loss", "train/loss").axes[0]
+    axes = figures.draw_curves(runs, variant_styles(runs), "val/loss", "train/loss").axes[0]
     low, high = axes.get_ylim()
     assert 1.2 < low < 1.6 and 4.5 < high < 5.3
     (cross,) = [line for line in lines_of(axes) if line["marker"] == "X"]
@@ -316,7 +331,7 @@ def test_neither_a_diverging_curve_nor_the_untrained_loss_stretches_the_figure(t
 
 def test_memory_against_length(sweep):
     runs = load_runs([sweep])
-    styles = figures.variant_styles(runs)
+    styles = variant_styles(runs)
     memory, speed = figures.draw_cost(runs, styles).axes
     assert (memory.get_xscale(), memory.get_yscale()) == ("log", "log")
     by_color = {line["color"]: line for line in lines_of(memory) if line["marker"] != "X"}
@@ -333,7 +348,7 @@ def test_bars_where_there_is_one_length(tmp_path):
         write_run(tmp_path / str(seed), "tiled", seed=seed)
     write_run(tmp_path / "2", "naive", status="oom")
     runs = load_runs([tmp_path])
-    memory, speed = figures.draw_cost(runs, figures.variant_styles(runs)).axes
+    memory, speed = figures.draw_cost(runs, variant_styles(runs)).axes
     assert [bar.get_width() for bar in speed.patches] == [1000.5] and [bar.get_width() for bar in memory.patches] == [0.0625]
     assert [text.get_text() for text in memory.texts] == ["oom", "0.0625"]
 
@@ -369,59 +384,67 @@ def test_a_card_without_a_history_shows_what_the_run_logged(sweep):
     assert "past 11.09, where exp overflows float16\nstep 240" in text
 
 
-CROSS = {
-    "environment": {},
-    "rows": [
-        {
-            "run": f"{trained}-{seed}",
-            "trained_under": {"name": trained, "options": {"block_kv": 16}},
-            "seed": seed,
-            "step": 600,
-            "evaluated_under": {"name": evaluated, "options": {"block_kv": block_kv} if evaluated == "no_rescale" else {}},
-            "loss": 1.0 + seed + 2 * (trained != evaluated),
-            "accuracy": None,
-            "status": "ok",
-        }
+def cross_row(trained: str, evaluated: str, seed: int, loss: float | None, **row) -> dict:
+    """As scripts.cross_eval writes them; trained under one tile size, judged by it and by another."""
+    name, _, block_kv = evaluated.partition(" ")
+    return {
+        "run": f"{trained}-{seed}",
+        "trained_under": {"name": trained, "options": {"block_kv": 16}},
+        "seed": seed,
+        "step": 600,
+        "evaluated_under": {"name": name, "options": {"block_kv": int(block_kv or 16)}},
+        "loss": loss,
+        "accuracy": None,
+        "status": "ok",
+    } | row
+
+
+def cross_rows() -> list[dict]:
+    judges = ("tiled", "no_rescale", "no_rescale 64")
+    return [
+        cross_row(trained, judge, seed, 1.0 + seed + 2 * (not judge.startswith(trained)))
         for trained in ("tiled", "no_rescale")
-        for evaluated, block_kv in (("tiled", 16), ("no_rescale", 16), ("no_rescale", 64))
+        for judge in judges
         for seed in (0, 1)
-    ],
-}
+    ]
 
 
 def test_cross_evaluation(sweep, tmp_path):
-    rows = [dict(row) for row in CROSS["rows"]]
+    rows = cross_rows()
     rows[0] |= {"loss": None, "status": "non-finite"}
     rows[4] |= {"loss": None, "status": "refused: head_dim <4>"}
     rows[5] |= {"loss": None, "status": "refused: head_dim <4>"}
-    _, matrix = cross_tables(rows)
+    (tmp_path / "cross_eval.json").write_text(json.dumps({"environment": {}, "rows": rows}))
+    _, matrix, reason = cross_blocks([tmp_path])
     assert matrix.head == ["loss", "tiled", "no_rescale block_kv=16", "no_rescale block_kv=64"]
     assert matrix.rows == [
-        ["tiled", "2.000; 1 x non-finite", "3.500 ± 0.707", "2 x refused: head_dim <4>"],
-        ["no_rescale", "3.500 ± 0.707", "1.500 ± 0.707", "1.500 ± 0.707"],
+        ["tiled (2 runs)", "2.000 (1 non-finite)", "3.500 ± 0.707", "refused"],
+        ["no_rescale block_kv=16 (2 runs)", "3.500 ± 0.707", "1.500 ± 0.707", "1.500 ± 0.707"],
     ]
-    assert matrix.shares == [[0.25, 1.0, None], [1.0, 0.0, 0.0]]
+    assert matrix.shares == [[0.25, 1.0, None], [1.0, 0.0, 0.0]] and matrix.framed == [{0}, {1}]
+    assert reason.text == "no_rescale refused: head_dim <4>"
     write_run(tmp_path / "0", "tiled")
-    (tmp_path / "cross_eval.json").write_text(json.dumps({"environment": {}, "rows": rows}))
     page = report_on(tmp_path)
-    assert "Trained under, evaluated under" in page.headings and "2 x refused: head_dim <4>" in page.text
+    assert "Trained under, evaluated under" in page.headings and "no_rescale refused: head_dim <4>" in page.text
+    assert page.html.count('class="framed"') == 2 and page.html.count('style="--share: 1.000"') == 2
     assert "Trained under, evaluated under" not in Page(sweep / "report.html").headings
 
 
-def test_cross_evaluation_of_accuracy_and_of_several_steps():
-    rows = [dict(row, loss=None, accuracy=1.0 - row["seed"] / 2, step=600 * (1 + row["seed"])) for row in CROSS["rows"]]
-    _, matrix = cross_tables(rows)
-    assert [row[:2] for row in matrix.rows][:2] == [["tiled, step 600", "100.0%"], ["tiled, step 1200", "50.0%"]]
-    # red is a low accuracy
-    assert (matrix.shares[0][0], matrix.shares[1][0]) == (0.0, 1.0)
+def test_cross_evaluation_of_accuracy(tmp_path):
+    rows = [row | {"accuracy": 1.0 - row["seed"] / 2} for row in cross_rows() if row["seed"] == 0 or row["run"].startswith("tiled")]
+    (tmp_path / "cross_eval.json").write_text(json.dumps({"environment": {}, "rows": rows}))
+    _, matrix = cross_blocks([tmp_path])
+    assert [row[1] for row in matrix.rows] == ["75.0% ± 35.4%", "100.0%"]
+    # the worst is the lowest
+    assert [row[0] for row in matrix.shares] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("content", ['{"rows": [{', "[]", '{"rows": [{"trained_under": "tiled"}]}', '{"rows": null}'])
+@pytest.mark.parametrize("content", ['{"rows": [{', "[]", '{"rows": [{"trained_under": "tiled"}]}', '{"rows": null}', "half a row"])
 def test_a_broken_cross_evaluation_is_told(tmp_path, content):
-    write_run(tmp_path / "0", "tiled")
-    (tmp_path / "cross_eval.json").write_text(content)
-    page = report_on(tmp_path)
-    assert "cross_eval.json cannot be read" in page.text and "Loss" in page.headings
+    half = {"trained_under": {"name": "tiled"}, "evaluated_under": {"name": "tiled"}, "status": "ok"}
+    (tmp_path / "cross_eval.json").write_text(content if content != "half a row" else json.dumps({"rows": [half]}))
+    (told,) = cross_blocks([tmp_path])
+    assert told.warning and "cross_eval.json cannot be read" in told.text and str(tmp_path) not in told.text
 
 
 def test_variants_name_only_what_differs(tmp_path):
@@ -429,7 +452,7 @@ def test_variants_name_only_what_differs(tmp_path):
     write_run(tmp_path / "1", "tiled", seed=1, extra=("attention.block_kv=128", "steps=5"))
     runs = load_runs([tmp_path])
     assert [run.variant for run in runs] == ["tiled block_kv=16", "tiled block_kv=128"]
-    assert list(figures.variant_styles(runs)) == ["tiled block_kv=16", "tiled block_kv=128"]
+    assert list(variant_styles(runs)) == ["tiled block_kv=16", "tiled block_kv=128"]
     assert [run.name for run in runs] == ["tiled block_kv=16 seed=0", "tiled block_kv=128 seed=1"]
 
 
