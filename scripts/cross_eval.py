@@ -87,10 +87,16 @@ def measure(arguments: argparse.Namespace) -> Path:
     rows, fingerprints = [], []
     for number, checkpoint in enumerate(checkpoints, 1):
         print(f"{number} of {len(checkpoints)}: {checkpoint.folder}", flush=True)
-        found, fingerprint = judge(checkpoint, judges, base=base, sequences=arguments.sequences, device=device)
+        try:
+            found, fingerprint = judge(checkpoint, judges, base=base, sequences=arguments.sequences, device=device)
+        except (ValueError, OSError) as error:  # damaged weights, or a corpus that is not here
+            leave_out(checkpoint.folder, error)
+            continue
         rows += found
         fingerprints += [fingerprint] if fingerprint not in fingerprints else []
         release_memory(device)
+    if not rows:
+        raise ValueError("no checkpoint could be evaluated")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, {"environment": environment(" ".join(fingerprints), device), "sequences": arguments.sequences, "rows": rows})
     return out
@@ -113,13 +119,17 @@ def load_checkpoints(folders: Sequence[Path]) -> list[Checkpoint]:
             backends = chosen_attention(config.attention)
             read_meta(folder)
         except (ValueError, OSError) as error:
-            print(f"left out: {folder}: {str(error).splitlines()[0]}", file=sys.stderr)
+            leave_out(folder, error)
             continue
         others = {key: value for key, value in setting.items() if key != "seed" and key.partition(".")[0] != "attention"}
         found.append(Checkpoint(folder, config, summary, others, backends))
     if not found:
         raise ValueError(f"no run with a checkpoint below {', '.join(map(str, folders))}")
     return found
+
+
+def leave_out(folder: Path, error: Exception) -> None:
+    print(f"left out: {folder}: {str(error).splitlines()[0]}", file=sys.stderr)
 
 
 def parse_judge(text: str) -> Backend:
