@@ -15,7 +15,7 @@ ASKED = (
     (
         "chapter, guide, deep dive",
         "the other single mistakes: alpha in the wrong place, -1e9, a missing beta",
-        "scripts/claims/breaking.py",
+        "scripts/claims/rescaling.py",
     ),
     ("guide, deep dive", "a causal mask that skips whole tiles and masks the crossed ones only", "attention/mask.py"),
     ("notebook, guide, deep dive", "a backward pass that recomputes the tiles from the statistics", "attention/tiled.py"),
@@ -27,7 +27,7 @@ ASKED = (
     ("chapter, notebook, guide", "peak memory by length, running out of it as a result", "scripts/benchmark.py"),
     ("chapter, guide", "both memory curves in one picture, log scale", "results/memory_h200.png"),
     ("chapter, notebook, guide", "wall clock with warm-up and synchronisation", "scripts/benchmark.py"),
-    ("guide, deep dive", "a calculator of memory, a counter of traffic, the tile that fits", "scripts/claims/cost.py"),
+    ("guide, deep dive", "a calculator of memory, a counter of traffic, the tile that fits", "scripts/plan.py"),
     ("deep dive", "a check that nothing of size N x N is made", "attention/footprint.py"),
     ("chapter, notebook, guide, deep dive", "numerical verification, block sizes, dtypes, ragged lengths, stress", "scripts/verify.py"),
     ("deep dive", "its worked example, tile by tile", "scripts/trace.py"),

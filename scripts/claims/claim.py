@@ -10,6 +10,7 @@ The five documents about flash attention that this project answers:
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,12 @@ def spread(values: Iterable[float]) -> Figures:
     """n, smallest, median and largest: what one figure is when several seeds were tried."""
     values = sorted(values)
     return {"n": len(values), "min": values[0], "median": median(values), "max": values[-1]}
+
+
+def growth(sizes: dict[int, float]) -> float:
+    """The exponent of N between the shortest and the longest length."""
+    shortest, longest = min(sizes), max(sizes)
+    return math.log(sizes[longest] / sizes[shortest]) / math.log(longest / shortest)
 
 
 class Shown:

@@ -55,8 +55,7 @@ def losses(runs: Iterable[Figures], column: str) -> dict[int, float]:
     criterion="its own held-out loss is higher than exact attention's, by more than 0.05 nats, at every evaluation",
     measured="no_rescale minus exact, nats by step: {gap:+.3f} (means of {seeds} seeds, H200)",
     because="The broken attention can be trained like any other. How its curve lies against the exact one depends on the length of the "
-    "run, so one "
-    "look at a curve tells nothing.",
+    "run, so one look at a curve tells nothing.",
     verdict=lambda f: (
         HOLDS if min(f["gap"].values()) > 0.05 else only_if("the run is long enough") if list(f["gap"].values())[-1] > 0.05 else FAILS
     ),
@@ -76,8 +75,7 @@ def no_rescale_converges_worse() -> Figures:
     says="Such a model looks trained, and only a comparison with the reference shows what is wrong.",
     criterion="the same weights under exact attention are more than 1 nat worse than under their own",
     measured="held-out loss at step {step}: {own:.3f} under its own attention, {exact:.3f} under exact attention; a model trained with "
-    "exact attention "
-    "{reference:.3f}",
+    "exact attention {reference:.3f}",
     because="The weights are fitted to the broken kernel and to its tile size. Evaluate under another kernel, always.",
     verdict=lambda f: verdict(f["exact"] - f["own"] > 1),
     reads="defects_text",
@@ -96,11 +94,9 @@ def no_rescale_under_exact_attention() -> Figures:
     says="Without the maximum, float16 training dies almost at once and float32 a little later.",
     criterion="every float16 run and every float32 run leaves the finite range within 1,000 steps",
     measured="float16: {float16} of {float16_runs} runs died, at steps {float16_steps}; float32: {float32} of {float32_runs}, largest "
-    "score {float32_score:.0f} "
-    "of 88.72; its held-out loss is {difference:+.4f} nats from exact attention's",
+    "score {float32_score:.0f} of 88.72; its held-out loss is {difference:+.4f} nats from exact attention's",
     because="Scores of a model of this size pass 11.09 in the first hundreds of steps and stay below 88.72. On a sharper task float32 dies "
-    "too: "
-    "last_write at steps {last_write}.",
+    "too: last_write at steps {last_write}.",
     verdict=lambda f: (
         HOLDS
         if f["float16"] == f["float16_runs"] and f["float32"] == f["float32_runs"]

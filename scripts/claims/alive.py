@@ -1,4 +1,4 @@
-"""Claims about memory: bytes of tensors (counted on PyTorch's meta device), bytes alive while code runs, and what an H200 recorded.
+"""Claims about memory in use: bytes alive while code runs here, and what an H200 recorded.
 
 Dimensions: B batch, H heads, N queries and keys, D head dim.
 """
@@ -14,15 +14,9 @@ from attention.footprint import Scale
 from attention.mask import QueryTile, visible_keys
 from attention.online_softmax import OnlineSoftmax
 from attention.tiled import TileLoop
-from scripts.claims.claim import FAILS, HOLDS, Figures, claim, only_if, recorded, verdict
-from scripts.claims.rounding import inputs, textbook
-
-MIB, GIB = 2**20, 2**30
-
-
-def nbytes(*shape: int, dtype: torch.dtype = torch.float16) -> int:
-    """Bytes of a tensor of that shape, without making it."""
-    return torch.empty(shape, dtype=dtype, device="meta").nbytes
+from scripts.claims.claim import FAILS, HOLDS, Figures, claim, growth, only_if, recorded, verdict
+from scripts.claims.inputs import inputs, textbook
+from scripts.claims.sizes import GIB, MIB, nbytes
 
 
 def weigh(function: Callable[..., object], *given: Tensor) -> Figures:
@@ -67,118 +61,10 @@ def through_the_loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return loop.forward(*(x.unsqueeze(2) for x in (q, k, v)))[0].squeeze(2)
 
 
-def growth(sizes: dict[int, float]) -> float:
-    """The exponent of N between the shortest and the longest length."""
-    shortest, longest = min(sizes), max(sizes)
-    return math.log(sizes[longest] / sizes[shortest]) / math.log(longest / shortest)
-
-
-@claim(
-    "chapter, notebook",
-    says="At 4,096 tokens the score table has about 16.8 million entries a head, 33 MB in float16.",
-    criterion="the entries round to 16.8 million and the bytes lie between 33 and 34 MB",
-    measured="{entries:,} entries, {megabytes:.2f} MB",
-    verdict=lambda f: verdict(round(f["entries"] / 1e6, 1) == 16.8 and int(f["megabytes"]) == 33),
-    tiny={},
-)
-def score_table() -> Figures:
-    return {"entries": torch.empty(4096, 4096, device="meta").numel(), "megabytes": nbytes(4096, 4096) / 1e6}
-
-
-@claim(
-    "chapter",
-    says="With 2 sequences, 8 heads, 4,096 tokens and float16, each score tensor takes 1 GB.",
-    criterion="between 0.95 and 1.1 GB (either unit)",
-    measured="{float16:.2f} GiB; {float32:.2f} GiB in float32",
-    because="It is 1 GiB in float32, or for scores and weights together.",
-    verdict=lambda f: (
-        verdict(0.95 <= f["float16"] <= 1.1) if f["float16"] >= 0.95 else only_if("it is float32") if 0.95 <= f["float32"] <= 1.1 else FAILS
-    ),
-    tiny={},
-)
-def one_gigabyte() -> Figures:
-    shape = (2, 8, 4096, 4096)
-    return {"float16": nbytes(*shape) / GIB, "float32": nbytes(*shape, dtype=torch.float32) / GIB}
-
-
-@claim(
-    "chapter",
-    says="With 8 sequences and 8 heads in float16, a layer's scores take 128 MB at 1,024 tokens and 2 GB at 4,096; six layers 12 GB.",
-    criterion="all three, as MiB and GiB",
-    measured="{short:.0f} MiB, {long:.0f} GiB, {layers:.0f} GiB",
-    because="If one of scores and weights is kept a layer, as training does.",
-    verdict=lambda f: verdict((f["short"], f["long"], f["layers"]) == (128, 2, 12)),
-    tiny={},
-)
-def scores_of_a_model() -> Figures:
-    long = nbytes(8, 8, 4096, 4096) / GIB
-    return {"short": nbytes(8, 8, 1024, 1024) / MIB, "long": long, "layers": 6 * long}
-
-
-@claim(
-    "deep dive",
-    says="At 8,192 tokens in float16 S takes 128 MB a head; 32 heads, 32 layers and 32 sequences of S and P 8 TB; one head with 32 "
-    "sequences at "
-    "32,768 tokens 128 GB.",
-    criterion="all three, as MiB, TiB and GiB",
-    measured="{head:.0f} MiB, {model:.0f} TiB, {long:.0f} GiB",
-    because="The layers only add up in training, which keeps them all.",
-    verdict=lambda f: verdict((f["head"], f["model"], f["long"]) == (128, 8, 128)),
-    tiny={},
-)
-def eight_terabytes() -> Figures:
-    head = nbytes(8192, 8192)
-    return {"head": head / MIB, "model": 2 * head * 32**3 / 2**40, "long": 2 * nbytes(32, 32768, 32768) / GIB}
-
-
-@claim(
-    "deep dive",
-    says="At 1,024 tokens, d = 64 and blocks of 32 in float32: standard 8.25 MB, statistics 16 KB, tiled 280 KB in all, 30 times less; at "
-    "4,096 "
-    "tokens 130 MB against 1.1 MB.",
-    criterion="every figure is right to 10%",
-    measured="standard {standard:.2f} MiB, statistics {statistics:.0f} KiB, tiled {tiled:.0f} KiB, {ratio:.0f} times less; at 4,096 tokens "
-    "{standard_4096:.0f} MiB against {tiled_4096:.2f} MiB",
-    because="16 KB of statistics are two float64 numbers a row; the table says float32.",
-    verdict=lambda f: (
-        HOLDS
-        if table_is_right(f) and abs(f["statistics"] / 16 - 1) < 0.1
-        else only_if("the statistics are float64")
-        if table_is_right(f) and f["statistics"] == 8
-        else FAILS
-    ),
-    tiny={},
-)
-def memory_table_of_the_deep_dive() -> Figures:
-    def standard(length: int) -> int:
-        return 2 * nbytes(length, length, dtype=torch.float32) + nbytes(length, 64, dtype=torch.float32)
-
-    def statistics(length: int) -> int:
-        return 2 * nbytes(length, dtype=torch.float32)
-
-    def tiled(length: int) -> int:
-        return 2 * nbytes(32, 32, dtype=torch.float32) + statistics(length) + nbytes(length, 64, dtype=torch.float32)
-
-    return {
-        "standard": standard(1024) / MIB,
-        "statistics": statistics(1024) / 1024,
-        "tiled": tiled(1024) / 1024,
-        "ratio": standard(1024) / tiled(1024),
-        "standard_4096": standard(4096) / MIB,
-        "tiled_4096": tiled(4096) / MIB,
-    }
-
-
-def table_is_right(f: Figures) -> bool:
-    wanted = {"standard": 8.25, "tiled": 280, "ratio": 30, "standard_4096": 130, "tiled_4096": 1.1}
-    return all(abs(f[name] / value - 1) < 0.1 for name, value in wanted.items())
-
-
 @claim(
     "chapter",
     says="On a card of 8 GB the naive forward pass (2 sequences, 8 heads of 64, float16) runs out of memory at 4,096 or 8,192 tokens; its "
-    "curve "
-    "leaves the chart between 2K and 4K.",
+    "curve leaves the chart between 2K and 4K.",
     criterion="the bytes alive above the inputs, measured on a short sequence and scaled by N^2, pass 8 GiB there",
     measured="GiB alive at 4,096 / 8,192 / 16,384 tokens: forward {forward}; with backward {training}",
     because="The chapter's 1 GB a tensor is twice what it is. A kernel that keeps its scores in float32 doubles these figures.",
@@ -202,10 +88,8 @@ def wall_of_8_gigabytes(length: int = 512) -> Figures:
     says="A tiled forward pass in plain PyTorch makes memory linear in the length.",
     criterion="bytes alive in the forward pass, and bytes kept for the backward pass, grow like N^1.15 or less",
     measured="the forward pass grows like N^{forward:.2f}. What is kept for the backward pass: under plain autograd N^{autograd:.2f}, with "
-    "the "
-    "project's recomputing backward N^{recomputing:.2f}, naive N^{naive:.2f}. At {longest:,} tokens plain autograd through the loop (tiles "
-    "of 64) "
-    "keeps {kept:.1f} times what naive keeps",
+    "the project's recomputing backward N^{recomputing:.2f}, naive N^{naive:.2f}. At {longest:,} tokens plain autograd through the loop "
+    "(tiles of 64) keeps {kept:.1f} times what naive keeps",
     because="Autograd keeps every tile. It takes a backward pass that computes them again from the log-sum-exp.",
     verdict=lambda f: (
         HOLDS
@@ -235,26 +119,17 @@ def linear_memory(lengths: tuple[int, ...] = (256, 512, 1024)) -> Figures:
     return {"forward": growth(forward), "kept": ratio, "longest": longest} | {name: growth(sizes) for name, sizes in kept.items()}
 
 
-class Sizes:
-    """An observer of the tile loop that keeps the size of the largest tile of scores."""
-
-    largest = 0
-
-    def observe(self, tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
-        self.largest = max(self.largest, scores.numel())
-
-
 @claim(
     "chapter",
     says="Tiled attention in plain PyTorch takes less memory than naive attention at every length.",
     criterion="the bytes alive above the inputs are fewer at every length tried, tiles of 64",
     measured="tiled over naive, by length: {ratio:.2f}",
-    because="Up to a length of one or two tiles the state costs more than the scores it saves.",
+    because="Up to the length of a tile there is nothing to save, and the state comes on top.",
     verdict=lambda f: (
         HOLDS
         if max(f["ratio"].values()) < 1
-        else only_if("the sequence is several tiles long")
-        if list(f["ratio"].values())[-1] < 1
+        else only_if("the sequence is longer than a tile")
+        if max(ratio for length, ratio in f["ratio"].items() if int(length) > 64) < 1
         else FAILS
     ),
     tiny={},
@@ -265,6 +140,15 @@ def less_memory_at_every_length() -> Figures:
         q, k, v = inputs(0, 1, 2, length, 64)
         ratio[str(length)] = weigh(through_the_loop, q, k, v)["peak"] / weigh(textbook, q, k, v)["peak"]
     return {"ratio": ratio}
+
+
+class Sizes:
+    """An observer of the tile loop that keeps the size of the largest tile of scores."""
+
+    largest = 0
+
+    def observe(self, tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
+        self.largest = max(self.largest, scores.numel())
 
 
 @claim(
@@ -312,8 +196,7 @@ def near(found: float, said: float) -> bool:
 @claim(
     "guide",
     says="With 32 heads of 64 in float16, standard attention takes 3.1 GB at 2,048 tokens, 12.4 GB at 4,096 and more than 40 GB at 8,192; "
-    "its tiled form "
-    "0.5, 1.0 and 2.0 GB, 16.8 GB at 65,536.",
+    "its tiled form 0.5, 1.0 and 2.0 GB, 16.8 GB at 65,536.",
     criterion="every figure is right within a factor of 1.5, from the bytes alive in its own two functions",
     measured="standard GB by length: {standard}; tiled: {tiled}. The longest standard run that 40 GB hold: {longest:,} tokens",
     because="Measured on two heads and short sequences and scaled; inputs included.",
@@ -335,91 +218,6 @@ def memory_table_of_the_guide(length: int = 1024) -> Figures:
         "tiled": {str(n): heads * (tiled + inputs_of) * n / 1e9 for n in lengths},
         "longest": max((n for n in lengths if found[str(n)] <= 40), default=0),
     }
-
-
-@claim(
-    "guide",
-    says="At 4,096 tokens flash attention takes less than half the memory of standard attention.",
-    criterion="its peak above the inputs is below half of naive's, forward and with backward",
-    measured="on an H200, 16 heads of 64, bfloat16: naive {naive:,.0f} MiB forward and {naive_training:,.0f} with backward, the Triton "
-    "kernels "
-    "{triton:,.0f} and {triton_training:,.0f}",
-    verdict=lambda f: verdict(f["triton"] < f["naive"] / 2 and f["triton_training"] < f["naive_training"] / 2),
-    reads="memory_h200",
-)
-def half_the_memory() -> Figures:
-    rows = memory_rows()
-    return {
-        name + kind: rows[name][4096][f"{column}_bytes"] / MIB
-        for name in ("naive", "triton")
-        for kind, column in (("", "forward"), ("_training", "training"))
-    }
-
-
-def memory_rows() -> dict[str, dict[int, Figures]]:
-    """Rows of results/memory_h200.json by backend and length; those that ran out of memory have the key oom."""
-    rows: dict[str, dict[int, Figures]] = {}
-    for row in recorded("memory_h200")["rows"]:
-        rows.setdefault(row["attention"].split(":")[0], {})[row["seq_len"]] = row
-    return rows
-
-
-@claim(
-    "chapter, guide",
-    says="Tiled attention moves the wall out by a factor of ten or more.",
-    criterion="the length at which it takes what naive takes at its last length is at least ten times that length",
-    measured="on an H200 naive runs at {fits:,} tokens ({gib:.1f} GiB with backward) and fails at {fails:,}; the Triton kernels take "
-    "{triton_gib:.2f} GiB at "
-    "{longest:,} and, growing like N^{exponent:.2f}, would take naive's {gib:.1f} GiB at a length {factor:.0f} times naive's last",
-    verdict=lambda f: verdict(f["factor"] >= 10),
-    reads="memory_h200",
-)
-def wall_moves_out() -> Figures:
-    rows = memory_rows()
-    fits = max(n for n, row in rows["naive"].items() if "oom" not in row)
-    fails = min(n for n, row in rows["naive"].items() if "oom" in row)
-    triton = {n: row["training_bytes"] for n, row in rows["triton"].items() if "oom" not in row}
-    longest, exponent = max(triton), growth(triton)
-    naive = rows["naive"][fits]["training_bytes"]
-    reach = longest * (naive / triton[longest]) ** (1 / exponent)
-
-    def tenth(name: str) -> int:
-        """The first length tried at which a backend takes less than a tenth of what naive takes there."""
-        own = {n: row["training_bytes"] for n, row in rows[name].items() if n <= fits}
-        return min(n for n, size in own.items() if size < rows["naive"][n]["training_bytes"] / 10)
-
-    return {
-        "fits": fits,
-        "fails": fails,
-        "gib": naive / GIB,
-        "asked": rows["naive"][fails]["oom"]["asked_gib"],
-        "triton_there": triton[fails] / GIB,
-        "tiled_there": rows["tiled"][fails]["training_bytes"] / GIB,
-        "longest": longest,
-        "triton_gib": triton[longest] / GIB,
-        "exponent": exponent,
-        "factor": reach / fits,
-        "tenth_triton": tenth("triton"),
-        "tenth_tiled": tenth("tiled"),
-    }
-
-
-@claim(
-    "guide",
-    says="At 100,000 tokens the attention matrix of a head takes 20 GB in float16, flash attention 12 MB.",
-    criterion="20 GB and 12 MB to 10%",
-    measured="{matrix:.0f} GB; one tensor of q, k, v or out {tensor:.1f} MB, the four together {four:.1f} MB",
-    because="12.8 MB is one of the four tensors.",
-    verdict=lambda f: (
-        only_if("one of q, k, v and out is counted")
-        if abs(f["tensor"] / 12 - 1) < 0.1 < abs(f["four"] / 12 - 1)
-        else verdict(abs(f["four"] / 12 - 1) < 0.1)
-    ),
-    tiny={},
-)
-def hundred_thousand_tokens() -> Figures:
-    tensor = nbytes(100_000, 64) / 1e6
-    return {"matrix": nbytes(100_000, 100_000) / 1e9, "tensor": tensor, "four": 4 * tensor}
 
 
 @claim(
@@ -461,8 +259,7 @@ def decoding_memory(lengths: tuple[int, ...] = (1024, 2048, 4096)) -> Figures:
     says="Its benchmark compares the memory of the two forms.",
     criterion="both are given the same inputs and only their own memory counts",
     measured="naive is called on float32 copies of float16 inputs, which makes its peak {inflated:.1f} times what it takes in float16; the "
-    "causal "
-    "streaming form computes {tiles} tiles where {needed} hold a visible score",
+    "causal streaming form computes {tiles} tiles where {needed} hold a visible score",
     because="The peak counter also includes whatever is alive at the start. Subtract that, and give both the same dtype.",
     verdict=lambda f: verdict(f["inflated"] < 1.1 and f["tiles"] == f["needed"]),
     tiny={"length": 512},
@@ -473,3 +270,69 @@ def benchmark_of_the_notebook(length: int = 1024) -> Figures:
     plain = weigh(textbook, q, k, v)["peak"]
     tiles = visible_keys(q, k, causal=True).query_tiles(128)
     return {"inflated": copies / plain, "tiles": len(tiles) ** 2, "needed": sum(len(list(tile.key_tiles(128))) for tile in tiles)}
+
+
+def memory_rows() -> dict[str, dict[int, Figures]]:
+    """Rows of results/memory_h200.json by backend and length; those that ran out of memory have the key oom."""
+    rows: dict[str, dict[int, Figures]] = {}
+    for row in recorded("memory_h200")["rows"]:
+        rows.setdefault(row["attention"].split(":")[0], {})[row["seq_len"]] = row
+    return rows
+
+
+@claim(
+    "guide",
+    says="At 4,096 tokens flash attention takes less than half the memory of standard attention.",
+    criterion="its peak above the inputs is below half of naive's, forward and with backward",
+    measured="on an H200, 16 heads of 64, bfloat16: naive {naive:,.0f} MiB forward and {naive_training:,.0f} with backward, the Triton "
+    "kernels {triton:,.0f} and {triton_training:,.0f}",
+    verdict=lambda f: verdict(f["triton"] < f["naive"] / 2 and f["triton_training"] < f["naive_training"] / 2),
+    reads="memory_h200",
+)
+def half_the_memory() -> Figures:
+    rows = memory_rows()
+    return {
+        name + kind: rows[name][4096][f"{column}_bytes"] / MIB
+        for name in ("naive", "triton")
+        for kind, column in (("", "forward"), ("_training", "training"))
+    }
+
+
+@claim(
+    "chapter, guide",
+    says="Tiled attention moves the wall out by a factor of ten or more.",
+    criterion="the length at which it takes what naive takes at its last length is at least ten times that length",
+    measured="on an H200 naive runs at {fits:,} tokens ({gib:.1f} GiB with backward) and fails at {fails:,}; the Triton kernels take "
+    "{triton_gib:.2f} GiB at {longest:,} and, growing like N^{exponent:.2f}, would take naive's {gib:.1f} GiB at a length {factor:.0f} "
+    "times naive's last",
+    verdict=lambda f: verdict(f["factor"] >= 10),
+    reads="memory_h200",
+)
+def wall_moves_out() -> Figures:
+    rows = memory_rows()
+    fits = max(n for n, row in rows["naive"].items() if "oom" not in row)
+    fails = min(n for n, row in rows["naive"].items() if "oom" in row)
+    triton = {n: row["training_bytes"] for n, row in rows["triton"].items() if "oom" not in row}
+    longest, exponent = max(triton), growth(triton)
+    naive = rows["naive"][fits]["training_bytes"]
+    reach = longest * (naive / triton[longest]) ** (1 / exponent)
+
+    def tenth(name: str) -> int:
+        """The first length tried at which a backend takes less than a tenth of what naive takes there."""
+        own = {n: row["training_bytes"] for n, row in rows[name].items() if n <= fits}
+        return min(n for n, size in own.items() if size < rows["naive"][n]["training_bytes"] / 10)
+
+    return {
+        "fits": fits,
+        "fails": fails,
+        "gib": naive / GIB,
+        "asked": rows["naive"][fails]["oom"]["asked_gib"],
+        "triton_there": triton[fails] / GIB,
+        "tiled_there": rows["tiled"][fails]["training_bytes"] / GIB,
+        "longest": longest,
+        "triton_gib": triton[longest] / GIB,
+        "exponent": exponent,
+        "factor": reach / fits,
+        "tenth_triton": tenth("triton"),
+        "tenth_tiled": tenth("tiled"),
+    }
