@@ -1,6 +1,6 @@
 """Peak memory and time of one attention call, forward and backward apart, over backends, lengths, head dims and dtypes.
 
-    python -m scripts.benchmark --attention naive tiled sdpa --seq-len 256 512 1024 --out benchmark.json
+    python -m scripts.benchmark --attention naive tiled sdpa --seq-len 256 512 --out benchmark.json
     python -m scripts.benchmark --attention naive triton --max-length --memory-gib 8 24 40 --out longest.json
 
 A backend whose results are wrong is not timed; --allow-broken times it and marks its rows. Memory is the peak above what was allocated
@@ -14,6 +14,7 @@ GPU; the backward's is its own, over a graph that is kept. Running out of memory
 
 import argparse
 import gc
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -214,6 +215,7 @@ def measure_memory(call: Call, d_out: Tensor | None) -> dict[str, int | None]:
 @contextmanager
 def memory_cap(gib: float | None, device: torch.device):
     """Let this process have that much of the memory, as if the card were smaller; None leaves it all that is free."""
+    release_memory(device)
     if device.type == "cpu":
         margin = 512 * 1024**2 if gib is None else max(0, available_bytes() - round(gib * GIB))
         with cpu_memory_limit(margin_bytes=margin):
@@ -222,7 +224,6 @@ def memory_cap(gib: float | None, device: torch.device):
     total = torch.cuda.get_device_properties(device).total_memory
     if gib is not None and gib * GIB > total:
         raise ValueError(f"--memory-gib {gib:g} is more than the {total / GIB:.1f} GiB of {torch.cuda.get_device_name(device)}")
-    torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else gib * GIB / total, device)
     try:
         yield
@@ -327,6 +328,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--memory-gib", nargs="+", type=float, default=[None], metavar="GIB", help="with this much memory (default: all)")
     parser.add_argument("--limit-s", type=float, default=20.0, help="--max-length: no single trial longer than this (default: 20)")
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
+    parser.add_argument(
+        "--append", action="store_true", help="keep the rows that the file has, if the same code on the same machine made them"
+    )
     options = parser.parse_args()
     for name in ("seq_len", "head_dim", "heads", "batch", "tokens", "repeats", "memory_gib", "limit_s"):
         values = getattr(options, name)
@@ -336,6 +340,23 @@ def read_options() -> argparse.Namespace:
     if options.memory_gib != [None] and not options.max_length:
         sys.exit("benchmark: --memory-gib belongs to --max-length; add it")
     return options
+
+
+def kept_rows(path: Path | None, where: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an earlier run. Raises ValueError for one by another commit or version, or on another machine."""
+    if path is None:
+        raise ValueError("--append needs --out FILE")
+    if not path.exists():
+        return []
+    try:
+        data = json.loads(path.read_text())
+        other = [key for key in ("commit", "versions", "hardware") if data["environment"][key] != where[key]]
+        rows = data["rows"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--append: {path} is no benchmark's file") from error
+    if other:
+        raise ValueError(f"--append: {path} was measured with another {' and '.join(other)}; write to a new file")
+    return rows
 
 
 def shape_of(options: argparse.Namespace, head_dim: int, length: int) -> dict[str, Any]:
@@ -363,8 +384,11 @@ def main() -> None:
                     pass
     except ValueError as error:
         sys.exit(f"benchmark: {error}")
-    rows = []
     where = {key: value for key, value in environment("", device).items() if key not in ("command", "data_fingerprint")}
+    try:
+        rows = kept_rows(options.out, where) if options.append else []
+    except ValueError as error:
+        sys.exit(f"benchmark: {error}")
     lengths = options.seq_len[:1] if options.max_length else options.seq_len
     for dtype, head_dim, length, (text, backend) in product(dtypes, options.head_dim, lengths, backends.items()):
         row = {"attention": text, **shape_of(options, head_dim, length), "dtype": short(dtype)}

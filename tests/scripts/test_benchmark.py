@@ -1,0 +1,226 @@
+"""`python -m scripts.benchmark`: what its rows say, whom it refuses, and the search for the longest sequence."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention import Backend, get_backend
+from attention.naive import naive_attention
+from scripts import benchmark
+
+SHAPE = {"seq_len": 128, "head_dim": 32, "batch": 1, "heads": 2, "causal": True}
+CPU = torch.device("cpu")
+
+
+def wrong(q, k, v, *, causal, scale):
+    return naive_attention(q, k, v, causal=causal, scale=2 * scale)
+
+
+WRONG = Backend("wrong", wrong, features=frozenset({"non_causal"}))
+
+
+@pytest.fixture
+def run_benchmark(monkeypatch, capsys, tmp_path):
+    """run_benchmark("--option", ...): its rows and what it printed, on a machine without a GPU; SystemExit carries its complaint."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def run(*arguments: str) -> tuple[list[dict], str]:
+        monkeypatch.setattr(sys, "argv", ["benchmark", *arguments, "--out", str(tmp_path / "bench.json")])
+        benchmark.main()
+        data = json.loads((tmp_path / "bench.json").read_text())
+        assert {"hardware", "versions", "commit"} <= data["environment"].keys() and str(tmp_path) not in json.dumps(data)
+        return data["rows"], capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def no_verification(monkeypatch):
+    """Verification takes seconds and has tests of its own."""
+    monkeypatch.setattr("attention.properties.red_properties", lambda backend, *, device, dtype: [])
+
+
+SMALL = ("--heads", "2", "--seq-len", "64", "128", "--repeats", "3")
+
+
+def test_rows_over_everything_asked_for(run_benchmark, no_verification):
+    rows, _ = run_benchmark(
+        "--attention", "naive", "tiled:block_q=64", "--dtype", "fp32", "bf16", "--head-dim", "16", "32", *SMALL[:-3], *SMALL[-2:]
+    )
+    assert len({(r["attention"], r["dtype"], r["head_dim"], r["seq_len"]) for r in rows}) == len(rows) == 8
+    for row in rows:
+        for name in ("forward", "backward"):
+            assert 0 < row[f"{name}_p20"] <= row[f"{name}_seconds"] <= row[f"{name}_p80"]
+            assert row[f"{name}_repeats"] >= 3 and row[f"{name}_tflops"] > 0
+        assert row["training_seconds"] == row["forward_seconds"] + row["backward_seconds"]
+        assert 0 < row["saved_bytes"] <= row["backward_bytes"] <= row["training_bytes"]
+        assert row["forward_reserved_bytes"] is None  # a CPU reserves nothing
+        assert "broken" not in row
+
+
+def test_memory_is_counted_to_the_byte_above_the_inputs():
+    """sdpa keeps out and a float32 a row; its backward adds dq, dk and dv. Twice the length, twice the bytes; naive: four times."""
+    size, rows = 2 * 128 * 32 * 4, 2 * 128 * 4
+    call = benchmark.Call(get_backend("sdpa"), SHAPE, device=CPU, dtype=torch.float32)
+    found = benchmark.measure_memory(call, torch.ones_like(call.inputs[0]))
+    assert found["forward_bytes"] == found["saved_bytes"] == size + rows
+    assert found["backward_bytes"] == found["training_bytes"] == 4 * size + rows
+
+    def peaks(name: str) -> list[int]:
+        calls = [benchmark.Call(get_backend(name), SHAPE | {"seq_len": n}, device=CPU, dtype=torch.float32) for n in (512, 1024)]
+        return [benchmark.measure_memory(call, torch.ones_like(call.inputs[0]))["training_bytes"] for call in calls]
+
+    assert peaks("naive")[1] == pytest.approx(4 * peaks("naive")[0], rel=0.1)
+    assert peaks("tiled")[1] < 2.1 * peaks("tiled")[0]
+
+
+def test_live_tensors_sees_what_is_made_and_freed():
+    inside = torch.ones(1000)
+    with benchmark.LiveTensors() as live:
+        a = inside + 1
+        b = (a * 2).view(10, 100)
+        assert live.bytes == 8000
+        del a
+        assert live.bytes == 4000
+        inside.mul_(2)  # made outside
+        assert live.bytes == 4000
+        del b
+        assert (live.bytes, live.peak) == (0, 8000)
+
+
+def test_backward_is_timed_without_its_forward(no_verification):
+    def slow_forward(q, k, v, *, causal, scale):
+        torch.manual_seed(sum(i for i in range(300_000)))  # ten milliseconds, and no gradient
+        return naive_attention(q, k, v, causal=causal, scale=scale)
+
+    backend = Backend("slow_forward", slow_forward, features=frozenset({"non_causal"}))
+    row = benchmark.measure(benchmark.Call(backend, SHAPE, device=CPU, dtype=torch.float32), repeats=3)
+    assert row["backward_p20"] < 0.5 * row["forward_p20"]
+
+
+def test_a_backend_with_wrong_results_is_refused(run_benchmark):
+    with pytest.raises(SystemExit) as error:
+        run_benchmark("--attention", "tests.scripts.test_benchmark:WRONG", *SMALL)
+    assert re.match(r"benchmark: .*is wrong in float32.*red in forward.*--allow-broken", error.value.code)
+    assert "\n" not in error.value.code
+
+
+def test_a_backend_with_wrong_results_can_be_timed_and_is_marked(run_benchmark, monkeypatch):
+    red = {"naive": [], "no_rescale": ["forward", "block sizes"]}
+    monkeypatch.setattr("attention.properties.red_properties", lambda backend, *, device, dtype: red[backend.name])
+    rows, output = run_benchmark("--attention", "naive", "no_rescale:block_kv=16", "--allow-broken", *SMALL)
+    assert [row.get("broken") for row in rows] == [None, ["forward", "block sizes"]] * 2
+    assert output.count("BROKEN") == 2
+
+
+def test_out_of_memory_is_a_row(run_benchmark, no_verification, monkeypatch):
+    def measure(call, *, repeats):
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."
+        )
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    rows, output = run_benchmark("--attention", "naive", *SMALL)
+    assert len(rows) == 2 and all("can't allocate memory" in row["oom"]["message"] for row in rows)
+    assert output.count("out of memory") == 2
+
+
+def test_a_shape_that_is_refused_is_a_row_and_only_that_is_an_error(run_benchmark, no_verification):
+    rows, _ = run_benchmark("--attention", "flex", "naive", "--head-dim", "8", *SMALL)
+    assert ["refused" in row for row in rows] == [True, False] * 2
+    with pytest.raises(SystemExit, match="nothing was measured: attention=flex cannot take"):
+        run_benchmark("--attention", "flex", "--head-dim", "8", *SMALL)
+
+
+@pytest.mark.parametrize("limit", [1, 64, 100, 127, 1000, 5000, 123_456])
+def test_the_search_finds_the_limit_within_its_precision(limit):
+    tried = []
+
+    def fits(length: int) -> float | dict:
+        tried.append(length)
+        return 0.001 if length <= limit else {"asked_gib": 1.0}
+
+    found = benchmark.longest(fits, start=256, limit_s=1e9)
+    best, first_bad = found["max_seq_len"], found["oom_seq_len"]
+    assert best <= limit < first_bad and found["limited_by"] == "memory"
+    assert first_bad - best <= max(64, 0.12 * best)
+    assert len(tried) == len(set(tried)) <= 18
+
+
+def test_the_search_stops_where_a_trial_would_take_too_long():
+    found = benchmark.longest(lambda length: length**2 * 1e-6, start=256, limit_s=10)
+    assert found["max_seq_len"] == 2048 and found["limited_by"] == "time" and found["oom"] is None
+
+
+def test_longest_sequence_in_little_memory(run_benchmark, no_verification):
+    """Real allocations under a real limit: naive's N x N ends it within two doublings, of forward alone first or at the same length."""
+    rows, output = run_benchmark(
+        "--attention",
+        "naive",
+        "--max-length",
+        "--memory-gib",
+        "0.3",
+        "--heads",
+        "8",
+        "--seq-len",
+        "256",
+        "--limit-s",
+        "20",
+        "--head-dim",
+        "16",
+    )
+    forward, training = rows
+    assert (forward["pass"], training["pass"]) == ("forward", "training")
+    assert all(row["limited_by"] == "memory" and row["memory_gib"] == 0.1 and row["oom"]["message"] for row in rows)
+    # 8 heads, 12 to 16 bytes a score
+    assert 256 <= training["max_seq_len"] <= 1.12 * forward["max_seq_len"] <= 1.12 * (0.1 * 2**30 / (8 * 4)) ** 0.5
+    assert output.count("ran out of memory") == 2
+
+
+def test_rows_are_added_to_a_file_of_the_same_code_and_machine(run_benchmark, no_verification, tmp_path, monkeypatch):
+    short = ("--attention", "sdpa", "--heads", "2", "--repeats", "3", "--append", "--seq-len")
+    run_benchmark(*short, "64")
+    rows, _ = run_benchmark(*short, "128")
+    assert [row["seq_len"] for row in rows] == [64, 128]
+    monkeypatch.setenv("TILEGPT_COMMIT", "another")
+    monkeypatch.setattr("training.metrics._output", lambda *command: None)
+    with pytest.raises(SystemExit, match="measured with another commit"):
+        run_benchmark(*short, "64")
+    (tmp_path / "bench.json").write_text("[]")
+    with pytest.raises(SystemExit, match="no benchmark's file"):
+        run_benchmark(*short, "64")
+
+
+def test_backends_and_their_options_from_text():
+    assert benchmark.parse_backend("tiled:block_q=64,softmax_dtype=input").options["softmax_dtype"] == "input"
+    assert benchmark.parse_backend("no_max:detach_max=true").options["detach_max"] is True
+    assert benchmark.parse_backend("sdpa").name == "sdpa"
+    assert benchmark.parse_backend(f"{__name__}:WRONG").fn is wrong
+    with pytest.raises(ValueError, match="no option 'block'"):
+        benchmark.parse_backend("tiled:block=64")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--attention", "flashy"], "attention=flashy is not known"),
+        (["--seq-len", "0"], "--seq-len 0 must be positive"),
+        (["--memory-gib", "8"], "--memory-gib belongs to --max-length"),
+        (["--device", "cuda"], "PyTorch sees no GPU"),
+    ],
+)
+def test_refused_in_one_line(run_benchmark, arguments, words):
+    with pytest.raises(SystemExit) as error:
+        run_benchmark(*arguments)
+    assert error.value.code.startswith("benchmark: ") and words in error.value.code and "\n" not in error.value.code
+
+
+def test_the_line_of_the_help_runs_as_typed(run_benchmark, no_verification):
+    line = re.search(r"python -m scripts\.benchmark (.*) --out", benchmark.__doc__)[1]
+    rows, _ = run_benchmark(*line.split(), "--repeats", "3")
+    assert {row["attention"] for row in rows} == {"naive", "tiled", "sdpa"}
+    assert Path(benchmark.__file__).stem == "benchmark"
