@@ -52,7 +52,10 @@ class Watch:
         return {"max_score": max(self.scores.values()), **self.overflow_steps()} if self.scores else {}
 
     def overflow_steps(self) -> dict[str, int | None]:
-        """The first step known where exp(score) would have passed the largest number of each dtype."""
+        """The first step known where exp(score) would have passed the largest number of each dtype.
+
+        Known are the steps that were looked at, and of those one sequence, but for the step that went wrong, which card() looks at whole.
+        """
         return {
             f"{_short(dtype)}_overflow_step": next((step for step, score in self.scores.items() if score > limit), None)
             for dtype, limit in LIMITS.items()
