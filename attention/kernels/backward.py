@@ -10,7 +10,7 @@ Dimensions: H query heads, N queries, M keys, D head dim (padded to BLOCK_D); a 
 import triton
 import triton.language as tl
 
-from attention.kernels.forward import key_ranges, load_interval, load_tile, scores_of, store_tile
+from attention.kernels.forward import edge_tile, key_ranges, load_interval, load_tile, scores_of, store_tile
 
 
 @triton.jit
@@ -81,10 +81,36 @@ def add_query_tile(
 
 
 @triton.jit
+def walk_queries(
+    dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch, head, num_heads, keys,
+    first, full_first, full_last, last, N, M, scale, scale_log2,
+    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr, PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All that one query head adds to dk and dv: queries first : last see some of these keys, full_first : full_last all of them."""
+    row_offset = tl.cast(batch * num_heads + head, tl.int64) * N
+    lse_ptr += row_offset
+    delta_ptr += row_offset
+    for step in tl.range(first, last - (full_last - full_first), BLOCK_Q):
+        # without INTERVALS there is no right edge, and these are the queries before full_first
+        start_q = edge_tile(step, full_first, full_last, True) if INTERVALS else step
+        dk, dv = add_query_tile(
+            dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch, head, start_q, keys, N, M, scale,
+            scale_log2, CAUSAL, INTERVALS, True, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q, BLOCK_D, PRECISION,
+        )  # fmt: skip
+    for start_q in tl.range(full_first, full_last, BLOCK_Q):
+        dk, dv = add_query_tile(
+            dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch, head, start_q, keys, N, M, scale,
+            scale_log2, CAUSAL, INTERVALS, False, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q, BLOCK_D, PRECISION,
+        )  # fmt: skip
+    return dk, dv
+
+
+@triton.jit
 def dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, lo_ptr, hi_ptr, ranges_ptr, params_ptr,
     stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn, stride_interval, stride_ranges,
-    num_kv_heads, groups, batch_kv_heads, N, M, scale, scale_log2,
+    num_kv_heads, batch_kv_heads, N, M, scale, scale_log2, GROUPS: tl.constexpr,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr, PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -122,28 +148,20 @@ def dkdv_kernel(
         if start_kv + BLOCK_KV > M:
             full_first = tl.cdiv(N, BLOCK_Q) * BLOCK_Q  # a ragged tail of keys is masked throughout
         full_first = tl.minimum(full_first, tl.cdiv(N, BLOCK_Q) * BLOCK_Q)
-    for group in tl.range(0, groups):
-        head = kv_head * groups + group
-        row_offset = tl.cast(batch * num_kv_heads * groups + head, tl.int64) * N
-        for start_q in tl.range(first, full_first, BLOCK_Q):
-            dk, dv = add_query_tile(
-                dk, dv, k, v, q_desc, do_desc, lse_ptr + row_offset, delta_ptr + row_offset, lo_ptr, hi_ptr, params_ptr,
-                batch, head, start_q, keys, N, M, scale, scale_log2,
-                CAUSAL, INTERVALS, True, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q, BLOCK_D, PRECISION,
+    if GROUPS == 1:
+        # not a loop of one: it would take registers that the tile needs
+        dk, dv = walk_queries(
+            dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch, kv_head, num_kv_heads, keys,
+            first, full_first, full_last, last, N, M, scale, scale_log2,
+            CAUSAL, INTERVALS, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q, BLOCK_D, PRECISION,
+        )  # fmt: skip
+    else:
+        for group in tl.range(0, GROUPS):
+            dk, dv = walk_queries(
+                dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch, kv_head * GROUPS + group,
+                num_kv_heads * GROUPS, keys, first, full_first, full_last, last, N, M, scale, scale_log2,
+                CAUSAL, INTERVALS, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q, BLOCK_D, PRECISION,
             )  # fmt: skip
-        for start_q in tl.range(full_first, full_last, BLOCK_Q):
-            dk, dv = add_query_tile(
-                dk, dv, k, v, q_desc, do_desc, lse_ptr + row_offset, delta_ptr + row_offset, lo_ptr, hi_ptr, params_ptr,
-                batch, head, start_q, keys, N, M, scale, scale_log2,
-                CAUSAL, INTERVALS, False, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q, BLOCK_D, PRECISION,
-            )  # fmt: skip
-        if INTERVALS:
-            for start_q in tl.range(full_last, last, BLOCK_Q):
-                dk, dv = add_query_tile(
-                    dk, dv, k, v, q_desc, do_desc, lse_ptr + row_offset, delta_ptr + row_offset, lo_ptr, hi_ptr, params_ptr,
-                    batch, head, start_q, keys, N, M, scale, scale_log2,
-                    CAUSAL, INTERVALS, True, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q, BLOCK_D, PRECISION,
-                )  # fmt: skip
     dk_ptr += tl.cast(batch, tl.int64) * stride_dkb + tl.cast(kv_head, tl.int64) * stride_dkh
     dv_ptr += tl.cast(batch, tl.int64) * stride_dvb + tl.cast(kv_head, tl.int64) * stride_dvh
     store_tile(dk_ptr, stride_dkn, start_kv, M, dk * scale, D, BLOCK_KV, BLOCK_D)
@@ -199,18 +217,13 @@ def dq_kernel(
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
     first, full_first, full_last, last = key_ranges(start_q, lo_ptr, hi_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV)
-    if INTERVALS:
-        for start in tl.range(first, full_first, BLOCK_KV):
-            dq = add_key_tile(
-                dq, q, do, lse, delta, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
-                CAUSAL, INTERVALS, True, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_KV, BLOCK_D, PRECISION,
-            )  # fmt: skip
     for start in tl.range(full_first, full_last, BLOCK_KV):
         dq = add_key_tile(
             dq, q, do, lse, delta, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
             CAUSAL, INTERVALS, False, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_KV, BLOCK_D, PRECISION,
         )  # fmt: skip
-    for start in tl.range(full_last, last, BLOCK_KV):
+    for step in tl.range(first, last - (full_last - full_first), BLOCK_KV):
+        start = edge_tile(step, full_first, full_last, INTERVALS)
         dq = add_key_tile(
             dq, q, do, lse, delta, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
             CAUSAL, INTERVALS, True, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_KV, BLOCK_D, PRECISION,

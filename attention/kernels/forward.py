@@ -5,7 +5,7 @@ Scores live in the base-2 domain (scale * log2(e) is folded in), because the GPU
 Dao, "FlashAttention-2" (2023), algorithm 1.
 
 Query i sees the keys lo[i] <= j < hi[i], as in attention/mask.py. With INTERVALS both ends are loaded; otherwise lo is 0, and hi follows
-from CAUSAL. A program's keys are then three ranges: masked (the left edge), seen by every row, masked (the right edge).
+from CAUSAL. A program's keys are those that every row sees, and the masked tiles at both edges of them.
 
 Dimensions: H query heads, N queries, M keys, D head dim (padded to BLOCK_D); a tile is BLOCK_Q queries by BLOCK_KV keys.
 """
@@ -65,6 +65,16 @@ def key_ranges(
         full_last = tl.minimum(M, tl.maximum(0, start_q + 1 + M - N))
     full_last = tl.maximum(full_first, full_last // BLOCK_KV * BLOCK_KV)
     return first, full_first, full_last, last
+
+
+@triton.jit
+def edge_tile(step, full_first, full_last, INTERVALS: tl.constexpr):
+    """Where the masked tiles start, which are those before full_first and those from full_last on: one loop takes both edges, because
+    a third copy of the loop's body makes the compiler serialise its products."""
+    start = step + (full_last - full_first)
+    if INTERVALS:  # otherwise there is no left edge
+        start = tl.where(step < full_first, step, start)
+    return start
 
 
 @triton.jit
@@ -140,18 +150,13 @@ def forward_kernel(
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
     first, full_first, full_last, last = key_ranges(start_q, lo_ptr, hi_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV)
-    if INTERVALS:
-        for start in tl.range(first, full_first, BLOCK_KV):
-            row_max, row_sum, acc = absorb_tile(
-                row_max, row_sum, acc, q, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
-                CAUSAL, INTERVALS, True, SCORE_MOD, MOVE_MAX, BLOCK_KV, BLOCK_D, PRECISION,
-            )  # fmt: skip
     for start in tl.range(full_first, full_last, BLOCK_KV):
         row_max, row_sum, acc = absorb_tile(
             row_max, row_sum, acc, q, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
             CAUSAL, INTERVALS, False, SCORE_MOD, MOVE_MAX, BLOCK_KV, BLOCK_D, PRECISION,
         )  # fmt: skip
-    for start in tl.range(full_last, last, BLOCK_KV):
+    for step in tl.range(first, last - (full_last - full_first), BLOCK_KV):
+        start = edge_tile(step, full_first, full_last, INTERVALS)
         row_max, row_sum, acc = absorb_tile(
             row_max, row_sum, acc, q, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
             CAUSAL, INTERVALS, True, SCORE_MOD, MOVE_MAX, BLOCK_KV, BLOCK_D, PRECISION,

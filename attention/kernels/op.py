@@ -172,12 +172,13 @@ def flash_attention_backward(
 
     choice = (q, causal, lo, score_mod, block_q, block_kv)
     steps = {"PROBABILITY": SOFTMAXES[softmax].probability, "SCORE_GRADIENT": SOFTMAXES[softmax].score_gradient}
-    meta = constants("dkdv", *choice) | steps
+    plain = groups == 1 and lo is None and not score_mod
+    meta = constants("dkdv" if plain else "dkdv_general", *choice) | steps
     ranges = None if lo is None else query_ranges(lo, hi, num_keys, meta["BLOCK_KV"])
     grid = (triton.cdiv(num_keys, meta["BLOCK_KV"]) * batch * num_kv_heads,)
     dkdv_kernel[grid](
         *inputs(meta), dk, dv, lo, hi, ranges, params, *dk.stride()[:3], *dv.stride()[:3], batch_stride(lo), batch_stride(ranges),
-        num_kv_heads, groups, batch * num_kv_heads, *sizes, **meta,
+        num_kv_heads, batch * num_kv_heads, *sizes, GROUPS=groups, **meta,
     )  # fmt: skip
 
     meta = constants("dq", *choice) | steps

@@ -158,7 +158,7 @@ def test_every_head_dim_has_a_tile():
         for table in (HOPPER, AMPERE, SMALL, FLOAT32):
             assert all(max(64, padded) in tiles for tiles in table.values())
     for table in (HOPPER, SMALL, FLOAT32):
-        assert set(table) == {"forward", "dkdv", "dq"}
+        assert set(table) == {"forward", "dkdv", "dkdv_general", "dq"}
         assert all(size >= 16 and size & (size - 1) == 0 for tiles in table.values() for tile in tiles.values() for size in tile[:2])
 
 
