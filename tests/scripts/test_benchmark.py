@@ -163,7 +163,7 @@ def test_longest_sequence_in_little_memory(run_benchmark, no_verification):
         "naive",
         "--max-length",
         "--memory-gib",
-        "0.3",
+        "0.1",
         "--heads",
         "8",
         "--seq-len",
