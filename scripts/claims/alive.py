@@ -133,6 +133,7 @@ def linear_memory(lengths: tuple[int, ...] = (256, 512, 1024)) -> Figures:
         else FAILS
     ),
     tiny={},
+    also="python -m scripts.benchmark --attention naive tiled sdpa --seq-len 256 512 1024",
 )
 def less_memory_at_every_length() -> Figures:
     ratio = {}
@@ -336,3 +337,39 @@ def wall_moves_out() -> Figures:
         "tenth_triton": tenth("triton"),
         "tenth_tiled": tenth("tiled"),
     }
+
+
+def longest_rows(memory_gib: float) -> dict[str, Figures]:
+    """Rows of results/wall_h200.json for a card held to that much memory, by backend and pass, as "naive forward"."""
+    rows = [row for row in recorded("wall_h200")["rows"] if row["memory_gib"] == memory_gib]
+    return {f"{row['attention'].split(':')[0]} {row['pass']}": row for row in rows}
+
+
+@claim(
+    "chapter",
+    says="The same on a GPU: with 8 GB, naive attention (2 sequences, 8 heads of 64, float16) is at its end by 8,192 tokens.",
+    criterion="on an H200 held to 8 GiB the longest naive forward pass is shorter than 8,192 tokens",
+    measured="longest forward pass: naive {naive:,} tokens, the Triton kernels {triton:,}; forward and backward {naive_training:,} and "
+    "{triton_training:,}",
+    because="The project's naive keeps scores in float32, twice the bytes of the chapter's float16; the bytes alone, above, say 16,384.",
+    verdict=lambda f: verdict(f["naive"] < 8192),
+    reads="wall_h200",
+)
+def wall_of_8_gigabytes_on_a_gpu() -> Figures:
+    rows = longest_rows(8)
+    names = {"naive": "naive forward", "triton": "triton forward", "naive_training": "naive training", "triton_training": "triton training"}
+    return {name: rows[key]["max_seq_len"] for name, key in names.items()}
+
+
+@claim(
+    "guide",
+    says="On a card of 40 GB with 32 heads of 64 in float16, standard attention reaches 4,096 tokens and flash attention 65,536.",
+    criterion="the longest forward passes on an H200 held to 40 GiB are those within a factor of 1.5",
+    measured="naive {naive:,} tokens, the Triton kernels {triton:,} (ended by {limit})",
+    verdict=lambda f: verdict(1 / 1.5 <= f["naive"] / 4096 <= 1.5 and 1 / 1.5 <= f["triton"] / 65536 <= 1.5),
+    reads="wall_h200",
+)
+def longest_on_40_gigabytes() -> Figures:
+    rows = longest_rows(40)
+    naive, triton = rows["naive forward"], rows["triton forward"]
+    return {"naive": naive["max_seq_len"], "triton": triton["max_seq_len"], "limit": triton["limited_by"]}

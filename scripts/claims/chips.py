@@ -96,6 +96,7 @@ def latencies() -> Figures:
     because="48 KB is the default of a static allocation. Tiles that small leave most of the memory unused.",
     verdict=lambda f: verdict(f["static"] in f["block"].values()),
     tiny={},
+    also="python -m scripts.plan model=gpt2 seq_len=8192 attention=naive,triton gpu=a100-40",
 )
 def forty_eight_kilobytes() -> Figures:
     return {
@@ -115,6 +116,7 @@ def forty_eight_kilobytes() -> Figures:
     because="The 20 MB belong to 108 SMs; one thread block has one SM's share.",
     verdict=lambda f: verdict(max(f["d64"], f["d128"]) <= min(f["block"].values()) and f["scores"] <= f["registers"] / 2),
     tiny={},
+    also="python -m scripts.plan model=gpt2 seq_len=8192 attention=naive,triton gpu=a100-40",
 )
 def blocks_of_256() -> Figures:
     found = {f"d{d}": 3 * torch.empty(256, d, dtype=torch.float16, device="meta").nbytes / KIB for d in (64, 128)}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from string import Formatter
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -101,6 +102,13 @@ class Shown:
         if isinstance(value, int) or abs(value) >= 1000:
             return f"{value:,.0f}"
         return f"{value:.1e}" if abs(value) < 0.01 else f"{value:.3g}"
+
+
+def cells(template: str, figures: Figures) -> dict[str, str]:
+    """What a template of one figure that is a dict, {name[figure]:.1f}, shows for each key."""
+    ((_, field, form, _),) = Formatter().parse(template)
+    shown = Formatter().get_field(field, (), {name: Shown(value) for name, value in figures.items()})[0]
+    return {key: format(shown[key], form) for key in shown.value}
 
 
 def sentence(template: str, figures: Figures) -> str:

@@ -188,6 +188,7 @@ def many_blocks(length: int = 512) -> Figures:
     "the guide use; here the first is `tiled`, the second `alpha_beta`.",
     verdict=lambda f: verdict(f["without_beta"] > f["with_beta"] + 1e-14),
     tiny={},
+    also="python -m scripts.verify attention=alpha_beta",
 )
 def missing_beta() -> Figures:
     q, k, v = inputs(0, *STEP_4, std=2, dtype=torch.float64)

@@ -148,6 +148,7 @@ def clamped_sum() -> Figures:
         else FAILS
     ),
     tiny={},
+    also="python -m scripts.verify attention=relative_mask",
 )
 def mask_inside_the_tile() -> Figures:
     q, k, v = inputs(0, 1, 2, 128, 32)

@@ -181,6 +181,7 @@ def overflow_gives_nan(length: int = 1024) -> Figures:
     because="Zero is a legal shift like any other. It fails where all of a row lies so far below zero that exp() has no bits left.",
     verdict=lambda f: verdict(f["normal"]["max"] >= 0.1),
     tiny={"seeds": 1},
+    also="python -m scripts.verify attention=zero_init_max",
 )
 def maximum_from_zero(seeds: int = 5) -> Figures:
     normal = []
@@ -257,6 +258,7 @@ def exponentials_up_to_one() -> Figures:
     because="So scores grow with the square root of d, not in proportion to d as the deep dive's first sentence has it.",
     verdict=lambda f: verdict(11 <= f["ratio"] <= 12 and 0.9 <= f["exponent"] <= 1.1),
     tiny={"length": 128},
+    also="python -m scripts.verify attention=no_scale",
 )
 def missing_scale(length: int = 512) -> Figures:
     variance = {}

@@ -8,6 +8,8 @@ class Question(NamedTuple):
     asks: str
     answer: str  # a format string over the figures of the claims: {name[figure]}
     uses: tuple[str, ...]  # the claims whose figures it shows
+    keys: str = ""  # of a table below the answer: what its columns are
+    rows: tuple[tuple[str, str], ...] = ()  # label, and a figure that is a dict over those columns: {name[figure]:.1f}
 
 
 QUESTIONS = (
@@ -28,14 +30,21 @@ QUESTIONS = (
         "Without the maximum, at which tile does the overflow appear, and how much earlier in float16 than in float32?",
         "It is a matter of the scores, not of the tile: a row breaks at the first tile that holds a score above "
         "{limits_of_exp[limit_float16]:.2f} in float16 or {limits_of_exp[limit_float32]:.2f} in float32 (or, in float16, where its sum "
-        "passes 65,504). That is {limits_of_exp[ratio]:.0f} times larger scores. Over 8,192 rows of 1,024 keys in 16 tiles, all of it in "
-        "float16, the first bad tile (counted from 0), by standard deviation of q and k, is {overflow_by_dtype[float16]}; in float32 "
-        "{overflow_by_dtype[float32]}. Half of the rows that break have broken by tile {overflow_by_dtype[float16_half]:.0f} in float16, "
-        "{overflow_by_dtype[float32_half]:.0f} in float32. Random inputs of standard deviation 1, the ones everybody tries first, break in "
+        "passes 65,504). That is {limits_of_exp[ratio]:.0f} times larger scores. The table counts tiles from 0, over 8,192 rows of 1,024 "
+        "keys in 16 tiles, all of it in that dtype. Random inputs of standard deviation 1, the ones everybody tries first, break in "
         "neither. In training the distance is one of steps: {no_max_in_training[float16]} of {no_max_in_training[float16_runs]} float16 "
         "runs died, at steps {no_max_in_training[float16_steps]}, and {no_max_in_training[float32]} of {no_max_in_training[float32_runs]} "
         "float32 runs.",
         ("overflow_by_dtype", "limits_of_exp", "no_max_in_training"),
+        "standard deviation of q and k",
+        (
+            ("float16: first bad tile", "{overflow_by_dtype[float16]}"),
+            ("float16: bad rows", "{overflow_by_dtype[float16_rows]:.1%}"),
+            ("float16: half of them broken by tile", "{overflow_by_dtype[float16_half]:.0f}"),
+            ("float32: first bad tile", "{overflow_by_dtype[float32]}"),
+            ("float32: bad rows", "{overflow_by_dtype[float32_rows]:.1%}"),
+            ("float32: half of them broken by tile", "{overflow_by_dtype[float32_half]:.0f}"),
+        ),
     ),
     Question(
         "chapter",
@@ -44,18 +53,30 @@ QUESTIONS = (
         "busy. The loop makes {small_calls[a_tile]:.0f} small calls a tile: {small_calls[tiled_calls]} at 256 tokens with tiles of 64, "
         "{small_calls[tiled_calls_4096]:,} at 4,096. Each call costs its launch and takes its operands to memory and back, and a product "
         "of 64 x 64 does too little to pay for that. At 256 tokens that is {small_calls[naive]:.1f} ms against {small_calls[tiled]:.1f} "
-        "ms. On this CPU the loop wins at 4,096 tokens with tiles of 256, {tiled_speed_on_a_cpu[tiles_256][4096]:.0f} ms against "
-        "{tiled_speed_on_a_cpu[naive][4096]:.0f} ms, not with tiles of 64, {tiled_speed_on_a_cpu[tiles_64][4096]:.0f} ms.",
+        "ms. With more work a call the loop catches up (ms on one CPU thread, 4 heads of 64):",
         ("small_calls", "tiled_speed_on_a_cpu"),
+        "tokens",
+        (
+            ("naive", "{tiled_speed_on_a_cpu[naive]:.0f}"),
+            ("tiles of 64", "{tiled_speed_on_a_cpu[tiles_64]:.0f}"),
+            ("tiles of 256", "{tiled_speed_on_a_cpu[tiles_256]:.0f}"),
+            ("tiles of 1,024", "{tiled_speed_on_a_cpu[tiles_1024]:.0f}"),
+        ),
     ),
     Question(
         "chapter",
         "And on a GPU: from what length is the tiled loop in plain PyTorch faster?",
-        "Forward passes on an H200 (2 sequences, 8 heads of 64, float16), in ms by length: naive {tiled_speed_on_a_gpu[naive]:.1f}; the "
-        "loop with tiles of 64 {tiled_speed_on_a_gpu[tiles_64]:.1f}, of 256 {tiled_speed_on_a_gpu[tiles_256]:.1f}, of 1,024 "
-        "{tiled_speed_on_a_gpu[tiles_1024]:.1f}, of 2,048 {tiled_speed_on_a_gpu[tiles_2048]:.1f}. One fused kernel: "
-        "{tiled_speed_on_a_gpu[triton]:.2f}.",
+        "From the length at which its row falls below naive's. Forward passes on an H200 in ms (2 sequences, 8 heads of 64, float16):",
         ("tiled_speed_on_a_gpu",),
+        "tokens",
+        (
+            ("naive", "{tiled_speed_on_a_gpu[naive]:.2f}"),
+            ("tiles of 64", "{tiled_speed_on_a_gpu[tiles_64]:.2f}"),
+            ("tiles of 256", "{tiled_speed_on_a_gpu[tiles_256]:.2f}"),
+            ("tiles of 1,024", "{tiled_speed_on_a_gpu[tiles_1024]:.2f}"),
+            ("tiles of 2,048", "{tiled_speed_on_a_gpu[tiles_2048]:.2f}"),
+            ("one fused kernel (triton)", "{tiled_speed_on_a_gpu[triton]:.3f}"),
+        ),
     ),
     Question(
         "chapter",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from scripts.claims import CLAIMS
 from scripts.claims.asked import ASKED
-from scripts.claims.claim import DOCUMENTS, FAILS, HOLDS, NOT_TESTABLE, RESULTS, Claim, Figures, recorded, sentence
+from scripts.claims.claim import DOCUMENTS, FAILS, HOLDS, NOT_TESTABLE, RESULTS, Claim, Figures, cells, recorded, sentence
 from scripts.claims.questions import CHECKLIST, QUESTIONS
 from scripts.results import provenance, table
 
@@ -15,6 +15,9 @@ NOT_YET = "not measured yet"
 MADE_BY = {
     "memory_h200": "python -m scripts.benchmark --attention naive triton sdpa:backend=flash tiled:block_q=2048,block_kv=2048 "
     "--seq-len 1024 2048 4096 8192 16384 32768 65536 131072 --dtype bf16 --out results/memory_h200.json",
+    "wall_h200": "python -m scripts.benchmark --max-length --attention naive triton --batch 2 --heads 8 --full --dtype fp16 --memory-gib 8 "
+    "--out results/wall_h200.json && python -m scripts.benchmark --max-length --attention naive triton --heads 32 --full --dtype fp16 "
+    "--memory-gib 40 --append --out results/wall_h200.json",
     "tile_speed_h200": "python -m scripts.benchmark --attention naive triton tiled:block_q=64,block_kv=64 tiled:block_q=256,block_kv=256 "
     "tiled:block_q=1024,block_kv=1024 tiled:block_q=2048,block_kv=2048 --seq-len 1024 2048 4096 8192 --batch 2 --heads 8 --full --dtype "
     "fp16 --out results/tile_speed_h200.json",
@@ -57,15 +60,31 @@ def claims_page() -> str:
     parts = [INTRO, provenance(recorded("claims")), tally(counts)]
     for document, own in rows.items():
         parts += [f"## The {document}", table(["claim", "measured", "verdict", "test it"], own)]
+    parts += ["## Where the recorded figures come from", table(["file of results/", "measured", "by"], sources())]
     parts += ["## What they ask to be built", table(["asked by", "what", "where"], [[*row[:2], f"`{row[2]}`"] for row in ASKED])]
     return "\n\n".join(parts) + "\n"
+
+
+def sources() -> list[list[str]]:
+    """Each file that claims read: where it was measured, and by which command."""
+    rows = []
+    for name in dict.fromkeys(claim.reads for claim in CLAIMS.values() if claim.reads):
+        try:
+            data = recorded(name)
+        except FileNotFoundError:
+            rows.append([f"`{name}.json`", NOT_YET, f"`{MADE_BY[name]}`"])
+            continue
+        runs = data.get("runs")
+        how = f"`python train.py {' '.join(runs[0]['overrides'])}` and {len(runs) - 1} more runs" if runs else f"`{MADE_BY[name]}`"
+        rows.append([f"`{name}.json`", provenance(data).removeprefix("Measured on "), how])
+    return rows
 
 
 def tally(counts: Counter[str]) -> str:
     words = {HOLDS: "hold", FAILS: "do not", "holds only if": "hold only under a condition", NOT_TESTABLE: "cannot be tested here"}
     parts = [f"{counts[verdict]} {word}" for verdict, word in words.items()]
-    waiting = f"; {counts[NOT_YET]} wait to be measured" if counts[NOT_YET] else ""
-    return f"Of {counts.total()} claims {', '.join(parts)}{waiting}."
+    waiting = f" Still to be measured: {counts[NOT_YET]}." if counts[NOT_YET] else ""
+    return f"Of {counts.total()} claims {', '.join(parts)}.{waiting}"
 
 
 def cell(text: str) -> str:
@@ -104,8 +123,17 @@ def questions_page() -> str:
             if missing:
                 answer = "; ".join(found(CLAIMS[name], None)[0] for name in missing) + "."
             else:
-                answer = sentence(question.answer, {name: all_figures[name] for name in question.uses})
-            parts += [f"### {question.asks}", answer, f"`{command(*question.uses)}`"]
+                figures = {name: all_figures[name] for name in question.uses}
+                answer = sentence(question.answer, figures)
+            rows = {} if missing else {label: cells(template, figures) for label, template in question.rows}
+            keys = list(dict.fromkeys(key for row in rows.values() for key in row))
+            parts += [f"### {question.asks}", answer]
+            parts += (
+                [table([question.keys, *keys], [[label, *(row.get(key, "-") for key in keys)] for label, row in rows.items()])]
+                if rows
+                else []
+            )
+            parts += [f"`{command(*question.uses)}`"]
         if document == "guide":
             rows = [[what, f"`{where}`"] for what, where in CHECKLIST]
             parts += ["### Its checklist: can you ...", table(["...", "shown by"], rows)]

@@ -143,6 +143,7 @@ def output_not_rescaled(seeds: int = 5) -> Figures:
     measured="relative error {error}, by tile size at 256 tokens; the weights of a row sum to {weights}",
     verdict=lambda f: verdict(f["error"]["64"] > 0.1 and f["error"]["256"] < 1e-5),
     tiny={},
+    also="python -m scripts.verify attention=local_softmax",
 )
 def softmax_per_tile() -> Figures:
     q, k, v = inputs(0, *STEP_4)

@@ -56,6 +56,7 @@ def standard_traffic(length: int, head_dim: int) -> int:
     because="k and v are read again for every tile of queries. The traffic is quadratic, divided by the size of a tile.",
     verdict=lambda f: verdict(f["times"] <= 1.5 and f["exponent"] < 1.15),
     tiny={"lengths": (512, 1024)},
+    also="python -m scripts.plan model=gpt2 seq_len=8192 attention=naive,triton gpu=a100-40",
 )
 def traffic_is_linear(lengths: tuple[int, ...] = (1024, 2048, 4096)) -> Figures:
     found = {length: traffic(length, 64, 128, 64)["all"] for length in lengths}
@@ -110,6 +111,7 @@ def traffic_in_d(length: int = 2048) -> Figures:
     "loops.",
     verdict=lambda f: verdict(f["keys"] < f["queries"]),
     tiny={"length": 512},
+    also="python -m scripts.verify attention=kv_outer",
 )
 def order_of_the_loops(length: int = 2048) -> Figures:
     q, k, v = inputs(0, *STEP_4)

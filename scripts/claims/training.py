@@ -79,7 +79,7 @@ def no_rescale_converges_worse() -> Figures:
     because="The weights are fitted to the broken kernel and to its tile size. Evaluate under another kernel, always.",
     verdict=lambda f: verdict(f["exact"] - f["own"] > 1),
     reads="defects_text",
-    also="python train.py experiment=break_it",
+    also="python -m scripts.cross_eval multirun/DAY/TIME",
 )
 def no_rescale_under_exact_attention() -> Figures:
     broken = text_runs(lambda run: run["dtype"] == "bfloat16" and run["attention"] == "no_rescale")

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import json
 import math
 import re
 import subprocess
@@ -17,7 +18,7 @@ import torch
 from scripts.claims import CLAIMS, render
 from scripts.claims import __main__ as command
 from scripts.claims.asked import ASKED
-from scripts.claims.claim import DOCUMENTS, FAILS, HOLDS, NOT_TESTABLE, Claim, recorded, sentence, spread
+from scripts.claims.claim import DOCUMENTS, FAILS, HOLDS, NOT_TESTABLE, Claim, cells, recorded, sentence, spread
 from scripts.claims.questions import CHECKLIST, QUESTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,6 +142,39 @@ def test_what_is_read_names_its_file(claim, monkeypatch):
     assert verdict == render.NOT_YET and "python -m scripts." in text
 
 
+def test_files_of_the_benchmark_are_read_as_it_writes_them(monkeypatch, tmp_path):
+    """Speeds by tile size, and the longest sequences on a card held to a smaller memory."""
+    speeds = [
+        {"attention": name, "seq_len": length, "forward_seconds": seconds * (length / 1024) ** power}
+        for name, seconds, power in (
+            ("naive", 0.001, 2),
+            ("tiled:block_q=64,block_kv=64", 0.1, 2),
+            ("tiled:block_q=2048,block_kv=2048", 0.004, 1),
+        )
+        for length in (1024, 2048, 8192)
+    ]
+    speeds += [
+        {"attention": "tiled:block_q=256,block_kv=256", "seq_len": 8192, "forward_seconds": 1.0},
+        {"attention": "naive", "seq_len": 16384, "oom": {}},
+    ]
+    speeds += [{"attention": name, "seq_len": 8192, "forward_seconds": 0.5} for name in ("triton", "tiled:block_q=1024,block_kv=1024")]
+    walls = [
+        {"attention": name, "pass": kind, "memory_gib": gib, "max_seq_len": longest, "limited_by": "memory"}
+        for gib in (8.0, 40.0)
+        for name, longest in (("naive", 750 * int(gib)), ("triton", 500_000))
+        for kind in ("forward", "training")
+    ]
+    for name, rows in (("tile_speed_h200", speeds), ("wall_h200", walls)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr("scripts.claims.claim.RESULTS", tmp_path)
+    speed = CLAIMS["tiled_speed_on_a_gpu"]
+    assert speed.verdict(speed.measure()) == "holds only if the tiles are much larger"
+    assert "naive 1024: 1.0, 2048: 4.0, 8192: 64.0; tiles of 64 1024: 100.0" in render.found(speed, speed.measure())[0]
+    small, large = CLAIMS["wall_of_8_gigabytes_on_a_gpu"], CLAIMS["longest_on_40_gigabytes"]
+    assert small.verdict(small.measure()) == HOLDS and small.measure()["triton_training"] == 500_000
+    assert large.verdict(large.measure()) == FAILS and "naive 30,000 tokens" in render.found(large, large.measure())[0]
+
+
 def test_every_document_is_answered():
     assert {document for claim in CLAIMS.values() for document in claim.documents.split(", ")} == set(DOCUMENTS)
     assert len(CLAIMS) >= 70
@@ -148,7 +182,7 @@ def test_every_document_is_answered():
 
 def test_questions_show_only_figures_of_the_claims_they_name():
     for question in QUESTIONS:
-        shown = set(re.findall(r"\{(\w+)", question.answer))
+        shown = set(re.findall(r"\{(\w+)", question.answer + "".join(template for _, template in question.rows)))
         assert shown == set(question.uses), question.asks
         assert set(question.uses) <= set(CLAIMS)
 
@@ -226,6 +260,11 @@ def test_help_shows_a_line_that_runs(run_claims):
 )
 def test_figures_in_sentences(template, value, text):
     assert sentence(template, {"x": value}) == text
+
+
+def test_a_row_of_a_table_is_one_figure_key_by_key():
+    figures = {"a": {"x": {"1024": spread([1.0, 2.0, 3.0]), "2048": "none"}}}
+    assert cells("{a[x]:.1f}", figures) == {"1024": "2.0 (1.0 to 3.0, n=3)", "2048": "none"}
 
 
 def test_inputs_are_scaled_as_they_say():
