@@ -205,7 +205,7 @@ def _index(folder: Path) -> dict[str, dict[str, Any]]:
     if not (folder / "index.jsonl").is_file():
         return {}
     rows = []
-    for line in (folder / "index.jsonl").read_text().splitlines():
+    for line in (folder / "index.jsonl").read_text(errors="replace").splitlines():
         try:
             rows.append(json.loads(line))
         except ValueError:

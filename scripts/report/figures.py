@@ -154,7 +154,9 @@ def _scale(axes: Any, values: Sequence[float]) -> None:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(numticks=6))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(short)
+        axes.yaxis.set_major_formatter(short)
+    elif max(map(abs, values)) >= 1000:
+        axes.yaxis.set_major_formatter(short)
 
 
 def draw_limits(axes: Any, largest: float) -> None:

@@ -84,7 +84,7 @@ def _html(block: Text | Figure | Table | Card) -> str:
         case Table():
             return _html_table(block)
         case Card():
-            facts = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in block.facts.items())
+            facts = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in block.facts.items())
             text = f"<h3>{escape(block.title)}</h3><p>{escape(block.sentence)}</p>" + (f"<dl>{facts}</dl>" if facts else "")
             return f'<div class="card"><div>{text}</div>{_svg(block.figure) if block.figure else ""}</div>'
 

@@ -1,6 +1,5 @@
 """The runs of a report, as their files tell them: whole, broken off, or never begun."""
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +14,10 @@ MIN_POINTS = 5  # of a curve worth drawing: runs of three steps, made to measure
 
 
 def number(value: Any) -> float | None:
-    """`value` where it is a finite number, else None: a half-written or foreign file may hold anything."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number else None
+    """`value` where it is a number that training could have written, else None: a half-written or foreign file may hold anything."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # also false for NaN; nothing is computed beyond float32's range
+    return value if is_number and abs(value) < 3.5e38 else None
 
 
 def in_order(name: str) -> list[Any]:
@@ -46,7 +46,8 @@ class Run:
 
     @property
     def seq_len(self) -> int:
-        return int(self.figure("seq_len") or 0)
+        seq_len = self.figure("seq_len") or 0
+        return int(seq_len) if 0 < seq_len < 2**53 else 0
 
     def figure(self, name: str) -> float | None:
         """A number of the summary, or None."""

@@ -528,7 +528,7 @@ def test_files_that_hold_anything_at_all(tmp_path):
     write_run(tmp_path / "0", "tiled")
     summary = {"status": "diverged", "attention": ["<b>"], "seq_len": "long", "seed": {}, "overrides": [1, None], "tokens_per_sec": "fast"}
     summary |= {"val/loss": True, "memory/peak_gib": [], "diagnosis": {"history": [1, [2], {"step": "x"}], "layer": {}}, "oom": "yes"}
-    summary |= {"defect": "<script>", "dtype": 16}
+    summary |= {"defect": "<script>", "dtype": 16, "val/loss_exact": 1e308, "steps_done": float("nan"), "first_bad_step": -1}
     odd = tmp_path / "1"
     odd.mkdir()
     (odd / "summary.json").write_text(json.dumps(summary))
@@ -598,3 +598,13 @@ def test_help_shows_a_command_that_runs(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)
     assert (tmp_path / "comparison.html").exists() and (tmp_path / "comparison.md").exists()
+
+
+def test_without_a_gap_it_says_so(tmp_path):
+    for job, exact in enumerate((1.6, 1.6004)):
+        write_run(tmp_path / str(job), "tiled", seed=job, **{"val/loss_exact": exact})
+    assert "is the same under exact attention" in report_on(tmp_path).text
+    # two runs whose gaps cancel in the mean are not the same
+    write_run(tmp_path / "2", "tiled", seed=2, **{"val/loss_exact": 1.61})
+    write_run(tmp_path / "3", "tiled", seed=3, **{"val/loss_exact": 1.59})
+    assert "is the same under exact attention" not in report_on(tmp_path).text
