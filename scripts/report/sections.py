@@ -30,9 +30,7 @@ def title(runs: list[Run]) -> str:
 
 
 def at_a_glance(runs: list[Run]) -> list[str]:
-    variants, seeds = (
-        len({str(value) for value in values}) for values in ([r.variant for r in runs], [r.summary.get("seed") for r in runs])
-    )
+    variants, seeds = len({run.variant for run in runs}), len({str(run.summary.get("seed")) for run in runs})
     shape = f"{_count(len(runs), 'run')} of {_count(variants, 'variant')}" + (f" and {_count(seeds, 'seed')}" if seeds > 1 else "")
     texts = [f"{shape}: {_outcomes(runs)}."]
     gaps = {run: gap for run in ended(runs, "completed") if (gap := _gap(run)) is not None}
