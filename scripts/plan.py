@@ -23,7 +23,17 @@ import torch
 from attention import Backend, get_backend
 from config import RunConfig, register
 from model import GPT, traffic
-from model.plan import GIB, MATERIALISED, RECOMPUTED, TILE_LOOP, kind_of, parameter_counts, predict_peak_bytes, predict_step
+from model.plan import (
+    GIB,
+    MATERIALISED,
+    RECOMPUTED,
+    TILE_LOOP,
+    kind_of,
+    parameter_counts,
+    predict_peak_bytes,
+    predict_peak_gib,
+    predict_step,
+)
 from training.device import DTYPES, pick_device, pick_dtype
 from training.metrics import PEAK_BANDWIDTH, PEAK_FLOPS, environment, write_json
 
@@ -130,6 +140,13 @@ def plan_all(options: Options) -> dict[str, Planned]:
     if not found:
         raise ValueError("attention= names no backend")
     return found
+
+
+def predict_run(run: dict[str, Any]) -> float:
+    """GiB that are predicted for a run as summary.json records it, by its overrides; for comparison with its memory/peak_gib."""
+    config = compose_config(run["overrides"])
+    backend = get_backend(config.attention.name, target=config.attention.target, **config.attention.backend_options())
+    return predict_peak_gib(config, vocab_size_of(config), backend, getattr(torch, run["dtype"]), run["device"])
 
 
 def largest_batch(planned: Planned, vocab_size: int, gib: float) -> int:

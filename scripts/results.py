@@ -12,8 +12,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from scripts.plan import predict_run
+from scripts.plots import COLORS, draw_longest, draw_memory, draw_roofline, draw_time
+
 FOLDER = Path(__file__).resolve().parent.parent / "results"
-COLORS = {"triton": "#0072B2", "tiled": "#009E73", "sdpa": "#56B4E9", "naive": "#8A8A8A", "no_rescale": "#D55E00", "no_max": "#CC79A7"}
 
 
 def load(name: str) -> dict[str, Any]:
@@ -166,37 +168,77 @@ def paired() -> str:
     return section(data, f"{floor} {ours}", table(head, body))
 
 
-def memory() -> str:
-    """Peak memory of one attention call against length."""
-    from matplotlib import pyplot
+def call_tables(data: dict[str, Any], *figures: tuple[str, str, float, str]) -> Iterable[str]:
+    """For each shape that was measured, a table of each figure (title, column, divisor, format): variants down, lengths across."""
+    shapes = groups(data["rows"], lambda row: tuple(row[key] for key in ("batch", "heads", "head_dim", "dtype", "causal")))
+    for (batch, heads, head_dim, dtype, causal), rows in shapes.items():
+        lengths = sorted({row["seq_len"] for row in rows})
+        lines = []
+        for name, own in groups(rows, lambda row: row["attention"]).items():
+            for title, column, divisor, form in figures:
+                cells = {}
+                for row in own:
+                    value = row.get(column)
+                    cells[row["seq_len"]] = "out of memory" if "oom" in row else "-" if value is None else form.format(value / divisor)
+                lines.append([name.replace(":", " "), title, *(cells.get(length, "-") for length in lengths)])
+        what = f"One call, batch {batch}, {heads} heads of {head_dim}, {dtype}, {'causal' if causal else 'no mask'}; MiB above q, k and v."
+        yield f"{what}\n\n{table(['attention', '', *map(str, lengths)], lines)}"
 
+
+MEMORY = (("forward", "forward_bytes", 2**20, "{:,.0f}"), ("forward and backward", "training_bytes", 2**20, "{:,.0f}"))
+TIME = (("ms forward", "forward_seconds", 1e-3, "{:,.2f}"), ("ms backward", "backward_seconds", 1e-3, "{:,.2f}"))
+
+
+def memory() -> str:
+    """Peak memory of one attention call against length, with its time and where it stands under the roofline."""
     data = load("memory_h200")
-    shape = data["rows"][0]
-    by_name = groups(data["rows"], lambda row: row["attention"].split(":")[0])
-    lengths = sorted({row["seq_len"] for row in data["rows"]})
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
+    drawn = [
+        draw(data, FOLDER / f"{name}_h200.png")
+        for name, draw in (("memory", draw_memory), ("time", draw_time), ("roofline", draw_roofline))
+    ]
+    return section(data, *call_tables(data, *MEMORY), *(f"![{path.stem}]({path.name})" for path in drawn if path))
+
+
+def regenerated() -> str | None:
+    """The tables of memory and time that the documents print, measured."""
+    found = [load(name) for name in ("tables_h200", "tables_cpu") if (FOLDER / f"{name}.json").is_file()]
+    return "\n\n".join(section(data, *call_tables(data, *MEMORY, *TIME)) for data in found) or None
+
+
+def longest() -> str | None:
+    """The longest sequence that ran, by memory."""
+    if not (FOLDER / "longest_h200.json").is_file():
+        return None
+    data = load("longest_h200")
     rows = []
-    for name, own in by_name.items():
-        for axis, column in zip(axes, ("forward_bytes", "training_bytes"), strict=True):
-            points = [(row["seq_len"], row[column] / 2**30) for row in own if "oom" not in row]
-            axis.plot(*zip(*points, strict=True), marker="o", color=COLORS[name], label=name)
-            for row in own:
-                if "oom" in row:
-                    axis.plot(row["seq_len"], 140, marker="s", color=COLORS[name])
-        for kind in ("forward", "training"):
-            cells = {row["seq_len"]: "out of memory" if "oom" in row else f"{row[f'{kind}_bytes'] / 2**20:,.0f}" for row in own}
-            rows.append([own[0]["attention"].replace(":", " "), kind, *(cells.get(length, "-") for length in lengths)])
-    for axis, title in zip(axes, ("forward", "forward and backward"), strict=True):
-        axis.set(xscale="log", yscale="log", xlabel="seq_len", title=title)
-        axis.set_xticks(lengths, [f"{n // 1024}k" for n in lengths])
-        axis.grid(alpha=0.3, which="both")
-        axis.legend()
-    axes[0].set_ylabel("peak GiB above the inputs (square: out of memory)")
-    figure.savefig(FOLDER / "memory_h200.png", dpi=150)
-    what = (
-        f"One call, batch {shape['batch']}, {shape['heads']} heads of {shape['head_dim']}, {shape['dtype']}, causal; MiB above the inputs."
+    for row in data["rows"]:
+        shape = f"{row['batch']} x {row['heads']} x {row['head_dim']} {row['dtype']}"
+        gib = "all" if row["memory_gib"] is None else f"{row['memory_gib']:g}"
+        sign = "at least " if row.get("limited_by") == "time" else ""
+        length = row["refused"] if "refused" in row else f"{sign}{row['max_seq_len']:,}"
+        rows.append([row["attention"].replace(":", " "), shape, row["pass"], gib, length])
+    drawn = draw_longest(data, FOLDER / "longest_h200.png")
+    what = 'Found by doubling, then halving the gap to 12%; "at least": the next trial would have passed the time limit, not the memory.'
+    head = ["attention", "batch x heads x head_dim", "pass", "GiB", "longest sequence"]
+    return section(data, what, table(head, rows), *([f"![longest]({drawn.name})"] if drawn else []))
+
+
+def predicted() -> str:
+    """The memory calculator beside the peaks that training runs measured."""
+    names = [name for name in ("training_h200", "paired_curves", "defects_text") if load(name)["environment"]["hardware"]["gpu"]]
+    rows = []
+    for run in (run for name in names for run in load(name)["runs"] if run["seed"] == 0 and run["status"] == "completed"):
+        found, peak = predict_run(run), run["memory/peak_gib"]
+        settings = " ".join(x for x in run["overrides"] if x.startswith(("attention", "model", "seq_len", "batch_size")))
+        rows.append(
+            [settings, run["dtype"], "compiled" if run["compiled"] else "eager", f"{found:.2f}", f"{peak:.2f}", f"{found / peak - 1:+.1%}"]
+        )
+    head = ["run", "dtype", "", "predicted GiB", "measured GiB", "error"]
+    return section(
+        load(names[0]),
+        "Predicted by `model/plan.py`: counted from the code, but for the libraries' 64 MiB of workspaces, read off these runs.",
+        table(head, rows),
     )
-    return section(data, what, table(["attention", "pass", *map(str, lengths)], rows), "![memory](memory_h200.png)")
 
 
 def kernels() -> str:
@@ -256,6 +298,9 @@ SECTIONS = {
     "Conformance": conformance,
     "Exact attentions train alike": paired,
     "Peak memory of attention": memory,
+    "The documents' tables, measured": regenerated,
+    "Longest sequences": longest,
+    "Predicted and measured memory of training": predicted,
     "Training a GPT-2-sized model at 8,192 tokens": training,
     "Broken on purpose: text": text,
     "Broken on purpose: retrieval": retrieval,
@@ -267,7 +312,8 @@ def main() -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    parts = [f"## {title}\n\n{section()}" for title, section in SECTIONS.items()]
+    # a section whose measurements are not there yet is left out
+    parts = [f"## {title}\n\n{text}" for title, section in SECTIONS.items() if (text := section())]
     intro = "# Results\n\nGenerated by `python -m scripts.results` from the JSON files beside it."
     (FOLDER / "README.md").write_text(intro + "\n\n" + "\n\n".join(parts) + "\n")
     print(f"{FOLDER / 'README.md'}: {len(parts)} sections")

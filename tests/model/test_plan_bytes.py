@@ -16,6 +16,7 @@ from config import ModelConfig, RunConfig
 from model import GPT, count_parameters
 from model.plan import GIB, attention_bytes, kind_of, parameter_counts, predict_peak_gib, predict_step
 from scripts.benchmark import LiveTensors
+from scripts.plan import predict_run
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 GPT2 = {"num_layers": 2, "num_heads": 4, "hidden_size": 128, "max_seq_len": 256}
@@ -154,26 +155,9 @@ def h200_runs() -> list[dict]:
     return [run for run in runs if run["device"] == "cuda" and run["seed"] == 0 and run["status"] == "completed"]
 
 
-def planned_gib(run: dict) -> float:
-    overrides = dict(override.split("=", 1) for override in run["overrides"])
-    shapes = {
-        "gpt2": {"num_layers": 12, "num_heads": 12, "hidden_size": 768},
-        "small": {"num_layers": 6, "num_heads": 6, "hidden_size": 384},
-    }
-    shape = shapes[overrides["model"]] | {"max_seq_len": run["seq_len"]}
-    if "model.num_layers" in overrides:
-        shape["num_layers"] = int(overrides["model.num_layers"])
-    config = RunConfig(model=ModelConfig(**shape), seq_len=run["seq_len"], batch_size=int(overrides["batch_size"]))
-    backend = get_backend(
-        run["attention"], **{key: value for key, value in run["options"].items() if key in get_backend(run["attention"]).options}
-    )
-    assert sum(parameter_counts(config.model, 257).values()) == run["parameters"]
-    return predict_peak_gib(config, 257, backend, getattr(torch, run["dtype"]), "cuda")
-
-
 @pytest.mark.parametrize("run", h200_runs(), ids=lambda run: f"{run['attention']}-{run['seq_len']}-{run['dtype']}")
 def test_peak_of_training_on_an_h200(run):
-    assert planned_gib(run) == pytest.approx(run["memory/peak_gib"], rel=0.1 if run["defect"] else 0.06)
+    assert predict_run(run) == pytest.approx(run["memory/peak_gib"], rel=0.1 if run["defect"] else 0.06)
 
 
 def test_peak_of_one_attention_call_on_an_h200():
