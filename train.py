@@ -157,7 +157,8 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 if log_now or compare:
                     with throughput.paused():
                         # the weights of this step's forward pass: the optimizer has not moved them yet
-                        row |= watch.look(step, *(x[:1].to(device) for x in batch), compare=compare, loss_scale=scaler.get_scale())
+                        scale = scaler.get_scale() / config.sequences_per_step  # what one sequence weighs in the loss of the step
+                        row |= watch.look(step, *(x[:1].to(device) for x in batch), compare=compare, loss_scale=scale)
                 if diverged:
                     card = watch.card(step, passes(batch))
                     row["attention/max_score"] = card["max_score"]
