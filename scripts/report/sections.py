@@ -123,12 +123,10 @@ def cost_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure]:
         if len(lengths) > 1
         else f"At seq_len={lengths[0]:,}. Means over seeds, each seed as a dot. Hatched: wrong on purpose. "
     )
+    with_speed = any(run.figure("tokens_per_sec") for run in runs)
     on_cpu = any(run.summary.get("device") == "cpu" for run in runs)
-    caption = (
-        shape
-        + "Speed is without warm-up, evaluation and checkpoints."
-        + on_cpu * (" On a CPU peak memory is that of the whole process, libraries included.")
-    )
+    caption = shape + with_speed * "Speed is without warm-up, evaluation and checkpoints. "
+    caption += on_cpu * "On a CPU peak memory is that of the whole process, libraries included."
     return [Figure("cost", "peak memory and training speed", caption, render("cost", lambda: draw_cost(runs, styles)))]
 
 

@@ -315,6 +315,13 @@ def test_what_was_not_measured_is_not_drawn(tmp_path):
     assert [path.name for path in (tmp_path / "report_figures").iterdir()] == ["loss.png"]
 
 
+def test_a_caption_says_nothing_of_what_is_not_there(tmp_path):
+    for job, seq_len in enumerate((256, 512)):
+        write_run(tmp_path / str(job), "tiled", seq_len=seq_len, tokens_per_sec=None)
+    text = report_on(tmp_path).text
+    assert "Both axes are logarithmic" in text and "Speed" not in text and "On a CPU" not in text
+
+
 def test_neither_a_diverging_curve_nor_the_untrained_loss_stretches_the_figure(tmp_path):
     write_run(tmp_path / "1", "tiled")
     run = write_run(tmp_path / "0", "no_max", status="diverged")
