@@ -185,7 +185,7 @@ def traffic_of(planned: Planned, *, printed: bool = False) -> traffic.Traffic:
 
 def measure_peak(planned: Planned, vocab_size: int) -> int:
     """Bytes at the worst moment of a training step on this machine: the allocator's on a GPU, live tensors on a CPU."""
-    from scripts.benchmark import MemoryProbe
+    from scripts.attention_call import MemoryProbe
 
     config = planned.config
     device = pick_device(config.device)

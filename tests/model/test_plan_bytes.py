@@ -15,7 +15,7 @@ from attention import get_backend
 from config import ModelConfig, RunConfig
 from model import GPT, count_parameters
 from model.plan import GIB, attention_bytes, kind_of, parameter_counts, predict_peak_gib, predict_step
-from scripts.benchmark import LiveTensors
+from scripts.attention_call import LiveTensors
 from scripts.plan import predict_run
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"

@@ -11,6 +11,7 @@ import torch
 from attention import Backend, get_backend
 from attention.naive import naive_attention
 from scripts import benchmark
+from scripts.attention_call import Call, LiveTensors, longest, measure, measure_memory
 
 SHAPE = {"seq_len": 128, "head_dim": 32, "batch": 1, "heads": 2, "causal": True}
 CPU = torch.device("cpu")
@@ -41,7 +42,7 @@ def run_benchmark(monkeypatch, capsys, tmp_path):
 @pytest.fixture
 def no_verification(monkeypatch):
     """Verification takes seconds and has tests of its own."""
-    monkeypatch.setattr("attention.properties.red_properties", lambda backend, *, device, dtype: [])
+    monkeypatch.setattr(benchmark, "wrong_results", lambda backend, **where: [])
 
 
 SMALL = ("--heads", "2", "--seq-len", "64", "128", "--repeats", "3")
@@ -65,14 +66,14 @@ def test_rows_over_everything_asked_for(run_benchmark, no_verification):
 def test_memory_is_counted_to_the_byte_above_the_inputs():
     """sdpa keeps out and a float32 a row; its backward adds dq, dk and dv. Twice the length, twice the bytes; naive: four times."""
     size, rows = 2 * 128 * 32 * 4, 2 * 128 * 4
-    call = benchmark.Call(get_backend("sdpa"), SHAPE, device=CPU, dtype=torch.float32)
-    found = benchmark.measure_memory(call, torch.ones_like(call.inputs[0]))
+    call = Call(get_backend("sdpa"), SHAPE, device=CPU, dtype=torch.float32)
+    found = measure_memory(call, torch.ones_like(call.inputs[0]))
     assert found["forward_bytes"] == found["saved_bytes"] == size + rows
     assert found["backward_bytes"] == found["training_bytes"] == 4 * size + rows
 
     def peaks(name: str) -> list[int]:
-        calls = [benchmark.Call(get_backend(name), SHAPE | {"seq_len": n}, device=CPU, dtype=torch.float32) for n in (512, 1024)]
-        return [benchmark.measure_memory(call, torch.ones_like(call.inputs[0]))["training_bytes"] for call in calls]
+        calls = [Call(get_backend(name), SHAPE | {"seq_len": n}, device=CPU, dtype=torch.float32) for n in (512, 1024)]
+        return [measure_memory(call, torch.ones_like(call.inputs[0]))["training_bytes"] for call in calls]
 
     assert peaks("naive")[1] == pytest.approx(4 * peaks("naive")[0], rel=0.1)
     assert peaks("tiled")[1] < 2.1 * peaks("tiled")[0]
@@ -80,7 +81,7 @@ def test_memory_is_counted_to_the_byte_above_the_inputs():
 
 def test_live_tensors_sees_what_is_made_and_freed():
     inside = torch.ones(1000)
-    with benchmark.LiveTensors() as live:
+    with LiveTensors() as live:
         a = inside + 1
         b = (a * 2).view(10, 100)
         assert live.bytes == 8000
@@ -98,7 +99,7 @@ def test_backward_is_timed_without_its_forward(no_verification):
         return naive_attention(q, k, v, causal=causal, scale=scale)
 
     backend = Backend("slow_forward", slow_forward, features=frozenset({"non_causal"}))
-    row = benchmark.measure(benchmark.Call(backend, SHAPE, device=CPU, dtype=torch.float32), repeats=3)
+    row = measure(Call(backend, SHAPE, device=CPU, dtype=torch.float32), repeats=3)
     assert row["backward_p20"] < 0.5 * row["forward_p20"]
 
 
@@ -111,19 +112,39 @@ def test_a_backend_with_wrong_results_is_refused(run_benchmark):
 
 def test_a_backend_with_wrong_results_can_be_timed_and_is_marked(run_benchmark, monkeypatch):
     red = {"naive": [], "no_rescale": ["forward", "block sizes"]}
-    monkeypatch.setattr("attention.properties.red_properties", lambda backend, *, device, dtype: red[backend.name])
+    monkeypatch.setattr(benchmark, "wrong_results", lambda backend, **where: red[backend.name])
     rows, output = run_benchmark("--attention", "naive", "no_rescale:block_kv=16", "--allow-broken", *SMALL)
     assert [row.get("broken") for row in rows] == [None, ["forward", "block sizes"]] * 2
     assert output.count("BROKEN") == 2
 
 
+def test_an_earlier_verification_counts_where_it_is_of_the_same_options(monkeypatch, tmp_path):
+    def cell(name: str, status: str, note: str = "") -> dict:
+        return {"property": name, "status": status, "note": note, "dtype": "fp32"}
+
+    cells = [cell("forward", "red"), cell("lse", "green"), cell("saved bytes", "red"), cell("strides and views", "red", "it cannot take q")]
+    data = {"environment": {"commit": "c0ffee"}, "device": "cpu", "backends": {"sdpa": {"options": {"backend": "auto"}, "cells": cells}}}
+    (tmp_path / "verify.json").write_text(json.dumps(data))
+    verified = benchmark.read_verification(tmp_path / "verify.json", CPU, "c0ffee")
+    where = {"device": CPU, "dtype": torch.float32, "verified": verified}
+    # what is red in memory, or refuses a layout, still computes the right thing
+    assert benchmark.wrong_results(get_backend("sdpa"), **where) == ["forward"]
+    # these options it does not speak of: checked now
+    assert benchmark.wrong_results(get_backend("sdpa", backend="math"), **where) == []
+    with pytest.raises(ValueError, match="of commit c0ffee on cpu, this is another"):
+        benchmark.read_verification(tmp_path / "verify.json", CPU, "another")
+    (tmp_path / "verify.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not what python -m scripts.verify"):
+        benchmark.read_verification(tmp_path / "verify.json", CPU, "c0ffee")
+
+
 def test_out_of_memory_is_a_row(run_benchmark, no_verification, monkeypatch):
-    def measure(call, *, repeats):
+    def runs_out(call, *, repeats):
         raise RuntimeError(
             "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."
         )
 
-    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr(benchmark, "measure", runs_out)
     rows, output = run_benchmark("--attention", "naive", *SMALL)
     assert len(rows) == 2 and all("can't allocate memory" in row["oom"]["message"] for row in rows)
     assert output.count("out of memory") == 2
@@ -144,7 +165,7 @@ def test_the_search_finds_the_limit_within_its_precision(limit):
         tried.append(length)
         return 0.001 if length <= limit else {"asked_gib": 1.0}
 
-    found = benchmark.longest(fits, start=256, limit_s=1e9)
+    found = longest(fits, start=256, limit_s=1e9)
     best, first_bad = found["max_seq_len"], found["oom_seq_len"]
     assert best <= limit < first_bad and found["limited_by"] == "memory"
     assert first_bad - best <= max(64, 0.12 * best)
@@ -152,7 +173,7 @@ def test_the_search_finds_the_limit_within_its_precision(limit):
 
 
 def test_the_search_stops_where_a_trial_would_take_too_long():
-    found = benchmark.longest(lambda length: length**2 * 1e-6, start=256, limit_s=10)
+    found = longest(lambda length: length**2 * 1e-6, start=256, limit_s=10)
     assert found["max_seq_len"] == 2048 and found["limited_by"] == "time" and found["oom"] is None
 
 

@@ -1,0 +1,259 @@
+"""One attention call on the scales and under the stopwatch: what scripts.benchmark measures of it.
+
+Dimensions: q, k, v (B, H, N, D).
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attention import Backend, attention
+from training.memory import GIB, available_bytes, cpu_memory_limit, describe_out_of_memory, is_out_of_memory, release_memory
+
+
+class LiveTensors(TorchDispatchMode):
+    """Bytes of the tensors that operators make, while they are alive; tensors made outside do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        outside = {storage_of(x)._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)} - self.alive.keys()
+        result = func(*args, **kwargs)
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and storage_of(x)._cdata not in outside:
+                self.alive[storage_of(x)._cdata] = (StorageWeakRef(storage_of(x)), storage_of(x).nbytes())
+        self.peak = max(self.peak, self.bytes)
+        return result
+
+    @property
+    def bytes(self) -> int:
+        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+        return sum(size for _, size in self.alive.values())
+
+
+def storage_of(x: Tensor) -> torch.UntypedStorage:
+    return x.untyped_storage()
+
+
+class MemoryProbe:
+    """Allocated bytes above what is there when it starts, and bytes reserved from a GPU, as `with MemoryProbe(device) as probe`."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.live = LiveTensors()
+
+    def __enter__(self) -> "MemoryProbe":
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+            self.before = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            self.live.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.device.type == "cpu":
+            self.live.__exit__(*error)
+
+    @property
+    def now(self) -> int:
+        return torch.cuda.memory_allocated(self.device) - self.before if self.device.type == "cuda" else self.live.bytes
+
+    def take_peak(self) -> tuple[int, int | None]:
+        """The peak since the start or the last call, allocated and (on a GPU) reserved."""
+        if self.device.type == "cpu":
+            peak, self.live.peak = self.live.peak, self.live.bytes
+            return peak, None
+        torch.cuda.synchronize(self.device)
+        peaks = torch.cuda.max_memory_allocated(self.device) - self.before, torch.cuda.max_memory_reserved(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peaks
+
+
+def seconds(function: Callable[[], Any], *, repeats: int, device: torch.device) -> list[float]:
+    """Wall time of each of `repeats` calls."""
+    if device.type == "cpu":
+        found = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            function()
+            found.append(time.perf_counter() - start)
+        return found
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in events:
+        start.record()
+        function()
+        end.record()
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(end) / 1000 for start, end in events]
+
+
+class Call:
+    """One attention call on random inputs."""
+
+    def __init__(self, backend: Backend, shape: dict[str, Any], *, device: torch.device, dtype: torch.dtype):
+        self.backend, self.causal, self.device = backend, shape["causal"], device
+        sizes = (shape["batch"], shape["heads"], shape["seq_len"], shape["head_dim"])
+        self.inputs = [torch.randn(*sizes, device=device, dtype=dtype) for _ in range(3)]
+        # a long sequence leaves no room for a gradient that a backend without a backward pass never sees
+        self.trainable = not backend.unsupported_reasons(
+            *(x[:1, :, :128].detach().requires_grad_() for x in self.inputs), causal=self.causal
+        )
+        if self.trainable:
+            for x in self.inputs:
+                x.requires_grad_()
+
+    def forward(self) -> Tensor:
+        return attention(*self.inputs, backend=self.backend, causal=self.causal).out
+
+    def forward_only(self) -> Tensor:
+        with torch.no_grad():
+            return self.forward()
+
+    def backward(self, out: Tensor, d_out: Tensor, *, keep: bool = False) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, self.inputs, d_out, retain_graph=keep)
+
+
+def measure(call: Call, *, repeats: int) -> dict[str, Any]:
+    """Bytes and seconds of a call: forward without gradients, backward on its own, and training: the two together."""
+    row: dict[str, Any] = {}
+    device = call.device
+    d_out = torch.randn_like(call.inputs[0]) if call.trainable else None
+    # compiles what is compiled, and lets libraries take their workspaces, which stay
+    if call.trainable:
+        call.backward(call.forward(), d_out)
+    call.forward_only()
+    row |= measure_memory(call, d_out)
+
+    functions: dict[str, Callable[[], Any]] = {"forward": call.forward_only}
+    out = call.forward() if call.trainable else None
+    if call.trainable:
+        functions["backward"] = lambda: call.backward(out, d_out, keep=True)
+    for name, function in functions.items():
+        once = seconds(function, repeats=1, device=device)[0]
+        # long calls need no warm-up of the clocks, and nobody wants to wait for 20 of them
+        count = max(3, min(repeats, int(3 / max(once, 1e-6))))
+        seconds(function, repeats=max(1, count // 4), device=device)
+        times = seconds(function, repeats=count, device=device)
+        p20, *_, p80 = quantiles(times, n=5)
+        row |= {f"{name}_seconds": median(times), f"{name}_p20": p20, f"{name}_p80": p80, f"{name}_repeats": count}
+    batch, heads, length, head_dim = call.inputs[0].shape
+    flops = 4 * batch * heads * length**2 * head_dim / (2 if call.causal else 1)
+    row["forward_tflops"] = flops / row["forward_seconds"] / 1e12
+    if call.trainable:
+        row["training_seconds"] = row["forward_seconds"] + row["backward_seconds"]
+        # the backward's five products against the forward's two
+        row["backward_tflops"] = 2.5 * flops / row["backward_seconds"] / 1e12
+    return row
+
+
+def measure_memory(call: Call, d_out: Tensor | None) -> dict[str, int | None]:
+    """forward: without gradients. saved: what the graph holds, out included. backward: peak while it runs, the saved included."""
+    row: dict[str, int | None] = {}
+    if call.device.type == "cpu" and call.backend.name == "flex":
+        return row  # one operator there, that no dispatch mode can look into
+    with MemoryProbe(call.device) as probe:
+        out = call.forward_only()
+        row["forward_bytes"], row["forward_reserved_bytes"] = probe.take_peak()
+    del out
+    if not call.trainable:
+        return row
+    with MemoryProbe(call.device) as probe:
+        out = call.forward()
+        forward, forward_reserved = probe.take_peak()
+        row["saved_bytes"] = probe.now
+        grads = call.backward(out, d_out)
+        row["backward_bytes"], row["backward_reserved_bytes"] = probe.take_peak()
+    del out, grads
+    row["training_bytes"] = max(forward, row["backward_bytes"])
+    row["training_reserved_bytes"] = None if forward_reserved is None else max(forward_reserved, row["backward_reserved_bytes"])
+    return row
+
+
+@contextmanager
+def memory_cap(gib: float | None, device: torch.device) -> Iterator[None]:
+    """Let this process have that much of the memory, as if the card were smaller; None leaves it all that is free."""
+    release_memory(device)
+    if device.type == "cpu":
+        margin = 512 * 1024**2 if gib is None else max(0, available_bytes() - round(gib * GIB))
+        with cpu_memory_limit(margin_bytes=margin):
+            yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    if gib is not None and gib * GIB > total:
+        raise ValueError(f"--memory-gib {gib:g} is more than the {total / GIB:.1f} GiB of {torch.cuda.get_device_name(device)}")
+    torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else gib * GIB / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def longest(
+    fits: Callable[[int], float | dict], *, start: int, precision: float = 0.12, multiple: int = 64, limit_s: float = 20.0
+) -> dict[str, Any]:
+    """The longest length that fits: doubling from `start`, then halving the gap until it is below `precision`.
+
+    fits(length) returns the seconds it took, or what is known of the failure. A trial that would take longer than limit_s by the square
+    of the last one's time is not made: limited_by is then "time", and the length is a lower bound.
+    """
+    length, best, failure, first_failure, took = start, 0, None, 0, 0.0
+    while True:
+        if best and took * (length / best) ** 2 > limit_s:
+            return {"max_seq_len": best, "limited_by": "time", "seconds": took, "oom": failure, "oom_seq_len": first_failure or None}
+        found = fits(length)
+        if isinstance(found, dict):
+            failure, first_failure = found, length
+        else:
+            best, took = length, found
+        if not first_failure:
+            length *= 2
+            continue
+        if first_failure - best <= max(multiple, precision * best) or first_failure <= multiple:
+            return {"max_seq_len": best, "limited_by": "memory", "seconds": took, "oom": failure, "oom_seq_len": first_failure}
+        length = max(multiple, (best + first_failure) // 2 // multiple * multiple)
+        if length in (best, first_failure):
+            return {"max_seq_len": best, "limited_by": "memory", "seconds": took, "oom": failure, "oom_seq_len": first_failure}
+
+
+def try_length(backend: Backend, shape: dict[str, Any], *, device: torch.device, dtype: torch.dtype, train: bool) -> float | dict:
+    """Seconds of one forward, or forward and backward, or the out-of-memory it ended with."""
+
+    def run(call: Call) -> float:
+        start = time.perf_counter()
+        if train:
+            call.backward(call.forward(), torch.ones_like(call.inputs[0]))
+        else:
+            call.forward_only()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    try:
+        call = Call(backend, shape, device=device, dtype=dtype)
+        took = run(call)
+        # the first call may have compiled: what the next length will take is told by the second
+        return run(call) if took > 1 else took
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return describe_out_of_memory(error, device)
+    finally:
+        call = None
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
