@@ -97,7 +97,7 @@ WRONG = frozenset(
         *("grouped heads", "optional arguments"),
     }
 )
-LEAKS = frozenset({"rows without a key", "no leak, outputs", "no leak, gradients", "mask positions", "prefill = decode"})
+LEAKS = frozenset({"rows without a key", "no leak (outputs)", "no leak (gradients)", "mask positions", "prefill = decode"})
 
 
 def also_in_triton(backend: Backend) -> Backend:

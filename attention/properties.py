@@ -278,6 +278,7 @@ def optional_arguments(subject: Subject) -> Iterator[Check]:
         subject.case(optional={"window": 20}),
         subject.case(optional={"softcap": 2.0}, inputs="large"),
         subject.case(num_heads=4, num_kv_heads=2, optional={"alibi_slopes": True}),
+        subject.case(subject.length // 2, subject.length, optional={"alibi_slopes": True}),
         subject.case(batch=2, optional={"document_ids": True}),
         subject.case(optional={"document_ids": True, "window": 6, "softcap": 5.0, "alibi_slopes": True}),
     ]
@@ -392,8 +393,8 @@ PROPERTIES: dict[str, Property] = {
     "N != M": cross_length,
     "grouped heads": grouped_heads,
     "strides and views": strides,
-    "no leak, outputs": no_leak_forward,
-    "no leak, gradients": no_leak_backward,
+    "no leak (outputs)": no_leak_forward,
+    "no leak (gradients)": no_leak_backward,
     "mask positions": mask_positions,
     "optional arguments": optional_arguments,
     "saved bytes": saved_bytes,

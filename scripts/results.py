@@ -14,6 +14,7 @@ from typing import Any
 
 from scripts.plan import predict_run
 from scripts.plots import COLORS, draw_longest, draw_memory, draw_roofline, draw_time
+from scripts.verify_figure import EFFORT_HEAD, draw_kills, draw_matrix, effort, kills, verdict
 
 FOLDER = Path(__file__).resolve().parent.parent / "results"
 
@@ -259,6 +260,28 @@ def kernels() -> str:
     return section(data, "bfloat16, causal, medians.", table(head, rows))
 
 
+def verification() -> str:
+    """The property x backend matrix, wherever scripts.verify was run."""
+    panels = {where: load(name) for name, where in (("verify_cpu", "CPU"), ("verify_h200", "H200")) if (FOLDER / f"{name}.json").is_file()}
+    draw_matrix(panels, FOLDER / "verify.png")
+    parts = [section(data, f"{where}: {verdict(data)}", table(EFFORT_HEAD, effort(data))) for where, data in panels.items()]
+    return "\n\n".join([*parts, "![property x backend](verify.png)"])
+
+
+def mutants() -> str:
+    """Which property catches which mistake."""
+    data = load("mutants")
+    draw_kills(data, FOLDER / "mutants.png")
+    dead = [row for row in data["mutants"] if row["killed_by"]]
+    alive = [f"`{row['name']}`: {row['says']} No mistake: {row['survives']}." for row in data["mutants"] if not row["killed_by"]]
+    cover = ", ".join(data["cover"])
+    what = (
+        f"{len(data['mutants'])} single edits of the tile loop, {len(dead)} of them caught: by {cover} between them, which the tests run "
+        f"every time. {len(alive)} change no result and are caught by nothing, as they should be. " + " ".join(alive)
+    )
+    return section(data, what, table(["property", "catches", "which no other catches"], kills(data)), "![kill matrix](mutants.png)")
+
+
 def conformance() -> str:
     rows = []
     for name, where in (("conformance_interpreter", "CPU, Triton interpreted"), ("conformance_h200", "H200")):
@@ -295,6 +318,8 @@ def laptop() -> str:
 
 SECTIONS = {
     "The two commands on two CPU cores": laptop,
+    "Properties": verification,
+    "Mutants": mutants,
     "Conformance": conformance,
     "Exact attentions train alike": paired,
     "Peak memory of attention": memory,

@@ -175,10 +175,12 @@ def main() -> None:
         columns[backend.name] = verify(backend, dtypes, options, device)
         print(f"{backend.name}: {columns[backend.name]['seconds']} s", file=sys.stderr, flush=True)
     if options.out is not None:
+        where = {key: value for key, value in environment("", device).items() if key not in ("command", "data_fingerprint")}
         write_json(
             options.out,
             {
-                "environment": environment("", device),
+                "environment": where,
+                "command": " ".join(["python -m scripts.verify", *(x for x in sys.argv[1:] if not x.startswith("out="))]),
                 "device": device.type,
                 "dtypes": [SHORT[dtype] for dtype in dtypes],
                 "random_cases": {"number": options.cases, "seed": options.seed},

@@ -1,9 +1,10 @@
 """The picture and the table of what scripts.verify and the mutants' tests measured. Only reads; see scripts.results."""
 
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
-from scripts.verify import cells_of, mark
+from scripts.verify import cells_of, mark, not_verified
 
 # Okabe and Ito's colours, and a red that is none of theirs for what should not be
 COLORS = {"+": "#009E73", "x": "#E69F00", "!": "#E00000", ".": "#EDEDED"}
@@ -75,7 +76,7 @@ def effort(data: dict[str, Any]) -> list[list[str]]:
                 name,
                 f"{tried['adversarial']} + {tried['random']}",
                 tried["checks"],
-                "refused" if worst is None else f"{worst:.2f}",
+                "refused" if not_verified(column) else "-" if worst is None else f"{worst:.2f}",
                 f"{len(red)}: {', '.join(red)}" if red else "0",
                 wrong,
             ]
@@ -101,3 +102,45 @@ def verdict(data: dict[str, Any]) -> str:
     ending = "every one as documented" if wrong == 0 else f"{wrong} of them NOT as documented"
     green, red, refused = counts.values()
     return f"{len(cells)} cells in {', '.join(data['dtypes'])}: {green} green, {red} red, {refused} refused; {ending}."
+
+
+def draw_kills(data: dict[str, Any], path: Path) -> None:
+    """Mutants down, properties across: what catches what. The properties that are enough between them are in bold."""
+    from matplotlib import pyplot
+
+    rows, names = data["mutants"], data["properties"]
+    figure, axes = pyplot.subplots(figsize=(14, 0.22 * len(rows) + 1.9), layout="constrained")
+    for y, row in enumerate(rows):
+        color = COLORS["+"] if row["survives"] else "#D9D9D9"
+        for x, name in enumerate(names):
+            axes.plot(x, y, "s" if name in row["killed_by"] else ".", color="#0072B2" if name in row["killed_by"] else color, markersize=8)
+        says = f"No mistake: {row['survives']}" if row["survives"] else row["says"]
+        dtype = "" if row["dtype"] == "fp32" else f" ({row['dtype']})"
+        axes.text(
+            len(names),
+            y,
+            fill(says + dtype, 75),
+            va="center",
+            size=7 if row["survives"] else 8,
+            color=COLORS["+"] if row["survives"] else "black",
+        )
+    axes.set(xlim=(-0.7, len(names) + 13), ylim=(len(rows) - 0.3, -0.7))
+    axes.set_xticks(range(len(names)), names, rotation=60, ha="left", rotation_mode="anchor", size=9)
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows], size=8)
+    for name, tick in zip(names, axes.xaxis.get_major_ticks(), strict=True):
+        tick.label2.set_weight("bold" if name in data["cover"] else "normal")
+    axes.set_xlabel("square: caught; bold: these catch everything between them", loc="left")
+    axes.tick_params(length=0, labeltop=True, labelbottom=False)
+    axes.spines[:].set_visible(False)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def kills(data: dict[str, Any]) -> list[list[Any]]:
+    """A row for every property: how many mutants it catches, and which of them no other does."""
+    rows = []
+    for name in data["properties"]:
+        caught = [row for row in data["mutants"] if name in row["killed_by"]]
+        alone = [row["name"] for row in caught if row["killed_by"] == [name]]
+        rows.append([name, len(caught), ", ".join(alone) or "-"])
+    return rows

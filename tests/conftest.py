@@ -1,4 +1,4 @@
-"""Shared by all tests: Triton's interpreter where there is no GPU, the gpu marker, the conformance report."""
+"""Shared by all tests: Triton's interpreter where there is no GPU, the gpu marker, the conformance report, the kill matrix."""
 
 import json
 import os
@@ -23,14 +23,17 @@ hypothesis.settings.register_profile("no_deadline", deadline=None)
 hypothesis.settings.load_profile("no_deadline")
 
 CONFORMANCE = pytest.StashKey[list]()
+KILLS = pytest.StashKey[list]()
 
 
 def pytest_addoption(parser):
     parser.addoption("--conformance-report", type=Path, metavar="FILE", help="write every conformance case with its errors to FILE (JSON)")
+    parser.addoption("--kill-matrix", type=Path, metavar="FILE", help="write which property catches which mutant to FILE (JSON)")
 
 
 def pytest_configure(config):
     config.stash[CONFORMANCE] = []
+    config.stash[KILLS] = []
 
 
 def pytest_collection_modifyitems(items):
@@ -46,19 +49,33 @@ def conformance_record(request):
     return request.config.stash[CONFORMANCE].append
 
 
+@pytest.fixture
+def kill_record(request):
+    """Call it with one mutant's row, which then stands in the matrix; None where no matrix is asked for."""
+    return request.config.stash[KILLS].append if request.config.getoption("--kill-matrix") else None
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
     """A pytest-xdist worker is done: take over its rows."""
     node.config.stash[CONFORMANCE].extend(node.workeroutput.get("conformance", []))
+    node.config.stash[KILLS].extend(node.workeroutput.get("kills", []))
 
 
 def pytest_sessionfinish(session):
-    path, rows = session.config.getoption("--conformance-report"), session.config.stash[CONFORMANCE]
+    stash = session.config.stash
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["conformance"] = rows
+        session.config.workeroutput |= {"conformance": stash[CONFORMANCE], "kills": stash[KILLS]}
         return
-    if path is None or not rows:
-        return
+    if session.config.getoption("--conformance-report") and stash[CONFORMANCE]:
+        write_conformance(session.config.getoption("--conformance-report"), stash[CONFORMANCE])
+    if session.config.getoption("--kill-matrix") and stash[KILLS]:
+        from tests.attention.mutants import write_matrix
+
+        write_matrix(session.config.getoption("--kill-matrix"), stash[KILLS])
+
+
+def write_conformance(path: Path, rows: list[dict]) -> None:
     from training.metrics import environment
 
     summary = {}

@@ -184,7 +184,7 @@ def test_a_promised_lse_is_asked_for():
     [
         (noisy, "bitwise repeat", ("forward", "compiled = eager")),
         (two_faced, "compiled = eager", ("forward", "bitwise repeat")),
-        (detached_keys, "gradients", ("forward", "no leak, gradients")),
+        (detached_keys, "gradients", ("forward", "no leak (gradients)")),
     ],
 )
 def test_what_only_one_property_sees(function, name, others):
@@ -192,7 +192,7 @@ def test_what_only_one_property_sees(function, name, others):
 
 
 def test_not_causal_is_told_by_the_leak():
-    assert {"no leak, outputs", "no leak, gradients", "mask positions"} <= red(user_backends.NOT_CAUSAL)
+    assert {"no leak (outputs)", "no leak (gradients)", "mask positions"} <= red(user_backends.NOT_CAUSAL)
     assert "rows sum to one" not in red(user_backends.NOT_CAUSAL)
 
 

@@ -1,0 +1,162 @@
+"""`python -m scripts.verify`: the matrix it prints and writes, its exit code, and one line for each thing that can be wrong."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention import BACKENDS, Backend, register
+from attention.properties import PROPERTIES
+from scripts import verify
+from scripts.verify_figure import draw_kills, draw_matrix, effort, kills, verdict
+from tests.user_backends import RIGHT
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def run_verify(monkeypatch, capsys):
+    """run_verify("key=value", ...): (exit code or complaint, what it printed), on a machine without a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    # half a second of compiling a backend for nothing
+    monkeypatch.delitem(PROPERTIES, "compiled = eager")
+
+    def run(*arguments: str) -> tuple[str | int | None, str]:
+        monkeypatch.setattr(sys, "argv", ["verify", "cases=2", *arguments])
+        code = 0
+        try:
+            verify.main()
+        except SystemExit as stopped:
+            code = stopped.code
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def test_an_exact_and_a_broken_backend_are_as_documented(run_verify, tmp_path):
+    code, out = run_verify("attention=tiled,no_max", f"out={tmp_path / 'found.json'}")
+    assert code == 0
+    marks = {name: re.search(rf"^{re.escape(name)} +(.)  (.)$", out, re.MULTILINE).groups() for name in PROPERTIES}
+    red = {"large logits", "logits + 100", "logits - 120"}
+    assert marks == {name: ("+", "x" if name in red else "+") for name in PROPERTIES}
+    assert "tiled            40 fixed and 2 random cases" in out
+
+    data = json.loads((tmp_path / "found.json").read_text())
+    assert list(data["backends"]) == ["tiled", "no_max"] and list(data["properties"]) == list(PROPERTIES)
+    assert data["random_cases"] == {"number": 2, "seed": 0} and data["dtypes"] == ["fp32"]
+    assert data["environment"]["versions"]["torch"] == torch.__version__
+    assert str(ROOT) not in json.dumps(data)
+    tiled = data["backends"]["tiled"]
+    assert 0 < tiled["worst_multiple_of_naive"] < 3 and tiled["tried"]["checks"] > 150
+    assert all(cell["status"] == "green" and cell["worst_share"] <= 1 for cell in tiled["cells"])
+    assert {cell["property"] for cell in data["backends"]["no_max"]["cells"] if cell["documented"]} == red
+
+
+def test_a_wrong_backend_of_the_users_fails_and_says_where(run_verify):
+    code, out = run_verify("attention=tests.user_backends:WRONG")
+    assert re.fullmatch(r"verify: \d+ cells are not as documented", code)
+    assert re.search(r"^forward +!$", out, re.MULTILINE)
+    assert re.search(r"^! wrong, forward, fp32: red, out of B\S+-fp32: \S+ where \S+ is allowed$", out, re.MULTILINE)
+
+
+def test_a_backend_that_raises_does_not_end_the_run(run_verify):
+    code, out = run_verify("attention=tests.user_backends:RAISES,tiled")
+    assert "cells are not as documented" in code
+    assert '! raises, forward, fp32: red, KeyError: "my kernel\'s table"' in out
+    assert re.search(r"^forward +!  \+$", out, re.MULTILINE)
+
+
+def test_a_registered_backend_and_what_it_documents(run_verify):
+    memory = frozenset({"saved bytes", "largest tensor"})
+    try:
+        register(Backend("mine", RIGHT.fn, breaks=memory))
+        register(Backend("modest", RIGHT.fn, breaks=memory | {"forward"}))
+        assert run_verify("attention=mine")[0] == 0
+        code, out = run_verify("attention=modest")
+        assert code == "verify: 1 cells are not as documented"
+        assert "! modest, forward, fp32: green, but the backend documents it as red" in out
+    finally:
+        BACKENDS.pop("mine", None)
+        BACKENDS.pop("modest", None)
+
+
+def test_what_is_refused_altogether_is_not_verified(run_verify, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    code, out = run_verify("attention=triton")
+    assert code == "verify: nothing was verified"
+    assert ". triton: " in out and "set TRITON_INTERPRET=1" in out
+
+
+def test_several_dtypes_share_a_column(run_verify):
+    code, out = run_verify("attention=sdpa", "dtype=fp32,bf16", "cases=0")
+    assert code == 0 and re.search(r"^forward +\+$", out, re.MULTILINE)
+    assert "62 fixed and 0 random cases" in out
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("attention=flash", "verify: attention=flash is not known; valid: naive, tiled"),
+        ("attention=no_such:BACKEND", "verify: attention.target=no_such:BACKEND cannot be loaded: ModuleNotFoundError"),
+        ("dtype=int8", "verify: dtype=int8 must be auto or of: fp32, bf16, fp16"),
+        ("device=cuda", "verify: device=cuda, but PyTorch sees no GPU here"),
+        ("cases=many", "verify: cases=many is no int"),
+        ("cases=-1", "verify: cases=-1 and seed=0 must be at least 0"),
+        ("out=nowhere/found.json", "verify: out=nowhere/found.json: its folder does not exist"),
+        ("backend=tiled", "verify: 'backend=tiled' is not key=value with a key of: attention, device, dtype, cases, seed, out"),
+    ],
+)
+def test_complaints(run_verify, argument, message):
+    code, out = run_verify(argument)
+    assert code.startswith(message) and "\n" not in code and out == ""
+
+
+def test_the_line_in_help_runs_as_typed():
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    help_text = subprocess.run(
+        [sys.executable, "-m", "scripts.verify", "--help"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    (line,) = re.findall(r"^    python (-m scripts\.verify .*)$", help_text.stdout, re.MULTILINE)
+    done = subprocess.run([sys.executable, *line.split()], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and re.search(r"^compiled = eager +\+$", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_the_committed_measurements_are_drawn(tmp_path):
+    from matplotlib import image
+
+    data = json.loads((ROOT / "results/verify_cpu.json").read_text())
+    assert {name for name, backend in BACKENDS.items()} <= set(data["backends"])
+    assert "every one as documented" in verdict(data)
+    assert all(row[-1] == 0 for row in effort(data)) and len(effort(data)) == len(data["backends"])
+    draw_matrix({"CPU": data}, tmp_path / "one.png")
+    draw_matrix({"CPU": data, "GPU": data}, tmp_path / "two.png")
+    one, two = (image.imread(tmp_path / f"{name}.png") for name in ("one", "two"))
+    assert two.shape[1] > 1.5 * one.shape[1]
+
+    matrix = json.loads((ROOT / "results/mutants.json").read_text())
+    draw_kills(matrix, tmp_path / "kills.png")
+    assert image.imread(tmp_path / "kills.png").shape[0] > 1000
+    assert sum(row[1] for row in kills(matrix)) == sum(len(row["killed_by"]) for row in matrix["mutants"])
+
+
+def test_what_is_not_as_documented_leaps_to_the_eye(tmp_path):
+    """One framed square of a red that nothing else has."""
+    from matplotlib import image
+
+    data = json.loads((ROOT / "results/verify_cpu.json").read_text())
+
+    def reds(path: Path) -> int:
+        pixels = image.imread(path)[..., :3]
+        return int(((pixels[..., 0] > 0.8) & (pixels[..., 1:].max(-1) < 0.1)).sum())
+
+    draw_matrix({"CPU": data}, tmp_path / "fine.png")
+    cell = data["backends"]["tiled"]["cells"][0]
+    cell |= {"status": "red", "ok": False}
+    draw_matrix({"CPU": data}, tmp_path / "wrong.png")
+    assert reds(tmp_path / "fine.png") == 0 and reds(tmp_path / "wrong.png") > 500
+    assert "1 of them NOT as documented" in verdict(data)
