@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from scripts.cross_eval_matrix import draw as draw_cross_eval
+from scripts.headline_figure import crossing, draw_headline
 from scripts.plan import predict_run
 from scripts.plots import COLORS, draw_longest, draw_memory, draw_roofline, draw_time
 from scripts.verify_figure import EFFORT_HEAD, draw_kills, draw_matrix, effort, kills, verdict
@@ -71,6 +73,36 @@ def planned_steps(run: dict[str, Any]) -> str:
     return next(override.removeprefix("steps=") for override in run["overrides"] if override.startswith("steps="))
 
 
+def diagnosis(run: dict[str, Any]) -> str:
+    """The sentence; older runs recorded nothing else."""
+    return run["diagnosis"]["message"] if isinstance(run["diagnosis"], dict) else run["diagnosis"]
+
+
+def headline() -> str:
+    """The two defects beside exact attention at GPT-2's size, with what their weights are worth under every attention."""
+    data, judged = load("headline_h200"), load("headline_cross_eval_h200")
+    draw_headline(data["runs"], load("defects_retrieval")["runs"], FOLDER / "headline.png")
+    draw_cross_eval(judged["rows"], FOLDER / "headline_cross_eval.png")
+    by_variant = groups(data["runs"], lambda run: (run["attention"], run["dtype"]))
+    rows = []
+    for (name, dtype), runs in by_variant.items():
+        bad = finite(runs, "first_bad_step")
+        own = "not finite" if bad else spread(finite(runs, "val/loss"))
+        scores = "/".join(f"{run['max_score']:.1f}" for run in runs)
+        ended = f"died at step {'/'.join(map(str, bad))}" if bad else f"{runs[0]['steps_done']:,} steps"
+        rows.append([name, dtype, ended, own, spread(finite(runs, "val/loss_exact")), scores])
+    run = data["runs"][0]
+    step = crossing(by_variant["triton", "bfloat16"], by_variant["no_rescale", "bfloat16"])
+    what = (
+        f"{run['parameters']:,} parameters (GPT-2's 12 layers of 12 heads of 64, byte vocabulary), {run['seq_len']:,} tokens, "
+        f"{run['tokens'] // run['steps_done']:,} tokens a step, PyTorch's own source as text, tiles of 64 keys, all in the Triton kernels. "
+        f"The curves of no_rescale and exact attention cross: from step {step} on no_rescale is behind for good."
+    )
+    head = ["attention", "dtype", "ended", "held-out loss, own attention", "same weights, exact attention", "largest score"]
+    pictures = "![headline](headline.png)\n\n![trained under x evaluated under](headline_cross_eval.png)"
+    return section(data, what, table(head, rows), pictures)
+
+
 def text() -> str:
     """The two defects beside exact attention on text: loss under their own attention and under exact attention."""
     from matplotlib import pyplot
@@ -95,7 +127,7 @@ def text() -> str:
                 spread(own) if own else "not finite",
                 spread(exact),
                 "/".join(f"{run['max_score']:.1f}" for run in runs),
-                runs[0]["diagnosis"] if bad else "trains",
+                diagnosis(runs[0]) if bad else "trains",
             ]
         )
         for run in runs if dtype == "bfloat16" or name == "no_max" else []:
@@ -262,7 +294,11 @@ def kernels() -> str:
 
 def verification() -> str:
     """The property x backend matrix, wherever scripts.verify was run."""
-    panels = {where: load(name) for name, where in (("verify_cpu", "CPU"), ("verify_h200", "H200")) if (FOLDER / f"{name}.json").is_file()}
+    panels = {
+        where: load(name)
+        for name, where in (("verify_cpu", "CPU, Triton interpreted"), ("verify_h200", "H200"))
+        if (FOLDER / f"{name}.json").is_file()
+    }
     draw_matrix(panels, FOLDER / "verify.png")
     parts = [section(data, f"{where}: {verdict(data)}", table(EFFORT_HEAD, effort(data))) for where, data in panels.items()]
     return "\n\n".join([*parts, "![property x backend](verify.png)"])
@@ -318,6 +354,7 @@ def laptop() -> str:
 
 SECTIONS = {
     "The two commands on two CPU cores": laptop,
+    "Broken on purpose: at GPT-2's size": headline,
     "Properties": verification,
     "Mutants": mutants,
     "Conformance": conformance,

@@ -29,6 +29,7 @@ from attention import get_backend
 from config import RunConfig
 from data import build_tokenizer
 from model import GPT, sample_text
+from model.schedule import chosen_attention
 from training.checkpoint import load_model_state
 from training.device import pick_device, pick_dtype
 
@@ -86,7 +87,7 @@ def sample(options: Options) -> str:
         backend = get_backend(wanted)
         print(f"attention={wanted}; the run was trained with attention={trained_with.name}", file=sys.stderr)
     else:
-        backend = get_backend(trained_with.name, target=trained_with.target, **trained_with.backend_options())
+        backend = [*chosen_attention(trained_with).values()][-1]  # the last, where the run changed it
     tokenizer = build_tokenizer(config.tokenizer)
     model = GPT(config.model, vocab_size=tokenizer.vocab_size, backend=backend).to(device)
     load_model_state(options.run, model)

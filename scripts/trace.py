@@ -38,6 +38,7 @@ from attention.conformance import ADVERSARIAL, Case
 from attention.trace import Trace, trace
 from data import build_data
 from model import GPT
+from model.schedule import chosen_attention
 from scripts.sample import read_config
 from scripts.trace_page import render_page
 from training.checkpoint import load_model_state
@@ -175,7 +176,7 @@ def captured_call(options: Options) -> Call:
             raise ValueError(f"{key}={asked} is not in {options.run}, which has {key}s 0 to {has - 1}")
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    backend = get_backend(config.attention.name, target=config.attention.target, **config.attention.backend_options())
+    backend = [*chosen_attention(config.attention).values()][-1]  # the last, where the run changed it
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     model = GPT(config.model, vocab_size=data.vocab_size, backend=backend).to(device).eval()
     meta = load_model_state(options.run, model)
