@@ -213,6 +213,10 @@ def strides(subject: Subject) -> Iterator[Check]:
         plain = run(subject.backend, expected.tensors, expected.arguments, expected.d_out, expected.d_lse, backward=backward)
         for layout, change in LAYOUTS.items():
             views = change(expected.tensors)
+            reasons = subject.backend.unsupported_reasons(*(x.requires_grad_(backward) for x in views), **expected.arguments)
+            if reasons:
+                subject.refusals += reasons
+                continue
             found = run(subject.backend, views, expected.arguments, expected.d_out, expected.d_lse, backward=backward)
             for name in found:
                 yield Check(f"{name} of {case}, {layout}", distance(found[name], plain[name]), 2 * expected.budget(name))

@@ -11,11 +11,13 @@ backend. Arguments are key=value, and all have a default:
     dtype      fp32, bf16, fp16, several with commas between, or auto: fp32 on a CPU, all three on a GPU (auto)
     cases      random shapes besides the adversarial inputs (100)
     seed       of the random shapes (0)
-    out        write every cell to this JSON file
+    out        write every cell to this JSON file; the columns of other backends in it stay, if they were measured alike
 
 Triton runs on a CPU where TRITON_INTERPRET=1 is set (minutes).
 """
 
+import contextlib
+import json
 import math
 import os
 import sys
@@ -65,12 +67,17 @@ def read_options(arguments: list[str]) -> Options:
     return options
 
 
-def pick_backends(text: str) -> list[Backend]:
-    if text == "all":
-        return list(BACKENDS.values())
-    found = [get_backend(name, target=name if ":" in name else None) for name in text.split(",")]
-    for backend in found:
+def pick_backends(text: str, device: torch.device) -> dict[str, Backend]:
+    """Column to backend. What a backend also has in kernels that run on this device gets a column of its own."""
+    names = list(BACKENDS) if text == "all" else text.split(",")
+    found = {}
+    for backend in (get_backend(name, target=name if ":" in name else None) for name in names):
         check_breaks(backend)
+        found[backend.name] = backend
+        for name, other in backend.implementations.items():
+            subject = Subject(other, device.type, torch.float32, random_cases=0, seed=0)
+            if other.fn is not backend.fn and subject.takes(subject.case(), backward=False):
+                found[f"{backend.name} ({name})"] = other
     return found
 
 
@@ -156,6 +163,25 @@ def not_verified(column: dict[str, Any]) -> bool:
     return all(cell["status"] == "n/a" for cell in column["cells"])
 
 
+def write(options: Options, columns: dict[str, dict[str, Any]], dtypes: list[torch.dtype], device: torch.device) -> None:
+    where = {key: value for key, value in environment("", device).items() if key not in ("command", "data_fingerprint", "dirty")}
+    head = {
+        "environment": where,
+        "device": device.type,
+        "dtypes": [SHORT[dtype] for dtype in dtypes],
+        "random_cases": {"number": options.cases, "seed": options.seed},
+        "properties": {name: check.__doc__ for name, check in PROPERTIES.items()},
+    }
+    with contextlib.suppress(OSError, ValueError):  # no such file yet, or another
+        before = json.loads(options.out.read_text())
+        if {name: before.get(name) for name in head} == head:
+            columns = before["backends"] | columns
+    order = list(BACKENDS)
+    # in the table's order, implementations behind what they implement, and the user's own at the end
+    names = sorted(columns, key=lambda name: (order.index(name.split(" (")[0]) if name.split(" (")[0] in order else len(order), name))
+    write_json(options.out, head | {"backends": {name: columns[name] for name in names}})
+
+
 def main() -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
@@ -165,29 +191,21 @@ def main() -> None:
         options = read_options(sys.argv[1:])
         device = pick_device(options.device)
         dtypes = pick_dtypes(options.dtype, device)
-        backends = pick_backends(options.attention)
+        backends = pick_backends(options.attention, device)
     except (ValueError, OSError) as error:
         sys.exit(f"verify: {error}")
     if device.type == "cpu":
         torch.set_num_threads(1)  # the tensors are small: threads would only wait for one another
+    else:
+        from torch import _dynamo
+
+        _dynamo.config.recompile_limit = 1000  # flex is compiled for every kind of case, and must not stop being
     columns: dict[str, dict[str, Any]] = {}
-    for backend in backends:
-        columns[backend.name] = verify(backend, dtypes, options, device)
-        print(f"{backend.name}: {columns[backend.name]['seconds']} s", file=sys.stderr, flush=True)
-    if options.out is not None:
-        where = {key: value for key, value in environment("", device).items() if key not in ("command", "data_fingerprint")}
-        write_json(
-            options.out,
-            {
-                "environment": where,
-                "command": " ".join(["python -m scripts.verify", *(x for x in sys.argv[1:] if not x.startswith("out="))]),
-                "device": device.type,
-                "dtypes": [SHORT[dtype] for dtype in dtypes],
-                "random_cases": {"number": options.cases, "seed": options.seed},
-                "properties": {name: check.__doc__ for name, check in PROPERTIES.items()},
-                "backends": columns,
-            },
-        )
+    for name, backend in backends.items():
+        columns[name] = verify(backend, dtypes, options, device)
+        print(f"{name}: {columns[name]['seconds']} s", file=sys.stderr, flush=True)
+        if options.out is not None:
+            write(options, columns, dtypes, device)
     print(matrix(columns), "", "+ green   x red, as documented   ! not as documented   . refused by the backend", "", sep="\n")
     for name, column in columns.items():
         worst, tried = column["worst_multiple_of_naive"], column["tried"]

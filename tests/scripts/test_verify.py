@@ -57,6 +57,37 @@ def test_an_exact_and_a_broken_backend_are_as_documented(run_verify, tmp_path):
     assert {cell["property"] for cell in data["backends"]["no_max"]["cells"] if cell["documented"]} == red
 
 
+def test_columns_measured_alike_come_together_in_one_file(run_verify, monkeypatch, tmp_path):
+    # two properties are enough to see it
+    monkeypatch.setattr(verify, "PROPERTIES", {name: PROPERTIES[name] for name in ("forward", "lse")})
+    path = tmp_path / "found.json"
+
+    def backends() -> list[str]:
+        return list(json.loads(path.read_text())["backends"])
+
+    run_verify("attention=tiled", f"out={path}")
+    run_verify("attention=naive,no_scale", f"out={path}")
+    assert backends() == ["naive", "tiled", "no_scale"]
+    run_verify("attention=tests.user_backends:RIGHT", f"out={path}")
+    assert backends() == ["naive", "tiled", "no_scale", "right"]
+    # other cases are another measurement
+    run_verify("attention=sdpa", "seed=1", f"out={path}")
+    assert backends() == ["sdpa"]
+    path.write_text("{")
+    run_verify("attention=sdpa", f"out={path}")
+    assert backends() == ["sdpa"]
+
+
+def test_kernels_of_a_defect_get_their_own_column_where_they_run(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU they run")
+    device = torch.device("cpu")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert list(verify.pick_backends("no_max,tiled", device)) == ["no_max", "no_max (triton)", "tiled"]
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert list(verify.pick_backends("no_max,tiled", device)) == ["no_max", "tiled"]
+
+
 def test_a_wrong_backend_of_the_users_fails_and_says_where(run_verify):
     code, out = run_verify("attention=tests.user_backends:WRONG")
     assert re.fullmatch(r"verify: \d+ cells are not as documented", code)
