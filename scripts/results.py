@@ -218,7 +218,7 @@ def call_tables(data: dict[str, Any], *figures: tuple[str, str, float, str]) -> 
         yield f"{what}\n\n{table(['attention', '', *map(str, lengths)], lines)}"
 
 
-MEMORY = (("forward", "forward_bytes", 2**20, "{:,.5g}"), ("forward and backward", "training_bytes", 2**20, "{:,.5g}"))
+MEMORY = (("forward", "forward_bytes", 2**20, "{:,.6g}"), ("forward and backward", "training_bytes", 2**20, "{:,.6g}"))
 TIME = (("ms forward", "forward_seconds", 1e-3, "{:,.2f}"), ("ms backward", "backward_seconds", 1e-3, "{:,.2f}"))
 
 
