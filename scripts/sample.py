@@ -29,8 +29,8 @@ from attention import get_backend
 from config import RunConfig
 from data import build_tokenizer
 from model import GPT, sample_text
-from model.schedule import chosen_attention
-from training.checkpoint import load_model_state
+from model.schedule import backend_after, chosen_attention
+from training.checkpoint import load_model_state, read_meta
 from training.device import pick_device, pick_dtype
 
 
@@ -87,7 +87,8 @@ def sample(options: Options) -> str:
         backend = get_backend(wanted)
         print(f"attention={wanted}; the run was trained with attention={trained_with.name}", file=sys.stderr)
     else:
-        backend = [*chosen_attention(trained_with).values()][-1]  # the last, where the run changed it
+        # the one the run had come to, where it changed its attention
+        backend = backend_after(chosen_attention(trained_with), read_meta(options.run)["step"])
     tokenizer = build_tokenizer(config.tokenizer)
     model = GPT(config.model, vocab_size=tokenizer.vocab_size, backend=backend).to(device)
     load_model_state(options.run, model)

@@ -38,10 +38,10 @@ from attention.conformance import ADVERSARIAL, Case
 from attention.trace import Trace, trace
 from data import build_data
 from model import GPT
-from model.schedule import chosen_attention
+from model.schedule import backend_after, chosen_attention
 from scripts.sample import read_config
 from scripts.trace_page import render_page
-from training.checkpoint import load_model_state
+from training.checkpoint import load_model_state, read_meta
 from training.device import DTYPES, pick_device, pick_dtype
 
 WORKED_Q = [
@@ -176,7 +176,8 @@ def captured_call(options: Options) -> Call:
             raise ValueError(f"{key}={asked} is not in {options.run}, which has {key}s 0 to {has - 1}")
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    backend = [*chosen_attention(config.attention).values()][-1]  # the last, where the run changed it
+    # the one the run had come to, where it changed its attention
+    backend = backend_after(chosen_attention(config.attention), read_meta(options.run)["step"])
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     model = GPT(config.model, vocab_size=data.vocab_size, backend=backend).to(device).eval()
     meta = load_model_state(options.run, model)
