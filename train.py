@@ -40,6 +40,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from model import GPT, count_parameters, sample_text
     from model.evaluate import evaluate
     from model.health import Watch
+    from model.plan import predict_peak_gib
     from model.schedule import attention_schedule, backend_after, describe, in_words, under_attention
     from training.checkpoint import load_checkpoint, save_checkpoint
     from training.device import pick_device, pick_dtype
@@ -71,7 +72,8 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     optim = config.optimizer()
     optimizer = build_optimizer(model, optim)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    summary |= {"parameters": count_parameters(model), "data": data.fingerprint}
+    predicted_gib = predict_peak_gib(config, data.vocab_size, schedule[0], dtype, device)
+    summary |= {"parameters": count_parameters(model), "data": data.fingerprint, "memory/predicted_gib": predicted_gib}
 
     # where it starts and what it writes
     metrics = MetricsFile(run_dir / "metrics.jsonl")
@@ -190,13 +192,16 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         if summary["status"] == "interrupted":
             log.warning(f"interrupted after step {step}; go on with: python train.py resume={run_dir}")
     except BaseException as error:
-        summary |= outcome_of(error, device.type, run_dir)
+        summary |= outcome_of(error, device.type, run_dir, predicted_gib=predicted_gib)
         raise
     finally:
         logger.summary(summary)
         logger.finish(exit_code=0 if summary["status"] == "completed" else 1)
 
     # what came of it
+    if device.type == "cuda":  # on a CPU the peak is the process's, Python and its libraries included
+        peak_gib = summary["memory/peak_gib"]
+        log.info(f"peak memory {peak_gib:.2f} GiB, predicted {predicted_gib:.2f} ({predicted_gib / peak_gib - 1:+.1%})")
     title = f"{in_words(schedule)} model={config.model.name} seq_len={config.seq_len} seed={config.seed}: {summary['status']}"
     curve = draw_loss_curve(run_dir, title=title)
     if config.sample_tokens and data.tokenizer is not None and summary["status"] == "completed":

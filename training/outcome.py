@@ -12,14 +12,15 @@ from training.metrics import write_json
 log = logging.getLogger("tilegpt")
 
 
-def outcome_of(error: BaseException, device: str, run_dir: Path) -> dict[str, Any]:
+def outcome_of(error: BaseException, device: str, run_dir: Path, *, predicted_gib: float | None = None) -> dict[str, Any]:
     """The status for summary.json of a run that `error` ended: oom, interrupted or failed. Says it once, in the log."""
     if isinstance(error, KeyboardInterrupt):
         log.warning("stopped at once: the steps since the last checkpoint are lost")
         return {"status": "interrupted"}
     if is_out_of_memory(error):
-        found = describe_out_of_memory(error, device)
-        log.error(f"out of memory: {found['message']}")
+        found = describe_out_of_memory(error, device) | {"predicted_gib": predicted_gib}
+        expected = "" if predicted_gib is None else f"; the run was predicted to take {predicted_gib:.1f} GiB in all (python -m scripts.plan)"
+        log.error(f"out of memory: {found['message']}{expected}")
         return {"status": "oom", "oom": found}
     # what the user can mend is one line; anything else is ours, and its traceback is wanted
     if not isinstance(error, (ValueError, OSError)):
