@@ -123,8 +123,9 @@ def rows_sum_to_one(subject: Subject) -> Iterator[Check]:
 
 
 def large_logits(subject: Subject) -> Iterator[Check]:
-    """Scores that grow from tile to tile, spike in the last one, or stand in the hundreds."""
-    yield from compared(subject, [subject.case(inputs=name) for name in ("large", "growing", "spike", "huge")], *TENSORS)
+    """Scores that grow from tile to tile, spike in the last one, stand in the hundreds, or come from a trained model."""
+    cases = [subject.case(inputs=name) for name in ("large", "growing", "spike", "huge")]
+    yield from compared(subject, [*cases, subject.case(128, head_dim=32, inputs="trained")], *TENSORS)
 
 
 def shifted_up(subject: Subject) -> Iterator[Check]:
