@@ -164,7 +164,7 @@ def not_verified(column: dict[str, Any]) -> bool:
 
 
 def write(options: Options, columns: dict[str, dict[str, Any]], dtypes: list[torch.dtype], device: torch.device) -> None:
-    where = {key: value for key, value in environment("", device).items() if key not in ("command", "data_fingerprint", "dirty")}
+    where = {key: value for key, value in environment("", device).items() if key not in ("command", "data_fingerprint")}
     head = {
         "environment": where,
         "device": device.type,
@@ -172,8 +172,10 @@ def write(options: Options, columns: dict[str, dict[str, Any]], dtypes: list[tor
         "random_cases": {"number": options.cases, "seed": options.seed},
         "properties": {name: check.__doc__ for name, check in PROPERTIES.items()},
     }
-    with contextlib.suppress(OSError, ValueError):  # no such file yet, or another
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no such file yet, or another
         before = json.loads(options.out.read_text())
+        # writing the file may be the very change that makes the working tree dirty
+        before["environment"]["dirty"] = where["dirty"]
         if {name: before.get(name) for name in head} == head:
             columns = before["backends"] | columns
     order = list(BACKENDS)
