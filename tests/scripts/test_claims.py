@@ -164,7 +164,7 @@ def test_files_of_the_benchmark_are_read_as_it_writes_them(monkeypatch, tmp_path
         for name, longest in (("naive", 750 * int(gib)), ("triton", 500_000))
         for kind in ("forward", "training")
     ]
-    for name, rows in (("tile_speed_h200", speeds), ("wall_h200", walls)):
+    for name, rows in (("tile_speed_h200", speeds), ("longest_h200", walls)):
         (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
     monkeypatch.setattr("scripts.claims.claim.RESULTS", tmp_path)
     speed = CLAIMS["tiled_speed_on_a_gpu"]
