@@ -22,7 +22,8 @@ SHARED = {"interface", "mask", "online_softmax"}
 ALSO = {"twins": {"tiled"}, "defects": {"tiled", "kernels"}, "diagnose": {"tiled", "naive"}}
 # they judge backends, so they stand above them: nothing in attention imports them, and they call attention() as anyone does
 JUDGES = {"conformance", "footprint", "properties", "subject"}
-LAZY = {"triton", "wandb", "wandb_workspaces", "datasets", "huggingface_hub", "tiktoken", "matplotlib", "tensorboard", "trackio", "transformers"}
+LAZY = {"triton", "wandb", "wandb_workspaces", "datasets", "huggingface_hub", "tiktoken", "matplotlib", "tensorboard", "trackio"}
+LAZY |= {"transformers"}
 
 
 class Import(NamedTuple):

@@ -1,8 +1,18 @@
-"""Which tiles a kernel runs with: a table, looked up by head dim, dtype and device, so that no first call stalls on autotuning."""
+"""Which tiles a kernel runs with: a table by device, dtype and head dim, so that no first call stalls on autotuning.
 
-from typing import NamedTuple
+tiles.json holds it, a table a compute capability: kernel -> padded head dim -> [block_q, block_kv, num_warps, num_stages]. The kernel
+dkdv_general is dkdv with intervals, a score modifier or grouped heads, which take registers. `python -m scripts.tune` measures a table on
+the device that is there.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+
+TILES = Path(__file__).with_name("tiles.json")
 
 
 class Tile(NamedTuple):
@@ -14,36 +24,6 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# kernel -> padded head dim -> tile, for 16-bit inputs; dkdv_general is dkdv with intervals, a score modifier or
-# grouped heads, which take registers.
-# 227 KB of shared memory per program (sm_90): the fastest of those measured on an H200
-HOPPER = {
-    "forward": {64: Tile(128, 64, 4, 3), 128: Tile(128, 128, 8, 3), 256: Tile(128, 64, 8, 2)},
-    "dkdv": {64: Tile(128, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 1)},
-    "dkdv_general": {64: Tile(32, 64, 4, 3), 128: Tile(32, 64, 4, 2), 256: Tile(32, 64, 8, 1)},
-    "dq": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 2)},
-}
-# 163 KB (sm_80): by what fits, not measured
-AMPERE = {
-    "forward": {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 64, 8, 1)},
-    "dkdv": {64: Tile(64, 64, 4, 2), 128: Tile(32, 64, 4, 2), 256: Tile(32, 32, 8, 1)},
-    "dkdv_general": {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 4, 2), 256: Tile(32, 32, 8, 1)},
-    "dq": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 8, 1)},
-}
-# 99 KB (sm_86, sm_89): half of that, not measured
-SMALL = {
-    "forward": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 32, 4, 1)},
-    "dkdv": {64: Tile(32, 64, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 32, 4, 1)},
-    "dkdv_general": {64: Tile(32, 64, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 32, 4, 1)},
-    "dq": {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(32, 16, 4, 1)},
-}
-# exact float32 products run on the ordinary cores, with operands twice as wide
-FLOAT32 = {
-    "forward": {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(32, 16, 4, 1)},
-    "dkdv": {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
-    "dkdv_general": {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
-    "dq": {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
-}
 # the interpreter runs tiles one by one: small enough that a short test crosses several
 INTERPRETER = Tile(32, 16, 1, 1)
 
@@ -51,6 +31,26 @@ INTERPRETER = Tile(32, 16, 1, 1)
 def padded_head_dim(head_dim: int) -> int:
     """The power of two, at least 16, that a product of tiles needs."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+@cache
+def tables() -> dict[str, dict[str, Any]]:
+    return json.loads(TILES.read_text())
+
+
+@cache
+def table_for(capability: tuple[int, int], shared_memory: int) -> dict[str, Any]:
+    """The table of that compute capability; of one that has none, the largest whose tiles fit into a program's shared memory (bytes)."""
+    own = tables().get(f"sm_{capability[0]}{capability[1]}")
+    if own is not None:
+        return own
+    fitting = [table for table in tables().values() if table["shared_memory"] <= shared_memory]
+    if not fitting:
+        least = min(table["shared_memory"] for table in tables().values())
+        raise ValueError(
+            f"attention=triton needs {least} bytes of shared memory a program, this GPU has {shared_memory}: use attention=sdpa"
+        )
+    return max(fitting, key=lambda table: table["shared_memory"])
 
 
 def pick_tile(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device, *, block_q: int = 0, block_kv: int = 0) -> Tile:
@@ -61,9 +61,7 @@ def pick_tile(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.devi
         return Tile(block_q, block_kv, num_warps=8 if block_q * block_kv > 64 * 64 else 4, num_stages=2 if dtype.itemsize == 2 else 1)
     if device.type == "cpu":
         return INTERPRETER
-    if dtype == torch.float32:
-        table = FLOAT32
-    else:
-        shared_memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-        table = next(tiles for least, tiles in ((225, HOPPER), (163, AMPERE), (0, SMALL)) if shared_memory >= least * 1024)
-    return table[kernel][max(64, padded_head_dim(head_dim))]
+    properties = torch.cuda.get_device_properties(device)
+    table = table_for((properties.major, properties.minor), properties.shared_memory_per_block_optin)
+    tiles = table["float32" if dtype == torch.float32 else "16-bit"][kernel]
+    return Tile(*tiles[str(max(64, padded_head_dim(head_dim)))])

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import attention, get_backend
-from attention.kernels.launch import AMPERE, FLOAT32, HOPPER, SMALL, padded_head_dim
 from attention.kernels.op import flash_attention, flash_attention_backward, readable
 from attention.mask import visible_keys
 
@@ -149,17 +148,6 @@ def test_a_defect_in_triton_says_what_it_does_not_take():
         get_backend("no_max", impl="triton", softmax_dtype="input")
     with pytest.raises(ValueError, match="no impl=cuda; valid: tiled, triton"):
         get_backend("no_max", impl="cuda")
-
-
-def test_every_head_dim_has_a_tile():
-    for head_dim in range(1, 257):
-        padded = padded_head_dim(head_dim)
-        assert padded >= max(16, head_dim) and padded & (padded - 1) == 0 and (padded < 2 * head_dim or padded == 16)
-        for table in (HOPPER, AMPERE, SMALL, FLOAT32):
-            assert all(max(64, padded) in tiles for tiles in table.values())
-    for table in (HOPPER, SMALL, FLOAT32):
-        assert set(table) == {"forward", "dkdv", "dkdv_general", "dq"}
-        assert all(size >= 16 and size & (size - 1) == 0 for tiles in table.values() for tile in tiles.values() for size in tile[:2])
 
 
 CALL = """

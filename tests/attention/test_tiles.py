@@ -1,0 +1,98 @@
+"""The table of tiles: complete, and compiled for sm_90 without a GPU, where no tile may spill registers or serialise its products."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention.kernels.launch import padded_head_dim, pick_tile, table_for, tables
+
+KERNELS = ("forward", "dkdv", "dkdv_general", "dq")
+DTYPES = ("16-bit", "float32")
+HEAD_DIMS = (64, 128, 256)
+COMPILER = Path(__file__).with_name("compile_tile.py")
+
+# features that share the tile of a kernel: each is compiled
+VARIANTS = {
+    "forward": ("causal", "full", "intervals", "score_mod", "no_rescale"),
+    "dkdv": ("causal", "full"),
+    "dkdv_general": ("intervals", "score_mod", "grouped"),
+    "dq": ("causal", "full", "intervals", "score_mod"),
+}
+
+
+@pytest.mark.parametrize("name", tables())
+def test_every_head_dim_has_a_tile(name):
+    table = tables()[name]
+    assert table["how"] and table["shared_memory"] % 1024 == 0
+    for dtype in DTYPES:
+        assert set(table[dtype]) == set(KERNELS)
+        for tiles in table[dtype].values():
+            assert set(tiles) == {str(head_dim) for head_dim in HEAD_DIMS}
+            for block_q, block_kv, num_warps, num_stages in tiles.values():
+                assert {block_q, block_kv} <= {16, 32, 64, 128, 256} and num_warps in (1, 2, 4, 8, 16) and num_stages >= 1
+
+
+def test_padding_of_the_head_dim():
+    for head_dim in range(1, 257):
+        padded = padded_head_dim(head_dim)
+        assert padded >= max(16, head_dim) and padded & (padded - 1) == 0 and (padded < 2 * head_dim or padded == 16)
+
+
+@pytest.mark.parametrize(
+    ("capability", "shared_memory", "expected"),
+    [
+        ((9, 0), 232448, "sm_90"),
+        ((8, 0), 166912, "sm_80"),
+        ((8, 9), 101376, "sm_86"),
+        ((10, 0), 232448, "sm_90"),
+        ((12, 0), 101376, "sm_86"),
+    ],
+    ids=["H200", "A100", "L40S", "B200", "RTX-5090"],
+)
+def test_a_device_gets_the_largest_table_that_fits(capability, shared_memory, expected):
+    assert table_for(capability, shared_memory) is tables()[expected]
+
+
+def test_a_device_too_small_is_told_so():
+    with pytest.raises(ValueError, match="needs 101376 bytes of shared memory a program, this GPU has 65536: use attention=sdpa"):
+        table_for((7, 5), 65536)
+
+
+def test_tiles_of_ones_own_keep_their_keys():
+    for kernel in KERNELS:
+        assert pick_tile(kernel, 64, torch.bfloat16, torch.device("cuda"), block_q=128, block_kv=32).block_kv == 32
+
+
+# bytes a thread: what is known to spill, and why
+SPILLS = {
+    ("dkdv", 128, "full"): 16,  # by Triton 3.9's allocation; none with 3.6
+    # dk and dv of 64 x 256 leave few registers for the rest
+    ("dkdv_general", 256, "intervals"): 256,
+    ("dkdv_general", 256, "score_mod"): 256,
+    ("dkdv_general", 256, "grouped"): 256,
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler, not a GPU")
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("kernel", VARIANTS)
+def test_sm_90_compiles_without_spills(kernel, head_dim):
+    """In a process that does not interpret: registers, shared memory and ptxas' warnings of serialised products."""
+    table = tables()["sm_90"]
+    tile = table["16-bit"][kernel][str(head_dim)]
+    command = [sys.executable, COMPILER, kernel, "bf16", str(head_dim), ",".join(VARIANTS[kernel]), *map(str, tile)]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["variant"] for row in found] == [*VARIANTS[kernel]]
+    for row in found:
+        assert row["shared"] <= table["shared_memory"], row
+        assert row["warnings"] == [], row
+        assert row["spilled"] <= SPILLS.get((kernel, head_dim, row["variant"]), 0), row
