@@ -20,6 +20,10 @@ INPUT_FEATURES = ("gqa", "non_causal", "cross_length")
 FEATURES = frozenset((*OPTIONAL_ARGUMENTS, *INPUT_FEATURES, "lse"))
 
 
+class Refusal(ValueError):
+    """Inputs that a backend says it cannot take."""
+
+
 class AttentionOutput(NamedTuple):
     """What every backend returns."""
 
@@ -98,11 +102,11 @@ class Backend:
         return reasons
 
     def check_supported(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
-        """Raise one ValueError with the inputs and every reason where they are refused."""
+        """Raise one Refusal, a ValueError, with the inputs and every reason where they are refused."""
         reasons = self.unsupported_reasons(q, k, v, **arguments)
         if reasons:
             inputs = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {_short(q.dtype)} on {q.device}"
-            raise ValueError(f"attention={self.name} cannot take {inputs}: " + "; ".join(reasons))
+            raise Refusal(f"attention={self.name} cannot take {inputs}: " + "; ".join(reasons))
 
     def check_model(self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         """Raise that ValueError now, for a model's causal self-attention, rather than at its first step."""

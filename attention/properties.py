@@ -20,6 +20,7 @@ from torch import Tensor
 from attention import Backend
 from attention.conformance import Case, distance, run
 from attention.footprint import exponents
+from attention.interface import Refusal
 from attention.mask import visible_keys
 from attention.subject import Check, Subject
 
@@ -416,8 +417,12 @@ def examine(subject: Subject, name: str) -> Cell:
     """One cell. Whatever the backend raises makes it red, with the message."""
     subject.refusals.clear()
     documented = name in subject.backend.breaks
+    checks = []
     try:
-        checks = list(PROPERTIES[name](subject))
+        for check in PROPERTIES[name](subject):
+            checks.append(check)
+    except Refusal as error:  # a layout that no case announced
+        subject.refusals.append(str(error))
     except Exception as error:  # a user's backend may raise anything
         message = str(error).strip().splitlines() or [""]
         return Cell(name, "red", f"{type(error).__name__}: {message[0]}", documented)

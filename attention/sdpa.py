@@ -25,9 +25,20 @@ KERNELS = {
 }
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x as PyTorch's CUDA kernels read it, 16 bytes at a time: they do not check, and a view that starts or steps between such granules
+    ends the process's use of the GPU. A copy where it must be one."""
+    if x.device.type != "cuda" or torch.compiler.is_compiling():
+        return x
+    steps = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    fine = x.data_ptr() % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in steps)
+    return x if fine else x.clone(memory_format=torch.contiguous_format)
+
+
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, backend: str = "auto") -> AttentionOutput:
     """q (B, H, N, D); k, v (B, H_kv, M, D). Returns no lse."""
     num_queries, num_keys = q.shape[2], k.shape[2]
+    q, k, v = aligned(q), aligned(k), aligned(v)
     # PyTorch's is_causal is aligned top-left. The first N - M rows of a longer q see no key: cut off, the rest is square
     no_key = max(num_queries - num_keys, 0) if causal else 0
     q = q[:, :, no_key:]
