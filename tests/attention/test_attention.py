@@ -141,8 +141,8 @@ def test_arguments_have_their_documented_defaults(name):
 @pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if "window" in BACKENDS[name].features])
 def test_softcap_comes_before_the_bias_and_the_bias_before_the_mask(name):
     """The order of the steps, written out for one query."""
-    q, k, v = (random(1, 1, n, 4, seed=seed, dtype=torch.float64) for seed, n in enumerate((1, 6, 6)))
-    scores = 0.7 * torch.tanh((q @ k.mT)[0, 0, 0] * 3 / 0.7) - 0.5 * torch.arange(5.0, -1, -1, dtype=torch.float64, device=DEVICE)
+    q, k, v = (random(1, 1, n, 4, seed=seed) for seed, n in enumerate((1, 6, 6)))
+    scores = 0.7 * torch.tanh((q @ k.mT)[0, 0, 0] * 3 / 0.7) - 0.5 * torch.arange(5.0, -1, -1, device=DEVICE)
     expected = scores[-4:].softmax(0) @ v[0, 0, -4:]
     slopes = torch.tensor([0.5], device=DEVICE)
     out, lse = attention(q, k, v, backend=small_tiles(name), scale=3.0, softcap=0.7, alibi_slopes=slopes, window=4)
