@@ -25,8 +25,9 @@ import torch._functorch.config
 from attention import Backend, get_backend
 from scripts.attention_call import Call, longest, measure, memory_cap, try_length
 from training.device import DTYPES, pick_device, pick_dtype
+from training.interrupt import one_line
 from training.memory import cpu_memory_limit, describe_out_of_memory, is_out_of_memory, release_memory
-from training.metrics import environment, write_json
+from training.metrics import check_writable, environment, write_json
 
 
 def parse_backend(text: str) -> Backend:
@@ -144,6 +145,7 @@ def shape_of(options: argparse.Namespace, head_dim: int, length: int) -> dict[st
     return {"seq_len": length, "head_dim": head_dim, "batch": batch, "heads": heads, "causal": not options.full}
 
 
+@one_line("benchmark")
 def main() -> None:
     options = read_options()
     # a graph that is kept for timing must not give its buffers away
@@ -153,6 +155,8 @@ def main() -> None:
         dtypes = list(dict.fromkeys(pick_dtype(name, device) for name in options.dtype))
         backends = {text: parse_backend(text) for text in options.attention}
         where = {key: value for key, value in environment("", device).items() if key not in ("command", "data_fingerprint")}
+        if options.out:
+            check_writable(options.out)
         rows = kept_rows(options.out, where) if options.append else []
         checks = {"allow": options.allow_broken, "device": device, "verified": read_verification(options.verified, device, where["commit"])}
         red = {text: check_results(text, backend, dtypes, **checks) for text, backend in backends.items()}

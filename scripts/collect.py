@@ -10,7 +10,8 @@ import json
 import sys
 from pathlib import Path
 
-from training.metrics import read_metrics
+from training.interrupt import one_line
+from training.metrics import check_writable, read_metrics, write_file
 from training.sweep import load_json, read_sweep
 
 CURVES = ("train/loss", "val/loss", "val/loss_exact", "val/accuracy", "val/accuracy_exact", "attention/max_score", "grad_norm")
@@ -27,12 +28,17 @@ def condense(run_dir: Path, columns: tuple[str, ...]) -> dict:
     return curves
 
 
+@one_line("collect")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="sweeps, runs, or folders of either")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--columns", nargs="*", default=CURVES, help="columns of metrics.jsonl to keep")
     options = parser.parse_args()
+    for folder in options.folders:
+        if not folder.is_dir():
+            sys.exit(f"collect: {folder} is not a folder")
+    check_writable(options.out)
     runs, environments = [], []
     for folder in options.folders:
         for run in read_sweep(folder):
@@ -49,8 +55,7 @@ def main() -> None:
         if environments
         else {}
     )
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"environment": common, "runs": runs}, indent=1))
+    write_file(options.out, json.dumps({"environment": common, "runs": runs}, indent=1))
     print(f"{options.out}: {len(runs)} runs, {options.out.stat().st_size / 1024:.0f} KiB")
 
 

@@ -31,8 +31,9 @@ from scripts.cross_eval_matrix import draw, in_text, read_rows
 from scripts.sample import read_config
 from training.checkpoint import load_model_state, read_meta
 from training.device import pick_device, pick_dtype
+from training.interrupt import one_line
 from training.memory import is_out_of_memory, release_memory
-from training.metrics import environment, write_json
+from training.metrics import check_writable, environment, write_json
 from training.sweep import differing_settings, read_sweep
 
 TILES = ("block_q", "block_kv")
@@ -50,6 +51,7 @@ class Checkpoint(NamedTuple):
     backends: dict[int, Backend]  # by the step after which it was used
 
 
+@one_line("cross_eval")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.cross_eval",
@@ -84,6 +86,7 @@ def measure(arguments: argparse.Namespace) -> Path:
     base = Path(os.path.commonpath([folder.resolve() for folder in arguments.runs]))
     out = arguments.out or base / "cross_eval.json"
     judges = [parse_judge(text) for text in arguments.under] if arguments.under else default_judges(checkpoints)
+    check_writable(out)
     rows, fingerprints = [], []
     for number, checkpoint in enumerate(checkpoints, 1):
         print(f"{number} of {len(checkpoints)}: {checkpoint.folder}", flush=True)
@@ -97,7 +100,10 @@ def measure(arguments: argparse.Namespace) -> Path:
         release_memory(device)
     if not rows:
         raise ValueError("no checkpoint could be evaluated")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    # a matrix without a figure must not take the place of one that has some
+    if all(row["status"].startswith("refused") for row in rows):
+        name, status = rows[0]["evaluated_under"]["name"], rows[0]["status"]
+        raise ValueError(f"nothing could be evaluated, nothing is written: {name} {status}")
     write_json(out, {"environment": environment(" ".join(fingerprints), device), "sequences": arguments.sequences, "rows": rows})
     return out
 

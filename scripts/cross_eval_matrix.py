@@ -1,11 +1,13 @@
 """The matrix of scripts/cross_eval.py, from the rows of its JSON: as text and as a heat map. Measures nothing."""
 
+import io
 import json
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from attention import BACKENDS
+from training.metrics import write_file
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -169,4 +171,6 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         unit = "nats per token" if matrix.metric == "loss" else "share of queries answered rightly"
         axes.set_title(f"held-out {matrix.metric} ({unit}); framed: the attention of the training", fontsize=10, loc="left")
         figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
-    figure.savefig(path, dpi=150)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
+    write_file(path, picture.getvalue())

@@ -35,7 +35,8 @@ from model.plan import (
     predict_step,
 )
 from training.device import DTYPES, pick_device, pick_dtype
-from training.metrics import PEAK_BANDWIDTH, PEAK_FLOPS, environment, write_json
+from training.interrupt import one_line
+from training.metrics import PEAK_BANDWIDTH, PEAK_FLOPS, check_writable, environment, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT_GIB = 0.7  # seen on an H200: what the driver and the libraries take of a card before the first tensor
@@ -294,12 +295,15 @@ def print_for_gpu(found: dict[str, Planned], vocab_size: int, gpu: str) -> None:
     print(text_table(chip_table(head_dim, element)))
 
 
+@one_line("plan")
 def main() -> None:
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(__doc__.format(gpus=", ".join(GPUS), context=CONTEXT_GIB))
         return
     try:
         options = read_options(sys.argv[1:])
+        if options.out:
+            check_writable(options.out)
         found = plan_all(options)
         first = next(iter(found.values()))
         config, vocab_size = first.config, vocab_size_of(first.config)

@@ -7,6 +7,7 @@ FILE_longest.png for a search by --max-length, in out=DIR (default: the file's f
 against (default: naive where it was measured, else the first). The lines of a roofline are a data sheet's, and say so.
 """
 
+import io
 import json
 import sys
 from math import log
@@ -15,7 +16,8 @@ from typing import Any
 
 from model import traffic
 from model.plan import MATERIALISED, RECOMPUTED, TILE_LOOP, kind_of
-from training.metrics import PEAK_BANDWIDTH, PEAK_FLOPS, data_sheet
+from training.interrupt import one_line
+from training.metrics import PEAK_BANDWIDTH, PEAK_FLOPS, check_writable, data_sheet, write_file
 
 COLORS = {
     "triton": "#0072B2",
@@ -100,8 +102,9 @@ def figure_of(columns: int, *, width: float = 6.5, height: float = 4.5) -> tuple
 def save(figure: Any, path: Path) -> Path:
     from matplotlib import pyplot
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
+    write_file(path, picture.getvalue())
     pyplot.close(figure)
     return path
 
@@ -288,6 +291,7 @@ def draw(file: Path, folder: Path, *, baseline: str | None = None) -> list[Path]
         raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{file} is no benchmark; make one with python -m scripts.benchmark --out FILE.json") from error
+    check_writable(folder / f"{file.stem}_memory.png")
     paths = [
         draw_memory(data, folder / f"{file.stem}_memory.png"),
         draw_time(data, folder / f"{file.stem}_time.png", baseline=baseline),
@@ -297,6 +301,7 @@ def draw(file: Path, folder: Path, *, baseline: str | None = None) -> list[Path]
     return [path for path in paths if path is not None]
 
 
+@one_line("plots")
 def main() -> None:
     arguments = sys.argv[1:]
     if {"--help", "-h"} & set(arguments) or not arguments:
@@ -310,7 +315,8 @@ def main() -> None:
         if not files:
             raise ValueError("name a FILE.json that python -m scripts.benchmark --out wrote")
         for file in files:
-            drawn = draw(file, Path(options["out"]) if "out" in options else file.parent, baseline=options.get("baseline"))
+            folder = Path(options["out"]) if "out" in options else file.parent
+            drawn = draw(file, folder, baseline=options.get("baseline"))
             print("\n".join(map(str, drawn)) or f"{file}: nothing was measured in it, nothing is drawn")
     except ValueError as error:
         sys.exit(f"plots: {error}")

@@ -43,6 +43,8 @@ from scripts.sample import read_config
 from scripts.trace_page import render_page
 from training.checkpoint import load_model_state, read_meta
 from training.device import DTYPES, pick_device, pick_dtype
+from training.interrupt import one_line
+from training.metrics import check_writable, write_file
 
 WORKED_Q = [
     [1.0, 0.0, 0.5, -0.3],
@@ -274,12 +276,14 @@ def table(found: Trace) -> str:
     return "\n".join(lines)
 
 
+@one_line("trace")
 def main() -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
         return
     try:
         options = read_options(sys.argv[1:])
+        check_writable(options.out)
         call, backend, found = look(options)
         text = {"headline": headline(call, backend), "verdict": verdict(found, call.q.dtype), "defect": backend.defect}
         page = render_page(
@@ -291,7 +295,7 @@ def main() -> None:
             **text,
         )
         print(*filter(None, text.values()), "", table(found), "", sep="\n")
-        options.out.write_text(page)
+        write_file(options.out, page)
         print(f"{options.out}: {len(page) / 1e6:.2f} MB, open it in a browser")
     except (ValueError, OSError) as error:
         sys.exit(f"trace: {error}")

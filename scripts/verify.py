@@ -34,7 +34,8 @@ from attention.conformance import SHORT
 from attention.properties import PROPERTIES, Cell, check_breaks, examine
 from attention.subject import Subject
 from training.device import DTYPES, pick_device, pick_dtype
-from training.metrics import environment, write_json
+from training.interrupt import one_line
+from training.metrics import check_writable, environment, write_json
 
 
 @dataclass
@@ -184,6 +185,7 @@ def write(options: Options, columns: dict[str, dict[str, Any]], dtypes: list[tor
     write_json(options.out, head | {"backends": {name: columns[name] for name in names}})
 
 
+@one_line("verify")
 def main() -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
@@ -194,6 +196,8 @@ def main() -> None:
         device = pick_device(options.device)
         dtypes = pick_dtypes(options.dtype, device)
         backends = pick_backends(options.attention, device)
+        if options.out is not None:
+            check_writable(options.out)
     except (ValueError, OSError) as error:
         sys.exit(f"verify: {error}")
     if device.type == "cpu":

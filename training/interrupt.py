@@ -1,6 +1,9 @@
-"""Ctrl-C and SIGTERM as a request: the step in progress is finished, then the run saves and stops."""
+"""Ctrl-C and SIGTERM as a request: the step in progress is finished, then the run saves and stops. A script simply ends, in one line."""
 
 import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 
@@ -22,3 +25,18 @@ class Interrupt:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+
+
+@contextmanager
+def one_line(script: str) -> Iterator[None]:
+    """Decorates a script's main(): Ctrl-C ends it with one line and exit code 130, a file that fails with one line and 1.
+
+    What has been written by then stays.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"{script}: stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)
+    except OSError as error:
+        sys.exit(f"{script}: {error}")

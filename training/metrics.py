@@ -5,6 +5,7 @@ which JSON lacks, become null, and the names of those values are listed beside t
 """
 
 import contextlib
+import errno
 import importlib.metadata
 import json
 import math
@@ -13,6 +14,7 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,7 +77,7 @@ class MetricsFile:
     def truncate_after(self, step: int) -> None:
         """Drop the rows of later steps, and a torn last line: what a resumed run writes again."""
         rows = [row for row in read_metrics(self.path) if row["step"] <= step]
-        _replace(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+        write_file(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -97,7 +99,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def write_json(path: Path, obj: dict[str, Any]) -> None:
     """Write one JSON object so that a reader finds the old file or the new one, whole."""
-    _replace(Path(path), json.dumps(strict(obj), indent=2, allow_nan=False, default=str) + "\n")
+    write_file(path, json.dumps(strict(obj), indent=2, allow_nan=False, default=str) + "\n")
 
 
 def strict(obj: dict[str, Any]) -> dict[str, Any]:
@@ -121,13 +123,36 @@ def strict(obj: dict[str, Any]) -> dict[str, Any]:
     return cleaned | {"nonfinite": nonfinite} if nonfinite else cleaned
 
 
-def _replace(path: Path, text: str) -> None:
+def write_file(path: Path, content: str | bytes) -> None:
+    """The old file or the new one, whole. Raises OSError with the path where it cannot be written."""
+    path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def check_writable(path: Path) -> None:
+    """Find out before the work whether its file can be written: make the folder, try a block beside the file and leave nothing there.
+
+    Raises OSError in one line, with the path and the way out.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent, buffering=0) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror or error}; name another file") from error
 
 
 def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float | None:

@@ -19,7 +19,9 @@ def outcome_of(error: BaseException, device: str, run_dir: Path, *, predicted_gi
         return {"status": "interrupted"}
     if is_out_of_memory(error):
         found = describe_out_of_memory(error, device) | {"predicted_gib": predicted_gib}
-        expected = "" if predicted_gib is None else f"; the run was predicted to take {predicted_gib:.1f} GiB in all (python -m scripts.plan)"
+        expected = (
+            "" if predicted_gib is None else f"; the run was predicted to take {predicted_gib:.1f} GiB in all (python -m scripts.plan)"
+        )
         log.error(f"out of memory: {found['message']}{expected}")
         return {"status": "oom", "oom": found}
     # what the user can mend is one line; anything else is ours, and its traceback is wanted
@@ -38,6 +40,6 @@ def close_run(run_dir: Path, summary: dict[str, Any]) -> None:
         if "steps_done" in summary or not (run_dir / "summary.json").exists():
             write_json(run_dir / "summary.json", summary)
     except OSError as error:
-        log.error(f"error: {run_dir / 'summary.json'} cannot be written: {error}")
+        log.error(f"error: {error}")
         summary["status"] = "failed"
     release_memory(summary.get("device", "cpu"))

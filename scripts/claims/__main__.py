@@ -13,9 +13,11 @@ import sys
 import time
 from pathlib import Path
 
+from training.interrupt import one_line
 from training.metrics import environment, write_json
 
 
+@one_line("claims")
 def main() -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)

@@ -17,8 +17,11 @@ from scripts.report.drawing import variant_styles
 from scripts.report.matrix import cross_blocks
 from scripts.report.page import Card, Figure, Section, Table, Text, render_html, render_markdown
 from scripts.report.runs import Run, ended, load_runs
+from training.interrupt import one_line
+from training.metrics import check_writable, write_file
 
 
+@one_line("report")
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.report",
@@ -33,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if out.suffix != ".html" or out.is_dir():
             raise ValueError(f"--out {out} is not a name for an HTML file; give one that ends in .html")
         runs = load_runs(arguments.dirs)
+        check_writable(out)
         write_report(runs, cross_blocks(arguments.dirs), out)
     except (OSError, ValueError) as error:
         print(f"report: {error}", file=sys.stderr)
@@ -52,9 +56,9 @@ def write_report(runs: list[Run], cross_eval: list[Table | Text], out: Path) -> 
     blocks = [block for section in sections for block in section.blocks]
     for figure in [block.figure if isinstance(block, Card) else block for block in blocks]:
         if isinstance(figure, Figure):
-            (folder / f"{figure.name}.png").write_bytes(figure.drawing.png)
-    out.write_text(render_html(title, sections), encoding="utf-8")
-    out.with_suffix(".md").write_text(render_markdown(title, sections, folder.name), encoding="utf-8")
+            write_file(folder / f"{figure.name}.png", figure.drawing.png)
+    write_file(out, render_html(title, sections))
+    write_file(out.with_suffix(".md"), render_markdown(title, sections, folder.name))
 
 
 def build_report(runs: list[Run], cross_eval: list[Table | Text]) -> list[Section]:

@@ -108,6 +108,20 @@ def test_judges_of_ones_own(sweep, tmp_path):
     assert third["status"] == "ok" and not (sweep / "0/cross_eval.json").exists()
 
 
+def test_a_matrix_without_a_figure_replaces_nothing(sweep, table, monkeypatch, capsys):
+    """A regression test: where no judge could run, a matrix of refusals took the place of a good one, with exit code 0."""
+    before = (sweep / "cross_eval.json").read_bytes()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("attention=triton needs a GPU")
+
+    monkeypatch.setattr(cross_eval, "judged", refuse)
+    assert cross_eval.main([str(sweep), "--under", "triton"]) == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("cross_eval: "))
+    assert line.endswith("nothing could be evaluated, nothing is written: triton refused: attention=triton needs a GPU")
+    assert (sweep / "cross_eval.json").read_bytes() == before
+
+
 def test_a_folder_of_ruins(sweep, tmp_path, capsys):
     """Failed, out of memory, half written, without a checkpoint, with a damaged one: a line each, and the rest is judged."""
     shutil.copytree(sweep / "0", tmp_path / "good")

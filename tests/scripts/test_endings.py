@@ -1,0 +1,104 @@
+"""How scripts end that cannot go on: in one line, before the work where that can be known, and what was there before stays."""
+
+import errno
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from training import metrics
+from training.interrupt import one_line
+from training.metrics import check_writable, write_file
+
+RESULTS = Path(__file__).resolve().parents[2] / "results"
+
+
+def start(monkeypatch, name: str, *arguments: str) -> object:
+    """The exit code, or the line, with which scripts.NAME ends."""
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    module = import_module(f"scripts.{name}.__main__" if name in ("claims", "report") else f"scripts.{name}")
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(module.main())
+    return ended.value.code
+
+
+def never(*_: object, **__: object) -> None:
+    raise AssertionError("the work began")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "work"),
+    [
+        ("benchmark", ["--attention", "naive", "--seq-len", "16", "--out", "{out}"], "scripts.benchmark.measured"),
+        ("verify", ["attention=naive", "out={folder}"], "scripts.verify.verify"),
+        ("plan", ["attention=naive", "device=cpu", "out={out}"], "scripts.plan.plan_all"),
+        ("plots", [str(RESULTS / "memory_h200.json"), "out={out}"], "scripts.plots.draw_memory"),
+        ("collect", ["{folder}", "--out", "{out}"], "scripts.collect.read_sweep"),
+        ("trace", ["out={folder}"], "scripts.trace.look"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "." not in value else "",
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(monkeypatch, tmp_path, name, arguments, work):
+    (tmp_path / "file").write_text("")
+    out, folder = tmp_path / "file" / "out.json", tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.setattr(work, never)
+    told = start(monkeypatch, name, *(argument.format(out=out, folder=folder) for argument in arguments))
+    assert isinstance(told, str) and "\n" not in told
+    assert told.startswith(f"{name}: {tmp_path}") and " cannot be written: " in told and told.endswith("; name another file")
+    assert os.listdir(folder) == [] and sorted(os.listdir(tmp_path)) == ["file", "folder"]
+
+
+def test_a_file_is_tried_without_being_touched(tmp_path):
+    (tmp_path / "old.json").write_text("old")
+    check_writable(tmp_path / "old.json")
+    check_writable(tmp_path / "new/x.json")
+    assert (tmp_path / "old.json").read_text() == "old" and os.listdir(tmp_path / "new") == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told_with_the_path(tmp_path, monkeypatch):
+    (tmp_path / "page.html").write_text("old")
+    monkeypatch.setattr(metrics.Path, "with_name", lambda path, name: Path("/dev/full"))
+    monkeypatch.setattr(metrics.Path, "unlink", lambda path: None)
+    with pytest.raises(OSError, match=f"^{tmp_path}/page.html cannot be written: {os.strerror(errno.ENOSPC)}$"):
+        write_file(tmp_path / "page.html", "new")
+    assert (tmp_path / "page.html").read_text() == "old"
+
+
+def test_an_os_error_is_one_line():
+    @one_line("trace")
+    def main() -> None:
+        write_file(Path("/nowhere/to/be/found"), "")
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == "trace: /nowhere/to/be/found cannot be written: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "work"),
+    [
+        ("benchmark", ["--attention", "naive", "--seq-len", "16", "--allow-broken"], "scripts.benchmark.measured"),
+        ("verify", ["attention=naive"], "scripts.verify.verify"),
+        ("cross_eval", ["."], "scripts.cross_eval.measure"),
+        ("claims", ["run=worked_example"], "scripts.claims.render.found"),
+        ("report", ["."], "scripts.report.__main__.load_runs"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "." not in value else "",
+)
+def test_ctrl_c_is_one_line_and_exit_code_130(monkeypatch, capsys, name, arguments, work):
+    def pressed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(work, pressed)
+    monkeypatch.setattr("scripts.benchmark.wrong_results", lambda *_, **__: [])
+    assert start(monkeypatch, name, *arguments) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == f"{name}: stopped by Ctrl-C"
+
+
+def test_collect_of_a_folder_that_is_not_there(monkeypatch, tmp_path):
+    told = start(monkeypatch, "collect", str(tmp_path / "nope"), "--out", str(tmp_path / "x.json"))
+    assert told == f"collect: {tmp_path / 'nope'} is not a folder" and os.listdir(tmp_path) == []
