@@ -11,6 +11,7 @@ import pytest
 
 from data.batches import TextData
 from tests.command import checkpoint, computed, contents, finish, metrics, run, same, start, summary, tiny, wait_for_rows
+from training.checkpoint import read_meta
 
 # everything that has state: two passes a step, dropout, and rows, evaluations and checkpoints out of step with one another
 STATEFUL = ("model.dropout=0.1", "tokens_per_step=256", "steps=12", "log_every=3", "eval_every=5", "checkpoint_every=4")
@@ -112,6 +113,23 @@ def test_killed_at_random_and_resumed_is_the_same_run(tmp_path):
     assert same(checkpoint(tmp_path / "killed"), checkpoint(tmp_path / "straight")), f"killed at rows {moments}"
     assert computed(tmp_path / "killed") == computed(tmp_path / "straight"), f"killed at rows {moments}"
     assert not list((tmp_path / "killed").glob("*.tmp")) and not (tmp_path / "killed/checkpoint.old").exists()
+
+
+def test_a_folder_that_another_process_writes_to(tmp_path):
+    """Refused however soon, without a trace; free at once when that process is killed."""
+    process = start(*tiny(tmp_path, "steps=5000", "checkpoint_every=5"))
+    while process.poll() is None and not (tmp_path / ".lock").exists():
+        time.sleep(0.001)
+    refusal = f"another process is writing to {tmp_path} right now"
+    assert refusal in run(*tiny(tmp_path, "seed=1")).complaint()
+    assert refusal in run("-m", *tiny(tmp_path, "seed=1,2"), f"hydra.sweep.dir={tmp_path}").complaint()
+    wait_for_rows(process, tmp_path, 8)
+    assert refusal in run(f"resume={tmp_path}").complaint()
+    process.kill()
+    assert finish(process).code == -signal.SIGKILL
+    steps = read_meta(tmp_path)["step"] + 2
+    assert run(f"resume={tmp_path}", f"steps={steps}").code == 0
+    assert summary(tmp_path)["seed"] == 0 and [row["step"] for row in metrics(tmp_path)] == list(range(steps + 1))
 
 
 def test_looking_more_often_changes_nothing(straight, tmp_path):

@@ -5,12 +5,13 @@ SWEEP/index.jsonl and prints the table at the end. Diverged and out-of-memory ru
 a failed one makes it 1.
 """
 
+import fcntl
 import json
 import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hydra.experimental.callback import Callback
 
@@ -30,15 +31,23 @@ class SweepSummary(Callback):
 
     folder: Path | None = None  # of the sweep; None in a single run
 
+    def __init__(self) -> None:
+        self.locks: dict[Path, IO] = {}  # what is closed is unlocked
+
     def on_run_start(self, config: Any, **kwargs: Any) -> None:
-        if config.resume is None:
-            folder = Path(config.hydra.run.dir)
-            claim(folder, "metrics.jsonl", f"go on with it by resume={folder}, or choose another hydra.run.dir")
+        folder = Path(config.hydra.run.dir)
+        way_out = f"go on with it by resume={folder}, or choose another hydra.run.dir"
+        self.locks[folder] = claim(folder, None if config.resume else "metrics.jsonl", way_out)
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         self.folder = Path(config.hydra.sweep.dir).absolute()
-        claim(self.folder, "index.jsonl", "choose another hydra.sweep.dir")
+        self.locks[self.folder] = claim(self.folder, "index.jsonl", "choose another hydra.sweep.dir")
         (self.folder / "index.jsonl").write_text("")
+
+    def on_job_start(self, config: Any, **kwargs: Any) -> None:
+        if self.folder is not None:
+            folder = Path(config.hydra.runtime.output_dir)
+            self.locks[folder] = lock(folder)
 
     def on_job_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
         if self.folder is None:
@@ -69,16 +78,35 @@ class SweepSummary(Callback):
         raise SystemExit(code)
 
 
-def claim(folder: Path, mark: str, way_out: str) -> None:
-    """Make the folder of a new run or sweep, before Hydra writes to it. Ends the program where there is one already, or none can be."""
-    if (folder / mark).exists():
-        raise SystemExit(f"error: {folder} holds a run or sweep already; {way_out}")
+def claim(folder: Path, mark: str | None, way_out: str) -> IO:
+    """Make and lock the folder of a run or sweep, before Hydra writes to it. Ends the program where it cannot be.
+
+    A folder that holds the file `mark` is refused: there is a run already. None where that is wanted, to go on with it.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(2**16))
+        file = lock(folder)
     except OSError as error:
         raise SystemExit(f"error: the folder {folder} cannot be written to: {error}; {way_out}") from None
+    # only now: the process that held the lock before may have finished its run
+    if mark and (folder / mark).exists():
+        raise SystemExit(f"error: {folder} holds a run or sweep already; {way_out}")
+    return file
+
+
+def lock(folder: Path) -> IO:
+    """Keep every other process out of the folder until the file is closed. The system unlocks it however this process ends."""
+    file = (folder / ".lock").open("a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        answer = f"error: another process is writing to {folder} right now; start again, or choose another hydra.run.dir or hydra.sweep.dir"
+        raise SystemExit(answer) from None
+    except OSError:  # a file system without locks
+        pass
+    return file
 
 
 def exit_code(rows: list[dict[str, Any]]) -> int:
