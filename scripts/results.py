@@ -2,9 +2,11 @@
 
     python -m scripts.results
 
-Only reads results/*.json; measures nothing. Every table says where and on what its figures were measured.
+Only reads results/*.json; measures nothing. Every table says where and on what its figures were measured. Rewrites tracked files:
+results/README.md and the pictures in it, docs/claims.md and docs/questions.md.
 """
 
+import argparse
 import json
 from collections.abc import Callable, Iterable
 from itertools import combinations
@@ -49,6 +51,11 @@ def spread(values: list[float], form: str = "{:.3f}") -> str:
     if len(values) == 1:
         return form.format(values[0])
     return f"{form.format(fmean(values))} ± {form.format(stdev(values))} (n={len(values)})"
+
+
+def rounded(value: float) -> str:
+    """Three digits of a small figure, one decimal of a large one: 0.523, 1.5, 52.3, 1,024, 2,048.1."""
+    return f"{value:.3g}" if abs(value) < 10 else f"{value:,.1f}".removesuffix(".0")
 
 
 def groups(runs: list[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) -> dict[Any, list[dict[str, Any]]]:
@@ -201,25 +208,25 @@ def paired() -> str:
     return section(data, f"{floor} {ours}", table(head, body))
 
 
-def call_tables(data: dict[str, Any], *figures: tuple[str, str, float, str]) -> Iterable[str]:
-    """For each shape that was measured, a table of each figure (title, column, divisor, format): variants down, lengths across."""
+def call_tables(data: dict[str, Any], *figures: tuple[str, str, float]) -> Iterable[str]:
+    """For each shape that was measured, a table of each figure (title, column, divisor): variants down, lengths across."""
     shapes = groups(data["rows"], lambda row: tuple(row[key] for key in ("batch", "heads", "head_dim", "dtype", "causal")))
     for (batch, heads, head_dim, dtype, causal), rows in shapes.items():
         lengths = sorted({row["seq_len"] for row in rows})
         lines = []
         for name, own in groups(rows, lambda row: row["attention"]).items():
-            for title, column, divisor, form in figures:
+            for title, column, divisor in figures:
                 cells = {}
                 for row in own:
                     value = row.get(column)
-                    cells[row["seq_len"]] = "out of memory" if "oom" in row else "-" if value is None else form.format(value / divisor)
+                    cells[row["seq_len"]] = "out of memory" if "oom" in row else "-" if value is None else rounded(value / divisor)
                 lines.append([name.replace(":", " "), title, *(cells.get(length, "-") for length in lengths)])
         what = f"One call, batch {batch}, {heads} heads of {head_dim}, {dtype}, {'causal' if causal else 'no mask'}; MiB above q, k and v."
         yield f"{what}\n\n{table(['attention', '', *map(str, lengths)], lines)}"
 
 
-MEMORY = (("forward", "forward_bytes", 2**20, "{:,.6g}"), ("forward and backward", "training_bytes", 2**20, "{:,.6g}"))
-TIME = (("ms forward", "forward_seconds", 1e-3, "{:,.2f}"), ("ms backward", "backward_seconds", 1e-3, "{:,.2f}"))
+MEMORY = (("forward", "forward_bytes", 2**20), ("forward and backward", "training_bytes", 2**20))
+TIME = (("ms forward", "forward_seconds", 1e-3), ("ms backward", "backward_seconds", 1e-3))
 
 
 def memory() -> str:
@@ -371,6 +378,8 @@ SECTIONS = {
 
 
 def main() -> None:
+    # it takes no arguments: --help must not write, nor must a mistyped one
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     import matplotlib
 
     matplotlib.use("Agg")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import results
 from training import metrics
 from training.interrupt import one_line
 from training.metrics import check_writable, write_file
@@ -97,6 +98,22 @@ def test_ctrl_c_is_one_line_and_exit_code_130(monkeypatch, capsys, name, argumen
     monkeypatch.setattr("scripts.benchmark.wrong_results", lambda *_, **__: [])
     assert start(monkeypatch, name, *arguments) == 130
     assert capsys.readouterr().err.splitlines()[-1] == f"{name}: stopped by Ctrl-C"
+
+
+@pytest.mark.parametrize("argument", ["--help", "render=true"])
+def test_results_writes_nothing_where_it_is_given_an_argument(monkeypatch, capsys, argument):
+    """A regression test: it took no notice of its arguments and rewrote the tracked tables."""
+    monkeypatch.setattr("scripts.results.SECTIONS", {"none": never})
+    assert start(monkeypatch, "results", argument) == (0 if argument == "--help" else 2)
+    out, err = capsys.readouterr()
+    assert "results/README.md" in out if argument == "--help" else "unrecognized arguments: render=true" in err
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.523438, "0.523"), (1.5, "1.5"), (52.2817, "52.3"), (780.127, "780.1"), (1024.0, "1,024"), (3.0, "3")]
+)
+def test_figures_of_tables_are_rounded(value, text):
+    assert results.rounded(value) == text
 
 
 def test_collect_of_a_folder_that_is_not_there(monkeypatch, tmp_path):
