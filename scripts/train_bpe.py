@@ -17,12 +17,15 @@ hold the pair:
 import argparse
 import base64
 import heapq
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
 from data.tokenizer import PATTERN, RANKS_FILE
+from training.interrupt import one_line
+from training.metrics import check_writable, write_file
 
 Pair = tuple[int, int]
 
@@ -51,14 +54,18 @@ def merge_pair(word: list[int], pair: Pair, new: int) -> list[int]:
     return merged
 
 
+def check_vocab_size(vocab_size: int) -> None:
+    if vocab_size < 256:
+        raise ValueError(f"--vocab-size {vocab_size} must be at least 256: every byte has a rank, so that any text can be encoded")
+
+
 def train(pretokens: Counter[bytes], vocab_size: int) -> list[bytes]:
     """The vocabulary in rank order: 256 bytes, then one token a merge; fewer than `vocab_size` when nothing is left to merge.
 
     The most frequent pair is merged first, and among equals the one with the smallest ranks: the result depends on the counts
     alone, not on the order in which the text was read.
     """
-    if vocab_size < 256:
-        raise ValueError(f"--vocab-size {vocab_size} must be at least 256: every byte has a rank, so that any text can be encoded")
+    check_vocab_size(vocab_size)
     vocab = [bytes([value]) for value in range(256)]
     words = [list(pretoken) for pretoken in pretokens]
     word_counts = list(pretokens.values())
@@ -101,6 +108,7 @@ def rank_lines(vocab: list[bytes]) -> Iterator[str]:
         yield f"{base64.b64encode(token).decode()} {rank}\n"
 
 
+@one_line("train_bpe")
 def main() -> None:
     summary, example = __doc__.strip().split("\n\n")[:2]
     parser = argparse.ArgumentParser(
@@ -109,13 +117,18 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=8192, help="ranks to learn, the 256 bytes included (default 8192)")
     parser.add_argument("--out", type=Path, default=RANKS_FILE, help="file to write (default: the one tokenizer=bpe reads)")
     arguments = parser.parse_args()
+    try:
+        check_vocab_size(arguments.vocab_size)
+        check_writable(arguments.out)
+    except (OSError, ValueError) as error:
+        sys.exit(f"train_bpe: {error}")
 
     from config import DataConfig
     from data.corpora import documents
 
     texts = (document["text"] for document in documents(DataConfig(source="stdlib")))
     vocab = train(count_pretokens(texts), arguments.vocab_size)
-    arguments.out.write_text("".join(rank_lines(vocab)))
+    write_file(arguments.out, "".join(rank_lines(vocab)))
     print(f"{len(vocab)} ranks written to {arguments.out}")
 
 

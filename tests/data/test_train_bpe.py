@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.tokenizer import RANKS_FILE, bpe, read_ranks
-from scripts.train_bpe import count_pretokens, merge_pair, rank_lines, train
+from scripts.train_bpe import count_pretokens, main, merge_pair, rank_lines, train
 
 
 def slow_train(pretokens: Counter, vocab_size: int) -> list[bytes]:
@@ -76,6 +76,15 @@ def test_shipped_vocabulary_has_the_promised_size():
 def test_too_small_a_vocabulary_is_refused():
     with pytest.raises(ValueError, match="--vocab-size 100 must be at least 256"):
         train(Counter({b"a": 1}), 100)
+
+
+@pytest.mark.parametrize("arguments", [("--vocab-size", "10"), ("--out", "/proc/ranks")], ids=" ".join)
+def test_refused_in_one_line_before_the_corpus_is_read(arguments, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_bpe", *arguments])
+    monkeypatch.setattr("scripts.train_bpe.count_pretokens", None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code.startswith("train_bpe: ") and arguments[1] in ended.value.code and "\n" not in ended.value.code
 
 
 def test_help_shows_a_line_that_runs():
