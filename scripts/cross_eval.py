@@ -119,6 +119,8 @@ def load_checkpoints(folders: Sequence[Path]) -> list[Checkpoint]:
     for summary, setting in zip(summaries, differing_settings(summaries), strict=True):
         folder = Path(summary["dir"])
         try:
+            if not any((folder / name).exists() for name in ("summary.json", "metrics.jsonl", "checkpoint")):
+                raise ValueError(summary.get("error") or "no run directory: without summary.json, metrics.jsonl and checkpoint")
             if summary["status"] not in JUDGED:
                 raise ValueError(summary["status"])
             config = read_config(folder)

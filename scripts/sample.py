@@ -1,6 +1,6 @@
 """Let a trained run write: a prompt, and what the model makes of it.
 
-    python -m scripts.sample run="$(ls -dt outputs/*/* | head -1)" prompt="def main("
+    python -m scripts.sample run="$(ls -dt outputs/*/*/checkpoint | head -1 | xargs dirname)" prompt="def main("
 
 Arguments are key=value as for train.py; every key but `run` has a default:
 
@@ -32,6 +32,7 @@ from model import GPT, sample_text
 from model.schedule import backend_after, chosen_attention
 from training.checkpoint import load_model_state, read_meta
 from training.device import pick_device, pick_dtype
+from training.sweep import load_json
 
 
 @dataclass
@@ -61,14 +62,20 @@ def read_options(arguments: list[str]) -> Options:
             raise ValueError(f"{key}={text} is no {types[key].__name__}") from None
     if "run" not in values:
         raise ValueError("run=DIR is missing: the directory of a run, as in run=outputs/DATE/TIME")
-    return Options(**values)
+    options = Options(**values)
+    if options.tokens < 1:
+        raise ValueError(f"tokens={options.tokens} must be at least 1")
+    return options
 
 
 def read_config(run: Path) -> RunConfig:
     path = run / "config.yaml"
     if not path.is_file():
-        runs = sorted(run.glob("*/config.yaml"))
+        runs = sorted(run.glob("[!.]*/config.yaml"))
         hint = f"; it holds runs, such as {runs[0].parent}" if runs else ""
+        # a run that was refused has no more than that
+        if reason := load_json(run / "summary.json").get("error"):
+            hint = f"; the run ended before it began: {str(reason).splitlines()[0]}"
         raise ValueError(f"{run} is no run directory: it has no config.yaml{hint}")
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path)))

@@ -139,12 +139,15 @@ def test_a_folder_of_ruins(sweep, tmp_path, capsys):
     weights = tmp_path / "damaged/checkpoint/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     (tmp_path / "empty").mkdir()
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf/config.yaml").write_text("steps: 3")
     assert cross_eval.main([str(tmp_path), "--under", "sdpa", "--sequences", "1"]) == 0
     said = capsys.readouterr().err.splitlines()
     for name, reason in {
         "failed": "failed",
         "oom": "oom",
         "torn": "unfinished",
+        "conf": "no run directory",
         "no_checkpoint": "holds no checkpoint",
         "no_config": "is not the configuration of a run",
         "damaged": "is truncated",

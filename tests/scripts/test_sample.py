@@ -105,6 +105,7 @@ def test_keeps_the_options_the_run_was_trained_with(run_sample, tmp_path):
         (("run=DIR", "token=3"), "'token=3' is not key=value with a key of: run, prompt, tokens, temperature"),
         (("run=DIR", "hello"), "'hello' is not key=value"),
         (("run=DIR", "tokens=many"), "tokens=many is no int"),
+        (("run=DIR", "tokens=-1"), "tokens=-1 must be at least 1"),
         (("run=DIR", "cache=maybe"), "cache=maybe is no bool"),
         (("run=DIR", "temperature=-1"), "temperature=-1.0 must be at least 0"),
         (("run=DIR", "top_k=-1"), "top_k=-1 must be at least 1"),
@@ -125,6 +126,15 @@ def test_complains_about_what_is_no_run_directory(complaint, tmp_path):
     assert complaint(f"run={tmp_path}/sweep").endswith(f"it has no config.yaml; it holds runs, such as {tmp_path}/sweep/0")
 
 
+def test_says_why_a_run_never_began(complaint, tmp_path):
+    """A run that was refused has a summary and Hydra's folder, which is no run."""
+    (tmp_path / "run/.hydra").mkdir(parents=True)
+    (tmp_path / "run/.hydra/config.yaml").write_text("")
+    assert complaint(f"run={tmp_path}/run") == f"sample: {tmp_path}/run is no run directory: it has no config.yaml"
+    (tmp_path / "run/summary.json").write_text('{"status": "failed", "error": "seq_len=7 is odd\\nand more"}')
+    assert complaint(f"run={tmp_path}/run").endswith("it has no config.yaml; the run ended before it began: seq_len=7 is odd")
+
+
 @pytest.mark.parametrize("text", ["steps: [", "colour: blue", "steps: many", "just words"])
 def test_complains_about_a_foreign_configuration(complaint, tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
@@ -143,14 +153,15 @@ def test_complains_about_a_run_on_last_write(complaint, tmp_path):
 
 def test_command_in_the_help_runs_as_typed(tmp_path):
     write_run(tmp_path / "outputs" / "day" / "time")
+    # newer, but a run that failed and a folder of pictures
+    write_run(tmp_path / "outputs" / "day" / "later", checkpoint=False)
+    (tmp_path / "outputs" / "plots" / "memory").mkdir(parents=True)
 
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
     def run(command: str) -> subprocess.CompletedProcess:
         command = command.replace("python", sys.executable, 1)
-        return subprocess.run(
-            ["bash", "-c", command], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
-        )
+        return subprocess.run(["bash", "-c", command], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
 
     line = re.search(r"^ +(python -m scripts\.sample .*)$", run("python -m scripts.sample --help").stdout, re.MULTILINE)[1]
     done = run(line)
