@@ -47,7 +47,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from training.interrupt import Interrupt
     from training.loggers import build_logger
     from training.memory import MemoryMeter, cpu_memory_limit
-    from training.metrics import MetricsFile, Throughput, environment, peak_flops, progress_line, read_metrics, write_json
+    from training.metrics import MetricsFile, Progress, Throughput, environment, peak_flops, read_metrics, write_json
     from training.optimizer import build_optimizer, learning_rate
     from training.outcome import outcome_of
     from training.plot import draw_loss_curve
@@ -94,7 +94,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     logger = build_logger(config.logger, **names, run_dir=run_dir, run_config=plain_config)
     log.info(f"{data.description}\nmodel={config.model.name} {summary['parameters']:,} parameters, {in_words(schedule)}")
     log.info(f"{device} {summary['dtype']}, {config.sequences_per_step} x {config.seq_len} tokens a step, in {run_dir}")
-    throughput, memory = Throughput(device), MemoryMeter(device)
+    throughput, memory, progress = Throughput(device), MemoryMeter(device), Progress(config.steps)
     peak, flops_per_token = peak_flops(device, dtype), model.flops_per_token(config.seq_len)
     held_out = data.val_batch(config.eval_sequences)
 
@@ -125,7 +125,8 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         bar = tqdm(total=config.steps, initial=first_step, disable=None, unit="step")
         with cpu_memory_limit(), Interrupt() as interrupt, logging_redirect_tqdm(), bar:
             if first_step == 0:
-                record({"step": 0, "tokens": 0, **validate({})})
+                record(row := {"step": 0, "tokens": 0, **validate({})})
+                log.info(progress.line(0, row))
             while step < config.steps:
                 # one optimizer step
                 lr = learning_rate(step, config.steps, optim)
@@ -171,11 +172,14 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                     scaler.update()
                 optimizer.zero_grad(set_to_none=True)
                 throughput.step(config.sequences_per_step * config.seq_len)
+                due = progress.step(step) and bar.disable  # where there is a bar, it is enough
                 with throughput.paused():
                     then = None if diverged else schedule.get(step)
                     if finished or then or step % config.eval_every == 0:
                         row |= validate({"_switched": then} if then else {})
-                        log.info(progress_line(step, config.steps, loss.item(), row, throughput.tokens_per_sec))
+                        due = True
+                    if due:
+                        log.info(progress.line(step, {"train/loss": loss.item()} | row, throughput.tokens_per_sec))
                     if then:
                         log.info(f"step {step}: from here on attention={then.name} {dict(then.options) or ''}")
                         step_model = under_attention(model, then, compile_mode=config.compile)

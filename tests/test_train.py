@@ -33,6 +33,8 @@ def learned(tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("learned")
     done = run(*tiny(run_dir, "steps=60", "eval_every=20", "sample_tokens=16"))
     assert done.code == 0, done.output
+    said = [line.split()[1] for line in done.output.splitlines() if line.startswith("step ") and " val/loss " in line]
+    assert said == ["0/60", "20/60", "40/60", "60/60"]
     return run_dir
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 PACKAGES = ("torch", "triton", "numpy", "hydra-core", "datasets", "tiktoken", "safetensors", "wandb")
 ROOT = Path(__file__).resolve().parent.parent
@@ -235,11 +236,38 @@ class Throughput:
         return self.clock()
 
 
-def progress_line(step: int, steps: int, loss: float, row: dict[str, Any], tokens_per_sec: float | None) -> str:
-    """What a person reads at an evaluation: the losses of a row of metrics, and the speed where it is known."""
-    figures = {"train/loss": loss} | {name: x for name, x in row.items() if name.startswith("val/")}
-    speed = f"  {tokens_per_sec:,.0f} tokens/s" if tokens_per_sec else ""
-    return f"step {step:>5}/{steps}  " + "  ".join(f"{name} {value:.4f}" for name, value in figures.items()) + speed
+class Progress:
+    """What a person reads while a run goes on.
+
+    for step in ...:
+        train(); due = progress.step(step)
+        if due: print(progress.line(step, row))
+    """
+
+    def __init__(self, steps: int, *, every: float = 15.0, clock: Callable[[], float] = time.perf_counter):
+        self.steps = steps
+        self.every = every
+        self.clock = clock
+        self._since: tuple[int, float] | None = None  # step and time at which the clock started
+        self._said = clock()
+
+    def step(self, step: int) -> bool:
+        """Count `step` as done; whether the last line is `every` seconds old. The first step, which compiles, starts the clock."""
+        now = self.clock()
+        self._since = self._since or (step, now)
+        return now - self._said >= self.every
+
+    def line(self, step: int, row: dict[str, Any], tokens_per_sec: float | None = None) -> str:
+        """The losses of a row of metrics, and the speed and the time left where they are known."""
+        self._said = self.clock()
+        parts = [f"step {step:>5}/{self.steps}"]
+        parts += [f"{name} {value:.4f}" for name, value in row.items() if name == "train/loss" or name.startswith("val/")]
+        if tokens_per_sec:
+            parts.append(f"{tokens_per_sec:,.0f} tokens/s")
+        if self._since and self._since[0] < step < self.steps:
+            seconds = (self._said - self._since[1]) / (step - self._since[0]) * (self.steps - step)
+            parts.append(f"{tqdm.format_interval(seconds)} left")
+        return "  ".join(parts)
 
 
 def environment(data_fingerprint: str, device: torch.device | str) -> dict[str, Any]:

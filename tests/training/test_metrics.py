@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from training import metrics
-from training.metrics import MetricsFile, Throughput, environment, peak_flops, read_metrics, write_json
+from training.metrics import MetricsFile, Progress, Throughput, environment, peak_flops, read_metrics, write_json
 
 
 def strict_loads(text: str):
@@ -133,6 +133,24 @@ def test_peak_of_known_gpus_by_name(monkeypatch, name, peak):
     assert peak_flops("cuda", torch.bfloat16) == peak
     assert peak_flops("cuda", torch.float32) is None
     assert peak_flops("cpu", torch.bfloat16) is None
+
+
+def test_progress_says_the_time_left_and_is_never_silent_for_long():
+    now = 0.0
+    progress = Progress(100, every=15.0, clock=lambda: now)
+    assert progress.line(0, {"step": 0, "val/loss": 5.5}) == "step     0/100  val/loss 5.5000"
+    now = 60.0
+    assert progress.step(1), "the first step took a minute"
+    assert progress.line(1, {"train/loss": 5.0}) == "step     1/100  train/loss 5.0000"
+    now = 74.0
+    assert not progress.step(8)
+    now = 80.0
+    assert progress.step(11)
+    # two seconds a step: what came before the first does not count
+    row = {"train/loss": math.nan, "lr": 1e-3, "val/loss": 4.0}
+    assert progress.line(11, row, 1234.5) == "step    11/100  train/loss nan  val/loss 4.0000  1,234 tokens/s  02:58 left"
+    assert not progress.step(12)
+    assert "left" not in progress.line(100, row)
 
 
 def test_environment_says_where_the_run_ran():
