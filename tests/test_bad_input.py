@@ -91,7 +91,7 @@ REFUSED = {
     "data-missing": (["data=text", "data.path=/no/such.txt"], ["data.path=/no/such.txt does not exist"]),
     "data-unnamed": (["data=text"], ["data.path=FILE"]),
     "last_write-too-short": (["data=last_write", "seq_len=1"], ["seq_len=1"]),
-    "logger": (["logger=trackio"], ["pip install 'tilegpt[trackio]'"]),
+    "logger": (["logger=trackio"], ["pip install -e '.[trackio]'"]),
 }
 
 

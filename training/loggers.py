@@ -240,7 +240,7 @@ def installed(package: str) -> bool:
 
 def _require(package: str) -> None:
     if not installed(package):
-        raise ValueError(f"logger={package} needs pip install 'tilegpt[{package}]'")
+        raise ValueError(f"logger={package} needs pip install -e '.[{package}]'")
 
 
 def _first_line(error: Exception) -> str:

@@ -251,7 +251,7 @@ def test_none_does_nothing(tmp_path):
 @pytest.mark.parametrize("name", ["tensorboard", "trackio"])
 def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name):
     monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda package: None)
-    with pytest.raises(ValueError, match=rf"logger={name} needs pip install 'tilegpt\[{name}\]'"):
+    with pytest.raises(ValueError, match=rf"logger={name} needs pip install -e '.\[{name}\]'"):
         build_logger(LoggerConfig(name=name), run_dir=tmp_path, wandb_dir=tmp_path, **ARGUMENTS)
 
 
