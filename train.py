@@ -73,7 +73,9 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     optimizer = build_optimizer(model, optim)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     predicted_gib = predict_peak_gib(config, data.vocab_size, schedule[0], dtype, device)
-    summary |= {"parameters": count_parameters(model), "data": data.fingerprint, "memory/predicted_gib": predicted_gib}
+    summary |= {"parameters": count_parameters(model), "data": data.fingerprint}
+    # on a CPU the peak beside it is the process's, Python and its libraries included
+    summary |= {"memory/predicted_gib": predicted_gib} if device.type == "cuda" else {}
 
     # where it starts and what it writes
     metrics = MetricsFile(run_dir / "metrics.jsonl")
@@ -203,7 +205,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         logger.finish(exit_code=0 if summary["status"] == "completed" else 1)
 
     # what came of it
-    if device.type == "cuda":  # on a CPU the peak is the process's, Python and its libraries included
+    if device.type == "cuda":
         peak_gib = summary["memory/peak_gib"]
         log.info(f"peak memory {peak_gib:.2f} GiB, predicted {predicted_gib:.2f} ({predicted_gib / peak_gib - 1:+.1%})")
     title = f"{in_words(schedule)} model={config.model.name} seq_len={config.seq_len} seed={config.seed}: {summary['status']}"

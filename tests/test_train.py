@@ -90,6 +90,7 @@ def test_summary_is_the_last_row_and_the_outcome(learned):
     assert result["status"] == "completed" and result["attention"] == "tiled" and not result["defect"]
     assert (result["steps_done"], result["tokens"]) == (60, 60 * 4 * 32)
     assert (result["val/loss"], result["val/loss_exact"]) == (last["val/loss"], last["val/loss_exact"])
+    assert "memory/predicted_gib" not in result, "tensors alone, beside the peak of the whole process"
     assert result["max_score"] == max(row["attention/max_score"] for row in metrics(learned)[1:])
     assert checkpoint(learned)["step"] == 60
 
