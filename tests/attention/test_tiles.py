@@ -15,9 +15,8 @@ from attention.kernels.launch import padded_head_dim, pick_tile, table_for, tabl
 KERNELS = ("forward", "dkdv", "dkdv_general", "dq")
 DTYPES = ("16-bit", "float32")
 HEAD_DIMS = (64, 128, 256)
-COMPILER = Path(__file__).with_name("compile_tile.py")
-
-# features that share the tile of a kernel: each is compiled
+ROOT = Path(__file__).parents[2]
+# attention.kernels.offline.VARIANTS, which is importable only where Triton is
 VARIANTS = {
     "forward": ("causal", "full", "intervals", "score_mod", "no_rescale"),
     "dkdv": ("causal", "full"),
@@ -86,9 +85,18 @@ def test_sm_90_compiles_without_spills(kernel, head_dim):
     """In a process that does not interpret: registers, shared memory and ptxas' warnings of serialised products."""
     table = tables()["sm_90"]
     tile = table["16-bit"][kernel][str(head_dim)]
-    command = [sys.executable, COMPILER, kernel, "bf16", str(head_dim), ",".join(VARIANTS[kernel]), *map(str, tile)]
+    command = [
+        sys.executable,
+        "-m",
+        "attention.kernels.offline",
+        kernel,
+        "bf16",
+        str(head_dim),
+        ",".join(VARIANTS[kernel]),
+        *map(str, tile),
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["variant"] for row in found] == [*VARIANTS[kernel]]

@@ -1,0 +1,108 @@
+"""Compile a kernel without running it, with Triton's own compiler and ptxas: registers, spills, shared memory. No GPU is needed.
+
+    python -m attention.kernels.offline forward bf16 64 causal,intervals 128 64 4 3     a line of JSON a variant
+
+Not under TRITON_INTERPRET=1, where there is nothing to compile.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from attention.kernels import backward, forward, op
+from attention.kernels.launch import Tile, padded_head_dim
+
+KERNELS = {
+    "forward": forward.forward_kernel,
+    "dkdv": backward.dkdv_kernel,
+    "dkdv_general": backward.dkdv_kernel,
+    "dq": backward.dq_kernel,
+}
+# features that share the tile of a kernel
+VARIANTS = {
+    "forward": ("causal", "full", "intervals", "score_mod", "no_rescale"),
+    "dkdv": ("causal", "full"),
+    "dkdv_general": ("intervals", "score_mod", "grouped"),
+    "dq": ("causal", "full", "intervals", "score_mod"),
+}
+
+
+class Compiled(NamedTuple):
+    variant: str
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread
+    shared: int  # bytes of a program
+    warnings: list[str]  # ptxas' numbers for products that it serialises
+
+
+def signature(
+    kernel: str, dtype: str, head_dim: int, variant: str, block_q: int, block_kv: int
+) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any]]:
+    """Types, constants and alignments of the kernel's arguments, as a launch gives them."""
+    function, block_d = KERNELS[kernel], padded_head_dim(head_dim)
+    softmax = op.SOFTMAXES[variant if variant in op.SOFTMAXES else "online"]
+    constants = {
+        "CAUSAL": variant != "full",
+        "INTERVALS": variant == "intervals",
+        "SCORE_MOD": op.SCORE_MODS["softcap_alibi" if variant == "score_mod" else ""],
+        "GROUPS": 4 if variant == "grouped" else 1,
+        **{name.upper(): step for name, step in softmax._asdict().items()},
+        **{"D": head_dim, "BLOCK_Q": block_q, "BLOCK_KV": block_kv, "BLOCK_D": block_d, "PRECISION": "ieee"},
+        **({} if variant == "intervals" else dict.fromkeys(("lo_ptr", "hi_ptr", "ranges_ptr"))),
+        **({} if variant == "score_mod" else {"params_ptr": None}),
+    }
+    types, values, aligned = {}, {}, {}
+    for i, name in enumerate(function.arg_names):
+        if name in constants:
+            types[name], values[i,] = "constexpr", constants[name]
+        elif name.endswith("_desc"):
+            types[name] = f"tensordesc<{dtype}[1, 1, {block_q if name in ('q_desc', 'do_desc') else block_kv}, {block_d}]>"
+        elif name.endswith("_ptr"):
+            types[name] = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "params_ptr": "*fp32"}.get(name, f"*{dtype}")
+            if name in ("lo_ptr", "hi_ptr", "ranges_ptr"):
+                types[name] = "*i32"
+        else:
+            types[name] = "fp32" if name.startswith("scale") else "i32"
+        if name not in constants and (name.endswith("_ptr") or name.startswith("stride")):
+            aligned[i,] = [["tt.divisibility", 16]]
+    return types, values, aligned
+
+
+def compile_tile(kernel: str, dtype: str, head_dim: int, variant: str, tile: Tile, *, capability: int = 90) -> Compiled:
+    """dtype as Triton writes it: bf16, fp16 or fp32. Raises what Triton raises where the tile cannot be compiled."""
+    types, values, aligned = signature(kernel, dtype, head_dim, variant, tile.block_q, tile.block_kv)
+    source = ASTSource(KERNELS[kernel], types, constexprs=values, attrs=aligned)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder) / "kernel.ptx"
+        ptx.write_text(binary.asm["ptx"])
+        architecture = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={architecture}", ptx, "-o", ptx.with_suffix(".cubin")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return Compiled(
+        variant=variant,
+        registers=int(re.search(r"Used (\d+) registers", said)[1]),
+        spilled=int(re.search(r"(\d+) bytes spill stores", said)[1]),
+        shared=binary.metadata.shared,
+        warnings=sorted(set(re.findall(r"C75\d\d", said))),
+    )
+
+
+def main() -> None:
+    kernel, dtype, head_dim, variants, *tile = sys.argv[1:]
+    for variant in variants.split(","):
+        print(json.dumps(compile_tile(kernel, dtype, int(head_dim), variant, Tile(*map(int, tile)))._asdict()))
+
+
+if __name__ == "__main__":
+    main()
