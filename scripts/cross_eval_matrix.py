@@ -21,6 +21,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     raise ValueError(f"{path} is no cross_eval.json with rows in it")
 
 
+# from the lowest to the highest colour at the least: the noise of exact attentions must not look like a defect
+LEAST_SPAN = {"loss": 0.2, "accuracy": 0.1}
+
+
 class Cell(NamedTuple):
     """The runs of one row, judged by one attention."""
 
@@ -43,6 +47,13 @@ class Matrix(NamedTuple):
     @property
     def form(self) -> str:
         return "{:.1%}" if self.metric == "accuracy" else "{:.3f}"
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """The lowest and the highest value of the colours, from the best mean on."""
+        means = [fmean(cell.values) for row in self.cells.values() for cell in row if cell.values] or [0.0]
+        low, high, span = min(means), max(means), LEAST_SPAN[self.metric]
+        return (low, max(high, low + span)) if self.metric == "loss" else (min(low, high - span), high)
 
 
 def build_matrices(rows: list[dict[str, Any]]) -> list[Matrix]:
@@ -148,11 +159,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     grid = figure.subplots(len(found), squeeze=False, height_ratios=[len(matrix.cells) for matrix in found])[:, 0]
     for axes, matrix in zip(grid, found, strict=True):
         means = [[fmean(cell.values) if cell.values else float("nan") for cell in row] for row in matrix.cells.values()]
-        known = [value for row in means for value in row if value == value] or [0.0]
+        low, high = matrix.scale
         # dark is good, for both
         colors = colormaps["viridis" if matrix.metric == "loss" else "viridis_r"].copy()
         colors.set_bad("#e4e4e8")
-        image = axes.imshow(means, cmap=colors, aspect="auto", vmin=min(known), vmax=max(known))
+        image = axes.imshow(means, cmap=colors, aspect="auto", vmin=low, vmax=high)
         for y, (label, row) in enumerate(matrix.cells.items()):
             for x, cell in enumerate(row):
                 if cell.others:

@@ -7,18 +7,23 @@ from typing import Any
 
 from scripts.cross_eval_matrix import Matrix, build_matrices, read_rows
 from scripts.report.page import Table, Text
+from training.sweep import load_json
 
 
 def cross_blocks(dirs: Sequence[Path]) -> list[Table | Text]:
     """What every DIR/cross_eval.json says, or that it cannot be read."""
     rows: list[dict[str, Any]] = []
     blocks: list[Table | Text] = []
-    for path in (folder / "cross_eval.json" for folder in dirs):
+    for folder in dirs:
+        path = folder / "cross_eval.json"
         if path.is_file():
             try:
                 found = read_rows(path)
                 build_matrices(found)
                 rows += found
+                if older := trained_on(folder, found):
+                    text = f"cross_eval.json is older than the checkpoints of {', '.join(older)}: run cross_eval again."
+                    blocks.append(Text(text, warning=True))
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 # without the reason: it would name a path of this machine
                 text = "cross_eval.json cannot be read: it is not what scripts.cross_eval writes, or only half of it; run that again."
@@ -32,11 +37,25 @@ def cross_blocks(dirs: Sequence[Path]) -> list[Table | Text]:
     return blocks + [Text(reason) for reason in reasons]
 
 
+def trained_on(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
+    """The runs of the rows, below `folder`, whose weights have been trained on since they were judged."""
+    found = []
+    for run, step in dict.fromkeys((row["run"], row.get("step")) for row in rows):
+        # a single run's file lies in its own folder
+        run_dir = folder / run if (folder / run).is_dir() else folder
+        summary = load_json(run_dir / "summary.json")
+        # a diverged run has done more steps than its checkpoint; a copy may come without it
+        now = load_json(run_dir / "checkpoint" / "meta.json").get("step", summary.get("steps_done"))
+        if (run_dir != folder or run == folder.resolve().name) and step is not None and now not in (None, step):
+            found.append(f"{run} (step {now}, judged at {step})")
+    return found
+
+
 def _table(matrix: Matrix) -> Table:
     means = {(label, x): fmean(cell.values) for label, row in matrix.cells.items() for x, cell in enumerate(row) if cell.values}
-    low, high = min(means.values(), default=0), max(means.values(), default=0)
+    low, high = matrix.scale
     # a high loss is bad, and so is a low accuracy
-    badness = {key: (value - low if matrix.metric == "loss" else high - value) / (high - low or 1) for key, value in means.items()}
+    badness = {key: (value - low if matrix.metric == "loss" else high - value) / (high - low) for key, value in means.items()}
     rows = [[label, *(cell.text(matrix.form) if any(cell) else "-" for cell in row)] for label, row in matrix.cells.items()]
     places = range(len(matrix.judges))
     return Table(

@@ -1,9 +1,10 @@
 """The runs of a report, as their files tell them: whole, broken off, or never begun."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class Run:
     env: dict[str, Any] = field(default_factory=dict)
     place: str = ""  # its folder, relative to the folder reported on
     variant: str = ""  # what is compared: the attention, and every other override in which the runs differ
+    damage: str = ""  # what is missing of its files, or of what is in them
     name: str = ""  # the variant, seq_len and seed: no two runs of a report share one
 
     @property
@@ -113,13 +115,42 @@ def _load(path: Path, summary: dict[str, Any]) -> Run:
     except OSError as error:
         metrics = []
         summary.setdefault("error", f"metrics.jsonl cannot be read: {error.strerror}")
-    return Run(summary, metrics, load_json(path / "env.json"))
+    return Run(summary, metrics, load_json(path / "env.json"), damage="; ".join(_damages(path, summary, metrics)))
+
+
+def _damages(path: Path, summary: dict[str, Any], metrics: list[dict[str, Any]]) -> Iterator[str]:
+    """What a run's files lack that training wrote; a line in the sweep's index may still say how it ended."""
+    ran = summary["status"] not in ("failed", "unfinished", "oom")
+    if "status" not in load_json(path / "summary.json") and (ran or (path / "summary.json").exists()):
+        yield f"summary.json is {'unreadable' if (path / 'summary.json').exists() else 'missing'}"
+    if not ran:
+        return
+    lines = (path / "metrics.jsonl").read_bytes().count(b"\n") if (path / "metrics.jsonl").is_file() else 0
+    steps = [int(step) for row in metrics if (step := number(row.get("step"))) is not None]
+    done = number(summary.get("steps_done")) or 0
+    # the last step need not be logged, but it is no further from the last row than rows are from one another
+    usual = max((b - a for a, b in pairwise(steps)), default=0)
+    if not steps and done:
+        yield "metrics.jsonl is empty or missing"
+    elif steps and done - steps[-1] > usual > 0:
+        yield f"metrics.jsonl ends at step {steps[-1]:,} of {done:,.0f}"
+    elif lines != len(metrics):
+        yield "a line of metrics.jsonl is torn"
+
+
+def _given(run: Run, key: str) -> str | None:
+    """What the command line said of a key, if it did."""
+    return next((value for name, _, value in (x.partition("=") for x in run.summary["overrides"]) if name == key), None)
 
 
 def _variants(runs: list[Run]) -> list[str]:
+    # a run that was resumed for more steps is no other variant
+    resumed = [run for run in runs if _given(run, "resume")]
+    steps = {_given(run, "steps") for run in runs if run not in resumed}
+    dropped = {"attention", "seq_len", "seed", "resume"} | ({"steps"} if resumed and len(steps) < 2 else set())
     names = []
     for run, setting in zip(runs, differing_settings([run.summary for run in runs]), strict=True):
-        others = [f"{key.rpartition('.')[2]}={value}" for key, value in setting.items() if key not in ("attention", "seq_len", "seed")]
+        others = [f"{key.rpartition('.')[2]}={value}" for key, value in setting.items() if key not in dropped]
         names.append(" ".join([str(run.summary.get("attention") or Path(run.summary["dir"]).name), *others]))
     return names
 

@@ -16,11 +16,12 @@ from scripts.report.figures import (
     draw_others,
     other_metrics,
 )
-from scripts.report.page import Card, Figure, Table
-from scripts.report.runs import Run, ended, in_order, number
+from scripts.report.page import Card, Figure, Table, Text
+from scripts.report.runs import MIN_POINTS, Run, ended, in_order, number
 from training.sweep import remark
 
 GIB = "{:.2f} GiB"
+HELD_OUT = ("val/loss", "val/loss_exact", "val/accuracy")
 
 
 def title(runs: list[Run]) -> str:
@@ -55,7 +56,8 @@ def warnings(runs: list[Run]) -> list[str]:
     found = []
     corpora = {str(run.env["data_fingerprint"]) for run in runs if run.env.get("data_fingerprint")}
     if len(corpora) > 1:
-        found.append(f"These runs read {len(corpora)} different corpora: curves compare only where the data fingerprint is the same.")
+        # the fingerprint is of the tokenizer too
+        found.append("These runs read different data or tokenizers: curves compare only where the data fingerprint is the same.")
     machines = {
         str([hardware.get(name) for name in ("cpu", "gpu")])
         for run in runs
@@ -63,6 +65,7 @@ def warnings(runs: list[Run]) -> list[str]:
     }
     if len(machines) > 1:
         found.append(f"The speeds were measured on {len(machines)} different machines.")
+    found += [f"Damaged: {run.name}: {run.damage}." for run in runs if run.damage]
     for status, meaning in (("failed", "failed"), ("unfinished", "ended without a summary"), ("interrupted", "were interrupted")):
         if count := len(ended(runs, status)):
             found.append(f"{count} of {_count(len(runs), 'run')} {meaning}: means of variants leave them out.")
@@ -95,14 +98,19 @@ def variant_table(runs: list[Run], styles: dict[str, Style]) -> Table:
     return _without_empty(Table(head, rows, words=head.index("runs") + 1))
 
 
-def curve_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure]:
+def curve_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Text]:
+    """The figures, and a line where there is nothing to draw."""
     several = len({(run.variant, run.seq_len) for run in runs}) < len(runs)
     seeds = " Lines are means over seeds, bands reach from the lowest to the highest; where a seed ends early, the others go on thin."
     caption = (
         "Marked lines: held-out loss. Faint lines: training loss. Dashed: an attention that is wrong on purpose. A wrong attention can "
         "look healthy under itself; under exact attention its weights are judged." + seeds * several
     )
-    figures = []
+    figures: list[Figure | Text] = []
+    if not any(row.get("step") and number(row.get(name)) is not None for run in runs for row in run.metrics for name in HELD_OUT):
+        figures.append(Text("No evaluation after step 0: there is no held-out loss to show."))
+    elif not curve_lengths(runs, "val/loss", "train/loss", "val/accuracy"):
+        figures.append(Text(f"No curve: no run has logged a loss {MIN_POINTS} times."))
     if curve_lengths(runs, "val/loss", "train/loss"):
         drawing = render("loss", lambda: draw_curves(runs, styles, "val/loss", "train/loss"))
         figures.append(Figure("loss", "loss against training tokens", caption, drawing))
@@ -113,10 +121,10 @@ def curve_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure]:
     return figures
 
 
-def cost_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure]:
+def cost_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Text]:
     lengths = cost_lengths(runs)
     if not any(run.peak_gib or run.figure("tokens_per_sec") for run in runs if run.seq_len in lengths):
-        return []
+        return [Text("No run has measured its memory or its speed.")]
     shape = (
         "Both axes are logarithmic: a line of slope 2 grows with the square of the length, one of slope 1 with the length. A cross above "
         "the frame: out of memory. "

@@ -15,7 +15,7 @@ from scripts.report import figures
 from scripts.report.__main__ import main
 from scripts.report.drawing import VARIABLES, variant_styles
 from scripts.report.matrix import cross_blocks
-from scripts.report.page import Table
+from scripts.report.page import Table, Text
 from scripts.report.runs import load_runs
 from scripts.report.sections import provenance, variant_table
 
@@ -311,7 +311,7 @@ def test_what_was_not_measured_is_not_drawn(tmp_path):
     (axes,) = figures.draw_curves(runs, variant_styles(runs), "val/loss", "train/loss").axes
     assert len(lines_of(axes)) == 1
     page = report_on(tmp_path)
-    assert page.headings == ["Variants", "Loss", "Every run", "Where the numbers come from"]
+    assert page.headings == ["Variants", "Loss", "Memory and speed", "Every run", "Where the numbers come from"]
     assert [path.name for path in (tmp_path / "report_figures").iterdir()] == ["loss.png"]
 
 
@@ -454,6 +454,78 @@ def test_a_broken_cross_evaluation_is_told(tmp_path, content):
     assert told.warning and "cross_eval.json cannot be read" in told.text and str(tmp_path) not in told.text
 
 
+def test_a_matrix_older_than_the_checkpoints_is_told(tmp_path):
+    """A regression test: runs that were resumed after cross_eval stood beside a matrix of their earlier weights, without a word."""
+    for run, now in (("tiled-0", 1200), ("tiled-1", 600)):
+        (write_run(tmp_path / run, "tiled", steps_done=now) / "checkpoint").mkdir()
+    # the weights of a run that diverged are older than its last step
+    (tmp_path / "no_rescale-0/checkpoint").mkdir(parents=True)
+    (tmp_path / "no_rescale-0/checkpoint/meta.json").write_text('{"step": 600}')
+    (tmp_path / "no_rescale-0/summary.json").write_text('{"status": "diverged", "steps_done": 650}')
+    (tmp_path / "cross_eval.json").write_text(json.dumps({"environment": {}, "rows": cross_rows()}))
+    (told,) = (block for block in cross_blocks([tmp_path]) if getattr(block, "warning", False))
+    assert told.text == "cross_eval.json is older than the checkpoints of tiled-0 (step 1200, judged at 600): run cross_eval again."
+    # of a single run, whose folder holds the file
+    alone = write_run(tmp_path / "alone", "tiled", steps_done=1200)
+    for name, warned in (("alone", True), ("elsewhere", False)):
+        (alone / "cross_eval.json").write_text(json.dumps({"rows": [cross_row("tiled", "tiled", 0, 1.0, run=name)]}))
+        assert any(block.warning for block in cross_blocks([alone]) if isinstance(block, Text)) == warned
+
+
+def test_noise_has_no_colour(tmp_path):
+    """A regression test: 3.268 and 3.286 were white and full orange."""
+    rows = [cross_row("tiled", judge, 0, loss) for judge, loss in (("tiled", 3.268), ("no_rescale", 3.286))]
+    (tmp_path / "cross_eval.json").write_text(json.dumps({"rows": rows}))
+    _, matrix = cross_blocks([tmp_path])
+    assert matrix.shares == [[0.0, pytest.approx(0.09)]]
+
+
+def test_resumed_runs_stay_with_their_variant(tmp_path):
+    write_run(tmp_path / "0", "tiled", extra=("steps=600",))
+    write_run(tmp_path / "1", "tiled", seed=1, extra=("steps=1200", f"resume='{tmp_path}/1'"))
+    write_run(tmp_path / "2", "no_rescale", extra=("steps=600",))
+    assert [run.variant for run in load_runs([tmp_path])] == ["tiled", "tiled", "no_rescale"]
+    # steps that were a choice from the start tell runs apart
+    write_run(tmp_path / "3", "tiled", extra=("steps=100",))
+    assert [run.variant for run in load_runs([tmp_path])] == [
+        "tiled steps=600",
+        "tiled steps=1200",
+        "no_rescale steps=600",
+        "tiled steps=100",
+    ]
+
+
+def test_damaged_runs_are_named_though_the_index_knows_how_they_ended(tmp_path):
+    for job in range(5):
+        write_run(tmp_path / str(job), "tiled", seed=job)
+    summaries = [json.loads((tmp_path / str(job) / "summary.json").read_text()) for job in range(5)]
+    (tmp_path / "index.jsonl").write_text("".join(json.dumps(x | {"dir": str(job)}) + "\n" for job, x in enumerate(summaries)))
+    (tmp_path / "1/summary.json").unlink()
+    (tmp_path / "2/summary.json").write_text('{"status": "comp')
+    rows = (tmp_path / "3/metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "3/metrics.jsonl").write_text("".join(rows[:20]) + rows[20][:9])
+    (tmp_path / "4/metrics.jsonl").unlink()
+    assert {run.name: run.damage for run in load_runs([tmp_path])} == {
+        "tiled seed=0": "",
+        "tiled seed=1": "summary.json is missing",
+        "tiled seed=2": "summary.json is unreadable",
+        "tiled seed=3": "metrics.jsonl ends at step 380 of 600",
+        "tiled seed=4": "metrics.jsonl is empty or missing",
+    }
+    assert "Damaged: tiled seed=3: metrics.jsonl ends at step 380 of 600." in report_on(tmp_path).text
+
+
+def test_a_section_without_data_says_so(tmp_path):
+    run = write_run(tmp_path / "0", "tiled", **{"tokens_per_sec": None, "memory/peak_gib": None})
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [{key: value for key, value in row.items() if row["step"] == 0 or not key.startswith("val/")} for row in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    page = report_on(tmp_path)
+    assert "No evaluation after step 0" in page.text and "No run has measured its memory or its speed." in page.text
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:4]))
+    assert "No curve: no run has logged a loss 5 times." in report_on(tmp_path).text
+
+
 def test_variants_name_only_what_differs(tmp_path):
     write_run(tmp_path / "0", "tiled", extra=("attention.block_kv=16", "steps=5"))
     write_run(tmp_path / "1", "tiled", seed=1, extra=("attention.block_kv=128", "steps=5"))
@@ -498,7 +570,7 @@ def test_what_differs_is_named_by_run(tmp_path):
     assert rows["versions: torch"] == "2.13: 3 runs; 2.11: tiled seed=3"
     assert rows["data fingerprint"] == "corpus-1: 3 runs; corpus-2: tiled seed=3"
     text = report_on(tmp_path).text
-    assert "2 different corpora" in text and "2 different machines" in text
+    assert "These runs read different data or tokenizers" in text and "2 different machines" in text
 
 
 def test_broken_runs_are_told_and_the_rest_is_drawn(tmp_path):
