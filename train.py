@@ -74,7 +74,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     predicted_gib = predict_peak_gib(config, data.vocab_size, schedule[0], dtype, device)
     summary |= {"parameters": count_parameters(model), "data": data.fingerprint}
-    # on a CPU the peak beside it is the process's, Python and its libraries included
+    # tensors alone: on a CPU the peak beside it is the process's, Python and its libraries included
     summary |= {"memory/predicted_gib": predicted_gib} if device.type == "cuda" else {}
 
     # where it starts and what it writes
@@ -113,8 +113,8 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         logger.log(row, tokens=tokens)
         summary.update({name: value for name, value in row.items() if name.startswith("val/")} | watch.summary())
         summary["memory/peak_gib"] = max(row.get("memory/peak_gib") or 0.0, summary.get("memory/peak_gib") or 0.0)
-        summary["memory/reserved_gib"] = row.get("memory/reserved_gib")
-        summary.update(steps_done=row["step"], tokens=tokens, tokens_per_sec=throughput.tokens_per_sec)
+        reserved = {"memory/reserved_gib": row.get("memory/reserved_gib")}
+        summary.update(steps_done=row["step"], tokens=tokens, tokens_per_sec=throughput.tokens_per_sec, **reserved)
         memory.reset()
 
     def save() -> None:
@@ -179,8 +179,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                     then = None if diverged else schedule.get(step)
                     if finished or then or step % config.eval_every == 0:
                         row |= validate({"_switched": then} if then else {})
-                        due = True
-                    if due:
+                    if due or "val/loss" in row:
                         log.info(progress.line(step, {"train/loss": loss.item()} | row, throughput.tokens_per_sec))
                     if then:
                         log.info(f"step {step}: from here on attention={then.name} {dict(then.options) or ''}")

@@ -147,8 +147,10 @@ def test_ctrl_c_stops_the_sweep_and_the_job_can_go_on(tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     done = finish(process)
     assert done.code == 130 and "Traceback" not in done.output, done.output
-    assert [row["status"] for row in index(tmp_path)] == ["interrupted"]
-    assert table(done.output)[1][1] == "interrupted"
+    assert [row["status"] for row in index(tmp_path)] == ["interrupted", "not started", "not started"]
+    assert table(done.output)[1][1:3] == ["interrupted", "-"], "it shows the loss of step 0"
+    commands = [line.strip() for line in done.output.splitlines() if line.startswith("  python train.py ")]
+    assert "2 of 3 jobs not started" in done.output and [row["command"] for row in index(tmp_path)[1:]] == commands
     assert not (tmp_path / "1").exists()
     steps_done = summary(tmp_path / "0")["steps_done"]
     assert steps_done >= 19
@@ -194,6 +196,9 @@ def test_wandb_has_the_whole_sweep_in_one_folder_and_every_row_of_it(tmp_path):
         started = next(record["run"] for record in records if record["type"] == "run")
         assert (started["run_group"], started["job_type"]) == ("sweep", "train")
         assert started["display_name"].startswith("device=cpu,") and f"attention={['tiled', 'no_max'][int(job)]}" in started["display_name"]
+    # one of them goes on alone
+    assert finish(start(f"resume={sweep / '0'}", "steps=41")).code == 0
+    assert not (sweep / "0/wandb").exists() and len(list((sweep / "wandb").glob("offline-run-*"))) == 3
 
 
 def inspect(log: Path) -> list[dict]:

@@ -8,6 +8,7 @@ a failed one makes it 1.
 import fcntl
 import json
 import re
+import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ class SweepSummary(Callback):
 
     def __init__(self) -> None:
         self.locks: dict[Path, IO] = {}  # what is closed is unlocked
+        self.jobs: list[list[str]] = []  # the overrides of each job of the sweep, by its number
 
     def on_run_start(self, config: Any, **kwargs: Any) -> None:
         folder = Path(config.hydra.run.dir)
@@ -43,6 +45,7 @@ class SweepSummary(Callback):
         self.folder = Path(config.hydra.sweep.dir).absolute()
         self.locks[self.folder] = claim(self.folder, "index.jsonl", "choose another hydra.sweep.dir")
         (self.folder / "index.jsonl").write_text("")
+        self.jobs = jobs_of(config)
 
     def on_job_start(self, config: Any, **kwargs: Any) -> None:
         if self.folder is not None:
@@ -57,14 +60,13 @@ class SweepSummary(Callback):
         if job_return.status.name == "FAILED":
             row |= {"status": "failed", "error": str(job_return._return_value)}
         row["dir"] = str(run_dir.relative_to(self.folder))
-        with (self.folder / "index.jsonl").open("a") as file:
-            file.write(json.dumps(strict(row), default=str) + "\n")
+        self._index(row)
         # Ctrl-C is meant for the whole sweep, not for the one job that caught it
         if row["status"] == "interrupted":
-            self._finish(130)
+            self._finish(130, first_missing=row["job"] + 1)
 
     def on_multirun_end(self, config: Any, **kwargs: Any) -> None:
-        self._finish(exit_code(read_sweep(self.folder)))
+        self._finish(exit_code(read_sweep(self.folder)), first_missing=len(self.jobs))
 
     def on_run_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
         """The exit code of a single run, from the status that main() returned."""
@@ -73,9 +75,35 @@ class SweepSummary(Callback):
         if status in ("failed", "interrupted"):
             raise SystemExit(130 if status == "interrupted" else 1)
 
-    def _finish(self, code: int) -> None:
-        print(f"\n{summary_table(read_sweep(self.folder))}\n{self.folder}\nreport: python -m scripts.report {self.folder}")
+    def _index(self, row: dict[str, Any]) -> None:
+        with (self.folder / "index.jsonl").open("a") as file:
+            file.write(json.dumps(strict(row), default=str) + "\n")
+
+    def _finish(self, code: int, *, first_missing: int) -> None:
+        print(f"\n{summary_table(read_sweep(self.folder))}")
+        missing = dict(enumerate(self.jobs[first_missing:], start=first_missing))
+        if missing:
+            print(f"{len(missing)} of {len(self.jobs)} jobs not started; each runs in its place in the sweep with:")
+        for job, overrides in missing.items():
+            # an experiment may ask for a sweep, but this is one of its jobs
+            command = shlex.join(["python", "train.py", *overrides, "hydra.mode=RUN", f"hydra.run.dir={self.folder / str(job)}"])
+            self._index({"job": job, "overrides": overrides, "status": "not started", "command": command})
+            print(f"  {command}")
+        print(f"{self.folder}\nreport: python -m scripts.report {self.folder}")
         raise SystemExit(code)
+
+
+def jobs_of(config: Any) -> list[list[str]]:
+    """The overrides of every job of a sweep, as Hydra's own sweeper makes them; none where it is another's."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    sweeper = config.hydra.sweeper
+    if not sweeper._target_.endswith(".BasicSweeper"):
+        return []
+    own = [f"{key}={value}" for key, value in (sweeper.params or {}).items()]
+    (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides([*own, *config.hydra.overrides.task]), None)
+    return jobs
 
 
 def claim(folder: Path, mark: str | None, way_out: str) -> IO:
@@ -134,18 +162,20 @@ def read_sweep(folder: Path) -> list[dict[str, Any]]:
 def read_run(run_dir: Path) -> dict[str, Any]:
     """One run directory as a dictionary; never fails on a half-written one."""
     run_dir = Path(run_dir)
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    evaluated = {"evaluated_step": max((row["step"] for row in rows if "val/loss" in row), default=None)}
     summary = load_json(run_dir / "summary.json")
     if "status" in summary:
-        return summary | {"dir": str(run_dir)}
+        return summary | evaluated | {"dir": str(run_dir)}
     config = _yaml(run_dir / "config.yaml")
     attention = config.get("attention")
-    rows = read_metrics(run_dir / "metrics.jsonl")
     last = {key: value for row in rows for key, value in row.items() if value is not None}
     known = {
         "attention": attention.get("name") if isinstance(attention, dict) else attention,
         "seq_len": config.get("seq_len"),
         "seed": config.get("seed"),
         "steps_done": last.get("step"),
+        **evaluated,
         **{key: last.get(key) for key in ("tokens", "val/loss", "val/loss_exact", "tokens_per_sec", "memory/peak_gib")},
     }
     return {key: value for key, value in known.items() if value is not None} | {"status": "unfinished", "dir": str(run_dir)}
@@ -176,7 +206,10 @@ def summary_table(rows: list[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(key for setting in settings for key in setting))
     table = [[key.rpartition(".")[2] for key in names] + list(columns)]
     for row, setting in zip(rows, settings, strict=True):
-        cells = ["-" if row.get(key) is None else form.format(row[key]) for key, form in columns.values()]
+        # what an earlier evaluation found is not the result of the steps that were done
+        stale = (row.get("evaluated_step") or 0) < (row.get("steps_done") or 0) and "evaluated_step" in row
+        known = {key: value for key, value in row.items() if value is not None and not (stale and key.startswith("val/"))}
+        cells = [form.format(known[key]) if key in known else "-" for key, form in columns.values()]
         table.append([setting.get(name, "-") for name in names] + cells)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     text = len(names) + 1  # settings and status are words, the rest are numbers
@@ -272,9 +305,10 @@ def job_names(run_dir: Path) -> dict[str, Any]:
     from hydra.types import RunMode
 
     job = HydraConfig.get()
-    in_sweep = job.mode == RunMode.MULTIRUN
+    # a job that is resumed alone, or runs later than the others, still belongs to its sweep
+    in_sweep = job.mode == RunMode.MULTIRUN or (run_dir.parent / "index.jsonl").is_file()
     return {
         "name": ",".join(own_overrides()) or "default",
-        "group": Path(job.sweep.dir).name if in_sweep else None,
+        "group": run_dir.parent.name if in_sweep else None,
         "wandb_dir": run_dir.parent if in_sweep else run_dir,
     }

@@ -1,13 +1,15 @@
 """The sweep's index, table and exit code, from a real Hydra application and from fabricated folders."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from training.sweep import exit_code, read_run, read_sweep, summary_table
+from training.sweep import exit_code, jobs_of, read_run, read_sweep, summary_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,8 +104,43 @@ def test_a_job_that_raises_is_in_the_index_and_in_the_sweep(tmp_path):
 def test_ctrl_c_ends_the_sweep_with_its_table(tmp_path):
     done = application(tmp_path, "-m", "attention=tiled,ctrl_c,sdpa")
     assert done.returncode == 130
-    assert [row["status"] for row in index(tmp_path)] == ["completed", "interrupted"]
+    assert [row["status"] for row in index(tmp_path)] == ["completed", "interrupted", "not started"]
     assert "interrupted" in done.stdout
+
+
+def test_jobs_that_never_started_come_with_the_command_for_each(tmp_path):
+    done = application(tmp_path, "-m", "attention=tiled,ctrl_c", "seed=0,1")
+    assert done.returncode == 130
+    said = done.stdout.splitlines()
+    (number,) = (number for number, line in enumerate(said) if line.startswith("1 of 4 jobs not started"))
+    assert said[number + 1].startswith("  python train.py attention=ctrl_c seed=1 hydra.mode=RUN hydra.run.dir=")
+    assert index(tmp_path)[-1] | {"command": ""} == {
+        "job": 3,
+        "overrides": ["attention=ctrl_c", "seed=1"],
+        "status": "not started",
+        "command": "",
+    }
+    # it runs, and then it belongs to the sweep
+    assert application(tmp_path, *shlex.split(said[number + 1])[2:]).returncode == 130
+    assert [Path(row["dir"]).name for row in read_sweep(tmp_path / "out/sweep")] == ["0", "1", "2", "3"]
+
+
+def test_the_jobs_of_an_experiment_are_those_that_hydra_starts():
+    config = OmegaConf.create(
+        {
+            "hydra": {
+                "sweeper": {
+                    "_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
+                    "params": {"attention": "a,b", "seed": "0,1"},
+                },
+                "overrides": {"task": ["experiment=rescue", "seed=7,8", "steps=3"]},
+            }
+        }
+    )
+    wanted = [["attention=" + name, f"seed={seed}", "experiment=rescue", "steps=3"] for name in "ab" for seed in (7, 8)]
+    assert jobs_of(config) == wanted
+    config.hydra.sweeper._target_ = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
+    assert jobs_of(config) == []
 
 
 @pytest.mark.parametrize("attention, code", [("no_max", 0), ("bad", 1), ("ctrl_c", 130), ("raises", 1)])
@@ -198,6 +235,13 @@ def test_table_shows_what_differs_and_fits_100_columns():
     assert table[4] == "attention=no_rescale seq_len=512 attention.block_kv=16: diverged: layer 2: inf in scores"
     assert max(map(len, table)) <= 100
     assert summary_table(rows).isascii()
+
+
+def test_a_loss_from_before_the_last_step_is_not_shown(tmp_path):
+    for number, (last, shown) in enumerate([(0, "-"), (40, "2.5000")]):
+        write_run(tmp_path / str(number), attention="tiled", status="interrupted", steps_done=40, **{"val/loss": 2.5})
+        (tmp_path / f"{number}/metrics.jsonl").write_text(json.dumps({"step": last, "val/loss": 2.5}) + "\n")
+        assert summary_table(read_sweep(tmp_path / str(number))).splitlines()[2].split()[2] == shown
 
 
 def test_accuracy_columns_come_with_accuracy():
