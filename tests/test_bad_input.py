@@ -197,9 +197,18 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint(run_dir):
     with largest_file(120_000):
         answer = run(f"resume={run_dir}", "steps=8", "checkpoint_every=6").complaint()
     assert f"cannot write a checkpoint to {run_dir}" in answer and "GiB free" in answer
-    assert f"resume={run_dir}" in answer, "no way out"
+    assert "training.pt could not be written whole; free some space there; go on with: python train.py resume=" in answer
+    assert f"resume={run_dir}" in answer and "enforce" not in answer and "unexpected pos" not in answer
     assert same(checkpoint(run_dir), before)
     assert run(f"resume={run_dir}", "steps=8").code == 0 and [row["step"] for row in metrics(run_dir)] == list(range(9))
+
+
+@linux
+def test_a_disk_that_fills_up_before_the_first_checkpoint(tmp_path):
+    with largest_file(120_000):
+        answer = run(*tiny(tmp_path)).complaint()
+    assert f"cannot write a checkpoint to {tmp_path}" in answer and "free some space there" in answer
+    assert "resume=" not in answer, "there is nothing to go on with"
 
 
 def test_metrics_that_cannot_be_written_name_the_folder(run_dir, monkeypatch):

@@ -79,8 +79,10 @@ def save_checkpoint(
     except (OSError, SafetensorError, RuntimeError) as error:
         shutil.rmtree(fresh, ignore_errors=True)
         free_gib = shutil.disk_usage(run_dir).free / 1024**3 if Path(run_dir).exists() else 0.0
-        reason = str(error).splitlines()[0]
-        raise OSError(f"cannot write a checkpoint to {run_dir} ({free_gib:.2f} GiB free on that disk): {reason}") from error
+        # PyTorch's own words are of positions in its file
+        reason = f"{TRAINING} could not be written whole" if "enforce fail" in str(error) else str(error).splitlines()[0]
+        way_out = "" if isinstance(error, (PermissionError, NotADirectoryError)) else "; free some space there"
+        raise OSError(f"cannot write a checkpoint to {run_dir} ({free_gib:.2f} GiB free on that disk): {reason}{way_out}") from error
     shutil.rmtree(last, ignore_errors=True)
     return final
 
