@@ -86,6 +86,20 @@ def length_axis(axes: Any, lengths: list[int]) -> None:
     axes.grid(alpha=0.3)
 
 
+def plain_ticks(axis: Any) -> None:
+    """1, 2, 5, 10 ... beside a logarithmic axis, and never fewer than two of them; decades alone where there are many."""
+    low, high = axis.get_view_interval()
+    if high < 6.3 * low:
+        middle = (low * high) ** 0.5
+        low, high = middle / 2.51, middle * 2.51
+        axis.axes.set(**{f"{axis.axis_name}lim": (low, high)})
+    from matplotlib.ticker import LogLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1e3 * low else (1,)))
+    axis.set_major_formatter("{x:,g}")
+    axis.set_minor_formatter("")
+
+
 def lengths_of(rows: list[dict[str, Any]]) -> list[int]:
     return sorted({row["seq_len"] for row in rows})
 
@@ -144,6 +158,7 @@ def draw_memory(data: dict[str, Any], path: Path) -> Path | None:
     axes.set(yscale="log", ylabel="peak GiB above q, k, v" + (" (square: out of memory)" if asked_any else ""))
     axes.set_title(f"one attention call: {shape_words(rows)}\n{measured_on(data)}", fontsize=9)
     length_axis(axes, lengths_of(rows))
+    plain_ticks(axes.yaxis)
     figure.legend(loc="outside right upper", fontsize=8)
     return save(figure, path)
 
@@ -175,6 +190,7 @@ def draw_time(data: dict[str, Any], path: Path, *, baseline: str | None = None) 
         axes.set(yscale="log", ylabel="milliseconds (median, 20th to 80th percentile)")
         axes.set_title("forward and backward" if column == "training" else column, fontsize=9)
         length_axis(axes, lengths_of(rows))
+        plain_ticks(axes.yaxis)
     times[0].legend(fontsize=8)
     reference = {row["seq_len"]: row for row in groups[baseline]}
     for label, own in groups.items():
@@ -187,6 +203,7 @@ def draw_time(data: dict[str, Any], path: Path, *, baseline: str | None = None) 
                 speedup.plot(*zip(*points, strict=True), linestyle=line, markersize=4, label=axes_label, **look[label])
     speedup.set(yscale="log", ylabel=f"times as fast as {baseline}" + (f" (dotted: {columns[1]})" if len(columns) > 1 else ""))
     length_axis(speedup, lengths_of(rows))
+    plain_ticks(speedup.yaxis)
     figure.suptitle(f"one attention call: {shape_words(rows)}; {measured_on(data)}", fontsize=9)
     return save(figure, path)
 
@@ -248,6 +265,8 @@ def draw_roofline(data: dict[str, Any], path: Path) -> Path | None:
             axes.annotate(f"data sheet: {words}", where, textcoords="offset points", xytext=(0, 8), ha=side, fontsize=8)
     axes.set(xscale="log", yscale="log", xlabel="FLOPs a byte asked of device memory (counted)", ylabel="TFLOP/s, forward (measured)")
     axes.set_title(f"one attention call, to {longest:,} tokens: {shape_words(rows)}\n{measured_on(data)}", fontsize=9)
+    plain_ticks(axes.xaxis)
+    plain_ticks(axes.yaxis)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8)
     return save(figure, path)
@@ -276,6 +295,7 @@ def draw_longest(data: dict[str, Any], path: Path) -> Path | None:
         sizes = sorted({row["memory_gib"] or everything for row in rows})
         axes.set_xticks(sizes, [f"{x:g}" for x in sizes])
         axes.minorticks_off()
+        plain_ticks(axes.yaxis)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     figure.suptitle(f"one attention call: {shape_words(rows)}; {measured_on(data)}", fontsize=9)

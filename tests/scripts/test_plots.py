@@ -85,6 +85,24 @@ def test_time_and_speedup_are_against_the_baseline(drawn, tmp_path):
     assert lines(speedup)["naive"] == [(1024, 1.0), (2048, 1.0)]
 
 
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [((1.0, 1.1), ["0.5", "1", "2"]), ((0.3, 8.0), ["0.5", "1", "2", "5"]), ((0.01, 1000.0), ["0.01", "0.1", "1", "10", "100", "1,000"])],
+    ids=["narrow", "usual", "wide"],
+)
+def test_a_logarithmic_axis_has_plain_ticks(values, ticks):
+    """A regression test: between two powers of ten no tick had a label."""
+    figure, ((axes,),) = plots.figure_of(1)
+    axes.plot([1, 2], values)
+    axes.set_yscale("log")
+    plots.plain_ticks(axes.yaxis)
+    figure.draw_without_rendering()
+    low, high = axes.get_ylim()
+    labels = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+    assert [label.get_text() for place, label in labels if low <= place <= high] == ticks
+    assert not any(label.get_text() for label in axes.get_yticklabels(minor=True))
+
+
 def test_roofline_has_the_ceilings_of_a_data_sheet_and_says_so(drawn, tmp_path):
     plots.draw(write(tmp_path, ROWS), tmp_path)
     (axes,) = drawn["bench_roofline.png"].axes
