@@ -313,12 +313,16 @@ def main() -> None:
     device, dtype = device_and_dtype(config)
     count = sum(parameter_counts(config.model, vocab_size).values())
     dtype_name = str(dtype).removeprefix("torch.")
+    gpu = options.gpu or gpu_here() or "h200"
+    if device == "cuda" and not options.gpu:
+        why = "the GPU that is here" if gpu_here() else "an assumption: no GPU is known here"
+        print(f"planned for gpu={gpu}, {why}; gpu=NAME plans for another card, device=cpu for a CPU\n")
     print(f"model={config.model.name}: {count:,} parameters, vocabulary {vocab_size:,}")
     print(f"{config.batch_size} x {config.seq_len} tokens a pass, {device} {dtype_name}\n\n{text_table(memory_table(found))}")
     for name, peak in measured.items():
         print(f"measured here, attention={name}: {peak / GIB:,.3f} GiB; the prediction is {found[name].plan.peak / peak - 1:+.1%} off")
     if device == "cuda":
-        print_for_gpu(found, vocab_size, options.gpu or gpu_here() or "h200")
+        print_for_gpu(found, vocab_size, gpu)
     if options.out:
         rows = [
             {

@@ -42,6 +42,12 @@ def test_the_line_of_the_help_runs_as_typed(run_plan):
     assert "a100-40's data sheet: from 201 FLOP/byte" in done.stdout
 
 
+def test_what_is_taken_for_granted_comes_first(run_plan):
+    model = ("seq_len=64", "attention=naive")
+    assert run_plan(*model).startswith("planned for gpu=h200, an assumption: no GPU is known here; gpu=NAME plans for another")
+    assert run_plan(*model, "gpu=l4").startswith("model=") and run_plan(*model, "device=cpu").startswith("model=")
+
+
 def test_parts_add_up_and_naive_has_the_matrix(run_plan):
     output = run_plan("model=gpt2", "seq_len=8192", "batch_size=4", "attention=naive,triton")
     parts = [cells(output, words) for part, words in plan.PARTS.items() if part != "peak"]
