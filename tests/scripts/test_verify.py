@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,21 @@ def test_several_dtypes_share_a_column(run_verify):
 def test_complaints(run_verify, argument, message):
     code, out = run_verify(argument)
     assert code.startswith(message) and "\n" not in code and out == ""
+
+
+def test_pytorchs_remarks_on_flex_attention_are_not_printed_and_others_are(run_verify, monkeypatch, recwarn):
+    examine = verify.examine
+
+    def remark(*arguments):
+        warnings.warn("return_lse is deprecated and will be removed", FutureWarning, stacklevel=1)
+        warnings.warn("flex_attention called without torch.compile() - this is slow", UserWarning, stacklevel=1)
+        warnings.warn("something is wrong", UserWarning, stacklevel=1)
+        return examine(*arguments)
+
+    monkeypatch.setattr(verify, "PROPERTIES", {"forward": verify.PROPERTIES["forward"]})
+    monkeypatch.setattr(verify, "examine", remark)
+    run_verify("attention=naive", "cases=0")
+    assert [str(warning.message) for warning in recwarn] == ["something is wrong"]
 
 
 def test_the_line_in_help_runs_as_typed():
