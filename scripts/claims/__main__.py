@@ -3,7 +3,8 @@
     python -m scripts.claims run=causal_as_printed
 
 Without arguments it measures all claims a CPU can (about two minutes on one core), writes results/claims.json, docs/claims.md and
-docs/questions.md. Claims about GPUs and trainings are read from the other files of results/. Arguments are key=value:
+docs/questions.md: files that git tracks, whose figures are then this machine's. Claims about GPUs and trainings are read from the other
+files of results/. Arguments are key=value:
 
     run     names of claims with commas between: measure these, print what was found, write nothing
     render  true: measure nothing, write the two pages from results/
@@ -31,7 +32,7 @@ def main() -> None:
 
     from scripts.claims import CLAIMS
     from scripts.claims.claim import RESULTS
-    from scripts.claims.render import found, write_pages
+    from scripts.claims.render import DOCS, PAGES, found, write_pages
 
     names = options["run"].split(",") if "run" in options else list(CLAIMS)
     for name in names:
@@ -56,6 +57,8 @@ def main() -> None:
             print(f"{name}: {verdict} ({time.perf_counter() - start:.1f} s)", flush=True)
     if "run" in options:
         return
+    pages = [RESULTS / "claims.json", *(DOCS / page for page in PAGES)]
+    before = {path: path.read_text() if path.is_file() else None for path in pages}
     if figures:
         # without the path of this file
         where = environment("", "cpu") | {"command": ["python", "-m", "scripts.claims"]}
@@ -64,7 +67,8 @@ def main() -> None:
         write_pages()
     except FileNotFoundError as error:
         sys.exit(f"claims: {Path(error.filename).name} is missing; measure first: python -m scripts.claims")
-    print("docs/claims.md and docs/questions.md are written")
+    changed = [str(path.relative_to(RESULTS.parent)) for path, text in before.items() if path.read_text() != text]
+    print(f"changed: {' '.join(changed)}; git restore brings the committed ones back" if changed else "no file has changed")
 
 
 if __name__ == "__main__":

@@ -230,6 +230,19 @@ def test_render_measures_nothing(run_claims, monkeypatch):
     assert written
 
 
+def test_says_which_files_it_has_changed(run_claims, monkeypatch, tmp_path):
+    for folder in ("results", "docs"):
+        (tmp_path / folder).mkdir()
+    for page in ("results/claims.json", "docs/claims.md", "docs/questions.md"):
+        (tmp_path / page).write_text("{}")
+    monkeypatch.setattr("scripts.claims.claim.RESULTS", tmp_path / "results")
+    monkeypatch.setattr(render, "DOCS", tmp_path / "docs")
+    monkeypatch.setattr(render, "write_pages", lambda: None)
+    assert run_claims("render=true").splitlines()[-1] == "no file has changed"
+    monkeypatch.setattr(render, "write_pages", lambda: (tmp_path / "docs/claims.md").write_text("new"))
+    assert run_claims("render=true").splitlines()[-1] == "changed: docs/claims.md; git restore brings the committed ones back"
+
+
 def test_one_line_for_what_is_wrong(complaint):
     assert complaint("run=bit_by_bit").startswith("claims: run=bit_by_bit is not a claim; valid: bit_for_bit, ")
     assert complaint("redner=true").startswith("claims: 'redner=true' is not understood")
