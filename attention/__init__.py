@@ -16,7 +16,7 @@ from torch import Tensor
 from attention.defects import DEFECTS
 from attention.diagnose import LIMITS, Recorder, compare_with_exact, find_breakdown, max_score
 from attention.flex import FLEX
-from attention.interface import AttentionOutput, Backend, check_inputs, check_output
+from attention.interface import AttentionOutput, Backend, ScoreMod, check_inputs, check_output
 from attention.kernels import TRITON
 from attention.naive import NAIVE
 from attention.probe import probe
@@ -30,6 +30,7 @@ __all__ = [
     "AttentionOutput",
     "Backend",
     "Recorder",
+    "ScoreMod",
     "attention",
     "compare_with_exact",
     "find_breakdown",
@@ -88,6 +89,7 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     document_ids: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
 ) -> AttentionOutput:
     """softmax(q k^T * scale, masked) v by the named backend, and no other: what it cannot do is a ValueError with every reason.
 
@@ -99,13 +101,14 @@ def attention(
     softcap       scores become softcap * tanh(score / softcap)
     alibi_slopes  (H,): adds -slope * (i + M - N - j) to the scores; a constant, no gradient flows to it
     document_ids  (B, N) integers: a run of equal ids is a document, and attention stays inside it; needs N == M
+    score_mod     any other change of the scores, given with its derivative, in place of softcap and alibi_slopes
 
     Order: scale, softcap, alibi, mask, softmax. A row that sees no key gives out = 0 and lse = -inf, with zero gradients.
     Statistics and sums are float32 (float64 for float64), and autocast has no say inside.
     """
     if isinstance(backend, str):
         backend = get_backend(backend)
-    optional = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "document_ids": document_ids}
+    optional = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "document_ids": document_ids, "score_mod": score_mod}
     check_inputs(q, k, v, causal=causal, scale=scale, **optional)
     backend.check_supported(q, k, v, causal=causal, **optional)
     function = backend.fn if backend.traceable else torch.compiler.disable(backend.fn)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from attention.interface import FEATURES, AttentionOutput, Backend
+from attention.interface import FEATURES, AttentionOutput, Backend, ScoreMod
 from attention.mask import visible_keys
 
 
@@ -31,17 +31,20 @@ def flex(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     document_ids: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
 ) -> AttentionOutput:
     """q (B, H, N, D); k, v (B, H_kv, M, D)."""
     (batch, _, num_queries, _), num_keys = q.shape, k.shape[2]
     visible = visible_keys(q, k, causal=causal, window=window, document_ids=document_ids)
     lo, hi = visible.lo.expand(batch, -1), visible.hi.expand(batch, -1)
 
-    def score_mod(score, b, h, i, j):
+    def change(score, b, h, i, j):
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
         if alibi_slopes is not None:
             score = score - alibi_slopes[h] * (i + num_keys - num_queries - j)
+        if score_mod is not None:
+            score, _ = score_mod(score, b, h, i + num_keys - num_queries, j)
         return score
 
     def mask_mod(b, h, i, j):
@@ -57,7 +60,7 @@ def flex(
         q,
         k,
         v,
-        score_mod=None if softcap is None and alibi_slopes is None else score_mod,
+        score_mod=None if softcap is None and alibi_slopes is None and score_mod is None else change,
         block_mask=block_mask,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],

@@ -14,10 +14,28 @@ from torch import Tensor
 ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # the arguments of attention() that a backend is only given when it declares the feature of the same name
-OPTIONAL_ARGUMENTS = ("window", "softcap", "alibi_slopes", "document_ids")
+OPTIONAL_ARGUMENTS = ("window", "softcap", "alibi_slopes", "document_ids", "score_mod")
 # kinds of input that need no argument but that not every backend takes
 INPUT_FEATURES = ("gqa", "non_causal", "cross_length")
 FEATURES = frozenset((*OPTIONAL_ARGUMENTS, *INPUT_FEATURES, "lse"))
+
+
+@dataclass(frozen=True)
+class ScoreMod:
+    """A change of every score, after the scale and before the mask: a bias, a cap, a temperature.
+
+    fn(score, b, h, i, j, params) -> (changed, derivative): elementwise, derivative being d changed / d score. b, h: indices of sequence
+    and query head; i: position of the query among the keys, i + M - N; j: of the key; all broadcast to score.
+    kernel: the same for attention=triton, as pkg.module:NAME of a @triton.jit function (score, b, h, i, j, params_ptr), as in
+    attention/kernels/score_mods.py. params: float32 numbers, of which params_ptr points at the first; no gradient flows to them.
+    """
+
+    fn: Callable[..., tuple[Tensor, Tensor]]
+    kernel: str | None = None
+    params: Tensor | None = None
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+        return self.fn(score, b, h, i, j, self.params)
 
 
 class Refusal(ValueError):
@@ -36,7 +54,7 @@ class Backend:
     """One implementation of attention, with its capabilities as data.
 
     `fn(q, k, v, *, causal, scale, **declared, **options) -> AttentionOutput` is called with checked inputs: `declared` are the
-    arguments window, softcap, alibi_slopes and document_ids as far as they stand in `features`, `options` are this backend's own.
+    arguments window, softcap, alibi_slopes, document_ids and score_mod as far as they stand in `features`, `options` are its own.
     """
 
     name: str
@@ -132,6 +150,7 @@ def check_inputs(
     softcap: float | None,
     alibi_slopes: Tensor | None,
     document_ids: Tensor | None,
+    score_mod: ScoreMod | None,
 ) -> None:
     """Raise ValueError, with the shapes in it, for inputs that no backend could take."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -154,6 +173,10 @@ def check_inputs(
     for name, extra in (("alibi_slopes", alibi_slopes), ("document_ids", document_ids)):
         if extra is not None and extra.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}; got {extra.device}")
+    if score_mod is not None and not isinstance(score_mod, ScoreMod):
+        raise ValueError(f"score_mod must be an attention.ScoreMod, it is a {type(score_mod).__name__}")
+    if score_mod is not None and (softcap is not None or alibi_slopes is not None):
+        raise ValueError("score_mod takes the place of softcap and alibi_slopes: write all of the change into it")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{softcap=} must be positive")
     if alibi_slopes is not None and alibi_slopes.shape != (q.shape[1],):

@@ -6,7 +6,7 @@ Materialises every score, takes any device and dtype, and is the oracle (in floa
 import torch
 from torch import Tensor
 
-from attention.interface import FEATURES, AttentionOutput, Backend
+from attention.interface import FEATURES, AttentionOutput, Backend, ScoreMod
 from attention.mask import visible_keys
 
 
@@ -21,17 +21,21 @@ def naive_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     document_ids: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
 ) -> AttentionOutput:
-    """Order of the steps: scale, softcap, bias, mask, softmax. A row without a key gives out = 0 and lse = -inf."""
+    """Order of the steps: scale, softcap, bias or score_mod, mask, softmax. A row without a key gives out = 0 and lse = -inf."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)  # (B, H, M, D)
     dtype = torch.promote_types(q.dtype, torch.float32)  # statistics in float32, float64 for float64
     scores = q.to(dtype) @ k.to(dtype).mT * scale  # (B, H, N, M)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    i, j = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2], torch.arange(k.shape[2], device=q.device)
     if alibi_slopes is not None:
-        i, j = torch.arange(q.shape[2], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)
-        scores = scores - alibi_slopes.to(dtype)[:, None, None] * (i + k.shape[2] - q.shape[2] - j)
+        scores = scores - alibi_slopes.to(dtype)[:, None, None] * (i - j)
+    if score_mod is not None:
+        b, h = (torch.arange(size, device=q.device) for size in q.shape[:2])
+        scores, _ = score_mod(scores, b[:, None, None, None], h[:, None, None], i, j)
     visible = visible_keys(q, k, causal=causal, window=window, document_ids=document_ids).mask()
     scores = scores.masked_fill(~visible, -torch.inf)
     lse = scores.logsumexp(-1)  # (B, H, N)

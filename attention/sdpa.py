@@ -74,7 +74,10 @@ def _tried(
             sdpa_attention(q, k, v, causal=causal, scale=1.0, backend=backend)
         except RuntimeError as error:
             words = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
-            return (f"PyTorch's {backend} kernel refuses them: " + "; ".join(words or [str(error)]),)
+            # on a CPU PyTorch only says that no kernel was left
+            elsewhere = ["it runs on a GPU alone"] if backend in ("efficient", "cudnn") and device.type != "cuda" else []
+            reason = "; ".join(words or elsewhere or [str(error)])
+            return (f"PyTorch's {backend} kernel refuses them: {reason}; attention.backend=auto lets PyTorch choose",)
     return ()
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attention.interface import FEATURES, AttentionOutput, Backend
+from attention.interface import FEATURES, AttentionOutput, Backend, ScoreMod
 from attention.mask import QueryTile, VisibleKeys, visible_keys
 from attention.online_softmax import OnlineSoftmax
 
@@ -36,31 +36,38 @@ class TileLoop:
 
     visible: VisibleKeys
     scale: float
-    softcap: float | None
-    slopes: Tensor | None  # (H_kv, G, 1, 1)
     dtype: torch.dtype  # of the scores and the statistics
     block_q: int
     block_kv: int
-    softmax: type[OnlineSoftmax]
-    detach_max: bool
-    kv_outer: bool
-    observer: Observer | None
+    softcap: float | None = None
+    slopes: Tensor | None = None  # (H_kv, G, 1, 1)
+    score_mod: ScoreMod | None = None
+    softmax: type[OnlineSoftmax] = OnlineSoftmax
+    detach_max: bool = False
+    kv_outer: bool = False
+    observer: Observer | None = None
 
     def scores(self, q_rows: Tensor, k_keys: Tensor, rows: slice, keys: slice, needs_mask: bool) -> tuple[Tensor, Tensor | None]:
-        """One tile of scores (B, H_kv, G, R, T): scaled, capped, biased, masked. Also tanh(s / softcap), for the backward."""
+        """One tile of scores (B, H_kv, G, R, T): scaled, capped, biased, masked. Also how they change with the scaled score, unless 1."""
         scores = q_rows.to(self.dtype) @ k_keys.to(self.dtype).mT * self.scale
-        capped = None
+        derivative = None
         if self.softcap is not None:
             capped = torch.tanh(scores / self.softcap)
             scores = self.softcap * capped
-        if self.slopes is not None:
+            derivative = 1 - capped * capped
+        if self.slopes is not None or self.score_mod is not None:
             num_queries, num_keys = self.visible.lo.shape[1], self.visible.num_keys
             i = torch.arange(num_queries, device=scores.device)[rows, None] + num_keys - num_queries
             j = torch.arange(num_keys, device=scores.device)[keys]
-            scores = scores - self.slopes * (i - j)
+            if self.slopes is not None:
+                scores = scores - self.slopes * (i - j)
+            else:
+                b = torch.arange(scores.shape[0], device=scores.device).view(-1, 1, 1, 1, 1)
+                h = torch.arange(scores.shape[1] * scores.shape[2], device=scores.device).view(*scores.shape[1:3], 1, 1)
+                scores, derivative = self.score_mod(scores, b, h, i, j)
         if needs_mask:
             scores = scores.masked_fill(~self.visible.mask(rows, keys).unsqueeze(2), -torch.inf)
-        return scores, capped
+        return scores, derivative
 
     def absorb(
         self, state: OnlineSoftmax, tile: QueryTile, keys: slice, needs_mask: bool, q_rows: Tensor, k: Tensor, v: Tensor
@@ -126,11 +133,11 @@ class BackwardFromLse(torch.autograd.Function):
             dq_rows = torch.zeros_like(q_rows)
             for keys, needs_mask in tile.key_tiles(loop.block_kv):
                 k_keys, v_keys = k[..., keys, :].to(loop.dtype), v[..., keys, :].to(loop.dtype)
-                scores, capped = loop.scores(q_rows, k_keys, rows, keys, needs_mask)
+                scores, derivative = loop.scores(q_rows, k_keys, rows, keys, needs_mask)
                 p = torch.exp(scores - lse_rows)
                 ds = p * (do_rows @ v_keys.mT - delta) * loop.scale
-                if capped is not None:
-                    ds = ds * (1 - capped * capped)
+                if derivative is not None:
+                    ds = ds * derivative
                 dq_rows += ds @ k_keys
                 # the query heads of a group share their key/value head
                 dk[..., keys, :] += (ds.mT @ q_rows).sum(2, keepdim=True)
@@ -183,6 +190,7 @@ def tiled_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     document_ids: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
     block_q: int,
     block_kv: int,
     softmax_dtype: str = "float32",
@@ -207,6 +215,7 @@ def tiled_attention(
         scale=scale,
         softcap=softcap,
         slopes=None if alibi_slopes is None else alibi_slopes.detach().view(num_kv_heads, groups, 1, 1),
+        score_mod=score_mod,
         dtype=q.dtype if softmax_dtype == "input" else torch.promote_types(q.dtype, torch.float32),
         block_q=block_q,
         block_kv=block_kv,

@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from attention.interface import AttentionOutput, Backend
+from attention.interface import AttentionOutput, Backend, Refusal, ScoreMod
 from attention.mask import visible_keys
 
 # looked up once: torch.compile cannot trace the look-up
@@ -29,6 +29,7 @@ def triton_attention(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     document_ids: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
     softmax: str = "online",
     block_q: int = 0,
     block_kv: int = 0,
@@ -37,15 +38,20 @@ def triton_attention(
     from attention.kernels.op import flash_attention
 
     lo = hi = params = None
+    mod = ""
     if window is not None or document_ids is not None:
         visible = visible_keys(q, k, causal=causal, window=window, document_ids=document_ids)
         lo, hi = visible.lo.int(), visible.hi.int()
-    mods = {"softcap": softcap, "alibi": alibi_slopes}
-    score_mod = "_".join(name for name, value in mods.items() if value is not None)
-    if score_mod:
-        numbers = [torch.as_tensor(value, dtype=torch.float32, device=q.device).reshape(-1) for value in mods.values() if value is not None]
-        params = torch.cat(numbers)
-    out, lse = flash_attention(q, k, v, lo, hi, params, causal, scale, score_mod, softmax, block_q, block_kv)
+    shipped = {name: value for name, value in (("softcap", softcap), ("alibi", alibi_slopes)) if value is not None}
+    if shipped:
+        mod = f"attention.kernels.score_mods:{'_'.join(shipped)}"
+        params = torch.cat([torch.as_tensor(value, dtype=torch.float32, device=q.device).reshape(-1) for value in shipped.values()])
+    elif score_mod is not None:
+        if score_mod.kernel is None:
+            raise Refusal("attention=triton needs the score_mod as a @triton.jit function too: ScoreMod(fn, kernel='pkg.module:NAME')")
+        mod = score_mod.kernel
+        params = None if score_mod.params is None else score_mod.params.to(q.device, torch.float32).contiguous()
+    out, lse = flash_attention(q, k, v, lo, hi, params, causal, scale, mod, softmax, block_q, block_kv)
     return AttentionOutput(out, lse)
 
 
@@ -84,7 +90,7 @@ TRITON = Backend(
     triton_attention,
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     head_dims=range(1, 257),
-    features=frozenset({"gqa", "non_causal", "cross_length", "window", "softcap", "alibi_slopes", "document_ids", "lse"}),
+    features=frozenset({"gqa", "non_causal", "cross_length", "window", "softcap", "alibi_slopes", "document_ids", "score_mod", "lse"}),
     requirements=refusals,
 )
 

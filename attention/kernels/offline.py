@@ -53,7 +53,7 @@ def signature(
     constants = {
         "CAUSAL": variant != "full",
         "INTERVALS": variant == "intervals",
-        "SCORE_MOD": op.SCORE_MODS["softcap_alibi" if variant == "score_mod" else ""],
+        "SCORE_MOD": op.find_score_mod("attention.kernels.score_mods:softcap_alibi" if variant == "score_mod" else ""),
         "GROUPS": 4 if variant == "grouped" else 1,
         **{name.upper(): step for name, step in softmax._asdict().items()},
         **{"D": head_dim, "BLOCK_Q": block_q, "BLOCK_KV": block_kv, "BLOCK_D": block_d, "PRECISION": "ieee"},

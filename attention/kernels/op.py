@@ -3,7 +3,9 @@
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
 
+import importlib
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.kernels import defects, score_mods
+from attention.kernels import defects
 from attention.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from attention.kernels.forward import forward_kernel
 from attention.kernels.launch import padded_head_dim, pick_tile
@@ -24,7 +26,6 @@ SOFTMAXES = {
     "no_rescale": defects.NO_RESCALE,
     "no_rescale_detached": defects.NO_RESCALE_DETACHED,
 }
-SCORE_MODS = {"": None, "softcap": score_mods.softcap, "alibi": score_mods.alibi, "softcap_alibi": score_mods.softcap_alibi}
 DELTA_BLOCK_Q = 32
 
 
@@ -57,13 +58,25 @@ def descriptor(x: Tensor, block: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, block, padded_head_dim(x.shape[-1])])
 
 
+@cache
+def find_score_mod(name: str) -> triton.JITFunction | None:
+    """The @triton.jit function at pkg.module:NAME; "" is none."""
+    if not name:
+        return None
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"the score_mod's kernel={name} must read pkg.module:NAME of a @triton.jit function: {error}") from error
+
+
 def constants(kernel: str, q: Tensor, causal: bool, lo: Tensor | None, score_mod: str, block_q: int, block_kv: int) -> dict[str, Any]:
     head_dim = q.shape[-1]
     tile = pick_tile(kernel, head_dim, q.dtype, q.device, block_q=block_q, block_kv=block_kv)
     return {
         "CAUSAL": causal,
         "INTERVALS": lo is not None,
-        "SCORE_MOD": SCORE_MODS[score_mod],
+        "SCORE_MOD": find_score_mod(score_mod),
         "D": head_dim,
         "BLOCK_Q": tile.block_q,
         "BLOCK_KV": tile.block_kv,
@@ -110,8 +123,9 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, N, D) and lse (B, H, N) float32 for q (B, H, N, D); k, v (B, H_kv, M, D).
 
-    lo, hi: (B or 1, N) int32, the interval of keys each query sees; without them all, or by `causal`. score_mod: a name in SCORE_MODS,
-    params (float32) its numbers. softmax: a name in SOFTMAXES. block_q, block_kv: the tile, or 0 for the table's.
+    lo, hi: (B or 1, N) int32, the interval of keys each query sees; without them all, or by `causal`. score_mod: pkg.module:NAME of a
+    @triton.jit function or "", params (float32) its numbers. softmax: a name in SOFTMAXES. block_q, block_kv: the tile, or 0 for the
+    table's.
     """
     dtype = q.dtype
     q, k, v = readable(q), readable(k), readable(v)

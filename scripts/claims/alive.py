@@ -55,9 +55,8 @@ def panels(q: Tensor, k: Tensor, v: Tensor, block: int = 256) -> Tensor:
 
 def through_the_loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The tile loop under plain autograd, without the backward pass the project gives it."""
-    variant = {"softmax": OnlineSoftmax, "detach_max": False, "kv_outer": False, "observer": None, "softcap": None, "slopes": None}
     visible = visible_keys(q, k, causal=False)
-    loop = TileLoop(visible, scale=q.shape[-1] ** -0.5, dtype=q.dtype, block_q=64, block_kv=64, **variant)
+    loop = TileLoop(visible, scale=q.shape[-1] ** -0.5, dtype=q.dtype, block_q=64, block_kv=64)
     return loop.forward(*(x.unsqueeze(2) for x in (q, k, v)))[0].squeeze(2)
 
 

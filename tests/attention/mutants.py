@@ -298,7 +298,7 @@ MUTANTS = (
         loop((" - d_lse[..., rows].unsqueeze(-1)\n            dq_rows", "\n            dq_rows")),
     ),
     Mutant("backward_without_scale", "The scores' gradient is not scaled.", loop(("- delta) * loop.scale", "- delta)"))),
-    Mutant("backward_without_softcap", "The softcap has no derivative.", loop(("ds = ds * (1 - capped * capped)", "pass"))),
+    Mutant("backward_without_softcap", "The softcap has no derivative.", loop(("ds = ds * derivative", "pass"))),
     Mutant(
         "backward_without_guard",
         "A row without a key rebuilds p from lse = -inf.",

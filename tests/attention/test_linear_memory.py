@@ -10,7 +10,6 @@ import torch
 from attention import BACKENDS, AttentionOutput, Backend, get_backend
 from attention.footprint import exponents, weigh
 from attention.mask import visible_keys
-from attention.online_softmax import OnlineSoftmax
 from attention.tiled import TileLoop
 
 TILES = {"block_q": 64, "block_kv": 64}
@@ -42,8 +41,7 @@ def test_naive_grows_with_the_square():
 def through_the_loop(q, k, v, *, causal, scale) -> AttentionOutput:
     """The tile loop under plain autograd, without the backward pass it brings along."""
     visible = visible_keys(q, k, causal=causal)
-    variant = {"softmax": OnlineSoftmax, "detach_max": False, "kv_outer": False, "observer": None, "softcap": None, "slopes": None}
-    loop = TileLoop(visible, scale=scale, dtype=q.dtype, **TILES, **variant)
+    loop = TileLoop(visible, scale=scale, dtype=q.dtype, **TILES)
     out, lse = loop.forward(*(x.unsqueeze(2) for x in (q, k, v)))
     return AttentionOutput(out.squeeze(2), lse.squeeze(2))
 

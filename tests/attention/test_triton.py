@@ -46,7 +46,7 @@ def test_the_operator_keeps_pytorchs_contract(operands, causal, everything):
     if everything:
         visible = visible_keys(q, k, causal=True, window=5)
         optional = [visible.lo.int(), visible.hi.int(), torch.tensor([3.0], device=DEVICE)]
-        settings = [True, 0.25, "softcap", "no_rescale", 16, 16]
+        settings = [True, 0.25, "attention.kernels.score_mods:softcap", "no_rescale", 16, 16]
     torch.library.opcheck(flash_attention, (q, k, v, *optional, *settings))
     with torch.no_grad():
         out, lse = flash_attention(q, k, v, *optional, *settings)

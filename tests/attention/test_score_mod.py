@@ -1,0 +1,106 @@
+"""A score modifier of the user's: one function with its derivative, the same in every backend that takes one.
+
+Dimensions: B batch, H query heads, N queries, M keys, D head dim.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import BACKENDS, ScoreMod, attention, get_backend
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PARAMS = torch.tensor([0.7, 0.1, 0.4, 0.2, 0.3])
+
+
+def fade(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
+    """sin(score) * params[0], less with the distance at the head's own rate, and halved in the second sequence: it uses all it is given."""
+    params = params.to(score.device)
+    weight = params[0] / (1 + params[1 + h] * (i - j).abs()) / (1 + b)
+    return weight * torch.sin(score), weight * torch.cos(score)
+
+
+@triton.jit
+def fade_kernel(score, b, h, i, j, params_ptr):
+    distance = tl.abs((i - j).to(tl.float32))
+    weight = tl.load(params_ptr) / (1 + tl.load(params_ptr + 1 + h) * distance) / (1 + b)
+    return weight * tl.sin(score), weight * tl.cos(score)
+
+
+FADE = ScoreMod(fade, kernel=f"{__name__}:fade_kernel", params=PARAMS)
+TAKE_IT = [name for name, backend in BACKENDS.items() if "score_mod" in backend.features and backend.exact]
+# PyTorch's FlexAttention has no backward pass on the CPU
+DIFFERENTIABLE = [name for name in TAKE_IT if name != "flex" or DEVICE == "cuda"]
+
+
+def operands(num_keys: int = 50) -> tuple[list[Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 4, 50, 16), (2, 2, num_keys, 16), (2, 2, num_keys, 16), (2, 4, 50, 16)]
+    *tensors, d_out = (torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes)
+    return tensors, d_out
+
+
+@pytest.mark.parametrize("optional", [{}, {"causal": False}, {"window": 11}], ids=["causal", "full", "window"])
+@pytest.mark.parametrize("num_keys", [50, 70])
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_every_backend_changes_the_scores_alike(name, num_keys, optional):
+    tensors, d_out = operands(num_keys)
+    results = []
+    for backend, dtype in ((name, torch.float32), ("naive", torch.float64)):
+        q, k, v = (x.to(dtype).requires_grad_() for x in tensors)
+        out = attention(q, k, v, backend=backend, score_mod=FADE, **optional).out
+        results.append([out.detach(), *torch.autograd.grad(out, (q, k, v), d_out.to(dtype))])
+    for found, expected in zip(*results, strict=True):
+        assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_it_changes_something_and_its_derivative_is_one():
+    (q, k, v), _ = operands()
+    plain, changed = (attention(q, k, v, backend="naive", score_mod=mod).out for mod in (None, FADE))
+    assert (plain - changed).abs().max() > 0.1
+    score = torch.linspace(-4, 4, 30, dtype=torch.float64, requires_grad=True)
+    b, h, i, j = (torch.tensor(value) for value in (1, 2, 9, 4))
+    changed, derivative = FADE(score, b, h, i, j)
+    torch.testing.assert_close(torch.autograd.grad(changed.sum(), score)[0], derivative)
+
+
+def test_shipped_changes_are_score_mods_too():
+    (q, k, v), _ = operands()
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=DEVICE)
+
+    def alibi(score, b, h, i, j, params):
+        return score - params[h] * (i - j), torch.ones_like(score)
+
+    for name in TAKE_IT:
+        mod = ScoreMod(alibi, kernel="attention.kernels.score_mods:alibi", params=slopes)
+        shipped, own = (attention(q, k, v, backend=name, **optional).out for optional in ({"alibi_slopes": slopes}, {"score_mod": mod}))
+        torch.testing.assert_close(own, shipped, rtol=1e-6, atol=1e-6)
+
+
+def test_the_defects_take_one():
+    (q, k, v), _ = operands()
+    tiled, kernel = (
+        attention(q, k, v, backend=get_backend("no_rescale", impl=impl, block_q=32, block_kv=16), score_mod=FADE).out
+        for impl in ("tiled", "triton")
+    )
+    torch.testing.assert_close(kernel, tiled, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("backend", "optional", "message"),
+    [
+        ("naive", {"score_mod": fade}, "score_mod must be an attention.ScoreMod, it is a function"),
+        ("tiled", {"score_mod": FADE, "softcap": 2.0}, "score_mod takes the place of softcap and alibi_slopes"),
+        ("sdpa", {"score_mod": FADE}, "it does not support score_mod"),
+        ("triton", {"score_mod": ScoreMod(fade, params=PARAMS)}, "needs the score_mod as a @triton.jit function too"),
+        ("triton", {"score_mod": ScoreMod(fade, "nowhere:mod", PARAMS)}, "kernel=nowhere:mod must read pkg.module:NAME"),
+    ],
+    ids=["a-function", "with-softcap", "sdpa", "no-kernel", "unknown-kernel"],
+)
+def test_refusals(backend, optional, message):
+    (q, k, v), _ = operands()
+    with pytest.raises(ValueError, match=message):
+        attention(q, k, v, backend=backend, **optional)
