@@ -5,7 +5,8 @@ value of the wrong type is refused before anything is built; `RunConfig.__post_i
 Nothing here imports torch: `python train.py --help` stays fast.
 """
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -273,8 +274,39 @@ def register() -> None:
     ConfigStore.instance().store(name="schema", node=RunConfig)
 
 
+def check_keys(arguments: list[str]) -> None:
+    """End the program at a key=value of the command line whose key does not exist, with the closest one that does.
+
+    Hydra would advise +key=value, which then does nothing. What is no key=value is left to Hydra.
+    """
+    import difflib
+
+    keys = ["experiment", *_keys(RunConfig)]
+    for argument in arguments:
+        written, _, value = argument.partition("=")
+        key = written.lstrip("-+")
+        if written.startswith("-") and key in keys:
+            raise SystemExit(f"error: {argument}: write {key}={value or 'VALUE'}, without dashes")
+        if "=" not in argument or written.startswith("-") or not key.replace(".", "").isidentifier():
+            continue
+        if key in keys or key.startswith(("hydra.", "attention.options.", "attention.switch_options.")):
+            continue
+        # steps for step, attention.block_kv for attention.block_k; optim.lr for lr
+        close = [other for other in keys if other.rpartition(".")[2] == key] or difflib.get_close_matches(key, keys, n=1)
+        hint = f"did you mean {' or '.join(close)}?" if close else "python train.py --cfg job shows all keys"
+        raise SystemExit(f"error: {argument}: there is no key '{key}'; {hint}")
+
+
+def _keys(schema: type, prefix: str = "") -> Iterator[str]:
+    for each in fields(schema):
+        yield prefix + each.name
+        if is_dataclass(each.type):
+            yield from _keys(each.type, f"{prefix}{each.name}.")
+
+
 def replay_overrides(arguments: list[str]) -> list[str]:
     """Command-line arguments with resume=DIR spelled out: the run's own overrides first, the new ones after, in the same directory."""
+    check_keys(arguments)
     resume = [argument.removeprefix("resume=").strip("'\"") for argument in arguments if argument.startswith("resume=")]
     if not resume or resume[-1] == "null":
         return arguments
