@@ -80,6 +80,41 @@ def test_tile_loops_run_under_compile_without_being_unrolled():
         torch.compile(lambda q: attention(q, q, q, backend="tiled").out, fullgraph=True, backend="aot_eager")(q)
 
 
+class Block(torch.nn.Module):
+    def forward(self, packed: Tensor) -> Tensor:
+        return block(packed)[0]
+
+
+def test_exports():
+    packed = random(1, 40, 3, 2, 16)
+    exported = torch.export.export(Block(), (packed,))
+    assert torch.equal(exported.module()(packed), Block()(packed))
+
+
+@pytest.mark.gpu
+def test_cuda_graph_capture():
+    """Nothing waits for the device or allocates outside the graph's pool: window and documents included."""
+    tensors = [random(2, 4, 300, 64, dtype=torch.bfloat16, seed=seed).requires_grad_() for seed in range(3)]
+    d_out = random(2, 4, 300, 64, dtype=torch.bfloat16, seed=3)
+    documents = torch.arange(300, device=DEVICE).expand(2, -1) // 77
+
+    def step() -> tuple[Tensor, ...]:
+        out = attention(*tensors, backend="triton", window=50, document_ids=documents).out
+        return out, *torch.autograd.grad(out, tensors, d_out)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        expected = step()  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
+
+
 def test_activation_checkpoint():
     again = differentiated(lambda packed: checkpoint(block, packed, use_reentrant=False))
     torch.testing.assert_close(again, differentiated(block), rtol=0, atol=0)
