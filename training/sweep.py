@@ -162,7 +162,10 @@ def read_sweep(folder: Path) -> list[dict[str, Any]]:
 def read_run(run_dir: Path) -> dict[str, Any]:
     """One run directory as a dictionary; never fails on a half-written one."""
     run_dir = Path(run_dir)
-    rows = read_metrics(run_dir / "metrics.jsonl")
+    try:
+        rows = read_metrics(run_dir / "metrics.jsonl")
+    except OSError:
+        rows = []
     evaluated = {"evaluated_step": max((row["step"] for row in rows if "val/loss" in row), default=None)}
     summary = load_json(run_dir / "summary.json")
     if "status" in summary:
