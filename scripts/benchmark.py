@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import torch._functorch.config
 
-from attention import Backend, get_backend
+from attention import Backend
+from scripts.arguments import parse_backend
 from scripts.attention_call import Call, longest, measure, memory_cap, try_length
 from training.device import DTYPES, pick_device, pick_dtype
 from training.interrupt import one_line
@@ -30,24 +31,15 @@ from training.memory import cpu_memory_limit, describe_out_of_memory, is_out_of_
 from training.metrics import check_writable, environment, write_json
 
 
-def parse_backend(text: str) -> Backend:
-    """A backend and its options, from name:option=value,option=value or pkg.module:NAME:option=value."""
-    name, _, rest = text.partition(":")
-    target, _, options = rest.partition(":") if rest and "=" not in rest.partition(":")[0] else ("", "", rest)
-    pairs = dict(option.split("=", 1) for option in options.split(",") if "=" in option)
-    values = {key: int(value) if value.isdigit() else {"true": True, "false": False}.get(value, value) for key, value in pairs.items()}
-    return get_backend("custom", target=f"{name}:{target}", **values) if target else get_backend(name, **values)
-
-
 def wrong_results(backend: Backend, *, device: torch.device, dtype: torch.dtype, verified: dict[str, Any] | None = None) -> list[str]:
     """The properties in which a backend's results are red: by a scripts.verify of these very options, else by a quick check now."""
     from attention.conformance import SHORT
-    from attention.properties import SLOW, verify_backend
+    from attention.properties import SLOW, red_properties
 
     column = (verified or {}).get("backends", {}).get(backend.name, {})
     cells = [cell for cell in column.get("cells", ()) if cell["dtype"] == SHORT[dtype] and cell["property"] not in SLOW]
     if not cells or column["options"] != dict(backend.options):
-        cells = [vars(cell) for cell in verify_backend(backend, device=device, dtype=dtype, quick=True, random_cases=4)]
+        return red_properties(backend, device=device, dtype=dtype)
     # a layout that PyTorch's kernel refuses is no wrong result
     return [cell["property"] for cell in cells if cell["status"] == "red" and " cannot take " not in cell["note"]]
 

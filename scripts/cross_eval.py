@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 
 from attention import BACKENDS, Backend, get_backend
 from config import RunConfig
@@ -27,6 +26,7 @@ from data import Batch, build_data
 from model import GPT
 from model.evaluate import judged
 from model.schedule import chosen_attention
+from scripts.arguments import parse_backend
 from scripts.cross_eval_matrix import draw, in_text, read_rows
 from scripts.sample import read_config
 from training.checkpoint import load_model_state, read_meta
@@ -141,20 +141,8 @@ def leave_out(folder: Path, error: Exception) -> None:
 
 
 def parse_judge(text: str) -> Backend:
-    """NAME, NAME:option=value,option=value or pkg.module:BACKEND, with options likewise."""
-    name, _, rest = text.partition(":")
-    target = None
-    if "." in name:
-        attribute, _, rest = rest.partition(":")
-        target = f"{name}:{attribute}"
-    options = {}
-    for option in rest.split(",") if rest else ():
-        key, equals, value = option.partition("=")
-        if not equals:
-            raise ValueError(f"--under {text}: {option!r} is not option=value")
-        options[key] = yaml.safe_load(value)
     try:
-        return get_backend(name, target=target, **options)
+        return parse_backend(text)
     except ValueError as error:
         raise ValueError(f"--under {text}: {error}") from error
 

@@ -220,7 +220,7 @@ def pick_baseline(groups: dict[str, Any], baseline: str | None) -> str:
 
 def intensity(row: dict[str, Any], device: str) -> float | None:
     """FLOPs a byte of device memory, of the forward pass, by model.traffic; None for a backend that is not in the table."""
-    from scripts.benchmark import parse_backend
+    from scripts.arguments import parse_backend
 
     try:
         backend = parse_backend(row["attention"])

@@ -16,9 +16,8 @@ Arguments are key=value as for train.py; every key but `run` has a default:
 """
 
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
 
 import torch
 from omegaconf import OmegaConf
@@ -30,6 +29,7 @@ from config import RunConfig
 from data import build_tokenizer
 from model import GPT, sample_text
 from model.schedule import backend_after, chosen_attention
+from scripts.arguments import read_settings
 from training.checkpoint import load_model_state, read_meta
 from training.device import pick_device, pick_dtype
 from training.sweep import load_json
@@ -50,16 +50,7 @@ class Options:
 
 def read_options(arguments: list[str]) -> Options:
     """Options from key=value arguments. Raises ValueError for an unknown key, a value of the wrong type or a missing run."""
-    types = {field.name: next(iter(get_args(field.type)), field.type) for field in fields(Options)}
-    values = {}
-    for argument in arguments:
-        key, equals, text = argument.partition("=")
-        if not equals or key not in types:
-            raise ValueError(f"{argument!r} is not key=value with a key of: {', '.join(types)}")
-        try:
-            values[key] = {"true": True, "false": False}[text.lower()] if types[key] is bool else types[key](text)
-        except (KeyError, ValueError):
-            raise ValueError(f"{key}={text} is no {types[key].__name__}") from None
+    values = read_settings(Options, arguments)
     if "run" not in values:
         raise ValueError("run=DIR is missing: the directory of a run, as in run=outputs/DATE/TIME")
     options = Options(**values)

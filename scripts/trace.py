@@ -26,9 +26,9 @@ train.py; every key has a default, and the first thing to look at is an example 
 
 import sys
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from attention.trace import Trace, trace
 from data import build_data
 from model import GPT
 from model.schedule import backend_after, chosen_attention
+from scripts.arguments import read_settings
 from scripts.sample import read_config
 from scripts.trace_page import render_page
 from training.checkpoint import load_model_state, read_meta
@@ -107,16 +108,7 @@ class Call(NamedTuple):
 
 def read_options(arguments: list[str]) -> Options:
     """Options from key=value arguments. Raises ValueError for an unknown key or value, and for keys that do not go together."""
-    types = {field.name: next(iter(get_args(field.type)), field.type) for field in fields(Options)}
-    values: dict[str, Any] = {}
-    for argument in arguments:
-        key, equals, text = argument.partition("=")
-        if not equals or key not in types:
-            raise ValueError(f"{argument!r} is not key=value with a key of: {', '.join(types)}")
-        try:
-            values[key] = {"true": True, "false": False}[text.lower()] if types[key] is bool else types[key](text)
-        except (KeyError, ValueError):
-            raise ValueError(f"{key}={text} is no {types[key].__name__}") from None
+    values = read_settings(Options, arguments)
     options = Options(**values)
     inputs = ("worked", *ADVERSARIAL)
     for key, valid in (("dtype", DTYPES), ("inputs", inputs), ("softmax_dtype", ("float32", "input")), ("device", ("auto", "cpu", "cuda"))):

@@ -24,9 +24,9 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -34,6 +34,7 @@ from attention import BACKENDS, Backend, get_backend
 from attention.conformance import SHORT
 from attention.properties import PROPERTIES, Cell, check_breaks, examine
 from attention.subject import Subject
+from scripts.arguments import read_settings
 from training.device import DTYPES, pick_device, pick_dtype
 from training.interrupt import one_line
 from training.metrics import check_writable, environment, write_json
@@ -54,17 +55,7 @@ class Options:
 
 def read_options(arguments: list[str]) -> Options:
     """Options from key=value arguments. Raises ValueError for an unknown key or a value of the wrong type."""
-    types = {field.name: next(iter(get_args(field.type)), field.type) for field in fields(Options)}
-    values = {}
-    for argument in arguments:
-        key, equals, text = argument.partition("=")
-        if not equals or key not in types:
-            raise ValueError(f"{argument!r} is not key=value with a key of: {', '.join(types)}")
-        try:
-            values[key] = types[key](text)
-        except ValueError:
-            raise ValueError(f"{key}={text} is no {types[key].__name__}") from None
-    options = Options(**values)
+    options = Options(**read_settings(Options, arguments))
     if options.cases < 0 or options.seed < 0:
         raise ValueError(f"cases={options.cases} and seed={options.seed} must be at least 0")
     if options.out is not None and not options.out.absolute().parent.is_dir():
