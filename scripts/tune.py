@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from attention.kernels.launch import TILES, Tile, table_for, tables
+from attention.kernels.launch import TILES, VARIANTS, Tile, table_for, tables
+from scripts.attention_call import seconds
 
-KERNELS = ("forward", "dkdv", "dkdv_general", "dq")
 LENGTHS = (1024, 16384)
 TOKENS, WIDTH = 16384, 2048
 GROUPS, WINDOW = 4, 512
@@ -41,7 +41,7 @@ def candidates(kernel: str, head_dim: int) -> Iterator[Tile]:
 
 def is_clean(kernel: str, head_dim: int, tile: Tile, capability: int, shared_memory: int) -> str | None:
     """Why the tile is not timed, or None."""
-    from attention.kernels.offline import VARIANTS, compile_tile
+    from attention.kernels.offline import compile_tile
 
     for variant in VARIANTS[kernel]:
         if variant == "no_rescale":  # its tiles are the user's
@@ -60,16 +60,11 @@ def is_clean(kernel: str, head_dim: int, tile: Tile, capability: int, shared_mem
     return None
 
 
-def milliseconds(function: Callable[[], Any], *, repeats: int = 12) -> float:
-    for _ in range(3):
-        function()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start, end in events:
-        start.record()
-        function()
-        end.record()
-    torch.cuda.synchronize()
-    return median(start.elapsed_time(end) for start, end in events)
+def time_of(function: Callable[[], Any]) -> float:
+    """Seconds, after a warm-up."""
+    device = torch.device("cuda")
+    seconds(function, repeats=3, device=device)
+    return median(seconds(function, repeats=12, device=device))
 
 
 def workloads(kernel: str, head_dim: int) -> list[Callable[[], Any]]:
@@ -117,7 +112,7 @@ def tune(kernel: str, head_dim: int, table: dict[str, Any], capability: int, unt
                 times = {}
                 for each in (before, tile):
                     tiles[str(head_dim)] = list(each)
-                    times[each] = milliseconds(call)
+                    times[each] = time_of(call)
                 ratios.append(times[tile] / times[before])
             ratio = geometric_mean(ratios)
             best = min(best, (ratio, tile))
@@ -141,7 +136,7 @@ def write_tables(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernel", nargs="+", default=KERNELS, choices=KERNELS)
+    parser.add_argument("--kernel", nargs="+", default=VARIANTS, choices=VARIANTS)
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128], choices=[64, 128, 256])
     parser.add_argument("--seconds", type=float, default=300, help="time for all of it")
     parser.add_argument("--dry-run", action="store_true", help="only say which tiles would be timed; needs no GPU")

@@ -13,6 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 TILES = Path(__file__).with_name("tiles.json")
+# what runs with a kernel's tile
+VARIANTS = {
+    "forward": ("causal", "full", "intervals", "score_mod", "no_rescale"),
+    "dkdv": ("causal", "full"),
+    "dkdv_general": ("intervals", "score_mod", "grouped"),
+    "dq": ("causal", "full", "intervals", "score_mod"),
+}
 
 
 class Tile(NamedTuple):

@@ -27,13 +27,6 @@ KERNELS = {
     "dkdv_general": backward.dkdv_kernel,
     "dq": backward.dq_kernel,
 }
-# features that share the tile of a kernel
-VARIANTS = {
-    "forward": ("causal", "full", "intervals", "score_mod", "no_rescale"),
-    "dkdv": ("causal", "full"),
-    "dkdv_general": ("intervals", "score_mod", "grouped"),
-    "dq": ("causal", "full", "intervals", "score_mod"),
-}
 
 
 class Compiled(NamedTuple):

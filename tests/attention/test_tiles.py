@@ -10,19 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.kernels.launch import padded_head_dim, pick_tile, table_for, tables
+from attention.kernels.launch import VARIANTS, padded_head_dim, pick_tile, table_for, tables
 
-KERNELS = ("forward", "dkdv", "dkdv_general", "dq")
 DTYPES = ("16-bit", "float32")
 HEAD_DIMS = (64, 128, 256)
 ROOT = Path(__file__).parents[2]
-# attention.kernels.offline.VARIANTS, which is importable only where Triton is
-VARIANTS = {
-    "forward": ("causal", "full", "intervals", "score_mod", "no_rescale"),
-    "dkdv": ("causal", "full"),
-    "dkdv_general": ("intervals", "score_mod", "grouped"),
-    "dq": ("causal", "full", "intervals", "score_mod"),
-}
 
 
 @pytest.mark.parametrize("name", tables())
@@ -30,7 +22,7 @@ def test_every_head_dim_has_a_tile(name):
     table = tables()[name]
     assert table["how"] and table["shared_memory"] % 1024 == 0
     for dtype in DTYPES:
-        assert set(table[dtype]) == set(KERNELS)
+        assert set(table[dtype]) == set(VARIANTS)
         for tiles in table[dtype].values():
             assert set(tiles) == {str(head_dim) for head_dim in HEAD_DIMS}
             for block_q, block_kv, num_warps, num_stages in tiles.values():
@@ -64,7 +56,7 @@ def test_a_device_too_small_is_told_so():
 
 
 def test_tiles_of_ones_own_keep_their_keys():
-    for kernel in KERNELS:
+    for kernel in VARIANTS:
         assert pick_tile(kernel, 64, torch.bfloat16, torch.device("cuda"), block_q=128, block_kv=32).block_kv == 32
 
 

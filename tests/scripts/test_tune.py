@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.kernels.launch import TILES, tables
-from scripts.tune import KERNELS, candidates, write_tables
+from attention.kernels.launch import TILES, VARIANTS, tables
+from scripts.tune import candidates, write_tables
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +21,7 @@ def tune(*arguments: str, interpret: str = "0") -> subprocess.CompletedProcess:
 
 
 def test_the_tiles_in_force_are_among_the_candidates():
-    for kernel in KERNELS:
+    for kernel in VARIANTS:
         for head_dim in (64, 128):
             assert tuple(tables()["sm_90"]["16-bit"][kernel][str(head_dim)]) in set(candidates(kernel, head_dim))
 
