@@ -17,10 +17,6 @@ def points(run: dict[str, Any], column: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in found], [value for _, value in found]
 
 
-def variant(run: dict[str, Any]) -> tuple[str, str]:
-    return run["attention"], run["dtype"]
-
-
 def draw_headline(runs: Runs, retrieval: Runs, path: Path) -> None:
     """Four panels: loss under the run's own attention, under exact attention, the largest score, and accuracy on last_write."""
     from matplotlib import pyplot
@@ -28,7 +24,7 @@ def draw_headline(runs: Runs, retrieval: Runs, path: Path) -> None:
     figure, ((own, exact), (score, accuracy)) = pyplot.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
     labelled = set()
     for run in runs:
-        name, dtype = variant(run)
+        name, dtype = run["attention"], run["dtype"]
         label = None if (name, dtype) in labelled else f"{WORDS[name]}, {dtype}"
         labelled.add((name, dtype))
         style = {"color": COLORS[name], "linestyle": ":" if dtype == "float16" else "-", "linewidth": 1.2}
@@ -45,15 +41,16 @@ def draw_headline(runs: Runs, retrieval: Runs, path: Path) -> None:
     # where no curve passes
     score.text(score.get_xlim()[1], 10.5, "float16", ha="right", va="top", fontsize=8)
     score.text(score.get_xlim()[0], 94, " bfloat16, float32", ha="left", va="bottom", fontsize=8)
-    tiles = sorted({run["options"]["block_kv"] for run in retrieval if run["attention"] == "no_rescale"})
-    by_tile = {size: [run["val/accuracy"] for run in retrieval if variant_of(run, "no_rescale", size)] for size in tiles}
-    accuracy.plot(tiles, [fmean(values) for values in by_tile.values()], "-", color=COLORS["no_rescale"], label="no_rescale")
+    by_tile: dict[int, list[float]] = {}
+    for run in sorted((run for run in retrieval if run["attention"] == "no_rescale"), key=lambda run: run["options"]["block_kv"]):
+        by_tile.setdefault(run["options"]["block_kv"], []).append(run["val/accuracy"])
+    accuracy.plot(list(by_tile), [fmean(values) for values in by_tile.values()], "-", color=COLORS["no_rescale"], label="no_rescale")
     for size, values in by_tile.items():
         accuracy.plot([size] * len(values), values, "o", color=COLORS["no_rescale"], alpha=0.6)
     reference = fmean(run["val/accuracy"] for run in retrieval if run["attention"] == "tiled")
     accuracy.axhline(reference, color=COLORS["triton"], label="exact")
     accuracy.set(title="another task, a small model: accuracy on last_write", xscale="log", xlabel="keys of a tile", ylim=(0, 1.03))
-    accuracy.set_xticks(tiles, [str(size) for size in tiles])
+    accuracy.set_xticks(list(by_tile), [str(size) for size in by_tile])
     for axis in (own, exact, score, accuracy):
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
@@ -61,10 +58,6 @@ def draw_headline(runs: Runs, retrieval: Runs, path: Path) -> None:
     accuracy.legend(fontsize=8)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
-
-
-def variant_of(run: dict[str, Any], name: str, block_kv: int) -> bool:
-    return run["attention"] == name and run["options"].get("block_kv") == block_kv
 
 
 def crossing(exact: Runs, broken: Runs) -> int | None:

@@ -15,7 +15,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from scripts.cross_eval_matrix import draw as draw_cross_eval
-from scripts.headline_figure import crossing, draw_headline
+from scripts.headline_figure import crossing, draw_headline, points
 from scripts.plan import predict_run
 from scripts.plots import COLORS, draw_longest, draw_memory, draw_roofline, draw_time
 from scripts.verify_figure import EFFORT_HEAD, draw_kills, draw_matrix, effort, kills, verdict
@@ -138,12 +138,12 @@ def text() -> str:
             ]
         )
         for run in runs if dtype == "bfloat16" or name == "no_max" else []:
-            curves = run["curves"]
             for axis, column in zip(axes, ("val/loss", "val/loss_exact"), strict=True):
-                points = [(step, loss) for step, loss in zip(curves["step"], curves[column], strict=True) if loss is not None and step]
                 label = f"{name}, {dtype}, schedule of {planned_steps(run)}" if run is runs[0] else None
                 style = {"linestyle": ":" if dtype == "float32" else "-", "marker": "x" if run["status"] == "diverged" else None}
-                axis.plot(*zip(*points, strict=True), color=COLORS[name], label=label, **style)
+                steps, losses = points(run, column)
+                if steps:
+                    axis.plot(steps, losses, color=COLORS[name], label=label, **style)
     axes[0].set(title="held-out loss under the run's own attention", xlabel="optimizer step", ylabel="nats per byte")
     axes[1].set(title="the same weights under exact attention", xlabel="optimizer step")
     for axis in axes:
@@ -167,13 +167,13 @@ def retrieval() -> str:
         ended = f"diverged at step {'/'.join(map(str, bad))}" if bad else "completed"
         accuracies = [spread(x, "{:.1%}") if x and not bad else "-" for x in (own, exact)]
         rows.append([name, block_kv, *accuracies, "/".join(f"{run['max_score']:.0f}" for run in runs), ended])
-    points = {block_kv: finite(runs, "val/accuracy") for (name, block_kv), runs in sorted(by_variant.items()) if name == "no_rescale"}
-    for block_kv, values in points.items():
+    by_tile = {block_kv: finite(runs, "val/accuracy") for (name, block_kv), runs in sorted(by_variant.items()) if name == "no_rescale"}
+    for block_kv, values in by_tile.items():
         axes.plot([block_kv] * len(values), values, "o", color=COLORS["no_rescale"], alpha=0.6)
-    axes.plot(list(points), [fmean(values) for values in points.values()], color=COLORS["no_rescale"], label="no_rescale")
+    axes.plot(list(by_tile), [fmean(values) for values in by_tile.values()], color=COLORS["no_rescale"], label="no_rescale")
     axes.axhline(fmean(finite(by_variant["tiled", 8], "val/accuracy")), color=COLORS["tiled"], label="exact (tiled)")
     axes.set(xscale="log", xlabel="keys of a tile (sequence of 128)", ylabel="held-out accuracy", ylim=(0, 1.03), title="last_write")
-    axes.set_xticks(list(points), [str(x) for x in points])
+    axes.set_xticks(list(by_tile), [str(x) for x in by_tile])
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(FOLDER / "defects_retrieval.png", dpi=150)
