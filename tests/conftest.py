@@ -43,6 +43,12 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """Every test draws the same numbers, whichever ran before it in the same worker."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def conformance_record(request):
     """Call it with one case's row, which then stands in the report."""
