@@ -123,6 +123,7 @@ class DataConfig:
     streaming: bool = False  # hub: read over the network while building, without storing the raw files
     max_documents: int | None = None  # stop after this many documents
     val_fraction: float = 0.05  # share of documents held out whole, chosen by a hash of their path
+    documents: bool = False  # keep the documents packed into one sequence from seeing, or being the answer to, one another
     cache_dir: str | None = None  # where token stores are kept; None means ~/.cache/tilegpt (or TILEGPT_CACHE)
     num_keys: int = 8  # last_write: distinct keys
     num_values: int = 8  # last_write: distinct values; chance accuracy is 1 / num_values
@@ -133,6 +134,8 @@ class DataConfig:
             raise ValueError("data=text needs data.path=FILE, a folder, or a glob such as 'data.path=books/*.txt'")
         if self.source == "hub" and not self.name:
             raise ValueError("data=hub needs data.name=org/name (and data.split, data.field where they differ from train, text)")
+        if self.documents and self.source == "last_write":
+            raise ValueError("data.documents=true needs a source with documents; in data=last_write every sequence is one of its own")
         if not 0.0 < self.val_fraction < 1.0:
             raise ValueError(f"data.val_fraction={self.val_fraction} must be between 0 and 1")
         if self.max_documents is not None:
