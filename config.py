@@ -206,7 +206,7 @@ class RunConfig:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     seq_len: int = 256  # tokens of one training sequence
     steps: int = 500  # optimizer steps
-    batch_size: int = 16  # sequences of one forward and backward pass
+    batch_size: int | str = 16  # sequences of one forward and backward pass; auto: as many as fit in memory (needs tokens_per_step)
     tokens_per_step: int | None = None  # tokens of one optimizer step (gradient accumulation); None means one pass
     seed: int = 0  # initial weights and order of the data
     device: str = "auto"  # auto (a GPU where there is one), cpu or cuda
@@ -226,7 +226,11 @@ class RunConfig:
         _choice("device", self.device, DEVICES)
         _choice("dtype", self.dtype, DTYPES)
         _choice("compile", self.compile, ("auto", "true", "false"))
-        for key in ("seq_len", "steps", "batch_size", "eval_every", "eval_sequences", "log_every", "checkpoint_every"):
+        if isinstance(self.batch_size, str) and self.batch_size != "auto":
+            raise ValueError(f"batch_size={self.batch_size} is neither a number of sequences nor auto")
+        if self.batch_size == "auto" and self.tokens_per_step is None:
+            raise ValueError("batch_size=auto needs tokens_per_step=N: what a step learns from must not depend on the memory that is free")
+        for key in ("seq_len", "steps", "eval_every", "eval_sequences", "log_every", "checkpoint_every"):
             _at_least(key, getattr(self, key), 1)
         for key in ("seed", "sample_tokens", "diagnose_every"):
             if getattr(self, key) is not None:
@@ -243,11 +247,14 @@ class RunConfig:
             )
         if self.data.source == "last_write" and self.seq_len < 2:
             raise ValueError(f"data=last_write with seq_len={self.seq_len} has no question with an answer; use seq_len=32 or more")
-        tokens_per_pass = self.batch_size * self.seq_len
+        if self.batch_size != "auto":
+            _at_least("batch_size", self.batch_size, 1)
+        sequences = 1 if self.batch_size == "auto" else self.batch_size
+        tokens_per_pass = sequences * self.seq_len
         if self.tokens_per_step is not None and (self.tokens_per_step < 1 or self.tokens_per_step % tokens_per_pass):
             raise ValueError(
                 f"tokens_per_step={self.tokens_per_step} is not a positive multiple of "
-                f"batch_size * seq_len = {self.batch_size} * {self.seq_len} = {tokens_per_pass}"
+                f"batch_size * seq_len = {sequences} * {self.seq_len} = {tokens_per_pass}"
             )
 
     def optimizer(self) -> OptimConfig:
@@ -263,11 +270,11 @@ class RunConfig:
     @property
     def accumulation_steps(self) -> int:
         """Forward and backward passes of one optimizer step."""
-        return 1 if self.tokens_per_step is None else self.tokens_per_step // (self.batch_size * self.seq_len)
+        return self.sequences_per_step // self.batch_size
 
     @property
     def sequences_per_step(self) -> int:
-        return self.batch_size * self.accumulation_steps
+        return self.batch_size if self.tokens_per_step is None else self.tokens_per_step // self.seq_len
 
 
 def register() -> None:

@@ -15,6 +15,8 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -40,8 +42,9 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from model import GPT, count_parameters, sample_text
     from model.evaluate import evaluate
     from model.health import Watch
-    from model.plan import predict_peak_gib
+    from model.plan import GIB, predict_peak_bytes
     from model.schedule import attention_schedule, backend_after, describe, in_words, under_attention
+    from training.batch_size import largest_batch, try_pass
     from training.checkpoint import load_checkpoint, save_checkpoint
     from training.device import pick_device, pick_dtype
     from training.interrupt import Interrupt
@@ -69,10 +72,19 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     torch.manual_seed(config.seed)
     model = GPT(config.model, vocab_size=data.vocab_size, backend=schedule[0]).to(device)
+
+    def predicted_bytes(batch_size: int) -> int:
+        return predict_peak_bytes(replace(config, batch_size=batch_size), data.vocab_size, schedule[0], dtype, device).peak
+
+    if config.batch_size == "auto":
+        trial, sizes = under_attention(model, schedule[0], compile_mode=config.compile), config.sequences_per_step
+        attempt = partial(try_pass, trial, seq_len=config.seq_len, autocast=autocast, device=device)
+        config = replace(config, batch_size=largest_batch(sizes, predicted_bytes=predicted_bytes, attempt=attempt, device=device))
+        log.info(f"batch_size=auto: {config.batch_size} sequences a pass, {config.accumulation_steps} passes a step")
     optim = config.optimizer()
     optimizer = build_optimizer(model, optim)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    predicted_gib = predict_peak_gib(config, data.vocab_size, schedule[0], dtype, device)
+    predicted_gib = predicted_bytes(config.batch_size) / GIB
     summary |= {"parameters": count_parameters(model), "data": data.fingerprint}
     # tensors alone: on a CPU the peak beside it is the process's, Python and its libraries included
     summary |= {"memory/predicted_gib": predicted_gib} if device.type == "cuda" else {}
@@ -89,7 +101,8 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         metrics.truncate_after(first_step)
     watch = Watch(model, autocast, read_metrics(metrics.path))
     OmegaConf.save(OmegaConf.create(plain_config), run_dir / "config.yaml")
-    OmegaConf.save(OmegaConf.create(own_overrides()), run_dir / "overrides.yaml")  # what resume= replays
+    # what resume= replays; a batch_size of auto stays what it came to
+    OmegaConf.save(OmegaConf.create([*own_overrides(), f"batch_size={config.batch_size}"]), run_dir / "overrides.yaml")
     write_json(run_dir / "env.json", environment(data.fingerprint, device))
     tags = [*dict.fromkeys(each.name for each in schedule.values()), f"seq{config.seq_len}", config.model.name, config.data.source]
     names = job_names(run_dir) | {"tags": tags, "resume": config.resume is not None}

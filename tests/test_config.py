@@ -156,6 +156,8 @@ REFUSED = [
     *((RunConfig, {key: 0}, f"{key}=0 must be at least 1") for key in ("seq_len", "steps", "batch_size", "eval_every", "log_every")),
     *((RunConfig, {key: -1}, f"{key}=-1 must be at least 0") for key in ("seed", "sample_tokens")),
     (RunConfig, {"seq_len": 512}, "seq_len=512 is longer than model.max_seq_len=256 allows"),
+    (RunConfig, {"batch_size": "many"}, "batch_size=many is neither a number of sequences nor auto"),
+    (RunConfig, {"batch_size": "auto"}, "batch_size=auto needs tokens_per_step=N"),
     (RunConfig, {"tokens_per_step": 5000}, "tokens_per_step=5000 is not a positive multiple of batch_size * seq_len = 16 * 256 = 4096"),
     (RunConfig, {"tokens_per_step": 0}, "tokens_per_step=0 is not a positive multiple"),
 ]

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from attention import BACKENDS, Backend
 from config import RunConfig, register
-from tests.command import ROOT, checkpoint, finish, metrics, run, start, strict_json, summary, tiny
+from tests.command import ROOT, checkpoint, computed, finish, metrics, run, start, strict_json, summary, tiny
 
 
 def trains_on_a_cpu(backend: Backend) -> bool:
@@ -204,3 +204,15 @@ def test_the_resolved_config_can_be_printed():
     done = run("--cfg", "job", "--resolve", "seq_len=48")
     assert done.code == 0 and OmegaConf.create(done.output).model.max_seq_len == 48
     assert json.loads(json.dumps(OmegaConf.to_container(OmegaConf.create(done.output)))).keys() >= {"attention", "model", "data"}
+
+
+def test_batch_size_auto_is_the_same_training(tmp_path):
+    """As many sequences a pass as fit, here all of the step's; what was found is what a resumed run uses."""
+    done = run(*tiny(tmp_path / "auto", "batch_size=auto", "tokens_per_step=256"))
+    assert done.code == 0 and "batch_size=auto" in (tmp_path / "auto" / "train.log").read_text()
+    assert OmegaConf.load(tmp_path / "auto" / "config.yaml").batch_size == 8
+    assert run(*tiny(tmp_path / "eight", "batch_size=8", "tokens_per_step=256")).code == 0
+    assert computed(tmp_path / "auto") == computed(tmp_path / "eight")
+
+    assert run(f"resume={tmp_path / 'auto'}", "steps=6").code == 0
+    assert "batch_size=8" in OmegaConf.load(tmp_path / "auto" / "overrides.yaml")

@@ -1,0 +1,70 @@
+"""batch_size=auto: the largest pass that fits into memory, by calculation and then by trying it.
+
+Works on any `nn.Module` called as model(inputs, targets) that returns an object with a loss. B sequences, N = seq_len.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from training.memory import GIB, LINUX, available_bytes, is_out_of_memory, release_memory
+
+log = logging.getLogger("tilegpt")
+
+# the calculation has been within 3 % of what was measured, and an allocator cannot use its last blocks
+USABLE = 0.93
+
+
+def largest_batch(
+    sequences_per_step: int, *, predicted_bytes: Callable[[int], float], attempt: Callable[[int], None], device: torch.device
+) -> int:
+    """The largest divisor of `sequences_per_step` whose pass fits, so that accumulated passes make up the step exactly.
+
+    predicted_bytes(B) is the peak of a pass by calculation; `attempt(B)` does one and may run out of memory, after which the next
+    smaller divisor is tried. One sequence is tried whatever the calculation says; the error of that attempt is raised.
+    """
+    usable = USABLE * free_bytes(device)
+    divisors = [size for size in range(sequences_per_step, 0, -1) if sequences_per_step % size == 0]
+    for size in divisors:
+        if size > 1 and predicted_bytes(size) > usable:
+            continue
+        try:
+            attempt(size)
+        except Exception as error:
+            if size == 1 or not is_out_of_memory(error):
+                raise
+            log.warning(f"batch_size={size} was predicted to take {predicted_bytes(size) / GIB:.1f} GiB and does not fit; trying less")
+        else:
+            return size
+        # outside the handler: the error held on to the tensors of the attempt
+        release_memory(device)
+    raise AssertionError("one sequence either fits or raises")
+
+
+def try_pass(model: nn.Module, batch_size: int, *, seq_len: int, autocast: AbstractContextManager, device: torch.device) -> None:
+    """Two forward and backward passes of B = batch_size sequences, with room kept for what AdamW will hold; leaves no gradients behind.
+
+    The second meets the gradients of the first, as accumulation does. Random numbers are drawn aside.
+    """
+    tokens = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=device)
+    moments = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            for _ in range(2):
+                with autocast:
+                    loss = model(tokens, tokens).loss
+                loss.backward()
+    finally:
+        del moments
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory this process can still take, with what PyTorch's allocator holds unused."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return available_bytes() if LINUX else float("inf")
