@@ -5,14 +5,15 @@
     token_store.py  documents -> flat token files, built once, found again by what they were built from
     batches.py      token files -> train and held-out windows
     last_write.py   the synthetic recall task, which needs none of the above
+    prefetch.py     batches on the GPU before their step has come
 
 Importing this package loads neither torch nor datasets nor tiktoken; building does, where it has to.
 """
 
 from config import DataConfig, TokenizerConfig
-from data.interface import Batch, Tokenizer, TrainingData
+from data.interface import Batch, PackedBatch, Tokenizer, TrainingData
 
-__all__ = ["Batch", "Tokenizer", "TrainingData", "build_data", "build_tokenizer"]
+__all__ = ["Batch", "PackedBatch", "Tokenizer", "TrainingData", "build_data", "build_tokenizer"]
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:

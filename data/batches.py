@@ -5,6 +5,12 @@
     inputs          d d d E
     targets           d d E d                       each input's successor
 
+With data.documents=true the documents of a window are kept apart: attention stays inside each, by its number, and nothing is asked
+of a document that only the next one answers. Positions go on counting through the window.
+
+    document_ids    0 0 0 0                         E ends its document; a document that began before the window has the number 0
+    targets           d d E x                       x is IGNORED
+
 B sequences, N = seq_len.
 """
 
@@ -14,7 +20,7 @@ import numpy as np
 
 from config import DataConfig
 from data import corpora
-from data.interface import Batch, Tokenizer, generator, to_batch
+from data.interface import IGNORED, Batch, PackedBatch, Tokenizer, generator, to_batch
 from data.token_store import open_store
 
 
@@ -29,10 +35,14 @@ class TextData:
         self.vocab_size = tokenizer.vocab_size
         self.seq_len = seq_len
         self.seed = seed
-        self.train, self.val = store.train.tokens, store.val.tokens
-        identity = f"{store.meta['corpus']} {tokenizer.fingerprint} {config.val_fraction}"
+        # plain views: every slice of a memmap object is one again, which takes longer than the copy
+        self.train, self.val = np.asarray(store.train.tokens), np.asarray(store.val.tokens)
+        # where neither half has a second document there is nothing to keep apart: batches and losses are those without
+        apart = config.documents and max(store.meta["train_documents"], store.meta["val_documents"]) > 1
+        self.end_of_text = tokenizer.end_of_text if apart else None
+        identity = f"{store.meta['corpus']} {tokenizer.fingerprint} {config.val_fraction}" + " documents" * apart
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
-        self.description = describe(config, store.meta)
+        self.description = describe(config, store.meta) + ", documents kept apart" * apart
         longest = min(len(self.train), len(self.val)) - 1
         if seq_len > longest:
             shorter = f"seq_len={longest} or less, " if longest > 0 else ""
@@ -42,22 +52,32 @@ class TextData:
                 f"give more text, {shorter}or another share than data.val_fraction={config.val_fraction}"
             )
 
-    def train_batch(self, step: int, num_sequences: int) -> Batch:
+    def train_batch(self, step: int, num_sequences: int) -> Batch | PackedBatch:
         starts = generator(self.seed, step).integers(len(self.train) - self.seq_len, size=num_sequences)
-        return windows(self.train, starts, self.seq_len)
+        return windows(self.train, starts, self.seq_len, end_of_text=self.end_of_text)
 
-    def val_batch(self, num_sequences: int) -> Batch:
+    def val_batch(self, num_sequences: int) -> Batch | PackedBatch:
         last = len(self.val) - self.seq_len - 1
-        return windows(self.val, np.linspace(0, last, num_sequences).astype(np.int64), self.seq_len)
+        starts = np.linspace(0, last, num_sequences).astype(np.int64)
+        return windows(self.val, starts, self.seq_len, end_of_text=self.end_of_text)
 
 
-def windows(tokens: np.ndarray, starts: np.ndarray, seq_len: int) -> Batch:
-    """The windows of `seq_len` + 1 tokens at `starts`, split into inputs and targets."""
+def windows(tokens: np.ndarray, starts: np.ndarray, seq_len: int, *, end_of_text: int | None = None) -> Batch | PackedBatch:
+    """The windows of `seq_len` + 1 tokens at `starts`, split into inputs and targets; given the end of text, with documents kept apart."""
     # rows are copied in the stored type and widened once: several times faster than widening row by row
     rows = np.empty((len(starts), seq_len + 1), dtype=tokens.dtype)  # (B, N + 1)
     for row, start in zip(rows, starts, strict=True):
         row[:] = tokens[start : start + seq_len + 1]
-    return to_batch(rows[:, :-1], rows[:, 1:])
+    batch = to_batch(rows[:, :-1], rows[:, 1:])
+    return batch if end_of_text is None else keep_apart(batch, end_of_text)
+
+
+def keep_apart(batch: Batch, end_of_text: int) -> PackedBatch:
+    """The batch with its documents numbered, and without the targets that are the first token of the next document."""
+    is_end = batch.inputs == end_of_text  # (B, N)
+    # the ends before a token, its own not among them
+    document_ids = is_end.cumsum(1) - is_end.int()
+    return PackedBatch(batch.inputs, batch.targets.masked_fill(is_end, IGNORED), document_ids.int())
 
 
 def describe(config: DataConfig, meta: dict) -> str:

@@ -15,10 +15,25 @@ IGNORED = -100  # a target that takes no loss: cross_entropy's own default
 
 
 class Batch(NamedTuple):
-    """Token `targets[b, i]` is what the model should say after reading `inputs[b, :i + 1]`."""
+    """Token `targets[b, i]` is what the model should say after reading `inputs[b, :i + 1]`.
+
+    This or a PackedBatch: a tuple of tensors in the order in which the model takes them, `model(*batch)`.
+    """
 
     inputs: "Tensor"  # (B, N) int64, on the CPU
     targets: "Tensor"  # (B, N) int64, on the CPU; IGNORED where no loss is taken
+
+
+class PackedBatch(NamedTuple):
+    """A Batch whose sequences hold several documents that shall know nothing of one another.
+
+    A document's end of text is its last token. The target after it, another document's first token, is IGNORED, as users of
+    variable-length attention expect: no token of a document, and no term of its loss, depends on what it was packed with.
+    """
+
+    inputs: "Tensor"  # (B, N) int64, on the CPU
+    targets: "Tensor"  # (B, N) int64, on the CPU; IGNORED where no loss is taken
+    document_ids: "Tensor"  # (B, N) int32, on the CPU: 0 for the document a sequence begins in, 1 for the next, ...
 
 
 class Tokenizer(Protocol):
@@ -39,15 +54,16 @@ class Tokenizer(Protocol):
 class TrainingData(Protocol):
     tokenizer: Tokenizer | None  # None where the tokens stand for no text
     vocab_size: int
-    fingerprint: str  # of corpus, held-out share and tokenizer: losses are comparable only where it is equal
+    # of corpus, held-out share, tokenizer, and whether documents are kept apart: losses are comparable only where it is equal
+    fingerprint: str
     description: str  # one line for the start of a run
     metric: Literal["accuracy"] | None  # what is reported beside the loss
 
-    def train_batch(self, step: int, num_sequences: int) -> Batch:
+    def train_batch(self, step: int, num_sequences: int) -> Batch | PackedBatch:
         """Random sequences: a pure function of (seed, step), of which the first k do not depend on `num_sequences`."""
         ...
 
-    def val_batch(self, num_sequences: int) -> Batch:
+    def val_batch(self, num_sequences: int) -> Batch | PackedBatch:
         """Held-out sequences, the same ones at every call and for every seed."""
         ...
 
