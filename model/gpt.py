@@ -52,7 +52,7 @@ class CausalSelfAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, bias=config.bias)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
 
-    def forward(self, x: Tensor, *, rope: tuple[Tensor, Tensor] | None, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, *, rope: tuple[Tensor, Tensor] | None, document_ids: Tensor | None, cache: LayerCache | None) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H + 2 H_kv, N, D)
         # views of one tensor: a backend that needs contiguous memory copies for itself
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
@@ -66,7 +66,7 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, H_kv, M, D)
         # causal is aligned bottom-right: right for N = M and for new tokens after a cache alike
-        out = attention(q, k, v, backend=self.backend, causal=True).out  # (B, H, N, D)
+        out = attention(q, k, v, backend=self.backend, causal=True, document_ids=document_ids).out  # (B, H, N, D)
         return self.proj(out.transpose(1, 2).flatten(2))  # (B, N, C)
 
 
@@ -99,8 +99,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, *, rope: tuple[Tensor, Tensor] | None, cache: LayerCache | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), rope=rope, cache=cache))
+    def forward(self, x: Tensor, *, rope: tuple[Tensor, Tensor] | None, document_ids: Tensor | None, cache: LayerCache | None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope=rope, document_ids=document_ids, cache=cache))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -149,12 +149,17 @@ class GPT(nn.Module):
         finally:
             self.backend = previous
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, cache: KVCache | None = None) -> ModelOutput:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, document_ids: Tensor | None = None, *, cache: KVCache | None = None
+    ) -> ModelOutput:
         """tokens, targets (B, N) int64. With a cache, the tokens follow those it holds, and it holds them afterwards.
 
         Raises ValueError for more tokens than the learned positions or the cache hold.
         """
         past = 0 if cache is None else cache.length
+        document_ids (B, N) integers: a run of equal ids is a document, and attention stays inside it. Positions do not start again
+        with a document: learned ones count through the sequence, and to rotary ones only distances matter.
+
         total = past + tokens.shape[1]
         if self.position_embedding is not None and total > self.config.max_seq_len:
             raise ValueError(
@@ -173,7 +178,7 @@ class GPT(nn.Module):
             rope = rope_tables(positions, head_dim=self.config.head_dim, theta=self.config.rope_theta)
         x = self.dropout(x)
         for i, block in enumerate(self.blocks):
-            x = block(x, rope=rope, cache=None if cache is None else cache.layers[i])
+            x = block(x, rope=rope, document_ids=document_ids, cache=None if cache is None else cache.layers[i])
         logits = F.linear(self.final_norm(x), self._output_weight)  # (B, N, vocab_size)
         return ModelOutput(logits, None) if targets is None else ModelOutput(None, cross_entropy(logits, targets))
 
@@ -181,18 +186,20 @@ class GPT(nn.Module):
     def _output_weight(self) -> Tensor:
         return self.token_embedding.weight if self.output_layer is None else self.output_layer.weight
 
-    def flops_per_token(self, seq_len: int) -> int:
+    def flops_per_token(self, seq_len: int, *, causal: bool = False) -> int:
         """Matrix-product FLOPs of one token's forward and backward pass: 6 N + 12 L H Q T (PaLM, arXiv:2204.02311, appendix B).
 
         N counts every parameter except the position and token embeddings, which are looked up, not multiplied; the output layer's
         vocab_size * C counts, also where it is tied to the token embedding. L, H and Q are num_layers, num_heads and head_dim, T is
-        seq_len. By that convention recomputation is no work, and the half of the scores that a causal mask hides counts as if computed.
+        seq_len: each query meets T keys, though a causal mask hides half of them. With causal=True only the keys that it may see
+        count, (T + 1) / 2 in the mean. Either way recomputation is no work, and documents packed into one sequence count as one.
         """
         embeddings = sum(table.weight.numel() for table in (self.token_embedding, self.position_embedding) if table is not None)
         multiplied = count_parameters(self) - embeddings
         if self.output_layer is None:
             multiplied += self.token_embedding.weight.numel()
-        return 6 * multiplied + 12 * self.config.num_layers * self.config.hidden_size * seq_len
+        scores = 12 * self.config.num_layers * self.config.hidden_size * seq_len
+        return 6 * multiplied + (scores * (seq_len + 1) // (2 * seq_len) if causal else scores)
 
     def load_gpt2_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Take over GPT-2 weights in Hugging Face's naming, as `GPT2LMHeadModel` and `GPT2Model` save them.
