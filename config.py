@@ -156,9 +156,9 @@ class TokenizerConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
-    name: str = "adamw"
+    name: str = "adamw"  # adamw, or muon for the matrices inside the blocks and adamw for the rest
     lr: float | None = None  # peak learning rate; None is 0.384 / model.hidden_size (tiny 3e-3, small 1e-3, gpt2 5e-4)
     min_lr: float | None = None  # where the cosine ends; None is a tenth of lr
     schedule: str = "cosine"  # cosine, or constant after the warm-up
@@ -167,15 +167,16 @@ class OptimConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+    momentum: float = 0.95  # muon: of its matrices, which have no beta1, beta2 and eps
     grad_clip: float = 1.0  # largest global gradient norm; 0 switches clipping off
 
     def __post_init__(self) -> None:
-        _choice("optim.name", self.name, ("adamw",))
+        _choice("optim.name", self.name, ("adamw", "muon"))
         _choice("optim.schedule", self.schedule, ("cosine", "constant"))
         for key in ("lr", "min_lr", "warmup_steps", "weight_decay", "eps", "grad_clip"):
             if getattr(self, key) is not None:
                 _at_least(f"optim.{key}", getattr(self, key), 0)
-        for key in ("beta1", "beta2"):
+        for key in ("beta1", "beta2", "momentum"):
             if not 0.0 <= getattr(self, key) < 1.0:
                 raise ValueError(f"optim.{key}={getattr(self, key)} must be in [0, 1)")
 

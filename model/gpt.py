@@ -50,6 +50,7 @@ class CausalSelfAttention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_dim
         self.qk_norm = config.qk_norm
         self.qkv = nn.Linear(config.hidden_size, (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, bias=config.bias)
+        self.qkv.rows = tuple(heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads))  # for Muon
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
 
     def forward(self, x: Tensor, *, rope: tuple[Tensor, Tensor] | None, document_ids: Tensor | None, cache: LayerCache | None) -> Tensor:
@@ -79,6 +80,8 @@ class MLP(nn.Module):
         # 8/3 C rounded up to a multiple of 64, so that the matrices divide into whole tiles
         width = 64 * -(-8 * config.hidden_size // (3 * 64)) if self.gated else 4 * config.hidden_size
         self.up = nn.Linear(config.hidden_size, 2 * width if self.gated else width, bias=config.bias)
+        if self.gated:
+            self.up.rows = (width, width)  # for Muon
         self.down = nn.Linear(width, config.hidden_size, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,12 +157,12 @@ class GPT(nn.Module):
     ) -> ModelOutput:
         """tokens, targets (B, N) int64. With a cache, the tokens follow those it holds, and it holds them afterwards.
 
-        Raises ValueError for more tokens than the learned positions or the cache hold.
-        """
-        past = 0 if cache is None else cache.length
         document_ids (B, N) integers: a run of equal ids is a document, and attention stays inside it. Positions do not start again
         with a document: learned ones count through the sequence, and to rotary ones only distances matter.
 
+        Raises ValueError for more tokens than the learned positions or the cache hold.
+        """
+        past = 0 if cache is None else cache.length
         total = past + tokens.shape[1]
         if self.position_embedding is not None and total > self.config.max_seq_len:
             raise ValueError(

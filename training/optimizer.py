@@ -1,12 +1,14 @@
-"""AdamW and its learning-rate schedule.
+"""AdamW, Muon, and their learning-rate schedule.
 
 The schedule is a plain function of the step, so a resumed run needs no scheduler state.
 """
 
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from config import OptimConfig
 
@@ -14,12 +16,32 @@ from config import OptimConfig
 FUSED_DEVICES = ("cpu", "cuda")
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over every trainable parameter, with weight decay on matrices only.
+def build_optimizer(model: nn.Module, config: OptimConfig) -> "torch.optim.AdamW | MuonAndAdamW":
+    """AdamW over every trainable parameter; with name=muon, Muon for the matrices of model.blocks and AdamW for the rest."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if config.name == "adamw":
+        return build_adamw(parameters, config)
+    groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
+    for module in model.blocks.modules():
+        if isinstance(module, nn.Linear) and module.weight.requires_grad:
+            groups.setdefault(getattr(module, "rows", ()), []).append(module.weight)
+    muon = Muon(
+        [{"params": matrices, "rows": rows} for rows, matrices in groups.items()],
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    matrices = {id(p) for group in muon.param_groups for p in group["params"]}
+    return MuonAndAdamW(muon, build_adamw([p for p in parameters if id(p) not in matrices], config))
+
+
+def build_adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only.
 
     Biases and the gains of normalisation layers have one dimension: decaying them pulls the layer towards zero output.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = list(parameters)
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -28,6 +50,62 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused
     )
+
+
+class Muon(torch.optim.Muon):
+    """PyTorch's Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), which replaces a matrix's momentum by its nearest
+    orthogonal matrix, for weights that stack several matrices: each is made orthogonal by itself.
+
+    A group's "rows" are the rows of each matrix of the stack, or empty for a weight that is one matrix. q, k and v only share a weight
+    so that one product computes all three; made orthogonal as one, the largest would set the scale of the others.
+
+    With adjust_lr_fn="match_rms_adamw" (Liu et al. 2025, arXiv:2502.16982) an update is as large as AdamW's usually are, so one
+    learning rate and one weight decay serve both.
+    """
+
+    def _init_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], momenta: list[Tensor]) -> bool:
+        has_complex = super()._init_group(group, params, grads, momenta)
+        if group["rows"]:
+            for tensors in (params, grads, momenta):
+                tensors[:] = [matrix for stack in tensors for matrix in stack.split(group["rows"])]  # views: written in place
+        return has_complex
+
+
+class MuonAndAdamW:
+    """Two optimizers, each with parameters of its own, that training sees as one.
+
+    It has what the loop, GradScaler (which looks at the gradients of param_groups, and skips step() for both) and checkpoints use
+    of a torch.optim.Optimizer.
+    """
+
+    def __init__(self, muon: Muon, adamw: torch.optim.AdamW):
+        self.muon, self.adamw = muon, adamw
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [*self.muon.param_groups, *self.adamw.param_groups]
+
+    def step(self) -> None:
+        self.muon.step()
+        self.adamw.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.muon.zero_grad(set_to_none)
+        self.adamw.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """param_groups of both, as any optimizer's, and state under each name."""
+        muon, adamw = self.muon.state_dict(), self.adamw.state_dict()
+        return {"state": {"muon": muon["state"], "adamw": adamw["state"]}, "param_groups": muon["param_groups"] + adamw["param_groups"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises ValueError for the state of another optimizer, or of other parameters."""
+        state, groups = state_dict["state"], state_dict["param_groups"]
+        if state.keys() != {"muon", "adamw"} or len(groups) != len(self.param_groups):
+            raise ValueError("the saved state is not of muon and these groups of parameters; set optim= as it was")
+        mine = len(self.muon.param_groups)
+        self.muon.load_state_dict({"state": state["muon"], "param_groups": groups[:mine]})
+        self.adamw.load_state_dict({"state": state["adamw"], "param_groups": groups[mine:]})
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
