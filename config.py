@@ -149,6 +149,7 @@ class TokenizerConfig:
     """How text becomes tokens."""
 
     name: str = "byte"  # byte (256 + end of text), bpe (8,192 ranks shipped with the project) or gpt2 (tiktoken)
+    vocab_size: int | None = None  # rows of the model's embedding; None: the tokenizer's own number; 50304 is nanoGPT's for gpt2
 
     def __post_init__(self) -> None:
         _choice("tokenizer.name", self.name, ("byte", "bpe", "gpt2"))

@@ -17,10 +17,17 @@ __all__ = ["Batch", "PackedBatch", "Tokenizer", "TrainingData", "build_data", "b
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer of that name; ValueError where gpt2's vocabulary is neither cached nor within reach."""
+    """The tokenizer of that name; ValueError where gpt2's vocabulary is neither cached nor within reach, or vocab_size is too small."""
     from data.tokenizer import BUILDERS
 
-    return BUILDERS[config.name]()
+    tokenizer = BUILDERS[config.name]()
+    if config.vocab_size is not None:
+        if config.vocab_size < tokenizer.vocab_size:
+            raise ValueError(
+                f"tokenizer.vocab_size={config.vocab_size} is less than the {tokenizer.vocab_size} tokens of tokenizer={config.name}"
+            )
+        tokenizer.vocab_size = config.vocab_size
+    return tokenizer
 
 
 def build_data(config: DataConfig, tokenizer: TokenizerConfig, *, seq_len: int, seed: int) -> TrainingData:

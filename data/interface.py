@@ -38,7 +38,7 @@ class PackedBatch(NamedTuple):
 
 class Tokenizer(Protocol):
     name: str
-    vocab_size: int  # the end of text included
+    vocab_size: int  # the end of text included, and tokens that no text has where more were asked for
     end_of_text: int  # the token that follows every document
     fingerprint: str  # equal fingerprints give equal tokens
 
@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """The text of any tokens; bytes that are not UTF-8 become U+FFFD."""
+        """The text of any tokens; bytes that are not UTF-8 become U+FFFD, tokens that no text has become nothing."""
         ...
 
 

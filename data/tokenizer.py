@@ -54,8 +54,8 @@ class ByteTokenizer:
         return np.frombuffer(text.encode(errors="replace"), dtype=np.uint8).astype(token_dtype(self.vocab_size))
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        texts = b"".join(END_OF_TEXT.encode() if token == self.end_of_text else bytes([token]) for token in np.asarray(tokens).tolist())
-        return texts.decode(errors="replace")
+        known = (token for token in np.asarray(tokens).tolist() if token <= self.end_of_text)
+        return b"".join(END_OF_TEXT.encode() if token == self.end_of_text else bytes([token]) for token in known).decode(errors="replace")
 
 
 class BytePairTokenizer:
@@ -74,7 +74,7 @@ class BytePairTokenizer:
         return np.concatenate([np.array(chunk, dtype=token_dtype(self.vocab_size)) for chunk in chunks or [[]]])
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        return self.encoding.decode(np.asarray(tokens).tolist())
+        return self.encoding.decode([token for token in np.asarray(tokens).tolist() if token < self.encoding.n_vocab])
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:

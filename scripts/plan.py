@@ -112,7 +112,9 @@ def vocab_size_of(config: RunConfig) -> int:
 
     if config.data.source == "last_write":
         return build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed).vocab_size
-    return 50257 if config.tokenizer.name == "gpt2" else build_tokenizer(config.tokenizer).vocab_size
+    if config.tokenizer.name == "gpt2":
+        return config.tokenizer.vocab_size or 50257
+    return build_tokenizer(config.tokenizer).vocab_size
 
 
 def device_and_dtype(config: RunConfig) -> tuple[str, torch.dtype]:

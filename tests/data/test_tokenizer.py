@@ -53,6 +53,18 @@ def test_round_trip_of_any_text(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.parametrize("name", ["byte", "bpe"])
+def test_room_for_more_tokens_than_the_tokenizer_has(name):
+    own = build_tokenizer(TokenizerConfig(name))
+    roomy = build_tokenizer(TokenizerConfig(name, vocab_size=50304))
+    assert roomy.vocab_size == 50304 and roomy.fingerprint == own.fingerprint
+    assert roomy.encode("a tea").tolist() == own.encode("a tea").tolist()
+    # a model that has learnt nothing yet samples them
+    assert roomy.decode([own.vocab_size, *own.encode("a tea").tolist(), 50303]) == "a tea"
+    with pytest.raises(ValueError, match=f"tokenizer.vocab_size=100 is less than the {own.vocab_size} tokens of tokenizer={name}"):
+        build_tokenizer(TokenizerConfig(name, vocab_size=100))
+
+
 @by_name
 def test_vocabulary(tokenizer):
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == {"byte": (257, 256), "bpe": (8193, 8192)}[tokenizer.name]
