@@ -201,8 +201,8 @@ class GPT(nn.Module):
         multiplied = count_parameters(self) - embeddings
         if self.output_layer is None:
             multiplied += self.token_embedding.weight.numel()
-        scores = 12 * self.config.num_layers * self.config.hidden_size * seq_len
-        return 6 * multiplied + (scores * (seq_len + 1) // (2 * seq_len) if causal else scores)
+        keys_twice = seq_len + 1 if causal else 2 * seq_len
+        return 6 * multiplied + 6 * self.config.num_layers * self.config.hidden_size * keys_twice
 
     def load_gpt2_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Take over GPT-2 weights in Hugging Face's naming, as `GPT2LMHeadModel` and `GPT2Model` save them.
