@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attention.interface import AttentionOutput, Backend
+from attention.interface import AttentionOutput, Backend, ScoreMod
 from attention.mask import QueryTile
 from attention.naive import naive_attention
 from attention.online_softmax import OnlineSoftmax
@@ -114,7 +114,15 @@ REFERENCE_SCORES = 2**22
 
 
 def compare_with_exact(
-    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, *, backend: Backend, causal: bool = True, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor,
+    *,
+    backend: Backend,
+    causal: bool = True,
+    scale: float | None = None,
+    document_ids: Tensor | None = None,
 ) -> dict[str, float]:
     """How far `backend` is from softmax attention in float64: out, and dq, dk, dv for the incoming gradient d_out.
 
@@ -129,15 +137,18 @@ def compare_with_exact(
     rows = min(q.shape[2], max(1, REFERENCE_SCORES // (q.shape[0] * groups * k.shape[2])))
     first = q.shape[2] - rows
     d_out = torch.cat((torch.zeros_like(d_out[:, :, :first]), d_out[:, :, first:]), 2)
+    documents = {} if document_ids is None else {"document_ids": document_ids}
+    # document_ids need as many queries as keys; a change of the scores to -inf does not
+    apart = {} if document_ids is None else {"score_mod": _inside_documents(document_ids)}
     with torch.autocast(q.device.type, enabled=False):
-        out, *gradients = _with_gradients(backend.fn, q, k, v, d_out, causal=causal, scale=scale, **backend.options)
+        out, *gradients = _with_gradients(backend.fn, q, k, v, d_out, causal=causal, scale=scale, **documents, **backend.options)
         exact: list[list[Tensor]] = []
         # head by head: the matrix of scores of all of them need not fit beside a model in training
         for head in range(k.shape[1]):
             own = slice(head * groups, (head + 1) * groups)
             inputs = (q[:, own, first:], k[:, head : head + 1], v[:, head : head + 1], d_out[:, own, first:])
             # the last rows of a causal mask that is aligned bottom-right keep their keys
-            exact.append(_with_gradients(naive_attention, *(x.double() for x in inputs), causal=causal, scale=scale))
+            exact.append(_with_gradients(naive_attention, *(x.double() for x in inputs), causal=causal, scale=scale, **apart))
     found = (out[:, :, first:], gradients[0][:, :, first:], *gradients[1:])
     row = {}
     for name, x, parts in zip(("out", "dq", "dk", "dv"), found, zip(*exact, strict=True), strict=True):
@@ -145,6 +156,18 @@ def compare_with_exact(
         row[f"{name}_error"] = ((x - expected).norm() / expected.norm()).item()
         row[f"{name}_cosine"] = (x.flatten() @ expected.flatten() / (x.norm() * expected.norm())).item()
     return row
+
+
+def _inside_documents(document_ids: Tensor) -> ScoreMod:
+    """The mask of document_ids (B, N) as a change of the scores."""
+    starts = document_ids.diff(dim=1, prepend=document_ids[:, :1]) != 0
+    document = starts.cumsum(1)  # (B, N): ids may come again, these do not
+
+    def mask(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, params: None) -> tuple[Tensor, Tensor]:
+        inside = document[b, i] == document[b, j]
+        return score.masked_fill(~inside, -torch.inf), inside.to(score.dtype)
+
+    return ScoreMod(mask)
 
 
 def _with_gradients(function: Any, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, **arguments: Any) -> list[Tensor]:
@@ -164,6 +187,7 @@ class Call(NamedTuple):
     out: Tensor
     causal: bool
     scale: float
+    document_ids: Tensor | None = None
 
 
 class Recorder:
@@ -183,7 +207,7 @@ class Recorder:
             options = {name: arguments.pop(name) for name in backend.options}
             if keep_calls:
                 output = backend.fn(q, k, v, **arguments, **options)
-                self.calls.append(Call(q, k, v, output.out, arguments["causal"], arguments["scale"]))
+                self.calls.append(Call(q, k, v, output.out, arguments["causal"], arguments["scale"], arguments.get("document_ids")))
                 return output
             if look_for_breakdowns:
                 self.breakdowns.append(find_breakdown(q, k, v, backend=backend.configured(**options), **arguments))

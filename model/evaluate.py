@@ -15,6 +15,7 @@ def evaluate(
     model: GPT,
     inputs: Tensor,
     targets: Tensor,
+    document_ids: Tensor | None = None,
     *,
     batch_size: int,
     autocast: AbstractContextManager,
@@ -24,21 +25,42 @@ def evaluate(
     """val/loss (nats) and, if asked for, val/accuracy; each also as _exact: the same weights with PyTorch's own attention.
 
     A loss curve alone does not show a broken attention; the distance between the two does. `also` adds further judges, by the suffix
-    of their columns. Means are over every target that is not -100. inputs, targets (B, N) on the CPU.
+    of their columns. Means are over every target that is not -100. inputs, targets and, for attention inside documents, document_ids
+    (B, N) on the CPU.
     """
-    judges = {"": model.backend, "_exact": get_backend("sdpa"), **(also or {})}
+    judges = {"": model.backend, "_exact": exact_judge(model, document_ids), **(also or {})}
     row = {}
     for suffix, judge in judges.items():
-        loss, right = judged(model, judge, inputs, targets, batch_size=batch_size, autocast=autocast, accuracy=accuracy)
+        loss, right = judged(model, judge, inputs, targets, document_ids, batch_size=batch_size, autocast=autocast, accuracy=accuracy)
         row[f"val/loss{suffix}"] = loss
         if accuracy:
             row[f"val/accuracy{suffix}"] = right
     return row
 
 
+def exact_judge(model: GPT, document_ids: Tensor | None) -> Backend:
+    """PyTorch's own attention: sdpa, or for documents, which that cannot mask, flex on a GPU.
+
+    On a CPU flex would materialise the scores, and it takes no head smaller than 16: our tile loop stands in for it there.
+    """
+    if document_ids is None:
+        return get_backend("sdpa")
+    flex = get_backend("flex")
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    return flex if on_gpu and model.config.head_dim in flex.head_dims else get_backend("tiled")
+
+
 @torch.no_grad()
 def judged(
-    model: GPT, judge: Backend, inputs: Tensor, targets: Tensor, *, batch_size: int, autocast: AbstractContextManager, accuracy: bool
+    model: GPT,
+    judge: Backend,
+    inputs: Tensor,
+    targets: Tensor,
+    document_ids: Tensor | None = None,
+    *,
+    batch_size: int,
+    autocast: AbstractContextManager,
+    accuracy: bool,
 ) -> tuple[float, float | None]:
     """Loss (nats) and, if asked for, accuracy of these weights under the attention `judge`; NaN where the loss is not finite."""
     was_training = model.training
@@ -47,10 +69,11 @@ def judged(
     count = int((targets != -100).sum())
     total_loss = total_right = 0.0
     with model.use_backend(judge), autocast:
-        for x, y in zip(inputs.split(batch_size), targets.split(batch_size), strict=True):
-            x, y = x.to(device), y.to(device)
-            total_loss += model(x, y).loss.item() * int((y != -100).sum())
+        batch = [x for x in (inputs, targets, document_ids) if x is not None]
+        for part in zip(*(x.split(batch_size) for x in batch), strict=True):
+            x, y, *documents = (tensor.to(device) for tensor in part)
+            total_loss += model(x, y, *documents).loss.item() * int((y != -100).sum())
             if accuracy:
-                total_right += int((model(x).logits.argmax(-1) == y).sum())
+                total_right += int((model(x, None, *documents).logits.argmax(-1) == y).sum())
     model.train(was_training)
     return total_loss / count, total_right / count if accuracy else None

@@ -25,24 +25,26 @@ class Watch:
         self.scores = {row["step"]: row["attention/max_score"] for row in rows if row.get("attention/max_score") is not None}
         self.has_room = True
 
-    def look(self, step: int, inputs: Tensor, targets: Tensor, *, compare: bool, loss_scale: float = 1.0) -> dict[str, float]:
-        """attention/max_score and, with compare, compare_layers() for one row of metrics. inputs, targets (B, N)."""
+    def look(
+        self, step: int, inputs: Tensor, targets: Tensor, document_ids: Tensor | None = None, *, compare: bool, loss_scale: float = 1.0
+    ) -> dict[str, float]:
+        """attention/max_score and, with compare, compare_layers() for one row of metrics. Tensors (B, N) as the model takes them."""
         row = {}
         if compare and self.has_room:
             try:
                 with self.autocast:
-                    row = compare_layers(self.model, inputs, targets, loss_scale=loss_scale)
+                    row = compare_layers(self.model, inputs, targets, document_ids, loss_scale=loss_scale)
             except torch.OutOfMemoryError:
                 # the run itself fits: it shall not end for being looked at
                 self.has_room = False
                 log.warning(f"step {step}: no memory left to compare the attention with exact attention; diagnose_every=0 does not try")
         with self.autocast:
-            score = largest_score(self.model, inputs)
+            score = largest_score(self.model, inputs, document_ids)
         self._note(step, score)
         return row | {"attention/max_score": score}
 
-    def card(self, step: int, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Any]:
-        """How this step went wrong, for summary.json: diagnose() with the largest scores on the way there. Each batch is (B, N)."""
+    def card(self, step: int, batches: Iterable[tuple[Tensor, ...]]) -> dict[str, Any]:
+        """How this step went wrong, for summary.json: diagnose() of its batches, with the largest scores on the way there."""
         with self.autocast:
             found, score = diagnose(self.model, batches)
         self._note(step, score)
@@ -90,11 +92,11 @@ def without_dropout(model: GPT) -> Iterator[None]:
 
 
 @torch.no_grad()
-def largest_score(model: GPT, tokens: Tensor) -> float:
-    """The largest finite attention score of any layer for tokens (B, N); a layer after a breakdown has none."""
+def largest_score(model: GPT, tokens: Tensor, document_ids: Tensor | None = None) -> float:
+    """The largest finite attention score of any layer for tokens, document_ids (B, N); a layer after a breakdown has none."""
     recorder = Recorder(model.backend)
     with model.use_backend(recorder.backend), without_dropout(model):
-        model(tokens)
+        model(tokens, None, document_ids)
     return largest_finite(recorder.max_scores)
 
 
@@ -102,19 +104,23 @@ def largest_finite(scores: list[Tensor]) -> float:
     return torch.stack(scores).nan_to_num(nan=-torch.inf, posinf=-torch.inf).max().item()
 
 
-def compare_layers(model: GPT, inputs: Tensor, targets: Tensor, *, loss_scale: float = 1.0) -> dict[str, float]:
+def compare_layers(
+    model: GPT, inputs: Tensor, targets: Tensor, document_ids: Tensor | None = None, *, loss_scale: float = 1.0
+) -> dict[str, float]:
     """attention/{out,dq,dk,dv}_{error,cosine}: the model's attention against exact attention in float64, in its worst layer.
 
-    Each layer has its real q, k, v and the real gradient of the loss (times loss_scale, which float16 needs) for inputs and targets
-    (B, N); see compare_with_exact(). Takes the memory of a forward and backward pass that is not compiled; the parameters'
+    Each layer has its real q, k, v and the real gradient of the loss (times loss_scale, which float16 needs) for inputs, targets and
+    document_ids (B, N); see compare_with_exact(). Takes the memory of a forward and backward pass that is not compiled; the parameters'
     gradients stay as they are.
     """
     recorder = Recorder(model.backend, keep_calls=True)
     with model.use_backend(recorder.backend), without_dropout(model), torch.enable_grad():
-        loss = model(inputs, targets).loss
+        loss = model(inputs, targets, document_ids).loss
     d_outs = torch.autograd.grad(loss * loss_scale, [call.out for call in recorder.calls])
     layers = [
-        compare_with_exact(call.q, call.k, call.v, d_out, backend=model.backend, causal=call.causal, scale=call.scale)
+        compare_with_exact(
+            call.q, call.k, call.v, d_out, backend=model.backend, causal=call.causal, scale=call.scale, document_ids=call.document_ids
+        )
         for call, d_out in zip(recorder.calls, d_outs, strict=True)
     ]
     row = {}
@@ -126,22 +132,22 @@ def compare_layers(model: GPT, inputs: Tensor, targets: Tensor, *, loss_scale: f
 
 
 @torch.no_grad()
-def diagnose(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[dict[str, Any], float]:
+def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[dict[str, Any], float]:
     """What left the finite range first, as far as it can be named, and the largest finite score of the whole step.
 
     message, one sentence, is always there; layer, head, sequence (of the step), tensor, queries and keys (of the tile), row (the
     query), tile_max_score and fate (what came out) where an attention layer is to blame; see attention.diagnose.Breakdown.
-    batches: (inputs, targets), each (B, N), of the step that went wrong.
+    batches: inputs, targets and, with documents, document_ids, each (B, N), of the step that went wrong.
     """
     batches = list(batches)
     # a kernel says that its output is bad, the loop that computes the same says where
     for backend in (*_observable_twin(model.backend), model.backend):
         recorder = Recorder(backend, look_for_breakdowns=True)
         with model.use_backend(recorder.backend), without_dropout(model):
-            loss_is_finite = all([bool(model(inputs, targets).loss.isfinite()) for inputs, targets in batches])
+            loss_is_finite = all([bool(model(*batch).loss.isfinite()) for batch in batches])
         if any(recorder.breakdowns):
             break
-    return _first_breakdown(model, recorder, [len(inputs) for inputs, _ in batches], loss_is_finite), largest_finite(recorder.max_scores)
+    return _first_breakdown(model, recorder, [len(batch[0]) for batch in batches], loss_is_finite), largest_finite(recorder.max_scores)
 
 
 def _observable_twin(backend: Backend) -> list[Backend]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attention import Backend, get_backend, probe_backend
+from attention import BACKENDS, Backend, get_backend, probe_backend
 from config import AttentionConfig, RunConfig
 from model.gpt import GPT
 
@@ -32,6 +32,9 @@ def attention_schedule(config: RunConfig, *, dtype: torch.dtype, device: torch.d
         log.info(f"attention.switch_to={chosen.switch_to} without attention.switch_at=STEP: this run keeps its attention")
     heads = {"num_heads": config.model.num_heads, "num_kv_heads": config.model.kv_heads, "head_dim": config.model.head_dim}
     for step, backend in schedule.items():
+        if config.data.documents and "document_ids" not in backend.features:
+            others = ", ".join(name for name, other in BACKENDS.items() if "document_ids" in other.features and other.exact)
+            raise ValueError(f"data.documents=true needs document masks, which attention={backend.name} does not have; these do: {others}")
         backend.check_model(**heads, dtype=dtype, device=device)
         if step == 0 and chosen.target is not None:
             probe_backend(backend, **heads, dtype=dtype, device=device)
