@@ -1,11 +1,37 @@
-"""AdamW's parameter groups and the learning-rate schedule."""
+"""AdamW's parameter groups, Muon beside it, and the learning-rate schedule."""
+
+import copy
 
 import pytest
 import torch
 from torch import nn
 
-from config import OptimConfig
+from attention import get_backend
+from config import ModelConfig, OptimConfig
+from model import GPT
+from training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from training.optimizer import build_optimizer, learning_rate
+
+MUON = OptimConfig(name="muon", lr=0.01)
+
+
+def build_gpt(**fields) -> GPT:
+    torch.manual_seed(0)
+    config = ModelConfig(**{"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_size": 32, "max_seq_len": 16} | fields)
+    return GPT(config, vocab_size=37, backend=get_backend("naive"))
+
+
+def train(model: GPT, optimizer, steps: range) -> list[float]:
+    """The losses of some steps, each a function of its number."""
+    losses = []
+    for step in steps:
+        tokens = torch.randint(37, (4, 16), generator=torch.Generator().manual_seed(step % 3))
+        loss = model(tokens, tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    return losses
 
 
 def test_weight_decay_reaches_matrices_only():
@@ -86,3 +112,133 @@ def test_short_runs_never_stand_still(steps, warmup_steps):
 def test_a_peak_below_min_lr_does_not_rise():
     config = OptimConfig(lr=1e-5, min_lr=1e-4, warmup_steps=0)
     assert {learning_rate(step, 50, config) for step in range(50)} == {1e-5}
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest(activation):
+    model = build_gpt(activation=activation, tie_embeddings=False)
+    optimizer = build_optimizer(model, MUON)
+    muon, adamw = ({id(p) for group in part.param_groups for p in group["params"]} for part in (optimizer.muon, optimizer.adamw))
+    names = {name for name, p in model.named_parameters() if id(p) in muon}
+    matrices = ("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
+    assert names == {f"blocks.{i}.{matrix}.weight" for i in range(2) for matrix in matrices}
+    assert adamw == {id(p) for p in model.parameters()} - muon
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    rows = {id(p): group["rows"] for group in optimizer.muon.param_groups for p in group["params"]}
+    assert rows[id(model.blocks[0].attention.qkv.weight)] == (32, 16, 16)
+    assert rows[id(model.blocks[0].mlp.up.weight)] == ((128, 128) if activation == "swiglu" else ())
+    assert not optimizer.muon.param_groups[-1]["rows"] or activation == "swiglu"
+
+
+def test_a_stack_is_updated_as_the_matrices_that_it_stacks():
+    """q, k and v of one weight move as three parameters of PyTorch's own Muon would."""
+    model = build_gpt()
+    optimizer = build_optimizer(model, MUON)
+    stack = model.blocks[0].attention.qkv.weight
+    apart = [nn.Parameter(part.detach().clone()) for part in stack.split((32, 16, 16))]
+    reference = torch.optim.Muon(apart, lr=MUON.lr, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        stack.grad = torch.randn_like(stack) * torch.tensor([1.0, 100.0]).repeat_interleave(32)[:, None]
+        for part, grad in zip(apart, stack.grad.split((32, 16, 16)), strict=True):
+            part.grad = grad.clone()
+        optimizer.step()
+        reference.step()
+    assert torch.equal(stack, torch.cat(apart))
+
+
+def test_an_update_of_muon_is_orthogonal_and_as_large_as_adamw_s():
+    model = build_gpt()
+    optimizer = build_optimizer(model, OptimConfig(name="muon", lr=0.01, weight_decay=0.0))
+    stack, before = (x := model.blocks[0].mlp.up.weight), x.detach().clone()
+    stack.grad = torch.randn_like(stack)
+    optimizer.step()
+    update = (before - stack.detach()).double()
+    # the largest side is 128 and 32 singular values are near 1, each within what five steps of bfloat16 Newton-Schulz give
+    singular = torch.linalg.svdvals(update) / (0.01 * 0.2 * 128**0.5)
+    assert singular.min() > 0.6 and singular.max() < 1.3
+    # AdamW's updates have a root mean square of 0.2 to 0.4 of lr (arXiv:2502.16982, section 2.2)
+    assert 0.15 < update.square().mean().sqrt() / 0.01 < 0.25
+
+
+def test_muon_learns_at_adamw_s_learning_rate():
+    for seed in range(2):
+        losses = {}
+        for name in ("adamw", "muon"):
+            model = build_gpt()
+            torch.manual_seed(seed)
+            losses[name] = train(model, build_optimizer(model, OptimConfig(name=name, lr=0.01)), range(60))
+        assert losses["adamw"][-1] < 1 and losses["muon"][-1] < 1, losses
+
+
+def test_muon_goes_on_to_the_bit(tmp_path):
+    whole = build_gpt()
+    expected = train(whole, build_optimizer(whole, MUON), range(6))
+    first = build_gpt()
+    optimizer = build_optimizer(first, MUON)
+    assert train(first, optimizer, range(3)) == expected[:3]
+    parts = {"scaler": None, "config": {}}
+    save_checkpoint(tmp_path, model=first, optimizer=optimizer, step=3, tokens=3, **parts)
+    second = build_gpt(init_std=1.0)
+    optimizer = build_optimizer(second, MUON)
+    train(second, optimizer, range(1))
+    load_checkpoint(tmp_path, model=second, optimizer=optimizer, **parts)
+    assert train(second, optimizer, range(3, 6)) == expected[3:]
+    for (name, a), b in zip(whole.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(("saved", "now"), [("muon", "adamw"), ("adamw", "muon")])
+def test_the_state_of_another_optimizer_is_refused_in_one_line(tmp_path, saved, now):
+    model, parts = build_gpt(), {"scaler": None, "config": {}}
+    optimizer = build_optimizer(model, OptimConfig(name=saved, lr=0.01))
+    train(model, optimizer, range(1))
+    save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=1, tokens=1, **parts)
+    with pytest.raises(CheckpointError, match="the optimizer differs"):
+        load_checkpoint(tmp_path, model=model, optimizer=build_optimizer(model, OptimConfig(name=now, lr=0.01)), **parts)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("where", ["blocks.1.mlp.down.weight", "token_embedding.weight"], ids=["in-muon", "in-adamw"])
+def test_an_infinite_gradient_skips_both(device, where):
+    """float16's GradScaler looks through both and steps neither; the next step, all finite, moves every parameter."""
+    model = build_gpt().to(device)
+    optimizer = build_optimizer(model, MUON)
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+    tokens = torch.arange(16, device=device)[None]
+    for infinite in (True, False):
+        before = copy.deepcopy(model.state_dict())
+        scaler.scale(model(tokens, tokens).loss).backward()
+        if infinite:
+            model.get_parameter(where).grad[0, 0] = torch.inf
+        expected = {name: p.grad / scaler.get_scale() for name, p in model.named_parameters()}
+        scaler.unscale_(optimizer)
+        if not infinite:
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(p.grad, expected[name])
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+        assert moved == (set() if infinite else {name for name, _ in model.named_parameters()})
+        assert scaler.get_scale() == 512.0
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_no_step_waits_for_the_gpu(name):
+    """The learning rate is a Python number, set anew before each step."""
+    model = build_gpt().cuda()
+    optimizer = build_optimizer(model, OptimConfig(name=name, lr=0.01))
+    for step in range(3):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (step + 1)
+            assert group.get("fused", True)
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        try:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
