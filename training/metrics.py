@@ -173,21 +173,36 @@ def data_sheet(table: dict[str, float], device_name: str) -> float | None:
 
 
 class Throughput:
-    """Tokens per second of training alone: without the first steps (compilation, warm-up) and without what happens in pause().
+    """Tokens per second of training alone: without the first steps (compilation, warm-up) and without what happens in paused().
 
     for step in ...:
         train(); throughput.step(tokens)
         with throughput.paused(): evaluate()
+        row |= throughput.row()
+
+    flops_per_token: named counts of one token's FLOPs, each reported by its name as a share of `peak` FLOP/s. On a GPU nothing here
+    waits for it until a number is asked for: the clock is read by events that its stream reaches in turn.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, warmup_steps: int = 3, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        flops_per_token: dict[str, float] | None = None,
+        peak: float | None = None,
+        warmup_steps: int = 3,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self.device = torch.device(device)
+        self.flops_per_token = flops_per_token or {}
+        self.peak = peak
         self.warmup_steps = warmup_steps
         self.clock = clock
         self.steps = 0
         self.tokens = 0
-        self.seconds = 0.0
-        self._since: float | None = None  # when the clock last started; None while it stands
+        self._seconds = 0.0
+        self._stretches: list[tuple[Any, Any]] = []  # starts and stops of the clock that are not in _seconds yet
+        self._since: Any = None  # when the clock last started; None while it stands
         self._window = (0, 0.0)  # tokens and seconds at the last window()
 
     def step(self, tokens: int) -> None:
@@ -200,7 +215,7 @@ class Throughput:
 
     def pause(self) -> None:
         if self._since is not None:
-            self.seconds += self._now() - self._since
+            self._stretches.append((self._since, self._now()))
             self._since = None
 
     def resume(self) -> None:
@@ -221,19 +236,36 @@ class Throughput:
         return self.tokens / self._elapsed() if self.tokens else None
 
     def window(self) -> float | None:
-        """Average since the last call, for one row of metrics; None where no step was measured."""
+        """Average since the last call, for one row of metrics; None where no step was measured. To be called between two steps."""
         tokens, seconds = self._window
         self._window = (self.tokens, self._elapsed())
         return (self.tokens - tokens) / (self._window[1] - seconds) if self.tokens > tokens else None
 
-    def _elapsed(self) -> float:
-        return self.seconds + (self._now() - self._since if self._since is not None else 0.0)
+    def row(self) -> dict[str, float | None]:
+        """window() as tokens_per_sec, and under each name of flops_per_token the share of the peak; None where one is not known."""
+        speed = self.window()
+        shares = {name: speed * flops / self.peak if speed and self.peak else None for name, flops in self.flops_per_token.items()}
+        return {"tokens_per_sec": speed, **shares}
 
-    def _now(self) -> float:
-        # kernels run behind the Python program: without this the clock would time their launches
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return self.clock()
+    def _elapsed(self) -> float:
+        running = [] if self._since is None else [(self._since, self._now())]
+        self._seconds += sum(self._between(*stretch) for stretch in self._stretches)
+        self._stretches.clear()
+        return self._seconds + sum(self._between(*stretch) for stretch in running)
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return self.clock()
+        # kernels run behind the Python program: the clock of this machine would time their launches
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _between(self, start: Any, stop: Any) -> float:
+        if self.device.type != "cuda":
+            return stop - start
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1000  # from milliseconds
 
 
 class Progress:

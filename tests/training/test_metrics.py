@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -111,6 +112,58 @@ def test_throughput_paused_during_warm_up_does_not_start_the_clock():
     clock.now += 2
     throughput.step(50)
     assert throughput.tokens_per_sec == 25.0
+
+
+def test_a_row_has_every_share_of_the_peak_by_its_name():
+    """Three rows of a run with log_every=2, an evaluation after each and passes that differ in length: none leaks into another."""
+    clock = Clock()
+    throughput = Throughput(flops_per_token={"mfu": 40.0, "mfu_causal": 30.0}, peak=8000.0, warmup_steps=1, clock=clock)
+    rows = []
+    for seconds in (90.0, 1.0, 1.0, 1.0, 2.0, 2.0, 4.0):
+        clock.now += seconds
+        throughput.step(100)
+        with throughput.paused():
+            if throughput.steps % 2 == 1:
+                rows.append(throughput.row())
+                clock.now += 1000
+    assert rows[0] == {"tokens_per_sec": None, "mfu": None, "mfu_causal": None}  # it compiled
+    assert rows[1] == {"tokens_per_sec": 100.0, "mfu": 0.5, "mfu_causal": 0.375}
+    assert [row["tokens_per_sec"] for row in rows[2:]] == [pytest.approx(200 / 3), pytest.approx(200 / 6)]
+    unknown = Throughput(flops_per_token={"mfu": 40.0}, warmup_steps=1, clock=clock)
+    for _ in range(2):
+        clock.now += 1
+        unknown.step(10)
+    assert unknown.row() == {"tokens_per_sec": 10.0, "mfu": None}
+
+
+@pytest.mark.gpu
+def test_the_clock_of_a_gpu_runs_with_it_and_waits_for_nothing():
+    """Four steps of a known time on the GPU, none waited for, with work of the GPU and of the host in between that does not count."""
+    throughput = Throughput("cuda", warmup_steps=1)
+    cycles = 50_000_000
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(cycles)
+    start.record()
+    torch.cuda._sleep(cycles)
+    stop.record()
+    torch.cuda.synchronize()
+    seconds = start.elapsed_time(stop) / 1000
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        began = time.perf_counter()
+        for _ in range(5):
+            torch.cuda._sleep(cycles)
+            throughput.step(1000)
+            with throughput.paused():
+                torch.cuda._sleep(3 * cycles)
+        assert time.perf_counter() - began < seconds, "the host has waited"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert throughput.window() == pytest.approx(1000 / seconds, rel=0.1)
+    with throughput.paused():
+        torch.cuda.synchronize()
+        time.sleep(20 * seconds)
+    assert throughput.tokens_per_sec == pytest.approx(1000 / seconds, rel=0.1)
 
 
 @pytest.mark.parametrize(
