@@ -1,0 +1,236 @@
+"""Documents packed into one sequence: nothing of one reaches another, in any backend that says it can keep them apart, or it is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+
+import attention.diagnose
+from attention import BACKENDS, Recorder, get_backend
+from config import AttentionConfig, DataConfig, ModelConfig, RunConfig
+from data import Batch, PackedBatch
+from data.batches import keep_apart
+from model import GPT
+from model.evaluate import evaluate, judged
+from model.health import Watch, compare_layers, diagnose, largest_score
+from model.schedule import attention_schedule
+
+END = 0
+# small tiles: documents begin inside a tile, at its edge, and are longer than one
+KEEP_APART = {
+    name: backend.configured(block_q=32, block_kv=16) if "block_q" in backend.options else backend
+    for name, backend in BACKENDS.items()
+    if backend.exact and "document_ids" in backend.features
+}
+LENGTHS = (9, 1, 22, 16, 30, 2)  # of the documents of the first row, ends included; the second row has them the other way round
+
+
+@pytest.fixture
+def build():
+    """A model of two layers with heads of sixteen, the same weights every time; positions learned, or rotary with grouped heads."""
+
+    def build(backend="naive", *, positions: str = "learned") -> GPT:
+        torch.manual_seed(0)
+        heads = {"num_heads": 2, "num_kv_heads": 1 if positions == "rope" else 2}
+        config = ModelConfig(num_layers=2, hidden_size=32, max_seq_len=80, init_std=0.1, positions=positions, **heads)
+        return GPT(config, vocab_size=61, backend=get_backend(backend) if isinstance(backend, str) else backend)
+
+    return build
+
+
+def packed() -> PackedBatch:
+    """Two rows of 80 tokens: LENGTHS, and LENGTHS from behind."""
+    tokens = torch.randint(1, 61, (2, 81), generator=torch.Generator().manual_seed(2))
+    for row, lengths in zip(tokens, (LENGTHS, LENGTHS[::-1]), strict=True):
+        row[torch.tensor(lengths).cumsum(0) - 1] = END
+    return separated(tokens)
+
+
+def separated(tokens: torch.Tensor) -> PackedBatch:
+    return keep_apart(Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), END)
+
+
+def with_another(batch: PackedBatch, document: int) -> tuple[PackedBatch, torch.Tensor]:
+    """The batch with every token of that document of each row exchanged, its end excepted, and where its tokens lie (B, N)."""
+    inside = batch.document_ids == document
+    exchange = inside & (batch.inputs != END)
+    assert exchange.any(1).all()
+    tokens = torch.cat((batch.inputs, batch.targets[:, -1:].clamp(min=0)), 1)
+    tokens[:, :-1][exchange] = tokens[:, :-1][exchange] % 60 + 1
+    return separated(tokens), inside
+
+
+@torch.no_grad()
+def losses(model: GPT, batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits (B, N, vocab_size) and the loss of every target (B, N)."""
+    logits = model(batch[0], None, *batch[2:]).logits
+    return logits, F.cross_entropy(logits.transpose(1, 2), batch[1], reduction="none", ignore_index=-100)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rope"])
+@pytest.mark.parametrize("name", KEEP_APART)
+def test_no_document_reaches_another(build, name, positions):
+    """To the last bit, logits and losses, through the whole model. Without document_ids the same change is seen by what follows it."""
+    model, batch = build(KEEP_APART[name], positions=positions), packed()
+    logits, loss = losses(model, batch)
+    for document in (2, 3):  # one begins and ends inside tiles, the other is one's middle
+        changed, inside = with_another(batch, document)
+        other_logits, other_loss = losses(model, changed)
+        assert torch.equal(logits[~inside], other_logits[~inside])
+        assert torch.equal(loss[~inside], other_loss[~inside])
+        assert (logits[inside] != other_logits[inside]).any()
+
+    after = changed.document_ids > document
+    together, other_together = losses(model, batch[:2])[0], losses(model, changed[:2])[0]
+    assert (together[after] != other_together[after]).any(-1).all()
+
+
+def test_the_loss_of_a_document_has_no_gradient_in_another(build):
+    model, batch = build("tiled"), packed()
+    embedded = []
+    model.dropout.register_forward_hook(lambda module, inputs, out: embedded.append(out) or out.retain_grad())
+    only = torch.where(batch.document_ids == 3, batch.targets, -100)
+    model(batch.inputs, only, batch.document_ids).loss.backward()
+    reached = embedded[0].grad.abs().sum(-1) > 0  # (B, N)
+    # the last token of a document answers nothing
+    assert torch.equal(reached, (batch.document_ids == 3) & (only != -100))
+
+
+def test_a_packed_document_is_the_document_alone(build):
+    """With rotary positions, which know distances alone: the same logits, wherever in a sequence the document stands."""
+    model, batch = build("tiled", positions="rope").double(), packed()
+    logits = losses(model, batch)[0]
+    for row in range(2):
+        for document in range(len(LENGTHS)):
+            inside = batch.document_ids[row] == document
+            alone = model(batch.inputs[row, inside][None]).logits[0]
+            # the angles are float32, and larger further on
+            torch.testing.assert_close(logits[row, inside], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_learned_positions_go_on_counting(build):
+    model, batch = build("tiled"), packed()
+    inside = batch.document_ids[0] == 2
+    alone = model(batch.inputs[0, inside][None]).logits[0]
+    assert not torch.allclose(losses(model, batch)[0][0, inside], alone, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["naive", "triton"])
+def test_compiled_without_a_graph_break_and_once(build, name):
+    """Other documents of the same shape are no reason to compile again."""
+    torch.compiler.reset()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    model, (first, second) = build(name), zip(*(x[:, :48].split(1) for x in packed()), strict=True)
+    compiled = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=count))
+    for batch in (first, second):
+        gradients = []
+        for run in (compiled, model):
+            model.zero_grad()
+            run(*batch).loss.backward()
+            gradients.append([parameter.grad for parameter in model.parameters()])
+        torch.testing.assert_close(*gradients)
+    assert len(graphs) == 2, "a forward and a backward pass"
+
+
+def test_the_evaluation_keeps_documents_apart(build):
+    """val/loss and val/loss_exact are the mean over the targets of every document by itself."""
+    model, batch = build("tiled", positions="rope"), packed()
+    no_autocast = torch.autocast("cpu", enabled=False)
+    row = evaluate(model, *batch, batch_size=1, autocast=no_autocast, accuracy=True)
+    total, right, count = 0.0, 0, 0
+    for inputs, targets, ids in zip(*batch, strict=True):
+        for document in ids.unique():
+            logits = model(inputs[ids == document][None]).logits[0]
+            asked = targets[ids == document]
+            total += F.cross_entropy(logits, asked, reduction="sum", ignore_index=-100).item()
+            right += (logits.argmax(-1) == asked).sum().item()
+            count += (asked != -100).sum().item()
+    expected = {"loss": total / count, "accuracy": right / count}
+    for name in expected:
+        assert row[f"val/{name}"] == pytest.approx(expected[name], rel=1e-5)
+        assert row[f"val/{name}_exact"] == pytest.approx(expected[name], rel=1e-5)
+    together = judged(model, model.backend, *batch[:2], batch_size=2, autocast=no_autocast, accuracy=False)[0]
+    assert abs(together - row["val/loss"]) > 1e-3
+
+
+@pytest.mark.parametrize("rows", [80, 30], ids=["all-queries", "the-last-queries"])
+def test_layers_are_compared_inside_documents(build, monkeypatch, rows):
+    monkeypatch.setattr(attention.diagnose, "REFERENCE_SCORES", 2 * 2 * 80 * rows)
+    model, batch = build("tiled", positions="rope"), packed()
+    row = compare_layers(model, *batch)
+    assert max(row[f"attention/{name}_error"] for name in ("out", "dq", "dk", "dv")) < 1e-5
+    # an attention that is told of the documents and does not listen
+    deaf = get_backend("tiled")
+    listen = deaf.fn
+    model.backend = replace(deaf, fn=lambda *tensors, document_ids, **rest: listen(*tensors, **rest))
+    assert compare_layers(model, *batch)["attention/out_error"] > 0.1
+
+
+def test_the_largest_score_is_one_between_tokens_of_a_document(build):
+    model, batch = build(), packed()
+    recorder = Recorder(get_backend("naive"), keep_calls=True)
+    with model.use_backend(recorder.backend), torch.no_grad():
+        model(batch.inputs, None, batch.document_ids)
+    seen = (batch.document_ids[:, :, None] == batch.document_ids[:, None]) & torch.ones(80, 80).tril().bool()
+    scores = [(call.q @ call.k.mT * call.scale).masked_fill(~seen[:, None], -torch.inf) for call in recorder.calls]
+    assert largest_score(model, batch.inputs, batch.document_ids) == pytest.approx(max(x.max().item() for x in scores), rel=1e-5)
+    every_token_alone = torch.arange(80).expand(2, -1)
+    assert largest_score(model, batch.inputs, every_token_alone) < largest_score(model, batch.inputs, batch.document_ids)
+    watch = Watch(model, torch.autocast("cpu", enabled=False))
+    assert watch.look(1, *batch, compare=True)["attention/max_score"] == largest_score(model, batch.inputs, batch.document_ids)
+    assert diagnose(model, [batch])[1] == largest_score(model, batch.inputs, batch.document_ids)
+
+
+def config(name: str, **settings) -> RunConfig:
+    return RunConfig(attention=AttentionConfig(name=name, **settings), data=DataConfig(documents=True))
+
+
+def test_an_attention_without_document_masks_is_refused_at_the_start():
+    where = {"dtype": torch.float32, "device": torch.device("cpu")}
+    said = "data.documents=true needs document masks, which attention=sdpa does not have; these do: naive, tiled, triton, flex"
+    with pytest.raises(ValueError, match=said):
+        attention_schedule(config("sdpa"), **where)
+    with pytest.raises(ValueError, match=said):
+        attention_schedule(config("tiled", switch_at=5, switch_to="sdpa"), **where)
+    assert attention_schedule(config("tiled"), **where)[0].name == "tiled"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["triton", "flex"])
+def test_a_step_on_a_gpu_waits_for_nothing(build, name, compiled):
+    """Documents cost no look at the GPU from the host, forward or backward; and the losses are those of naive attention."""
+    torch.compiler.reset()
+    model, batch = build(name).cuda(), PackedBatch(*(x.cuda() for x in packed()))
+    step = torch.compile(model, fullgraph=True) if compiled else model
+    step(*batch).loss.backward()  # kernels and caches
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = step(*batch).loss
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with model.use_backend(get_backend("naive")):
+        torch.testing.assert_close(loss, model(*batch).loss, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["triton", "flex", "naive"])
+def test_no_document_reaches_another_on_a_gpu(build, name, dtype):
+    model, batch = build(name).cuda(), PackedBatch(*(x.cuda() for x in packed()))
+    changed, inside = with_another(batch, 3)
+    with torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32):
+        logits, loss = losses(model, batch)
+        other_logits, other_loss = losses(model, changed)
+    assert torch.equal(logits[~inside], other_logits[~inside]) and torch.equal(loss[~inside], other_loss[~inside])
+    assert (logits[inside] != other_logits[inside]).any()
