@@ -1,4 +1,5 @@
-"""A look at a backend before it is trained with: shapes, dtypes, NaN, causality, gradients, and, where it claims so, exactness."""
+"""A look at a backend before it is trained with: shapes, dtypes, NaN, causality, gradients, and, where it claims them, document masks
+and exactness."""
 
 import traceback
 from collections.abc import Callable
@@ -62,6 +63,18 @@ def probe(
             f"attention={backend.name} is not causal: changing keys {half}:{length} moved the outputs of queries 0:{half} by {leak:.2g}; "
             "query i may only see keys j <= i when it is called with causal=True"
         )
+    if "document_ids" in backend.features:
+        document_ids = (torch.arange(length, device=device) >= half).int()[None]
+        with torch.no_grad():
+            k2, v2 = k.clone(), v.clone()
+            k2[:, :, :half], v2[:, :, :half] = -k2[:, :, :half], -v2[:, :, :half]
+            one, other = (attend(q, *kv, backend=backend, document_ids=document_ids).out[:, :, half:] for kv in ((k, v), (k2, v2)))
+            leak = (one - other).abs().max().item()
+        if not leak <= 1e-3:
+            raise ValueError(
+                f"attention={backend.name} declares the feature document_ids and does not keep documents apart: changing keys 0:{half} "
+                f"moved the outputs of queries {half}:{length}, which are another document, by {leak:.2g}"
+            )
     if not backend.exact:
         return
 

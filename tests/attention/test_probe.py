@@ -59,6 +59,14 @@ def test_seeing_one_key_of_the_future():
     assert "is not causal" in verdict(shifted)
 
 
+def test_documents_that_see_one_another():
+    apart = frozenset({"gqa", "document_ids"})
+    deaf = replace(backend(lambda q, k, v, *, document_ids=None, **rest: naive(q, k, v, **rest)), features=apart)
+    with pytest.raises(ValueError, match="declares the feature document_ids and does not keep documents apart: changing keys 0:75 moved"):
+        probe_backend(deaf, dtype=torch.float32, **SHAPE)
+    probe_backend(replace(backend(naive), features=apart), dtype=torch.float32, **SHAPE)
+
+
 def test_no_gradient_at_all():
     assert "attention=mine cuts the gradient" in verdict(
         lambda q, k, v, **arguments: AttentionOutput(naive(q, k, v, **arguments).out.detach())
