@@ -1,0 +1,81 @@
+"""data.documents=true: every window numbers its documents, asks nothing across their borders, and says so in its fingerprint."""
+
+import numpy as np
+import pytest
+import torch
+
+from config import DataConfig, TokenizerConfig
+from data import Batch, PackedBatch, build_data
+from data.batches import keep_apart, windows
+
+END = 9
+
+
+def open_data(config, *, documents=True, seq_len=32):
+    config.documents = documents
+    return build_data(config, TokenizerConfig("byte"), seq_len=seq_len, seed=0)
+
+
+def test_numbers_and_targets_by_hand():
+    """An end belongs to the document it ends, also two in a row, the first token and the last."""
+    tokens = np.array([1, 2, END, 3, END, END, 4, 5, END], dtype=np.uint16)
+    batch = windows(tokens, np.array([0, 2]), seq_len=6, end_of_text=END)
+    assert batch.inputs.tolist() == [[1, 2, END, 3, END, END], [END, 3, END, END, 4, 5]]
+    assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1, 2], [0, 1, 1, 2, 3, 3]]
+    assert batch.targets.tolist() == [[2, END, -100, END, -100, -100], [-100, END, -100, -100, 5, END]]
+
+
+def test_tensors_of_a_packed_batch(config):
+    for batch in (open_data(config).train_batch(0, 5), open_data(config).val_batch(5)):
+        assert isinstance(batch, PackedBatch)
+        assert [x.dtype for x in batch] == [torch.int64, torch.int64, torch.int32]
+        assert all(x.shape == (5, 32) and x.is_contiguous() for x in batch)
+
+
+def test_numbers_are_those_of_the_stored_documents(config):
+    """The offsets on disk divide a window where the numbers do, wherever it begins."""
+    data = open_data(config, seq_len=200)
+    text = data.train
+    ends = np.flatnonzero(text == data.end_of_text)
+    starts = np.arange(0, len(text) - 201, 97)
+    batch = windows(text, starts, 200, end_of_text=data.end_of_text)
+    of_token = np.searchsorted(ends, np.arange(len(text)))  # the document of each token
+    for start, ids in zip(starts, batch.document_ids, strict=True):
+        expected = of_token[start : start + 200]
+        assert np.array_equal(ids, expected - expected[0])
+    assert batch.document_ids.max() > 5
+
+
+def test_only_borders_lose_their_target(config):
+    apart, together = open_data(config).train_batch(3, 64), open_data(config, documents=False).train_batch(3, 64)
+    assert isinstance(together, Batch) and torch.equal(apart.inputs, together.inputs)
+    crosses = apart.inputs == 256
+    assert crosses.any() and torch.equal(apart.targets == -100, crosses)
+    assert torch.equal(apart.targets[~crosses], together.targets[~crosses])
+
+
+def test_fingerprint_and_description_tell_whether_documents_are_apart(config):
+    apart, together = open_data(config), open_data(config, documents=False)
+    assert apart.fingerprint != together.fingerprint
+    assert apart.description == together.description + ", documents kept apart"
+
+
+def test_a_single_document_is_the_same_either_way(config, tmp_path):
+    """Its end is never read, only said: there is nothing to keep apart, so the losses are comparable."""
+    config.path = str(tmp_path / "corpus" / "59.txt")
+    apart, together = open_data(config), open_data(config, documents=False)
+    assert apart.fingerprint == together.fingerprint and apart.description == together.description
+    for half in ("train_batch", "val_batch"):
+        arguments = (0, 8) if half == "train_batch" else (8,)
+        assert all(torch.equal(x, y) for x, y in zip(getattr(apart, half)(*arguments), getattr(together, half)(*arguments), strict=True))
+
+
+def test_the_end_is_read_as_soon_as_there_is_a_second_document(config):
+    """The other side of the test above: one more document, and the fingerprint differs because batches do."""
+    assert (open_data(config).train_batch(0, 64).document_ids > 0).any()
+    assert keep_apart(Batch(torch.tensor([[1, END]]), torch.tensor([[END, 1]])), END).targets.tolist() == [[END, -100]]
+
+
+def test_recall_has_no_documents():
+    with pytest.raises(ValueError, match="data.documents=true needs a source with documents; in data=last_write every sequence is one"):
+        DataConfig(source="last_write", documents=True)

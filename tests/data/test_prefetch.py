@@ -1,0 +1,130 @@
+"""Reading ahead changes when a batch is read, never which: the same batches in the same order, and nothing left over however it ends."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from config import TokenizerConfig
+from data import build_data
+from data.prefetch import Prefetcher
+
+CPU = torch.device("cpu")
+
+
+class Steps:
+    """Data whose batch is its step; it keeps what it was asked for, by which thread, and fails or waits where told to."""
+
+    def __init__(self, *, fails_at: int | None = None, seconds: float = 0.0) -> None:
+        self.fails_at, self.seconds = fails_at, seconds
+        self.asked: list[int] = []
+        self.threads: set[threading.Thread] = set()
+
+    def train_batch(self, step: int, num_sequences: int):
+        self.asked.append(step)
+        self.threads.add(threading.current_thread())
+        time.sleep(self.seconds)
+        if step == self.fails_at:
+            raise OSError(f"cannot read step {step}")
+        return (torch.full((num_sequences, 2), step),)
+
+
+def alive() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("first", [0, 7])
+def test_batches_are_those_without_it(config, first, documents):
+    config.documents = documents
+    data = build_data(config, TokenizerConfig("byte"), seq_len=32, seed=3)
+    with Prefetcher(data, 5, CPU, ahead=2) as batches:
+        for step in range(first, first + 6):
+            batch, expected = batches.batch(step), data.train_batch(step, 5)
+            assert type(batch) is type(expected) and all(map(torch.equal, batch, expected))
+
+
+def test_each_step_is_read_once_in_order_by_one_other_thread():
+    data = Steps()
+    with Prefetcher(data, 1, CPU, ahead=2) as batches:
+        assert [batches.batch(step)[0][0, 0].item() for step in range(4, 14)] == list(range(4, 14))
+    assert data.asked[:10] == list(range(4, 14)) and data.asked == sorted(set(data.asked)) and max(data.asked) <= 15
+    assert len(data.threads) == 1 and threading.main_thread() not in data.threads
+
+
+def test_reading_hides_behind_a_step_that_takes_longer():
+    """Only the first batch is waited for."""
+    with Prefetcher(Steps(seconds=0.02), 1, CPU, ahead=2) as batches:
+        waited = []
+        for step in range(10):
+            start = time.perf_counter()
+            batches.batch(step)
+            waited.append(time.perf_counter() - start)
+            time.sleep(0.04)
+    assert waited[0] > 0.019 and sorted(waited[1:])[4] < 0.005
+
+
+def test_a_jump_forgets_what_was_read_for_nothing():
+    with Prefetcher(Steps(), 1, CPU, ahead=2) as batches:
+        assert [batches.batch(step)[0][0, 0].item() for step in (0, 1, 40, 41, 3)] == [0, 1, 40, 41, 3]
+        assert sorted(batches.pending) == [4, 5]
+
+
+def test_an_error_is_raised_when_its_step_comes_and_not_before():
+    data = Steps(fails_at=5)
+    with pytest.raises(OSError, match="cannot read step 5"), Prefetcher(data, 1, CPU, ahead=2) as batches:
+        for step in (3, 4):
+            batches.batch(step)
+        while 5 not in data.asked:
+            time.sleep(0.001)
+        batches.batch(5)
+    assert data.asked[:3] == [3, 4, 5] and not alive()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, None], ids=["ctrl-c", "error", "end"])
+def test_nothing_is_left_running(error):
+    """However the block is left, its thread is gone at once: it finishes what it reads and starts nothing new."""
+    data = Steps(seconds=0.05)
+    start = time.perf_counter()
+    try:
+        with Prefetcher(data, 1, CPU, ahead=10) as batches:
+            batches.batch(0)
+            assert alive()
+            if error:
+                raise error
+    except (KeyboardInterrupt, RuntimeError):
+        pass
+    assert not alive() and time.perf_counter() - start < 0.4 and len(data.asked) <= 3 and not batches.pending
+
+
+def test_unused_it_costs_no_thread():
+    with Prefetcher(Steps(), 1, CPU, ahead=2):
+        assert not alive()
+
+
+def test_on_a_cpu_the_step_reads_for_itself():
+    data = Steps()
+    with Prefetcher(data, 1, CPU) as batches:
+        batches.batch(3)
+    assert data.asked == [3] and data.threads == {threading.main_thread()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("documents", [False, True])
+def test_on_a_gpu_batches_arrive_whole(config, documents):
+    """While the GPU is busy with the steps before, whose memory is given back and taken again."""
+    config.documents = documents
+    data = build_data(config, TokenizerConfig("byte"), seq_len=512, seed=3)
+    work = torch.randn(4096, 4096, device="cuda")
+    sums = []
+    with Prefetcher(data, 64, torch.device("cuda")) as batches:
+        for step in range(40):
+            batch = batches.batch(step)
+            assert all(x.is_cuda for x in batch)
+            for _ in range(10):
+                work = work @ work / 64
+            sums.append([(x * torch.arange(512, device="cuda")).sum() for x in batch])
+    for step, found in enumerate(sums):
+        expected = [(x * torch.arange(512)).sum().item() for x in data.train_batch(step, 64)]
+        assert [x.item() for x in found] == expected, step
