@@ -11,7 +11,8 @@ D head dim.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,16 +21,17 @@ from torch import Tensor, nn
 
 from attention import Backend, attention
 from config import ModelConfig
+from model.checkpointing import in_chunks, kept_on_host, recomputed
 from model.gpt2_weights import from_gpt2
 from model.kv_cache import KVCache, LayerCache
-from model.loss import cross_entropy
+from model.loss import linear_cross_entropy
 from model.rope import apply_rope, rope_tables
 
 NORM_EPS = 1e-5
 
 
 class ModelOutput(NamedTuple):
-    """What GPT returns: logits without targets, the loss with them. Never both, so that training does not keep the logits alive."""
+    """What GPT returns: logits without targets, the loss with them. Never both: the loss is computed without the whole of the logits."""
 
     logits: Tensor | None  # (B, N, vocab_size)
     loss: Tensor | None  # scalar float32, mean over targets != -100
@@ -42,7 +44,7 @@ def build_norm(config: ModelConfig) -> nn.Module:
 
 
 class CausalSelfAttention(nn.Module):
-    """Project to q, k and v, attend, project back."""
+    """Project to q, k and v, attend; Block then calls proj, the way back."""
 
     def __init__(self, config: ModelConfig, backend: Backend):
         super().__init__()
@@ -53,7 +55,8 @@ class CausalSelfAttention(nn.Module):
         self.qkv.rows = tuple(heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads))  # for Muon
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
 
-    def forward(self, x: Tensor, *, rope: tuple[Tensor, Tensor] | None, document_ids: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, H, N, D) and k, v (B, H_kv, N, D), normalised and turned."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H + 2 H_kv, N, D)
         # views of one tensor: a backend that needs contiguous memory copies for itself
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
@@ -63,12 +66,15 @@ class CausalSelfAttention(nn.Module):
         if rope is not None:
             q, k = (apply_rope(t, *rope) for t in (q, k))
         # under autocast only the projection is narrow, and the steps above may widen
-        q, k = q.to(v.dtype), k.to(v.dtype)
+        return q.to(v.dtype), k.to(v.dtype), v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None, cache: LayerCache | None) -> Tensor:
+        """The heads' outputs side by side, (B, N, C)."""
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, H_kv, M, D)
         # causal is aligned bottom-right: right for N = M and for new tokens after a cache alike
         out = attention(q, k, v, backend=self.backend, causal=True, document_ids=document_ids).out  # (B, H, N, D)
-        return self.proj(out.transpose(1, 2).flatten(2))  # (B, N, C)
+        return out.transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):
@@ -101,9 +107,30 @@ class Block(nn.Module):
         self.mlp_norm = build_norm(config)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
+        self.checkpoint, self.chunk_tokens, self.offload = config.checkpoint, config.chunk_tokens, config.offload
 
     def forward(self, x: Tensor, *, rope: tuple[Tensor, Tensor] | None, document_ids: Tensor | None, cache: LayerCache | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), rope=rope, document_ids=document_ids, cache=cache))
+        """x (B, N, C) in and out. What autograd keeps, and what it computes again, is model.checkpoint's to say."""
+
+        def run(x: Tensor, keep: str) -> Tensor:
+            # the parts in which a token meets no other; with chunks, recomputing the whole block would hold all of them at once again
+            again = keep == "attention" or (keep == "block" and self.chunk_tokens is not None)
+            before, after = (recomputed(part, dropout=self.dropout.p) if again else part for part in (self.before, self.after))
+            q, k, v = in_chunks(before, x, *(rope or ()), size=self.chunk_tokens)
+            out = self.attention.attend(q, k, v, document_ids=document_ids, cache=cache)
+            return in_chunks(after, x, out, size=self.chunk_tokens)
+
+        keep = self.checkpoint if torch.is_grad_enabled() else "none"
+        with kept_on_host(x) if self.offload and keep != "none" else nullcontext():
+            return recomputed(partial(run, keep=keep), dropout=self.dropout.p)(x) if keep == "block" else run(x, keep)
+
+    def before(self, x: Tensor, *rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of these tokens; rope: their cosines and sines."""
+        return self.attention.project(self.attention_norm(x), rope or None)
+
+    def after(self, x: Tensor, out: Tensor) -> Tensor:
+        """The block's output for these tokens: x (B, N, C) with what attention (out) and the MLP add to it."""
+        x = x + self.dropout(self.attention.proj(out))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -182,8 +209,10 @@ class GPT(nn.Module):
         x = self.dropout(x)
         for i, block in enumerate(self.blocks):
             x = block(x, rope=rope, document_ids=document_ids, cache=None if cache is None else cache.layers[i])
-        logits = F.linear(self.final_norm(x), self._output_weight)  # (B, N, vocab_size)
-        return ModelOutput(logits, None) if targets is None else ModelOutput(None, cross_entropy(logits, targets))
+        x = self.final_norm(x)
+        if targets is not None:
+            return ModelOutput(None, linear_cross_entropy(x, self._output_weight, targets))
+        return ModelOutput(F.linear(x, self._output_weight), None)  # (B, N, vocab_size)
 
     @property
     def _output_weight(self) -> Tensor:

@@ -1,12 +1,26 @@
-"""The training loss.
+"""The training loss, without the logits of all tokens at once.
 
-Dimensions: B batch, N tokens of a sequence.
+The logits of a language model are its largest tensor: tokens x vocabulary, 3.1 GiB in 16 bits for the 32,768 tokens of a GPT-2 step,
+beside which softmax and its gradient want as much again in float32. linear_cross_entropy() takes a chunk of tokens at a time. As soon
+as the logits of a chunk are there, so is their gradient, p - 1 at the target: both products that it enters are done on the spot, and
+the chunk is thrown away. Three products in all, as many as keeping the logits takes, and the backward pass has only to scale the
+results. The idea is that of Liger Kernel's fused linear cross-entropy (Hsu et al., 2024, arXiv:2410.10989).
+
+Dimensions: B batch, N tokens of a sequence, T = B N tokens of a pass, R tokens of a chunk, C hidden_size.
 """
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 IGNORED = -100  # the target where no loss is taken
+# logits of a chunk: 256 MiB in 16 bits. At GPT-2's vocabulary these are 2,560 tokens, enough for a GPU's products to run at full speed
+# and for adding to the float32 gradient of the weights (C x vocabulary, once a chunk) to be a few percent of them
+CHUNK_LOGITS = 2**27
+ROW_GRANULE = 128  # chunks are multiples of it, so that the products divide into whole tiles
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -16,3 +30,78 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """
     total = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     return total / (targets != IGNORED).sum().clamp(min=1)
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """cross_entropy(F.linear(x, weight), targets), the same mean, without holding more logits than a chunk's; once differentiable.
+
+    x (B, N, C), weight (vocab_size, C), targets (B, N) int64 with -100 where no loss is taken; a float32 scalar comes back. The
+    products run in autocast's dtype, softmax and the sum over chunks of weight's gradient in float32 (float64 for float64).
+    """
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.promote_types(x.dtype, weight.dtype)
+    with_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    total = LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), dtype, with_gradients)
+    return total.float() / (targets != IGNORED).sum().clamp(min=1)
+
+
+def chunk_rows(tokens: int, vocab_size: int, width: int) -> int:
+    """Tokens of a chunk, R: equal chunks of CHUNK_LOGITS, or of as many logits as x has elements where that is more.
+
+    A longer pass has thus no more than vocab_size / width chunks, which torch.compile writes out one by one.
+    """
+    chunks = min(-(-tokens * vocab_size // CHUNK_LOGITS), -(-vocab_size // width))
+    return ROW_GRANULE * -(-tokens // (ROW_GRANULE * max(chunks, 1)))
+
+
+def padded_vocab(vocab_size: int, device: torch.device) -> int:
+    """Columns of the logits: on a GPU a multiple of 64. Rows that start off a 16-byte granule cost its products most of their speed."""
+    return -(-vocab_size // 64) * 64 if device.type == "cuda" else vocab_size
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """The sum of -log p(target), with its gradients made on the way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, with_gradients: bool) -> Tensor:
+        """x (T, C), weight (vocab_size, C), targets (T,); dtype: of the products."""
+        (tokens, width), vocab_size = x.shape, weight.shape[0]
+        rows = chunk_rows(tokens, vocab_size, width)
+        padding = padded_vocab(vocab_size, x.device) - vocab_size
+        w = weight.to(dtype)
+        w = F.pad(w, (0, 0, 0, padding)) if padding else w
+        # float16 ends at 65,504, and the gradient of the weights is a sum over the chunk's tokens: x goes into it smaller by a power of
+        # two. The gradient of the logits stays between -1 and 1: it is divided by the number of tokens afterwards, or it would underflow
+        shrink = 2.0 ** -max(0, rows.bit_length() - 10) if dtype == torch.float16 else 1.0
+        total, d_weight, d_x = x.new_zeros((), dtype=torch.promote_types(dtype, torch.float32)), None, []
+        for x_rows, targets_rows in zip(x.split(rows), targets.split(rows), strict=True):
+            x_rows = x_rows.to(dtype)  # (R, C)
+            counts = (targets_rows != IGNORED).unsqueeze(1)  # (R, 1)
+            target = targets_rows.unsqueeze(1).clamp(min=0)  # of an ignored token any will do
+            logits = x_rows @ w.mT  # (R, vocab_size + padding)
+            if padding:
+                logits[:, vocab_size:] = -torch.inf
+            log_p = torch.log_softmax(logits, -1, dtype=total.dtype)
+            log_p_target = log_p.gather(1, target)
+            total = total - log_p_target.masked_fill(~counts, 0.0).sum()
+            if not with_gradients:
+                continue
+            del logits  # before there is a third tensor of its size
+            p = log_p.exp_().to(dtype)
+            d_logits = p.scatter_(1, target, torch.expm1(log_p_target).to(dtype))
+            # of an ignored token neither product knows: cheaper here than in d_logits
+            d_x.append((d_logits @ w).mul_(counts))
+            d_weight_rows = d_logits.mT @ (x_rows * (counts * shrink).to(dtype))
+            d_weight = d_weight_rows.to(total.dtype) if d_weight is None else d_weight.add_(d_weight_rows)
+        if with_gradients:
+            ctx.shrink = shrink
+            ctx.dtypes = x.dtype, weight.dtype
+            ctx.save_for_backward(torch.cat(d_x) if len(d_x) > 1 else d_x[0], d_weight[:vocab_size])
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
+        # copies: whoever keeps the graph may come here again
+        d_x, d_weight = (x.to(dtype, copy=True) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
+        return d_x.mul_(d_total), d_weight.mul_(d_total / ctx.shrink), None, None, None
