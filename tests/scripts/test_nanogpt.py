@@ -1,0 +1,127 @@
+"""Our step beside another GPT-2's, through the interface that nanoGPT's model.py has. nanoGPT itself is not here: the stand-in is ours."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import scripts.nanogpt
+from scripts.nanogpt import read_options, train_ours, train_theirs
+from tests.command import ROOT, environment
+
+# the names and the interface of nanoGPT's model.py, around this project's own model
+STAND_IN = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+@dataclass
+class GPTConfig:
+    block_size: int = 8
+    vocab_size: int = 8
+    n_layer: int = 1
+    n_head: int = 1
+    n_embd: int = 8
+    dropout: float = 0.0
+    bias: bool = True
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.heads, self.c_attn, self.c_proj = c.n_head, nn.Linear(c.n_embd, 3 * c.n_embd), nn.Linear(c.n_embd, c.n_embd)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.c_attn(x).chunk(3, -1))
+        return self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.c_fc, self.c_proj = nn.Linear(c.n_embd, 4 * c.n_embd), nn.Linear(4 * c.n_embd, c.n_embd)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+class Block(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2, self.mlp = nn.LayerNorm(c.n_embd), Attention(c), nn.LayerNorm(c.n_embd), MLP(c)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+class GPT(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
+        parts = {"wte": nn.Embedding(c.vocab_size, c.n_embd), "wpe": nn.Embedding(c.block_size, c.n_embd), "h": blocks}
+        self.transformer = nn.ModuleDict(parts | {"ln_f": nn.LayerNorm(c.n_embd)})
+        self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
+        self.lm_head.weight = parts["wte"].weight
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        matrices, rest = ([p for p in self.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
+
+    def forward(self, tokens, targets):
+        x = self.transformer.wte(tokens) + self.transformer.wpe.weight[: tokens.shape[1]]
+        for block in self.transformer.h:
+            x = block(x)
+        logits = self.lm_head(self.transformer.ln_f(x))
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+"""
+SMALL = ("model=tiny", "seq_len=32", "tokens=64", "steps=20", "data=stdlib", "tokenizer=byte", "vocab_size=257", "device=cpu")
+
+
+def nanogpt(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "scripts.nanogpt", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+
+
+def test_the_same_step_gives_the_same_losses_and_another_one_does_not(tmp_path, monkeypatch):
+    """With relu for gelu the stand-in drifts by far more than a rounding error does."""
+    (tmp_path / "model.py").write_text(STAND_IN)
+    out = tmp_path / "found.json"
+    monkeypatch.setattr(scripts.nanogpt, "in_own_process", train_theirs)  # a process each takes its time to start
+    monkeypatch.setattr(sys, "argv", ["nanogpt", f"folder={tmp_path}", *SMALL, "attention=sdpa", "curve_steps=20", f"out={out}"])
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    scripts.nanogpt.main()
+    found = json.loads(out.read_text())
+    assert [row["who"] for row in found["speed"]] == ["nanogpt", "sdpa", "nanogpt"]
+    assert all(row["tokens_per_sec"] > 0 and row["windows"] >= 1 for row in found["speed"])
+    assert len(found["curves"]["losses"]["nanogpt"]) == 20
+    rms = found["curves"]["rms"]
+    assert 0 < rms["nanogpt, noise 1"] < 1e-5 and rms["sdpa"] < 1e-5
+
+    (tmp_path / "model.py").write_text(STAND_IN.replace('gelu(self.c_fc(x), approximate="tanh")', "relu(self.c_fc(x))"))
+    options = read_options([f"folder={tmp_path}", *SMALL])
+    ours = train_ours(options, tmp_path / "run", attention="sdpa", seq_len=32, steps=20, log_every=1)["losses"]
+    theirs = train_theirs(tmp_path, tmp_path / "run", 20, None)["losses"]
+    assert max(abs(ours[step] - theirs[step]) for step in ours) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        ([], "folder=DIR is missing"),
+        (["folder=nowhere"], "folder=nowhere has no model.py"),
+        (["folder=HERE", "steps=5"], "steps=5 must be at least 20"),
+        (["folder=HERE", "seq_len=1000"], "tokens=32768 is not a multiple of seq_len=1000"),
+        (["folder=HERE", "seq_len=long"], "seq_len=long is no list of lengths"),
+        (["folder=HERE", "attention=fast"], "attention=fast is not known"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, arguments, complaint):
+    (tmp_path / "model.py").write_text(STAND_IN)
+    done = nanogpt(*(argument.replace("HERE", str(tmp_path)) for argument in arguments))
+    assert done.returncode == 1 and complaint in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_help_shows_a_line_to_type():
+    done = nanogpt("--help")
+    assert done.returncode == 0 and "python -m scripts.nanogpt folder=../nanoGPT" in done.stdout
