@@ -4,17 +4,19 @@ RUN/checkpoint/ holds
 
     model.safetensors   the weights; a tensor shared by two names is stored once
     training.pt         optimizer, gradient scaler and random number generators (readable with weights_only=True)
-    meta.json           format, step, tokens, config, and the size and SHA-256 of the two files above
+    meta.json           format, step, tokens, val_loss, config, the size and SHA-256 of the two files above, and its own
 
-A save writes checkpoint.tmp/, syncs it to disk and swaps it in by two renames, the last good checkpoint waiting as
-checkpoint.old/ in between: whenever the process dies, one whole checkpoint is left.
+A save writes checkpoint.tmp/, syncs it to disk and swaps it in by two renames: whenever the process dies, one whole checkpoint is
+left. training/rotation.py says which earlier ones stay; where the latest is damaged, a run goes on from the newest whole one.
 """
 
 import hashlib
 import json
-import os
+import logging
+import math
 import random
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +26,85 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from training.rotation import LATEST, META, newest_first, rotate, sync
+
+log = logging.getLogger(__name__)
+
 FORMAT = "tilegpt-checkpoint"
 VERSION = 1
-WEIGHTS, TRAINING, META = "model.safetensors", "training.pt", "meta.json"
+WEIGHTS, TRAINING = "model.safetensors", "training.pt"
 
 # settings of the model that neither change a tensor nor what the weights mean
-FREE_SETTINGS = ("name", "dropout", "init_std")
+FREE_SETTINGS = ("name", "dropout", "init_std", "checkpoint", "chunk_tokens", "offload")
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used, and why, in one line."""
+
+
+class Checkpoints:
+    """The checkpoints of one run. Use as a context manager: its end waits until the last save is on disk.
+
+    In the background (the default on CUDA) save() copies the state to host memory, and a thread writes it while the training goes
+    on. One write at a time: the next save() and the end wait for it, and raise its OSError. On a CPU the writer would take its time
+    from the training, and the copy its memory.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scaler: GradScaler | None,
+        config: dict,
+        keep: int = 1,
+        background: bool | None = None,
+    ):
+        self.run_dir, self.config, self.keep = Path(run_dir), config, keep
+        self._parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+        self.background = next(model.parameters()).is_cuda if background is None else background
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future | None = None
+
+    def save(self, step: int, tokens: int, val_loss: float | None = None) -> None:
+        """Make the state of this moment the latest checkpoint; `val_loss` where it was measured at this very step."""
+        self.wait()
+        tensors, state = _state(**self._parts)
+        vocab_size = getattr(self._parts["model"], "vocab_size", None)
+        if val_loss is not None and not math.isfinite(val_loss):
+            val_loss = None  # no candidate for the best one
+        meta = {"step": step, "tokens": tokens, "val_loss": val_loss, "vocab_size": vocab_size, "config": self.config}
+        if not self.background:
+            _write(self.run_dir, tensors, state, meta, self.keep)
+            return
+        tensors, state = _on_host(tensors), _on_host(state)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the copies are under way, and the next step changes what they copy
+        self._pending = self._writer.submit(_write, self.run_dir, tensors, state, meta, self.keep)
+
+    def load(self) -> dict[str, Any]:
+        """Put everything back where the last whole checkpoint left it; returns its meta.json."""
+        return load_checkpoint(self.run_dir, **self._parts, config=self.config)
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises the OSError of a write that failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.wait()
+        except OSError as failure:
+            if error is None:
+                raise
+            log.error(failure)  # the run has a failure of its own to report
+        finally:
+            self._writer.shutdown()
 
 
 def save_checkpoint(
@@ -43,64 +114,68 @@ def save_checkpoint(
 
     A failed write (a full disk, say) raises OSError and leaves the last good checkpoint where it was.
     """
+    with Checkpoints(run_dir, model=model, optimizer=optimizer, scaler=scaler, config=config, background=False) as checkpoints:
+        checkpoints.save(step, tokens)
+    return Path(run_dir) / LATEST
+
+
+def _state(model: nn.Module, optimizer: Optimizer, scaler: GradScaler | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What model.safetensors and training.pt hold."""
+    tensors = {name: tensor.detach().contiguous() for name, tensor in _named_tensors(model).items()}
+    scale = scaler.state_dict() if scaler is not None else {}
+    return tensors, {"optimizer": optimizer.state_dict(), "scaler": scale, "random": _random_state()}
+
+
+def _on_host(value: Any) -> Any:
+    """A copy of every tensor in dictionaries, lists and tuples, in host memory. From a GPU it is pinned, and may be under way."""
+    if isinstance(value, dict):
+        return {key: _on_host(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_host(item) for item in value)
+    return value.to("cpu", non_blocking=True, copy=True) if isinstance(value, Tensor) else value
+
+
+def _write(run_dir: Path, tensors: dict[str, Tensor], state: dict[str, Any], meta: dict[str, Any], keep: int) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    final, fresh, last = (Path(run_dir) / name for name in ("checkpoint", "checkpoint.tmp", "checkpoint.old"))
-    state = {
-        "optimizer": optimizer.state_dict(),
-        "scaler": scaler.state_dict() if scaler is not None else {},
-        "random": _random_state(),
-    }
-    tensors = {name: tensor.detach().contiguous() for name, tensor in _named_tensors(model).items()}
+    fresh = run_dir / f"{LATEST}.tmp"
     try:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
         save_file(tensors, fresh / WEIGHTS)
         torch.save(state, fresh / TRAINING)
-        meta = {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": step,
-            "tokens": tokens,
-            "vocab_size": getattr(model, "vocab_size", None),
-            "config": config,
-            "files": {name: {"bytes": (fresh / name).stat().st_size, "sha256": _sha256(fresh / name)} for name in (WEIGHTS, TRAINING)},
-        }
-        (fresh / META).write_text(json.dumps(meta, indent=2))
+        files = {name: {"bytes": (fresh / name).stat().st_size, "sha256": _sha256(fresh / name)} for name in (WEIGHTS, TRAINING)}
+        meta = {"format": FORMAT, "version": VERSION, **meta, "files": files}
+        (fresh / META).write_text(json.dumps(meta | {"sha256": _meta_sha256(meta)}, indent=2))
         for path in (*fresh.iterdir(), fresh):
-            _sync(path)
-        if final.exists():
-            shutil.rmtree(last, ignore_errors=True)
-            final.rename(last)
-        fresh.rename(final)
-        _sync(final.parent)
+            sync(path)
+        rotate(fresh, run_dir, keep=keep)
     # both writers report a full disk as an error of their own
     except (OSError, SafetensorError, RuntimeError) as error:
         shutil.rmtree(fresh, ignore_errors=True)
-        free_gib = shutil.disk_usage(run_dir).free / 1024**3 if Path(run_dir).exists() else 0.0
+        free_gib = shutil.disk_usage(run_dir).free / 1024**3 if run_dir.exists() else 0.0
         # PyTorch's own words are of positions in its file
         reason = f"{TRAINING} could not be written whole" if "enforce fail" in str(error) else str(error).splitlines()[0]
         way_out = "" if isinstance(error, (PermissionError, NotADirectoryError)) else "; free some space there"
         raise OSError(f"cannot write a checkpoint to {run_dir} ({free_gib:.2f} GiB free on that disk): {reason}{way_out}") from error
-    shutil.rmtree(last, ignore_errors=True)
-    return final
 
 
 def load_checkpoint(run_dir: Path, *, model: nn.Module, optimizer: Optimizer, scaler: GradScaler | None, config: dict) -> dict[str, Any]:
     """Put model, optimizer, scaler and random number generators back where the checkpoint left them; returns its meta.json.
 
-    The optimizer keeps the settings it was built with (learning rate, betas, weight decay): those are the caller's to choose.
+    A damaged checkpoint is passed over, with one warning, for the newest whole one; none of them is deleted. The optimizer keeps
+    the settings it was built with (learning rate, betas, weight decay): those are the caller's to choose.
     """
-    folder, meta = _open(run_dir)
-    _check_settings(meta["config"].get("model", {}), config.get("model", {}), folder)
-    # both files are verified before anything is changed
-    state = torch.load(_verified(folder, meta, TRAINING), map_location="cpu", weights_only=True)
+    # all files are verified before anything is changed
+    folder, meta = _last_whole(run_dir)
+    _check_settings(meta["config"], config, folder)
+    state = torch.load(folder / TRAINING, map_location="cpu", weights_only=True)
     _load_weights(folder, meta, model)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(state["optimizer"])
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         raise CheckpointError(f"{folder / TRAINING}: the optimizer differs: {error}") from error
     for group, setting in zip(optimizer.param_groups, settings, strict=True):
         group.update(setting)
@@ -112,24 +187,45 @@ def load_checkpoint(run_dir: Path, *, model: nn.Module, optimizer: Optimizer, sc
 
 
 def load_model_state(run_dir: Path, model: nn.Module) -> dict[str, Any]:
-    """Put the weights alone into `model`; returns the checkpoint's meta.json."""
-    folder, meta = _open(run_dir)
+    """Put the weights alone into `model`, from the latest checkpoint of a run or the folder of another; returns its meta.json."""
+    folder = _folders(run_dir)[0]
+    meta = _read_meta(folder)
+    _verified(folder, meta, WEIGHTS)
     _load_weights(folder, meta, model)
     return meta
 
 
 def read_meta(run_dir: Path) -> dict[str, Any]:
     """The checkpoint's meta.json: step, tokens, config. For building the model that load_model_state() fills."""
-    return _open(run_dir)[1]
+    return _read_meta(_folders(run_dir)[0])
 
 
-def _open(run_dir: Path) -> tuple[Path, dict[str, Any]]:
-    """The folder of the whole checkpoint in `run_dir`, and its meta.json."""
-    # the second name is left by a process that died between the two renames of a save
-    folders = [Path(run_dir) / name for name in ("checkpoint", "checkpoint.old")]
-    folder = next((folder for folder in folders if folder.is_dir()), None)
-    if folder is None:
-        raise CheckpointError(f"{run_dir} holds no checkpoint: there is no folder {folders[0]}")
+def _folders(run_dir: Path) -> list[Path]:
+    """At least one, the latest first."""
+    if folders := newest_first(run_dir):
+        return folders
+    raise CheckpointError(f"{run_dir} holds no checkpoint: there is no folder {Path(run_dir) / LATEST}")
+
+
+def _last_whole(run_dir: Path) -> tuple[Path, dict[str, Any]]:
+    """The newest checkpoint whose files are those that were written, and its meta.json."""
+    refusals = []
+    for folder in _folders(run_dir):
+        try:
+            meta = _read_meta(folder)
+            for name in (TRAINING, WEIGHTS):
+                _verified(folder, meta, name)
+        except CheckpointError as error:
+            refusals.append(error)
+            continue
+        if refusals:
+            log.warning(f"{refusals[0]}; going on from step {meta['step']} with {folder}, the last one that is whole")
+        return folder, meta
+    others = f"; no earlier one is whole ({len(refusals) - 1} tried)" if len(refusals) > 1 else ""
+    raise CheckpointError(f"{refusals[0]}{others}") from refusals[0]
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
     path = folder / META
     try:
         meta = json.loads(path.read_text())
@@ -144,7 +240,17 @@ def _open(run_dir: Path) -> tuple[Path, dict[str, Any]]:
     missing = [key for key in ("step", "tokens", "config", "files") if key not in meta]
     if missing:
         raise CheckpointError(f"{path} is incomplete: it lacks {', '.join(missing)}")
-    return folder, meta
+    # checkpoints of earlier versions do not vouch for their own meta.json
+    found = _meta_sha256(meta)
+    if meta.get("sha256", found) != found:
+        raise CheckpointError(f"{path} was altered: its content does not have the SHA-256 it names")
+    return meta
+
+
+def _meta_sha256(meta: dict[str, Any]) -> str:
+    """Of what meta.json says, however it is laid out."""
+    content = {key: value for key, value in meta.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _verified(folder: Path, meta: dict[str, Any], name: str) -> Path:
@@ -165,7 +271,7 @@ def _verified(folder: Path, meta: dict[str, Any], name: str) -> Path:
 def _load_weights(folder: Path, meta: dict[str, Any], model: nn.Module) -> None:
     from safetensors.torch import load_file
 
-    stored = load_file(_verified(folder, meta, WEIGHTS))
+    stored = load_file(folder / WEIGHTS)
     current = _named_tensors(model)
     vocab_size = getattr(model, "vocab_size", None)
     if meta.get("vocab_size") != vocab_size:
@@ -184,6 +290,10 @@ def _describe(tensor: Tensor | None) -> str:
 
 
 def _check_settings(then: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    optimizers = [config.get("optim", {}).get("name") for config in (then, now)]
+    if optimizers[0] != optimizers[1]:
+        raise CheckpointError(f"{folder}: optim.name is {optimizers[0]} in the checkpoint and {optimizers[1]} now")
+    then, now = then.get("model", {}), now.get("model", {})
     # rotary positions have no table: such a model runs at any length
     free = (*FREE_SETTINGS, "max_seq_len") if now.get("positions") == "rope" else FREE_SETTINGS
     for key in (*then, *(key for key in now if key not in then)):
@@ -227,12 +337,3 @@ def _set_random_state(state: dict[str, Any]) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """Push a file, or the names in a folder, to the disk itself."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -261,7 +261,8 @@ def test_an_output_folder_that_cannot_be_written(tmp_path):
 
 def test_a_kill_between_the_renames_leaves_the_last_checkpoint(tmp_path):
     save(tmp_path, step=1)
-    (tmp_path / "checkpoint").rename(tmp_path / "checkpoint.old")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoint").rename(tmp_path / "checkpoints/step-000001")
     assert read_meta(tmp_path)["step"] == 1
     save(tmp_path, step=2)
     assert read_meta(tmp_path)["step"] == 2

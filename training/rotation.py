@@ -1,0 +1,101 @@
+"""Which checkpoints of a run there are, and which of them stay.
+
+    RUN/checkpoint/                 the latest
+    RUN/checkpoints/step-000400/    the ones before it, keep - 1 of them
+    RUN/checkpoint.best/            of those written at an evaluated step, the one with the lowest val/loss
+
+The best is made of hard links, which take no room while the same checkpoint stands elsewhere. Steps that a run has gone back
+behind, because its latest checkpoint was damaged, go with the next save, as their rows of metrics have gone.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+LATEST, EARLIER, BEST, META = "checkpoint", "checkpoints", "checkpoint.best", "meta.json"
+
+
+def newest_first(run_dir: Path) -> list[Path]:
+    """The folders with a checkpoint of the run, whole or not, the latest first. The folder of a checkpoint stands for itself."""
+    run_dir = Path(run_dir)
+    if (run_dir / META).is_file():
+        return [run_dir]
+    others = sorted([*run_dir.glob(BEST), *run_dir.glob(f"{EARLIER}/step-*")], key=step_of, reverse=True)
+    return [run_dir / LATEST, *others] if (run_dir / LATEST).is_dir() else others
+
+
+def rotate(fresh: Path, run_dir: Path, *, keep: int) -> Path:
+    """Make the folder `fresh` the latest checkpoint, and drop what is neither among the last `keep` nor the best.
+
+    Two renames: whenever the process dies, a whole checkpoint stands under one of the names above.
+    """
+    latest, best, step = run_dir / LATEST, run_dir / BEST, step_of(fresh)
+    if latest.exists():
+        place = run_dir / EARLIER / f"step-{step_of(latest):06d}"
+        shutil.rmtree(place, ignore_errors=True)
+        place.parent.mkdir(exist_ok=True)
+        latest.rename(place)
+    fresh.rename(latest)
+    sync(run_dir)
+
+    earlier = sorted(run_dir.glob(f"{EARLIER}/step-*"), key=step_of, reverse=True)
+    past = [folder for folder in earlier if 0 <= step_of(folder) < step]
+    candidates = [folder for folder in (best, *past) if 0 <= step_of(folder) < step] + [latest]
+    lowest = min((folder for folder in candidates if _val_loss(folder) is not None), key=_val_loss, default=None)
+    if lowest is not None and lowest != best:
+        _link(lowest, best)
+    elif lowest is None:
+        shutil.rmtree(best, ignore_errors=True)
+    for folder in set(earlier) - set(past[: keep - 1]):
+        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # not empty, or not there
+        (run_dir / EARLIER).rmdir()
+    return latest
+
+
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint's folder, from its name or its meta.json; -1 where neither says it."""
+    if match := re.fullmatch(r"step-(\d+)", folder.name):
+        return int(match[1])
+    step = _meta(folder).get("step")
+    return step if isinstance(step, int) else -1
+
+
+def _val_loss(folder: Path) -> float | None:
+    return _meta(folder).get("val_loss")
+
+
+def _meta(folder: Path) -> dict[str, Any]:
+    try:
+        meta = json.loads((folder / META).read_text())
+    except (OSError, ValueError):
+        return {}
+    return meta if isinstance(meta, dict) else {}
+
+
+def _link(source: Path, target: Path) -> None:
+    fresh = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir()
+    for file in source.iterdir():
+        try:
+            os.link(file, fresh / file.name)
+        except OSError:  # a file system without hard links
+            shutil.copy2(file, fresh / file.name)
+    sync(fresh)
+    # dying between these two leaves no best: the next save finds it again, where it was linked from
+    shutil.rmtree(target, ignore_errors=True)
+    fresh.rename(target)
+
+
+def sync(path: Path) -> None:
+    """Push a file, or the names in a folder, to the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
