@@ -132,7 +132,7 @@ class DataConfig:
     streaming: bool = False  # hub: read over the network while building, without storing the raw files
     max_documents: int | None = None  # stop after this many documents
     val_fraction: float = 0.05  # share of documents held out whole, chosen by a hash of their path
-    documents: bool = False  # keep the documents packed into one sequence from seeing, or being the answer to, one another
+    documents: bool = False  # attention stays inside a document, where several are packed into one sequence; positions go on counting
     cache_dir: str | None = None  # where token stores are kept; None means ~/.cache/tilegpt (or TILEGPT_CACHE)
     num_keys: int = 8  # last_write: distinct keys
     num_values: int = 8  # last_write: distinct values; chance accuracy is 1 / num_values

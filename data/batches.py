@@ -5,11 +5,10 @@
     inputs          d d d E
     targets           d d E d                       each input's successor
 
-With data.documents=true the documents of a window are kept apart: attention stays inside each, by its number, and nothing is asked
-of a document that only the next one answers. Positions go on counting through the window.
+With data.documents=true the documents of a window are kept apart: attention stays inside each, by its number. Positions go on counting
+through the window, and targets are the same: what follows an end of text is how documents begin.
 
-    document_ids    0 0 0 0                         E ends its document; a document that began before the window has the number 0
-    targets           d d E x                       x is IGNORED
+    document_ids    0 0 0 0 1                       E ends its document; one that began before the window has the number 0
 
 B sequences, N = seq_len.
 """
@@ -20,7 +19,7 @@ import numpy as np
 
 from config import DataConfig
 from data import corpora
-from data.interface import IGNORED, Batch, PackedBatch, Tokenizer, generator, to_batch
+from data.interface import Batch, PackedBatch, Tokenizer, generator, to_batch
 from data.token_store import open_store
 
 
@@ -68,16 +67,14 @@ def windows(tokens: np.ndarray, starts: np.ndarray, seq_len: int, *, end_of_text
     rows = np.empty((len(starts), seq_len + 1), dtype=tokens.dtype)  # (B, N + 1)
     for row, start in zip(rows, starts, strict=True):
         row[:] = tokens[start : start + seq_len + 1]
-    batch = to_batch(rows[:, :-1], rows[:, 1:])
-    return batch if end_of_text is None else keep_apart(batch, end_of_text)
+    inputs, targets = rows[:, :-1], rows[:, 1:]
+    return to_batch(inputs, targets, None if end_of_text is None else number_documents(inputs, end_of_text))
 
 
-def keep_apart(batch: Batch, end_of_text: int) -> PackedBatch:
-    """The batch with its documents numbered, and without the targets that are the first token of the next document."""
-    is_end = batch.inputs == end_of_text  # (B, N)
-    # the ends before a token, its own not among them
-    document_ids = is_end.cumsum(1) - is_end.int()
-    return PackedBatch(batch.inputs, batch.targets.masked_fill(is_end, IGNORED), document_ids.int())
+def number_documents(inputs: np.ndarray, end_of_text: int) -> np.ndarray:
+    """(B, N) int32 for tokens (B, N): how many ends stand before each, itself not counted."""
+    is_end = inputs == end_of_text
+    return np.cumsum(is_end, axis=1, dtype=np.int32) - is_end
 
 
 def describe(config: DataConfig, meta: dict) -> str:

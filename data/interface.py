@@ -25,14 +25,14 @@ class Batch(NamedTuple):
 
 
 class PackedBatch(NamedTuple):
-    """A Batch whose sequences hold several documents that shall know nothing of one another.
+    """A Batch whose sequences hold several documents that shall not see one another.
 
-    A document's end of text is its last token. The target after it, another document's first token, is IGNORED, as users of
-    variable-length attention expect: no token of a document, and no term of its loss, depends on what it was packed with.
+    A document's end of text is its last token. Its target is the first token of the next document, and counts like any other: that is
+    how a model learns what documents begin with, which an empty prompt, one end of text, asks of it. (nanochat trains the same.)
     """
 
     inputs: "Tensor"  # (B, N) int64, on the CPU
-    targets: "Tensor"  # (B, N) int64, on the CPU; IGNORED where no loss is taken
+    targets: "Tensor"  # (B, N) int64, on the CPU
     document_ids: "Tensor"  # (B, N) int32, on the CPU: 0 for the document a sequence begins in, 1 for the next, ...
 
 
@@ -74,8 +74,9 @@ def generator(seed: int, step: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=seed << 64 | step))
 
 
-def to_batch(inputs: np.ndarray, targets: np.ndarray) -> Batch:
-    """Two (B, N) integer arrays as tensors."""
+def to_batch(inputs: np.ndarray, targets: np.ndarray, document_ids: np.ndarray | None = None) -> Batch | PackedBatch:
+    """(B, N) integer arrays as tensors."""
     import torch
 
-    return Batch(torch.from_numpy(inputs.astype(np.int64)), torch.from_numpy(targets.astype(np.int64)))
+    batch = Batch(torch.from_numpy(inputs.astype(np.int64)), torch.from_numpy(targets.astype(np.int64)))
+    return batch if document_ids is None else PackedBatch(*batch, torch.from_numpy(document_ids.astype(np.int32)))

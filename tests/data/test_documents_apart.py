@@ -1,4 +1,4 @@
-"""data.documents=true: every window numbers its documents, asks nothing across their borders, and says so in its fingerprint."""
+"""data.documents=true: every window numbers its documents, and the fingerprint says so; tokens and targets stay as they are."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 from config import DataConfig, TokenizerConfig
 from data import Batch, PackedBatch, build_data
-from data.batches import keep_apart, windows
+from data.batches import windows
 
 END = 9
 
@@ -16,13 +16,13 @@ def open_data(config, *, documents=True, seq_len=32):
     return build_data(config, TokenizerConfig("byte"), seq_len=seq_len, seed=0)
 
 
-def test_numbers_and_targets_by_hand():
+def test_numbers_by_hand():
     """An end belongs to the document it ends, also two in a row, the first token and the last."""
     tokens = np.array([1, 2, END, 3, END, END, 4, 5, END], dtype=np.uint16)
     batch = windows(tokens, np.array([0, 2]), seq_len=6, end_of_text=END)
     assert batch.inputs.tolist() == [[1, 2, END, 3, END, END], [END, 3, END, END, 4, 5]]
     assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1, 2], [0, 1, 1, 2, 3, 3]]
-    assert batch.targets.tolist() == [[2, END, -100, END, -100, -100], [-100, END, -100, -100, 5, END]]
+    assert batch.targets.tolist() == [[2, END, 3, END, END, 4], [3, END, END, 4, 5, END]]
 
 
 def test_tensors_of_a_packed_batch(config):
@@ -46,12 +46,9 @@ def test_numbers_are_those_of_the_stored_documents(config):
     assert batch.document_ids.max() > 5
 
 
-def test_only_borders_lose_their_target(config):
+def test_tokens_and_targets_are_those_without(config):
     apart, together = open_data(config).train_batch(3, 64), open_data(config, documents=False).train_batch(3, 64)
-    assert isinstance(together, Batch) and torch.equal(apart.inputs, together.inputs)
-    crosses = apart.inputs == 256
-    assert crosses.any() and torch.equal(apart.targets == -100, crosses)
-    assert torch.equal(apart.targets[~crosses], together.targets[~crosses])
+    assert isinstance(together, Batch) and all(map(torch.equal, together, apart[:2]))
 
 
 def test_fingerprint_and_description_tell_whether_documents_are_apart(config):
@@ -73,7 +70,6 @@ def test_a_single_document_is_the_same_either_way(config, tmp_path):
 def test_the_end_is_read_as_soon_as_there_is_a_second_document(config):
     """The other side of the test above: one more document, and the fingerprint differs because batches do."""
     assert (open_data(config).train_batch(0, 64).document_ids > 0).any()
-    assert keep_apart(Batch(torch.tensor([[1, END]]), torch.tensor([[END, 1]])), END).targets.tolist() == [[END, -100]]
 
 
 def test_recall_has_no_documents():

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,8 @@ from torch._dynamo.backends.common import aot_autograd
 import attention.diagnose
 from attention import BACKENDS, Recorder, get_backend
 from config import AttentionConfig, DataConfig, ModelConfig, RunConfig
-from data import Batch, PackedBatch
-from data.batches import keep_apart
+from data import PackedBatch
+from data.batches import windows
 from model import GPT
 from model.evaluate import evaluate, judged
 from model.health import Watch, compare_layers, diagnose, largest_score
@@ -50,7 +51,8 @@ def packed() -> PackedBatch:
 
 
 def separated(tokens: torch.Tensor) -> PackedBatch:
-    return keep_apart(Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), END)
+    """tokens (2, 81) as the data hands them out."""
+    return windows(tokens.flatten().numpy(), np.array([0, 81]), 80, end_of_text=END)
 
 
 def with_another(batch: PackedBatch, document: int) -> tuple[PackedBatch, torch.Tensor]:
@@ -58,34 +60,31 @@ def with_another(batch: PackedBatch, document: int) -> tuple[PackedBatch, torch.
     inside = batch.document_ids == document
     exchange = inside & (batch.inputs != END)
     assert exchange.any(1).all()
-    tokens = torch.cat((batch.inputs, batch.targets[:, -1:].clamp(min=0)), 1)
+    tokens = torch.cat((batch.inputs, batch.targets[:, -1:]), 1)
     tokens[:, :-1][exchange] = tokens[:, :-1][exchange] % 60 + 1
     return separated(tokens), inside
 
 
 @torch.no_grad()
-def losses(model: GPT, batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits (B, N, vocab_size) and the loss of every target (B, N)."""
-    logits = model(batch[0], None, *batch[2:]).logits
-    return logits, F.cross_entropy(logits.transpose(1, 2), batch[1], reduction="none", ignore_index=-100)
+def logits_of(model: GPT, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """(B, N, vocab_size) for the inputs and, where there are some, the documents of the batch."""
+    return model(batch[0], None, *batch[2:]).logits
 
 
 @pytest.mark.parametrize("positions", ["learned", "rope"])
 @pytest.mark.parametrize("name", KEEP_APART)
 def test_no_document_reaches_another(build, name, positions):
-    """To the last bit, logits and losses, through the whole model. Without document_ids the same change is seen by what follows it."""
+    """To the last bit, through the whole model. Without document_ids the same change is seen by what follows it."""
     model, batch = build(KEEP_APART[name], positions=positions), packed()
-    logits, loss = losses(model, batch)
+    logits = logits_of(model, batch)
     for document in (2, 3):  # one begins and ends inside tiles, the other is one's middle
         changed, inside = with_another(batch, document)
-        other_logits, other_loss = losses(model, changed)
-        assert torch.equal(logits[~inside], other_logits[~inside])
-        assert torch.equal(loss[~inside], other_loss[~inside])
-        assert (logits[inside] != other_logits[inside]).any()
+        other = logits_of(model, changed)
+        assert torch.equal(logits[~inside], other[~inside])
+        assert (logits[inside] != other[inside]).any()
 
     after = changed.document_ids > document
-    together, other_together = losses(model, batch[:2])[0], losses(model, changed[:2])[0]
-    assert (together[after] != other_together[after]).any(-1).all()
+    assert (logits_of(model, batch[:2])[after] != logits_of(model, changed[:2])[after]).any(-1).all()
 
 
 def test_the_loss_of_a_document_has_no_gradient_in_another(build):
@@ -95,14 +94,13 @@ def test_the_loss_of_a_document_has_no_gradient_in_another(build):
     only = torch.where(batch.document_ids == 3, batch.targets, -100)
     model(batch.inputs, only, batch.document_ids).loss.backward()
     reached = embedded[0].grad.abs().sum(-1) > 0  # (B, N)
-    # the last token of a document answers nothing
-    assert torch.equal(reached, (batch.document_ids == 3) & (only != -100))
+    assert torch.equal(reached, batch.document_ids == 3)
 
 
 def test_a_packed_document_is_the_document_alone(build):
     """With rotary positions, which know distances alone: the same logits, wherever in a sequence the document stands."""
     model, batch = build("tiled", positions="rope").double(), packed()
-    logits = losses(model, batch)[0]
+    logits = logits_of(model, batch)
     for row in range(2):
         for document in range(len(LENGTHS)):
             inside = batch.document_ids[row] == document
@@ -115,7 +113,7 @@ def test_learned_positions_go_on_counting(build):
     model, batch = build("tiled"), packed()
     inside = batch.document_ids[0] == 2
     alone = model(batch.inputs[0, inside][None]).logits[0]
-    assert not torch.allclose(losses(model, batch)[0][0, inside], alone, atol=1e-2)
+    assert not torch.allclose(logits_of(model, batch)[0, inside], alone, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["naive", "triton"])
@@ -150,9 +148,9 @@ def test_the_evaluation_keeps_documents_apart(build):
         for document in ids.unique():
             logits = model(inputs[ids == document][None]).logits[0]
             asked = targets[ids == document]
-            total += F.cross_entropy(logits, asked, reduction="sum", ignore_index=-100).item()
+            total += F.cross_entropy(logits, asked, reduction="sum").item()
             right += (logits.argmax(-1) == asked).sum().item()
-            count += (asked != -100).sum().item()
+            count += len(asked)
     expected = {"loss": total / count, "accuracy": right / count}
     for name in expected:
         assert row[f"val/{name}"] == pytest.approx(expected[name], rel=1e-5)
@@ -230,7 +228,5 @@ def test_no_document_reaches_another_on_a_gpu(build, name, dtype):
     model, batch = build(name).cuda(), PackedBatch(*(x.cuda() for x in packed()))
     changed, inside = with_another(batch, 3)
     with torch.autocast("cuda", dtype=dtype, enabled=dtype != torch.float32):
-        logits, loss = losses(model, batch)
-        other_logits, other_loss = losses(model, changed)
-    assert torch.equal(logits[~inside], other_logits[~inside]) and torch.equal(loss[~inside], other_loss[~inside])
-    assert (logits[inside] != other_logits[inside]).any()
+        logits, other = logits_of(model, batch), logits_of(model, changed)
+    assert torch.equal(logits[~inside], other[~inside]) and (logits[inside] != other[inside]).any()
