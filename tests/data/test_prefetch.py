@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class Steps:
-    """Data whose batch is its step; it keeps what it was asked for, by which thread, and fails or waits where told to."""
+    """Data whose one tensor holds its step; it keeps what it was asked for, by which thread, and fails or waits where told to."""
 
     def __init__(self, *, fails_at: int | None = None, seconds: float = 0.0) -> None:
         self.fails_at, self.seconds = fails_at, seconds
@@ -39,46 +39,48 @@ def alive() -> list[str]:
 def test_batches_are_those_without_it(config, first, documents):
     config.documents = documents
     data = build_data(config, TokenizerConfig("byte"), seq_len=32, seed=3)
-    with Prefetcher(data, 5, CPU, ahead=2) as batches:
+    with Prefetcher(data, 6, 2, CPU, ahead=2) as batches:
         for step in range(first, first + 6):
-            batch, expected = batches.batch(step), data.train_batch(step, 5)
-            assert type(batch) is type(expected) and all(map(torch.equal, batch, expected))
+            passes, expected = batches.passes(step), data.train_batch(step, 6)
+            assert len(passes) == 3 and all(len(x) == 2 for tensors in passes for x in tensors)
+            assert all(map(torch.equal, map(torch.cat, zip(*passes, strict=True)), expected))
+            assert len(passes[0]) == len(expected) == 2 + documents
 
 
 def test_each_step_is_read_once_in_order_by_one_other_thread():
     data = Steps()
-    with Prefetcher(data, 1, CPU, ahead=2) as batches:
-        assert [batches.batch(step)[0][0, 0].item() for step in range(4, 14)] == list(range(4, 14))
+    with Prefetcher(data, 1, 1, CPU, ahead=2) as batches:
+        assert [batches.passes(step)[0][0][0, 0].item() for step in range(4, 14)] == list(range(4, 14))
     assert data.asked[:10] == list(range(4, 14)) and data.asked == sorted(set(data.asked)) and max(data.asked) <= 15
     assert len(data.threads) == 1 and threading.main_thread() not in data.threads
 
 
 def test_reading_hides_behind_a_step_that_takes_longer():
     """Only the first batch is waited for."""
-    with Prefetcher(Steps(seconds=0.02), 1, CPU, ahead=2) as batches:
+    with Prefetcher(Steps(seconds=0.02), 1, 1, CPU, ahead=2) as batches:
         waited = []
         for step in range(10):
             start = time.perf_counter()
-            batches.batch(step)
+            batches.passes(step)
             waited.append(time.perf_counter() - start)
             time.sleep(0.04)
     assert waited[0] > 0.019 and sorted(waited[1:])[4] < 0.005
 
 
 def test_a_jump_forgets_what_was_read_for_nothing():
-    with Prefetcher(Steps(), 1, CPU, ahead=2) as batches:
-        assert [batches.batch(step)[0][0, 0].item() for step in (0, 1, 40, 41, 3)] == [0, 1, 40, 41, 3]
+    with Prefetcher(Steps(), 1, 1, CPU, ahead=2) as batches:
+        assert [batches.passes(step)[0][0][0, 0].item() for step in (0, 1, 40, 41, 3)] == [0, 1, 40, 41, 3]
         assert sorted(batches.pending) == [4, 5]
 
 
 def test_an_error_is_raised_when_its_step_comes_and_not_before():
     data = Steps(fails_at=5)
-    with pytest.raises(OSError, match="cannot read step 5"), Prefetcher(data, 1, CPU, ahead=2) as batches:
+    with pytest.raises(OSError, match="cannot read step 5"), Prefetcher(data, 1, 1, CPU, ahead=2) as batches:
         for step in (3, 4):
-            batches.batch(step)
+            batches.passes(step)
         while 5 not in data.asked:
             time.sleep(0.001)
-        batches.batch(5)
+        batches.passes(5)
     assert data.asked[:3] == [3, 4, 5] and not alive()
 
 
@@ -88,8 +90,8 @@ def test_nothing_is_left_running(error):
     data = Steps(seconds=0.05)
     start = time.perf_counter()
     try:
-        with Prefetcher(data, 1, CPU, ahead=10) as batches:
-            batches.batch(0)
+        with Prefetcher(data, 1, 1, CPU, ahead=10) as batches:
+            batches.passes(0)
             assert alive()
             if error:
                 raise error
@@ -99,14 +101,14 @@ def test_nothing_is_left_running(error):
 
 
 def test_unused_it_costs_no_thread():
-    with Prefetcher(Steps(), 1, CPU, ahead=2):
+    with Prefetcher(Steps(), 1, 1, CPU, ahead=2):
         assert not alive()
 
 
 def test_on_a_cpu_the_step_reads_for_itself():
     data = Steps()
-    with Prefetcher(data, 1, CPU) as batches:
-        batches.batch(3)
+    with Prefetcher(data, 1, 1, CPU) as batches:
+        batches.passes(3)
     assert data.asked == [3] and data.threads == {threading.main_thread()}
 
 
@@ -118,13 +120,13 @@ def test_on_a_gpu_batches_arrive_whole(config, documents):
     data = build_data(config, TokenizerConfig("byte"), seq_len=512, seed=3)
     work = torch.randn(4096, 4096, device="cuda")
     sums = []
-    with Prefetcher(data, 64, torch.device("cuda")) as batches:
+    with Prefetcher(data, 64, 16, torch.device("cuda")) as batches:
         for step in range(40):
-            batch = batches.batch(step)
-            assert all(x.is_cuda for x in batch)
+            passes = batches.passes(step)
+            assert len(passes) == 4 and all(x.is_cuda for tensors in passes for x in tensors)
             for _ in range(10):
                 work = work @ work / 64
-            sums.append([(x * torch.arange(512, device="cuda")).sum() for x in batch])
+            sums.append([sum((x * torch.arange(512, device="cuda")).sum() for x in part) for part in zip(*passes, strict=True)])
     for step, found in enumerate(sums):
         expected = [(x * torch.arange(512)).sum().item() for x in data.train_batch(step, 64)]
         assert [x.item() for x in found] == expected, step
