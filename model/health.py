@@ -114,9 +114,11 @@ def compare_layers(
     gradients stay as they are.
     """
     recorder = Recorder(model.backend, keep_calls=True)
-    with model.use_backend(recorder.backend), without_dropout(model), torch.enable_grad():
-        loss = model(inputs, targets, document_ids).loss
-    d_outs = torch.autograd.grad(loss * loss_scale, [call.out for call in recorder.calls])
+    with without_dropout(model), torch.enable_grad():
+        with model.use_backend(recorder.backend):
+            loss = model(inputs, targets, document_ids).loss
+        # what checkpointing computes again for this runs without the recorder: one call a layer stays one
+        d_outs = torch.autograd.grad(loss * loss_scale, [call.out for call in recorder.calls])
     layers = [
         compare_with_exact(
             call.q, call.k, call.v, d_out, backend=model.backend, causal=call.causal, scale=call.scale, document_ids=call.document_ids

@@ -67,6 +67,14 @@ def test_comparing_leaves_the_run_as_it_was():
     assert torch.equal(torch.get_rng_state(), state) and model.training and model.backend is backend
 
 
+@pytest.mark.parametrize("keeps", [{"checkpoint": "block"}, {"checkpoint": "attention", "chunk_tokens": 12}], ids=["block", "attention"])
+def test_a_model_that_recomputes_is_looked_at_as_one_that_does_not(keeps):
+    """Nothing is recorded twice, and dropout stays off in what is computed again."""
+    plain, sparing = build("no_rescale", dropout=0.5).train(), build("no_rescale", dropout=0.5, **keeps).train()
+    assert compare_layers(sparing, *batch(1)) == pytest.approx(compare_layers(plain, *batch(1)), rel=1e-4)
+    assert largest_score(sparing, batch()[0]) == pytest.approx(largest_score(plain, batch()[0]))
+
+
 def test_the_loss_scale_cancels():
     model = build("no_rescale")
     assert compare_layers(model, *batch(1), loss_scale=2.0**10) == pytest.approx(compare_layers(model, *batch(1)), rel=1e-4)
