@@ -1,0 +1,262 @@
+"""Where a training step goes: a torch.profiler trace of N real steps, and a table of their parts that adds up to the step.
+
+    python -m scripts.profile device=cpu seq_len=128 batch_size=4 steps=2
+
+Takes train.py's own settings (attention=, model=, seq_len=, batch_size=, optim=, dtype=, compile=, experiment=, ...), and of its own:
+
+    steps    steps of the table (10)
+    warmup   steps before them, of which the first compiles (5)
+    nsys     true: no trace and no table, but every range and operator as an NVTX range, and cudaProfilerStart around the steps:
+             nsys profile -t cuda,nvtx -c cudaProfilerApi python -m scripts.profile nsys=true ...  (false)
+    out      a folder for trace.json.gz (chrome://tracing, ui.perfetto.dev) and profile.json (profile)
+
+On a GPU the table is of its time: kernels, and between them what it waited for: data, or the host. On a CPU it is of operators, and
+between them Python. Recording slows a step down, on a CPU most: "unrecorded" is the same step without it. Where attention is made of
+plain operators and compiled (naive, tiled), what it does besides products of stacked matrices is fused with other things and counts there.
+"""
+
+import contextlib
+import gzip
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# read when torch is loaded: threads that wait sleep, as in train.py, and the profiler says no word of its own
+os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KINETO_LOG_LEVEL": "6"} | os.environ
+
+import torch
+import torch._inductor.config
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from attention import Backend
+from config import RunConfig
+from data import build_data
+from data.prefetch import Prefetcher
+from model import GPT
+from model.schedule import attention_schedule, describe, under_attention
+from scripts.plan import compose_config, text_table
+from scripts.profile_trace import ATTENTION, PARTS, STEP, parts_of_steps
+from training.device import pick_device, pick_dtype
+from training.interrupt import one_line
+from training.memory import is_out_of_memory
+from training.metrics import check_writable, environment, write_json
+from training.optimizer import build_optimizer, learning_rate
+from training.step import compute_gradients
+
+
+class Options(NamedTuple):
+    steps: int
+    warmup: int
+    nsys: bool
+    out: Path
+    overrides: list[str]
+
+
+def read_options(arguments: list[str]) -> Options:
+    """Our own keys, and what is left for Hydra. Raises ValueError for a value that is not one."""
+    own = {"steps": "10", "warmup": "5", "nsys": "false", "out": "profile"}
+    overrides = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if equals and key in own:
+            own[key] = value
+        else:
+            overrides.append(argument)
+    for key in ("steps", "warmup"):
+        if not own[key].isdecimal() or int(own[key]) < 1:
+            raise ValueError(f"{key}={own[key]} must be a whole number of at least 1")
+    if own["nsys"] not in ("true", "false"):
+        raise ValueError(f"nsys={own['nsys']} must be true or false")
+    if not own["out"]:
+        raise ValueError("out= names no folder")
+    return Options(int(own["steps"]), int(own["warmup"]), own["nsys"] == "true", Path(own["out"]), overrides)
+
+
+def in_a_range(backend: Backend) -> Backend:
+    """The same attention, each call of which is a named range."""
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        with record_function(ATTENTION):
+            return backend.fn(*args, **kwargs)
+
+    return replace(backend, fn=attend)
+
+
+class Job(NamedTuple):
+    config: RunConfig
+    device: torch.device
+    facts: dict[str, Any]
+    step: Callable[[int], None]
+
+
+@contextlib.contextmanager
+def build(config: RunConfig) -> Iterator[Job]:
+    """What train.py builds, and its step without what is done only now and then: rows of metrics, evaluation, checkpoints.
+
+    Raises ValueError for what has nothing to do with one step.
+    """
+    if config.resume:
+        raise ValueError(f"resume={config.resume}: a step of a new model takes as long; leave it out")
+    if config.batch_size == "auto":
+        raise ValueError("batch_size=auto: name the number that train.py found, it prints it at the start")
+    device = pick_device(config.device)
+    torch._inductor.config.cpp.enable_kernel_profile = True  # what is compiled for a CPU would not show otherwise
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as in train.py
+    torch.use_deterministic_algorithms(config.deterministic)
+    dtype = pick_dtype(config.dtype, device)
+    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    backends = attention_schedule(config, dtype=dtype, device=device)
+    data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
+    torch.manual_seed(config.seed)
+    model = GPT(config.model, vocab_size=data.vocab_size, backend=backends[0]).to(device)
+    optim = config.optimizer()
+    optimizer = build_optimizer(model, optim)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    step_model = under_attention(model, backends[0], compile_mode=config.compile)
+    compiled = step_model is not model
+    if not compiled:  # a range would break the graph
+        model.backend = in_a_range(backends[0])
+    facts = {"device": device.type, "dtype": str(dtype).removeprefix("torch."), "compiled": compiled, **describe(backends)}
+
+    with Prefetcher(data, config.sequences_per_step, config.batch_size, device) as batches:
+
+        def step(number: int) -> None:
+            lr = learning_rate(number, config.steps, optim)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            with record_function("data"):
+                passes = batches.passes(number)
+            loss, grad_norm = compute_gradients(
+                step_model,
+                passes,
+                accumulation_steps=config.accumulation_steps,
+                optimizer=optimizer,
+                scaler=scaler,
+                autocast=autocast,
+                grad_clip=optim.grad_clip,
+            )
+            with record_function("optimizer"):
+                finite = loss.isfinite().item() and (scaler.is_enabled() or grad_norm.isfinite().item())
+                if not finite:
+                    raise ValueError(
+                        f"step {number}: the loss is {loss.item()} and the gradient's norm {grad_norm.item()}: nothing to measure"
+                    )
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad(set_to_none=True)
+
+        yield Job(config, device, facts, step)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def unrecorded_ms(job: Job, first: int, steps: int) -> float:
+    """Milliseconds of a step, in the mean of `steps`, without the profiler."""
+    wait(job.device)
+    began = time.perf_counter()
+    for number in range(first, first + steps):
+        job.step(number)
+    wait(job.device)
+    return 1000 * (time.perf_counter() - began) / steps
+
+
+def record(job: Job, first: int, steps: int, path: Path) -> None:
+    """Write the trace of `steps` steps, each a range. Two are lost: the profiler starts up in the first, the last ends the one before."""
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if job.device.type == "cuda" else [])
+    plan = schedule(wait=0, warmup=1, active=steps + 1, repeat=1)
+    with profile(activities=activities, schedule=plan, on_trace_ready=lambda done: done.export_chrome_trace(str(path))) as profiler:
+        for number in range(first, first + steps + 2):
+            with record_function(STEP):
+                job.step(number)
+            if number == first + steps + 1:
+                wait(job.device)
+            profiler.step()
+
+
+def for_nsys(job: Job, first: int, steps: int) -> None:
+    with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
+        for number in range(first, first + steps):
+            with record_function(STEP):
+                job.step(number)
+        wait(job.device)
+
+
+def summarise(parts: list[dict[str, float]]) -> list[dict[str, Any]]:
+    """One row a part, and the step last: mean and standard deviation over the steps in ms, and its share of the step."""
+    columns = {part: [each[part] for each in parts] for part in PARTS} | {"step": [sum(each.values()) for each in parts]}
+    total = statistics.fmean(columns["step"])
+    spread = statistics.stdev if len(parts) > 1 else lambda _: None
+    return [
+        {"part": part, "ms": statistics.fmean(ms), "stdev_ms": spread(ms), "share": statistics.fmean(ms) / total}
+        for part, ms in columns.items()
+    ]
+
+
+def table(rows: list[dict[str, Any]], on_gpu: bool) -> str:
+    spread = lambda row: "" if row["stdev_ms"] is None else f"{row['stdev_ms']:,.3f}"  # noqa: E731
+    return text_table(
+        [["time of the GPU" if on_gpu else "time of the CPU", "ms", "stdev", "share"]]
+        + [[row["part"], f"{row['ms']:,.3f}", spread(row), f"{row['share']:.1%}"] for row in rows]
+    )
+
+
+@one_line("profile")
+def main() -> None:
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(__doc__)
+        return
+    try:
+        options = read_options(sys.argv[1:])
+        config = compose_config(options.overrides)
+        if options.nsys and pick_device(config.device).type == "cpu":
+            raise ValueError("nsys=true needs a GPU; without it the trace works on a CPU too")
+        trace, summary = options.out / "trace.json.gz", options.out / "profile.json"
+        check_writable(summary)
+        with build(config) as job:
+            print(f"model={config.model.name}, attention={job.facts['attention']}, {job.facts['dtype']} on {job.device.type}, ", end="")
+            print(f"{config.sequences_per_step} x {config.seq_len} tokens a step{', compiled' if job.facts['compiled'] else ''}\n")
+            for number in range(options.warmup):
+                job.step(number)
+            if options.nsys:
+                for_nsys(job, options.warmup, options.steps)
+                return
+            unrecorded = unrecorded_ms(job, options.warmup, options.steps)
+            record(job, options.warmup + options.steps, options.steps, trace)
+        parts, on_gpu = parts_of_steps(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+            raise
+        sys.exit(f"profile: {str(error).splitlines()[0]}")
+    rows = summarise(parts[: options.steps])
+    print(table(rows, on_gpu))
+    tokens = config.sequences_per_step * config.seq_len
+    print(f"\nunrecorded: {unrecorded:,.3f} ms a step, {1000 * tokens / unrecorded:,.0f} tokens/s")
+    write_json(
+        summary,
+        {
+            "environment": {key: value for key, value in environment("", job.device).items() if key not in ("command", "data_fingerprint")},
+            "overrides": options.overrides,
+            "model": asdict(config.model),
+            **{key: getattr(config, key) for key in ("seq_len", "batch_size", "accumulation_steps")},
+            "optim": config.optim.name,
+            **job.facts,
+            "n": options.steps,
+            "unrecorded_ms": unrecorded,
+            "tokens_per_sec": 1000 * tokens / unrecorded,
+            "parts": rows,
+        },
+    )
+    print(f"written: {summary} and {trace}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""From a torch.profiler trace to the parts of a training step: which of them each moment of a step belongs to.
+
+On a GPU the time is the device's: each kernel, less what ran beside an earlier one, and between kernels the host's. On a CPU it is
+the own time of each operator, and between operators Python's; data and optimizer have theirs with them. Either way the parts add up.
+
+A kernel belongs to a part by its name, or by the operators and ranges inside which the host launched it. An operator of the backward
+pass also counts as inside those of the forward pass whose gradient it computes: the profiler numbers both alike.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+FORWARD, BACKWARD, PRODUCTS, ELEMENTWISE, LOSS = "attention forward", "attention backward", "matrix products", "norms, elementwise", "loss"
+OPTIMIZER, DATA, OTHER, GAPS = "optimizer", "data", "other", "host gaps"
+PARTS = (FORWARD, BACKWARD, PRODUCTS, ELEMENTWISE, LOSS, OPTIMIZER, DATA, OTHER, GAPS)
+
+STEP = "step"  # the range of one step
+ATTENTION = "attention call"  # the range of one attention call, where the model runs operator by operator
+PHASES = ("data", "forward", "backward", "optimizer")  # the ranges within a step
+
+# kernels of attention: ours, FlashAttention's, PyTorch's memory-efficient ones, cuDNN's with its helpers, FlexAttention's
+ATTENTION_KERNELS = re.compile(
+    r"^(forward|delta|dkdv|dq|dkdvdq|backward)_kernel|flash_?(fwd|bwd|att)|fmha|_sdpa_|compute_dot_do_o|convert_dq|flex_attention"
+)
+BACKWARD_KERNELS = re.compile(
+    r"^(delta|dkdv|dq|dkdvdq|backward)_kernel|bwd|backward|bprop|cutlassb_|compute_dot_do_o|convert_dq|fmha_reduce"
+)
+# operators of attention. Only an attention of plain operators multiplies batches of matrices: everything else here is one matrix
+ATTENTION_OPS = re.compile(
+    r"^attention call$|::_?flash_attention|scaled_dot_product|::_(efficient|cudnn)_attention|flex_attention|^aten::bmm$"
+)
+PRODUCT_KERNELS = re.compile(r"gemm|nvjet|gemv|splitk|cutlass|cublas|^triton_(tem|mm)_")
+PRODUCT_OPS = re.compile(r"^(aten|mkldnn|mkl)::(addmm|mm|matmul|linear|_linear|_mkl_linear|_linear_pointwise|addmv|mv)(_|$)|^mkl(dnn)?::")
+LOSS_NAMES = re.compile(r"log_?softmax|nll_?loss|cross_?entropy|logsumexp")
+OPTIMIZER_NAMES = re.compile(r"fusedadam|_fused_adam|fusedoptimizer")
+
+
+@dataclass
+class Range:
+    """One event of the host: an operator, a named range or a call of the driver."""
+
+    name: str
+    start: float  # microseconds
+    stop: float
+    thread: Any
+    sequence: int | None = None  # the number that an operator of the forward pass shares with its gradient's
+    parent: "Range | None" = None
+    inside: float = 0.0  # microseconds spent in its children
+
+    def stack(self) -> list["Range"]:
+        """Itself and what it lies in, innermost first."""
+        found, each = [], self
+        while each is not None:
+            found.append(each)
+            each = each.parent
+        return found
+
+
+def part_of(kernel: str, operators: Sequence[str], gradient_of: Sequence[str] = (), phase: str = "") -> str:
+    """The part that a kernel belongs to, or an operator where `kernel` is "".
+
+    operators: the names that it was launched in, innermost first. gradient_of: those of the forward pass whose gradient it computes.
+    phase: the name in PHASES in whose range it was launched, "" where that is unknown.
+    """
+    name, lower = kernel.lower(), [operator.lower() for operator in operators]
+    if phase == "optimizer" or OPTIMIZER_NAMES.search(name) or any(OPTIMIZER_NAMES.search(each) for each in lower):
+        return OPTIMIZER
+    if phase == "data" or name.startswith("memcpy htod"):
+        return DATA
+    if ATTENTION_KERNELS.search(name):
+        return BACKWARD if BACKWARD_KERNELS.search(name) else FORWARD
+    calls = [each for each in lower if ATTENTION_OPS.search(each)]
+    if calls:
+        # a call that is repeated during the backward pass is a forward pass all the same; without its range it cannot be told
+        backward = any("backward" in each for each in calls) or (phase == "backward" and ATTENTION not in calls)
+        return BACKWARD if backward else FORWARD
+    if any(ATTENTION_OPS.search(each.lower()) for each in gradient_of):
+        return BACKWARD
+    if PRODUCT_KERNELS.search(name) or any(PRODUCT_OPS.search(each) for each in lower):
+        return PRODUCTS
+    if LOSS_NAMES.search(name) or any(LOSS_NAMES.search(each) for each in lower):
+        return LOSS
+    return ELEMENTWISE if phase in ("forward", "backward") else OTHER
+
+
+@dataclass
+class Trace:
+    """The host's ranges by thread, the kernels, and where each was launched."""
+
+    ranges: dict[Any, list[Range]] = field(default_factory=dict)  # of a thread, by start
+    launches: dict[int, tuple[Any, float]] = field(default_factory=dict)  # correlation: thread and time
+    kernels: list[tuple[str, float, float, int | None]] = field(default_factory=list)  # name, start, stop, correlation
+    made_by: dict[int, Range] = field(default_factory=dict)  # sequence number: the forward operator
+
+    @classmethod
+    def read(cls, events: Iterable[dict[str, Any]]) -> "Trace":
+        """`events` are the traceEvents of a Chrome trace."""
+        trace = cls()
+        for event in events:
+            if event.get("ph") != "X" or "dur" not in event:
+                continue
+            start, stop, arguments = float(event["ts"]), float(event["ts"]) + float(event["dur"]), event.get("args", {})
+            match event.get("cat"):
+                case "cpu_op" | "user_annotation":
+                    sequence = arguments.get("Sequence number")
+                    trace.ranges.setdefault(event["tid"], []).append(Range(event["name"], start, stop, event["tid"], sequence))
+                case "cuda_runtime" | "cuda_driver":
+                    trace.launches.setdefault(arguments.get("correlation"), (event["tid"], start))
+                case "kernel" | "gpu_memcpy" | "gpu_memset":
+                    trace.kernels.append((event["name"], start, stop, arguments.get("correlation")))
+        for ranges in trace.ranges.values():
+            ranges.sort(key=lambda each: (each.start, -each.stop))
+            _nest(ranges)
+        trace.kernels.sort(key=lambda kernel: kernel[1])
+        # of the operators that carry a number in the forward pass, the last to start has made the node of the graph
+        for ranges in trace.ranges.values():
+            for each in ranges:
+                if each.sequence is not None and each.sequence >= 0 and not _in_backward(each):
+                    known = trace.made_by.get(each.sequence)
+                    if known is None or known.start < each.start:
+                        trace.made_by[each.sequence] = each
+        return trace
+
+    def steps(self) -> list[Range]:
+        return sorted((each for ranges in self.ranges.values() for each in ranges if each.name == STEP), key=lambda each: each.start)
+
+    def at(self, thread: Any, time: float) -> Range | None:
+        """The innermost range of a thread at a time."""
+        ranges = self.ranges.get(thread, [])
+        index = bisect_right(ranges, time, key=lambda each: each.start) - 1
+        each = ranges[index] if index >= 0 else None
+        while each is not None and each.stop < time:
+            each = each.parent
+        return each
+
+    def part(self, kernel: str, where: Range | None, phase: str) -> str:
+        operators = where.stack() if where else []
+        sequence = next((each.sequence for each in operators if _is_gradient(each)), None)
+        made_by = self.made_by.get(sequence) if sequence is not None else None
+        names = [each.name for each in operators]
+        return part_of(kernel, names, [each.name for each in made_by.stack()] if made_by else [], phase)
+
+
+def _nest(ranges: list[Range]) -> None:
+    """Find each range's parent, and add its time to it. `ranges` are of one thread, by start, the longer first."""
+    open_ranges: list[Range] = []
+    for each in ranges:
+        while open_ranges and open_ranges[-1].stop <= each.start:
+            open_ranges.pop()
+        if open_ranges:
+            each.parent = open_ranges[-1]
+            each.parent.inside += min(each.stop, each.parent.stop) - each.start
+        open_ranges.append(each)
+
+
+def _is_gradient(each: Range) -> bool:
+    return each.sequence is not None and each.name.startswith("autograd::engine::evaluate_function")
+
+
+def _in_backward(each: Range) -> bool:
+    return any(outer.name.startswith("autograd::engine::") for outer in each.stack())
+
+
+def parts_of_steps(events: Iterable[dict[str, Any]]) -> tuple[list[dict[str, float]], bool]:
+    """Milliseconds of each part, step by step, and whether they are a GPU's. The last step of a GPU's trace only ends the one before.
+
+    Raises ValueError for a trace without steps.
+    """
+    trace = Trace.read(events)
+    steps = trace.steps()
+    if not steps:
+        raise ValueError(f"the trace has no range named {STEP!r}")
+    return (_of_gpu(trace, steps), True) if trace.kernels else (_of_cpu(trace, steps), False)
+
+
+def _of_cpu(trace: Trace, steps: list[Range]) -> list[dict[str, float]]:
+    found = []
+    for step in steps:
+        parts = dict.fromkeys(PARTS, 0.0)
+        for each in trace.ranges[step.thread]:
+            if step.start <= each.start < step.stop:
+                phase = _phase(each.stack())
+                parts[_part_on_cpu(trace, each, phase)] += (each.stop - each.start - each.inside) / 1000
+        found.append(parts)
+    return found
+
+
+def _part_on_cpu(trace: Trace, each: Range, phase: str) -> str:
+    if phase in (DATA, OPTIMIZER):
+        return phase
+    # what is no operator (a range, a node of the autograd graph, a function in Python) spends its own time in Python
+    is_operator = re.match(r"\w+::|graph_\d+_cpp_", each.name) and not each.name.startswith("autograd::")
+    return trace.part("", each, phase) if is_operator else GAPS
+
+
+def _phase(stack: Iterable[Range]) -> str:
+    return next((each.name for each in stack if each.name in PHASES), "")
+
+
+def _of_gpu(trace: Trace, steps: list[Range]) -> list[dict[str, float]]:
+    main = steps[0].thread
+    starts = [step.start for step in steps]
+    # a step begins on the GPU where the first kernel that its forward pass launches does
+    begins: dict[int, float] = {}
+    placed = []
+    for name, start, stop, correlation in trace.kernels:
+        thread, launched = trace.launches.get(correlation, (None, start))
+        # the main thread waits in the backward pass while another launches it
+        at_main = trace.at(main, launched)
+        phase = _phase(at_main.stack()) if at_main else ""
+        number = bisect_right(starts, launched) - 1
+        if number >= 0 and phase == "forward":
+            begins[number] = min(start, begins.get(number, start))
+        placed.append((start, stop, trace.part(name, trace.at(thread, launched), phase)))
+    bounds = [begins[number] for number in sorted(begins)]
+    found = [dict.fromkeys(PARTS, 0.0) for _ in bounds[1:]]
+
+    def add(part: str, start: float, stop: float) -> None:
+        """Split where a step begins; what lies outside all steps is dropped."""
+        for number, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            found[number][part] += max(0.0, min(stop, end) - max(start, begin)) / 1000
+
+    waits = [(each.start, each.stop) for each in trace.ranges[main] if each.name == "data"]
+    cursor = bounds[0] if bounds else 0.0
+    for start, stop, part in placed:
+        if start > cursor:  # the GPU stands still: for want of data where the host was reading some
+            for begin, end in waits:
+                begin, end = max(cursor, begin), min(start, end)
+                if begin < end:
+                    add(GAPS, cursor, begin)
+                    add(DATA, begin, end)
+                    cursor = end
+            add(GAPS, cursor, start)
+            cursor = start
+        add(part, max(start, cursor), max(stop, cursor))
+        cursor = max(cursor, stop)
+    return found
