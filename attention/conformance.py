@@ -154,8 +154,8 @@ def unavoidable(
 
     Everything is rounded once to its own dtype, and the rounding of a score or of lse is a relative error of exp(score - lse):
     eps * (|score| + |lse|). The backward also subtracts delta = rowsum(d_out * out) from dp = d_out v^T. Where one key holds all the
-    weight the two cancel and their roundings remain: of the sums (in the statistics' dtype), of `out`, which every flash backward reads
-    back in the dtype it was stored in, and of dp and ds, which pass through products in the dtype of the inputs.
+    weight the two cancel and their roundings remain: of the sums (in the statistics' dtype), and of `out`, which every flash backward
+    reads back as it was stored, made with a p that was rounded for its product with v. ds is rounded for its own two products.
     """
     q, k, v = (x.double() for x in tensors)
     dtype, statistics = tensors[0].dtype, torch.promote_types(tensors[0].dtype, torch.float32)
@@ -174,8 +174,9 @@ def unavoidable(
     stored = reference["out"].to(dtype).double()
     delta_error = (d_out * (stored - reference["out"])).sum(-1, keepdim=True).abs()
     delta_error = delta_error + 4 * eps_statistics * ((d_out.abs() @ v.abs().mT).amax(-1, keepdim=True) + d_lse.abs().unsqueeze(-1))
+    delta_error = delta_error + eps / 2 * (d_out.abs() * (p @ v.abs())).sum(-1, keepdim=True)
     dp, delta = d_out @ v.mT, (d_out * reference["out"]).sum(-1, keepdim=True)
-    ds_error = p * scale * (delta_error + eps * (dp.abs() + delta.abs()))
+    ds_error = p * scale * (delta_error + eps / 2 * (dp - delta).abs())
     cancelled = {"dq": ds_error @ k.abs(), "dk": (ds_error.mT @ q.abs()).unflatten(1, (-1, groups)).sum(2)}
     relative = {name: eps + eps_statistics * largest_exponent for name in reference} | {"lse": eps_statistics * (1 + largest_exponent)}
     return {
