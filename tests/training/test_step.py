@@ -1,0 +1,75 @@
+"""compute_gradients: passes that add up to the step, clipped, and left alone by the ranges around them."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from training.step import compute_gradients
+
+
+class Output(NamedTuple):
+    loss: Tensor
+
+
+class Square(nn.Module):
+    """The mean of (w x - y)^2; w is 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor, y: Tensor) -> Output:
+        return Output((self.weight * x - y).square().mean())
+
+
+def gradients_of(model: nn.Module, passes: list[tuple[Tensor, Tensor]], *, grad_clip: float = 0.0, scale: float | None = None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", enabled=scale is not None, **{} if scale is None else {"init_scale": scale})
+    return compute_gradients(
+        model,
+        passes,
+        accumulation_steps=len(passes),
+        optimizer=optimizer,
+        scaler=scaler,
+        autocast=torch.autocast("cpu", enabled=False),
+        grad_clip=grad_clip,
+    )
+
+
+@pytest.mark.parametrize("scale", [None, 1024.0], ids=["unscaled", "scaled"])
+def test_passes_add_up_to_the_whole_batch(scale):
+    x, y = torch.randn(2, 12, dtype=torch.float64)
+    whole, parts = Square(), Square()
+    expected = gradients_of(whole, [(x, y)])
+    loss, grad_norm = gradients_of(parts, list(zip(x.split(4), y.split(4), strict=True)), scale=scale)
+    torch.testing.assert_close(loss, expected[0])
+    torch.testing.assert_close(parts.weight.grad, whole.weight.grad)
+    torch.testing.assert_close(grad_norm, whole.weight.grad.abs())
+    assert not loss.requires_grad
+
+
+@pytest.mark.parametrize(("grad_clip", "kept"), [(0.0, 8.0), (3.0, 3.0), (100.0, 8.0)])
+def test_the_norm_is_that_of_before_the_clipping(grad_clip, kept):
+    model = Square()
+    loss, grad_norm = gradients_of(model, [(torch.tensor([2.0]), torch.tensor([2.0]))], grad_clip=grad_clip)
+    assert loss.item() == 4.0 and grad_norm.item() == 8.0
+    assert model.weight.grad.item() == pytest.approx(kept, rel=1e-5)
+
+
+def test_an_autocast_serves_every_pass_and_its_gradient_is_taken_outside():
+    """One context manager is entered once a pass: train.py builds it once."""
+    seen = []
+
+    class Asks(Square):
+        def forward(self, x: Tensor, y: Tensor) -> Output:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().forward(x, y)
+
+    model = Asks()
+    one = torch.ones(1)
+    arguments = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.0), "scaler": torch.amp.GradScaler("cpu", enabled=False)}
+    passes = [(one, one)] * 3
+    compute_gradients(model, passes, accumulation_steps=3, autocast=torch.autocast("cpu", dtype=torch.bfloat16), grad_clip=0.0, **arguments)
+    assert seen == [True] * 3 and not torch.is_autocast_enabled("cpu")
