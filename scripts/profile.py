@@ -18,6 +18,7 @@ plain operators and compiled (naive, tiled), what it does besides products of st
 import contextlib
 import gzip
 import json
+import math
 import os
 import statistics
 import sys
@@ -41,7 +42,7 @@ from data.prefetch import Prefetcher
 from model import GPT
 from model.schedule import attention_schedule, describe, under_attention
 from scripts.plan import compose_config, text_table
-from scripts.profile_trace import ATTENTION, PARTS, STEP, parts_of_steps
+from scripts.profile_trace import ATTENTION, DATA, OPTIMIZER, PARTS, STEP, parts_of_steps
 from training.device import pick_device, pick_dtype
 from training.interrupt import one_line
 from training.memory import is_out_of_memory
@@ -130,9 +131,9 @@ def build(config: RunConfig) -> Iterator[Job]:
             lr = learning_rate(number, config.steps, optim)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            with record_function("data"):
+            with record_function(DATA):
                 passes = batches.passes(number)
-            loss, grad_norm = compute_gradients(
+            found = compute_gradients(
                 step_model,
                 passes,
                 accumulation_steps=config.accumulation_steps,
@@ -141,12 +142,10 @@ def build(config: RunConfig) -> Iterator[Job]:
                 autocast=autocast,
                 grad_clip=optim.grad_clip,
             )
-            with record_function("optimizer"):
-                finite = loss.isfinite().item() and (scaler.is_enabled() or grad_norm.isfinite().item())
-                if not finite:
-                    raise ValueError(
-                        f"step {number}: the loss is {loss.item()} and the gradient's norm {grad_norm.item()}: nothing to measure"
-                    )
+            with record_function(OPTIMIZER):
+                loss, grad_norm = torch.stack(found).tolist()
+                if not (math.isfinite(loss) and (scaler.is_enabled() or math.isfinite(grad_norm))):
+                    raise ValueError(f"step {number}: the loss is {loss} and the gradient's norm {grad_norm}: nothing to measure")
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad(set_to_none=True)

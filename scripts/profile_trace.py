@@ -19,7 +19,7 @@ PARTS = (FORWARD, BACKWARD, PRODUCTS, ELEMENTWISE, LOSS, OPTIMIZER, DATA, OTHER,
 
 STEP = "step"  # the range of one step
 ATTENTION = "attention call"  # the range of one attention call, where the model runs operator by operator
-PHASES = ("data", "forward", "backward", "optimizer")  # the ranges within a step
+PHASES = (DATA, "forward", "backward", OPTIMIZER)  # the ranges within a step
 
 # kernels of attention: ours, FlashAttention's, PyTorch's memory-efficient ones, cuDNN's with its helpers, FlexAttention's
 ATTENTION_KERNELS = re.compile(
@@ -66,10 +66,10 @@ def part_of(kernel: str, operators: Sequence[str], gradient_of: Sequence[str] = 
     phase: the name in PHASES in whose range it was launched, "" where that is unknown.
     """
     name, lower = kernel.lower(), [operator.lower() for operator in operators]
-    if phase == "optimizer" or OPTIMIZER_NAMES.search(name) or any(OPTIMIZER_NAMES.search(each) for each in lower):
-        return OPTIMIZER
-    if phase == "data" or name.startswith("memcpy htod"):
+    if phase == DATA or name.startswith("memcpy htod"):  # read ahead, a batch is copied during any phase
         return DATA
+    if phase == OPTIMIZER or OPTIMIZER_NAMES.search(name) or any(OPTIMIZER_NAMES.search(each) for each in lower):
+        return OPTIMIZER
     if ATTENTION_KERNELS.search(name):
         return BACKWARD if BACKWARD_KERNELS.search(name) else FORWARD
     calls = [each for each in lower if ATTENTION_OPS.search(each)]
@@ -223,7 +223,7 @@ def _of_gpu(trace: Trace, steps: list[Range]) -> list[dict[str, float]]:
         for number, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
             found[number][part] += max(0.0, min(stop, end) - max(start, begin)) / 1000
 
-    waits = [(each.start, each.stop) for each in trace.ranges[main] if each.name == "data"]
+    waits = [(each.start, each.stop) for each in trace.ranges[main] if each.name == DATA]
     cursor = bounds[0] if bounds else 0.0
     for start, stop, part in placed:
         if start > cursor:  # the GPU stands still: for want of data where the host was reading some

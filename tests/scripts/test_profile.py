@@ -140,6 +140,8 @@ def node(name: str) -> str:
         # Muon's products are the optimizer's
         ("nvjet_tst_128x64_64x4_1x2_h_bz_NNT", ["aten::mm", "Optimizer.step#Muon.step"], [], "optimizer", OPTIMIZER),
         ("multi_tensor_apply_kernel<LpNormFunctor>", ["aten::_foreach_norm"], [], "optimizer", OPTIMIZER),
+        # the thread that reads ahead copies whenever it comes to it
+        ("Memcpy HtoD (Pinned -> Device)", ["aten::copy_"], [], "optimizer", DATA),
         ("Memcpy DtoD (Device -> Device)", ["aten::copy_"], [], "", OTHER),
     ],
 )

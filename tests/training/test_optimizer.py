@@ -9,6 +9,7 @@ from torch import nn
 from attention import get_backend
 from config import ModelConfig, OptimConfig
 from model import GPT
+from tests.command import checkpoint, run, same, summary, tiny
 from training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from training.optimizer import build_optimizer, learning_rate
 
@@ -187,6 +188,19 @@ def test_muon_goes_on_to_the_bit(tmp_path):
         assert torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_a_run_with_muon_goes_on_to_the_bit(tmp_path, dtype):
+    """The command, with two passes a step and, in float16, a loss scale."""
+    options = ("optim=muon", "optim.schedule=constant", "tokens_per_step=256", f"dtype={dtype}", "eval_every=4", "log_every=2")
+    assert run(*tiny(tmp_path / "straight", *options, "steps=4")).code == 0
+    assert run(*tiny(tmp_path / "parts", *options, "steps=2")).code == 0
+    assert run(f"resume={tmp_path / 'parts'}", "steps=4").code == 0
+    straight, parts = (checkpoint(tmp_path / name) for name in ("straight", "parts"))
+    assert straight["step"] == 4 and straight["optimizer"]["state"]["muon"] and bool(straight["scaler"]) == (dtype == "fp16")
+    assert same(straight, parts)
+    assert summary(tmp_path / "straight")["val/loss"] == summary(tmp_path / "parts")["val/loss"]
+
+
 @pytest.mark.parametrize(("saved", "now"), [("muon", "adamw"), ("adamw", "muon")])
 def test_the_state_of_another_optimizer_is_refused_in_one_line(tmp_path, saved, now):
     model, parts = build_gpt(), {"scaler": None, "config": {}}
@@ -242,3 +256,8 @@ def test_no_step_waits_for_the_gpu(name):
             optimizer.zero_grad(set_to_none=True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_momentum_must_be_below_one():
+    with pytest.raises(ValueError, match=r"optim.momentum=1.0 must be in \[0, 1\)"):
+        OptimConfig(name="muon", momentum=1.0)
