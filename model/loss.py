@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 IGNORED = -100  # the target where no loss is taken
 # logits of a chunk: 256 MiB in 16 bits. At GPT-2's vocabulary these are 2,560 tokens, enough for a GPU's products to run at full speed
@@ -77,31 +76,39 @@ class LinearCrossEntropy(torch.autograd.Function):
         for x_rows, targets_rows in zip(x.split(rows), targets.split(rows), strict=True):
             x_rows = x_rows.to(dtype)  # (R, C)
             counts = (targets_rows != IGNORED).unsqueeze(1)  # (R, 1)
-            target = targets_rows.unsqueeze(1).clamp(min=0)  # of an ignored token any will do
-            logits = x_rows @ w.mT  # (R, vocab_size + padding)
-            if padding:
-                logits[:, vocab_size:] = -torch.inf
-            log_p = torch.log_softmax(logits, -1, dtype=total.dtype)
-            log_p_target = log_p.gather(1, target)
-            total = total - log_p_target.masked_fill(~counts, 0.0).sum()
-            if not with_gradients:
-                continue
-            del logits  # before there is a third tensor of its size
-            p = log_p.exp_().to(dtype)
-            d_logits = p.scatter_(1, target, torch.expm1(log_p_target).to(dtype))
-            # of an ignored token neither product knows: cheaper here than in d_logits
-            d_x.append((d_logits @ w).mul_(counts))
-            d_weight_rows = d_logits.mT @ (x_rows * (counts * shrink).to(dtype))
-            d_weight = d_weight_rows.to(total.dtype) if d_weight is None else d_weight.add_(d_weight_rows)
+            loss, d_logits = LinearCrossEntropy.chunk(x_rows, w, targets_rows, counts, vocab_size, total.dtype, with_gradients)
+            total = total + loss
+            if d_logits is not None:
+                # what an ignored token has there is left out of both products: cheaper than setting it to zero
+                d_x.append((d_logits @ w).mul_(counts))
+                d_weight_rows = d_logits.mT @ (x_rows * (counts * shrink).to(dtype))
+                d_weight = d_weight_rows.to(total.dtype) if d_weight is None else d_weight.add_(d_weight_rows)
+                del d_logits, d_weight_rows  # or they would wait beside the next chunk's
         if with_gradients:
-            ctx.shrink = shrink
-            ctx.dtypes = x.dtype, weight.dtype
+            ctx.shrink, ctx.dtypes = shrink, (x.dtype, weight.dtype)
             ctx.save_for_backward(torch.cat(d_x) if len(d_x) > 1 else d_x[0], d_weight[:vocab_size])
         return total
 
     @staticmethod
-    @once_differentiable
+    def chunk(
+        x: Tensor, w: Tensor, targets: Tensor, counts: Tensor, vocab_size: int, dtype: torch.dtype, with_gradients: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss of R tokens and its gradient by their logits, (R, vocab_size and padding); dtype: of the softmax."""
+        logits = x @ w.mT
+        if logits.shape[1] > vocab_size:
+            logits[:, vocab_size:] = -torch.inf
+        logits = logits.to(dtype)  # the narrow ones end here
+        log_p = torch.log_softmax(logits, -1)
+        del logits
+        target = targets.unsqueeze(1).clamp(min=0)  # of an ignored token any will do
+        log_p_target = log_p.gather(1, target)
+        loss = -log_p_target.masked_fill(~counts, 0.0).sum()
+        return loss, log_p.exp_().to(x.dtype).scatter_(1, target, log_p_target.expm1().to(x.dtype)) if with_gradients else None
+
+    @staticmethod
     def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("linear_cross_entropy is only once differentiable: cross_entropy of the logits takes create_graph=True")
         # copies: whoever keeps the graph may come here again
         d_x, d_weight = (x.to(dtype, copy=True) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
         return d_x.mul_(d_total), d_weight.mul_(d_total / ctx.shrink), None, None, None
