@@ -1,10 +1,17 @@
 """Cross-entropy: what counts, what does not, and in which dtype."""
 
 import math
+from collections.abc import Callable
 
+import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
-from model import cross_entropy
+import model.loss
+from model import cross_entropy, linear_cross_entropy
 
 
 def test_is_the_mean_over_the_targets_that_count():
@@ -38,3 +45,168 @@ def test_is_float32_for_narrow_logits():
     # to the last digits what float64 makes of the same bfloat16 logits: nothing was rounded to bfloat16 on the way
     expected = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), targets.flatten())
     assert math.isclose(loss.item(), expected.item(), rel_tol=1e-6)
+
+
+def example(*, tokens: int = 450, vocab_size: int = 97, width: int = 32, ignored: slice = slice(5, 40)) -> tuple[Tensor, Tensor, Tensor]:
+    """x (2, tokens, width), weight (vocab_size, width) and targets, some of them ignored."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, tokens, width, generator=generator).requires_grad_()
+    weight = (0.3 * torch.randn(vocab_size, width, generator=generator)).requires_grad_()
+    targets = torch.randint(vocab_size, (2, tokens), generator=generator)
+    targets[:, ignored] = -100
+    return x, weight, targets
+
+
+def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(torch.nn.functional.linear(x, weight), targets)
+
+
+def step(function: Callable, x: Tensor, weight: Tensor, targets: Tensor, *, autocast: torch.dtype | None = None) -> list[Tensor]:
+    """The loss and its gradients by x and weight."""
+    with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        loss = function(x, weight, targets)
+    return [loss.detach(), *torch.autograd.grad(loss, (x, weight))]
+
+
+def assert_near(found: list[Tensor], baseline: list[Tensor], reference: list[Tensor], dtype: torch.dtype) -> None:
+    for x, own, exact in zip(found, baseline, reference, strict=True):
+        assert x.dtype == own.dtype
+        error, budget = ((y.double() - exact).norm() / exact.norm() for y in (x, own))
+        assert error <= 2 * budget + torch.finfo(dtype).eps
+
+
+@pytest.fixture
+def several_chunks(monkeypatch):
+    """900 tokens of 97 words in chunks of 384, the last of them shorter."""
+    monkeypatch.setattr(model.loss, "CHUNK_LOGITS", 300 * 97)
+    assert model.loss.chunk_rows(900, 97, 32) == 384
+
+
+@pytest.fixture
+def padded(monkeypatch):
+    monkeypatch.setattr(model.loss, "padded_vocab", lambda vocab_size, device: 128)
+
+
+@pytest.mark.parametrize("setting", [None, "several_chunks", "padded"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_chunked_loss_and_gradients_are_those_of_the_whole_logits(dtype, setting, request):
+    if setting:
+        request.getfixturevalue(setting)
+    x, weight, targets = example()
+    reference = step(plain, *(t.detach().double().requires_grad_() for t in (x, weight)), targets)
+    found, baseline = (step(function, x, weight, targets, autocast=dtype) for function in (linear_cross_entropy, plain))
+    assert found[0].dtype == torch.float32
+    assert found[1][:, 5:40].eq(0).all()
+    assert_near(found, baseline, reference, dtype or torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_chunked_loss_compiles_in_one_graph(dtype, several_chunks, padded):
+    torch._dynamo.reset()
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    for found, expected in zip(
+        step(compiled, *example(), autocast=dtype), step(linear_cross_entropy, *example(), autocast=dtype), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*example()), linear_cross_entropy(*example()))
+
+
+def test_gradients_of_one_alone(several_chunks):
+    x, weight, targets = example()
+    _, d_x, d_weight = step(linear_cross_entropy, x, weight, targets)
+    assert torch.equal(torch.autograd.grad(linear_cross_entropy(x, weight.detach(), targets), x)[0], d_x)
+    assert torch.equal(torch.autograd.grad(linear_cross_entropy(x.detach(), weight, targets), weight)[0], d_weight)
+
+
+def test_every_target_ignored_chunked(several_chunks):
+    loss, *gradients = step(linear_cross_entropy, *example(ignored=slice(None)))
+    assert loss.item() == 0.0
+    assert all(gradient.eq(0).all() for gradient in gradients)
+
+
+def test_without_gradients_the_same_loss_and_none_of_their_work(several_chunks):
+    x, weight, targets = example()
+    with FlopCounterMode(display=False) as with_gradients:
+        loss = linear_cross_entropy(x, weight, targets)
+    with FlopCounterMode(display=False) as without, torch.no_grad():
+        alone = linear_cross_entropy(x, weight, targets)
+    assert torch.equal(loss, alone)
+    # the logits; beside them the gradients of x and of weight
+    assert without.get_total_flops() == 2 * 900 * 97 * 32 == with_gradients.get_total_flops() // 3
+
+
+def test_backward_twice_over_the_same_graph_but_not_through_itself(several_chunks):
+    x, weight, targets = example()
+    loss = linear_cross_entropy(x, weight, targets)
+    first = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+    second = torch.autograd.grad(3 * loss, (x, weight), retain_graph=True)
+    assert all(torch.allclose(b, 3 * a) for a, b in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match="only once differentiable"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_float16_gradients_neither_overflow_nor_vanish():
+    """A loss scaler multiplies what comes after: 16,384 tokens that all ask for one word sum up beyond float16's largest number."""
+    x, weight, targets = example(tokens=8192, ignored=slice(0))
+    x = (x.detach() + 8).requires_grad_()
+    targets = torch.full_like(targets, 3)
+    _, d_x, d_weight = step(linear_cross_entropy, x, weight, targets, autocast=torch.float16)
+    reference = step(plain, *(t.detach().double().requires_grad_() for t in (x, weight)), targets)
+    assert reference[2].abs().max() * targets.numel() > torch.finfo(torch.float16).max
+    for found, exact in ((d_x, reference[1]), (d_weight, reference[2])):
+        assert (found.double() - exact).norm() < 2e-3 * exact.norm()
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operator makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.elements = max(self.elements, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)), 0)
+        return result
+
+
+def test_never_makes_the_logits_of_all_tokens(monkeypatch, build_gpt):
+    monkeypatch.setattr(model.loss, "CHUNK_LOGITS", 128 * 2000)
+    gpt, tokens = build_gpt("sdpa", vocab_size=2000), torch.randint(2000, (16, 32))
+    with Largest() as whole:
+        logits = gpt(tokens).logits
+        cross_entropy(logits, tokens).backward()
+    assert whole.elements == 512 * 2000
+    with Largest() as chunked:
+        gpt(tokens, tokens).loss.backward()
+    assert chunked.elements == 128 * 2000
+    with Largest() as evaluated, torch.no_grad():
+        gpt(tokens, tokens)
+    assert evaluated.elements == 128 * 2000
+
+
+@pytest.mark.parametrize(
+    "tokens, vocab_size, width, rows", [(4096, 257, 128, 4096), (32768, 50257, 768, 2560), (2**20, 50257, 768, 16_000)]
+)
+def test_chunks(tokens, vocab_size, width, rows):
+    """One where they are few; 256 MiB of 16-bit logits each; never more chunks than torch.compile can write out."""
+    assert model.loss.chunk_rows(tokens, vocab_size, width) == rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_chunked_loss_on_a_gpu(dtype, compiled, monkeypatch):
+    monkeypatch.setattr(model.loss, "CHUNK_LOGITS", 1024 * 5003)
+    x, weight, targets = (t.detach().cuda() for t in example(tokens=1500, vocab_size=5003, width=64))
+    reference = step(plain, *(t.double().requires_grad_() for t in (x, weight)), targets)
+    torch._dynamo.reset()
+    function = torch.compile(linear_cross_entropy, fullgraph=True) if compiled else linear_cross_entropy
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    results = []
+    for each in (function, plain):
+        with torch.autocast("cuda", dtype=dtype):
+            loss = each(x, weight, targets)
+        # as a loss scaler does: float16's gradients of the whole logits would vanish
+        gradients = torch.autograd.grad(loss * 2**12, (x, weight))
+        results.append([loss.detach(), *(gradient / 2**12 for gradient in gradients)])
+    assert_near(*results, reference, dtype)
