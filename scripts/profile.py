@@ -17,6 +17,7 @@ plain operators and compiled (naive, tiled), what it does besides products of st
 
 import contextlib
 import gzip
+import itertools
 import json
 import math
 import os
@@ -158,14 +159,16 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def unrecorded_ms(job: Job, first: int, steps: int) -> float:
-    """Milliseconds of a step, in the mean of `steps`, without the profiler."""
+def unrecorded_ms(job: Job, first: int, steps: int) -> list[float]:
+    """Milliseconds of each of `steps` steps without the profiler, by the host's clock: each waits for the GPU once."""
     wait(job.device)
-    began = time.perf_counter()
+    stamps = [time.perf_counter()]
     for number in range(first, first + steps):
         job.step(number)
-    wait(job.device)
-    return 1000 * (time.perf_counter() - began) / steps
+        if number == first + steps - 1:
+            wait(job.device)
+        stamps.append(time.perf_counter())
+    return [1000 * (stop - start) for start, stop in itertools.pairwise(stamps)]
 
 
 def record(job: Job, first: int, steps: int, path: Path) -> None:
@@ -193,19 +196,22 @@ def summarise(parts: list[dict[str, float]]) -> list[dict[str, Any]]:
     """One row a part, and the step last: mean and standard deviation over the steps in ms, and its share of the step."""
     columns = {part: [each[part] for each in parts] for part in PARTS} | {"step": [sum(each.values()) for each in parts]}
     total = statistics.fmean(columns["step"])
-    spread = statistics.stdev if len(parts) > 1 else lambda _: None
     return [
         {"part": part, "ms": statistics.fmean(ms), "stdev_ms": spread(ms), "share": statistics.fmean(ms) / total}
         for part, ms in columns.items()
     ]
 
 
+def spread(values: list[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
 def table(rows: list[dict[str, Any]], on_gpu: bool) -> str:
-    spread = lambda row: "" if row["stdev_ms"] is None else f"{row['stdev_ms']:,.3f}"  # noqa: E731
-    return text_table(
-        [["time of the GPU" if on_gpu else "time of the CPU", "ms", "stdev", "share"]]
-        + [[row["part"], f"{row['ms']:,.3f}", spread(row), f"{row['share']:.1%}"] for row in rows]
-    )
+    cells = [["time of the GPU" if on_gpu else "time of the CPU", "ms", "stdev", "share"]]
+    for row in rows:
+        stdev = "" if row["stdev_ms"] is None else f"{row['stdev_ms']:,.3f}"
+        cells.append([row["part"], f"{row['ms']:,.3f}", stdev, f"{row['share']:.1%}"])
+    return text_table(cells)
 
 
 @one_line("profile")
@@ -237,8 +243,9 @@ def main() -> None:
         sys.exit(f"profile: {str(error).splitlines()[0]}")
     rows = summarise(parts[: options.steps])
     print(table(rows, on_gpu))
-    tokens = config.sequences_per_step * config.seq_len
-    print(f"\nunrecorded: {unrecorded:,.3f} ms a step, {1000 * tokens / unrecorded:,.0f} tokens/s")
+    mean = statistics.fmean(unrecorded)
+    tokens_per_sec = 1000 * config.sequences_per_step * config.seq_len / mean
+    print(f"\nunrecorded: {mean:,.3f} ms a step, {tokens_per_sec:,.0f} tokens/s")
     write_json(
         summary,
         {
@@ -249,8 +256,9 @@ def main() -> None:
             "optim": config.optim.name,
             **job.facts,
             "n": options.steps,
-            "unrecorded_ms": unrecorded,
-            "tokens_per_sec": 1000 * tokens / unrecorded,
+            "unrecorded_ms": mean,
+            "unrecorded_stdev_ms": spread(unrecorded),
+            "tokens_per_sec": tokens_per_sec,
             "parts": rows,
         },
     )

@@ -4,7 +4,6 @@ The schedule is a plain function of the step, so a resumed run needs no schedule
 """
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,12 +35,11 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> "torch.optim.AdamW
     return MuonAndAdamW(muon, build_adamw([p for p in parameters if id(p) not in matrices], config))
 
 
-def build_adamw(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+def build_adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only.
 
     Biases and the gains of normalisation layers have one dimension: decaying them pulls the layer towards zero output.
     """
-    parameters = list(parameters)
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
