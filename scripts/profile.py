@@ -8,7 +8,7 @@ Takes train.py's own settings (attention=, model=, seq_len=, batch_size=, optim=
     warmup   steps before them, of which the first compiles (5)
     nsys     true: no trace and no table, but every range and operator as an NVTX range, and cudaProfilerStart around the steps:
              nsys profile -t cuda,nvtx -c cudaProfilerApi python -m scripts.profile nsys=true ...  (false)
-    out      a folder for trace.json.gz (chrome://tracing, ui.perfetto.dev) and profile.json (profile)
+    out      a folder for trace.json.gz (chrome://tracing, ui.perfetto.dev) and profile.json (outputs/profile)
 
 On a GPU the table is of its time: kernels, and between them what it waited for: data, or the host. On a CPU it is of operators, and
 between them Python. Recording slows a step down, on a CPU most: "unrecorded" is the same step without it. Where attention is made of
@@ -62,7 +62,7 @@ class Options(NamedTuple):
 
 def read_options(arguments: list[str]) -> Options:
     """Our own keys, and what is left for Hydra. Raises ValueError for a value that is not one."""
-    own = {"steps": "10", "warmup": "5", "nsys": "false", "out": "profile"}
+    own = {"steps": "10", "warmup": "5", "nsys": "false", "out": "outputs/profile"}
     overrides = []
     for argument in arguments:
         key, equals, value = argument.partition("=")
