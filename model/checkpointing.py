@@ -29,16 +29,16 @@ def recomputed(function: Callable[..., Result], *, dropout: float) -> Callable[.
 def in_chunks(function: Callable[..., Result], *inputs: Tensor, size: int | None) -> Result:
     """function(*inputs), over `size` tokens at a time; None takes all at once.
 
-    In every tensor, in and out, the tokens are the dimension before the last: (..., N, C). What function computes for a token must not
-    depend on the others. The results are those of one call but for the order in which a product may sum, and so are the gradients.
+    In every tensor, in and out, the tokens are dimension 1. What function computes for a token must not depend on the others. The
+    results are those of one call, but for the order in which a product may sum, and so are the gradients.
     """
-    if size is None or inputs[0].shape[-2] <= size:
+    if size is None or inputs[0].shape[1] <= size:
         return function(*inputs)
     kind = inputs[0].device.type
     # autocast would make one 16-bit copy of each weight for all chunks, and add their gradients up in 16 bits
     with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False):
-        chunks = [function(*rows) for rows in zip(*(x.split(size, -2) for x in inputs), strict=True)]
-    return torch.cat(chunks, -2) if isinstance(chunks[0], Tensor) else tuple(torch.cat(parts, -2) for parts in zip(*chunks, strict=True))
+        chunks = [function(*rows) for rows in zip(*(x.split(size, 1) for x in inputs), strict=True)]
+    return torch.cat(chunks, 1) if isinstance(chunks[0], Tensor) else tuple(torch.cat(parts, 1) for parts in zip(*chunks, strict=True))
 
 
 class OnHost(NamedTuple):

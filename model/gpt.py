@@ -56,7 +56,7 @@ class CausalSelfAttention(nn.Module):
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B, H, N, D) and k, v (B, H_kv, N, D), normalised and turned."""
+        """q (B, N, H, D) and k, v (B, N, H_kv, D), normalised and turned."""
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H + 2 H_kv, N, D)
         # views of one tensor: a backend that needs contiguous memory copies for itself
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
@@ -66,10 +66,11 @@ class CausalSelfAttention(nn.Module):
         if rope is not None:
             q, k = (apply_rope(t, *rope) for t in (q, k))
         # under autocast only the projection is narrow, and the steps above may widen
-        return q.to(v.dtype), k.to(v.dtype), v
+        return q.to(v.dtype).transpose(1, 2), k.to(v.dtype).transpose(1, 2), v.transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None, cache: LayerCache | None) -> Tensor:
-        """The heads' outputs side by side, (B, N, C)."""
+        """The heads' outputs side by side, (B, N, C), from what project() gives."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, H_kv, M, D)
         # causal is aligned bottom-right: right for N = M and for new tokens after a cache alike
@@ -116,7 +117,7 @@ class Block(nn.Module):
             # the parts in which a token meets no other; with chunks, recomputing the whole block would hold all of them at once again
             again = keep == "attention" or (keep == "block" and self.chunk_tokens is not None)
             before, after = (recomputed(part, dropout=self.dropout.p) if again else part for part in (self.before, self.after))
-            q, k, v = in_chunks(before, x, *(rope or ()), size=self.chunk_tokens)
+            q, k, v = in_chunks(before, x, *(table.unsqueeze(0) for table in rope or ()), size=self.chunk_tokens)
             out = self.attention.attend(q, k, v, document_ids=document_ids, cache=cache)
             return in_chunks(after, x, out, size=self.chunk_tokens)
 
@@ -125,7 +126,7 @@ class Block(nn.Module):
             return recomputed(partial(run, keep=keep), dropout=self.dropout.p)(x) if keep == "block" else run(x, keep)
 
     def before(self, x: Tensor, *rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of these tokens; rope: their cosines and sines."""
+        """q, k and v of these tokens, (B, N, H or H_kv, D); rope: their cosines and sines, (1, N, D/2) each."""
         return self.attention.project(self.attention_norm(x), rope or None)
 
     def after(self, x: Tensor, out: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ import torch
 
 from attention import Backend
 from config import ModelConfig
+from model.schedule import will_compile
 
 GIB = 1024**3
 # cuBLAS and cuBLASLt take one each, at the CUBLAS_WORKSPACE_CONFIG=:4096:8 that training sets
@@ -269,7 +270,7 @@ def predict_step(
 def predict_peak_bytes(config: Any, vocab_size: int, backend: Backend, dtype: torch.dtype, device: torch.device | str) -> StepBytes:
     """predict_step() of a run: config is a RunConfig, dtype and device those it was resolved to."""
     device = torch.device(device).type
-    compiled = config.compile == "true" or (config.compile == "auto" and device == "cuda" and backend.traceable)
+    compiled = will_compile(config.model, backend, device, compile_mode=config.compile)
     return predict_step(
         config.model,
         vocab_size=vocab_size,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from attention import BACKENDS, Backend, get_backend, probe_backend
-from config import AttentionConfig, RunConfig
+from config import AttentionConfig, ModelConfig, RunConfig
 from model.gpt import GPT
 
 log = logging.getLogger("tilegpt")
@@ -53,11 +53,21 @@ def backend_after(schedule: dict[int, Backend], step: int) -> Backend:
 def under_attention(model: GPT, backend: Backend, *, compile_mode: str) -> nn.Module:
     """Give the model this attention; returns it as training calls it, compiled for that attention if so.
 
-    compile_mode: true, false, or auto, which compiles on a GPU, unless the attention cannot be looked into.
+    compile_mode: true, false, or auto; see will_compile().
     """
     model.backend = backend
-    on_gpu = next(model.parameters()).device.type == "cuda"
-    return torch.compile(model) if compile_mode == "true" or (compile_mode == "auto" and on_gpu and backend.traceable) else model
+    compiled = will_compile(model.config, backend, next(model.parameters()).device.type, compile_mode=compile_mode)
+    return torch.compile(model) if compiled else model
+
+
+def will_compile(config: ModelConfig, backend: Backend, device: str, *, compile_mode: str) -> bool:
+    """Whether torch.compile runs: auto compiles on a GPU, unless the attention cannot be looked into or activations move to the host.
+
+    Raises ValueError for compile=true with model.offload=true: a compiled graph moves nothing.
+    """
+    if config.offload and compile_mode == "true":
+        raise ValueError("model.offload=true moves activations in the middle of a step, which torch.compile cannot; add compile=false")
+    return compile_mode == "true" or (compile_mode == "auto" and device == "cuda" and backend.traceable and not config.offload)
 
 
 def describe(schedule: dict[int, Backend]) -> dict[str, Any]:

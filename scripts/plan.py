@@ -34,6 +34,7 @@ from model.plan import (
     predict_peak_gib,
     predict_step,
 )
+from model.schedule import will_compile
 from training.device import DTYPES, pick_device, pick_dtype
 from training.interrupt import one_line
 from training.metrics import PEAK_BANDWIDTH, PEAK_FLOPS, check_writable, environment, write_json
@@ -156,7 +157,7 @@ def largest_batch(planned: Planned, vocab_size: int, gib: float) -> int:
     """Sequences of one pass that fit into that much memory; 0 for none."""
     config = planned.config
     device, dtype = device_and_dtype(config)
-    compiled = config.compile == "true" or (config.compile == "auto" and device == "cuda" and planned.backend.traceable)
+    compiled = will_compile(config.model, planned.backend, device, compile_mode=config.compile)
 
     def fits(batch_size: int) -> bool:
         sizes = {"vocab_size": vocab_size, "batch_size": batch_size, "seq_len": config.seq_len, "device": device, "compiled": compiled}
@@ -193,7 +194,7 @@ def measure_peak(planned: Planned, vocab_size: int) -> int:
     config = planned.config
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    compiled = config.compile == "true" or (config.compile == "auto" and device.type == "cuda" and planned.backend.traceable)
+    compiled = will_compile(config.model, planned.backend, device.type, compile_mode=config.compile)
     if compiled and device.type == "cpu":
         raise ValueError("measure=true sees into a compiled step on a GPU only; add compile=false")
     with MemoryProbe(device) as probe:

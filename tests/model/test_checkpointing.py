@@ -1,0 +1,219 @@
+"""Activation checkpointing, sequences in chunks, inputs on the host: the same training, with less of it kept."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import Backend, get_backend
+from config import ModelConfig
+from model import GPT, KVCache
+from model.checkpointing import in_chunks
+from model.schedule import under_attention, will_compile
+from scripts.attention_call import LiveTensors
+
+BLOCK, ATTENTION = {"checkpoint": "block"}, {"checkpoint": "attention"}
+CHUNKED = {"chunk_tokens": 20}
+MODES = {
+    "block": BLOCK,
+    "attention": ATTENTION,
+    "block-chunks": BLOCK | CHUNKED,
+    "attention-chunks": ATTENTION | CHUNKED,
+    "attention-chunks-offload": ATTENTION | CHUNKED | {"offload": True},
+}
+every_mode = pytest.mark.parametrize("keeps", MODES.values(), ids=MODES)
+
+
+def train_step(model: GPT, *inputs: Tensor, dtype: torch.dtype = torch.float32, run=None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and every gradient."""
+    device = inputs[0].device.type
+    torch.manual_seed(1)
+    with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
+        loss = (model if run is None else run)(*inputs).loss
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@every_mode
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("attention", ["naive", "sdpa", "tiled", "no_rescale"])
+@pytest.mark.parametrize("variant", ["gpt2", "modern"])
+def test_the_same_loss_and_gradients(build_gpt, modern, random_tokens, variant, attention, dtype, keeps):
+    shape = {"max_seq_len": 48} | (modern if variant == "modern" else {})
+    tokens = random_tokens(2, 48)
+    document_ids = (torch.arange(48) // 17).expand(2, -1) if "document_ids" in get_backend(attention).features else None
+
+    def training(**keeps) -> GPT:
+        return build_gpt(attention, **shape, **keeps)
+
+    expected, found = (train_step(training(**each), tokens, tokens, document_ids, dtype=dtype) for each in ({}, keeps))
+    assert torch.equal(found[0], expected[0])
+    if "chunk_tokens" not in keeps:
+        assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
+        return
+    # the sum over tokens of a weight's gradient is made in parts
+    _, exact = train_step(training().double(), tokens, tokens, document_ids)
+    for name, gradient in expected[1].items():
+        own, error = ((x - exact[name]).norm() for x in (gradient, found[1][name]))
+        assert error <= 1.5 * own + torch.finfo(torch.float32).eps * exact[name].norm(), name
+
+
+@every_mode
+def test_dropout_draws_the_same_again(build_gpt, random_tokens, keeps):
+    """A gradient under other masks than those of the loss is not its derivative."""
+    model, tokens = build_gpt("sdpa", dropout=0.3, max_seq_len=48, **keeps), random_tokens(2, 48)
+    _, gradients = train_step(model, tokens, tokens)
+    if "chunk_tokens" not in keeps:
+        expected = train_step(build_gpt("sdpa", dropout=0.3, max_seq_len=48), tokens, tokens)
+        assert all(torch.equal(gradients[name], gradient) for name, gradient in expected[1].items())
+    # in float64, the slope of the loss along some direction; one mask that differs is far off
+    model = build_gpt("sdpa", dropout=0.3, max_seq_len=48, **keeps).double()
+    _, gradients = train_step(model, tokens, tokens)
+    direction = {name: torch.randn_like(parameter) for name, parameter in model.named_parameters()}
+    losses = []
+    for shift in (1e-3, -2e-3):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter += shift * direction[name]
+        torch.manual_seed(1)
+        losses.append(model(tokens, tokens).loss.item())
+    slope = sum((gradients[name] * direction[name]).sum().item() for name in gradients)
+    assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(slope, rel=0.02)
+
+
+@pytest.mark.parametrize("keeps", [mode for mode in MODES.values() if "offload" not in mode], ids=[m for m in MODES if "offload" not in m])
+@pytest.mark.parametrize("variant", ["gpt2", "modern"])
+def test_compiles_in_one_graph(build_gpt, modern, random_tokens, variant, keeps):
+    shape = {"max_seq_len": 48, "num_layers": 1} | (modern | {"num_layers": 1} if variant == "modern" else {})
+    tokens = random_tokens(2, 48)
+    model = build_gpt("sdpa", **shape, **keeps)
+    torch._dynamo.reset()
+    found = train_step(model, tokens, tokens, run=torch.compile(model, backend="aot_eager", fullgraph=True))
+    expected = train_step(build_gpt("sdpa", **shape), tokens, tokens)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("keeps", "calls"), [({}, 1), (ATTENTION, 1), (BLOCK, 2), (ATTENTION | CHUNKED, 1), (BLOCK | CHUNKED, 2)])
+def test_how_often_attention_runs(build_gpt, random_tokens, keeps, calls):
+    """Its work is quadratic: checkpoint=attention does it once."""
+    model, exact, count = build_gpt(max_seq_len=48, **keeps), get_backend("naive"), []
+
+    def counted(*arguments, **settings):
+        count.append(1)
+        return exact.fn(*arguments, **settings)
+
+    model.backend = Backend("counted", counted, features=exact.features)
+    train_step(model, random_tokens(2, 48), random_tokens(2, 48))
+    assert len(count) == calls * len(model.blocks)
+
+
+def peak(num_layers: int, keeps: dict, *, seq_len: int = 1024) -> int:
+    """Bytes alive at the worst moment of a forward and backward pass."""
+    torch.manual_seed(0)
+    config = ModelConfig(num_layers=num_layers, num_heads=2, hidden_size=32, max_seq_len=seq_len, positions="rope", **keeps)
+    model, tokens = GPT(config, vocab_size=61, backend=get_backend("sdpa")), torch.randint(61, (1, seq_len))
+    with LiveTensors() as live:
+        model(tokens, tokens).loss.backward()
+    return live.peak
+
+
+def test_what_a_block_keeps():
+    """In multiples of its input, float32 (T, C): the input; with it q, k, v, out; all of it."""
+    kept = {}
+    for name, keeps in {"all": {}, "attention": ATTENTION | {"chunk_tokens": 128}, "block": BLOCK}.items():
+        kept[name] = (peak(6, keeps) - peak(4, keeps)) / 2 / (1024 * 32 * 4)
+    # the weights of a block and their gradients are a seventh of such an input
+    assert kept["block"] == pytest.approx(1.0, abs=0.2)
+    assert kept["attention"] == pytest.approx(5.1, abs=0.3)
+    assert kept["all"] > 15
+
+
+def test_chunks_bound_what_is_worked_with():
+    whole, chunked = (peak(2, BLOCK | keeps) for keeps in ({}, {"chunk_tokens": 128}))
+    assert chunked < 0.7 * whole
+
+
+def test_no_gradients_nothing_recomputed_but_chunks(build_gpt, random_tokens):
+    plain, sparing, tokens = build_gpt(), build_gpt(**BLOCK | {"chunk_tokens": 7}), random_tokens(2, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(sparing(tokens).logits, plain(tokens).logits)
+        cache = KVCache(2, max_len=32)
+        logits = torch.cat([sparing(piece, cache=cache).logits for piece in tokens.split([20, 1, 11], 1)], 1)
+    torch.testing.assert_close(logits, plain(tokens).logits)
+
+
+def test_in_chunks_takes_tokens_of_every_tensor():
+    x, y = torch.randn(2, 10, 3, 4), torch.randn(1, 10, 1, 4)
+    sizes = []
+
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        sizes.append(y.shape[1])
+        return x + y, x * y
+
+    assert all(torch.equal(a, b) for a, b in zip(in_chunks(function, x, y, size=4), (x + y, x * y), strict=True))
+    assert sizes == [4, 4, 2]
+    for size in (None, 10):
+        in_chunks(function, x, y, size=size)
+    assert sizes == [4, 4, 2, 10, 10]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"chunk_tokens": 128}, {"offload": True}, {"chunk_tokens": 0, "checkpoint": "block"}, {"checkpoint": "mlp"}]
+)
+def test_settings_that_do_nothing_or_do_not_exist_are_refused(settings):
+    with pytest.raises(ValueError, match=f"model.{next(iter(settings))}="):
+        ModelConfig(**settings)
+
+
+def test_offload_and_compile_exclude_one_another(build_gpt):
+    model, backend = build_gpt(**BLOCK, offload=True), get_backend("sdpa")
+    with pytest.raises(ValueError, match="add compile=false"):
+        under_attention(model, backend, compile_mode="true")
+    assert under_attention(model, backend, compile_mode="auto") is model
+    settings = {"backend": backend, "device": "cuda", "compile_mode": "auto"}
+    assert will_compile(ModelConfig(), **settings) and not will_compile(model.config, **settings)
+
+
+@pytest.mark.gpu
+@every_mode
+@pytest.mark.parametrize("attention", ["sdpa", "triton"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_the_same_training_on_a_gpu(attention, keeps, compiled):
+    if compiled and "offload" in keeps:
+        pytest.skip("refused")
+    shape = {"num_layers": 2, "num_heads": 4, "hidden_size": 256, "max_seq_len": 48}
+    steps = []
+    for each in ({}, keeps):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = GPT(ModelConfig(**shape, **each), vocab_size=61, backend=get_backend(attention)).cuda()
+        tokens = torch.randint(61, (4, 48), device="cuda")
+        run = torch.compile(model, fullgraph=True) if compiled else None
+        steps.append(train_step(model, tokens, tokens, dtype=torch.bfloat16, run=run))
+    assert steps[1][0].item() == pytest.approx(steps[0][0].item(), rel=1e-3)
+    for name, gradient in steps[0][1].items():
+        assert (steps[1][1][name] - gradient).norm() < 0.02 * gradient.norm(), name
+
+
+@pytest.mark.gpu
+def test_block_inputs_wait_on_the_host():
+    """Two more blocks cost the GPU what they keep of attention, but not their inputs."""
+
+    def kept(offload: bool, checkpoint: str) -> float:
+        bytes_of = []
+        for num_layers in (2, 4):
+            config = ModelConfig(
+                num_layers=num_layers, num_heads=4, hidden_size=256, max_seq_len=8192, positions="rope", checkpoint=checkpoint,
+                chunk_tokens=1024, offload=offload,
+            )  # fmt: skip
+            model = GPT(config, vocab_size=61, backend=get_backend("sdpa")).cuda()
+            tokens = torch.randint(61, (1, 8192), device="cuda")
+            before = torch.cuda.memory_allocated()
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = model(tokens, tokens).loss
+            bytes_of.append(torch.cuda.memory_allocated() - before)
+            loss.backward()
+        return (bytes_of[1] - bytes_of[0]) / 2 / (8192 * 256 * 4)
+
+    assert kept(False, "block") == pytest.approx(1.0, abs=0.05)
+    assert kept(True, "block") == pytest.approx(0.0, abs=0.05)
+    assert kept(False, "attention") - kept(True, "attention") == pytest.approx(1.0, abs=0.05)
