@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.interface import AttentionOutput, Backend, Refusal, ScoreMod
+from attention.kernels.choice import KERNELS, obstacle
 from attention.mask import visible_keys
 
 # looked up once: torch.compile cannot trace the look-up
@@ -33,8 +34,12 @@ def triton_attention(
     softmax: str = "online",
     block_q: int = 0,
     block_kv: int = 0,
+    kernel: str = "portable",
 ) -> AttentionOutput:
-    """q (B, H, N, D); k, v (B, H_kv, M, D), any strides. block_q, block_kv: a tile size, or 0 for the one tuned for the device."""
+    """q (B, H, N, D); k, v (B, H_kv, M, D), any strides. block_q, block_kv: a tile size, or 0 for the one tuned for the device.
+
+    kernel: "portable", "hopper", or "auto" for whichever the device and the inputs allow; see attention/kernels/choice.py.
+    """
     from attention.kernels.op import flash_attention
 
     lo = hi = params = None
@@ -51,7 +56,7 @@ def triton_attention(
             raise Refusal("attention=triton needs the score_mod as a @triton.jit function too: ScoreMod(fn, kernel='pkg.module:NAME')")
         mod = score_mod.kernel
         params = None if score_mod.params is None else score_mod.params.to(q.device, torch.float32).contiguous()
-    out, lse = flash_attention(q, k, v, lo, hi, params, causal, scale, mod, softmax, block_q, block_kv)
+    out, lse = flash_attention(q, k, v, lo, hi, params, causal, scale, mod, softmax, block_q, block_kv, kernel)
     return AttentionOutput(out, lse)
 
 
@@ -77,6 +82,13 @@ def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options: Any) -
     if q.device.type == "cpu" and version("triton") < "3.7" and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
         broken = f"the interpreter of Triton {version('triton')} fails with numpy {numpy.__version__}"
         return [f"{broken}; pip install 'numpy<2.4' or 'triton>=3.7'"]
+    kernel = options.get("kernel", "portable")
+    if kernel not in KERNELS:
+        return [f"kernel={kernel} is not one of: {', '.join(KERNELS)}"]
+    if kernel == "hopper" and not torch.compiler.is_compiling():
+        against = obstacle(device=q.device, dtype=q.dtype, head_dim=q.shape[-1])
+        if against:
+            return [f"kernel=hopper asks for kernels that cannot run here: {against}; kernel=auto takes the portable ones there"]
     sizes = ", ".join(map(str, TILE_SIZES))
     return [
         f"a kernel's tile has {sizes} rows and keys, not {name}={options[name]}"
@@ -91,6 +103,7 @@ TRITON = Backend(
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     head_dims=range(1, 257),
     features=frozenset({"gqa", "non_causal", "cross_length", "window", "softcap", "alibi_slopes", "document_ids", "score_mod", "lse"}),
+    options={"kernel": "auto"},
     requirements=refusals,
 )
 

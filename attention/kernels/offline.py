@@ -70,18 +70,24 @@ def signature(
     return types, values, aligned
 
 
+def assemble(ptx: str, capability: int) -> tuple[str, bytes]:
+    """What ptxas says of a kernel, and its machine code."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(ptx)
+        architecture = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={architecture}", file, "-o", file.with_suffix(".cubin")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        return said, file.with_suffix(".cubin").read_bytes()
+
+
 def compile_tile(kernel: str, dtype: str, head_dim: int, variant: str, tile: Tile, *, capability: int = 90) -> Compiled:
     """dtype as Triton writes it: bf16, fp16 or fp32. Raises what Triton raises where the tile cannot be compiled."""
     types, values, aligned = signature(kernel, dtype, head_dim, variant, tile.block_q, tile.block_kv)
     source = ASTSource(KERNELS[kernel], types, constexprs=values, attrs=aligned)
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    with tempfile.TemporaryDirectory() as folder:
-        ptx = Path(folder) / "kernel.ptx"
-        ptx.write_text(binary.asm["ptx"])
-        architecture = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
-        command = [get_ptxas(capability).path, "-v", f"--gpu-name={architecture}", ptx, "-o", ptx.with_suffix(".cubin")]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    said, _ = assemble(binary.asm["ptx"], capability)
     return Compiled(
         variant=variant,
         registers=int(re.search(r"Used (\d+) registers", said)[1]),

@@ -15,6 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels import defects
 from attention.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
+from attention.kernels.choice import choose_kernel
 from attention.kernels.forward import forward_kernel
 from attention.kernels.launch import padded_head_dim, pick_tile
 from attention.kernels.softmax import ONLINE
@@ -102,6 +103,11 @@ def query_ranges(lo: Tensor, hi: Tensor, num_keys: int, block_kv: int) -> Tensor
     return torch.stack(bounds, -1).int()
 
 
+def runs_hopper(kernel: str, q: Tensor, scale: float, score_mod: str, softmax: str, tile: int) -> bool:
+    inputs = {"device": q.device, "dtype": q.dtype, "head_dim": q.shape[-1], "scale": scale}
+    return choose_kernel(kernel, **inputs, score_mod=score_mod, softmax=softmax, tile=tile).kernel == "hopper"
+
+
 def batch_stride(x: Tensor | None) -> int:
     return 0 if x is None or x.shape[0] == 1 else x.stride(0)
 
@@ -120,18 +126,24 @@ def flash_attention(
     softmax: str,
     block_q: int,
     block_kv: int,
+    kernel: str = "portable",
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, N, D) and lse (B, H, N) float32 for q (B, H, N, D); k, v (B, H_kv, M, D).
 
     lo, hi: (B or 1, N) int32, the interval of keys each query sees; without them all, or by `causal`. score_mod: pkg.module:NAME of a
     @triton.jit function or "", params (float32) its numbers. softmax: a name in SOFTMAXES. block_q, block_kv: the tile, or 0 for the
-    table's.
+    table's. kernel: auto, portable or hopper, see choice.py.
     """
     dtype = q.dtype
     q, k, v = readable(q), readable(k), readable(v)
     (batch, num_heads, num_queries, _), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
     out = empty_heads(q)
     lse = q.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
+    if runs_hopper(kernel, q, scale, score_mod, softmax, block_q or block_kv):
+        from attention.kernels.hopper import launch as hopper
+
+        hopper.forward(q, k, v, out, lse, lo, hi, causal=causal, scale=scale)
+        return out, lse
     meta = constants("forward", q, causal, lo, score_mod, block_q, block_kv)
     grid = (triton.cdiv(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
     forward_kernel[grid](
@@ -165,12 +177,19 @@ def flash_attention_backward(
     softmax: str,
     block_q: int,
     block_kv: int,
+    kernel: str = "portable",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, in the dtypes and shapes of q, k, v, from what flash_attention took and gave."""
     dtype = q.dtype
     d_out, q, k, v, out = readable(d_out), readable(q), readable(k), readable(v), readable(out)
     (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
     dq, dk, dv = empty_heads(q), empty_heads(k), empty_heads(v)
+    if runs_hopper(kernel, q, scale, score_mod, softmax, block_q or block_kv) and not torch.are_deterministic_algorithms_enabled():
+        from attention.kernels.hopper import launch as hopper
+
+        ranges = None if lo is None else query_ranges(lo, hi, num_keys, hopper.BLOCK_KV)
+        hopper.backward(d_out, d_lse, q, k, v, out, lse, dq, dk, dv, lo, hi, ranges, causal=causal, scale=scale)
+        return dq, dk, dv
     groups = num_heads // num_kv_heads
     sizes = (num_queries, num_keys, scale, scale * math.log2(math.e))
 

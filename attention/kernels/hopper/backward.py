@@ -1,0 +1,381 @@
+"""The backward kernel for Hopper: one pass over the keys gives dk, dv and dq, with five products a tile where the portable pair has seven.
+
+A program owns BLOCK_KV = 128 keys and walks the queries that see them, for every query head of its group. Its producer (one warp) has
+q and d_out tiles copied to shared memory, with each row's lse and delta beside them; its two consumers (four warps each) own 64 keys
+apiece. Scores are transposed (keys, queries), as in attention/kernels/backward.py: p and ds feed dv and dk from registers. ds also goes to
+shared memory, where both consumers read it for dq. A step issues
+
+    scores = k q^T, dp = v do^T | dv += p do | (both have written ds) dq = ds^T k, dk += ds q
+
+and adds dq to global memory, in float32, while the product of dk runs. Programs add to the same dq in any order, so dq is the same only up
+to rounding from run to run: torch.use_deterministic_algorithms(True) takes the portable pair.
+
+Dimensions: H query heads, N queries, M keys, D head dim; a tile is 64 keys a consumer by BLOCK_Q queries; an item is what a ring's slot
+holds.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from attention.kernels.hopper.primitives import add_box, await_all, computed_here, load_box, make_ring, store_box, where_less
+
+OWN = gl.constexpr(64)  # keys of a consumer
+BLOCK_KV = gl.constexpr(128)
+BOTH = gl.constexpr(8)  # the named barrier at which the consumers meet; Triton uses the first ones
+
+
+@gluon.jit
+def find_keys(num_blocks, section_heads, batch_heads):
+    """Key/value head (counted through the batch) and block of keys. Causal: the first keys are seen by the most queries, and come first in
+    all heads of a section, whose queries and gradients stay in the L2 cache."""
+    program = gl.program_id(0)
+    section = program // (section_heads * num_blocks)
+    within = program % (section_heads * num_blocks)
+    first_head = section * section_heads
+    heads = gl.minimum(section_heads, batch_heads - first_head)
+    return first_head + within % heads, within // heads
+
+
+@gluon.jit
+def queries_seeing(
+    start_kv, block, ranges_ptr, N, M, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, BLOCK_Q: gl.constexpr
+):  # fmt: skip
+    """first, full_first, full_last, last: queries first : last see some of these keys, full_first : full_last all of them; first is a
+    multiple of BLOCK_Q."""
+    first = gl.to_tensor(0)
+    full_first = first
+    full_last = first + N
+    last = first + N
+    if INTERVALS:
+        first = gl.load(ranges_ptr + block * 4) // BLOCK_Q * BLOCK_Q
+        full_first = gl.load(ranges_ptr + block * 4 + 1)
+        full_last = gl.load(ranges_ptr + block * 4 + 2)
+        last = gl.load(ranges_ptr + block * 4 + 3)
+        # past the last query nothing is masked: its p is 0
+        full_last = gl.where(full_last == N, N + BLOCK_Q, full_last)
+    elif CAUSAL:
+        first = gl.maximum(start_kv + N - M, 0) // BLOCK_Q * BLOCK_Q
+        full_first = gl.maximum(start_kv + (BLOCK_KV - 1) + N - M, 0)
+    return first, full_first, full_last, last
+
+
+@gluon.jit
+def load_rows(ptr, start, N, OTHER: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """One number a query, by one warp."""
+    rows = start + gl.arange(0, BLOCK_Q, gl.BlockedLayout([BLOCK_Q // 32], [32], [1], [0]))
+    return gl.load(ptr + rows, mask=rows < N, other=OTHER)
+
+
+@gluon.jit
+def producer(
+    q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,
+    k_tiles, v_tiles, kv_full, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows,
+    stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M,
+    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    batch_head, block = find_keys(gl.cdiv(M, BLOCK_KV), section_heads, batch_heads)
+    batch = batch_head // num_kv_heads
+    kv_head = batch_head % num_kv_heads
+    start_kv = block * BLOCK_KV
+    if INTERVALS:
+        lo_ptr += batch * stride_interval
+        hi_ptr += batch * stride_interval
+        ranges_ptr += batch * stride_ranges
+    first, _, _, last = queries_seeing(start_kv, block, ranges_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q)
+
+    mbarrier.expect(kv_full, 4 * k_desc.block_type.nbytes)
+    for half in gl.static_range(2):
+        load_box(k_desc, [batch, kv_head, start_kv + half * OWN, 0], kv_full, k_tiles.index(half))
+        load_box(v_desc, [batch, kv_head, start_kv + half * OWN, 0], kv_full, v_tiles.index(half))
+
+    item = gl.to_tensor(0)
+    for group in range(0, groups):
+        head = kv_head * groups + group
+        offset = (batch_head * groups + group).to(gl.int64) * N
+        # one step ahead, so that they are here when their turn comes
+        lse = load_rows(lse_log2_ptr + offset, first, N, float("inf"), BLOCK_Q)
+        delta = load_rows(delta_ptr + offset, first, N, 0.0, BLOCK_Q)
+        for start_q in range(first, last, BLOCK_Q):
+            q_ring.await_empty(item)
+            mbarrier.expect(q_ring.full_barrier(item), q_desc.block_type.nbytes)
+            load_box(q_desc, [batch, head, start_q, 0], q_ring.full_barrier(item), q_ring.buffer(item))
+            lse_rows.index(item % STAGES).store(lse)
+            if INTERVALS:
+                lo_rows.index(item % STAGES).store(load_rows(lo_ptr, start_q, N, 0, BLOCK_Q))
+                hi_rows.index(item % STAGES).store(load_rows(hi_ptr, start_q, N, 0, BLOCK_Q))
+            mbarrier.arrive(q_ring.full_barrier(item))
+            do_ring.await_empty(item)
+            mbarrier.expect(do_ring.full_barrier(item), do_desc.block_type.nbytes)
+            load_box(do_desc, [batch, head, start_q, 0], do_ring.full_barrier(item), do_ring.buffer(item))
+            delta_rows.index(item % STAGES).store(delta)
+            mbarrier.arrive(do_ring.full_barrier(item))
+            lse = load_rows(lse_log2_ptr + offset, start_q + BLOCK_Q, N, float("inf"), BLOCK_Q)
+            delta = load_rows(delta_ptr + offset, start_q + BLOCK_Q, N, 0.0, BLOCK_Q)
+            item += 1
+
+
+@gluon.jit
+def mask_probabilities(p, start_q, edge, lo_row, hi_row, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr):
+    """p (keys, queries), 0 where the query does not see the key. edge, the one number that is held through the loop: the first key; or,
+    causal, the query that sees it as its last; or, in a ragged tail, that key counted from the end of the keys."""
+    LAYOUT: gl.constexpr = p.type.layout
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    BLOCK_Q: gl.constexpr = p.shape[1]
+    keys = gl.expand_dims(computed_here(edge) + gl.arange(0, OWN, gl.SliceLayout(1, LAYOUT)), 1)
+    if INTERVALS:
+        p = where_less(p, keys, gl.expand_dims(hi_row.load(COLUMNS), 0), "0")
+        p = where_less(p, gl.expand_dims(lo_row.load(COLUMNS), 0), keys + 1, "0")
+    elif CAUSAL:
+        p = where_less(p, keys - 1, gl.expand_dims(start_q + gl.arange(0, BLOCK_Q, COLUMNS), 0), "0")
+    else:
+        p = where_less(p, keys, 0, "0")
+    return p
+
+
+@gluon.jit
+def add_queries(
+    dk, dv, item, start_q, edge, batch_query_head, must_mask, dq_desc, k_tiles, v_tiles, q_ring, do_ring,
+    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
+    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """What the queries start_q : start_q + BLOCK_Q add to dk and dv of this consumer's keys, and these 128 keys to dq."""
+    dtype: gl.constexpr = k_tiles.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADIENT, 2)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    # of a dq tile each consumer computes half: 64 of 128 rows, or all of 64 rows and half of the columns
+    BY_ROWS: gl.constexpr = BLOCK_Q == 128
+    DQ_COLUMNS: gl.constexpr = D if BY_ROWS else D // 2
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
+    zeros = gl.zeros([OWN, BLOCK_Q], gl.float32, SCORES)
+    k = k_tiles.index(SELF).reshape([OWN, D])
+    v = v_tiles.index(SELF).reshape([OWN, D])
+    q = q_ring.buffer(item).reshape([BLOCK_Q, D])
+    do = do_ring.buffer(item).reshape([BLOCK_Q, D])
+    slot = item % STAGES
+
+    q_ring.await_full(item)
+    product = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    do_ring.await_full(item)
+    dp_pending = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=(product,))
+    # lse and delta are read where they are used: 32 registers less than held through the step
+    p = gl.exp2(scores * scale_log2 - gl.expand_dims(lse_rows.index(slot).load(COLUMNS), 0))
+    if MASKED:  # noqa: SIM102, a constant around a value
+        if must_mask:
+            p = mask_probabilities(p, start_q, edge + SELF * OWN, lo_rows.index(slot), hi_rows.index(slot), CAUSAL, INTERVALS)
+    p_operand = gl.convert_layout(p.to(dtype), OPERAND)
+    dp = warpgroup_mma_wait(0, deps=(dp_pending,))
+    ds = (p * (dp - gl.expand_dims(delta_rows.index(slot).load(COLUMNS), 0))).to(dtype)
+    pair = (item & 1) * 2  # two pairs of ds tiles: the other consumer may still be reading the last one
+    ds_tiles.index(pair + SELF).store(ds)
+    fence_async_shared()
+    dv_pending = warpgroup_mma(p_operand, do, dv, is_async=True)
+    await_all(BOTH)
+    dq_pending = gl.zeros([OWN, DQ_COLUMNS], gl.float32, DQ)
+    for half in gl.static_range(2):
+        ds_half = ds_tiles.index(pair + half)
+        k_half = k_tiles.index(half).reshape([OWN, D])
+        if BY_ROWS:
+            ds_half = ds_half.slice(SELF * 64, 64, 1)
+        else:
+            k_half = k_half.slice(SELF * DQ_COLUMNS, DQ_COLUMNS, 1)
+        dq_pending = warpgroup_mma(ds_half.permute((1, 0)), k_half, dq_pending, use_acc=half > 0, is_async=True)
+    dk_pending = warpgroup_mma(gl.convert_layout(ds, OPERAND), q, dk, is_async=True)
+    dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
+    do_ring.release(item)
+    tma.store_wait(0)
+    dq_tiles.index(SELF).reshape([64, DQ_COLUMNS]).store(dq)
+    fence_async_shared()
+    if BY_ROWS:
+        add_box(dq_desc, [batch_query_head, start_q + SELF * 64, 0], dq_tiles.index(SELF))
+    else:
+        add_box(dq_desc, [batch_query_head, start_q, SELF * DQ_COLUMNS], dq_tiles.index(SELF))
+    dk = warpgroup_mma_wait(0, deps=(dk_pending,))
+    q_ring.release(item)
+    return dk, dv
+
+
+@gluon.jit
+def walk_queries(
+    dk, dv, item, first, full_first, full_last, last, edge, batch_query_head, dq_desc, k_tiles, v_tiles,
+    q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
+    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """All that one query head adds: queries first : last see some of these keys, full_first : full_last all of them."""
+    # a causal mask in a copy of the loop spills less with 128 queries a step, in a branch of the one loop with 64
+    BRANCH: gl.constexpr = MASKED and BLOCK_Q == 64
+    gl.static_assert(BLOCK_Q == 64 or not INTERVALS and CAUSAL >= MASKED)
+    middle = first
+    if MASKED and not BRANCH:
+        middle = gl.minimum(first + gl.cdiv(gl.maximum(full_first - first, 0), BLOCK_Q) * BLOCK_Q, last)
+        for start_q in range(first, middle, BLOCK_Q):
+            dk, dv = add_queries(
+                dk, dv, item, start_q, edge, batch_query_head, True, dq_desc, k_tiles, v_tiles, q_ring, do_ring,
+                lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
+                SELF, CAUSAL, INTERVALS, True, D, BLOCK_Q, STAGES,
+            )  # fmt: skip
+            item += 1
+    for start_q in range(middle, last, BLOCK_Q):
+        if INTERVALS:
+            must_mask = (start_q < full_first) | (start_q + BLOCK_Q > full_last)
+        elif CAUSAL:
+            must_mask = start_q < edge + (BLOCK_KV - 1)
+        else:
+            must_mask = edge + BLOCK_KV > 0
+        dk, dv = add_queries(
+            dk, dv, item, start_q, edge, batch_query_head, must_mask, dq_desc, k_tiles, v_tiles, q_ring, do_ring,
+            lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
+            SELF, CAUSAL, INTERVALS, BRANCH, D, BLOCK_Q, STAGES,
+        )  # fmt: skip
+        item += 1
+    return dk, dv, item
+
+
+@gluon.jit
+def consumer(
+    dq_desc, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
+    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles,
+    stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
+    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """SELF: which of the two consumers this is."""
+    dtype: gl.constexpr = k_tiles.dtype
+    GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    batch_head, block = find_keys(gl.cdiv(M, BLOCK_KV), section_heads, batch_heads)
+    batch = batch_head // num_kv_heads
+    kv_head = batch_head % num_kv_heads
+    start_kv = block * BLOCK_KV
+    if INTERVALS:
+        ranges_ptr += batch * stride_ranges
+    first, full_first, full_last, last = queries_seeing(start_kv, block, ranges_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q)
+    edge = start_kv
+    if not INTERVALS:
+        if CAUSAL:
+            edge += N - M
+        else:
+            edge -= M
+    dk = gl.zeros([OWN, D], gl.float32, GRADIENT)
+    dv = gl.zeros([OWN, D], gl.float32, GRADIENT)
+    mbarrier.wait(kv_full, 0)
+    item = gl.to_tensor(0)
+    if GROUPED:
+        for group in range(0, groups):
+            dk, dv, item = walk_queries(
+                dk, dv, item, first, full_first, full_last, last, edge, batch_head * groups + group, dq_desc, k_tiles, v_tiles,
+                q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
+                SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES,
+            )  # fmt: skip
+    else:
+        # not a loop of one: it would take registers
+        dk, dv, item = walk_queries(
+            dk, dv, item, first, full_first, full_last, last, edge, batch_head, dq_desc, k_tiles, v_tiles,
+            q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
+            SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES,
+        )  # fmt: skip
+    # what the tiles of v and k hold is no longer needed: this consumer's own v, and k once both have computed dq
+    v_tiles.index(SELF).reshape([OWN, D]).store(dv.to(dtype))
+    await_all(BOTH)
+    k_tiles.index(SELF).reshape([OWN, D]).store((dk * scale).to(dtype))
+    fence_async_shared()
+    store_box(dv_desc, [batch, kv_head, start_kv + SELF * OWN, 0], v_tiles.index(SELF))
+    store_box(dk_desc, [batch, kv_head, start_kv + SELF * OWN, 0], k_tiles.index(SELF))
+    tma.store_wait(0)
+
+
+# lengths and counts are not specialised: a batch of another length does not compile anew
+@gluon.jit(do_not_specialize=["stride_interval", "stride_ranges", "num_kv_heads", "groups", "batch_heads", "section_heads", "N", "M"])
+def backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,
+    stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
+    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """batch_heads: key/value heads of the batch. MASKED: some tile may hold keys that are not seen."""
+    dtype: gl.constexpr = q_desc.dtype
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], v_desc.layout)
+    q_ring = make_ring(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout), STAGES, 2, 2)
+    do_ring = make_ring(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], do_desc.layout), STAGES, 2, 2)
+    lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], LINE)
+    delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], LINE)
+    lo_rows = lse_rows
+    hi_rows = lse_rows
+    if INTERVALS:
+        lo_rows = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_Q], LINE)
+        hi_rows = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_Q], LINE)
+    ds_tiles = gl.allocate_shared_memory(dtype, [4, OWN, BLOCK_Q], gl.NVMMASharedLayout.get_default_for([OWN, BLOCK_Q], dtype))
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 1, dq_desc.block_type.shape[1], dq_desc.block_type.shape[2]], dq_desc.layout)
+    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_full, 1)
+    fence_async_shared()
+    gl.warp_specialize([
+        (consumer, (dq_desc, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
+                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles,
+                    stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
+                    0, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES)),
+        (consumer, (dq_desc, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
+                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles,
+                    stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
+                    1, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES)),
+        (producer, (q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,
+                    k_tiles, v_tiles, kv_full, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows,
+                    stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M,
+                    CAUSAL, INTERVALS, BLOCK_Q, STAGES)),
+    ], [4, 1], [240, 24])  # fmt: skip
+
+
+@triton.jit
+def prepare_kernel(
+    out_ptr, do_ptr, lse_ptr, d_lse_ptr, delta_ptr, lse_log2_ptr, dq_ptr,
+    stride_ob, stride_oh, stride_on, stride_dob, stride_doh, stride_don, num_heads, N,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """delta as in attention/kernels/backward.py, lse in base 2, and zeros into dq (B * H, N, D) float32, to which the programs add."""
+    # from the end: what was written last is still in the L2 cache
+    start_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
+    batch_head = tl.num_programs(1) - 1 - tl.program_id(1)
+    batch = tl.cast(batch_head // num_heads, tl.int64)
+    head = tl.cast(batch_head % num_heads, tl.int64)
+    rows = start_q + tl.arange(0, BLOCK_Q)
+    column = tl.arange(0, D)
+    inside = rows < N
+    row = tl.cast(rows, tl.int64)[:, None]
+    out = tl.load(out_ptr + batch * stride_ob + head * stride_oh + row * stride_on + column[None, :], mask=inside[:, None], other=0.0)
+    do = tl.load(do_ptr + batch * stride_dob + head * stride_doh + row * stride_don + column[None, :], mask=inside[:, None], other=0.0)
+    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+    offset = tl.cast(batch_head, tl.int64) * N
+    if d_lse_ptr is not None:
+        delta -= tl.load(d_lse_ptr + offset + rows, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + offset + rows, mask=inside, other=0.0)
+    # a row without a key gets +inf, so that its p = exp2(score - lse) is 0
+    lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    tl.store(delta_ptr + offset + rows, delta, mask=inside)
+    tl.store(lse_log2_ptr + offset + rows, lse_log2, mask=inside)
+    tl.store(dq_ptr + (offset + row) * D + column[None, :], tl.zeros([BLOCK_Q, D], tl.float32), mask=inside[:, None])
+
+
+@triton.jit
+def convert_dq_kernel(
+    sum_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqn, num_heads, N, scale, D: tl.constexpr, BLOCK_Q: tl.constexpr
+):  # fmt: skip
+    """dq (B, H, N, D) in its own dtype from the sum (B * H, N, D) in float32."""
+    start_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
+    batch_head = tl.num_programs(1) - 1 - tl.program_id(1)
+    batch = tl.cast(batch_head // num_heads, tl.int64)
+    head = tl.cast(batch_head % num_heads, tl.int64)
+    rows = start_q + tl.arange(0, BLOCK_Q)
+    column = tl.arange(0, D)
+    inside = (rows < N)[:, None]
+    row = tl.cast(rows, tl.int64)[:, None]
+    dq = tl.load(sum_ptr + (tl.cast(batch_head, tl.int64) * N + row) * D + column[None, :], mask=inside, other=0.0) * scale
+    dq_ptr += batch * stride_dqb + head * stride_dqh
+    tl.store(dq_ptr + row * stride_dqn + column[None, :], dq.to(dq_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,357 @@
+"""The forward kernel for Hopper: the algorithm of attention/kernels/forward.py, divided among warps so that softmax and products overlap.
+
+A program is a producer (one warp, which has tiles copied to shared memory) and CONSUMERS (four warps each, which own BLOCK_Q queries
+apiece). A consumer issues the scores' product of one tile of keys together with the output's product of the tile before, and does the
+softmax of the former while the latter runs:
+
+    tensor cores   q k1 | q k2 , p1 v1 | q k3 , p2 v2 | ...
+    softmax             | p1           | p2           | ...
+
+A program stays on its multiprocessor and draws one piece of work (the CONSUMERS * BLOCK_Q queries of a head) after the other. It
+walks the keys backwards, from the diagonal of a causal mask down, so that the first tile of keys is the masked one.
+
+Query i sees the keys lo[i] <= j < hi[i], as in attention/mask.py. With INTERVALS both ends are loaded; otherwise lo is 0, and hi follows
+from CAUSAL. Scores are in base 2, as in the portable kernel.
+
+Dimensions: H query heads, N queries, M keys, D head dim; a tile is BLOCK_Q queries by BLOCK_KV keys; an item is what a ring's slot holds.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from attention.kernels.hopper.primitives import await_all, computed_here, load_box, make_ring, signal, store_box, where_less
+
+# named barriers from here on are free: Triton uses the first ones
+FIRST_TURN = gl.constexpr(8)
+
+
+@gluon.jit
+def find_work(work, num_blocks, section_heads, batch_heads):
+    """Head (counted through the batch) and block of queries. The longest blocks of all heads of a section come first, and a section's
+    keys and values stay in the L2 cache."""
+    section = work // (section_heads * num_blocks)
+    within = work % (section_heads * num_blocks)
+    first_head = section * section_heads
+    heads = gl.minimum(section_heads, batch_heads - first_head)
+    return first_head + within % heads, num_blocks - 1 - within // heads
+
+
+@gluon.jit
+def first_row(block, num_blocks, N, BLOCK_Q: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Where a block of queries starts. Blocks end with the sequence, so that the incomplete one is the first, which a causal mask gives
+    the fewest keys; its start is negative, and consumers whose rows lie before row 0 write nothing."""
+    return (block - num_blocks) * BLOCK_Q * CONSUMERS + gl.cdiv(N, BLOCK_Q) * BLOCK_Q
+
+
+@gluon.jit
+def tiles_seen(
+    start, stop, lo_ptr, hi_ptr, N, M, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, BLOCK_KV: gl.constexpr
+):  # fmt: skip
+    """first, last: the tiles of keys that some row of start : stop sees. At least one, so that rows without a key get statistics too."""
+    first = gl.to_tensor(0)
+    last = gl.cdiv(M, BLOCK_KV)
+    if INTERVALS:
+        # both ends are non-decreasing, so the extremes stand in the first and the last row
+        first = gl.load(lo_ptr + gl.maximum(start, 0)) // BLOCK_KV
+        last = gl.cdiv(gl.load(hi_ptr + gl.maximum(gl.minimum(stop, N) - 1, 0)), BLOCK_KV)
+    elif CAUSAL:
+        last = gl.minimum(last, gl.cdiv(gl.maximum(stop + M - N, 0), BLOCK_KV))
+    return first, gl.maximum(last, first + 1)
+
+
+@gluon.jit
+def tiles_unmasked(start, stop, lo_ptr, hi_ptr, N, M, INTERVALS: gl.constexpr, BLOCK_KV: gl.constexpr):
+    """first, last: the tiles of keys that every row of start : stop sees whole."""
+    first = gl.to_tensor(0)
+    if INTERVALS:
+        first = gl.cdiv(gl.load(lo_ptr + gl.maximum(gl.minimum(stop, N) - 1, 0)), BLOCK_KV)
+        last = gl.load(hi_ptr + gl.maximum(start, 0)) // BLOCK_KV
+    else:
+        last = gl.maximum(start + 1 + M - N, 0) // BLOCK_KV
+    return first, last
+
+
+@gluon.jit
+def keys_seen(rows, lo_ptr, hi_ptr, N, M, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr):
+    """lo and hi of these rows."""
+    lo = gl.zeros_like(rows)
+    hi = lo + M
+    if INTERVALS:
+        inside = (rows >= 0) & (rows < N)
+        lo = gl.load(lo_ptr + rows, mask=inside, other=0)
+        hi = gl.load(hi_ptr + rows, mask=inside, other=0)
+    elif CAUSAL:
+        hi = gl.minimum(hi, rows + (1 + M - N))
+    return lo, hi
+
+
+@gluon.jit
+def mask_scores(scores, start_kv, lo, hi, INTERVALS: gl.constexpr):
+    BLOCK_KV: gl.constexpr = scores.shape[1]
+    keys = gl.expand_dims(computed_here(start_kv) + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, scores.type.layout)), 0)
+    scores = where_less(scores, keys, gl.expand_dims(hi, 1), "-inf")
+    if INTERVALS:
+        scores = where_less(scores, gl.expand_dims(lo - 1, 1), keys, "-inf")
+    return scores
+
+
+@gluon.jit
+def online_softmax(scores, row_max, row_sum, scale_log2, dtype: gl.constexpr, OPERAND: gl.constexpr, MASKED: gl.constexpr):
+    """OnlineSoftmax.update but for the accumulator: p as the next product takes it, the new state, and alpha."""
+    next_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
+    shift = next_max
+    if MASKED:  # a row that has seen no key has -inf, and -inf - -inf is NaN
+        shift = gl.where(next_max == float("-inf"), 0.0, next_max)
+    p = gl.exp2(scores * scale_log2 - gl.expand_dims(shift, 1))
+    alpha = gl.exp2(row_max - shift)
+    row_sum = row_sum * alpha + gl.sum(p, 1)
+    return gl.convert_layout(p.to(dtype), OPERAND), next_max, row_sum, alpha
+
+
+@gluon.jit
+def producer(
+    q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, q_ring, k_ring, v_ring, work_ring,
+    stride_interval, num_heads, groups, batch_heads, section_heads, N, M,
+    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    num_blocks = gl.cdiv(N, BLOCK_Q * CONSUMERS)
+    programs = gl.num_programs(0)
+    work = gl.program_id(0)
+    visit = gl.to_tensor(0)
+    item = gl.to_tensor(0)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    while work < batch_heads * num_blocks:
+        batch_head, block = find_work(work, num_blocks, section_heads, batch_heads)
+        batch = batch_head // num_heads
+        head = batch_head % num_heads
+        kv_head = head // groups
+        # claim the next piece of work now, and tell the consumers
+        work = programs + gl.atomic_add(counter_ptr, 1)
+        work_ring.await_empty(visit)
+        work_ring.buffer(visit).store(gl.full([1], work, gl.int32, one))
+        mbarrier.arrive(work_ring.full_barrier(visit))
+
+        start = first_row(block, num_blocks, N, BLOCK_Q, CONSUMERS)
+        lo = lo_ptr
+        hi = hi_ptr
+        if INTERVALS:
+            lo += batch * stride_interval
+            hi += batch * stride_interval
+        first, last = tiles_seen(start, start + BLOCK_Q * CONSUMERS, lo, hi, N, M, CAUSAL, INTERVALS, BLOCK_KV)
+        for step in range(0, last - first):
+            start_kv = (last - 1 - step) * BLOCK_KV
+            if step == 0:
+                for consumer in gl.static_range(CONSUMERS):
+                    q_item = visit * CONSUMERS + consumer
+                    q_ring.await_empty(q_item)
+                    mbarrier.expect(q_ring.full_barrier(q_item), q_desc.block_type.nbytes)
+                    # a box must not start before the tensor; these rows are not used
+                    row = gl.maximum(start + consumer * BLOCK_Q, 0)
+                    load_box(q_desc, [batch, head, row, 0], q_ring.full_barrier(q_item), q_ring.buffer(q_item))
+                    if consumer == 0:  # all that the first product needs comes first
+                        k_ring.await_empty(item)
+                        mbarrier.expect(k_ring.full_barrier(item), k_desc.block_type.nbytes)
+                        load_box(k_desc, [batch, kv_head, start_kv, 0], k_ring.full_barrier(item), k_ring.buffer(item))
+            else:
+                k_ring.await_empty(item)
+                mbarrier.expect(k_ring.full_barrier(item), k_desc.block_type.nbytes)
+                load_box(k_desc, [batch, kv_head, start_kv, 0], k_ring.full_barrier(item), k_ring.buffer(item))
+            v_ring.await_empty(item)
+            mbarrier.expect(v_ring.full_barrier(item), v_desc.block_type.nbytes)
+            load_box(v_desc, [batch, kv_head, start_kv, 0], v_ring.full_barrier(item), v_ring.buffer(item))
+            item += 1
+        visit += 1
+    if gl.atomic_add(counter_ptr + 1, 1) == programs - 1:
+        # the last program leaves the counters as the next launch wants them
+        gl.store(counter_ptr, 0)
+        gl.store(counter_ptr + 1, 0)
+
+
+@gluon.jit
+def begin_turn(consumer: gl.constexpr, TURNS: gl.constexpr):
+    """Consumers issue their products one after the other, so that one's softmax falls into the others' products."""
+    if TURNS:
+        await_all(FIRST_TURN + consumer)
+
+
+@gluon.jit
+def end_turn(consumer: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr):
+    if TURNS:
+        signal(FIRST_TURN + (consumer + 1) % CONSUMERS)
+
+
+@gluon.jit
+def hand_back(item, count, k_ring, v_ring, consumer: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr):
+    """Release `count` tiles that other consumers need and this one does not."""
+    for _ in range(0, count):
+        k_ring.await_full(item)
+        k_ring.release(item)
+        v_ring.await_full(item)
+        v_ring.release(item)
+        begin_turn(consumer, TURNS)
+        end_turn(consumer, CONSUMERS, TURNS)
+        item += 1
+    return item
+
+
+@gluon.jit
+def consumer(
+    out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
+    stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
+    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, FIRST_MASKED: gl.constexpr, EDGES: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """SELF: which of the consumers this is."""
+    dtype: gl.constexpr = out_desc.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    zeros = gl.zeros([BLOCK_Q, BLOCK_KV], gl.float32, SCORES)
+    num_blocks = gl.cdiv(N, BLOCK_Q * CONSUMERS)
+    work = gl.program_id(0)
+    visit = gl.to_tensor(0)
+    item = gl.to_tensor(0)
+    if SELF == CONSUMERS - 1:
+        end_turn(SELF, CONSUMERS, TURNS)  # the first turn is the first consumer's
+    while work < batch_heads * num_blocks:
+        batch_head, block = find_work(work, num_blocks, section_heads, batch_heads)
+        batch = batch_head // num_heads
+        lo_base = lo_ptr
+        hi_base = hi_ptr
+        if INTERVALS:
+            lo_base += batch * stride_interval
+            hi_base += batch * stride_interval
+        block_start = first_row(block, num_blocks, N, BLOCK_Q, CONSUMERS)
+        start = block_start + SELF * BLOCK_Q
+        stop = start + BLOCK_Q
+        rows = start + gl.arange(0, BLOCK_Q, ROWS)
+        lo, hi = keys_seen(rows, lo_base, hi_base, N, M, CAUSAL, INTERVALS)
+        first, last = tiles_seen(block_start, block_start + BLOCK_Q * CONSUMERS, lo_base, hi_base, N, M, CAUSAL, INTERVALS, BLOCK_KV)
+        own_first = first
+        own_last = last
+        if CAUSAL or INTERVALS:
+            own_first, own_last = tiles_seen(start, stop, lo_base, hi_base, N, M, CAUSAL, INTERVALS, BLOCK_KV)
+            own_first = gl.minimum(own_first, last - 1)
+            own_last = gl.minimum(own_last, last)
+        full_first, full_last = tiles_unmasked(start, stop, lo_base, hi_base, N, M, INTERVALS, BLOCK_KV)
+        q_item = visit * CONSUMERS + SELF
+        q = q_ring.buffer(q_item).reshape([BLOCK_Q, D])
+        q_ring.await_full(q_item)
+        item = hand_back(item, last - own_last, k_ring, v_ring, SELF, CONSUMERS, TURNS)
+
+        # the first tile: its scores alone
+        acc = gl.zeros([BLOCK_Q, D], gl.float32, OUT)
+        row_max = gl.full([BLOCK_Q], float("-inf"), gl.float32, ROWS)
+        row_sum = gl.full([BLOCK_Q], 0.0, gl.float32, ROWS)
+        k_ring.await_full(item)
+        begin_turn(SELF, TURNS)
+        k = k_ring.buffer(item).reshape([BLOCK_KV, D])
+        product = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        end_turn(SELF, CONSUMERS, TURNS)
+        scores = warpgroup_mma_wait(0, deps=(product,))
+        k_ring.release(item)
+        if FIRST_MASKED:
+            scores = mask_scores(scores, (own_last - 1) * BLOCK_KV, lo, hi, INTERVALS)
+        p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2, dtype, P, FIRST_MASKED)
+        item += 1
+        k_ring.await_full(item, pred=own_last - own_first > 1)
+
+        # every further tile: its scores together with the output of the tile before
+        for tile in range(own_last - 2, own_first - 1, -1):
+            begin_turn(SELF, TURNS)
+            k = k_ring.buffer(item).reshape([BLOCK_KV, D])
+            product = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            v_ring.await_full(item - 1)
+            v = v_ring.buffer(item - 1).reshape([BLOCK_KV, D])
+            acc_pending = warpgroup_mma(p, v, acc, is_async=True)
+            end_turn(SELF, CONSUMERS, TURNS)
+            scores = warpgroup_mma_wait(1, deps=(product,))
+            k_ring.release(item)
+            if EDGES:  # noqa: SIM102, a constant around a value
+                if (tile < full_first) | (tile >= full_last):
+                    scores = mask_scores(scores, tile * BLOCK_KV, lo, hi, INTERVALS)
+            next_p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2, dtype, P, EDGES)
+            item += 1
+            # waited for here, though it is needed above: ptxas moves the next wait up to the last one, before the exponentials, unless a
+            # branch stands between them
+            k_ring.await_full(item, pred=tile > own_first)
+            acc, p = warpgroup_mma_wait(0, deps=(acc_pending, p))
+            v_ring.release(item - 2)
+            acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, OUT)), 1)
+            p = next_p
+
+        # the output of the last tile
+        q_ring.release(q_item)
+        v_ring.await_full(item - 1)
+        v = v_ring.buffer(item - 1).reshape([BLOCK_KV, D])
+        acc_pending = warpgroup_mma(p, v, acc, is_async=True)
+        no_key = row_max == float("-inf")
+        row_sum = gl.where(no_key, 1.0, row_sum)
+        lse = (row_max + gl.log2(row_sum)) * 0.6931471805599453  # back to the natural logarithm
+        gl.store(lse_ptr + batch_head.to(gl.int64) * N + rows, lse, mask=(rows >= 0) & (rows < N))
+        tma.store_wait(0)
+        acc = warpgroup_mma_wait(0, deps=(acc_pending,))
+        v_ring.release(item - 1)
+        item = hand_back(item, own_first - first, k_ring, v_ring, SELF, CONSUMERS, TURNS)
+        acc = acc * gl.expand_dims(gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, OUT)), 1)
+        out_tiles.index(SELF).reshape([BLOCK_Q, D]).store(acc.to(dtype))
+        fence_async_shared()
+        if start >= 0:
+            store_box(out_desc, [batch, batch_head % num_heads, start, 0], out_tiles.index(SELF))
+
+        work_ring.await_full(visit)
+        work = gl.max(work_ring.buffer(visit).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        work_ring.release(visit)
+        visit += 1
+    tma.store_wait(0)
+
+
+# lengths and counts are not specialised: a batch of another length does not compile anew
+@gluon.jit(do_not_specialize=["stride_interval", "num_heads", "groups", "batch_heads", "section_heads", "N", "M"])
+def forward_kernel(
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, lo_ptr, hi_ptr, counter_ptr,
+    stride_interval, num_heads, groups, batch_heads, section_heads, N, M, scale_log2,
+    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, FIRST_MASKED: gl.constexpr, EDGES: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """FIRST_MASKED: the tile at the end of the keys may hold some that are not seen. EDGES: so may others."""
+    dtype: gl.constexpr = q_desc.dtype
+    q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, BLOCK_Q, D], q_desc.layout)
+    out_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, BLOCK_Q, D], out_desc.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_KV, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_KV, D], v_desc.layout)
+    next_work = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_ring = make_ring(q_tiles, CONSUMERS, 1, 1)
+    k_ring = make_ring(k_tiles, STAGES, 1, CONSUMERS)
+    v_ring = make_ring(v_tiles, STAGES, 1, CONSUMERS)
+    work_ring = make_ring(next_work, 2, 1, CONSUMERS)
+    fence_async_shared()
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
+                        stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
+                        0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS)),
+            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
+                        stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
+                        1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS)),
+            (producer, (q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, q_ring, k_ring, v_ring, work_ring,
+                        stride_interval, num_heads, groups, batch_heads, section_heads, N, M,
+                        CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV, CONSUMERS)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
+                        stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
+                        0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS)),
+            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
+                        stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
+                        1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS)),
+            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
+                        stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
+                        2, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS)),
+            (producer, (q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, q_ring, k_ring, v_ring, work_ring,
+                        stride_interval, num_heads, groups, batch_heads, section_heads, N, M,
+                        CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV, CONSUMERS)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip

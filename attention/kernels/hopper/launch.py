@@ -1,0 +1,166 @@
+"""From tensors to launches of the Hopper kernels: shapes of their tiles, descriptors, the order of work.
+
+Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
+"""
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attention.kernels.hopper.backward import backward_kernel, convert_dq_kernel, prepare_kernel
+from attention.kernels.hopper.forward import forward_kernel
+
+BLOCK_Q = 64  # queries of a forward consumer
+BLOCK_KV = 128
+CACHED = 32 << 20  # bytes of keys and values, or of queries and gradients, that stay in the L2 cache while a section of heads runs
+GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+class Forward(NamedTuple):
+    """How a forward program is divided, by head dim: what the registers hold."""
+
+    consumers: int
+    stages: int  # tiles of keys, and of values, under way
+    turns: bool  # whether consumers issue their products in turn
+
+
+FORWARD = {64: Forward(consumers=3, stages=3, turns=True), 128: Forward(consumers=2, stages=2, turns=False)}
+
+
+def backward_block_q(head_dim: int, *, masked: bool, causal: bool, intervals: bool) -> int:
+    """Queries of a backward step: 128 where the registers hold it."""
+    return 128 if head_dim == 64 and not intervals and causal >= masked else 64
+
+
+@cache
+def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_DTYPES[dtype])
+
+
+def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """x (B, H, N, D) for boxes of `rows` rows of one head; what lies past its end reads as zero and is not written."""
+    # the stride of a dimension of size 1 is never used, but it is checked
+    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
+    block = (1, 1, rows, x.shape[3])
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), shared_layout(block, x.dtype))
+
+
+def sum_block(head_dim: int, block_q: int) -> tuple[int, int, int]:
+    """The box of dq that a consumer adds: half of the rows, or half of the columns."""
+    return 1, 64, head_dim if block_q == 128 else head_dim // 2
+
+
+def sum_descriptor(x: Tensor, block_q: int) -> TensorDescriptor:
+    """x (B * H, N, D) float32."""
+    block = sum_block(x.shape[2], block_q)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), shared_layout(block, x.dtype))
+
+
+def section(causal: bool, batch_heads: int, groups: int, bytes_per_kv_head: int) -> int:
+    """Heads whose work is interleaved, so that the longest of it comes first; without a causal mask all work is equally long."""
+    return min(batch_heads, groups * max(1, CACHED // bytes_per_kv_head)) if causal else 1
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+_counters: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def counters(device: torch.device) -> Tensor:
+    """Two zeros, which a launch leaves as zeros. One pair a stream, because launches of one stream run one after the other."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)  # memory of the graph's own
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    if key not in _counters:
+        _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+    return _counters[key]
+
+
+def forward_constants(q_shape: torch.Size, num_keys: int, causal: bool, intervals: bool) -> dict[str, int | bool]:
+    num_queries, head_dim = q_shape[2:]
+    consumers, stages, turns = FORWARD[head_dim]
+    return {
+        "CAUSAL": causal,
+        "INTERVALS": intervals,
+        "FIRST_MASKED": causal or intervals or num_keys % BLOCK_KV != 0,
+        # the diagonal of a consumer's rows lies in one tile of keys if both begin at multiples of BLOCK_Q
+        "EDGES": intervals or (causal and (num_keys - num_queries) % BLOCK_Q != 0),
+        "D": head_dim,
+        "BLOCK_Q": BLOCK_Q,
+        "BLOCK_KV": BLOCK_KV,
+        "CONSUMERS": consumers,
+        "STAGES": stages,
+        "TURNS": turns,
+    }
+
+
+def backward_constants(q_shape: torch.Size, k_shape: torch.Size, causal: bool, intervals: bool) -> dict[str, int | bool]:
+    head_dim = q_shape[3]
+    masked = causal or intervals or k_shape[2] % BLOCK_KV != 0
+    return {
+        "CAUSAL": causal,
+        "INTERVALS": intervals,
+        "MASKED": masked,
+        "GROUPED": q_shape[1] != k_shape[1],
+        "D": head_dim,
+        "BLOCK_Q": backward_block_q(head_dim, masked=masked, causal=causal, intervals=intervals),
+        "STAGES": 2,
+    }
+
+
+def interval_stride(lo: Tensor | None) -> int:
+    return 0 if lo is None or lo.shape[0] == 1 else lo.stride(0)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lo: Tensor | None, hi: Tensor | None, *, causal: bool, scale: float):
+    """Fill out (B, H, N, D) and lse (B, H, N). q, k, v as a descriptor can point at them; lo, hi (B or 1, N) int32."""
+    batch, num_heads, num_queries, head_dim = q.shape
+    num_kv_heads, num_keys = k.shape[1:3]
+    groups, batch_heads = num_heads // num_kv_heads, batch * num_heads
+    meta = forward_constants(q.shape, num_keys, causal, lo is not None)
+    work = batch_heads * triton.cdiv(num_queries, BLOCK_Q * meta["CONSUMERS"])
+    forward_kernel[(min(work, multiprocessors(q.device)),)](
+        descriptor(q, BLOCK_Q), descriptor(k, BLOCK_KV), descriptor(v, BLOCK_KV), descriptor(out, BLOCK_Q), lse, lo, hi,
+        counters(q.device), interval_stride(lo), num_heads, groups, batch_heads,
+        section(causal, batch_heads, groups, 2 * num_keys * head_dim * q.element_size()),
+        num_queries, num_keys, scale * math.log2(math.e), **meta, num_warps=4,
+    )  # fmt: skip
+
+
+def backward(
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor, lo: Tensor | None, hi: Tensor | None, ranges: Tensor | None, *, causal: bool, scale: float,
+) -> None:  # fmt: skip
+    """Fill dq, dk and dv. ranges (B or 1, tiles of BLOCK_KV keys, 4) int32 goes with lo and hi: see query_ranges in op.py."""
+    batch, num_heads, num_queries, head_dim = q.shape
+    num_kv_heads, num_keys = k.shape[1:3]
+    groups, batch_heads = num_heads // num_kv_heads, batch * num_heads
+    delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
+    dq_sum = q.new_empty(batch_heads, num_queries, head_dim, dtype=torch.float32)
+    rows = 4096 // head_dim
+    grid = (triton.cdiv(num_queries, rows), batch_heads)
+    prepare_kernel[grid](
+        out, d_out, lse, None if d_lse is None else d_lse.contiguous(), delta, lse_log2, dq_sum,
+        *out.stride()[:3], *d_out.stride()[:3], num_heads, num_queries, D=head_dim, BLOCK_Q=rows, num_warps=4,
+    )  # fmt: skip
+    meta = backward_constants(q.shape, k.shape, causal, lo is not None)
+    block_q = meta["BLOCK_Q"]
+    backward_kernel[(triton.cdiv(num_keys, BLOCK_KV) * batch * num_kv_heads,)](
+        descriptor(q, block_q), descriptor(k, BLOCK_KV // 2), descriptor(v, BLOCK_KV // 2), descriptor(d_out, block_q),
+        sum_descriptor(dq_sum, block_q),
+        descriptor(dk, BLOCK_KV // 2), descriptor(dv, BLOCK_KV // 2), lse_log2, delta, lo, hi, ranges,
+        interval_stride(lo), interval_stride(ranges), num_kv_heads, groups, batch * num_kv_heads,
+        # q and d_out, and dq in float32
+        section(causal, batch * num_kv_heads, 1, groups * num_queries * head_dim * (2 * q.element_size() + 4)),
+        num_queries, num_keys, scale, scale * math.log2(math.e), **meta, num_warps=4,
+    )  # fmt: skip
+    convert_dq_kernel[grid](dq_sum, dq, *dq.stride()[:3], num_heads, num_queries, scale, D=head_dim, BLOCK_Q=rows, num_warps=8)

@@ -1,0 +1,139 @@
+"""Compile the Hopper kernels without running them: spills, shared memory, and whether the machine code overlaps what it is meant to.
+
+    python -m attention.kernels.hopper.offline forward bf16 64 causal,full     a line of JSON a variant
+
+Not under TRITON_INTERPRET=1, where there is nothing to compile. No GPU is needed.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from attention.kernels.hopper import backward, forward, launch
+from attention.kernels.offline import assemble
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Variant(NamedTuple):
+    """A problem that makes the launcher set the constants that the variant is about."""
+
+    causal: bool = True
+    num_queries: int = 1024
+    num_keys: int = 1024
+    groups: int = 1
+    intervals: bool = False
+
+
+VARIANTS = {
+    "causal": Variant(),
+    "full": Variant(causal=False),
+    "ragged": Variant(causal=False, num_keys=1000),  # the last tile of keys is incomplete
+    "shifted": Variant(num_keys=1000),  # the diagonal crosses two tiles
+    "grouped": Variant(groups=4),
+    "grouped_full": Variant(causal=False, groups=4),
+    "intervals": Variant(intervals=True),
+    "grouped_intervals": Variant(groups=4, intervals=True),
+}
+
+
+class Compiled(NamedTuple):
+    variant: str
+    spilled: int  # bytes of a thread
+    stack: int  # bytes of a thread
+    shared: int  # bytes of a program
+    warnings: list[str]  # ptxas' numbers for products that it serialises
+    products: int  # HGMMA instructions
+    overlapped: list[int]  # for each loop over tiles, the exponentials between the wait that leaves a product running and the next
+
+
+def tensordesc(block: tuple[int, ...], dtype: torch.dtype) -> str:
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    return f"tensordesc<{name}{list(block)},{launch.shared_layout(block, dtype)!r}>"
+
+
+def compile_variant(kernel: str, dtype: str, head_dim: int, name: str) -> Compiled:
+    """kernel: forward or backward; dtype: bf16 or fp16. Raises what Triton raises where it cannot be compiled."""
+    variant = VARIANTS[name]
+    q_shape = torch.Size((1, 4, variant.num_queries, head_dim))
+    k_shape = torch.Size((1, 4 // variant.groups, variant.num_keys, head_dim))
+    if kernel == "forward":
+        function = forward.forward_kernel
+        constants = launch.forward_constants(q_shape, variant.num_keys, variant.causal, variant.intervals)
+        block_kv = constants["BLOCK_KV"]
+    else:
+        function = backward.backward_kernel
+        constants = launch.backward_constants(q_shape, k_shape, variant.causal, variant.intervals)
+        block_kv = launch.BLOCK_KV // 2
+    if not variant.intervals:
+        constants |= dict.fromkeys(("lo_ptr", "hi_ptr", "ranges_ptr"))
+    rows = {"q": constants["BLOCK_Q"], "do": constants["BLOCK_Q"], "out": constants["BLOCK_Q"]}
+    types, values, aligned = {}, {}, {}
+    for i, argument in enumerate(function.arg_names):
+        if argument in constants:
+            types[argument], values[i,] = "constexpr", constants[argument]
+        elif argument == "dq_desc":
+            types[argument] = tensordesc(launch.sum_block(head_dim, constants["BLOCK_Q"]), torch.float32)
+        elif argument.endswith("_desc"):
+            block = (1, 1, rows.get(argument.removesuffix("_desc"), block_kv), head_dim)
+            types[argument] = tensordesc(block, DTYPES[dtype])
+        elif argument.endswith("_ptr"):
+            types[argument] = "*i32" if argument in ("lo_ptr", "hi_ptr", "ranges_ptr", "counter_ptr") else "*fp32"
+            aligned[i,] = [["tt.divisibility", 16]]
+        else:
+            types[argument] = "fp32" if argument.startswith("scale") else "i32"
+    source = GluonASTSource(function, types, constexprs=values, attrs=aligned)
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    said, cubin = assemble(binary.asm["ptx"], 90)
+    code = disassemble(cubin)
+    return Compiled(
+        variant=name,
+        spilled=int(re.search(r"(\d+) bytes spill stores", said)[1]),
+        stack=int(re.search(r"(\d+) bytes stack frame", said)[1]),
+        shared=binary.metadata.shared,
+        warnings=sorted(set(re.findall(r"C75\d\d", said))),
+        products=len(re.findall(r"\bHGMMA\b", code)),
+        overlapped=exponentials_under_way(code),
+    )
+
+
+def disassemble(cubin: bytes) -> str:
+    nvdisasm = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def exponentials_under_way(code: str) -> list[int]:
+    """ptxas may move a wait for all products up to a wait for all but one; what lies between them then overlaps with nothing."""
+    events = re.findall(r"WARPGROUP\.DEPBAR\S* gsb0, 0x([01])|(MUFU\.EX2)", code)
+    found, count = [], None
+    for outstanding, exponential in events:
+        if exponential:
+            count = None if count is None else count + 1
+        elif outstanding == "1":
+            count = 0
+        elif count is not None:
+            found.append(count)
+            count = None
+    return found
+
+
+def main() -> None:
+    kernel, dtype, head_dim, variants = sys.argv[1:]
+    for name in variants.split(","):
+        print(json.dumps(compile_variant(kernel, dtype, int(head_dim), name)._asdict()))
+
+
+if __name__ == "__main__":
+    main()
