@@ -2,6 +2,9 @@
 
 A logger mirrors what is already on disk, so it never stops a training: the first failure becomes one warning, and from then on
 the logger is silent. Tokens are the x axis everywhere, since runs of a sweep differ in batch size and sequence length.
+
+A run that was killed may have logged rows after its last checkpoint, which the resumed run writes again, and may have lost some
+before it. So a resumed logger is brought in line with metrics.jsonl, and then has every row once.
 """
 
 import contextlib
@@ -23,6 +26,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from config import LoggerConfig
+from training.metrics import read_metrics
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +50,16 @@ def build_logger(
     `wandb_dir` is the folder that gets wandb's own `wandb/` folder: one for all runs of a sweep. Raises ValueError where
     logger=tensorboard or logger=trackio is not installed; whatever else goes wrong is a warning.
     """
+    # the rows that the run goes on after
+    rows = read_metrics(run_dir / "metrics.jsonl") if resume else []
     if config.name == "wandb":
         return WandbLogger(
-            config, run_dir=run_dir, wandb_dir=wandb_dir, name=name, group=group, tags=tags, run_config=run_config, resume=resume
+            config, rows, run_dir=run_dir, wandb_dir=wandb_dir, name=name, group=group, tags=tags, run_config=run_config, resume=resume
         )
     if config.name == "tensorboard":
-        return TensorboardLogger(run_dir=run_dir)
+        return TensorboardLogger(rows, run_dir=run_dir)
     if config.name == "trackio":
-        return TrackioLogger(config, name=name, group=group, run_config=run_config, resume=resume)
+        return TrackioLogger(config, rows, name=name, group=group, run_config=run_config, resume=resume)
     return Logger()
 
 
@@ -89,19 +95,31 @@ class Logger:
     def finish(self, exit_code: int) -> None:
         """End the run."""
 
+    def _replay(self, rows: list[dict[str, Any]]) -> None:
+        """Log what metrics.jsonl has. The file says of a NaN or an infinity only that it was one."""
+        for row in rows:
+            values = {key: value for key, value in row.items() if key != "nonfinite"}
+            self.log(values | dict.fromkeys(row.get("nonfinite", ()), math.nan), row["tokens"])
+
 
 class WandbLogger(Logger):
-    """Weights & Biases: online where a key is configured and the server answers, else offline. Never prompts, never waits long."""
+    """Weights & Biases: online where a key is configured and the server answers, else offline. Never prompts, never waits long.
 
-    def __init__(self, config: LoggerConfig, **run: Any):
+    wandb's step is the number of the row in metrics.jsonl. A resumed online run leaves out the rows that the server has. A resumed
+    offline run is written anew, whole, and takes the place of its folder that was not uploaded yet.
+    """
+
+    def __init__(self, config: LoggerConfig, rows: list[dict[str, Any]], **run: Any):
         self._run: Any = None
         self._keys: set[str] = set()
-        self._start(config, **run)
+        self._rows = 0  # of metrics.jsonl that came by
+        self._start(config, rows, **run)
 
     @quietly
     def _start(
         self,
         config: LoggerConfig,
+        rows: list[dict[str, Any]],
         *,
         run_dir: Path,
         wandb_dir: Path,
@@ -157,17 +175,24 @@ class WandbLogger(Logger):
             self._run = start(mode, run_id)
         id_file.write_text(run_id + "\n")
         self._run.define_metric("tokens", hidden=True)
+        self._replay(rows)
+        for folder in (Path(wandb_dir) / "wandb").glob(f"offline-run-*-{run_id}"):
+            # *.synced is wandb's mark of what was uploaded
+            if self.active and folder.name != Path(self._run.dir).parent.name and not list(folder.glob("*.synced")):
+                shutil.rmtree(folder, ignore_errors=True)
         if mode != "disabled":
             self.url_or_hint = self._run.url if mode == "online" else f"wandb sync {Path(self._run.dir).parent}"
 
     @quietly
     def log(self, metrics: dict[str, float | None], tokens: int) -> None:
+        step, self._rows = self._rows, self._rows + 1
+        if step < self._run.starting_step:
+            return
         row = {key: value for key, value in metrics.items() if value is not None}
         for key in row.keys() - self._keys - {"tokens"}:
             self._run.define_metric(key, step_metric="tokens")
             self._keys.add(key)
-        # never step=: wandb drops rows whose step does not grow, and a resumed run goes back
-        self._run.log(row | {"tokens": tokens})
+        self._run.log(row | {"tokens": tokens}, step=step, commit=True)
 
     @quietly
     def summary(self, values: dict[str, Any]) -> None:
@@ -181,23 +206,26 @@ class WandbLogger(Logger):
 class TensorboardLogger(Logger):
     """TensorBoard event files in RUN/tensorboard, with tokens as the step."""
 
-    def __init__(self, *, run_dir: Path):
+    def __init__(self, rows: list[dict[str, Any]], *, run_dir: Path):
         _require("tensorboard")
         self._folder = Path(run_dir) / "tensorboard"
         self.url_or_hint = f"tensorboard --logdir {self._folder}"
-        self._start()
+        # what was logged after these rows, TensorBoard then shows no more
+        self._start(rows[-1]["tokens"] + 1 if rows else None)
 
     @quietly
-    def _start(self) -> None:
+    def _start(self, purge_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(log_dir=str(self._folder))
+        self._writer = SummaryWriter(log_dir=str(self._folder), purge_step=purge_step)
 
     @quietly
     def log(self, metrics: dict[str, float | None], tokens: int) -> None:
         for key, value in metrics.items():
             if value is not None:
                 self._writer.add_scalar(key, value, global_step=tokens)
+        # its own thread would write within two minutes, which a killed run may not have
+        self._writer.flush()
 
     @quietly
     def summary(self, values: dict[str, Any]) -> None:
@@ -211,19 +239,26 @@ class TensorboardLogger(Logger):
 class TrackioLogger(Logger):
     """Trackio, a local dashboard: `trackio show`."""
 
-    def __init__(self, config: LoggerConfig, **run: Any):
+    def __init__(self, config: LoggerConfig, rows: list[dict[str, Any]], **run: Any):
         _require("trackio")
         self.url_or_hint = f"trackio show --project {config.project}"
-        self._start(config, **run)
+        self._start(config, rows, **run)
 
     @quietly
-    def _start(self, config: LoggerConfig, *, name: str, group: str | None, run_config: dict[str, Any], resume: bool) -> None:
+    def _start(
+        self, config: LoggerConfig, rows: list[dict[str, Any]], *, name: str, group: str | None, run_config: dict[str, Any], resume: bool
+    ) -> None:
         import trackio
 
         self._run = trackio.init(project=config.project, name=name, group=group, config=run_config, resume="allow" if resume else "never")
+        # Trackio has no other way to tell how far a run has come
+        self._next_tokens = self._run._next_step
+        self._replay(rows)
 
     @quietly
     def log(self, metrics: dict[str, float | None], tokens: int) -> None:
+        if tokens < self._next_tokens:
+            return
         row = {key: value for key, value in metrics.items() if value is not None and math.isfinite(value)}
         self._run.log(row | {"tokens": tokens}, step=tokens)
 

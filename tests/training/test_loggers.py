@@ -3,6 +3,7 @@
 Each wandb case runs in a process of its own: wandb keeps settings, credentials and a service process for as long as one lives.
 """
 
+import contextlib
 import http.server
 import importlib.util
 import json
@@ -11,10 +12,12 @@ import math
 import os
 import pty
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -116,11 +119,80 @@ def test_an_offline_run_read_back_by_wandb_equals_the_metrics(tmp_path):
 def test_a_resumed_run_keeps_its_id(tmp_path):
     run_program(tmp_path)
     first = (tmp_path / "0/wandb_id.txt").read_text()
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    (folder / f"run-{first.strip()}.wandb.synced").touch()
     (result,), _ = run_program(tmp_path, jobs=[(0, True)])
+    assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 2, "what was uploaded stays"
     assert (tmp_path / "0/wandb_id.txt").read_text() == first
     assert first.strip() in result["hint"]
     run_program(tmp_path, jobs=[(0, False)])
     assert (tmp_path / "0/wandb_id.txt").read_text() != first
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from config import LoggerConfig
+from training.loggers import build_logger
+from training.metrics import MetricsFile
+
+folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+metrics = MetricsFile(folder / "metrics.jsonl")
+if first:
+    metrics.truncate_after(first - 1)
+logger = build_logger(
+    LoggerConfig(name=sys.argv[4], mode="offline"), run_dir=folder, wandb_dir=folder, name="n", group=None, tags=[], run_config={},
+    resume=first > 0,
+)
+for step in range(first, last):
+    # what is logged again is told from what was logged first
+    row = {"step": step, "tokens": 256 * step, "train/loss": step + 0.125 * first}
+    metrics.write(row)
+    logger.log(row, 256 * step)
+assert logger.active
+if last < 40:
+    os.kill(os.getpid(), 9)
+logger.summary({"status": "completed"})
+logger.finish(0)
+"""
+
+
+def kill_twice(folder: Path, name: str, **variables: str) -> list[dict]:
+    """A run of 40 rows, killed after the 23rd and the 31st and each time resumed from a checkpoint before; its metrics."""
+    for first, last in ((0, 23), (15, 31), (28, 40)):
+        command = [sys.executable, "-c", KILLED, str(folder), str(first), str(last), name]
+        code = subprocess.run(command, cwd=folder, env=environment(folder, **variables), timeout=100).returncode
+        assert code == (-9 if last < 40 else 0)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(40))
+    return rows
+
+
+@needs_wandb
+def test_a_killed_and_resumed_run_is_one_run_at_wandb(tmp_path):
+    """One id, and of all that lies there to be uploaded, every row once, as metrics.jsonl has it."""
+    rows = kill_twice(tmp_path, "wandb")
+    run_id = (tmp_path / "wandb_id.txt").read_text().strip()
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert folder.name.endswith(run_id)
+    history = [record["history"]["item"] for record in inspect(folder) if record["type"] == "history"]
+    assert [{key: value for key, value in item.items() if not key.startswith("_")} for item in history] == rows
+    assert [item["_step"] for item in history] == list(range(40))
+
+
+@pytest.mark.parametrize("kept", [3, 8], ids=["logged-again", "never-came-through"])
+def test_a_resumed_online_run_goes_on_where_the_server_stands(kept):
+    """The server has five rows, metrics.jsonl keeps fewer of them or has more."""
+    sent = []
+    logger = loggers.WandbLogger.__new__(loggers.WandbLogger)
+    logger._rows, logger._keys = 0, set()
+    logger._run = types.SimpleNamespace(
+        starting_step=5, define_metric=lambda *_, **__: None, log=lambda row, step, commit: sent.append((step, row["tokens"]))
+    )
+    logger._replay([{"step": step, "tokens": 10 * step} for step in range(kept)])
+    for step in range(kept, 12):
+        logger.log({"step": step}, 10 * step)
+    assert sent == [(step, 10 * step) for step in range(5, 12)]
 
 
 @needs_wandb
@@ -311,6 +383,29 @@ def test_tensorboard_events(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")][0] == (256, 2.5)
+
+
+def test_a_killed_and_resumed_run_is_one_run_in_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rows = kill_twice(tmp_path, "tensorboard")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    expected = [(row["tokens"], row["train/loss"]) for row in rows]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == expected
+
+
+def test_a_killed_and_resumed_run_is_one_run_in_trackio(tmp_path):
+    """Each step once. Of a step that was computed twice the first values stay."""
+    if importlib.util.find_spec("trackio") is None:  # imported here, it would choose its folder for the other tests
+        pytest.skip("trackio is not installed")
+    rows = kill_twice(tmp_path, "trackio", TRACKIO_DIR=str(tmp_path))
+    (database,) = tmp_path.glob("tilegpt*.db")
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        steps = [step for (step,) in connection.execute("select step from metrics order by step")]
+        runs = connection.execute("select count(distinct run_id) from metrics").fetchone()
+    assert steps == [row["tokens"] for row in rows] and runs == (1,)
 
 
 def test_trackio_rows(tmp_path, monkeypatch):
