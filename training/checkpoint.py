@@ -221,7 +221,7 @@ def _last_whole(run_dir: Path) -> tuple[Path, dict[str, Any]]:
         if refusals:
             log.warning(f"{refusals[0]}; going on from step {meta['step']} with {folder}, the last one that is whole")
         return folder, meta
-    others = f"; no earlier one is whole ({len(refusals) - 1} tried)" if len(refusals) > 1 else ""
+    others = f"; no other one is whole either ({len(refusals) - 1} tried)" if len(refusals) > 1 else ""
     raise CheckpointError(f"{refusals[0]}{others}") from refusals[0]
 
 

@@ -132,7 +132,7 @@ def test_where_all_are_damaged_the_refusal_names_the_latest(tmp_path):
     before = sorted(tmp_path.rglob("*"))
     with checkpoints(tmp_path) as saves, pytest.raises(CheckpointError) as caught:
         saves.load()
-    assert str(tmp_path / "checkpoint/training.pt") in str(caught.value) and "no earlier one is whole (2 tried)" in str(caught.value)
+    assert str(tmp_path / "checkpoint/training.pt") in str(caught.value) and "no other one is whole either (2 tried)" in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
 
 
