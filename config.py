@@ -230,6 +230,7 @@ class RunConfig:
     eval_sequences: int = 64  # held-out sequences of one evaluation
     log_every: int = 10  # steps between rows of metrics
     checkpoint_every: int = 200  # steps between checkpoints; the last step is always saved
+    keep: int = 1  # the latest checkpoints that stay, beside the one with the lowest val/loss
     sample_tokens: int = 256  # length of the sample printed at the end; 0 for none
 
     def __post_init__(self) -> None:
@@ -241,7 +242,7 @@ class RunConfig:
             raise ValueError(f"batch_size={self.batch_size} is neither a number of sequences nor auto")
         if self.batch_size == "auto" and self.tokens_per_step is None:
             raise ValueError("batch_size=auto needs tokens_per_step=N: what a step learns from must not depend on the memory that is free")
-        for key in ("seq_len", "steps", "eval_every", "eval_sequences", "log_every", "checkpoint_every"):
+        for key in ("seq_len", "steps", "eval_every", "eval_sequences", "log_every", "checkpoint_every", "keep"):
             _at_least(key, getattr(self, key), 1)
         for key in ("seed", "sample_tokens", "diagnose_every"):
             if getattr(self, key) is not None:

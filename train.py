@@ -14,8 +14,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -38,14 +36,15 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm
 
-    from data import Batch, build_data
+    from data import build_data
+    from data.prefetch import Prefetcher
     from model import GPT, count_parameters, sample_text
     from model.evaluate import evaluate
     from model.health import Watch
     from model.plan import GIB, predict_peak_bytes
     from model.schedule import attention_schedule, backend_after, describe, in_words, under_attention
     from training.batch_size import largest_batch, try_pass
-    from training.checkpoint import load_checkpoint, save_checkpoint
+    from training.checkpoint import Checkpoints
     from training.device import pick_device, pick_dtype
     from training.interrupt import Interrupt
     from training.loggers import build_logger
@@ -54,6 +53,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from training.optimizer import build_optimizer, learning_rate
     from training.outcome import outcome_of
     from training.plot import draw_loss_curve
+    from training.step import compute_gradients
     from training.sweep import job_names, own_overrides
 
     # where and in which precision
@@ -72,19 +72,15 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     torch.manual_seed(config.seed)
     model = GPT(config.model, vocab_size=data.vocab_size, backend=schedule[0]).to(device)
-
-    def predicted_bytes(batch_size: int) -> int:
-        return predict_peak_bytes(replace(config, batch_size=batch_size), data.vocab_size, schedule[0], dtype, device).peak
-
+    predict = partial(predict_peak_bytes, vocab_size=data.vocab_size, backend=schedule[0], dtype=dtype, device=device)
     if config.batch_size == "auto":
-        trial, sizes = under_attention(model, schedule[0], compile_mode=config.compile), config.sequences_per_step
+        trial = under_attention(model, schedule[0], compile_mode=config.compile)
         attempt = partial(try_pass, trial, seq_len=config.seq_len, autocast=autocast, device=device)
-        config = replace(config, batch_size=largest_batch(sizes, predicted_bytes=predicted_bytes, attempt=attempt, device=device))
-        log.info(f"batch_size=auto: {config.batch_size} sequences a pass, {config.accumulation_steps} passes a step")
+        config = largest_batch(config, predicted_bytes=lambda sized: predict(sized).peak, attempt=attempt, device=device)
     optim = config.optimizer()
     optimizer = build_optimizer(model, optim)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    predicted_gib = predicted_bytes(config.batch_size) / GIB
+    predicted_gib = predict(config).peak / GIB
     summary |= {"parameters": count_parameters(model), "data": data.fingerprint}
     # tensors alone: on a CPU the peak beside it is the process's, Python and its libraries included
     summary |= {"memory/predicted_gib": predicted_gib} if device.type == "cuda" else {}
@@ -93,8 +89,10 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     metrics = MetricsFile(run_dir / "metrics.jsonl")
     plain_config = OmegaConf.to_container(OmegaConf.structured(config))
     first_step, tokens = 0, 0
+    parts = {"optimizer": optimizer, "scaler": scaler}
+    checkpoints = Checkpoints(run_dir, model=model, **parts, config=plain_config, keep=config.keep)
     if config.resume:
-        meta = load_checkpoint(run_dir, model=model, optimizer=optimizer, scaler=scaler, config=plain_config)
+        meta = checkpoints.load()
         first_step, tokens = meta["step"], meta["tokens"]
         if first_step >= config.steps:
             raise ValueError(f"resume={config.resume} has done {first_step} steps of steps={config.steps}; ask for more with steps=N")
@@ -109,14 +107,10 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     logger = build_logger(config.logger, **names, run_dir=run_dir, run_config=plain_config)
     log.info(f"{data.description}\nmodel={config.model.name} {summary['parameters']:,} parameters, {in_words(schedule)}")
     log.info(f"{device} {summary['dtype']}, {config.sequences_per_step} x {config.seq_len} tokens a step, in {run_dir}")
-    throughput, memory, progress = Throughput(device), MemoryMeter(device), Progress(config.steps)
-    peak, flops_per_token = peak_flops(device, dtype), model.flops_per_token(config.seq_len)
+    flops = {name: model.flops_per_token(config.seq_len, causal=causal) for name, causal in (("mfu", False), ("mfu_causal", True))}
+    throughput = Throughput(device, flops_per_token=flops, peak=peak_flops(device, dtype))
+    memory, progress = MemoryMeter(device), Progress(config.steps)
     held_out = data.val_batch(config.eval_sequences)
-
-    def passes(batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Inputs and targets of one forward and backward pass after the other."""
-        for x, y in zip(*(x.split(config.batch_size) for x in batch), strict=True):
-            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
     def validate(also: dict) -> dict[str, float]:
         return evaluate(model, *held_out, batch_size=config.batch_size, autocast=autocast, accuracy=data.metric == "accuracy", also=also)
@@ -130,15 +124,12 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         summary.update(steps_done=row["step"], tokens=tokens, tokens_per_sec=throughput.tokens_per_sec, **reserved)
         memory.reset()
 
-    def save() -> None:
-        summary.update(steps_done=step, tokens=tokens)
-        save_checkpoint(run_dir, model=model, optimizer=optimizer, scaler=scaler, step=step, tokens=tokens, config=plain_config)
-
     step, step_model = first_step, under_attention(model, backend_after(schedule, first_step), compile_mode=config.compile)
     summary["compiled"] = step_model is not model
     try:
         bar = tqdm(total=config.steps, initial=first_step, disable=None, unit="step")
-        with cpu_memory_limit(), Interrupt() as interrupt, logging_redirect_tqdm(), bar:
+        reader = Prefetcher(data, config.sequences_per_step, config.batch_size, device)
+        with cpu_memory_limit(), Interrupt() as interrupt, logging_redirect_tqdm(), bar, checkpoints, reader:
             if first_step == 0:
                 record(row := {"step": 0, "tokens": 0, **validate({})})
                 log.info(progress.line(0, row))
@@ -147,19 +138,13 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 lr = learning_rate(step, config.steps, optim)
                 for group in optimizer.param_groups:
                     group["lr"] = lr
-                batch = data.train_batch(step, config.sequences_per_step)
-                loss = torch.zeros((), device=device)
-                for inputs, targets in passes(batch):
-                    with autocast:
-                        micro_loss = step_model(inputs, targets).loss
-                    scaler.scale(micro_loss / config.accumulation_steps).backward()
-                    loss += micro_loss.detach() / config.accumulation_steps
-                scaler.unscale_(optimizer)
-                grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip or math.inf)
-                # a loss scaler meets infinite gradients on purpose and skips them: there only a collapsed scale is a failure.
-                # this waits for the GPU: weights must not be touched by a step that went wrong
-                grad_is_fine = scaler.get_scale() >= 1 if scaler.is_enabled() else grad_norm.isfinite().item()
-                diverged = not (loss.isfinite().item() and grad_is_fine)
+                passes = reader.passes(step)
+                found = compute_gradients(step_model, passes, **parts, autocast=autocast, grad_clip=optim.grad_clip)
+                # the step's one wait for the GPU: weights must not be touched by a step that went wrong
+                loss, grad_norm = torch.stack(found).tolist()
+                # a loss scaler meets infinite gradients on purpose and skips them: there only a collapsed scale is a failure
+                grad_is_fine = scaler.get_scale() >= 1 if scaler.is_enabled() else math.isfinite(grad_norm)
+                diverged = not (math.isfinite(loss) and grad_is_fine)
                 step, tokens = step + 1, tokens + config.sequences_per_step * config.seq_len
                 finished = step == config.steps or diverged
                 # an interruption leaves no trace in the metrics: the resumed run's are those of a run that nothing disturbed
@@ -169,16 +154,14 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 row, log_now = {}, finished or step % config.log_every == 0
                 compare = config.diagnose_steps > 0 and not diverged and (finished or step % config.diagnose_steps == 0)
                 if log_now:
-                    row = {"train/loss": loss.item(), "lr": lr, "grad_norm": grad_norm.item(), "memory/peak_gib": memory.peak_gib()}
-                    row |= {"memory/reserved_gib": memory.reserved_gib(), "tokens_per_sec": throughput.window()}
-                    row["mfu"] = row["tokens_per_sec"] * flops_per_token / peak if peak and row["tokens_per_sec"] else None
+                    row = {"train/loss": loss, "lr": lr, "grad_norm": grad_norm, **memory.row()}
                 if log_now or compare:
                     with throughput.paused():
                         # the weights of this step's forward pass: the optimizer has not moved them yet
                         scale = scaler.get_scale() / config.sequences_per_step  # what one sequence weighs in the loss of the step
-                        row |= watch.look(step, *(x[:1].to(device) for x in batch), compare=compare, loss_scale=scale)
+                        row |= watch.look(step, *(x[:1] for x in passes[0]), compare=compare, loss_scale=scale)
                 if diverged:
-                    card = watch.card(step, passes(batch))
+                    card = watch.card(step, passes)
                     row["attention/max_score"] = card["max_score"]
                     summary.update(status="diverged", first_bad_step=step, diagnosis=card)
                     log.error(f"step {step}: the run diverged: {card['message']}")
@@ -189,20 +172,22 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 throughput.step(config.sequences_per_step * config.seq_len)
                 due = progress.step(step) and bar.disable  # where there is a bar, it is enough
                 with throughput.paused():
+                    row |= throughput.row() if log_now else {}
                     then = None if diverged else schedule.get(step)
                     if finished or then or step % config.eval_every == 0:
                         row |= validate({"_switched": then} if then else {})
                     if due or "val/loss" in row:
-                        log.info(progress.line(step, {"train/loss": loss.item()} | row, throughput.tokens_per_sec))
+                        log.info(progress.line(step, {"train/loss": loss} | row, throughput.tokens_per_sec))
                     if then:
                         log.info(f"step {step}: from here on attention={then.name} {dict(then.options) or ''}")
                         step_model = under_attention(model, then, compile_mode=config.compile)
                     if row:
                         record({"step": step, "tokens": tokens, **row})
                     if last or step % config.checkpoint_every == 0:
-                        save()
+                        summary.update(steps_done=step, tokens=tokens)
+                        checkpoints.save(step, tokens, row.get("val/loss"))
                 bar.update()
-                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+                bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
                 if last:
                     break
         if summary["status"] != "diverged":

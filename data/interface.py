@@ -28,7 +28,7 @@ class PackedBatch(NamedTuple):
     """A Batch whose sequences hold several documents that shall not see one another.
 
     A document's end of text is its last token. Its target is the first token of the next document, and counts like any other: that is
-    how a model learns what documents begin with, which an empty prompt, one end of text, asks of it. (nanochat trains the same.)
+    how a model learns what documents begin with, which an empty prompt, one end of text, asks of it.
     """
 
     inputs: "Tensor"  # (B, N) int64, on the CPU

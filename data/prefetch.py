@@ -8,8 +8,7 @@
     this thread      9 -> host -> GPU  10 -> host -> GPU
 
 What comes out is data.train_batch(step, num_sequences), cut into passes of batch_size sequences, so a run is the same with it and without
-it, from whatever step it goes on. On a CPU there is no thread: a step there takes hundreds of times as long as its batch, and needs every
-core itself.
+it, from whatever step it goes on. On a CPU there is no thread: a step there takes hundreds of times as long as its batch.
 """
 
 import itertools

@@ -137,7 +137,6 @@ def build(config: RunConfig) -> Iterator[Job]:
             found = compute_gradients(
                 step_model,
                 passes,
-                accumulation_steps=config.accumulation_steps,
                 optimizer=optimizer,
                 scaler=scaler,
                 autocast=autocast,

@@ -65,7 +65,8 @@ def test_metric_names_and_steps(learned):
     assert [row["step"] for row in rows] == list(range(61))
     assert [row["tokens"] for row in rows] == [step * 4 * 32 for step in range(61)]
     validation = {"val/loss", "val/loss_exact"}
-    trained = {"train/loss", "lr", "grad_norm", "tokens_per_sec", "mfu", "memory/peak_gib", "memory/reserved_gib", "attention/max_score"}
+    trained = {"train/loss", "lr", "grad_norm", "tokens_per_sec", "mfu", "mfu_causal", "attention/max_score"}
+    trained |= {"memory/peak_gib", "memory/reserved_gib"}
     compared = {f"attention/{tensor}_{figure}" for tensor in ("out", "dq", "dk", "dv") for figure in ("error", "cosine")}
     for row in rows:
         evaluated = row["step"] % 20 == 0

@@ -6,10 +6,12 @@ Works on any `nn.Module` called as model(inputs, targets) that returns an object
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from torch import nn
 
+from config import RunConfig
 from training.memory import GIB, LINUX, available_bytes, is_out_of_memory, release_memory
 
 log = logging.getLogger("tilegpt")
@@ -19,26 +21,30 @@ USABLE = 0.93
 
 
 def largest_batch(
-    sequences_per_step: int, *, predicted_bytes: Callable[[int], float], attempt: Callable[[int], None], device: torch.device
-) -> int:
-    """The largest divisor of `sequences_per_step` whose pass fits, so that accumulated passes make up the step exactly.
+    config: RunConfig, *, predicted_bytes: Callable[[RunConfig], float], attempt: Callable[[int], None], device: torch.device
+) -> RunConfig:
+    """`config` with the largest batch_size that fits and divides the sequences of a step, so that its passes make it up exactly.
 
-    predicted_bytes(B) is the peak of a pass by calculation; `attempt(B)` does one and may run out of memory, after which the next
+    predicted_bytes(config) is the peak of a pass by calculation; attempt(B) does one and may run out of memory, after which the next
     smaller divisor is tried. One sequence is tried whatever the calculation says; the error of that attempt is raised.
     """
+    sequences_per_step = config.sequences_per_step
     usable = USABLE * free_bytes(device)
     divisors = [size for size in range(sequences_per_step, 0, -1) if sequences_per_step % size == 0]
     for size in divisors:
-        if size > 1 and predicted_bytes(size) > usable:
+        sized = replace(config, batch_size=size)
+        predicted = predicted_bytes(sized)
+        if size > 1 and predicted > usable:
             continue
         try:
             attempt(size)
         except Exception as error:
             if size == 1 or not is_out_of_memory(error):
                 raise
-            log.warning(f"batch_size={size} was predicted to take {predicted_bytes(size) / GIB:.1f} GiB and does not fit; trying less")
+            log.warning(f"batch_size={size} was predicted to take {predicted / GIB:.1f} GiB and does not fit; trying less")
         else:
-            return size
+            log.info(f"batch_size=auto: {size} sequences a pass, {sized.accumulation_steps} passes a step")
+            return sized
         # outside the handler: the error held on to the tensors of the attempt
         release_memory(device)
     raise AssertionError("one sequence either fits or raises")

@@ -47,6 +47,10 @@ class MemoryMeter:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak * (1 if sys.platform == "darwin" else 1024) / GIB
 
+    def row(self) -> dict[str, float | None]:
+        """Both figures by their names in metrics.jsonl."""
+        return {"memory/peak_gib": self.peak_gib(), "memory/reserved_gib": self.reserved_gib()}
+
     def reserved_gib(self) -> float | None:
         """What PyTorch's allocator holds of the GPU, fragmentation included; None on a CPU."""
         return torch.cuda.max_memory_reserved(self.device) / GIB if self.device.type == "cuda" else None

@@ -1,7 +1,7 @@
 """The gradients of one optimizer step: what scripts.profile measures is what train.py runs."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -11,9 +11,8 @@ from torch.profiler import record_function
 
 def compute_gradients(
     step_model: nn.Module,
-    passes: Iterable[tuple[Tensor, ...]],
+    passes: Sequence[tuple[Tensor, ...]],
     *,
-    accumulation_steps: int,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     autocast: AbstractContextManager,
@@ -29,8 +28,8 @@ def compute_gradients(
         with record_function("forward"), autocast:
             micro_loss = step_model(*inputs).loss
         with record_function("backward"):
-            scaler.scale(micro_loss / accumulation_steps).backward()
-        loss = loss + micro_loss.detach() / accumulation_steps
+            scaler.scale(micro_loss / len(passes)).backward()
+        loss = loss + micro_loss.detach() / len(passes)
     with record_function("optimizer"):
         scaler.unscale_(optimizer)
         return loss, nn.utils.clip_grad_norm_(step_model.parameters(), grad_clip or math.inf)

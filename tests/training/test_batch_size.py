@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from config import RunConfig
 from training import batch_size
 from training.batch_size import largest_batch, try_pass
 from training.memory import GIB
@@ -30,36 +31,41 @@ def attempts(fits: int, error: type[Exception] = torch.OutOfMemoryError):
     return attempt, tried
 
 
+def chosen_of(sequences: int, *, predicted_bytes, attempt, device) -> int:
+    config = RunConfig(batch_size="auto", seq_len=16, tokens_per_step=16 * sequences)
+    return largest_batch(config, predicted_bytes=lambda sized: predicted_bytes(sized.batch_size), attempt=attempt, device=device).batch_size
+
+
 @pytest.mark.parametrize("sequences, chosen", [(64, 8), (12, 6), (9, 9), (7, 7), (22, 2), (1, 1)])
 def test_the_largest_divisor_that_the_calculation_allows(ten_gib, sequences, chosen):
     attempt, tried = attempts(fits=1000)
-    assert largest_batch(sequences, predicted_bytes=lambda size: size * GIB, attempt=attempt, device=CPU) == chosen
+    assert chosen_of(sequences, predicted_bytes=lambda size: size * GIB, attempt=attempt, device=CPU) == chosen
     assert tried == [chosen]
 
 
 def test_where_the_calculation_was_too_hopeful_the_attempt_decides(ten_gib, caplog):
     attempt, tried = attempts(fits=3)
-    assert largest_batch(64, predicted_bytes=lambda size: size * GIB / 4, attempt=attempt, device=CPU) == 2
+    assert chosen_of(64, predicted_bytes=lambda size: size * GIB / 4, attempt=attempt, device=CPU) == 2
     assert tried == [32, 16, 8, 4, 2]
     assert "batch_size=32 was predicted to take 8.0 GiB and does not fit" in caplog.text
 
 
 def test_one_sequence_is_tried_whatever_the_calculation_says(ten_gib):
     attempt, tried = attempts(fits=1)
-    assert largest_batch(8, predicted_bytes=lambda size: 100 * GIB, attempt=attempt, device=CPU) == 1
+    assert chosen_of(8, predicted_bytes=lambda size: 100 * GIB, attempt=attempt, device=CPU) == 1
     assert tried == [1]
 
 
 def test_one_sequence_that_does_not_fit_is_out_of_memory(ten_gib):
     attempt, _ = attempts(fits=0)
     with pytest.raises(torch.OutOfMemoryError, match="no room for 1"):
-        largest_batch(2, predicted_bytes=lambda size: 1.0, attempt=attempt, device=CPU)
+        chosen_of(2, predicted_bytes=lambda size: 1.0, attempt=attempt, device=CPU)
 
 
 def test_another_error_is_not_taken_for_memory(ten_gib):
     attempt, tried = attempts(fits=0, error=ZeroDivisionError)
     with pytest.raises(ZeroDivisionError):
-        largest_batch(4, predicted_bytes=lambda size: 1.0, attempt=attempt, device=CPU)
+        chosen_of(4, predicted_bytes=lambda size: 1.0, attempt=attempt, device=CPU)
     assert tried == [4]
 
 

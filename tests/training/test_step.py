@@ -30,7 +30,6 @@ def gradients_of(model: nn.Module, passes: list[tuple[Tensor, Tensor]], *, grad_
     return compute_gradients(
         model,
         passes,
-        accumulation_steps=len(passes),
         optimizer=optimizer,
         scaler=scaler,
         autocast=torch.autocast("cpu", enabled=False),
@@ -71,5 +70,5 @@ def test_an_autocast_serves_every_pass_and_its_gradient_is_taken_outside():
     one = torch.ones(1)
     arguments = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.0), "scaler": torch.amp.GradScaler("cpu", enabled=False)}
     passes = [(one, one)] * 3
-    compute_gradients(model, passes, accumulation_steps=3, autocast=torch.autocast("cpu", dtype=torch.bfloat16), grad_clip=0.0, **arguments)
+    compute_gradients(model, passes, autocast=torch.autocast("cpu", dtype=torch.bfloat16), grad_clip=0.0, **arguments)
     assert seen == [True] * 3 and not torch.is_autocast_enabled("cpu")
