@@ -10,8 +10,12 @@ Bytes a token of one block, eager or compiled, C hidden_size, e bytes of an elem
     attention                e (3 C + C)   q, k, v and out, with 4 bytes a row of lse; naive keeps (4 + e) N a head and row instead of lse
     MLP                      e (4 C + 4 C) before and after the gelu
 
+With model.checkpoint=attention a block keeps its input, 4 C, and the attention's line; with checkpoint=block its input alone, and with
+offload=true that is on the host. What it computes again is there for one block at a time, or for chunk_tokens of one block.
+
 Beside them the float32 parameters, their gradients and AdamW's two moments (16 bytes a parameter), the 16-bit copies of the matrices that
-autocast makes, the logits, and what the step that needs most of it at once works with.
+autocast makes, the gradients that the loss has ready, and what the step that needs most of it at once works with: the logits of a chunk,
+the backward pass of an MLP or of an attention, or the optimizer.
 
 The formulas are held to PyTorch's own count of saved bytes and of live tensors by tests/model/test_plan_bytes.py. Not modelled: gaps in
 the allocator's blocks, and that torch.compile may keep or recompute other tensors than in the version these formulas were read from.
@@ -27,6 +31,7 @@ import torch
 
 from attention import Backend
 from config import ModelConfig
+from model.loss import chunk_rows, padded_vocab
 from model.schedule import will_compile
 
 GIB = 1024**3
@@ -149,14 +154,15 @@ class StepBytes:
     blocks: int  # activations kept by the blocks and the last norm, without the attention's
     attention: int  # what the attention calls keep: q, k, v, out and lse, or the N x N probabilities
     scores: int  # the part of that which grows with N x N
-    logits: int  # kept by the loss
+    loss: int  # kept by the loss: the gradients of its input and of the output layer
     working: int  # the rest of the peak: gradients of activations, temporaries, libraries
     peak: int  # of the whole step
+    host: int  # block inputs in the host's memory, not part of the peak
 
     @property
     def saved(self) -> int:
         """What a forward pass keeps for its backward pass."""
-        return self.weight_copies + self.blocks + self.attention + self.logits
+        return self.weight_copies + self.blocks + self.attention + self.loss
 
 
 def predict_step(
@@ -174,8 +180,8 @@ def predict_step(
     """Bytes of one step: forward, backward and AdamW, of batch_size sequences of seq_len tokens.
 
     dtype: of the matrix products (float32, bfloat16 or float16; parameters stay float32). accumulates: whether gradients of earlier
-    passes are there already. The peak is the largest of: the loss, the last block's MLP and its attention, forward and backward, and the
-    optimizer. Memory of the Python process and of the CUDA context is not in it.
+    passes are there already. The peak is the largest of: the loss, forward and backward, the last block's MLP and its attention, forward
+    and backward, and the optimizer. Memory of the Python process and of the CUDA context is not in it.
     """
     count = sum(parameter_counts(config, vocab_size).values())
     tokens, width, layers = batch_size * seq_len, config.hidden_size, config.num_layers
@@ -199,19 +205,21 @@ def predict_step(
         **tiles,
     )
 
-    # q, k, v and what makes them; per token
+    # q, k, v, per token, and what makes them
     if kind == MATERIALISED:
         inputs = e * width if compiled or not narrow else 0  # q; the call repeats k and v, and makes float32 copies of narrow q and k
     else:
-        inputs = e * (width + 2 * kv_width) + (e * (width + kv_width) if turned else 0)
+        inputs = e * (width + 2 * kv_width) + (e * (width + kv_width) if turned and config.chunk_tokens is None else 0)
+    makers = 0
     if config.qk_norm:
-        inputs += 4 * (config.num_heads + config.kv_heads)
+        makers += 4 * (config.num_heads + config.kv_heads)
         if narrow and not compiled:
-            inputs += 4 * (width + kv_width)
+            makers += 4 * (width + kv_width)
         elif kind == MATERIALISED:
-            inputs += e * (width + 2 * kv_width)
+            makers += e * (width + 2 * kv_width)
     # heads are merged without a copy where the kernel writes (B, N, H, D): Triton's does, PyTorch's follow the layout of q
-    merged = config.num_heads > 1 and (kind == TILE_LOOP or (kind in (FUSED, LIBRARY) and turned and backend.name != "triton"))
+    follows = kind in (FUSED, LIBRARY) and turned and backend.name != "triton" and config.chunk_tokens is None
+    merged = config.num_heads > 1 and (kind == TILE_LOOP or follows)
     # these two keep no output of their own: proj does
     merged = merged or kind in (MATERIALISED, RECOMPUTED)
     attention = tokens * inputs + call.saved + tokens * e * width * merged
@@ -219,51 +227,91 @@ def predict_step(
     # the CPU's rms_norm is several operators, which keep the normalised input too
     unfused = config.norm == "rmsnorm" and not compiled and device == "cpu"
     statistics = 8 if config.norm == "layernorm" and not compiled else 4
-    norm = tokens * (4 * width + statistics + e * width + (4 * width if unfused else 0))
+    norm = tokens * (4 * width + statistics + (4 * width if unfused else 0))
     in_bits = compiled or device != "cpu"  # the CPU's dropout keeps its mask as numbers
     mask, first_mask = (0 if not config.dropout else 1 if in_bits else x for x in (e, 4))
     hidden = e * (up + down) + (e * down if config.activation == "swiglu" and not compiled else 0)
-    mlp = norm + tokens * (hidden + mask * width)
-    block = norm + attention + tokens * mask * width + mlp
-    matrices = layers * (width * (width + 2 * kv_width) + width * width + width * up + down * width) + vocab_size * width
+    before = norm + tokens * (e * width + makers)
+    mlp = norm + tokens * (e * width + hidden + mask * width)
+    block = before + attention + tokens * mask * width + mlp
+    matrices = width * (width + 2 * kv_width) + width * width + width * up + down * width  # of a block
     copies = e * matrices if narrow else 0
-    ends = norm + tokens * (16 + first_mask * width) + (4 * seq_len * config.head_dim if config.positions == "rope" else 0)
+    ends = norm + tokens * (8 + first_mask * width) + 8 * seq_len + (4 * seq_len * config.head_dim if config.positions == "rope" else 0)
     ends += 4 * seq_len * width if compiled and config.positions == "learned" else 0
-    logits = tokens * ((e if compiled else 4) * vocab_size + (8 if compiled else 0) + 8)
+
+    # the loss: a chunk's logits and their softmax in float32, then their gradient, which stands in their place in a compiled graph
+    rows = min(chunk_rows(tokens, vocab_size, width), tokens)
+    padded = padded_vocab(vocab_size, torch.device(device))
+    chunked_loss = rows < tokens
+    output_gradient = 4 * vocab_size * width
+    loss = tokens * e * width + (4 if chunked_loss or not compiled else e) * padded * width
+    loss_forward = tokens * 4 * width + e * padded * width * (narrow or padded > vocab_size) + e * rows * width * narrow
+    loss_forward += (e * tokens * width + 4 * padded * width) * chunked_loss
+    loss_forward += max(
+        rows * padded * (2 * e if compiled else 8),
+        e * rows * (padded + 2 * width) + (e + 4 * (narrow and not chunked_loss)) * padded * width,
+    )
+    loss_backward = loss + tokens * 4 * width + output_gradient
+
+    # what the blocks keep, and what one of them has beside that once it has computed the rest again
+    residual = tokens * 4 * width
+    part = 1 if config.chunk_tokens is None else min(1, config.chunk_tokens / seq_len)
+    in_parts = config.checkpoint == "attention" or (config.checkpoint == "block" and part < 1)
+    kept_attention = 0 if config.checkpoint == "block" else attention
+    kept = {"none": block, "attention": residual + attention, "block": residual}[config.checkpoint] - kept_attention
+    host = layers * residual if config.offload else 0
+    kept -= residual if config.offload else 0
+    restored = part * residual if config.offload else 0
+    copied = layers * copies if config.checkpoint == "none" else 0
 
     state = 4 * count + 8 * count + (4 * count if accumulates else 0)
-    saved = copies + layers * block + ends + logits
+    saved = copied + layers * (kept + kept_attention) + ends + loss
     library = CUDA_WORKSPACES if device == "cuda" else 0
-    output_gradient = 4 * vocab_size * width
-    # the loss: logits as they come, as float32 and as log-probabilities; then the gradients of the last two beside them
-    loss = tokens * vocab_size * (e if compiled else max(4 + (e if narrow else 0), 8))
-    # the gradient of the residual stream, its copy for the product, and those on both sides of the activation
+    # the gradient of the residual stream, its copy for the product, and those on both sides of the activation; and that of the down matrix
     cast = e if narrow else 0
     mlp_backward = tokens * (4 * width + max(cast * width + e * down, e * up if config.activation == "swiglu" else e * down))
+    down_gradient = 4 * down * width
     # variables of the functions around the call: the normalised input, and qkv where it is not kept anyway
     around = 0 if compiled else tokens * (4 * width + (e * (width + 2 * kv_width) if kind == MATERIALISED else 0))
-    until_block = state + saved - logits - ends + output_gradient
-    until_attention = until_block - mlp - call.saved
+    until_block = state + saved - loss - ends + output_gradient
     phases = {
-        "loss": state + saved + loss,
-        "mlp": until_block + mlp_backward,
-        "attention forward": until_attention - output_gradient + call.forward_peak + around,
-        "attention backward": until_attention + tokens * (4 * width + cast * width) + call.backward_peak,
+        # the copies of weights that autocast made are there until its end
+        "loss forward": state + saved - loss + (layers * copies if config.checkpoint != "none" and part == 1 else 0) + loss_forward,
+        "loss backward": state + saved - loss + loss_backward,
         "optimizer": 16 * count,
     }
-    peak = max(phases.values()) + library
-    activations = copies + layers * (block - attention) + ends + layers * attention + logits
+    if in_parts:
+        until_block += attention - kept_attention
+        # the chunks' gradients of x and of out gather beside the incoming one
+        lists = tokens * (8 * width + e * width) if part < 1 else 0
+        d_qkv = tokens * e * (width + 2 * kv_width)
+        phases |= {
+            "mlp": until_block + restored + copies + part * (mlp + mlp_backward) + lists + down_gradient,
+            "attention backward": until_block + tokens * (4 * width + e * width) + call.backward_peak - call.saved,
+            "projection": until_block - attention + restored + d_qkv + residual * (1 + 2 * (part < 1)) + part * (before + residual),
+        }
+    else:
+        if config.checkpoint == "block":
+            until_block += block - residual + restored + copies
+        until_attention = until_block - mlp - call.saved
+        phases |= {
+            "mlp": until_block + mlp_backward + down_gradient,
+            "attention forward": until_attention - output_gradient + call.forward_peak + around,
+            "attention backward": until_attention + tokens * (4 * width + cast * width) + call.backward_peak,
+        }
+    peak = round(max(phases.values())) + library
     return StepBytes(
         parameters=4 * count,
         gradients=4 * count,
         optimizer=8 * count,
-        weight_copies=copies,
-        blocks=layers * (block - attention) + ends,
-        attention=layers * attention,
-        scores=layers * call.scores,
-        logits=logits,
-        working=peak - 12 * count - activations,
+        weight_copies=copied,
+        blocks=layers * kept + ends,
+        attention=layers * kept_attention,
+        scores=layers * call.scores if kept_attention else 0,
+        loss=loss,
+        working=peak - 12 * count - saved,
         peak=peak,
+        host=host,
     )
 
 

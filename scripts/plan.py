@@ -219,7 +219,7 @@ PARTS = {
     "blocks": "activations: norms, residual stream, MLP",
     "scores": "attention: N x N probabilities",
     "attention": "attention: q, k, v, out, lse",
-    "logits": "logits and loss",
+    "loss": "gradients that the loss has ready",
     "working": "gradients of activations, temporaries",
     "peak": "peak of a step",
 }
