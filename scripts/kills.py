@@ -38,8 +38,8 @@ RUN = (
     "device=cpu model.num_layers=2 model.num_heads=2 model.hidden_size=64 model.dropout=0.1 seq_len=32 batch_size=4 tokens_per_step=256 "
     f"steps={STEPS} log_every=1 eval_every=15 eval_sequences=8 checkpoint_every={EVERY} keep=3 sample_tokens=0 logger=none"
 ).split()
-# what differs between two runs that are the same run
-MEASURED = ("tokens_per_sec", "mfu", "memory/peak_gib", "memory/reserved_gib")
+# the beginnings of the names of what differs between two runs that are the same run
+MEASURED = ("tokens_per_sec", "mfu", "memory/")
 IDENTICAL, REFUSED = "identical", "refused"
 
 
@@ -72,7 +72,8 @@ def rows(run_dir: Path) -> int:
 def state(run_dir: Path) -> dict[str, Any]:
     """All that must be equal at the end of two runs that are the same."""
     folder = run_dir / LATEST
-    computed = [{key: value for key, value in row.items() if key not in MEASURED} for row in read_metrics(run_dir / "metrics.jsonl")]
+    written = read_metrics(run_dir / "metrics.jsonl")
+    computed = [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in written]
     training = torch.load(folder / "training.pt", weights_only=True)
     # a run draws on PyTorch's generators alone: Python's and NumPy's are not seeded, and differ from process to process
     training["random"] = {name: training["random"][name] for name in ("torch", "cuda")}

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from data.batches import TextData
 from tests.command import checkpoint, computed, contents, finish, metrics, run, same, start, summary, tiny, wait_for_rows
@@ -112,7 +113,7 @@ def test_killed_at_random_and_resumed_is_the_same_run(tmp_path):
     assert done.code == 0, f"killed at rows {moments}: {done.output}"
     assert same(checkpoint(tmp_path / "killed"), checkpoint(tmp_path / "straight")), f"killed at rows {moments}"
     assert computed(tmp_path / "killed") == computed(tmp_path / "straight"), f"killed at rows {moments}"
-    assert not list((tmp_path / "killed").glob("*.tmp")) and not (tmp_path / "killed/checkpoint.old").exists()
+    assert not list((tmp_path / "killed").glob("*.tmp")) and not (tmp_path / "killed/checkpoints").exists()
 
 
 def test_a_folder_that_another_process_writes_to(tmp_path):
@@ -175,9 +176,46 @@ HARM = {
 
 @pytest.mark.parametrize("name, harm, said", HARM.values(), ids=HARM)
 def test_a_damaged_checkpoint_is_refused_by_name(run_dir, name, harm, said):
+    shutil.rmtree(run_dir / "checkpoint.best")
     harm(run_dir / "checkpoint" / name)
     answer = run(f"resume={run_dir}", "steps=6").complaint()
     assert str(run_dir / "checkpoint" / name) in answer and said in answer
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(straight, tmp_path):
+    """In one line, and the run is the same: the rows since then are computed again."""
+    assert run(*tiny(tmp_path, *STATEFUL, "keep=2")).code == 0
+    truncate(tmp_path / "checkpoint/training.pt")
+    done = run(f"resume={tmp_path}")
+    said = [line for line in done.output.splitlines() if "going on from step 8 with" in line]
+    assert done.code == 0 and len(said) == 1 and str(tmp_path / "checkpoint/training.pt") in said[0] and "is truncated" in said[0]
+    assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
+    assert computed(tmp_path) == computed(straight["fp32"])
+
+
+def test_the_last_checkpoints_and_the_best_stay(tmp_path):
+    assert run(*tiny(tmp_path, "steps=12", "checkpoint_every=2", "eval_every=4", "keep=3")).code == 0
+    held_out = {row["step"]: row["val/loss"] for row in metrics(tmp_path) if "val/loss" in row and row["step"] > 0}
+    best = read_meta(tmp_path / "checkpoint.best")
+    assert best["val_loss"] == min(held_out.values()) == held_out[best["step"]]
+    assert read_meta(tmp_path)["step"] == 12
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000008", "step-000010"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["tiled", "sdpa", "triton"])
+def test_a_deterministic_run_on_a_gpu_is_the_same_run(monkeypatch, tmp_path, attention):
+    """deterministic=true, interrupted and resumed: compiled, in bfloat16, with dropout, to the last bit."""
+    overrides = (*STATEFUL, "device=cuda", "dtype=bf16", "deterministic=true", f"attention={attention}")
+    try:
+        assert run(*tiny(tmp_path / "straight", *overrides)).code == 0
+        send_at_step(monkeypatch, 6, signal.SIGTERM)
+        assert run(*tiny(tmp_path / "stopped", *overrides)).code == 130
+        assert run(f"resume={tmp_path / 'stopped'}").code == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert same(checkpoint(tmp_path / "stopped"), checkpoint(tmp_path / "straight"))
+    assert computed(tmp_path / "stopped") == computed(tmp_path / "straight")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +243,8 @@ def test_what_is_no_run_cannot_be_resumed(run_dir, tmp_path):
     answer = run(f"resume={tmp_path}").complaint()
     assert f"resume={tmp_path} is no run directory" in answer
     assert "cannot be part of a sweep" in run("-m", f"resume={run_dir}", "seed=0,1").complaint()
-    shutil.rmtree(run_dir / "checkpoint")
+    for folder in ("checkpoint", "checkpoint.best"):
+        shutil.rmtree(run_dir / folder)
     assert "holds no checkpoint" in run(f"resume={run_dir}", "steps=6").complaint()
 
 
