@@ -236,8 +236,9 @@ def predict_step(
     block = before + attention + tokens * mask * width + mlp
     matrices = width * (width + 2 * kv_width) + width * width + width * up + down * width  # of a block
     copies = e * matrices if narrow else 0
-    ends = norm + tokens * (8 + first_mask * width) + 8 * seq_len + (4 * seq_len * config.head_dim if config.positions == "rope" else 0)
-    ends += 4 * seq_len * width if compiled and config.positions == "learned" else 0
+    start = tokens * (8 + first_mask * width) + 8 * seq_len + (4 * seq_len * config.head_dim if config.positions == "rope" else 0)
+    start += 4 * seq_len * width if compiled and config.positions == "learned" else 0
+    ends = start + norm
 
     # the loss: a chunk's logits and their softmax in float32, then their gradient, which stands in their place in a compiled graph
     rows = min(chunk_rows(tokens, vocab_size, width), tokens)
@@ -259,21 +260,23 @@ def predict_step(
     in_parts = config.checkpoint == "attention" or (config.checkpoint == "block" and part < 1)
     kept_attention = 0 if config.checkpoint == "block" else attention
     kept = {"none": block, "attention": residual + attention, "block": residual}[config.checkpoint] - kept_attention
-    host = layers * residual if config.offload else 0
-    kept -= residual if config.offload else 0
-    restored = part * residual if config.offload else 0
+    elsewhere = config.offload and device != "cpu"
+    host = layers * residual if elsewhere else 0
+    kept -= residual if elsewhere else 0
+    restored = part * residual if elsewhere else 0
     copied = layers * copies if config.checkpoint == "none" else 0
 
     state = 4 * count + 8 * count + (4 * count if accumulates else 0)
     saved = copied + layers * (kept + kept_attention) + ends + loss
     library = CUDA_WORKSPACES if device == "cuda" else 0
-    # the gradient of the residual stream, its copy for the product, and those on both sides of the activation; and that of the down matrix
-    cast = e if narrow else 0
+    # the gradient of the residual stream, its copy for the product or by dropout's mask, those on both sides of the activation; and that
+    # of the down matrix
+    cast = e if narrow or config.dropout else 0
     mlp_backward = tokens * (4 * width + max(cast * width + e * down, e * up if config.activation == "swiglu" else e * down))
     down_gradient = 4 * down * width
     # variables of the functions around the call: the normalised input, and qkv where it is not kept anyway
     around = 0 if compiled else tokens * (4 * width + (e * (width + 2 * kv_width) if kind == MATERIALISED else 0))
-    until_block = state + saved - loss - ends + output_gradient
+    until_block = state + saved - loss - norm + output_gradient
     phases = {
         # the copies of weights that autocast made are there until its end
         "loss forward": state + saved - loss + (layers * copies if config.checkpoint != "none" and part == 1 else 0) + loss_forward,
@@ -285,18 +288,20 @@ def predict_step(
         # the chunks' gradients of x and of out gather beside the incoming one
         lists = tokens * (8 * width + e * width) if part < 1 else 0
         d_qkv = tokens * e * (width + 2 * kv_width)
+        unpacked = d_qkv if kind == MATERIALISED else 0  # q, k and v, which it does not keep
         phases |= {
-            "mlp": until_block + restored + copies + part * (mlp + mlp_backward) + lists + down_gradient,
+            "mlp": until_block + restored + copies + part * (mlp + mlp_backward + tokens * mask * width) + lists + down_gradient,
+            "attention forward": until_block + residual + call.forward_peak - call.saved + unpacked,
             "attention backward": until_block + tokens * (4 * width + e * width) + call.backward_peak - call.saved,
             "projection": until_block - attention + restored + d_qkv + residual * (1 + 2 * (part < 1)) + part * (before + residual),
         }
     else:
-        if config.checkpoint == "block":
-            until_block += block - residual + restored + copies
+        again = config.checkpoint == "block"  # its forward pass runs beside the incoming gradient
+        until_block += (block - residual + restored + copies) if again else 0
         until_attention = until_block - mlp - call.saved
         phases |= {
             "mlp": until_block + mlp_backward + down_gradient,
-            "attention forward": until_attention - output_gradient + call.forward_peak + around,
+            "attention forward": until_attention + (residual if again else -output_gradient) + call.forward_peak + around,
             "attention backward": until_attention + tokens * (4 * width + cast * width) + call.backward_peak,
         }
     peak = round(max(phases.values())) + library

@@ -222,6 +222,7 @@ PARTS = {
     "loss": "gradients that the loss has ready",
     "working": "gradients of activations, temporaries",
     "peak": "peak of a step",
+    "host": "block inputs, in the host's memory",
 }
 
 
@@ -229,6 +230,8 @@ def memory_table(found: dict[str, Planned]) -> list[list[str]]:
     unit, size = ("GiB", GIB) if max(x.plan.peak for x in found.values()) >= GIB else ("MiB", GIB // 1024)
     rows = [[unit, *found]]
     for part, words in PARTS.items():
+        if part == "host" and not any(x.plan.host for x in found.values()):
+            continue
         values = [getattr(x.plan, part) - (x.plan.scores if part == "attention" else 0) for x in found.values()]
         rows.append([words, *(f"{value / size:,.2f}" for value in values)])
     return rows
