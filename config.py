@@ -225,7 +225,7 @@ class RunConfig:
     compile: str = "auto"  # torch.compile: auto (on a GPU), true or false
     deterministic: bool = False  # ask PyTorch for deterministic kernels
     resume: str | None = None  # a run directory to go on with, under its own settings and the ones given now
-    eval_every: int = 100  # steps between evaluations; the last step is always evaluated
+    eval_every: int = 100  # steps between evaluations; the first state and the last step are always evaluated; 0: none at all
     diagnose_every: int | None = None  # steps between comparisons with exact attention in float64; None: as eval_every, 0: never
     eval_sequences: int = 64  # held-out sequences of one evaluation
     log_every: int = 10  # steps between rows of metrics
@@ -242,9 +242,9 @@ class RunConfig:
             raise ValueError(f"batch_size={self.batch_size} is neither a number of sequences nor auto")
         if self.batch_size == "auto" and self.tokens_per_step is None:
             raise ValueError("batch_size=auto needs tokens_per_step=N: what a step learns from must not depend on the memory that is free")
-        for key in ("seq_len", "steps", "eval_every", "eval_sequences", "log_every", "checkpoint_every", "keep"):
+        for key in ("seq_len", "steps", "eval_sequences", "log_every", "checkpoint_every", "keep"):
             _at_least(key, getattr(self, key), 1)
-        for key in ("seed", "sample_tokens", "diagnose_every"):
+        for key in ("seed", "eval_every", "sample_tokens", "diagnose_every"):
             if getattr(self, key) is not None:
                 _at_least(key, getattr(self, key), 0)
         if self.attention.switch_at is not None and not 0 < self.attention.switch_at < self.steps:

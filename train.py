@@ -130,7 +130,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         bar = tqdm(total=config.steps, initial=first_step, disable=None, unit="step")
         reader = Prefetcher(data, config.sequences_per_step, config.batch_size, device)
         with cpu_memory_limit(), Interrupt() as interrupt, logging_redirect_tqdm(), bar, checkpoints, reader:
-            if first_step == 0:
+            if first_step == 0 and config.eval_every:
                 record(row := {"step": 0, "tokens": 0, **validate({})})
                 log.info(progress.line(0, row))
             while step < config.steps:
@@ -159,7 +159,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                     with throughput.paused():
                         # the weights of this step's forward pass: the optimizer has not moved them yet
                         scale = scaler.get_scale() / config.sequences_per_step  # what one sequence weighs in the loss of the step
-                        row |= watch.look(step, *(x[:1] for x in passes[0]), compare=compare, loss_scale=scale)
+                        row |= watch.look(step, *passes[0], compare=compare, loss_scale=scale)
                 if diverged:
                     card = watch.card(step, passes)
                     row["attention/max_score"] = card["max_score"]
@@ -174,7 +174,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 with throughput.paused():
                     row |= throughput.row() if log_now else {}
                     then = None if diverged else schedule.get(step)
-                    if finished or then or step % config.eval_every == 0:
+                    if config.eval_every and (finished or then or step % config.eval_every == 0):
                         row |= validate({"_switched": then} if then else {})
                     if due or "val/loss" in row:
                         log.info(progress.line(step, {"train/loss": loss} | row, throughput.tokens_per_sec))

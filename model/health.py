@@ -14,6 +14,9 @@ from attention import BACKENDS, LIMITS, Backend, Recorder, compare_with_exact
 from model.gpt import GPT
 
 log = logging.getLogger("tilegpt")
+# what a row of metrics looks at: causal scores of a sequence's beginning are those it has in the whole, and the loop of tiles that
+# looks at them takes as long as their square
+LOOKED_AT = 8192
 
 
 class Watch:
@@ -28,7 +31,13 @@ class Watch:
     def look(
         self, step: int, inputs: Tensor, targets: Tensor, document_ids: Tensor | None = None, *, compare: bool, loss_scale: float = 1.0
     ) -> dict[str, float]:
-        """attention/max_score and, with compare, compare_layers() for one row of metrics. Tensors (B, N) as the model takes them."""
+        """attention/max_score and, with compare, compare_layers() for one row of metrics.
+
+        Tensors (B, N) as the model takes them, of which the first LOOKED_AT tokens of the first sequence are looked at. loss_scale: what
+        one whole sequence weighs in the loss of the step.
+        """
+        loss_scale *= min(LOOKED_AT, inputs.shape[1]) / inputs.shape[1]
+        inputs, targets, document_ids = (None if x is None else x[:1, :LOOKED_AT] for x in (inputs, targets, document_ids))
         row = {}
         if compare and self.has_room:
             try:
@@ -56,7 +65,7 @@ class Watch:
     def overflow_steps(self) -> dict[str, int | None]:
         """The first step known where exp(score) would have passed the largest number of each dtype.
 
-        Known are the steps that were looked at, and of those one sequence, but for the step that went wrong, which card() looks at whole.
+        Known are the steps that were looked at, and of those the beginning of one sequence, but for the step that went wrong, which card() looks at whole.
         """
         return {
             f"{_short(dtype)}_overflow_step": next((step for step, score in self.scores.items() if score > limit), None)

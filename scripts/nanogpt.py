@@ -112,10 +112,7 @@ def train_ours(options: Options, run_dir: Path, *, attention: str, seq_len: int,
         "batch_size": options.tokens // seq_len,
         "steps": steps,
         "log_every": log_every,
-        # nanoGPT neither evaluates nor looks into its attention meanwhile
-        "eval_every": steps,
-        "eval_sequences": 1,
-        "diagnose_every": 0,
+        "eval_every": 0,  # nanoGPT's loop neither evaluates nor looks into its attention meanwhile
         "checkpoint_every": steps,
         "sample_tokens": 0,
         "logger": "none",

@@ -153,7 +153,7 @@ REFUSED = [
     (RunConfig, {"device": "tpu"}, "device=tpu is not one of: auto, cpu, cuda"),
     (RunConfig, {"dtype": "float32"}, "dtype=float32 is not one of: auto, fp32, bf16, fp16"),
     (RunConfig, {"compile": "maybe"}, "compile=maybe is not one of: auto, true, false"),
-    *((RunConfig, {key: 0}, f"{key}=0 must be at least 1") for key in ("seq_len", "steps", "batch_size", "eval_every", "log_every")),
+    *((RunConfig, {key: 0}, f"{key}=0 must be at least 1") for key in ("seq_len", "steps", "batch_size", "log_every")),
     *((RunConfig, {key: -1}, f"{key}=-1 must be at least 0") for key in ("seed", "sample_tokens")),
     (RunConfig, {"seq_len": 512}, "seq_len=512 is longer than model.max_seq_len=256 allows"),
     (RunConfig, {"batch_size": "many"}, "batch_size=many is neither a number of sequences nor auto"),

@@ -217,3 +217,10 @@ def test_batch_size_auto_is_the_same_training(tmp_path):
 
     assert run(f"resume={tmp_path / 'auto'}", "steps=6").code == 0
     assert "batch_size=8" in OmegaConf.load(tmp_path / "auto" / "overrides.yaml")
+
+
+def test_eval_every_0_trains_without_an_evaluation(tmp_path):
+    assert run(*tiny(tmp_path, "eval_every=0")).code == 0
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
+    assert not any(name.startswith(("val/", "attention/out")) for row in metrics(tmp_path) for name in row)
+    assert summary(tmp_path)["status"] == "completed"

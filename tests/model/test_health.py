@@ -181,3 +181,14 @@ def test_a_loss_that_is_not_finite_on_its_own():
         model.final_norm.weight.fill_(math.inf)
     found, _ = diagnose(model, [batch()])
     assert found == {"message": "the loss is not finite, though the output of every attention layer is", "tensor": "loss"}
+
+
+def test_of_a_long_sequence_the_beginning_is_looked_at(monkeypatch):
+    """The scores of a prefix are the whole sequence's, its loss a mean over fewer tokens."""
+    model, (inputs, targets) = build("tiled"), batch(3)
+    weights = []
+    monkeypatch.setattr("model.health.compare_layers", lambda model, *_, loss_scale: weights.append(loss_scale) or {})
+    monkeypatch.setattr("model.health.LOOKED_AT", inputs.shape[1] // 2)
+    row = Watch(model, contextlib.nullcontext()).look(1, inputs, targets, compare=True, loss_scale=8.0)
+    assert row["attention/max_score"] == largest_score(model, inputs[:1, : inputs.shape[1] // 2]) < largest_score(model, inputs)
+    assert weights == [4.0]
