@@ -65,7 +65,8 @@ class Watch:
     def overflow_steps(self) -> dict[str, int | None]:
         """The first step known where exp(score) would have passed the largest number of each dtype.
 
-        Known are the steps that were looked at, and of those the beginning of one sequence, but for the step that went wrong, which card() looks at whole.
+        Known are the steps that were looked at, and of those the beginning of one sequence; the step that went wrong card() looks at
+        whole.
         """
         return {
             f"{_short(dtype)}_overflow_step": next((step for step, score in self.scores.items() if score > limit), None)
