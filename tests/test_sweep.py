@@ -196,9 +196,12 @@ def test_wandb_has_the_whole_sweep_in_one_folder_and_every_row_of_it(tmp_path):
         started = next(record["run"] for record in records if record["type"] == "run")
         assert (started["run_group"], started["job_type"]) == ("sweep", "train")
         assert started["display_name"].startswith("device=cpu,") and f"attention={['tiled', 'no_max'][int(job)]}" in started["display_name"]
-    # one of them goes on alone
+    # one of them goes on alone, in a folder that has all of it
     assert finish(start(f"resume={sweep / '0'}", "steps=41")).code == 0
-    assert not (sweep / "0/wandb").exists() and len(list((sweep / "wandb").glob("offline-run-*"))) == 3
+    assert not (sweep / "0/wandb").exists() and len(list((sweep / "wandb").glob("offline-run-*"))) == 2
+    (log,) = (sweep / "wandb").glob(f"offline-run-*-{(sweep / '0/wandb_id.txt').read_text().strip()}")
+    history = [record["history"]["item"] for record in inspect(log) if record["type"] == "history"]
+    assert [item["step"] for item in history] == [row["step"] for row in metrics(sweep / "0")]
 
 
 def inspect(log: Path) -> list[dict]:

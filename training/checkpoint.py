@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from training.rotation import LATEST, META, newest_first, rotate, sync
+from training.rotation import BEST, LATEST, META, newest_first, rotate, sync
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ def load_checkpoint(run_dir: Path, *, model: nn.Module, optimizer: Optimizer, sc
 
 def load_model_state(run_dir: Path, model: nn.Module) -> dict[str, Any]:
     """Put the weights alone into `model`, from the latest checkpoint of a run or the folder of another; returns its meta.json."""
-    folder = _folders(run_dir)[0]
+    folder = _latest(run_dir)
     meta = _read_meta(folder)
     _verified(folder, meta, WEIGHTS)
     _load_weights(folder, meta, model)
@@ -197,20 +197,25 @@ def load_model_state(run_dir: Path, model: nn.Module) -> dict[str, Any]:
 
 def read_meta(run_dir: Path) -> dict[str, Any]:
     """The checkpoint's meta.json: step, tokens, config. For building the model that load_model_state() fills."""
-    return _read_meta(_folders(run_dir)[0])
+    return _read_meta(_latest(run_dir))
 
 
-def _folders(run_dir: Path) -> list[Path]:
-    """At least one, the latest first."""
-    if folders := newest_first(run_dir):
-        return folders
-    raise CheckpointError(f"{run_dir} holds no checkpoint: there is no folder {Path(run_dir) / LATEST}")
+def _latest(run_dir: Path) -> Path:
+    """The folder that RUN/checkpoint/ is, or was when a process died between the two renames of a save."""
+    folder = next((folder for folder in newest_first(run_dir) if folder.name != BEST or folder == Path(run_dir)), None)
+    if folder is None:
+        raise CheckpointError(f"{run_dir} holds no checkpoint: there is no folder {Path(run_dir) / LATEST}")
+    return folder
 
 
 def _last_whole(run_dir: Path) -> tuple[Path, dict[str, Any]]:
     """The newest checkpoint whose files are those that were written, and its meta.json."""
     refusals = []
-    for folder in _folders(run_dir):
+    try:
+        _latest(run_dir)
+    except CheckpointError as error:
+        refusals.append(error)
+    for folder in newest_first(run_dir):
         try:
             meta = _read_meta(folder)
             for name in (TRAINING, WEIGHTS):

@@ -136,6 +136,18 @@ def test_where_all_are_damaged_the_refusal_names_the_latest(tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_where_only_the_best_is_left_a_run_goes_on_from_it_and_says_so(tmp_path, caplog):
+    """But nobody else takes it for the latest, unless its folder is named."""
+    save_all(tmp_path, {100: 1.0, 200: 2.0}, keep=1)
+    shutil.rmtree(tmp_path / "checkpoint")
+    with caplog.at_level(logging.WARNING), checkpoints(tmp_path) as saves:
+        assert saves.load()["step"] == 100
+    assert "holds no checkpoint" in caplog.text and f"going on from step 100 with {tmp_path}/checkpoint.best" in caplog.text
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        read_meta(tmp_path)
+    assert read_meta(tmp_path / "checkpoint.best")["step"] == 100
+
+
 def test_a_best_one_that_the_run_went_back_behind_is_not_kept(tmp_path):
     save_all(tmp_path, {100: 3.0, 200: 1.0}, keep=2)
     for folder in ("checkpoint", "checkpoint.best"):
