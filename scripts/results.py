@@ -353,6 +353,31 @@ def training() -> str:
     return section(data, table(["run", "status", "parameters", "tokens/s", "peak GiB", "val/loss"], rows))
 
 
+def survival() -> str | None:
+    """Runs that were killed or harmed and resumed, against one that nothing disturbed."""
+    if not (FOLDER / "kills.json").is_file():
+        return None
+    data = load("kills")
+    cases = {
+        "killed (SIGKILL) while it trains": [each for each in data["kills"] if not each["in_a_save"]],
+        "killed (SIGKILL) while it saves": [each for each in data["kills"] if each["in_a_save"]],
+        "disk full while it saves or logs": [each for each in data["harms"] if each["harm"] == "disk full"],
+        "latest checkpoint damaged": [each for each in data["harms"] if each["harm"] == "latest damaged"],
+        "all checkpoints damaged": [each for each in data["harms"] if each["harm"] == "all damaged"],
+    }
+    rows = []
+    for case, found in cases.items():
+        outcomes = [each["outcome"] for each in found]
+        same, refused = outcomes.count("identical"), outcomes.count("refused")
+        rows.append([case, len(found), same, refused, len(found) - same - refused])
+    what = (
+        "Each is a training of its own on one CPU core, disturbed at a random moment and resumed. Identical: weights, optimizer, random "
+        "state and every computed row of metrics.jsonl are, to the bit, those of the run that nothing disturbed. Refused: one line says "
+        "why, and no file has changed."
+    )
+    return section(data, what, table(["what happened", "n", "identical", "refused", "anything else"], rows))
+
+
 def laptop() -> str:
     data = load("laptop")
     rows = [[name, value] for name, value in data["figures"].items()]
@@ -371,6 +396,7 @@ SECTIONS = {
     "Longest sequences": longest,
     "Predicted and measured memory of training": predicted,
     "Training a GPT-2-sized model at 8,192 tokens": training,
+    "Killed and resumed": survival,
     "Broken on purpose: text": text,
     "Broken on purpose: retrieval": retrieval,
     "Speed of the kernels": kernels,
