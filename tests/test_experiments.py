@@ -9,14 +9,31 @@ import yaml
 from attention import get_backend
 from tests.command import ROOT, TINY, finish, index, start, summary
 
-RECIPES = sorted((ROOT / "conf/experiment").glob("*.yaml"))
+RECIPES = {path.stem: path.read_text() for path in sorted((ROOT / "conf/experiment").glob("*.yaml"))}
+SWEEPS = {name: text for name, text in RECIPES.items() if "MULTIRUN" in text}
+# what a run of one recipe needs to stay as small as the others, and offline
+SMALL = {
+    "gpt2_124m": ["data=stdlib", "data.val_fraction=0.05", "tokenizer=byte", "tokenizer.vocab_size=320", "tokens_per_step=64"],
+    "million_tokens": ["tokenizer.vocab_size=320", "model.chunk_tokens=8"],
+}
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipe_runs(recipe, tmp_path):
-    text = recipe.read_text()
-    assert text.splitlines()[1].startswith(f"# python train.py experiment={recipe.stem}"), "a recipe begins with the command that runs it"
-    swept = {key: str(values).split(",") for key, values in yaml.safe_load(text)["hydra"]["sweeper"]["params"].items()}
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipe_begins_with_its_command(name):
+    assert RECIPES[name].splitlines()[1].startswith(f"# python train.py experiment={name}")
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES.keys() - SWEEPS.keys()))
+def test_recipe_of_one_run(name, tmp_path):
+    shrunk = [*TINY, *SMALL[name], "batch_size=1", "steps=2", f"hydra.run.dir={tmp_path}"]
+    done = finish(start(f"experiment={name}", *shrunk, TRITON_INTERPRET="1"))
+    assert done.code == 0 and "Traceback" not in done.output, done.output
+    assert summary(tmp_path)["status"] == "completed" and summary(tmp_path)["steps_done"] == 2
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_recipe_of_a_sweep(name, tmp_path):
+    swept = {key: str(values).split(",") for key, values in yaml.safe_load(SWEEPS[name])["hydra"]["sweeper"]["params"].items()}
     # one seed tells as much as three; lengths are the recipe's point in one of them, and stay several
     seq_lens = ["32", "64"] if "seq_len" in swept else []
     smaller = [*(["seed=0"] if "seed" in swept else []), *([f"seq_len={','.join(seq_lens)}"] if seq_lens else [])]
@@ -28,9 +45,7 @@ def test_recipe_runs(recipe, tmp_path):
         swept["attention"].remove("triton")
         smaller.append(f"attention={','.join(swept['attention'])}")
     done = finish(
-        start(
-            f"experiment={recipe.stem}", *shrunk, *smaller, "batch_size=1", "steps=2", f"hydra.sweep.dir={tmp_path}", TRITON_INTERPRET="1"
-        )
+        start(f"experiment={name}", *shrunk, *smaller, "batch_size=1", "steps=2", f"hydra.sweep.dir={tmp_path}", TRITON_INTERPRET="1")
     )
     assert done.code == 0 and "Traceback" not in done.output, done.output
 
