@@ -4,7 +4,7 @@
 
 Arguments are key=value as for train.py; every key but `run` has a default:
 
-    run          the run's directory
+    run          the run's directory, or one of its checkpoints, such as RUN/checkpoint.best
     prompt       text to go on from; empty (the default) starts a document
     tokens       how many to write (200)
     temperature  0 always takes the likeliest token (0.8)
@@ -32,6 +32,7 @@ from model.schedule import backend_after, chosen_attention
 from scripts.arguments import read_settings
 from training.checkpoint import load_model_state, read_meta
 from training.device import pick_device, pick_dtype
+from training.rotation import run_of
 from training.sweep import load_json
 
 
@@ -60,6 +61,7 @@ def read_options(arguments: list[str]) -> Options:
 
 
 def read_config(run: Path) -> RunConfig:
+    run = run_of(run)
     path = run / "config.yaml"
     if not path.is_file():
         runs = sorted(run.glob("[!.]*/config.yaml"))

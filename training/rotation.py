@@ -28,6 +28,14 @@ def newest_first(run_dir: Path) -> list[Path]:
     return [run_dir / LATEST, *others] if (run_dir / LATEST).is_dir() else others
 
 
+def run_of(folder: Path) -> Path:
+    """The run directory that the folder of a checkpoint lies in; a run directory stands for itself."""
+    folder = Path(folder)
+    if not (folder / META).is_file():
+        return folder
+    return folder.parent.parent if folder.parent.name == EARLIER else folder.parent
+
+
 def rotate(fresh: Path, run_dir: Path, *, keep: int) -> Path:
     """Make the folder `fresh` the latest checkpoint, and drop what is neither among the last `keep` nor the best.
 

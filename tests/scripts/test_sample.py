@@ -146,6 +146,21 @@ def test_complains_about_a_run_without_a_checkpoint(complaint, tmp_path):
     assert "holds no checkpoint" in complaint(f"run={tmp_path}/run")
 
 
+@pytest.mark.parametrize("name", ["checkpoint.best", "checkpoints/step-000400"])
+def test_a_checkpoint_is_chosen_by_its_folder(run_sample, tmp_path, name):
+    """Its weights write, not the latest's."""
+    write_run(tmp_path / "run")
+    wanted = run_sample(f"run={tmp_path}/run", "temperature=0", "tokens=8")
+    (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "run/checkpoint").rename(tmp_path / "run" / name)
+    latest = GPT(ModelConfig(num_layers=1, num_heads=2, hidden_size=16, max_seq_len=32), vocab_size=257, backend=get_backend("tiled"))
+    optimizer = torch.optim.AdamW(latest.parameters())
+    save_checkpoint(tmp_path / "other", model=latest, optimizer=optimizer, scaler=None, step=500, tokens=32, config={})
+    (tmp_path / "other/checkpoint").rename(tmp_path / "run/checkpoint")
+    assert run_sample(f"run={tmp_path}/run/{name}", "temperature=0", "tokens=8") == wanted
+    assert run_sample(f"run={tmp_path}/run", "temperature=0", "tokens=8") != wanted
+
+
 def test_complains_about_a_run_on_last_write(complaint, tmp_path):
     write_run(tmp_path / "run", data=DataConfig(source="last_write"))
     assert "was trained on last_write, whose tokens stand for no text" in complaint(f"run={tmp_path}/run")
