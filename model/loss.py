@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100  # the target where no loss is taken
-# logits of a chunk: 256 MiB in 16 bits. At GPT-2's vocabulary these are 2,560 tokens, enough for a GPU's products to run at full speed
-# and for adding to the float32 gradient of the weights (C x vocabulary, once a chunk) to be a few percent of them
-CHUNK_LOGITS = 2**27
+# logits of a chunk. On a GPU 256 MiB in 16 bits: at GPT-2's vocabulary 2,560 tokens, enough for the products to run at full speed and for
+# adding to the float32 gradient of the weights (C x vocabulary, once a chunk) to be a few percent of them. A CPU is at full speed sooner:
+# 16 MiB in float32 take no longer than all at once
+CHUNK_LOGITS = {"cuda": 2**27, "cpu": 2**22}
 ROW_GRANULE = 128  # chunks are multiples of it, so that the products divide into whole tiles
 
 
@@ -44,18 +45,18 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return total.float() / (targets != IGNORED).sum().clamp(min=1)
 
 
-def chunk_rows(tokens: int, vocab_size: int, width: int) -> int:
-    """Tokens of a chunk, R: equal chunks of CHUNK_LOGITS, or of as many logits as x has elements where that is more.
+def chunk_rows(tokens: int, vocab_size: int, width: int, device: str) -> int:
+    """Tokens of a chunk, R: equal chunks of at most about CHUNK_LOGITS, or of as many logits as x has elements where that is more.
 
     A longer pass has thus no more than vocab_size / width chunks, which torch.compile writes out one by one.
     """
-    chunks = min(-(-tokens * vocab_size // CHUNK_LOGITS), -(-vocab_size // width))
+    chunks = min(-(-tokens * vocab_size // CHUNK_LOGITS[device]), -(-vocab_size // width))
     return ROW_GRANULE * -(-tokens // (ROW_GRANULE * max(chunks, 1)))
 
 
-def padded_vocab(vocab_size: int, device: torch.device) -> int:
+def padded_vocab(vocab_size: int, device: str) -> int:
     """Columns of the logits: on a GPU a multiple of 64. Rows that start off a 16-byte granule cost its products most of their speed."""
-    return -(-vocab_size // 64) * 64 if device.type == "cuda" else vocab_size
+    return -(-vocab_size // 64) * 64 if device == "cuda" else vocab_size
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -65,8 +66,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, with_gradients: bool) -> Tensor:
         """x (T, C), weight (vocab_size, C), targets (T,); dtype: of the products."""
         (tokens, width), vocab_size = x.shape, weight.shape[0]
-        rows = chunk_rows(tokens, vocab_size, width)
-        padding = padded_vocab(vocab_size, x.device) - vocab_size
+        rows = chunk_rows(tokens, vocab_size, width, x.device.type)
+        padding = padded_vocab(vocab_size, x.device.type) - vocab_size
         w = weight.to(dtype)
         w = F.pad(w, (0, 0, 0, padding)) if padding else w
         # float16 ends at 65,504, and the gradient of the weights is a sum over the chunk's tokens: x goes into it smaller by a power of

@@ -241,8 +241,8 @@ def predict_step(
     ends = start + norm
 
     # the loss: a chunk's logits and their softmax in float32, then their gradient, which stands in their place in a compiled graph
-    rows = min(chunk_rows(tokens, vocab_size, width), tokens)
-    padded = padded_vocab(vocab_size, torch.device(device))
+    rows = min(chunk_rows(tokens, vocab_size, width, device), tokens)
+    padded = padded_vocab(vocab_size, device)
     chunked_loss = rows < tokens
     output_gradient = 4 * vocab_size * width
     loss = tokens * e * width + (4 if chunked_loss or not compiled else e) * padded * width

@@ -78,8 +78,8 @@ def assert_near(found: list[Tensor], baseline: list[Tensor], reference: list[Ten
 @pytest.fixture
 def several_chunks(monkeypatch):
     """900 tokens of 97 words in chunks of 384, the last of them shorter."""
-    monkeypatch.setattr(model.loss, "CHUNK_LOGITS", 300 * 97)
-    assert model.loss.chunk_rows(900, 97, 32) == 384
+    monkeypatch.setitem(model.loss.CHUNK_LOGITS, "cpu", 300 * 97)
+    assert model.loss.chunk_rows(900, 97, 32, "cpu") == 384
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_never_makes_the_logits_of_all_tokens(monkeypatch, build_gpt):
-    monkeypatch.setattr(model.loss, "CHUNK_LOGITS", 128 * 2000)
+    monkeypatch.setitem(model.loss.CHUNK_LOGITS, "cpu", 128 * 2000)
     gpt, tokens = build_gpt("sdpa", vocab_size=2000), torch.randint(2000, (16, 32))
     with Largest() as whole:
         logits = gpt(tokens).logits
@@ -184,19 +184,20 @@ def test_never_makes_the_logits_of_all_tokens(monkeypatch, build_gpt):
     assert evaluated.elements == 128 * 2000
 
 
-@pytest.mark.parametrize(
-    "tokens, vocab_size, width, rows", [(4096, 257, 128, 4096), (32768, 50257, 768, 2560), (2**20, 50257, 768, 16_000)]
-)
-def test_chunks(tokens, vocab_size, width, rows):
+CHUNKS = [("cpu", 4096, 257, 128, 4096), ("cuda", 32_768, 50_257, 768, 2560), ("cuda", 2**20, 50_257, 768, 16_000)]
+
+
+@pytest.mark.parametrize("device, tokens, vocab_size, width, rows", CHUNKS)
+def test_chunks(device, tokens, vocab_size, width, rows):
     """One where they are few; 256 MiB of 16-bit logits each; never more chunks than torch.compile can write out."""
-    assert model.loss.chunk_rows(tokens, vocab_size, width) == rows
+    assert model.loss.chunk_rows(tokens, vocab_size, width, device) == rows
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_chunked_loss_on_a_gpu(dtype, compiled, monkeypatch):
-    monkeypatch.setattr(model.loss, "CHUNK_LOGITS", 1024 * 5003)
+    monkeypatch.setitem(model.loss.CHUNK_LOGITS, "cuda", 1024 * 5003)
     x, weight, targets = (t.detach().cuda() for t in example(tokens=1500, vocab_size=5003, width=64))
     reference = step(plain, *(t.double().requires_grad_() for t in (x, weight)), targets)
     torch._dynamo.reset()

@@ -15,6 +15,7 @@ from torch import Tensor
 from attention import get_backend
 from config import ModelConfig, RunConfig
 from model import GPT, count_parameters
+from model.loss import CHUNK_LOGITS
 from model.plan import GIB, attention_bytes, kind_of, parameter_counts, predict_peak_gib, predict_step
 from scripts.attention_call import LiveTensors
 from scripts.plan import predict_run
@@ -161,14 +162,15 @@ def test_saved_and_peak_with_checkpointing(shape, attention, dtype, checkpoint, 
 
 
 def test_peak_where_the_logits_are_the_most(monkeypatch):
-    monkeypatch.setattr("model.loss.CHUNK_LOGITS", 2**20)
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 2**20)
     step = Step("gpt2", "sdpa", BF16, vocab_size=8193)
     whole = 2 * 256 * 8193 * 4  # one float32 tensor of all logits, of which the loss once held three
     assert step.plan.working < whole
     assert step.plan.peak == pytest.approx(step.peak_bytes(), rel=0.01)
 
 
-def test_peak_where_one_chunk_holds_all_logits():
+def test_peak_where_one_chunk_holds_all_logits(monkeypatch):
+    monkeypatch.setitem(CHUNK_LOGITS, "cpu", 2**27)
     step = Step("gpt2", "sdpa", BF16, vocab_size=8193)
     assert step.plan.peak == pytest.approx(step.peak_bytes(), rel=0.01)
     assert step.plan.loss + step.plan.working > step.plan.blocks + step.plan.attention

@@ -48,9 +48,18 @@ def test_what_is_taken_for_granted_comes_first(run_plan):
     assert run_plan(*model, "gpu=l4").startswith("model=") and run_plan(*model, "device=cpu").startswith("model=")
 
 
+def test_what_is_on_the_host_is_shown_and_is_no_part_of_the_peak(run_plan):
+    settings = ("model=gpt2", "seq_len=8192", "batch_size=2", "attention=triton", "model.checkpoint=block")
+    here, there = run_plan(*settings, "compile=false"), run_plan(*settings, "compile=false", "model.offload=true")
+    inputs = 12 * 2 * 8192 * 768 * 4 / 2**30
+    assert "in the host's memory" not in here and cells(there, "block inputs, in the host's memory") == [pytest.approx(inputs, abs=0.01)]
+    # one block's input comes back for its backward pass
+    assert cells(here, "peak of a step")[0] - cells(there, "peak of a step")[0] == pytest.approx(inputs * 11 / 12, abs=0.02)
+
+
 def test_parts_add_up_and_naive_has_the_matrix(run_plan):
     output = run_plan("model=gpt2", "seq_len=8192", "batch_size=4", "attention=naive,triton")
-    parts = [cells(output, words) for part, words in plan.PARTS.items() if part != "peak"]
+    parts = [cells(output, words) for part, words in plan.PARTS.items() if part not in ("peak", "host")]
     for total, column in zip(cells(output, "peak of a step"), zip(*parts, strict=True), strict=True):
         assert sum(column) == pytest.approx(total, abs=0.05)
     # 12 layers, 4 sequences, 12 heads, 8192 x 8192, in float32 and again in bfloat16
