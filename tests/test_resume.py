@@ -1,18 +1,22 @@
 """Interrupted, killed and resumed: the same run to the last bit, or a refusal that costs nothing."""
 
+import errno
 import os
 import random
 import shutil
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+import training.checkpoint
 from data.batches import TextData
 from tests.command import checkpoint, computed, contents, finish, metrics, run, same, start, summary, tiny, wait_for_rows
-from training.checkpoint import read_meta
+from training.checkpoint import Checkpoints, read_meta
+from training.rotation import step_of
 
 # everything that has state: two passes a step, dropout, and rows, evaluations and checkpoints out of step with one another
 STATEFUL = ("model.dropout=0.1", "tokens_per_step=256", "steps=12", "log_every=3", "eval_every=5", "checkpoint_every=4")
@@ -70,6 +74,37 @@ def test_interrupted_and_resumed_is_the_same_run(straight, monkeypatch, tmp_path
     assert summary(tmp_path)["status"] == "completed"
     assert same(checkpoint(tmp_path), checkpoint(straight[dtype]))
     assert computed(tmp_path) == computed(straight[dtype])
+
+
+def test_written_in_the_background_it_is_the_same_run(straight, monkeypatch, tmp_path):
+    """As on a GPU. The interrupted run ends when its checkpoint is on disk, and the next step does not get into it."""
+    monkeypatch.setattr(training.checkpoint, "Checkpoints", partial(Checkpoints, background=True))
+    send_at_step(monkeypatch, 6, signal.SIGTERM)
+    assert run(*tiny(tmp_path, *STATEFUL)).code == 130
+    assert checkpoint(tmp_path)["step"] == 7
+    assert run(f"resume={tmp_path}").code == 0
+    assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
+    assert computed(tmp_path) == computed(straight["fp32"])
+
+
+def test_a_write_that_fails_in_the_background_is_said_and_loses_nothing(straight, monkeypatch, tmp_path):
+    """The disk is full at the second checkpoint; the third has to wait for it, and finds out."""
+    monkeypatch.setattr(training.checkpoint, "Checkpoints", partial(Checkpoints, background=True))
+    rotate, steps = training.checkpoint.rotate, []
+
+    def full(fresh: Path, run_dir: Path, *, keep: int) -> None:
+        steps.append(step_of(fresh))
+        if len(steps) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        rotate(fresh, run_dir, keep=keep)
+
+    monkeypatch.setattr(training.checkpoint, "rotate", full)
+    answer = run(*tiny(tmp_path, *STATEFUL)).complaint()
+    assert f"cannot write a checkpoint to {tmp_path}" in answer and "No space left" in answer and f"resume={tmp_path}" in answer
+    assert steps == [4, 8] and checkpoint(tmp_path)["step"] == 4
+    assert run(f"resume={tmp_path}").code == 0
+    assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
+    assert computed(tmp_path) == computed(straight["fp32"])
 
 
 def test_ctrl_c_in_the_last_step_leaves_a_whole_run(straight, monkeypatch, tmp_path):
