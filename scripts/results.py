@@ -361,7 +361,7 @@ def survival() -> str | None:
     cases = {
         "killed (SIGKILL) while it trains": [each for each in data["kills"] if not each["in_a_save"]],
         "killed (SIGKILL) while it saves": [each for each in data["kills"] if each["in_a_save"]],
-        "disk full while it saves or logs": [each for each in data["harms"] if each["harm"] == "disk full"],
+        "disk full (a limit on file sizes: a write fails half way)": [each for each in data["harms"] if each["harm"] == "disk full"],
         "latest checkpoint damaged": [each for each in data["harms"] if each["harm"] == "latest damaged"],
         "all checkpoints damaged": [each for each in data["harms"] if each["harm"] == "all damaged"],
     }
@@ -373,7 +373,7 @@ def survival() -> str | None:
     what = (
         "Each is a training of its own on one CPU core, disturbed at a random moment and resumed. Identical: weights, optimizer, random "
         "state and every computed row of metrics.jsonl are, to the bit, those of the run that nothing disturbed. Refused: one line says "
-        "why, and no file has changed."
+        "why, and no file of the run has changed."
     )
     return section(data, what, table(["what happened", "n", "identical", "refused", "anything else"], rows))
 
