@@ -205,11 +205,12 @@ def predict_step(
         **tiles,
     )
 
+    part = 1 if config.chunk_tokens is None else min(1, config.chunk_tokens / seq_len)  # of a sequence, in one chunk
     # q, k, v, per token, and what makes them
     if kind == MATERIALISED:
         inputs = e * width if compiled or not narrow else 0  # q; the call repeats k and v, and makes float32 copies of narrow q and k
     else:
-        inputs = e * (width + 2 * kv_width) + (e * (width + kv_width) if turned and config.chunk_tokens is None else 0)
+        inputs = e * (width + 2 * kv_width) + (e * (width + kv_width) if turned and part == 1 else 0)
     makers = 0
     if config.qk_norm:
         makers += 4 * (config.num_heads + config.kv_heads)
@@ -218,7 +219,7 @@ def predict_step(
         elif kind == MATERIALISED:
             makers += e * (width + 2 * kv_width)
     # heads are merged without a copy where the kernel writes (B, N, H, D): Triton's does, PyTorch's follow the layout of q
-    follows = kind in (FUSED, LIBRARY) and turned and backend.name != "triton" and config.chunk_tokens is None
+    follows = kind in (FUSED, LIBRARY) and turned and backend.name != "triton" and part == 1
     merged = config.num_heads > 1 and (kind == TILE_LOOP or follows)
     # these two keep no output of their own: proj does
     merged = merged or kind in (MATERIALISED, RECOMPUTED)
@@ -256,8 +257,7 @@ def predict_step(
 
     # what the blocks keep, and what one of them has beside that once it has computed the rest again
     residual = tokens * 4 * width
-    part = 1 if config.chunk_tokens is None else min(1, config.chunk_tokens / seq_len)
-    in_parts = config.checkpoint == "attention" or (config.checkpoint == "block" and part < 1)
+    in_parts = config.checkpoint == "attention" or (config.checkpoint == "block" and config.chunk_tokens is not None)
     kept_attention = 0 if config.checkpoint == "block" else attention
     kept = {"none": block, "attention": residual + attention, "block": residual}[config.checkpoint] - kept_attention
     elsewhere = config.offload and device != "cpu"

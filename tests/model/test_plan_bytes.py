@@ -134,12 +134,17 @@ def test_peak(shape, attention, budget, dtype):
     assert step.plan.peak == pytest.approx(step.peak_bytes(), rel=budget)
 
 
+def short(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
 RECOMPUTING = [
     # what is recomputed of naive and of the tile loop is fitted, not counted
     ("gpt2", "sdpa", BF16, "attention", None, 0.02),
     ("gpt2", "sdpa", BF16, "attention", 32, 0.02),
     ("gpt2", "sdpa", BF16, "block", None, 0.02),
     ("gpt2", "sdpa", BF16, "block", 32, 0.02),
+    ("gpt2", "sdpa", BF16, "block", 1024, 0.02),  # longer than the sequence
     ("modern", "sdpa", FP32, "attention", None, 0.02),
     ("modern", "sdpa", BF16, "attention", 32, 0.02),
     ("modern", "sdpa", FP32, "block", None, 0.02),
@@ -153,7 +158,7 @@ RECOMPUTING = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "attention", "dtype", "checkpoint", "chunk_tokens", "budget"), RECOMPUTING)
+@pytest.mark.parametrize(("shape", "attention", "dtype", "checkpoint", "chunk_tokens", "budget"), RECOMPUTING, ids=short)
 def test_saved_and_peak_with_checkpointing(shape, attention, dtype, checkpoint, chunk_tokens, budget):
     # the gradients of a block's weights, which are not modelled, weigh little beside this many tokens
     step = Step(shape, attention, dtype, batch=12, checkpoint=checkpoint, chunk_tokens=chunk_tokens)
