@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attention import Backend, attention
-from training.memory import GIB, available_bytes, cpu_memory_limit, describe_out_of_memory, is_out_of_memory, release_memory
+from training.memory import GIB, cpu_memory_limit, describe_out_of_memory, is_out_of_memory, release_memory
 
 
 class LiveTensors(TorchDispatchMode):
@@ -102,23 +102,40 @@ def seconds(function: Callable[[], Any], *, repeats: int, device: torch.device) 
     return [start.elapsed_time(end) / 1000 for start, end in events]
 
 
+def pairs(shape: dict[str, Any]) -> float:
+    """Scores of one head that the mask leaves: half of the square under a causal one, as the field counts, or what a window leaves."""
+    length = min(shape.get("documents") or shape["seq_len"], shape["seq_len"])  # what attends to one another
+    window = min(shape.get("window") or length, length)
+    per_document = (window * length - window**2 / 2) if shape["causal"] else length**2
+    return per_document * shape["seq_len"] / length
+
+
 class Call:
-    """One attention call on random inputs."""
+    """One attention call on random inputs.
+
+    shape: batch, heads, seq_len, head_dim, causal, and where wanted groups (query heads for each key/value head), window, and documents
+    (tokens of each of the documents packed into a sequence).
+    """
 
     def __init__(self, backend: Backend, shape: dict[str, Any], *, device: torch.device, dtype: torch.dtype):
-        self.backend, self.causal, self.device = backend, shape["causal"], device
-        sizes = (shape["batch"], shape["heads"], shape["seq_len"], shape["head_dim"])
-        self.inputs = [torch.randn(*sizes, device=device, dtype=dtype) for _ in range(3)]
+        self.backend, self.device = backend, device
+        batch, heads, length, head_dim = (shape[name] for name in ("batch", "heads", "seq_len", "head_dim"))
+        kv_heads = heads // shape.get("groups", 1)
+        self.inputs = [torch.randn(batch, n, length, head_dim, device=device, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
+        self.mask: dict[str, Any] = {"causal": shape["causal"]} | {name: shape[name] for name in ("window",) if shape.get(name)}
+        if shape.get("documents"):
+            self.mask["document_ids"] = torch.arange(length, device=device).div(shape["documents"], rounding_mode="floor").expand(batch, -1)
+        self.flops = 4 * batch * heads * head_dim * pairs(shape)  # of the forward pass
         # a long sequence leaves no room for a gradient that a backend without a backward pass never sees
-        self.trainable = not backend.unsupported_reasons(
-            *(x[:1, :, :128].detach().requires_grad_() for x in self.inputs), causal=self.causal
-        )
+        brief = (x[:1, :, :128].detach().requires_grad_() for x in self.inputs)
+        mask = {name: x[:1, :128] if name == "document_ids" else x for name, x in self.mask.items()}
+        self.trainable = not backend.unsupported_reasons(*brief, **mask)
         if self.trainable:
             for x in self.inputs:
                 x.requires_grad_()
 
     def forward(self) -> Tensor:
-        return attention(*self.inputs, backend=self.backend, causal=self.causal).out
+        return attention(*self.inputs, backend=self.backend, **self.mask).out
 
     def forward_only(self) -> Tensor:
         with torch.no_grad():
@@ -151,13 +168,11 @@ def measure(call: Call, *, repeats: int) -> dict[str, Any]:
         times = seconds(function, repeats=count, device=device)
         p20, *_, p80 = quantiles(times, n=5)
         row |= {f"{name}_seconds": median(times), f"{name}_p20": p20, f"{name}_p80": p80, f"{name}_repeats": count}
-    batch, heads, length, head_dim = call.inputs[0].shape
-    flops = 4 * batch * heads * length**2 * head_dim / (2 if call.causal else 1)
-    row["forward_tflops"] = flops / row["forward_seconds"] / 1e12
+    row["forward_tflops"] = call.flops / row["forward_seconds"] / 1e12
     if call.trainable:
         row["training_seconds"] = row["forward_seconds"] + row["backward_seconds"]
         # the backward's five products against the forward's two
-        row["backward_tflops"] = 2.5 * flops / row["backward_seconds"] / 1e12
+        row["backward_tflops"] = 2.5 * call.flops / row["backward_seconds"] / 1e12
     return row
 
 
@@ -189,8 +204,7 @@ def memory_cap(gib: float | None, device: torch.device) -> Iterator[None]:
     """Let this process have that much of the memory, as if the card were smaller; None leaves it all that is free."""
     release_memory(device)
     if device.type == "cpu":
-        margin = 512 * 1024**2 if gib is None else max(0, available_bytes() - round(gib * GIB))
-        with cpu_memory_limit(margin_bytes=margin):
+        with cpu_memory_limit(at_most=None if gib is None else round(gib * GIB)):
             yield
         return
     total = torch.cuda.get_device_properties(device).total_memory

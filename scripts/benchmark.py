@@ -6,7 +6,8 @@
 A backend whose results are wrong is not timed; --allow-broken times it and marks its rows. Memory is the peak above what was allocated
 before the call (q, k, v and the incoming gradient are inputs, not the attention's): PyTorch's allocator's on a GPU, with what it reserved;
 on a CPU the tensors that operators make. Time is the median with the 20th and 80th percentile, after a warm-up, by device events on a
-GPU; the backward's is its own, over a graph that is kept. Running out of memory is a result: the row says what was asked for.
+GPU; the backward's is its own, over a graph that is kept. TFLOP/s count the scores that the mask leaves, be it causal, a --window or that
+of --documents; in a backward pass five products for the forward's two. Running out of memory is a result: the row says what was asked for.
 
 --max-length searches the longest sequence, of forward alone and of forward and backward, by doubling and then halving the gap to 12%;
 --memory-gib does so as if the card were smaller. Options follow a backend's name: tiled:block_q=512, and your own is pkg.module:BACKEND.
@@ -87,6 +88,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=int, help="keep batch * seq_len at this, and heads * head_dim at 2048, instead of --batch and --heads"
     )
+    parser.add_argument("--groups", type=int, default=1, help="query heads that share a key/value head (grouped-query attention)")
+    parser.add_argument("--window", type=int, help="keys that a query sees, itself included")
+    parser.add_argument("--documents", type=int, metavar="TOKENS", help="sequences are packed from documents of so many tokens")
     parser.add_argument("--full", action="store_true", help="no causal mask (default: causal)")
     parser.add_argument("--dtype", nargs="+", default=["auto"], choices=["auto", *DTYPES])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
@@ -103,11 +107,13 @@ def read_options() -> argparse.Namespace:
         "--append", action="store_true", help="keep the rows that the file has, if the same code on the same machine made them"
     )
     options = parser.parse_args()
-    for name in ("seq_len", "head_dim", "heads", "batch", "tokens", "repeats", "memory_gib", "limit_s"):
+    for name in ("seq_len", "head_dim", "heads", "groups", "batch", "tokens", "window", "documents", "repeats", "memory_gib", "limit_s"):
         values = getattr(options, name)
         for value in values if isinstance(values, list) else [values]:
             if value is not None and not value > 0:
                 sys.exit(f"benchmark: --{name.replace('_', '-')} {value} must be positive")
+    if options.window and options.full:
+        sys.exit("benchmark: --window is of the most recent keys, so it is causal; leave out --full")
     if options.memory_gib != [None] and not options.max_length:
         sys.exit("benchmark: --memory-gib belongs to --max-length; add it")
     return options
@@ -134,7 +140,11 @@ def shape_of(options: argparse.Namespace, head_dim: int, length: int) -> dict[st
     batch, heads = options.batch, options.heads
     if options.tokens:
         batch, heads = max(1, options.tokens // length), max(1, 2048 // head_dim)
-    return {"seq_len": length, "head_dim": head_dim, "batch": batch, "heads": heads, "causal": not options.full}
+    shape = {"seq_len": length, "head_dim": head_dim, "batch": batch, "heads": heads, "causal": not options.full}
+    if heads % options.groups:
+        raise ValueError(f"--groups {options.groups} does not divide {heads} heads")
+    special = {"groups": options.groups if options.groups > 1 else None, "window": options.window, "documents": options.documents}
+    return shape | {name: value for name, value in special.items() if value}
 
 
 @one_line("benchmark")
@@ -150,6 +160,8 @@ def main() -> None:
         if options.out:
             check_writable(options.out)
         rows = kept_rows(options.out, where) if options.append else []
+        for head_dim in options.head_dim:
+            shape_of(options, head_dim, options.seq_len[0])
         checks = {"allow": options.allow_broken, "device": device, "verified": read_verification(options.verified, device, where["commit"])}
         red = {text: check_results(text, backend, dtypes, **checks) for text, backend in backends.items()}
         if options.max_length:

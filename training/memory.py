@@ -57,8 +57,8 @@ class MemoryMeter:
 
 
 @contextlib.contextmanager
-def cpu_memory_limit(*, margin_bytes: int = 512 * 1024**2) -> Iterator[None]:
-    """Let this process take the memory that is free now, less a margin, and no more.
+def cpu_memory_limit(*, margin_bytes: int = 512 * 1024**2, at_most: int | None = None) -> Iterator[None]:
+    """Let this process take the memory that is free now, less a margin, and no more than `at_most` bytes.
 
     An oversized tensor then raises PyTorch's allocator error instead of calling the kernel's out-of-memory killer, which
     would take the whole sweep down. Does nothing off Linux, and once CUDA runs: drivers reserve far more addresses than memory.
@@ -71,7 +71,8 @@ def cpu_memory_limit(*, margin_bytes: int = 512 * 1024**2) -> Iterator[None]:
 
     address_space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = address_space + max(0, available_bytes() - margin_bytes)
+    room = max(0, available_bytes() - margin_bytes)
+    limit = address_space + (room if at_most is None else min(room, at_most))
     # a limit that the user has set stays where it is lower
     limit = min([limit, *(bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY)])
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
