@@ -230,7 +230,7 @@ class RunConfig:
     eval_sequences: int = 64  # held-out sequences of one evaluation
     log_every: int = 10  # steps between rows of metrics
     checkpoint_every: int = 200  # steps between checkpoints; the last step is always saved
-    keep: int = 1  # the latest checkpoints that stay, beside the one with the lowest val/loss
+    keep: int = 2  # the latest checkpoints that stay, beside the one with the lowest val/loss
     sample_tokens: int = 256  # length of the sample printed at the end; 0 for none
 
     def __post_init__(self) -> None:

@@ -80,10 +80,13 @@ def test_the_default_run():
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_run_of_an_experiment_composes(name):
-    """The sweep it asks for, job by job, as Hydra would."""
+    """The run, or the sweep it asks for, job by job, as Hydra would."""
     lines = (ROOT / f"conf/experiment/{name}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_" and lines[1].startswith(f"# python train.py experiment={name}")
     hydra = composed(f"experiment={name}", whole=True).hydra
+    if hydra.mode is None:
+        assert composed(f"experiment={name}").attention.name
+        return
     assert hydra.mode.name == "MULTIRUN"
     swept = [[f"{key}={value}" for value in str(values).split(",")] for key, values in hydra.sweeper.params.items()]
     jobs = [composed(f"experiment={name}", *overrides) for overrides in product(*swept)]

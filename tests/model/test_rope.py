@@ -50,3 +50,11 @@ def test_is_computed_in_float32_for_narrow_inputs():
     x = torch.randn(1, 1, 1, HEAD_DIM).bfloat16()
     assert rotate(x, 77).dtype == torch.float32
     assert torch.equal(rotate(x, 77), rotate(x.float(), 77))
+
+
+def test_a_million_tokens_away_the_angle_is_still_right():
+    positions = torch.tensor([2**20 - 1, 2**20])
+    cos, sin = rope_tables(positions, head_dim=64, theta=10000.0)
+    exact = positions.double()[:, None] * 10000.0 ** (-torch.arange(0, 64, 2).double() / 64)
+    assert cos.dtype == sin.dtype == torch.float32
+    assert (cos - exact.cos()).abs().max() < 1e-7 and (sin - exact.sin()).abs().max() < 1e-7
