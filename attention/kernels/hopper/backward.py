@@ -14,8 +14,6 @@ Dimensions: H query heads, N queries, M keys, D head dim; a tile is 64 keys a co
 holds.
 """
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -140,7 +138,7 @@ def add_queries(
     dk, dv, item, start_q, edge, batch_query_head, must_mask, dq_desc, k_tiles, v_tiles, q_ring, do_ring,
     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """What the queries start_q : start_q + BLOCK_Q add to dk and dv of this consumer's keys, and these 128 keys to dq."""
     dtype: gl.constexpr = k_tiles.dtype
@@ -169,6 +167,10 @@ def add_queries(
     if MASKED:  # noqa: SIM102, a constant around a value
         if must_mask:
             p = mask_probabilities(p, start_q, edge + SELF * OWN, lo_rows.index(slot), hi_rows.index(slot), CAUSAL, INTERVALS)
+    if OVERLAP:
+        # a wait that is over, for the branch in it: ptxas moves the next wait up, before the exponentials, unless a branch stands between
+        # them; a branch costs registers, however
+        q_ring.await_full(item)
     p_operand = gl.convert_layout(p.to(dtype), OPERAND)
     dp = warpgroup_mma_wait(0, deps=(dp_pending,))
     ds = (p * (dp - gl.expand_dims(delta_rows.index(slot).load(COLUMNS), 0))).to(dtype)
@@ -206,7 +208,7 @@ def walk_queries(
     dk, dv, item, first, full_first, full_last, last, edge, batch_query_head, dq_desc, k_tiles, v_tiles,
     q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """All that one query head adds: queries first : last see some of these keys, full_first : full_last all of them."""
     # a causal mask in a copy of the loop spills less with 128 queries a step, in a branch of the one loop with 64
@@ -219,7 +221,7 @@ def walk_queries(
             dk, dv = add_queries(
                 dk, dv, item, start_q, edge, batch_query_head, True, dq_desc, k_tiles, v_tiles, q_ring, do_ring,
                 lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
-                SELF, CAUSAL, INTERVALS, True, D, BLOCK_Q, STAGES,
+                SELF, CAUSAL, INTERVALS, True, D, BLOCK_Q, STAGES, OVERLAP,
             )  # fmt: skip
             item += 1
     for start_q in range(middle, last, BLOCK_Q):
@@ -232,7 +234,7 @@ def walk_queries(
         dk, dv = add_queries(
             dk, dv, item, start_q, edge, batch_query_head, must_mask, dq_desc, k_tiles, v_tiles, q_ring, do_ring,
             lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
-            SELF, CAUSAL, INTERVALS, BRANCH, D, BLOCK_Q, STAGES,
+            SELF, CAUSAL, INTERVALS, BRANCH, D, BLOCK_Q, STAGES, OVERLAP,
         )  # fmt: skip
         item += 1
     return dk, dv, item
@@ -244,7 +246,7 @@ def consumer(
     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles,
     stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """SELF: which of the two consumers this is."""
     dtype: gl.constexpr = k_tiles.dtype
@@ -271,14 +273,14 @@ def consumer(
             dk, dv, item = walk_queries(
                 dk, dv, item, first, full_first, full_last, last, edge, batch_head * groups + group, dq_desc, k_tiles, v_tiles,
                 q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
-                SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES,
+                SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES, OVERLAP,
             )  # fmt: skip
     else:
         # not a loop of one: it would take registers
         dk, dv, item = walk_queries(
             dk, dv, item, first, full_first, full_last, last, edge, batch_head, dq_desc, k_tiles, v_tiles,
             q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
-            SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES,
+            SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES, OVERLAP,
         )  # fmt: skip
     # what the tiles of v and k hold is no longer needed: this consumer's own v, and k once both have computed dq
     v_tiles.index(SELF).reshape([OWN, D]).store(dv.to(dtype))
@@ -296,9 +298,10 @@ def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,
     stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
     CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """batch_heads: key/value heads of the batch. MASKED: some tile may hold keys that are not seen."""
+    """batch_heads: key/value heads of the batch. MASKED: some tile may hold keys that are not seen. OVERLAP: exponentials run beside a
+    product."""
     dtype: gl.constexpr = q_desc.dtype
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], k_desc.layout)
@@ -321,61 +324,13 @@ def backward_kernel(
         (consumer, (dq_desc, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
                     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles,
                     stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
-                    0, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES)),
+                    0, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES, OVERLAP)),
         (consumer, (dq_desc, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
                     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles,
                     stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
-                    1, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES)),
+                    1, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES, OVERLAP)),
         (producer, (q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,
                     k_tiles, v_tiles, kv_full, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows,
                     stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M,
                     CAUSAL, INTERVALS, BLOCK_Q, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip
-
-
-@triton.jit
-def prepare_kernel(
-    out_ptr, do_ptr, lse_ptr, d_lse_ptr, delta_ptr, lse_log2_ptr, dq_ptr,
-    stride_ob, stride_oh, stride_on, stride_dob, stride_doh, stride_don, num_heads, N,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr,
-):  # fmt: skip
-    """delta as in attention/kernels/backward.py, lse in base 2, and zeros into dq (B * H, N, D) float32, to which the programs add."""
-    # from the end: what was written last is still in the L2 cache
-    start_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
-    batch_head = tl.num_programs(1) - 1 - tl.program_id(1)
-    batch = tl.cast(batch_head // num_heads, tl.int64)
-    head = tl.cast(batch_head % num_heads, tl.int64)
-    rows = start_q + tl.arange(0, BLOCK_Q)
-    column = tl.arange(0, D)
-    inside = rows < N
-    row = tl.cast(rows, tl.int64)[:, None]
-    out = tl.load(out_ptr + batch * stride_ob + head * stride_oh + row * stride_on + column[None, :], mask=inside[:, None], other=0.0)
-    do = tl.load(do_ptr + batch * stride_dob + head * stride_doh + row * stride_don + column[None, :], mask=inside[:, None], other=0.0)
-    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-    offset = tl.cast(batch_head, tl.int64) * N
-    if d_lse_ptr is not None:
-        delta -= tl.load(d_lse_ptr + offset + rows, mask=inside, other=0.0)
-    lse = tl.load(lse_ptr + offset + rows, mask=inside, other=0.0)
-    # a row without a key gets +inf, so that its p = exp2(score - lse) is 0
-    lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
-    tl.store(delta_ptr + offset + rows, delta, mask=inside)
-    tl.store(lse_log2_ptr + offset + rows, lse_log2, mask=inside)
-    tl.store(dq_ptr + (offset + row) * D + column[None, :], tl.zeros([BLOCK_Q, D], tl.float32), mask=inside[:, None])
-
-
-@triton.jit
-def convert_dq_kernel(
-    sum_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqn, num_heads, N, scale, D: tl.constexpr, BLOCK_Q: tl.constexpr
-):  # fmt: skip
-    """dq (B, H, N, D) in its own dtype from the sum (B * H, N, D) in float32."""
-    start_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
-    batch_head = tl.num_programs(1) - 1 - tl.program_id(1)
-    batch = tl.cast(batch_head // num_heads, tl.int64)
-    head = tl.cast(batch_head % num_heads, tl.int64)
-    rows = start_q + tl.arange(0, BLOCK_Q)
-    column = tl.arange(0, D)
-    inside = (rows < N)[:, None]
-    row = tl.cast(rows, tl.int64)[:, None]
-    dq = tl.load(sum_ptr + (tl.cast(batch_head, tl.int64) * N + row) * D + column[None, :], mask=inside, other=0.0) * scale
-    dq_ptr += batch * stride_dqb + head * stride_dqh
-    tl.store(dq_ptr + row * stride_dqn + column[None, :], dq.to(dq_ptr.dtype.element_ty), mask=inside)

@@ -13,7 +13,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attention.kernels.hopper.backward import backward_kernel, convert_dq_kernel, prepare_kernel
+from attention.kernels.hopper.around import convert_dq_kernel, prepare_kernel
+from attention.kernels.hopper.backward import backward_kernel
 from attention.kernels.hopper.forward import forward_kernel
 
 BLOCK_Q = 64  # queries of a forward consumer
@@ -31,6 +32,10 @@ class Forward(NamedTuple):
 
 
 FORWARD = {64: Forward(consumers=3, stages=3, turns=True), 128: Forward(consumers=2, stages=2, turns=False)}
+
+
+# head dims whose backward keeps the exponentials beside a product, for which it spills some registers
+OVERLAPPED = {128}
 
 
 def backward_block_q(head_dim: int, *, masked: bool, causal: bool, intervals: bool) -> int:
@@ -114,6 +119,7 @@ def backward_constants(q_shape: torch.Size, k_shape: torch.Size, causal: bool, i
         "D": head_dim,
         "BLOCK_Q": backward_block_q(head_dim, masked=masked, causal=causal, intervals=intervals),
         "STAGES": 2,
+        "OVERLAP": head_dim in OVERLAPPED,
     }
 
 

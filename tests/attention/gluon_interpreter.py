@@ -1,0 +1,560 @@
+"""Runs Gluon kernels on the CPU, where Triton has no interpreter for them: each partition is a thread, each barrier a condition.
+
+    hopper = load_kernels()                       # attention/kernels/hopper once more, in this interpreter's Gluon
+    hopper["launch"].forward(q, k, v, out, ...)
+
+Of what the hardware does asynchronously it takes the worst case, so that an error in the protocol fails every time and not now and then:
+
+- a box that is being loaded is NaN until nothing else can go on, and boxes come in any order;
+- a product reads its operands when it is issued and again when it is waited for, and both must be the same;
+- a box that is being stored is read when it is issued and again when it is waited for, likewise;
+- shared memory starts as NaN, and what a thread wrote to it must be fenced before a product or a store reads it;
+- where all wait and nothing is on its way, that is a deadlock, and who waits for what.
+
+Layouts, registers and the order of single instructions are the compiler's business: see test_hopper.py for those.
+"""
+
+import math
+import random
+import re
+import sys
+import threading
+import types
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(__file__).parents[2] / "attention" / "kernels" / "hopper"
+here = threading.local()  # .program, .partition, and what the partition has under way
+
+
+class Failure(RuntimeError):
+    """What would be a wrong number, a fault or a hang on the device."""
+
+
+def check(condition: bool, message: str) -> None:
+    if not condition:
+        raise Failure(message)
+
+
+def raw(x: Any) -> Any:
+    return x.data if isinstance(x, Value) else x
+
+
+class Value:
+    """A scalar or a tensor in registers. Integers divide as in C."""
+
+    def __init__(self, data: Any):
+        self.data = torch.as_tensor(data)
+
+    shape = property(lambda self: tuple(self.data.shape))
+    dtype = property(lambda self: self.data.dtype)
+    type = property(lambda self: types.SimpleNamespace(layout=None))
+
+    def to(self, dtype: torch.dtype) -> "Value":
+        return Value(self.data.to(dtype))
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def operator(name: str, function: Callable) -> None:
+    def forward(self: Value, other: Any) -> Value:
+        return Value(function(self.data, raw(other)))
+
+    def reflected(self: Value, other: Any) -> Value:
+        return Value(function(torch.as_tensor(raw(other)), self.data))
+
+    setattr(Value, f"__{name}__", forward)
+    setattr(Value, f"__r{name}__", reflected)
+
+
+for name, function in {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "truediv": torch.true_divide,
+    "floordiv": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "mod": torch.fmod,
+    "and": lambda x, y: x & y,
+    "or": lambda x, y: x | y,
+    "xor": lambda x, y: x ^ y,
+    "lt": torch.lt,
+    "le": torch.le,
+    "gt": torch.gt,
+    "ge": torch.ge,
+    "eq": torch.eq,
+}.items():
+    operator(name, function)
+
+
+class Pointer:
+    """Into a tensor's memory, by elements."""
+
+    def __init__(self, base: torch.Tensor, offset: Any = 0):
+        self.base, self.offset = base, offset
+
+    def __add__(self, offset: Any) -> "Pointer":
+        return Pointer(self.base, raw(offset) + self.offset)
+
+    def locations(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        where = torch.as_tensor(self.offset)
+        inside = torch.ones_like(where, dtype=torch.bool) if mask is None else raw(mask).broadcast_to(where.shape)
+        check(bool(((where >= 0) & (where < self.base.numel()))[inside].all()), f"an address outside a tensor of {tuple(self.base.shape)}")
+        return where, inside
+
+
+def load(pointer: Pointer, mask: Any = None, other: float = 0) -> Value:
+    where, inside = pointer.locations(mask)
+    flat = pointer.base.view(-1)
+    return Value(torch.where(inside, flat[torch.where(inside, where, 0)], torch.tensor(other, dtype=flat.dtype)))
+
+
+def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
+    where, inside = pointer.locations(mask)
+    values = torch.as_tensor(raw(value), dtype=pointer.base.dtype).broadcast_to(where.shape)
+    pointer.base.view(-1)[where[inside]] = values[inside]
+
+
+ATOMIC = threading.Lock()
+
+
+def atomic_add(pointer: Pointer, value: int) -> Value:
+    with ATOMIC:
+        before = load(pointer)
+        store(pointer, before + value)
+    return before
+
+
+class Descriptor:
+    """Of a tensor (rank 3 or 4) in global memory, for boxes of one shape."""
+
+    def __init__(self, base: torch.Tensor, shape: list[int], strides: list[int], block_shape: list[int], layout: Any):
+        check(base.data_ptr() % 16 == 0 and strides[-1] == 1, "a descriptor's tensor must be aligned and contiguous in its last dimension")
+        check(all(stride * base.element_size() % 16 == 0 for stride in strides[:-1]), f"strides {strides} are not multiples of 16 bytes")
+        self.tensor = base.detach().as_strided(shape, [stride if size > 1 else 0 for size, stride in zip(shape, strides, strict=True)])
+        self.dtype, self.layout = base.dtype, layout
+        self.block_type = types.SimpleNamespace(shape=block_shape, nbytes=math.prod(block_shape) * base.element_size())
+
+    def box(self, coordinates: list) -> tuple[torch.Tensor, tuple[slice, ...]]:
+        """The part of the box inside the tensor, and where in the box it lies."""
+        start = [int(raw(x)) for x in coordinates]
+        check(min(start) >= 0, f"a box at {start} starts before the tensor")
+        inside = [max(0, min(size, x + block) - x) for x, block, size in zip(start, self.block_type.shape, self.tensor.shape, strict=True)]
+        part = self.tensor[tuple(slice(x, x + n) for x, n in zip(start, inside, strict=True))]
+        return part, tuple(slice(0, n) for n in inside)
+
+
+class Shared:
+    """A view of shared memory."""
+
+    def __init__(self, data: torch.Tensor):
+        self.data = data
+
+    dtype = property(lambda self: self.data.dtype)
+
+    def index(self, i: Any) -> "Shared":
+        i = int(raw(i))
+        check(0 <= i < self.data.shape[0], f"slot {i} of {self.data.shape[0]}")
+        return Shared(self.data[i])
+
+    def slice(self, start: Any, length: int, dim: int = 0) -> "Shared":
+        return Shared(self.data.narrow(dim, int(raw(start)), length))
+
+    def permute(self, order: tuple[int, ...]) -> "Shared":
+        return Shared(self.data.permute(order))
+
+    def reshape(self, shape: list[int]) -> "Shared":
+        return Shared(self.data.view(shape))
+
+    def load(self, layout: Any) -> Value:
+        return Value(self.data.clone())
+
+    def store(self, value: Value) -> None:
+        check(self.data.shape == value.data.shape and self.data.dtype == value.data.dtype, f"{value.shape} stored to {self.data.shape}")
+        self.data.copy_(value.data)
+        here.program.unfenced.append((here.partition, *self.extent()))
+
+    def extent(self) -> tuple[int, int]:
+        """Addresses."""
+        last = sum((size - 1) * stride for size, stride in zip(self.data.shape, self.data.stride(), strict=True))
+        first = self.data.data_ptr()
+        return first, first + (last + 1) * self.data.element_size()
+
+    def read_by_hardware(self) -> torch.Tensor:
+        first, last = self.extent()
+        for partition, start, stop in here.program.unfenced:
+            check(stop <= first or start >= last, f"{here.partition} gives the hardware what {partition} wrote without a fence")
+        return self.data.clone()
+
+
+def fence_async_shared() -> None:
+    here.program.unfenced = [entry for entry in here.program.unfenced if entry[0] != here.partition]
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all expected bytes have come."""
+
+    def __init__(self, count: int):
+        self.count = self.missing = count
+        self.bytes = self.phase = 0
+
+    def progress(self, arrivals: int = 0, expected: int = 0) -> None:
+        self.missing -= arrivals
+        self.bytes += expected
+        check(self.missing >= 0, "more arrivals at a barrier than it counts")
+        if self.missing == 0 and self.bytes == 0:
+            self.missing = self.count
+            self.phase ^= 1
+            here.program.changed.notify_all()
+
+
+def barrier_at(shared: Shared) -> Barrier:
+    return here.program.barriers[shared.data.data_ptr()]
+
+
+def init(shared: Shared, count: int) -> None:
+    here.program.barriers[shared.data.data_ptr()] = Barrier(count)
+
+
+def expect(shared: Shared, nbytes: int) -> None:
+    with here.program.changed:
+        barrier_at(shared).progress(1, nbytes)
+
+
+def arrive(shared: Shared) -> None:
+    with here.program.changed:
+        barrier_at(shared).progress(1)
+
+
+def wait(shared: Shared, phase: Any, pred: Any = True) -> None:
+    if raw(pred):
+        barrier, phase = barrier_at(shared), int(raw(phase))
+        here.program.wait_until(lambda: barrier.phase != phase, f"phase {phase} of a barrier of {barrier.count}")
+
+
+def await_copy(desc: Descriptor, coordinates: list, barrier: Shared, destination: Shared) -> None:
+    part, inside = desc.box(coordinates)
+    check(list(destination.data.shape) == list(desc.block_type.shape), f"a box of {desc.block_type.shape} into {destination.data.shape}")
+    destination.data.fill_(math.nan)
+
+    def finish() -> None:
+        box = torch.zeros_like(destination.data)
+        box[inside] = part
+        destination.data.copy_(box)
+        barrier_at(barrier).progress(0, -desc.block_type.nbytes)
+
+    with here.program.changed:
+        here.program.copies.append(finish)
+        here.program.changed.notify_all()
+
+
+def start_store(desc: Descriptor, coordinates: list, source: Shared, *, add: bool) -> None:
+    part, inside = desc.box(coordinates)
+    issued = source.read_by_hardware()
+
+    def finish() -> None:
+        check(torch.equal(source.read_by_hardware().nan_to_num(), issued.nan_to_num()), "a buffer was written while it was being stored")
+        with ATOMIC:
+            part.copy_(part + issued[inside] if add else issued[inside])
+
+    here.stores.append(finish)
+
+
+def store_wait(pendings: int) -> None:
+    while len(here.stores) > pendings:
+        here.stores.pop(0)()
+
+
+class Product:
+    """a @ b + acc on its way; its numbers may not be used before it is waited for."""
+
+    def __init__(self, a: Any, b: Shared, acc: Any, use_acc: bool):
+        self.a, self.b, self.acc, self.use_acc, self.data = a, b, acc, use_acc, None
+        self.issued = self.operands()
+
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.a.read_by_hardware() if isinstance(self.a, Shared) else self.a.data, self.b.read_by_hardware()
+
+    def finish(self) -> None:
+        a, b = self.operands()
+        for x, y in zip((a, b), self.issued, strict=True):
+            check(torch.equal(x, y), "an operand changed, or was NaN, between a product's issue and its wait")
+        check(a.dtype == b.dtype and a.dtype.itemsize == 2, f"a product of {a.dtype} and {b.dtype}")
+        self.data = a.float() @ b.float()
+        if self.use_acc:
+            self.data = self.data + raw(self.acc if isinstance(self.acc, Value) else Value(self.acc.data))
+
+
+def warpgroup_mma(a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Product:
+    assert is_async
+    product = Product(a, b, acc, use_acc)
+    here.products.append(product)
+    return product
+
+
+def warpgroup_mma_wait(outstanding: int, deps: tuple) -> Any:
+    while len(here.products) > outstanding:
+        here.products.pop(0).finish()
+    check(all(not isinstance(x, Product) or x.data is not None for x in deps), "a product is used that was not waited for")
+    results = tuple(Value(x.data) for x in deps)
+    return results if len(results) > 1 else results[0]
+
+
+class NamedBarriers:
+    """bar.sync and bar.arrive: a barrier opens when 256 threads have come; a group of warps has 128."""
+
+    def __init__(self, program: "Program"):
+        self.program, self.present, self.generation = program, {}, {}
+
+    def come(self, number: int, *, stay: bool) -> None:
+        with self.program.changed:
+            generation = self.generation.get(number, 0)
+            self.present[number] = self.present.get(number, 0) + 128
+            check(self.present[number] <= 256, f"more than 256 threads at named barrier {number}")
+            if self.present[number] == 256:
+                self.present[number] = 0
+                self.generation[number] = generation + 1
+                self.program.changed.notify_all()
+        if stay:
+            self.program.wait_until(lambda: self.generation.get(number, 0) != generation, f"named barrier {number}")
+
+
+def inline_asm(code: str, constraints: str, arguments: list, dtype: Any, *, is_pure: bool, pack: int) -> Value:
+    """The few instructions that the kernels write themselves."""
+    if found := re.match(r"bar\.(sync|arrive) \$1, 256;", code):
+        here.program.named.come(int(raw(arguments[0])), stay=found[1] == "sync")
+        return Value(0)
+    if code == "mov.b32 $0, $1;":
+        return Value(raw(arguments[0]))
+    found = re.fullmatch(r"\{\.reg \.pred p; setp\.lt\.s32 p, \$2, \$3; selp\.f32 \$0, \$1, 0f(00000000|FF800000), p;\}", code)
+    check(found is not None, f"no such instruction: {code}")
+    x, a, b = (torch.as_tensor(raw(argument)) for argument in arguments)
+    return Value(torch.where(a < b, x, 0.0 if found[1] == "00000000" else -math.inf))
+
+
+class Program:
+    """One program of the grid: its shared memory, its partitions, and the copy engine's queue."""
+
+    def __init__(self, number: int, grid: int):
+        self.number, self.grid = number, grid
+        self.changed = threading.Condition()
+        self.barriers, self.unfenced, self.copies = {}, [], []
+        self.named = NamedBarriers(self)
+        self.errors: list[BaseException] = []
+        self.over = False
+        self.partitions = 0
+        self.waiting: dict[str, tuple[Callable[[], bool], str]] = {}
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        with self.changed:
+            self.waiting[here.partition] = condition, what
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: condition() or self.errors)
+            del self.waiting[here.partition]
+            check(not self.errors, "another partition failed")
+
+    def stuck(self) -> bool:
+        """Every partition waits, and none for what has happened."""
+        return len(self.waiting) >= self.partitions and not any(condition() for condition, _ in self.waiting.values())
+
+    def run(self, name: str, function: Callable, arguments: tuple = ()) -> None:
+        here.program, here.partition, here.stores, here.products = self, name, [], []
+        try:
+            with torch.no_grad():
+                function(*arguments)
+            check(not here.stores and not here.products, f"{name} ends with stores or products under way")
+        except BaseException as error:
+            with self.changed:
+                self.errors.append(error)
+        finally:
+            with self.changed:
+                self.partitions -= 1  # it waits for nothing any more
+                self.changed.notify_all()
+
+    def copy_engine(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.over or self.errors or self.partitions and self.stuck())
+                if self.over or self.errors:
+                    return
+                waits = ", ".join(f"{name} for {what}" for name, (_, what) in self.waiting.items())
+                check(bool(self.copies), f"deadlock in program {self.number}: {waits}")
+                self.copies.pop(random.randrange(len(self.copies)))()
+
+    def specialize(self, partitions: list[tuple[Callable, tuple]], num_warps: list[int], num_registers: list[int]) -> None:
+        check(len(partitions) - 1 == len(num_warps) == len(num_registers), "every partition but the first needs its warps and registers")
+        names = [f"{function.__name__} {i}" for i, (function, _) in enumerate(partitions)]
+        here.program.unfenced = [entry for entry in here.program.unfenced if entry[0] != here.partition]
+        self.partitions += len(partitions)
+        threads = [threading.Thread(target=self.run, args=(name, *each)) for name, each in zip(names, partitions, strict=True)]
+        engine = threading.Thread(target=self.run, args=("copy engine", self.copy_engine))
+        for thread in (*threads, engine):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with self.changed:
+            self.over = True
+            self.changed.notify_all()
+        engine.join()
+
+
+def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+    memory = torch.full([int(raw(size)) for size in shape], math.nan if dtype.is_floating_point else -7, dtype=dtype)
+    here.program.__dict__.setdefault("memory", []).append(memory)  # addresses stay taken while the program runs
+    return Shared(memory)
+
+
+class Kernel:
+    """A @gluon.jit function: called inside kernels, launched with kernel[grid](...)."""
+
+    def __init__(self, function: Callable):
+        self.function, self.__name__ = function, function.__name__
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.function(*arguments, **named)
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return types.MethodType(self, instance) if instance is not None else self
+
+    def __getitem__(self, grid: tuple[int]) -> Callable:
+        return lambda *arguments, num_warps, **constants: self.launch(int(grid[0]), arguments, constants)
+
+    def launch(self, grid: int, arguments: tuple, constants: dict) -> None:
+        arguments = tuple(Pointer(x.detach()) if isinstance(x, torch.Tensor) else Value(x) if isinstance(x, int) else x for x in arguments)
+        programs = [Program(number, grid) for number in range(grid)]
+        body = lambda: self.function(*arguments, **constants)  # noqa: E731
+        threads = [threading.Thread(target=program.run, args=("main", body)) for program in programs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for program in programs:
+            for error in sorted(program.errors, key=lambda error: str(error) == "another partition failed"):
+                raise error
+
+
+def fake_gluon() -> dict[str, types.ModuleType]:
+    """The modules that the kernels import, as far as they use them."""
+
+    def lifted(function: Callable) -> Callable:
+        return lambda *arguments: Value(function(*(torch.as_tensor(raw(x)) for x in arguments)))
+
+    layout = lambda *_: None  # noqa: E731
+    language = {
+        "constexpr": lambda value: value,
+        **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int32", "int64")},
+        **{name: lifted(getattr(torch, name)) for name in ("exp2", "log2", "zeros_like", "maximum", "minimum", "where")},
+        "max": lambda x, axis: Value(raw(x).amax(axis)),
+        "sum": lambda x, axis: Value(raw(x).sum(axis)),
+        "cdiv": lambda x, y: (x + (y - 1)) // y,
+        "arange": lambda start, stop, layout: Value(torch.arange(start, stop)),
+        "zeros": lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
+        "full": lambda shape, value, dtype, layout: Value(torch.full(shape, raw(value), dtype=dtype)),
+        "expand_dims": lambda x, axis: Value(raw(x).unsqueeze(axis)),
+        "convert_layout": lambda x, layout: x,
+        "to_tensor": Value,
+        "static_range": range,
+        "static_assert": check_constants,
+        "program_id": lambda axis: Value(here.program.number),
+        "num_programs": lambda axis: Value(here.program.grid),
+        "load": load,
+        "store": store,
+        "atomic_add": atomic_add,
+        "inline_asm_elementwise": inline_asm,
+        "allocate_shared_memory": allocate_shared_memory,
+        "shared_memory_descriptor": Shared,
+        "warp_specialize": lambda *arguments: here.program.specialize(*arguments),
+        **dict.fromkeys(("SliceLayout", "BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "SwizzledSharedLayout"), layout),
+        "NVMMASharedLayout": types.SimpleNamespace(get_default_for=layout),
+    }
+    barrier = {"init": init, "expect": expect, "arrive": arrive, "wait": wait, "MBarrierLayout": layout}
+    stores = {"async_copy_global_to_shared": await_copy, "store_wait": store_wait}
+    stores["async_copy_shared_to_global"] = lambda *arguments: start_store(*arguments, add=False)
+    hopper = {
+        "mbarrier": types.SimpleNamespace(**barrier),
+        "tma": types.SimpleNamespace(**stores),
+        "fence_async_shared": fence_async_shared,
+        "warpgroup_mma": warpgroup_mma,
+        "warpgroup_mma_wait": warpgroup_mma_wait,
+    }
+
+    def jit(function: Callable | None = None, **_: Any) -> Any:
+        return Kernel(function) if function is not None else Kernel
+
+    gluon = "triton.experimental.gluon"
+    contents = {
+        "triton._C.libtriton": {"ir": None},
+        "triton.experimental": {},
+        gluon: {"jit": jit, "constexpr_function": lambda function: function},
+        f"{gluon}.language": language,
+        f"{gluon}.language._core": {"builtin": lambda function: function},
+        f"{gluon}.language.nvidia": {},
+        f"{gluon}.language.nvidia.hopper": hopper,
+        f"{gluon}.nvidia": {},
+        f"{gluon}.nvidia.hopper": {"TensorDescriptor": Descriptor},
+        "triton.language.core": {"_aggregate": lambda cls: cls},
+    }
+    modules = {}
+    for name, members in contents.items():
+        modules[name] = types.ModuleType(name)
+        modules[name].__dict__.update(members)
+    modules["triton.experimental"].gluon = modules[gluon]
+    modules[gluon].language = modules[f"{gluon}.language"]
+    return modules
+
+
+def check_constants(condition: Any) -> None:
+    check(bool(condition), "a static_assert does not hold")
+
+
+@contextmanager
+def replaced(modules: dict[str, types.ModuleType]):
+    before = {name: sys.modules.get(name) for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def load_kernels(edit: tuple[str, str, str] | None = None) -> dict[str, types.ModuleType]:
+    """attention/kernels/hopper, run against this interpreter: primitives, forward, backward and launch.
+
+    edit: (module, old, new), a change of its source, for a test that breaks it.
+    """
+    import attention.kernels.hopper.around  # noqa: F401, plain Triton, which has an interpreter of its own
+
+    ours, prefix = {}, "attention.kernels.hopper."
+    names = ("primitives", "forward", "backward", "launch")
+    with replaced(fake_gluon() | {prefix + name: types.ModuleType(prefix + name) for name in names}):
+        for name in names:
+            file = FOLDER / f"{name}.py"
+            source = file.read_text()
+            if edit and edit[0] == name:
+                assert edit[1] in source, f"{file.name} has no line {edit[1]!r}"
+                source = source.replace(*edit[1:])
+            module = sys.modules[prefix + name]
+            exec(compile(source, file, "exec"), module.__dict__)
+            if name == "primitives":
+                module.add_box = lambda *arguments: start_store(*arguments, add=True)
+            ours[name] = module
+    ours["launch"].multiprocessors = lambda device: 2
+    ours["launch"].counters = lambda device: COUNTERS
+    return ours
+
+
+COUNTERS = torch.zeros(2, dtype=torch.int32)  # every launch must leave them at zero

@@ -1,0 +1,382 @@
+"""The Hopper kernels: their numbers and their protocol in an interpreter, their machine code without a GPU, and all of it on one.
+
+Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend
+from attention.conformance import Case, compare
+from attention.kernels import choice
+from attention.kernels.choice import choose_kernel, obstacle
+from attention.mask import visible_keys
+
+sys.path.append(str(Path(__file__).parent))
+from gluon_interpreter import COUNTERS, Failure, load_kernels  # noqa: E402
+from test_conformance import CASES, GPU_CASES, check  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+OVERLAPPED = {128}  # as in launch.py, which cannot be imported under the interpreter
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the plain Triton kernels around the Hopper ones are compiled here")
+
+
+# in the interpreter
+
+
+@cache
+def launcher(edit: tuple[str, str, str] | None = None):
+    return load_kernels(edit)["launch"]
+
+
+class Interpreted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, launch, causal: bool, scale: float, lo: Tensor | None, hi: Tensor | None, q: Tensor, k: Tensor, v: Tensor):
+        out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
+        launch.forward(q, k, v, out, lse, lo, hi, causal=causal, scale=scale)
+        ctx.save_for_backward(lo, hi, q, k, v, out, lse)
+        ctx.settings = launch, causal, scale
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, d_out: Tensor, d_lse: Tensor):
+        from attention.kernels.op import query_ranges
+
+        lo, hi, q, k, v, out, lse = ctx.saved_tensors
+        launch, causal, scale = ctx.settings
+        grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+        ranges = None if lo is None else query_ranges(lo, hi, k.shape[2], launch.BLOCK_KV)
+        launch.backward(d_out.contiguous(), d_lse, q, k, v, out, lse, *grads, lo, hi, ranges, causal=causal, scale=scale)
+        return None, None, None, None, None, *grads
+
+
+def interpreted_backend(edit: tuple[str, str, str] | None = None) -> Backend:
+    def function(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window=None, document_ids=None) -> AttentionOutput:
+        lo = hi = None
+        if window is not None or document_ids is not None:
+            visible = visible_keys(q, k, causal=causal, window=window, document_ids=document_ids)
+            lo, hi = visible.lo.int(), visible.hi.int()
+        return AttentionOutput(*Interpreted.apply(launcher(edit), causal, scale, lo, hi, q, k, v))
+
+    features = frozenset({"gqa", "non_causal", "cross_length", "window", "document_ids", "lse"})
+    return Backend("hopper-interpreted", function, features=features)
+
+
+# several blocks of queries, several tiles of keys, and more work than the interpreter's two programs
+INTERPRETED_CASES = [
+    Case(batch=2, num_heads=2, num_queries=400, num_keys=400, head_dim=64),
+    Case(batch=1, num_heads=4, num_kv_heads=2, num_queries=290, num_keys=290, head_dim=128),
+    Case(num_queries=256, num_keys=256, head_dim=64, causal=False),
+    Case(num_heads=4, num_kv_heads=1, num_queries=130, num_keys=200, head_dim=64, causal=False),
+    Case(num_queries=130, num_keys=256, head_dim=128, causal=False),
+    Case(num_queries=130, num_keys=300, head_dim=64),
+    Case(num_queries=130, num_keys=322, head_dim=128),
+    Case(num_queries=300, num_keys=130, head_dim=64),  # the first 170 rows see no key
+    Case(num_queries=300, num_keys=130, head_dim=128, num_kv_heads=1),
+    Case(num_queries=1, num_keys=200, head_dim=64),
+    Case(num_queries=1, num_keys=1, head_dim=128),
+    *(Case(num_queries=200, num_keys=200, head_dim=64, inputs=name) for name in ("large", "growing", "spike", "negative", "ties")),
+    Case(num_queries=200, num_keys=200, head_dim=64, inputs="negative", causal=False),  # masked scores are 0, far above all others
+    Case(num_queries=450, num_keys=450, head_dim=64, optional={"window": 100}),
+    Case(num_queries=130, num_keys=400, head_dim=128, num_kv_heads=1, optional={"window": 40}),  # no query sees the first keys
+    Case(num_queries=300, num_keys=130, head_dim=64, optional={"window": 5}),
+    Case(batch=2, num_queries=400, num_keys=400, head_dim=64, num_kv_heads=1, optional={"document_ids": True}),
+    Case(batch=2, num_queries=270, num_keys=270, head_dim=128, causal=False, optional={"document_ids": True}),
+    Case(batch=2, num_queries=400, num_keys=400, head_dim=128, optional={"document_ids": True, "window": 30}),
+]
+
+
+@INTERPRETED
+@pytest.mark.parametrize("case", INTERPRETED_CASES, ids=str)
+def test_interpreted(case, conformance_record):
+    check(compare(interpreted_backend(), case, torch.float16, "cpu"), conformance_record)
+    assert not COUNTERS.any(), "a launch leaves the counters as it found them"
+
+
+@INTERPRETED
+def test_heads_of_an_incomplete_section_are_computed(monkeypatch):
+    """Three heads in sections of two: found by a launch whose last section pointed past the last head."""
+    launch = launcher()
+    monkeypatch.setattr(launch, "section", lambda causal, batch_heads, *_: min(2, batch_heads))
+    backend = interpreted_backend()
+    row = compare(backend, Case(num_heads=3, num_kv_heads=3, num_queries=200, num_keys=200, head_dim=64), torch.float16, "cpu")
+    assert row["ok"], row
+
+
+@INTERPRETED
+def test_packed_views_are_read_and_written_where_they_are():
+    packed = torch.randn(2, 200, 3, 2, 64).half()
+    q, k, v = packed.permute(2, 0, 3, 1, 4).unbind()
+    found = attention(q, k, v, backend=interpreted_backend())
+    torch.testing.assert_close(found.out, attention(q, k, v, backend="naive").out, rtol=0, atol=4e-3)
+
+
+# what the interpreter would be worth nothing without: it sees a protocol that is wrong
+ERRORS = {
+    "v-released-before-its-product": (
+        "forward",
+        "            acc, p = warpgroup_mma_wait(0, deps=(acc_pending, p))\n            v_ring.release(item - 2)",
+        "            v_ring.release(item - 2)\n"
+        "            __import__('time').sleep(0.02)\n"
+        "            acc, p = warpgroup_mma_wait(0, deps=(acc_pending, p))",
+        "an operand changed",
+    ),
+    "v-not-awaited": ("forward", "            v_ring.await_full(item - 1)\n", "", "an operand changed, or was NaN"),
+    "v-not-released": ("forward", "            v_ring.release(item - 2)\n", "", "deadlock"),
+    "out-not-fenced": ("forward", "        fence_async_shared()\n", "", "without a fence"),
+    "out-overwritten": ("forward", "        tma.store_wait(0)\n        acc", "        acc", "written while it was being stored"),
+    "turn-not-passed": (
+        "forward",
+        "        begin_turn(consumer, TURNS)\n        end_turn(consumer, CONSUMERS, TURNS)\n        item += 1",
+        "        item += 1",
+        "deadlock|more than 256 threads",
+    ),
+    "ds-read-before-the-other-wrote": ("backward", "    await_all(BOTH)\n    dq_pending", "    dq_pending", "an operand changed"),
+    "ds-not-fenced": ("backward", "    fence_async_shared()\n    dv_pending", "    dv_pending", "without a fence"),
+    "dq-used-before-its-wait": (
+        "backward",
+        "warpgroup_mma_wait(1, deps=(dv_pending",
+        "warpgroup_mma_wait(3, deps=(dv_pending",
+        "not waited for",
+    ),
+}
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("module", "old", "new", "said"), ERRORS.values(), ids=ERRORS)
+def test_the_interpreter_sees_an_error_in_the_protocol(module, old, new, said):
+    backend = interpreted_backend((module, old, new))
+    q, k, v = (torch.randn(1, 2, 600, 64).half().requires_grad_() for _ in range(3))
+    try:
+        with pytest.raises(Failure, match=said):
+            for _ in range(10):  # boxes come in any order, and not every order shows every error
+                attention(q, k, v, backend=backend).out.sum().backward()
+    finally:
+        COUNTERS.zero_()
+
+
+# which kernel runs
+
+H200 = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64}
+
+
+@pytest.fixture
+def on_an_h200(monkeypatch):
+    choice.obstacle_of_the_place.cache_clear()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(choice, "version", lambda name: "3.6.0")
+    yield monkeypatch
+    choice.obstacle_of_the_place.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""),
+        ({"dtype": torch.float16, "head_dim": 128}, ""),
+        ({"device": torch.device("cpu")}, "the inputs are on cpu"),
+        ({"dtype": torch.float32}, "bfloat16 and float16, the inputs are float32"),
+        ({"head_dim": 96}, "head_dim 64 and 128, the inputs have 96"),
+        ({"score_mod": "pkg.module:MOD"}, "no softcap"),
+        ({"softmax": "no_max"}, "broken softmax"),
+        ({"tile": 64}, "block_q or block_kv is given"),
+        ({"scale": -1.0}, "a positive scale, not -1.0"),
+    ],
+    ids=lambda x: "-".join(map(str, x)) if isinstance(x, dict) else "",
+)
+def test_what_the_hopper_kernels_take(change, reason, on_an_h200):
+    found = obstacle(**H200 | change)
+    assert reason in found and bool(found) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [
+        (lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0)), "sm_90"),
+        (lambda patch: patch.setattr(torch.version, "cuda", None), "NVIDIA"),
+        (lambda patch: patch.setattr(choice, "version", lambda name: "3.9.0"), "Triton 3.6 has it, this is Triton 3.9.0"),
+    ],
+    ids=["A100", "not-NVIDIA", "another-Triton"],
+)
+def test_where_they_run(where, reason, on_an_h200):
+    where(on_an_h200)
+    assert reason in obstacle(**H200)
+
+
+def test_the_choice_and_its_reason(on_an_h200):
+    assert choose_kernel("portable", **H200).kernel == "portable"
+    assert choose_kernel("hopper", **H200).kernel == "hopper"
+    on_an_h200.setattr(choice, "AUTO_TAKES_HOPPER", True)
+    assert choose_kernel("auto", **H200).kernel == "hopper"
+    assert choose_kernel("auto", **H200 | {"head_dim": 96}) == (
+        "portable",
+        "not the Hopper kernels: they take head_dim 64 and 128, the inputs have 96",
+    )
+    on_an_h200.setattr(choice, "AUTO_TAKES_HOPPER", False)
+    assert choose_kernel("auto", **H200).kernel == "portable"
+    with pytest.raises(
+        ValueError, match="attention.kernel=hopper cannot run: they take head_dim 64 and 128, the inputs have 96; attention.kernel=auto"
+    ):
+        choose_kernel("hopper", **H200 | {"head_dim": 96})
+
+
+@INTERPRETED
+def test_a_refusal_names_the_reason_and_the_way_out():
+    q = torch.zeros(1, 1, 4, 64)
+    with pytest.raises(ValueError, match="kernel=hopper .* inputs are on cpu; kernel=auto takes the portable ones"):
+        attention(q, q, q, backend=get_backend("triton", kernel="hopper"))
+    with pytest.raises(ValueError, match="kernel=fast is not one of: auto, portable, hopper"):
+        attention(q, q, q, backend=get_backend("triton", kernel="fast"))
+
+
+# the machine code
+
+# bytes a thread, with Triton 3.6 and with the releases after it; what is not here spills nothing
+SPILLS = {
+    ("forward", 64): (0, 160),
+    ("backward", 64): (256, 288),
+    ("backward", 128): (192, 192),
+}
+
+
+def compiled(kernel: str, dtype: str, head_dim: int, variants: str) -> list[dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "attention.kernels.hopper.offline", kernel, dtype, str(head_dim), variants]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check_machine_code(kernel: str, dtype: str, head_dim: int, variants: str) -> None:
+    from importlib.metadata import version
+
+    newer = not version("triton").startswith("3.6.")
+    rows = compiled(kernel, dtype, head_dim, variants)
+    assert [row["variant"] for row in rows] == variants.split(",")
+    for row in rows:
+        assert row["shared"] <= 232448, row
+        assert row["warnings"] == [], row
+        assert row["spilled"] <= SPILLS.get((kernel, head_dim), (0, 0))[newer], row
+        assert row["products"] >= 48, row
+        if kernel == "forward":  # all 64 exponentials of a thread's scores, and alpha's two, run beside the output's product
+            assert set(row["overlapped"]) == {66}, row
+        elif head_dim in OVERLAPPED:  # all 32 run beside dp's product; beside the last products of a step there are none
+            assert row["overlapped"][::2] == [32, 32], row
+
+
+COMPILER = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler, not a GPU")
+
+
+@COMPILER
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_sm_90_compiles(kernel, head_dim):
+    check_machine_code(kernel, "bf16", head_dim, "causal")
+
+
+@COMPILER
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_sm_90_compiles_every_variant(kernel, head_dim, dtype):
+    check_machine_code(kernel, dtype, head_dim, "causal,full,ragged,shifted,grouped,grouped_full,intervals,grouped_intervals")
+
+
+# on the device
+
+HOPPER = BACKENDS["triton"].configured(kernel="hopper")
+ON_HOPPER = pytest.mark.skipif(
+    not torch.cuda.is_available() or bool(obstacle(**H200)), reason="needs a Hopper GPU and the Triton that the kernels are written for"
+)
+SMALL = [replace(case, head_dim=64) for case in CASES if not {"softcap", "alibi_slopes"} & set(case.optional)]
+DEVICE_CASES = [
+    *SMALL,
+    *INTERPRETED_CASES,
+    *(case for case in GPU_CASES if case.head_dim in (64, 128)),
+    Case(batch=4, num_heads=64, num_kv_heads=64, num_queries=320, num_keys=320, head_dim=64),  # more pieces of work than programs
+    Case(batch=2, num_heads=70, num_kv_heads=70, num_queries=192, num_keys=192, head_dim=128),
+    Case(batch=8, num_heads=32, num_kv_heads=8, num_queries=640, num_keys=640, head_dim=128),
+]
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", dict.fromkeys(DEVICE_CASES), ids=str)
+def test_conformance(case, dtype, conformance_record):
+    check(compare(HOPPER, case, dtype, "cuda"), conformance_record)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to("cuda", torch.bfloat16)
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+@pytest.mark.parametrize("optional", [{}, {"window": 300}], ids=["causal", "window"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_same_bits_fifty_times(head_dim, optional):
+    """The forward, and dk and dv; dq adds up in any order."""
+    q, k, v = (random(2, heads, 2000, head_dim, seed=heads).requires_grad_() for heads in (16, 4, 4))
+    d_out = random(2, 16, 2000, head_dim, seed=1)
+
+    def once() -> tuple[Tensor, ...]:
+        out, lse = attention(q, k, v, backend=HOPPER, **optional)
+        return out.detach(), lse.detach(), *torch.autograd.grad(out, (k, v), d_out)
+
+    first = once()
+    for _ in range(50):
+        assert all(torch.equal(x, y) for x, y in zip(once(), first, strict=True))
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+def test_deterministic_algorithms_take_the_portable_backward():
+    q, k, v = (random(1, 4, 600, 64, seed=seed).requires_grad_() for seed in range(3))
+    out, lse = attention(q, k, v, backend=HOPPER)
+    d_out = random(1, 4, 600, 64, seed=3)
+    from attention.kernels.op import flash_attention_backward
+
+    plain = (None, None, None, True, 64**-0.5, "", "online", 0, 0)
+    portable = flash_attention_backward(d_out, None, q, k, v, out.detach(), lse.detach(), *plain, "portable")
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = torch.autograd.grad(out, (q, k, v), d_out)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(x, y) for x, y in zip(found, portable, strict=True))
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+def test_cuda_graph_and_two_streams():
+    """Counters are a stream's, or a graph's own: neither disturbs the other."""
+    q, k, v = (random(2, 8, 1500, 64, seed=seed) for seed in range(3))
+    expected = attention(q, k, v, backend=HOPPER).out
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    found = []
+    for _ in range(10):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(attention(q, k, v, backend=HOPPER).out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attention(q, k, v, backend=HOPPER).out
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, expected) for x in (*found, captured))
