@@ -17,7 +17,7 @@ from attention.defects import DEFECTS
 from attention.diagnose import LIMITS, Recorder, compare_with_exact, find_breakdown, max_score
 from attention.flex import FLEX
 from attention.interface import AttentionOutput, Backend, ScoreMod, check_inputs, check_output
-from attention.kernels import TRITON
+from attention.kernels import TRITON, kernel_choice
 from attention.naive import NAIVE
 from attention.probe import probe
 from attention.sdpa import SDPA
@@ -35,6 +35,7 @@ __all__ = [
     "compare_with_exact",
     "find_breakdown",
     "get_backend",
+    "kernel_choice",
     "max_score",
     "probe_backend",
     "register",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.interface import AttentionOutput, Backend, Refusal, ScoreMod
-from attention.kernels.choice import KERNELS, obstacle
+from attention.kernels.choice import KERNELS, Choice, choose_kernel, obstacle
 from attention.mask import visible_keys
 
 # looked up once: torch.compile cannot trace the look-up
@@ -95,6 +95,15 @@ def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options: Any) -
         for name in ("block_q", "block_kv")
         if options.get(name) and options[name] not in TILE_SIZES
     ]
+
+
+def kernel_choice(backend: Backend, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> Choice | None:
+    """Which kernels a backend runs for such inputs and why, for a run's log; None for a backend that has no option kernel.
+
+    A softcap, ALiBi, a score_mod or a scale that is not positive takes the portable kernels in any case.
+    """
+    kernel = backend.options.get("kernel")
+    return None if kernel is None else choose_kernel(kernel, device=device, dtype=dtype, head_dim=head_dim)
 
 
 TRITON = Backend(

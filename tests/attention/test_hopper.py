@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend
+from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend, kernel_choice
 from attention.conformance import Case, compare
 from attention.kernels import choice
 from attention.kernels.choice import choose_kernel, obstacle
@@ -229,6 +229,15 @@ def test_the_choice_and_its_reason(on_an_h200):
         ValueError, match="attention.kernel=hopper cannot run: they take head_dim 64 and 128, the inputs have 96; attention.kernel=auto"
     ):
         choose_kernel("hopper", **H200 | {"head_dim": 96})
+
+
+def test_what_a_run_writes_into_its_log(on_an_h200):
+    assert kernel_choice(get_backend("tiled"), **H200) is None
+    for option, kernel in (("portable", "portable"), ("hopper", "hopper")):
+        assert kernel_choice(get_backend("triton", kernel=option), **H200) == (kernel, "asked for")
+    on_an_h200.setattr(choice, "AUTO_TAKES_HOPPER", True)
+    assert kernel_choice(get_backend("triton"), **H200).kernel == "hopper"
+    assert "float32" in kernel_choice(get_backend("triton"), **H200 | {"dtype": torch.float32}).reason
 
 
 @INTERPRETED
