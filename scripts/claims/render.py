@@ -7,7 +7,7 @@ from scripts.claims import CLAIMS
 from scripts.claims.asked import ASKED
 from scripts.claims.claim import DOCUMENTS, FAILS, HOLDS, NOT_TESTABLE, RESULTS, Claim, Figures, cells, recorded, sentence
 from scripts.claims.questions import CHECKLIST, QUESTIONS
-from scripts.results import provenance, table
+from scripts.results.tables import provenance, table
 
 DOCS = RESULTS.parent / "docs"
 NOT_YET = "not measured yet"

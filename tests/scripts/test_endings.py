@@ -1,6 +1,7 @@
 """How scripts end that cannot go on: in one line, before the work where that can be known, and what was there before stays."""
 
 import errno
+import json
 import os
 import sys
 from importlib import import_module
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import results
+from scripts.results import calls, tables
 from training import metrics
 from training.interrupt import one_line
 from training.metrics import check_writable, write_file
@@ -19,7 +20,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "results"
 def start(monkeypatch, name: str, *arguments: str) -> object:
     """The exit code, or the line, with which scripts.NAME ends."""
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    module = import_module(f"scripts.{name}.__main__" if name in ("claims", "report") else f"scripts.{name}")
+    module = import_module(f"scripts.{name}.__main__" if name in ("claims", "report", "results") else f"scripts.{name}")
     with pytest.raises(SystemExit) as ended:
         sys.exit(module.main())
     return ended.value.code
@@ -103,7 +104,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(monkeypatch, capsys, name, argumen
 @pytest.mark.parametrize("argument", ["--help", "render=true"])
 def test_results_writes_nothing_where_it_is_given_an_argument(monkeypatch, capsys, argument):
     """A regression test: it took no notice of its arguments and rewrote the tracked tables."""
-    monkeypatch.setattr("scripts.results.SECTIONS", {"none": never})
+    monkeypatch.setattr("scripts.results.__main__.SECTIONS", {"none": never})
     assert start(monkeypatch, "results", argument) == (0 if argument == "--help" else 2)
     out, err = capsys.readouterr()
     assert "results/README.md" in out if argument == "--help" else "unrecognized arguments: render=true" in err
@@ -113,9 +114,31 @@ def test_results_writes_nothing_where_it_is_given_an_argument(monkeypatch, capsy
     ("value", "text"), [(0.523438, "0.523"), (1.5, "1.5"), (52.2817, "52.3"), (780.127, "780.1"), (1024.0, "1,024"), (3.0, "3")]
 )
 def test_figures_of_tables_are_rounded(value, text):
-    assert results.rounded(value) == text
+    assert tables.rounded(value) == text
 
 
 def test_collect_of_a_folder_that_is_not_there(monkeypatch, tmp_path):
     told = start(monkeypatch, "collect", str(tmp_path / "nope"), "--out", str(tmp_path / "x.json"))
     assert told == f"collect: {tmp_path / 'nope'} is not a folder" and os.listdir(tmp_path) == []
+
+
+def test_results_leave_out_what_was_not_measured(monkeypatch, capsys, tmp_path):
+    """Sections of files that are not there are named and left out, and the sections that are there are drawn from what they read."""
+    rows = [
+        {"attention": name, "causal": causal, "head_dim": 64, "seq_len": 1024, "dtype": "bfloat16"}
+        | {"forward_tflops": speed, "backward_tflops": speed / 2}
+        for name, speed in (("triton", 300.0), ("sdpa:backend=flash", 200.0))
+        for causal in (True, False)
+    ]
+    environment = {"hardware": {"gpu": "a card"}, "versions": {"torch": "2"}, "commit": "0123456789"}
+    (tmp_path / "kernels_h200.json").write_text(json.dumps({"environment": environment, "rows": rows}))
+    for module in ("tables", "calls", "__main__"):
+        monkeypatch.setattr(f"scripts.results.{module}.FOLDER", tmp_path)
+    monkeypatch.setattr("scripts.claims.render.write_pages", lambda: None)
+    sections = {"Speed": calls.kernels, "Masks": calls.masks}
+    monkeypatch.setattr("scripts.results.__main__.SECTIONS", sections)
+    monkeypatch.setattr(sys, "argv", ["results"])
+    import_module("scripts.results.__main__").main()
+    text = (tmp_path / "README.md").read_text()
+    assert "| causal | 64 | 1,024 | **300** | 200 |" in text and "sdpa flash, full: 1.50 (lowest 1.50)" in text and "## Masks" not in text
+    assert '"Masks" is left out: masks_h200.json has not been measured yet' in capsys.readouterr().out

@@ -1,72 +1,14 @@
-"""Draw the committed measurements: results/*.json to results/*.png and the tables of results/README.md.
+"""The sections of results/README.md about training runs: what they learnt, what they took, how they ended."""
 
-    python -m scripts.results
-
-Only reads results/*.json; measures nothing. Every table says where and on what its figures were measured. Rewrites tracked files:
-results/README.md and the pictures in it, docs/claims.md and docs/questions.md.
-"""
-
-import argparse
-import json
-from collections.abc import Callable, Iterable
 from itertools import combinations
-from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from scripts.cross_eval_matrix import draw as draw_cross_eval
 from scripts.headline_figure import crossing, draw_headline, points
 from scripts.plan import predict_run
-from scripts.plots import COLORS, draw_longest, draw_memory, draw_roofline, draw_time
-from scripts.verify_figure import EFFORT_HEAD, draw_kills, draw_matrix, effort, kills, verdict
-
-FOLDER = Path(__file__).resolve().parent.parent / "results"
-
-
-def load(name: str) -> dict[str, Any]:
-    return json.loads((FOLDER / f"{name}.json").read_text())
-
-
-def provenance(data: dict[str, Any]) -> str:
-    environment = data["environment"]
-    hardware, versions = environment["hardware"], environment["versions"]
-    chip = hardware["gpu"] or f"{hardware['cpu']}, {hardware['cpu_cores']} cores"
-    packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "python") if versions.get(name))
-    # runs of one table may come from several commits; then each says its own
-    commits = {run.get("commit") or environment.get("commit") or "unknown" for run in data.get("runs", [{}])}
-    return f"Measured on {chip}; {packages}; commit {', '.join(sorted(commit[:7] for commit in commits))}."
-
-
-def table(head: list[str], rows: Iterable[list[Any]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
-
-
-def section(data: dict[str, Any], *parts: str) -> str:
-    return "\n\n".join((provenance(data), *parts))
-
-
-def spread(values: list[float], form: str = "{:.3f}") -> str:
-    """Mean and, of several, the standard deviation and their number."""
-    if len(values) == 1:
-        return form.format(values[0])
-    return f"{form.format(fmean(values))} ± {form.format(stdev(values))} (n={len(values)})"
-
-
-def rounded(value: float) -> str:
-    """Three digits of a small figure, one decimal of a large one: 0.523, 1.5, 52.3, 1,024, 2,048.1."""
-    return f"{value:.3g}" if abs(value) < 10 else f"{value:,.1f}".removesuffix(".0")
-
-
-def groups(runs: list[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) -> dict[Any, list[dict[str, Any]]]:
-    found: dict[Any, list[dict[str, Any]]] = {}
-    for run in runs:
-        found.setdefault(key(run), []).append(run)
-    return found
-
-
-def finite(runs: list[dict[str, Any]], name: str) -> list[float]:
-    return [run[name] for run in runs if run.get(name) is not None]
+from scripts.plots import COLORS
+from scripts.results.tables import FOLDER, finite, groups, load, section, spread, table
 
 
 def evaluated(run: dict[str, Any]) -> dict[int, tuple[float, float]]:
@@ -208,61 +150,6 @@ def paired() -> str:
     return section(data, f"{floor} {ours}", table(head, body))
 
 
-def call_tables(data: dict[str, Any], *figures: tuple[str, str, float]) -> Iterable[str]:
-    """For each shape that was measured, a table of each figure (title, column, divisor): variants down, lengths across."""
-    shapes = groups(data["rows"], lambda row: tuple(row[key] for key in ("batch", "heads", "head_dim", "dtype", "causal")))
-    for (batch, heads, head_dim, dtype, causal), rows in shapes.items():
-        lengths = sorted({row["seq_len"] for row in rows})
-        lines = []
-        for name, own in groups(rows, lambda row: row["attention"]).items():
-            for title, column, divisor in figures:
-                cells = {}
-                for row in own:
-                    value = row.get(column)
-                    cells[row["seq_len"]] = "out of memory" if "oom" in row else "-" if value is None else rounded(value / divisor)
-                lines.append([name.replace(":", " "), title, *(cells.get(length, "-") for length in lengths)])
-        what = f"One call, batch {batch}, {heads} heads of {head_dim}, {dtype}, {'causal' if causal else 'no mask'}; MiB above q, k and v."
-        yield f"{what}\n\n{table(['attention', '', *map(str, lengths)], lines)}"
-
-
-MEMORY = (("forward", "forward_bytes", 2**20), ("forward and backward", "training_bytes", 2**20))
-TIME = (("ms forward", "forward_seconds", 1e-3), ("ms backward", "backward_seconds", 1e-3))
-
-
-def memory() -> str:
-    """Peak memory of one attention call against length, with its time and where it stands under the roofline."""
-    data = load("memory_h200")
-    drawn = [
-        draw(data, FOLDER / f"{name}_h200.png")
-        for name, draw in (("memory", draw_memory), ("time", draw_time), ("roofline", draw_roofline))
-    ]
-    return section(data, *call_tables(data, *MEMORY), *(f"![{path.stem}]({path.name})" for path in drawn if path))
-
-
-def regenerated() -> str | None:
-    """The tables of memory and time that the documents print, measured."""
-    found = [load(name) for name in ("tables_h200", "tables_cpu") if (FOLDER / f"{name}.json").is_file()]
-    return "\n\n".join(section(data, *call_tables(data, *MEMORY, *TIME)) for data in found) or None
-
-
-def longest() -> str | None:
-    """The longest sequence that ran, by memory."""
-    if not (FOLDER / "longest_h200.json").is_file():
-        return None
-    data = load("longest_h200")
-    rows = []
-    for row in data["rows"]:
-        shape = f"{row['batch']} x {row['heads']} x {row['head_dim']} {row['dtype']}"
-        gib = "all" if row["memory_gib"] is None else f"{row['memory_gib']:g}"
-        sign = "at least " if row.get("limited_by") == "time" else ""
-        length = row["refused"] if "refused" in row else f"{sign}{row['max_seq_len']:,}"
-        rows.append([row["attention"].replace(":", " "), shape, row["pass"], gib, length])
-    drawn = draw_longest(data, FOLDER / "longest_h200.png")
-    what = 'Found by doubling, then halving the gap to 12%; "at least": the next trial would have passed the time limit, not the memory.'
-    head = ["attention", "batch x heads x head_dim", "pass", "GiB", "longest sequence"]
-    return section(data, what, table(head, rows), *([f"![longest]({drawn.name})"] if drawn else []))
-
-
 def predicted() -> str:
     """The memory calculator beside the peaks that training runs measured."""
     names = [name for name in ("training_h200", "paired_curves", "defects_text") if load(name)["environment"]["hardware"]["gpu"]]
@@ -281,62 +168,6 @@ def predicted() -> str:
     )
 
 
-def kernels() -> str:
-    """Speed of our Triton kernels beside PyTorch's, in one run."""
-    data = load("kernels_h200")
-    rows = [
-        [
-            row["attention"].replace(":backend=", " "),
-            row["head_dim"],
-            row["seq_len"],
-            row["batch"],
-            f"{row['forward_tflops']:.0f}",
-            f"{row['backward_tflops']:.0f}",
-        ]
-        for row in data["rows"]
-    ]
-    head = ["attention", "head_dim", "seq_len", "batch", "forward TFLOP/s", "backward TFLOP/s"]
-    return section(data, "bfloat16, causal, medians.", table(head, rows))
-
-
-def verification() -> str:
-    """The property x backend matrix, wherever scripts.verify was run."""
-    panels = {
-        where: load(name)
-        for name, where in (("verify_cpu", "CPU, Triton interpreted"), ("verify_h200", "H200"))
-        if (FOLDER / f"{name}.json").is_file()
-    }
-    draw_matrix(panels, FOLDER / "verify.png")
-    parts = [section(data, f"{where}: {verdict(data)}", table(EFFORT_HEAD, effort(data))) for where, data in panels.items()]
-    return "\n\n".join([*parts, "![property x backend](verify.png)"])
-
-
-def mutants() -> str:
-    """Which property catches which mistake."""
-    data = load("mutants")
-    draw_kills(data, FOLDER / "mutants.png")
-    dead = [row for row in data["mutants"] if row["killed_by"]]
-    alive = [f"`{row['name']}`: {row['says']} No mistake: {row['survives']}." for row in data["mutants"] if not row["killed_by"]]
-    cover = ", ".join(data["cover"])
-    what = (
-        f"{len(data['mutants'])} single edits of the tile loop, {len(dead)} of them caught: by {cover} between them, which the tests run "
-        f"every time. {len(alive)} change no result and are caught by nothing, as they should be. " + " ".join(alive)
-    )
-    return section(data, what, table(["property", "catches", "which no other catches"], kills(data)), "![kill matrix](mutants.png)")
-
-
-def conformance() -> str:
-    rows = []
-    for name, where in (("conformance_interpreter", "CPU, Triton interpreted"), ("conformance_h200", "H200")):
-        data = load(name)
-        for backend, found in data["summary"].items():
-            rows.append(
-                [where, backend, found["cases"], f"{found['worst_multiple_of_naive']:.2f}", f"{found['worst_share_of_budget']:.2f}"]
-            )
-    head = ["where", "attention", "cases", "worst error / naive's own error", "worst error / budget"]
-    return section(load("conformance_h200"), table(head, rows))
-
-
 def training() -> str:
     data = load("training_h200")
     rows = [
@@ -353,10 +184,36 @@ def training() -> str:
     return section(data, table(["run", "status", "parameters", "tokens/s", "peak GiB", "val/loss"], rows))
 
 
-def survival() -> str | None:
+def nanogpt() -> str:
+    """Our training beside nanoGPT's."""
+    data = load("nanogpt_h200")
+    rows = []
+    for seq_len, found in groups(data["speed"], lambda row: row["seq_len"]).items():
+        theirs = [row for row in found if row["who"] == "nanogpt"]
+        speed, peak = fmean(row["tokens_per_sec"] for row in theirs), max(row["peak_gib"] for row in theirs)
+        for row in found:
+            times = f"{row['tokens_per_sec']:,.0f} ({row['p20']:,.0f} to {row['p80']:,.0f})"
+            against = [f"{row['tokens_per_sec'] / speed:.2f}", f"{row['peak_gib'] / peak:.2f}"]
+            rows.append(
+                [row["who"].replace(":backend=", " "), f"{seq_len:,}", row["batch_size"], times, f"{row['peak_gib']:.2f}", *against]
+            )
+    settings, curves = data["settings"], data.get("curves")
+    what = (
+        f"`python train.py` with each attention, and the step of nanoGPT's train.py, first and last, in processes of their own: "
+        f"{settings['model']}, vocabulary {settings['vocab_size']:,}, {settings['tokens']:,} tokens a step, the same initial weights and "
+        "batches. Tokens per second: median of ten steps each (20th to 80th percentile); the ratios are to the mean of nanoGPT's two runs."
+    )
+    head = ["training", "seq_len", "batch", "tokens/s", "peak GiB", "speed / nanoGPT's", "memory / nanoGPT's"]
+    parts = [what, table(head, rows)]
+    if curves:
+        lines = [[name, f"{curves['rms'][name]:.1e}", f"{curves['mean'][name]:+.1e}"] for name in curves["rms"]]
+        where = f"Loss of {curves['steps']} steps at {curves['seq_len']:,} tokens, minus nanoGPT's"
+        parts += [f"{where} (noise: nanoGPT again, its weights moved by a rounding):", table(["training", "rms", "mean"], lines)]
+    return section(data, *parts)
+
+
+def survival() -> str:
     """Runs that were killed or harmed and resumed, against one that nothing disturbed."""
-    if not (FOLDER / "kills.json").is_file():
-        return None
     data = load("kills")
     cases = {
         "killed (SIGKILL) while it trains": [each for each in data["kills"] if not each["in_a_save"]],
@@ -382,42 +239,3 @@ def laptop() -> str:
     data = load("laptop")
     rows = [[name, value] for name, value in data["figures"].items()]
     return section(data, table(["what", "figure"], rows))
-
-
-SECTIONS = {
-    "The two commands on two CPU cores": laptop,
-    "Broken on purpose: at GPT-2's size": headline,
-    "Properties": verification,
-    "Mutants": mutants,
-    "Conformance": conformance,
-    "Exact attentions train alike": paired,
-    "Peak memory of attention": memory,
-    "The documents' tables, measured": regenerated,
-    "Longest sequences": longest,
-    "Predicted and measured memory of training": predicted,
-    "Training a GPT-2-sized model at 8,192 tokens": training,
-    "Killed and resumed": survival,
-    "Broken on purpose: text": text,
-    "Broken on purpose: retrieval": retrieval,
-    "Speed of the kernels": kernels,
-}
-
-
-def main() -> None:
-    # it takes no arguments: --help must not write, nor must a mistyped one
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    import matplotlib
-
-    matplotlib.use("Agg")
-    # a section whose measurements are not there yet is left out
-    parts = [f"## {title}\n\n{text}" for title, section in SECTIONS.items() if (text := section())]
-    intro = "# Results\n\nGenerated by `python -m scripts.results` from the JSON files beside it."
-    (FOLDER / "README.md").write_text(intro + "\n\n" + "\n\n".join(parts) + "\n")
-    print(f"{FOLDER / 'README.md'}: {len(parts)} sections")
-    from scripts.claims.render import write_pages  # which draws on the tables above
-
-    write_pages()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""python -m scripts.results: the pictures and tables of results/, drawn from the JSON files there."""
