@@ -5,7 +5,7 @@
     python train.py -m attention=tiled,sdpa,no_max seed=0,1    a sweep, with a table at the end
     python train.py resume=outputs/DAY/TIME steps=1200         go on with a run
 
-A run directory holds config.yaml, env.json, metrics.jsonl, summary.json, checkpoint/ and loss_curve.png.
+A run directory holds config.yaml, env.json, metrics.jsonl, summary.json, checkpoint/, checkpoint.best/ and loss_curve.png.
 """
 
 import logging

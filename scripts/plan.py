@@ -5,6 +5,7 @@
 Takes train.py's own settings (model=, seq_len=, batch_size=, dtype=, tokenizer=, compile=, experiment=, ...), and of its own:
 
     attention   several names, separated by commas (naive,tiled,sdpa,triton)
+    batch_size  auto plans for one sequence; the table of cards says how many fit
     gpu         the card to plan for: {gpus} (the one that is here, else h200); device=cpu plans for a CPU
     measure     true: also build the model, run three steps here, and print the error of the prediction
     out         write everything to this JSON file
@@ -14,7 +15,7 @@ Bytes are counted from the code (model/plan.py says how exactly, and what is not
 
 import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,6 +137,8 @@ def plan_all(options: Options) -> dict[str, Planned]:
     found = {}
     for name in options.attention:
         config = compose_config([*options.overrides, f"attention={name}"])
+        if config.batch_size == "auto":
+            config = replace(config, batch_size=1)
         backend = get_backend(config.attention.name, target=config.attention.target, **config.attention.backend_options())
         device, dtype = device_and_dtype(config)
         if dtype not in backend.dtypes:

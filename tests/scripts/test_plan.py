@@ -149,3 +149,8 @@ def test_what_fits_on_the_chip():
     # 256 x 256 at head_dim 64 is said to fit: its scores alone fill the registers of a multiprocessor
     assert not any(fits_on_chip(256, 256, 64, 2, capability) for capability in ("8.0", "8.9", "9.0", "10.0"))
     assert fits_on_chip(128, 128, 128, 2, "8.0") and not fits_on_chip(128, 128, 128, 2, "8.9")
+
+
+def test_batch_size_auto_plans_for_one_sequence(run_plan):
+    out = run_plan("attention=triton", "seq_len=512", "tokens_per_step=4096", "batch_size=auto")
+    assert "1 x 512 tokens a pass" in out
