@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention import attention, get_backend
+from attention import Backend, attention, get_backend
 from attention.kernels.op import flash_attention, flash_attention_backward, readable
 from attention.mask import visible_keys
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PORTABLE = get_backend("triton", kernel="portable")  # the Hopper kernels have tests of their own
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -99,7 +100,7 @@ def test_cuda_graph_capture():
     documents = torch.arange(300, device=DEVICE).expand(2, -1) // 77
 
     def step() -> tuple[Tensor, ...]:
-        out = attention(*tensors, backend="triton", window=50, document_ids=documents).out
+        out = attention(*tensors, backend=PORTABLE, window=50, document_ids=documents).out
         return out, *torch.autograd.grad(out, tensors, d_out)
 
     stream = torch.cuda.Stream()
@@ -224,7 +225,7 @@ def test_the_same_bits_fifty_times(head_dim):
     d_out = random(2, 8, 1000, head_dim, dtype=torch.bfloat16)
 
     def once() -> tuple[Tensor, ...]:
-        out, lse = attention(*tensors, backend="triton")
+        out, lse = attention(*tensors, backend=PORTABLE)
         return out, lse, *torch.autograd.grad(out, tensors, d_out)
 
     first = once()
@@ -238,7 +239,7 @@ def assert_within_budget(found: list[Tensor], reference: list[Tensor], naive: li
         assert (x.double() - exact).abs().max() <= budget
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, *, backend: str, dtype: torch.dtype) -> list[Tensor]:
+def run(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, *, backend: str | Backend, dtype: torch.dtype) -> list[Tensor]:
     """out, dq, dk, dv without a mask."""
     inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
     out = attention(*inputs, backend=backend, causal=False).out
@@ -252,7 +253,7 @@ def check_long_keys(num_keys: int, head_dim: int) -> None:
     kv[:, -64:] = 6 * random(1, 64, 2, 1, head_dim, dtype=dtype)
     k, v = kv.permute(2, 0, 3, 1, 4).unbind()
     q, d_out = 6 * random(1, 1, 64, head_dim, dtype=dtype, seed=1), random(1, 1, 64, head_dim, dtype=dtype, seed=2)
-    out, dq, dk, dv = run(q, k, v, d_out, backend="triton", dtype=dtype)
+    out, dq, dk, dv = run(q, k, v, d_out, backend=PORTABLE, dtype=dtype)
     # no mass outside the last keys, so no gradient either
     assert all(abs(extreme) < 1e-3 for x in (dk, dv) for extreme in x[:, :, :-64].aminmax())
     last = q, k[:, :, -64:], v[:, :, -64:], d_out
@@ -272,6 +273,6 @@ def test_offsets_past_two_to_the_31_in_queries():
     q[:, :, -64:] = random(1, 2, 64, 128, dtype=torch.bfloat16)
     k, v = (random(1, 2, 100, 128, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
     with torch.no_grad():
-        long, short = (attention(x, k, v, backend="triton", causal=False) for x in (q, q[:, :, -64:]))
+        long, short = (attention(x, k, v, backend=PORTABLE, causal=False) for x in (q, q[:, :, -64:]))
     torch.testing.assert_close(long.out[:, :, -64:], short.out)
     torch.testing.assert_close(long.lse[:, :, -64:], short.lse)
