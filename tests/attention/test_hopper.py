@@ -27,7 +27,7 @@ from gluon_interpreter import COUNTERS, Failure, load_kernels  # noqa: E402
 from test_conformance import CASES, GPU_CASES, check  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-OVERLAPPED = {128}  # as in launch.py, which cannot be imported under the interpreter
+OVERLAPPED = {128}  # by BACKWARD in launch.py, which cannot be imported under Triton's interpreter
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the plain Triton kernels around the Hopper ones are compiled here")
 
 
@@ -111,6 +111,21 @@ def test_heads_of_an_incomplete_section_are_computed(monkeypatch):
     backend = interpreted_backend()
     row = compare(backend, Case(num_heads=3, num_kv_heads=3, num_queries=200, num_keys=200, head_dim=64), torch.float16, "cpu")
     assert row["ok"], row
+
+
+@INTERPRETED
+@pytest.mark.parametrize("rounded_p", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_either_way_to_spend_registers(head_dim, rounded_p, monkeypatch):
+    launch = launcher()
+    other = launch.Backward(overlap=not launch.BACKWARD[head_dim].overlap, rounded_p=rounded_p)
+    monkeypatch.setitem(launch.BACKWARD, head_dim, other)
+    for case in (
+        Case(num_queries=400, num_keys=400, head_dim=head_dim),
+        Case(num_queries=130, num_keys=256, head_dim=head_dim, causal=False),
+    ):
+        row = compare(interpreted_backend(), case, torch.float16, "cpu")
+        assert row["ok"], row
 
 
 @INTERPRETED

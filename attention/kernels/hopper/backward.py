@@ -138,7 +138,7 @@ def add_queries(
     dk, dv, item, start_q, edge, batch_query_head, must_mask, dq_desc, k_tiles, v_tiles, q_ring, do_ring,
     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, ROUNDED_P: gl.constexpr,
 ):  # fmt: skip
     """What the queries start_q : start_q + BLOCK_Q add to dk and dv of this consumer's keys, and these 128 keys to dq."""
     dtype: gl.constexpr = k_tiles.dtype
@@ -171,7 +171,10 @@ def add_queries(
         # a wait that is over, for the branch in it: ptxas moves the next wait up, before the exponentials, unless a branch stands between
         # them; a branch costs registers, however
         q_ring.await_full(item)
-    p_operand = gl.convert_layout(p.to(dtype), OPERAND)
+    p_rounded = p.to(dtype)
+    if ROUNDED_P:
+        p = p_rounded.to(gl.float32)  # what is kept until dp is here takes half the registers
+    p_operand = gl.convert_layout(p_rounded, OPERAND)
     dp = warpgroup_mma_wait(0, deps=(dp_pending,))
     ds = (p * (dp - gl.expand_dims(delta_rows.index(slot).load(COLUMNS), 0))).to(dtype)
     pair = (item & 1) * 2  # two pairs of ds tiles: the other consumer may still be reading the last one
@@ -208,7 +211,7 @@ def walk_queries(
     dk, dv, item, first, full_first, full_last, last, edge, batch_query_head, dq_desc, k_tiles, v_tiles,
     q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, ROUNDED_P: gl.constexpr,
 ):  # fmt: skip
     """All that one query head adds: queries first : last see some of these keys, full_first : full_last all of them."""
     # a causal mask in a copy of the loop spills less with 128 queries a step, in a branch of the one loop with 64
@@ -221,7 +224,7 @@ def walk_queries(
             dk, dv = add_queries(
                 dk, dv, item, start_q, edge, batch_query_head, True, dq_desc, k_tiles, v_tiles, q_ring, do_ring,
                 lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
-                SELF, CAUSAL, INTERVALS, True, D, BLOCK_Q, STAGES, OVERLAP,
+                SELF, CAUSAL, INTERVALS, True, D, BLOCK_Q, STAGES, OVERLAP, ROUNDED_P,
             )  # fmt: skip
             item += 1
     for start_q in range(middle, last, BLOCK_Q):
@@ -234,7 +237,7 @@ def walk_queries(
         dk, dv = add_queries(
             dk, dv, item, start_q, edge, batch_query_head, must_mask, dq_desc, k_tiles, v_tiles, q_ring, do_ring,
             lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
-            SELF, CAUSAL, INTERVALS, BRANCH, D, BLOCK_Q, STAGES, OVERLAP,
+            SELF, CAUSAL, INTERVALS, BRANCH, D, BLOCK_Q, STAGES, OVERLAP, ROUNDED_P,
         )  # fmt: skip
         item += 1
     return dk, dv, item
@@ -246,7 +249,7 @@ def consumer(
     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles,
     stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, ROUNDED_P: gl.constexpr,
 ):  # fmt: skip
     """SELF: which of the two consumers this is."""
     dtype: gl.constexpr = k_tiles.dtype
@@ -273,14 +276,14 @@ def consumer(
             dk, dv, item = walk_queries(
                 dk, dv, item, first, full_first, full_last, last, edge, batch_head * groups + group, dq_desc, k_tiles, v_tiles,
                 q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
-                SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES, OVERLAP,
+                SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES, OVERLAP, ROUNDED_P,
             )  # fmt: skip
     else:
         # not a loop of one: it would take registers
         dk, dv, item = walk_queries(
             dk, dv, item, first, full_first, full_last, last, edge, batch_head, dq_desc, k_tiles, v_tiles,
             q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
-            SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES, OVERLAP,
+            SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES, OVERLAP, ROUNDED_P,
         )  # fmt: skip
     # what the tiles of v and k hold is no longer needed: this consumer's own v, and k once both have computed dq
     v_tiles.index(SELF).reshape([OWN, D]).store(dv.to(dtype))
@@ -298,10 +301,10 @@ def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,
     stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
     CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, ROUNDED_P: gl.constexpr,
 ):  # fmt: skip
     """batch_heads: key/value heads of the batch. MASKED: some tile may hold keys that are not seen. OVERLAP: exponentials run beside a
-    product."""
+    product. ROUNDED_P: ds is computed from p as it was rounded for dv."""
     dtype: gl.constexpr = q_desc.dtype
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], k_desc.layout)
@@ -324,11 +327,11 @@ def backward_kernel(
         (consumer, (dq_desc, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
                     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles,
                     stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
-                    0, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES, OVERLAP)),
+                    0, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES, OVERLAP, ROUNDED_P)),
         (consumer, (dq_desc, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
                     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles,
                     stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
-                    1, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES, OVERLAP)),
+                    1, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES, OVERLAP, ROUNDED_P)),
         (producer, (q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,
                     k_tiles, v_tiles, kv_full, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows,
                     stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M,

@@ -34,8 +34,14 @@ class Forward(NamedTuple):
 FORWARD = {64: Forward(consumers=3, stages=3, turns=True), 128: Forward(consumers=2, stages=2, turns=False)}
 
 
-# head dims whose backward keeps the exponentials beside a product, for which it spills some registers
-OVERLAPPED = {128}
+class Backward(NamedTuple):
+    """Two ways to spend a backward consumer's registers, by head dim."""
+
+    overlap: bool  # keep the exponentials beside a product, which takes some
+    rounded_p: bool  # compute ds from p as it was rounded for dv, which saves some and rounds once more
+
+
+BACKWARD = {64: Backward(overlap=False, rounded_p=False), 128: Backward(overlap=True, rounded_p=False)}
 
 
 def backward_block_q(head_dim: int, *, masked: bool, causal: bool, intervals: bool) -> int:
@@ -119,7 +125,8 @@ def backward_constants(q_shape: torch.Size, k_shape: torch.Size, causal: bool, i
         "D": head_dim,
         "BLOCK_Q": backward_block_q(head_dim, masked=masked, causal=causal, intervals=intervals),
         "STAGES": 2,
-        "OVERLAP": head_dim in OVERLAPPED,
+        "OVERLAP": BACKWARD[head_dim].overlap,
+        "ROUNDED_P": BACKWARD[head_dim].rounded_p,
     }
 
 
