@@ -80,7 +80,9 @@ class ModelConfig:
     dropout: float = 0.0  # on embeddings and residual branches; attention weights are never dropped
     init_std: float = 0.02  # standard deviation of the initial weights
     rope_theta: float = 10000.0  # base of the rotary frequencies
-    checkpoint: str = "none"  # kept for the backward pass: none (all of it), attention (its q, k, v, out) or block (its input alone)
+    # what a block keeps for its backward pass: none (everything), elementwise (all but norms and activations), attention (its q, k, v
+    # and output) or block (its input alone)
+    checkpoint: str = "none"
     chunk_tokens: int | None = None  # norms, projections and MLP over this many tokens of a sequence at a time; None takes it whole
     offload: bool = False  # what checkpointing keeps of a block's input waits in the host's memory (not with torch.compile)
 
@@ -101,12 +103,12 @@ class ModelConfig:
             raise ValueError(f"model.positions=rope needs an even head_dim, got {self.head_dim}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout={self.dropout} must be in [0, 1)")
-        _choice("model.checkpoint", self.checkpoint, ("none", "attention", "block"))
+        _choice("model.checkpoint", self.checkpoint, ("none", "elementwise", "attention", "block"))
         if self.chunk_tokens is not None:
             _at_least("model.chunk_tokens", self.chunk_tokens, 1)
-        if self.checkpoint == "none" and (self.chunk_tokens is not None or self.offload):
+        if self.checkpoint in ("none", "elementwise") and (self.chunk_tokens is not None or self.offload):
             what = "model.offload=true" if self.offload else f"model.chunk_tokens={self.chunk_tokens}"
-            raise ValueError(f"{what} saves nothing while every activation is kept: add model.checkpoint=block or attention")
+            raise ValueError(f"{what} saves nothing under model.checkpoint={self.checkpoint}: add model.checkpoint=block or attention")
 
     @property
     def kv_heads(self) -> int:

@@ -16,8 +16,11 @@ from torch.utils.checkpoint import checkpoint
 Result = Tensor | tuple[Tensor, ...]
 
 
-def recomputed(function: Callable[..., Result], *, dropout: float) -> Callable[..., Result]:
-    """The same function of tensors, of which autograd keeps the inputs alone."""
+def recomputed(function: Callable[..., Result], *, dropout: float = 0.0) -> Callable[..., Result]:
+    """The same function of tensors, of which autograd keeps the inputs alone.
+
+    Recomputing stops where the last tensor that the backward pass wants is there: a product at the function's end is not done again.
+    """
 
     def run(*inputs: Tensor) -> Result:
         # reading and setting random states costs time, and only dropout draws any

@@ -10,7 +10,7 @@ Dimensions: B batch, N tokens of this call, M tokens so far (N without a cache),
 D head dim.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -92,9 +92,13 @@ class MLP(nn.Module):
         self.down = nn.Linear(width, config.hidden_size, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.contract(self.up(x))
+
+    def contract(self, hidden: Tensor) -> Tensor:
+        """From what `up` gave back to C."""
         if not self.gated:
-            return self.down(F.gelu(self.up(x), approximate="tanh"))
-        gate, up = self.up(x).chunk(2, dim=-1)
+            return self.down(F.gelu(hidden, approximate="tanh"))
+        gate, up = hidden.chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
 
@@ -114,9 +118,12 @@ class Block(nn.Module):
         """x (B, N, C) in and out. What autograd keeps, and what it computes again, is model.checkpoint's to say."""
 
         def run(x: Tensor, keep: str) -> Tensor:
+            before, after = self.before, self.after
+            if keep == "elementwise":
+                before, after = recomputed(before), partial(after, again=recomputed)
             # the parts in which a token meets no other; with chunks, recomputing the whole block would hold all of them at once again
-            again = keep == "attention" or (keep == "block" and self.chunk_tokens is not None)
-            before, after = (recomputed(part, dropout=self.dropout.p) if again else part for part in (self.before, self.after))
+            elif keep == "attention" or (keep == "block" and self.chunk_tokens is not None):
+                before, after = (recomputed(part, dropout=self.dropout.p) for part in (before, after))
             q, k, v = in_chunks(before, x, *(table.unsqueeze(0) for table in rope or ()), size=self.chunk_tokens)
             out = self.attention.attend(q, k, v, document_ids=document_ids, cache=cache)
             return in_chunks(after, x, out, size=self.chunk_tokens)
@@ -129,10 +136,14 @@ class Block(nn.Module):
         """q, k and v of these tokens, (B, N, H or H_kv, D); rope: their cosines and sines, (1, N, D/2) each."""
         return self.attention.project(self.attention_norm(x), rope or None)
 
-    def after(self, x: Tensor, out: Tensor) -> Tensor:
-        """The block's output for these tokens: x (B, N, C) with what attention (out) and the MLP add to it."""
+    def after(self, x: Tensor, out: Tensor, *, again: Callable[[Callable], Callable] = lambda part: part) -> Tensor:
+        """The block's output for these tokens: x (B, N, C) with what attention (out) and the MLP add to it.
+
+        again: what is made of each part that does something elementwise and then a product.
+        """
         x = x + self.dropout(self.attention.proj(out))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        hidden = again(lambda x: self.mlp.up(self.mlp_norm(x)))(x)
+        return x + self.dropout(again(self.mlp.contract)(hidden))
 
 
 class GPT(nn.Module):

@@ -259,7 +259,10 @@ def predict_step(
     residual = tokens * 4 * width
     in_parts = config.checkpoint == "attention" or (config.checkpoint == "block" and config.chunk_tokens is not None)
     kept_attention = 0 if config.checkpoint == "block" else attention
-    kept = {"none": block, "attention": residual + attention, "block": residual}[config.checkpoint] - kept_attention
+    # all but the norms' outputs and statistics and what the activation made of `up`, which is back while the MLP's gradients are made
+    back = copies + tokens * (hidden - e * up) if config.checkpoint == "elementwise" else 0
+    slim = 2 * residual + attention + tokens * (e * up + 2 * mask * width)
+    kept = {"none": block, "elementwise": slim, "attention": residual + attention, "block": residual}[config.checkpoint] - kept_attention
     elsewhere = config.offload and device != "cpu"
     host = layers * residual if elsewhere else 0
     kept -= residual if elsewhere else 0
@@ -300,7 +303,7 @@ def predict_step(
         until_block += (block - residual + restored + copies) if again else 0
         until_attention = until_block - mlp - call.saved
         phases |= {
-            "mlp": until_block + mlp_backward + down_gradient,
+            "mlp": until_block + mlp_backward + down_gradient + back,
             "attention forward": until_attention + (residual if again else -output_gradient) + call.forward_peak + around,
             "attention backward": until_attention + tokens * (4 * width + cast * width) + call.backward_peak,
         }

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from attention import Backend, get_backend
 from config import ModelConfig
@@ -11,9 +12,10 @@ from model.checkpointing import in_chunks
 from model.schedule import under_attention, will_compile
 from scripts.attention_call import LiveTensors
 
-BLOCK, ATTENTION = {"checkpoint": "block"}, {"checkpoint": "attention"}
+BLOCK, ATTENTION, ELEMENTWISE = ({"checkpoint": name} for name in ("block", "attention", "elementwise"))
 CHUNKED = {"chunk_tokens": 20}
 MODES = {
+    "elementwise": ELEMENTWISE,
     "block": BLOCK,
     "attention": ATTENTION,
     "block-chunks": BLOCK | CHUNKED,
@@ -92,7 +94,9 @@ def test_compiles_in_one_graph(build_gpt, modern, random_tokens, variant, keeps)
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize(("keeps", "calls"), [({}, 1), (ATTENTION, 1), (BLOCK, 2), (ATTENTION | CHUNKED, 1), (BLOCK | CHUNKED, 2)])
+@pytest.mark.parametrize(
+    ("keeps", "calls"), [({}, 1), (ELEMENTWISE, 1), (ATTENTION, 1), (BLOCK, 2), (ATTENTION | CHUNKED, 1), (BLOCK | CHUNKED, 2)]
+)
 def test_how_often_attention_runs(build_gpt, random_tokens, keeps, calls):
     """Its work is quadratic: checkpoint=attention does it once."""
     model, exact, count = build_gpt(max_seq_len=48, **keeps), get_backend("naive"), []
@@ -119,12 +123,25 @@ def peak(num_layers: int, keeps: dict, *, seq_len: int = 1024) -> int:
 def test_what_a_block_keeps():
     """In multiples of its input, float32 (T, C): the input; with it q, k, v, out; all of it."""
     kept = {}
-    for name, keeps in {"all": {}, "attention": ATTENTION | {"chunk_tokens": 128}, "block": BLOCK}.items():
+    for name, keeps in {"all": {}, "elementwise": ELEMENTWISE, "attention": ATTENTION | {"chunk_tokens": 128}, "block": BLOCK}.items():
         kept[name] = (peak(6, keeps) - peak(4, keeps)) / 2 / (1024 * 32 * 4)
     # the weights of a block and their gradients are a seventh of such an input
     assert kept["block"] == pytest.approx(1.0, abs=0.2)
     assert kept["attention"] == pytest.approx(5.1, abs=0.3)
+    # two inputs, qkv, q and k once more (turned), out as it comes and with its heads merged, and four widths before the activation
+    assert kept["elementwise"] == pytest.approx(13.1, abs=0.3)
     assert kept["all"] > 15
+
+
+def test_no_product_is_done_twice_for_what_is_elementwise(build_gpt, random_tokens):
+    """Recomputing ends at the product whose input is wanted."""
+    counts = {}
+    for name, keeps in {"none": {}, "elementwise": ELEMENTWISE, "attention": ATTENTION}.items():
+        model = build_gpt("sdpa", **keeps)
+        with FlopCounterMode(display=False) as counter:
+            train_step(model, random_tokens(2, 32), random_tokens(2, 32))
+        counts[name] = counter.get_total_flops()
+    assert counts["none"] == counts["elementwise"] < counts["attention"]
 
 
 def test_chunks_bound_what_is_worked_with():

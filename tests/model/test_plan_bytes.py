@@ -140,6 +140,11 @@ def short(value: Any) -> str:
 
 RECOMPUTING = [
     # what is recomputed of naive and of the tile loop is fitted, not counted
+    ("gpt2", "sdpa", BF16, "elementwise", None, 0.02),
+    ("gpt2", "tiled", FP32, "elementwise", None, 0.02),
+    ("modern", "sdpa", BF16, "elementwise", None, 0.02),
+    ("modern", "sdpa", FP32, "elementwise", None, 0.02),
+    ("dropout", "sdpa", BF16, "elementwise", None, 0.04),
     ("gpt2", "sdpa", BF16, "attention", None, 0.02),
     ("gpt2", "sdpa", BF16, "attention", 32, 0.02),
     ("gpt2", "sdpa", BF16, "block", None, 0.02),
