@@ -209,7 +209,7 @@ def test_a_resumed_online_run_goes_on_where_the_server_stands(kept):
 def test_falls_back_to_offline_within_seconds_with_one_warning(tmp_path, mode, variables, said):
     (result,), stderr = run_program(tmp_path, mode, **variables)
     assert result["active"] and result["hint"].startswith("wandb sync ")
-    assert result["seconds"] < 8
+    assert result["seconds"] < 30
     (warning,) = stderr.splitlines()
     assert warning.startswith("WARNING wandb") and said in warning and "logged offline" in warning
 
@@ -250,7 +250,7 @@ def test_a_refusing_server_means_offline(tmp_path, monkeypatch, refused):
         server.server_close()
     (warning,) = stderr.splitlines()
     assert "wandb refused an online run" in warning and "permission denied" in warning
-    assert result["active"] and result["seconds"] < 8
+    assert result["active"] and result["seconds"] < 30
     assert [path.name for path in (tmp_path / "wandb").glob("*run-2*")] == [Path(result["hint"].split()[-1]).name]
 
 
