@@ -13,6 +13,8 @@ length, and both see the same batches.
     curve_steps   steps of a further run of each at the first length whose losses are compared one by one; 0 for none. nanoGPT runs there
                   three times, twice from weights moved by a rounding error: what such noise does is the measure of any difference
     model, vocab_size, data, tokenizer, lr, device    as in train.py; the vocabulary is nanoGPT's padded one
+
+Anything else is our train.py's own, as model.checkpoint=elementwise.
 """
 
 import importlib.util
@@ -24,7 +26,7 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from io import StringIO
 from itertools import pairwise
 from multiprocessing import get_context
@@ -35,6 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from config import check_keys
 from model import GPT
 from model.gpt2_weights import gpt2_name
 from scripts.arguments import parse_backend, read_settings
@@ -65,14 +68,18 @@ class Options:
     tokenizer: str = "bpe"
     lr: float = 6e-4
     device: str = "auto"
+    overrides: list[str] = field(default_factory=list)  # passed on to train.py
 
 
 def read_options(arguments: list[str]) -> Options:
     """Options from key=value arguments. Raises ValueError for what cannot be run."""
-    values = read_settings(Options, arguments)
+    own = {each.name for each in fields(Options)} - {"overrides"}
+    passed_on = [argument for argument in arguments if argument.partition("=")[0] not in own]
+    values = read_settings(Options, [argument for argument in arguments if argument not in passed_on])
     if "folder" not in values:
         raise ValueError("folder=DIR is missing: a clone of github.com/karpathy/nanoGPT")
-    options = Options(**values)
+    check_keys(passed_on)
+    options = Options(**values, overrides=passed_on)
     if not (options.folder / "model.py").is_file():
         raise ValueError(f"folder={options.folder} has no model.py; git clone https://github.com/karpathy/nanoGPT names the folder wanted")
     if options.steps < WARMUP + WINDOW:
@@ -119,6 +126,7 @@ def train_ours(options: Options, run_dir: Path, *, attention: str, seq_len: int,
         "hydra.run.dir": run_dir,
     }
     overrides = [f"{key}={value}" for key, value in settings.items()] + [f"attention.{option}" for option in rest.split(",") if option]
+    overrides += options.overrides
     done = subprocess.run([sys.executable, "train.py", *overrides], cwd=ROOT, capture_output=True, text=True)
     summary = json.loads((run_dir / "summary.json").read_text()) if (run_dir / "summary.json").exists() else {}
     if done.returncode or summary.get("status") != "completed":

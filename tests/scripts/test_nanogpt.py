@@ -87,7 +87,11 @@ def test_the_same_step_gives_the_same_losses_and_another_one_does_not(tmp_path, 
     (tmp_path / "model.py").write_text(STAND_IN)
     out = tmp_path / "found.json"
     monkeypatch.setattr(scripts.nanogpt, "in_own_process", train_theirs)  # a process each takes its time to start
-    monkeypatch.setattr(sys, "argv", ["nanogpt", f"folder={tmp_path}", *SMALL, "attention=sdpa", "curve_steps=20", f"out={out}"])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["nanogpt", f"folder={tmp_path}", *SMALL, "attention=sdpa", "curve_steps=20", "model.checkpoint=elementwise", f"out={out}"],
+    )
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     scripts.nanogpt.main()
@@ -113,6 +117,7 @@ def test_the_same_step_gives_the_same_losses_and_another_one_does_not(tmp_path, 
         (["folder=HERE", "steps=5"], "steps=5 must be at least 20"),
         (["folder=HERE", "seq_len=1000"], "tokens=32768 is not a multiple of seq_len=1000"),
         (["folder=HERE", "seq_len=long"], "seq_len=long is no list of lengths"),
+        (["folder=HERE", "model.checkpint=block"], "there is no key 'model.checkpint'; did you mean model.checkpoint?"),
         (["folder=HERE", "attention=fast"], "attention=fast is not known"),
     ],
 )
