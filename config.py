@@ -34,6 +34,7 @@ class AttentionConfig:
     block_q: int | None = None  # query rows of a tile; None leaves the backend's own default
     block_kv: int | None = None  # keys of a tile; None leaves the backend's own default
     softmax_dtype: str | None = None  # tile loops: "float32" statistics, or "input" to keep them in q's dtype
+    kernel: str | None = None  # triton: portable, hopper (Gluon kernels for sm_90) or auto; None leaves auto
     impl: str | None = None  # no_max, no_rescale: "tiled" in plain PyTorch, or "triton" at the speed of the kernels
     detach_max: bool | None = None  # defects: treat the subtracted maximum as a constant in the backward pass
     backend: str | None = None  # sdpa: auto, flash, efficient, cudnn or math
@@ -45,6 +46,8 @@ class AttentionConfig:
         for key in ("block_q", "block_kv"):
             if getattr(self, key) is not None:
                 _at_least(f"attention.{key}", getattr(self, key), 1)
+        if self.kernel is not None:
+            _choice("attention.kernel", self.kernel, ("auto", "portable", "hopper"))
         if (self.target is None) == (self.name == "custom"):
             raise ValueError(
                 "attention=custom and attention.target=pkg.module:BACKEND go together: "
@@ -57,7 +60,7 @@ class AttentionConfig:
 
     def backend_options(self) -> dict[str, Any]:
         """The options that were set, as get_backend() takes them."""
-        names = ("impl", "block_q", "block_kv", "softmax_dtype", "detach_max", "backend")
+        names = ("kernel", "impl", "block_q", "block_kv", "softmax_dtype", "detach_max", "backend")
         return self.options | {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 

@@ -66,7 +66,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
 
     # attention: refused now rather than at the first step
     schedule = attention_schedule(config, dtype=dtype, device=device)
-    summary |= describe(schedule)
+    summary |= describe(schedule, device=device, dtype=dtype, head_dim=config.model.head_dim)
 
     # data, model, optimizer
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attention import BACKENDS, Backend, get_backend, probe_backend
+from attention import BACKENDS, Backend, get_backend, kernel_choice, probe_backend
 from config import AttentionConfig, ModelConfig, RunConfig
 from model.gpt import GPT
 
@@ -36,6 +36,9 @@ def attention_schedule(config: RunConfig, *, dtype: torch.dtype, device: torch.d
             others = ", ".join(name for name, other in BACKENDS.items() if "document_ids" in other.features and other.exact)
             raise ValueError(f"data.documents=true needs document masks, which attention={backend.name} does not have; these do: {others}")
         backend.check_model(**heads, dtype=dtype, device=device)
+        kernel = kernel_choice(backend, device=device, dtype=dtype, head_dim=config.model.head_dim)
+        if kernel is not None and device.type == "cuda":
+            log.info(f"attention={backend.name} runs the {kernel.kernel} kernels: {kernel.reason}")
         if step == 0 and chosen.target is not None:
             probe_backend(backend, **heads, dtype=dtype, device=device)
         if backend.defect is not None:
@@ -70,10 +73,15 @@ def will_compile(config: ModelConfig, backend: Backend, device: str, *, compile_
     return compile_mode == "true" or (compile_mode == "auto" and device == "cuda" and backend.traceable and not config.offload)
 
 
-def describe(schedule: dict[int, Backend]) -> dict[str, Any]:
-    """The schedule for summary.json: the first attention as attention, options, defect; the second as switch_at, switch_to, ..."""
+def describe(schedule: dict[int, Backend], **inputs: Any) -> dict[str, Any]:
+    """The schedule for summary.json: the first attention as attention, options, defect; the second as switch_at, switch_to, ...
+
+    With inputs, those of kernel_choice(), also which kernels the first runs, where it has several: kernel, kernel_reason.
+    """
     first, *later = schedule.items()
     row = {"attention": first[1].name, "defect": first[1].defect is not None, "options": dict(first[1].options)}
+    if inputs and (kernel := kernel_choice(first[1], **inputs)):
+        row |= {"kernel": kernel.kernel, "kernel_reason": kernel.reason}
     for step, backend in later:
         row |= {"switch_at": step, "switch_to": backend.name, "switch_options": dict(backend.options)}
     return row

@@ -150,6 +150,7 @@ REFUSED = [
     (OptimConfig, {"min_lr": -1.0}, "optim.min_lr=-1.0 must be at least 0"),
     (OptimConfig, {"warmup_steps": -1}, "optim.warmup_steps=-1 must be at least 0"),
     (OptimConfig, {"beta1": 1.0}, "optim.beta1=1.0 must be in"),
+    (AttentionConfig, {"name": "triton", "kernel": "fast"}, "attention.kernel=fast is not one of: auto, portable, hopper"),
     (OptimConfig, {"beta2": -0.1}, "optim.beta2=-0.1 must be in"),
     (LoggerConfig, {"name": "mlflow"}, "logger.name=mlflow is not one of: wandb"),
     (LoggerConfig, {"mode": "on"}, "logger.mode=on is not one of: auto"),
