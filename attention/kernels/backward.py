@@ -10,7 +10,7 @@ Dimensions: H query heads, N queries, M keys, D head dim (padded to BLOCK_D); a 
 import triton
 import triton.language as tl
 
-from attention.kernels.forward import edge_tile, key_ranges, load_interval, load_tile, scores_of, store_tile
+from attention.kernels.forward import edge_tile, key_ranges, load_interval, load_tile, place, scores_of, store_tile
 
 
 @triton.jit
@@ -106,18 +106,19 @@ def walk_queries(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["section"])  # it follows from the lengths: none of them shall compile anew
 def dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, lo_ptr, hi_ptr, ranges_ptr, params_ptr,
     stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn, stride_interval, stride_ranges,
-    num_kv_heads, batch_kv_heads, N, M, scale, scale_log2, GROUPS: tl.constexpr,
+    num_kv_heads, batch_kv_heads, section, N, M, scale, scale_log2, GROUPS: tl.constexpr,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr, PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    start_kv = pid // batch_kv_heads * BLOCK_KV  # the first keys are seen by the most queries: longest first
-    batch = pid % batch_kv_heads // num_kv_heads
-    kv_head = pid % num_kv_heads
+    # the first keys are seen by the most queries: longest first
+    tile, batch_head = place(tl.program_id(0), tl.cdiv(M, BLOCK_KV), batch_kv_heads, section)
+    start_kv = tile * BLOCK_KV
+    batch = batch_head // num_kv_heads
+    kv_head = batch_head % num_kv_heads
     keys = start_kv + tl.arange(0, BLOCK_KV)
     k = load_tile(k_desc, batch, kv_head, start_kv, BLOCK_KV, BLOCK_D)
     v = load_tile(v_desc, batch, kv_head, start_kv, BLOCK_KV, BLOCK_D)
@@ -132,7 +133,7 @@ def dkdv_kernel(
     if INTERVALS:
         lo_ptr += batch * stride_interval
         hi_ptr += batch * stride_interval
-        ranges_ptr += batch * stride_ranges + pid // batch_kv_heads * 4
+        ranges_ptr += batch * stride_ranges + tile * 4
         first = tl.load(ranges_ptr) // BLOCK_Q * BLOCK_Q
         last = tl.load(ranges_ptr + 3)
         full_first = tl.minimum(tl.cdiv(tl.load(ranges_ptr + 1), BLOCK_Q), tl.cdiv(last, BLOCK_Q)) * BLOCK_Q
@@ -190,18 +191,19 @@ def add_key_tile(
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["section"])  # it follows from the lengths: none of them shall compile anew
 def dq_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, dq_ptr, lo_ptr, hi_ptr, params_ptr,
     stride_dqb, stride_dqh, stride_dqn, stride_interval,
-    num_heads, groups, batch_heads, N, M, scale, scale_log2,
+    num_heads, groups, batch_heads, section, N, M, scale, scale_log2,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr, PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
-    start_q = (tl.cdiv(N, BLOCK_Q) - 1 - pid // batch_heads) * BLOCK_Q
-    batch = pid % batch_heads // num_heads
-    head = pid % num_heads
+    num_tiles = tl.cdiv(N, BLOCK_Q)
+    tile, batch_head = place(tl.program_id(0), num_tiles, batch_heads, section)
+    start_q = (num_tiles - 1 - tile) * BLOCK_Q
+    batch = batch_head // num_heads
+    head = batch_head % num_heads
     kv_head = head // groups
     row_offset = tl.cast(batch * num_heads + head, tl.int64) * N
     rows = start_q + tl.arange(0, BLOCK_Q)

@@ -15,6 +15,22 @@ import triton.language as tl
 
 
 @triton.jit
+def place(pid, num_tiles, num_heads, section):
+    """tile, head: what a program owns of num_heads heads (of the whole batch) of num_tiles tiles each.
+
+    Programs start in order of pid, about as many at a time as the GPU has multiprocessors. Heads are taken in sections whose other tensors
+    the L2 cache holds, and in a section every head's first tile, then every head's second: 6 heads of 2 tiles in sections of 4 are
+
+        tile  0 0 0 0 1 1 1 1  0 0 1 1
+        head  0 1 2 3 0 1 2 3  4 5 4 5
+    """
+    first = pid // (section * num_tiles) * section
+    pid -= first * num_tiles
+    size = tl.minimum(section, num_heads - first)
+    return pid // size, first + pid % size
+
+
+@triton.jit
 def load_tile(desc, batch, head, start, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows start : start + BLOCK_N of one head as (BLOCK_N, BLOCK_D), zero past the tensor's rows and columns."""
     return desc.load([batch, head, start, 0]).reshape(BLOCK_N, BLOCK_D)
@@ -124,19 +140,20 @@ def absorb_tile(
     return row_max, row_sum, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["section"])  # it follows from the lengths: none of them shall compile anew
 def forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, lo_ptr, hi_ptr, params_ptr,
     stride_ob, stride_oh, stride_on, stride_interval,
-    num_heads, groups, batch_heads, N, M, scale, scale_log2,
+    num_heads, groups, batch_heads, section, N, M, scale, scale_log2,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr, MOVE_MAX: tl.constexpr,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # all heads' last query tiles first: under a causal mask they are the longest, and short ones fill the gaps at the end
-    pid = tl.program_id(0)
-    start_q = (tl.cdiv(N, BLOCK_Q) - 1 - pid // batch_heads) * BLOCK_Q
-    batch = pid % batch_heads // num_heads
-    head = pid % num_heads
+    # the last query tiles first: under a causal mask they are the longest, and short ones fill the gaps at the end
+    num_tiles = tl.cdiv(N, BLOCK_Q)
+    tile, batch_head = place(tl.program_id(0), num_tiles, batch_heads, section)
+    start_q = (num_tiles - 1 - tile) * BLOCK_Q
+    batch = batch_head // num_heads
+    head = batch_head % num_heads
     kv_head = head // groups
     rows = start_q + tl.arange(0, BLOCK_Q)
     position = rows + (M - N)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 TILES = Path(__file__).with_name("tiles.json")
 # what runs with a kernel's tile
@@ -58,6 +59,18 @@ def table_for(capability: tuple[int, int], shared_memory: int) -> dict[str, Any]
             f"attention=triton needs {least} bytes of shared memory a program, this GPU has {shared_memory}: use attention=sdpa"
         )
     return max(fitting, key=lambda table: table["shared_memory"])
+
+
+def section_of(device: torch.device, streamed: Tensor, *, heads: int) -> int:
+    """How many heads are worked on at a time, so that what they stream stays in the L2 cache: two tensors like `streamed` (B, H, N, D).
+
+    heads: heads that stream one head's of those (grouped-query attention), or 1.
+    """
+    if device.type == "cpu":
+        return 2 * heads  # the interpreter has no cache, and few heads: more than one section
+    one_head = 2 * streamed.shape[2] * streamed.shape[3] * streamed.element_size()
+    # the other half is for what is read once, and written
+    return heads * max(1, torch.cuda.get_device_properties(device).L2_cache_size // 2 // one_head)
 
 
 def pick_tile(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device, *, block_q: int = 0, block_kv: int = 0) -> Tile:

@@ -17,7 +17,7 @@ from attention.kernels import defects
 from attention.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from attention.kernels.choice import choose_kernel
 from attention.kernels.forward import forward_kernel
-from attention.kernels.launch import padded_head_dim, pick_tile
+from attention.kernels.launch import padded_head_dim, pick_tile, section_of
 from attention.kernels.softmax import ONLINE
 
 # an operator takes names, not functions
@@ -144,12 +144,13 @@ def flash_attention(
 
         hopper.forward(q, k, v, out, lse, lo, hi, causal=causal, scale=scale)
         return out, lse
+    groups = num_heads // num_kv_heads
     meta = constants("forward", q, causal, lo, score_mod, block_q, block_kv)
     grid = (triton.cdiv(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
     forward_kernel[grid](
         descriptor(q, meta["BLOCK_Q"]), descriptor(k, meta["BLOCK_KV"]), descriptor(v, meta["BLOCK_KV"]), out, lse, lo, hi, params,
-        *out.stride()[:3], batch_stride(lo), num_heads, num_heads // num_kv_heads, batch * num_heads, num_queries, num_keys,
-        scale, scale * math.log2(math.e), MOVE_MAX=SOFTMAXES[softmax].move_max, **meta,
+        *out.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads, section_of(k.device, k, heads=groups),
+        num_queries, num_keys, scale, scale * math.log2(math.e), MOVE_MAX=SOFTMAXES[softmax].move_max, **meta,
     )  # fmt: skip
     return out.to(dtype), lse
 
@@ -211,14 +212,15 @@ def flash_attention_backward(
     grid = (triton.cdiv(num_keys, meta["BLOCK_KV"]) * batch * num_kv_heads,)
     dkdv_kernel[grid](
         *inputs(meta), dk, dv, lo, hi, ranges, params, *dk.stride()[:3], *dv.stride()[:3], batch_stride(lo), batch_stride(ranges),
-        num_kv_heads, batch * num_kv_heads, *sizes, GROUPS=groups, **meta,
+        num_kv_heads, batch * num_kv_heads, section_of(q.device, q, heads=1), *sizes, GROUPS=groups, **meta,
     )  # fmt: skip
 
     meta = constants("dq", *choice) | steps
     grid = (triton.cdiv(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
     dq_kernel[grid](
-        *inputs(meta), dq, lo, hi, params, *dq.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads, *sizes, **meta
-    )
+        *inputs(meta), dq, lo, hi, params, *dq.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
+        section_of(k.device, k, heads=groups), *sizes, **meta,
+    )  # fmt: skip
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 

@@ -10,10 +10,13 @@ import sys
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import Backend, attention, get_backend
+from attention.kernels.forward import place
 from attention.kernels.op import flash_attention, flash_attention_backward, readable
 from attention.mask import visible_keys
 
@@ -53,6 +56,21 @@ def test_the_operator_keeps_pytorchs_contract(operands, causal, everything):
         out, lse = flash_attention(q, k, v, *optional, *settings)
         d_out, d_lse = random(*out.shape, dtype=out.dtype), None if everything else torch.ones_like(lse)
         torch.library.opcheck(flash_attention_backward, (d_out, d_lse, q, k, v, out, lse, *optional, *settings))
+
+
+@triton.jit
+def note_places(found_ptr, num_tiles, num_heads, section):
+    tile, head = place(tl.program_id(0), num_tiles, num_heads, section)
+    tl.store(found_ptr + 2 * tl.program_id(0), tile)
+    tl.store(found_ptr + 2 * tl.program_id(0) + 1, head)
+
+
+@pytest.mark.parametrize(("num_tiles", "num_heads", "section"), [(2, 6, 4), (3, 7, 2), (1, 5, 3), (4, 3, 8), (5, 4, 1)])
+def test_every_tile_of_every_head_has_one_program_section_by_section(num_tiles, num_heads, section):
+    found = torch.full((num_tiles * num_heads, 2), -1, dtype=torch.int32, device=DEVICE)
+    note_places[(len(found),)](found, num_tiles, num_heads, section)
+    sections = [range(first, min(first + section, num_heads)) for first in range(0, num_heads, section)]
+    assert found.tolist() == [[tile, head] for heads in sections for tile in range(num_tiles) for head in heads]
 
 
 def block(packed: Tensor) -> tuple[Tensor, Tensor]:
