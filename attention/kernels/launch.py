@@ -61,16 +61,19 @@ def table_for(capability: tuple[int, int], shared_memory: int) -> dict[str, Any]
     return max(fitting, key=lambda table: table["shared_memory"])
 
 
-def section_of(device: torch.device, streamed: Tensor, *, heads: int) -> int:
+def section_of(streamed: Tensor, *, heads: int, equal: bool) -> int:
     """How many heads are worked on at a time, so that what they stream stays in the L2 cache: two tensors like `streamed` (B, H, N, D).
 
-    heads: heads that stream one head's of those (grouped-query attention), or 1.
+    heads: heads that stream one head's of those (grouped-query attention), or 1. equal: whether all programs have equally much to do;
+    where they have not, several heads at a time let the longest programs of all of them come first.
     """
-    if device.type == "cpu":
+    if equal:
+        return heads
+    if streamed.device.type == "cpu":
         return 2 * heads  # the interpreter has no cache, and few heads: more than one section
     one_head = 2 * streamed.shape[2] * streamed.shape[3] * streamed.element_size()
     # the other half is for what is read once, and written
-    return heads * max(1, torch.cuda.get_device_properties(device).L2_cache_size // 2 // one_head)
+    return heads * max(1, torch.cuda.get_device_properties(streamed.device).L2_cache_size // 2 // one_head)
 
 
 def pick_tile(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device, *, block_q: int = 0, block_kv: int = 0) -> Tile:

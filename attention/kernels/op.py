@@ -144,12 +144,12 @@ def flash_attention(
 
         hopper.forward(q, k, v, out, lse, lo, hi, causal=causal, scale=scale)
         return out, lse
-    groups = num_heads // num_kv_heads
+    groups, equal = num_heads // num_kv_heads, not causal and lo is None
     meta = constants("forward", q, causal, lo, score_mod, block_q, block_kv)
     grid = (triton.cdiv(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
     forward_kernel[grid](
         descriptor(q, meta["BLOCK_Q"]), descriptor(k, meta["BLOCK_KV"]), descriptor(v, meta["BLOCK_KV"]), out, lse, lo, hi, params,
-        *out.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads, section_of(k.device, k, heads=groups),
+        *out.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads, section_of(k, heads=groups, equal=equal),
         num_queries, num_keys, scale, scale * math.log2(math.e), MOVE_MAX=SOFTMAXES[softmax].move_max, **meta,
     )  # fmt: skip
     return out.to(dtype), lse
@@ -191,7 +191,7 @@ def flash_attention_backward(
         ranges = None if lo is None else query_ranges(lo, hi, num_keys, hopper.BLOCK_KV)
         hopper.backward(d_out, d_lse, q, k, v, out, lse, dq, dk, dv, lo, hi, ranges, causal=causal, scale=scale)
         return dq, dk, dv
-    groups = num_heads // num_kv_heads
+    groups, equal = num_heads // num_kv_heads, not causal and lo is None
     sizes = (num_queries, num_keys, scale, scale * math.log2(math.e))
 
     delta = torch.empty_like(lse)
@@ -212,14 +212,14 @@ def flash_attention_backward(
     grid = (triton.cdiv(num_keys, meta["BLOCK_KV"]) * batch * num_kv_heads,)
     dkdv_kernel[grid](
         *inputs(meta), dk, dv, lo, hi, ranges, params, *dk.stride()[:3], *dv.stride()[:3], batch_stride(lo), batch_stride(ranges),
-        num_kv_heads, batch * num_kv_heads, section_of(q.device, q, heads=1), *sizes, GROUPS=groups, **meta,
+        num_kv_heads, batch * num_kv_heads, section_of(q, heads=1, equal=equal), *sizes, GROUPS=groups, **meta,
     )  # fmt: skip
 
     meta = constants("dq", *choice) | steps
     grid = (triton.cdiv(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
     dq_kernel[grid](
         *inputs(meta), dq, lo, hi, params, *dq.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
-        section_of(k.device, k, heads=groups), *sizes, **meta,
+        section_of(k, heads=groups, equal=equal), *sizes, **meta,
     )  # fmt: skip
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 

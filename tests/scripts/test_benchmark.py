@@ -215,7 +215,7 @@ def test_longest_sequence_in_little_memory(run_benchmark, no_verification):
         "naive",
         "--max-length",
         "--memory-gib",
-        "0.5",
+        "0.3",
         "--heads",
         "8",
         "--seq-len",
@@ -227,9 +227,9 @@ def test_longest_sequence_in_little_memory(run_benchmark, no_verification):
     )
     forward, training = rows
     assert (forward["pass"], training["pass"]) == ("forward", "training")
-    assert all(row["limited_by"] == "memory" and row["memory_gib"] == 0.5 and row["oom"]["message"] for row in rows)
+    assert all(row["limited_by"] == "memory" and row["memory_gib"] == 0.3 and row["oom"]["message"] for row in rows)
     # 8 heads, 12 to 16 bytes a score; what the process had freed before, it can take beside the limit
-    assert 1024 <= training["max_seq_len"] <= 1.3 * forward["max_seq_len"] <= 1.3 * (0.6 * 2**30 / (8 * 4)) ** 0.5
+    assert 768 <= training["max_seq_len"] <= 1.5 * forward["max_seq_len"] <= 1.5 * (0.4 * 2**30 / (8 * 4)) ** 0.5
     assert output.count("ran out of memory") == 2
 
 
