@@ -69,7 +69,7 @@ class RelativeMask(VisibleKeys):
         # the tiles of the future cannot be skipped: that would hide the leak
         return [replace_bounds(tile, self.num_keys) for tile in super().query_tiles(block_q)]
 
-    def mask(self, rows: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+    def mask(self, rows: slice | None = None, keys: slice | None = None) -> Tensor:
         absolute = super().mask(rows, keys)
         i, j = (torch.arange(n, device=absolute.device) for n in absolute.shape[-2:])
         return (j <= i[:, None]).expand_as(absolute)

@@ -61,8 +61,9 @@ class VisibleKeys:
         )
         return [QueryTile(*row) for row in torch.stack(bounds, 1).tolist()]
 
-    def mask(self, rows: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """Boolean (B or 1, 1, rows, keys), true where the query sees the key."""
+    def mask(self, rows: slice | None = None, keys: slice | None = None) -> Tensor:
+        """Boolean (B or 1, 1, rows, keys), true where the query sees the key; None: all of them."""
+        rows, keys = rows or slice(None), keys or slice(None)  # not as defaults: torch.compile of torch 2.11 cannot take one from there
         j = torch.arange(self.num_keys, device=self.lo.device)[keys]
         return ((j >= self.lo[:, rows, None]) & (j < self.hi[:, rows, None])).unsqueeze(1)
 

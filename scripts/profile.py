@@ -174,7 +174,12 @@ def record(job: Job, first: int, steps: int, path: Path) -> None:
     """Write the trace of `steps` steps, each a range. Two are lost: the profiler starts up in the first, the last ends the one before."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if job.device.type == "cuda" else [])
     plan = schedule(wait=0, warmup=1, active=steps + 1, repeat=1)
-    with profile(activities=activities, schedule=plan, on_trace_ready=lambda done: done.export_chrome_trace(str(path))) as profiler:
+
+    def write(profiler: profile) -> None:
+        profiler.export_chrome_trace(str(path))
+
+    # without acc_events torch 2.11 warns of a second cycle, which there is not
+    with profile(activities=activities, schedule=plan, on_trace_ready=write, acc_events=True) as profiler:
         for number in range(first, first + steps + 2):
             with record_function(STEP):
                 job.step(number)

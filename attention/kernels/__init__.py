@@ -79,13 +79,15 @@ def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options: Any) -
             "Triton needs a GPU; set TRITON_INTERPRET=1 before the start to run its kernels in the interpreter (slow, for tests), "
             "or use attention=tiled, the same loop in plain PyTorch"
         ]
-    if q.device.type == "cpu" and version("triton") < "3.7" and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
+    # what torch.compile cannot look into was asked before it came
+    asked = not torch.compiler.is_compiling()
+    if asked and q.device.type == "cpu" and version("triton") < "3.7" and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
         broken = f"the interpreter of Triton {version('triton')} fails with numpy {numpy.__version__}"
         return [f"{broken}; pip install 'numpy<2.4' or 'triton>=3.7'"]
     kernel = options.get("kernel", "portable")
     if kernel not in KERNELS:
         return [f"kernel={kernel} is not one of: {', '.join(KERNELS)}"]
-    if kernel == "hopper" and not torch.compiler.is_compiling():
+    if asked and kernel == "hopper":
         against = obstacle(device=q.device, dtype=q.dtype, head_dim=q.shape[-1])
         if against:
             return [f"kernel=hopper asks for kernels that cannot run here: {against}; kernel=auto takes the portable ones there"]
