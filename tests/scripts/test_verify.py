@@ -50,7 +50,7 @@ def test_an_exact_and_a_broken_backend_are_as_documented(run_verify, tmp_path):
     data = json.loads((tmp_path / "found.json").read_text())
     assert list(data["backends"]) == ["tiled", "zero_init_max"] and list(data["properties"]) == list(PROPERTIES)
     assert data["random_cases"] == {"number": 2, "seed": 0} and data["dtypes"] == ["fp32"]
-    assert data["environment"]["versions"]["torch"] == torch.__version__
+    assert data["environment"]["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert str(ROOT) not in json.dumps(data)
     tiled = data["backends"]["tiled"]
     assert 0 < tiled["worst_multiple_of_naive"] < 3 and tiled["tried"]["checks"] > 150
