@@ -45,12 +45,12 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from model.schedule import attention_schedule, backend_after, describe, in_words, under_attention
     from training.batch_size import largest_batch, try_pass
     from training.checkpoint import Checkpoints
-    from training.device import pick_device, pick_dtype
+    from training.device import pick_device, pick_dtype, set_deterministic
     from training.interrupt import Interrupt
     from training.loggers import build_logger
     from training.memory import MemoryMeter, cpu_memory_limit
     from training.metrics import MetricsFile, Progress, Throughput, environment, peak_flops, read_metrics, write_json
-    from training.optimizer import build_optimizer, learning_rate
+    from training.optimizer import build_optimizer, set_learning_rate
     from training.outcome import outcome_of
     from training.plot import draw_loss_curve
     from training.step import compute_gradients
@@ -60,8 +60,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic, read at its first call
-    torch.use_deterministic_algorithms(config.deterministic)
+    set_deterministic(config.deterministic)
     summary |= {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
 
     # attention: refused now rather than at the first step
@@ -73,10 +72,12 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     torch.manual_seed(config.seed)
     model = GPT(config.model, vocab_size=data.vocab_size, backend=schedule[0]).to(device)
     predict = partial(predict_peak_bytes, vocab_size=data.vocab_size, backend=schedule[0], dtype=dtype, device=device)
+    overrides = own_overrides()  # what resume= replays
     if config.batch_size == "auto":
         trial = under_attention(model, schedule[0], compile_mode=config.compile)
         attempt = partial(try_pass, trial, seq_len=config.seq_len, autocast=autocast, device=device)
         config = largest_batch(config, predicted_bytes=lambda sized: predict(sized).peak, attempt=attempt, device=device)
+        overrides.append(f"batch_size={config.batch_size}")  # a resumed run makes the same passes, whatever is free by then
     optim = config.optimizer()
     optimizer = build_optimizer(model, optim)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -99,8 +100,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         metrics.truncate_after(first_step)
     watch = Watch(model, autocast, read_metrics(metrics.path))
     OmegaConf.save(OmegaConf.create(plain_config), run_dir / "config.yaml")
-    # what resume= replays; a batch_size of auto stays what it came to
-    OmegaConf.save(OmegaConf.create([*own_overrides(), f"batch_size={config.batch_size}"]), run_dir / "overrides.yaml")
+    OmegaConf.save(OmegaConf.create(overrides), run_dir / "overrides.yaml")
     write_json(run_dir / "env.json", environment(data.fingerprint, device))
     tags = [*dict.fromkeys(each.name for each in schedule.values()), f"seq{config.seq_len}", config.model.name, config.data.source]
     names = job_names(run_dir) | {"tags": tags, "resume": config.resume is not None}
@@ -110,7 +110,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     flops = {name: model.flops_per_token(config.seq_len, causal=causal) for name, causal in (("mfu", False), ("mfu_causal", True))}
     throughput = Throughput(device, flops_per_token=flops, peak=peak_flops(device, dtype))
     memory, progress = MemoryMeter(device), Progress(config.steps)
-    held_out = data.val_batch(config.eval_sequences)
+    held_out = data.val_batch(config.eval_sequences) if config.eval_every else ()
 
     def validate(also: dict) -> dict[str, float]:
         return evaluate(model, *held_out, batch_size=config.batch_size, autocast=autocast, accuracy=data.metric == "accuracy", also=also)
@@ -135,9 +135,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 log.info(progress.line(0, row))
             while step < config.steps:
                 # one optimizer step
-                lr = learning_rate(step, config.steps, optim)
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
+                lr = set_learning_rate(optimizer, step, config.steps, optim)
                 passes = reader.passes(step)
                 found = compute_gradients(step_model, passes, **parts, autocast=autocast, grad_clip=optim.grad_clip)
                 # the step's one wait for the GPU: weights must not be touched by a step that went wrong

@@ -29,7 +29,7 @@ from scripts.attention_call import Call, longest, measure, memory_cap, try_lengt
 from training.device import DTYPES, pick_device, pick_dtype
 from training.interrupt import one_line
 from training.memory import cpu_memory_limit, describe_out_of_memory, is_out_of_memory, release_memory
-from training.metrics import check_writable, environment, write_json
+from training.metrics import check_writable, measured_on, write_json
 
 
 def wrong_results(backend: Backend, *, device: torch.device, dtype: torch.dtype, verified: dict[str, Any] | None = None) -> list[str]:
@@ -156,7 +156,7 @@ def main() -> None:
         device = pick_device(options.device)
         dtypes = list(dict.fromkeys(pick_dtype(name, device) for name in options.dtype))
         backends = {text: parse_backend(text) for text in options.attention}
-        where = {key: value for key, value in environment("", device).items() if key not in ("command", "data_fingerprint")}
+        where = measured_on(device)
         if options.out:
             check_writable(options.out)
         rows = kept_rows(options.out, where) if options.append else []

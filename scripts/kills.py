@@ -29,7 +29,7 @@ import torch
 from safetensors.torch import load_file
 
 from training.interrupt import one_line
-from training.metrics import ROOT, check_writable, environment, read_metrics, write_json
+from training.metrics import ROOT, check_writable, measured_on, read_metrics, write_json
 from training.rotation import LATEST, newest_first, step_of
 
 STEPS, EVERY = 200, 10
@@ -228,7 +228,7 @@ def main() -> None:
     check_writable(options.out)
     folder = Path(tempfile.mkdtemp(prefix="tilegpt-kills-"))
     result = measure(folder, kills=options.kills, harms=options.harms, seed=options.seed)
-    where = {key: value for key, value in environment("", "cpu").items() if key not in ("command", "data_fingerprint")}
+    where = measured_on("cpu")
     outcomes = {name: dict(Counter(found["outcome"] for found in result[name])) for name in ("kills", "harms")}
     write_json(options.out, {"environment": where, **result, "outcomes": outcomes})
     print(f"{options.out}: kills {outcomes['kills']}, harms {outcomes['harms']}")

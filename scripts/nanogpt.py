@@ -44,8 +44,8 @@ from scripts.arguments import parse_backend, read_settings
 from scripts.sample import read_config
 from training.device import pick_device, pick_dtype
 from training.interrupt import one_line
-from training.metrics import check_writable, environment, read_metrics, write_json
-from training.optimizer import learning_rate
+from training.metrics import check_writable, measured_on, read_metrics, write_json
+from training.optimizer import set_learning_rate
 
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP, WINDOW = 10, 10  # steps that are not timed, and steps timed together
@@ -169,8 +169,7 @@ def train_theirs(folder: Path, run_dir: Path, steps: int, noise_seed: int | None
             times.append(now(device))
         if step == WARMUP and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config.steps, optim)
+        set_learning_rate(optimizer, step, config.steps, optim)
         inputs, targets = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
             _, loss = run(inputs, targets)
@@ -286,7 +285,7 @@ def main() -> None:
         settings = {
             key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items() if key not in ("folder", "out")
         }
-        write_json(options.out, {"environment": environment("", device), "settings": settings, **found})
+        write_json(options.out, {"environment": measured_on(device), "settings": settings, **found})
 
 
 if __name__ == "__main__":

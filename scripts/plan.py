@@ -38,7 +38,7 @@ from model.plan import (
 from model.schedule import will_compile
 from training.device import DTYPES, pick_device, pick_dtype
 from training.interrupt import one_line
-from training.metrics import PEAK_BANDWIDTH, PEAK_FLOPS, check_writable, environment, write_json
+from training.metrics import PEAK_BANDWIDTH, PEAK_FLOPS, check_writable, measured_on, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT_GIB = 0.7  # seen on an H200: what the driver and the libraries take of a card before the first tensor
@@ -348,7 +348,7 @@ def main() -> None:
             }
             for name, planned in found.items()
         ]
-        where = {key: value for key, value in environment("", pick_device("auto")).items() if key not in ("command", "data_fingerprint")}
+        where = measured_on(pick_device("auto"))
         write_json(options.out, {"environment": where, "rows": rows})
 
 

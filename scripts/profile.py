@@ -44,11 +44,11 @@ from model import GPT
 from model.schedule import attention_schedule, describe, under_attention
 from scripts.plan import compose_config, text_table
 from scripts.profile_trace import ATTENTION, DATA, OPTIMIZER, PARTS, STEP, parts_of_steps
-from training.device import pick_device, pick_dtype
+from training.device import pick_device, pick_dtype, set_deterministic
 from training.interrupt import one_line
 from training.memory import is_out_of_memory
-from training.metrics import check_writable, environment, write_json
-from training.optimizer import build_optimizer, learning_rate
+from training.metrics import check_writable, measured_on, write_json
+from training.optimizer import build_optimizer, set_learning_rate
 from training.step import compute_gradients
 
 
@@ -109,8 +109,7 @@ def build(config: RunConfig) -> Iterator[Job]:
         raise ValueError("batch_size=auto: name the number that train.py found, it prints it at the start")
     device = pick_device(config.device)
     torch._inductor.config.cpp.enable_kernel_profile = True  # what is compiled for a CPU would not show otherwise
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as in train.py
-    torch.use_deterministic_algorithms(config.deterministic)
+    set_deterministic(config.deterministic)
     dtype = pick_dtype(config.dtype, device)
     autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
     backends = attention_schedule(config, dtype=dtype, device=device)
@@ -124,24 +123,16 @@ def build(config: RunConfig) -> Iterator[Job]:
     compiled = step_model is not model
     if not compiled:  # a range would break the graph
         model.backend = in_a_range(backends[0])
-    facts = {"device": device.type, "dtype": str(dtype).removeprefix("torch."), "compiled": compiled, **describe(backends)}
+    facts = {"device": device.type, "dtype": str(dtype).removeprefix("torch."), "compiled": compiled}
+    facts |= describe(backends, device=device, dtype=dtype, head_dim=config.model.head_dim)
 
     with Prefetcher(data, config.sequences_per_step, config.batch_size, device) as batches:
 
         def step(number: int) -> None:
-            lr = learning_rate(number, config.steps, optim)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            set_learning_rate(optimizer, number, config.steps, optim)
             with record_function(DATA):
                 passes = batches.passes(number)
-            found = compute_gradients(
-                step_model,
-                passes,
-                optimizer=optimizer,
-                scaler=scaler,
-                autocast=autocast,
-                grad_clip=optim.grad_clip,
-            )
+            found = compute_gradients(step_model, passes, optimizer=optimizer, scaler=scaler, autocast=autocast, grad_clip=optim.grad_clip)
             with record_function(OPTIMIZER):
                 loss, grad_norm = torch.stack(found).tolist()
                 if not (math.isfinite(loss) and (scaler.is_enabled() or math.isfinite(grad_norm))):
@@ -253,7 +244,7 @@ def main() -> None:
     write_json(
         summary,
         {
-            "environment": {key: value for key, value in environment("", job.device).items() if key not in ("command", "data_fingerprint")},
+            "environment": measured_on(job.device),
             "overrides": options.overrides,
             "model": asdict(config.model),
             **{key: getattr(config, key) for key in ("seq_len", "batch_size", "accumulation_steps")},

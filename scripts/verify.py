@@ -37,7 +37,7 @@ from attention.subject import Subject
 from scripts.arguments import read_settings
 from training.device import DTYPES, pick_device, pick_dtype
 from training.interrupt import one_line
-from training.metrics import check_writable, environment, write_json
+from training.metrics import check_writable, measured_on, write_json
 
 # what PyTorch says of FlexAttention on every machine, and nobody here can act upon
 WARNINGS = ("return_lse is deprecated", r"flex_attention called without torch\.compile")
@@ -163,7 +163,7 @@ def not_verified(column: dict[str, Any]) -> bool:
 
 
 def write(options: Options, columns: dict[str, dict[str, Any]], dtypes: list[torch.dtype], device: torch.device) -> None:
-    where = {key: value for key, value in environment("", device).items() if key not in ("command", "data_fingerprint")}
+    where = measured_on(device)
     head = {
         "environment": where,
         "device": device.type,

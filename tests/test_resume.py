@@ -288,3 +288,11 @@ def test_a_folder_of_any_name_can_be_resumed(tmp_path):
     strange = tmp_path / "a b,c=d (it's)"
     assert run(*tiny(strange)[:-1], f'hydra.run.dir="{strange}"').code == 0
     assert run(f"resume={strange}", "steps=5").code == 0 and len(metrics(strange)) == 6
+
+
+def test_what_a_resume_replays_stays_what_was_asked_for(run_dir):
+    """A regression test: batch_size=... was added at every start, and so to the name that a logger shows."""
+    asked_for = [line for line in (run_dir / "overrides.yaml").read_text().splitlines() if not line.startswith("- steps=")]
+    for steps in (5, 6):
+        assert run(f"resume={run_dir}", f"steps={steps}").code == 0
+    assert (run_dir / "overrides.yaml").read_text().splitlines() == [*asked_for, "- steps=6"]

@@ -1,5 +1,7 @@
 """Where a run computes and in which dtype."""
 
+import os
+
 import torch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -23,3 +25,9 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "bf16" and not has_bf16:
         raise ValueError(f"dtype=bf16, but {torch.cuda.get_device_name(device)} has no bfloat16; use dtype=fp16 or dtype=fp32")
     return DTYPES[name]
+
+
+def set_deterministic(deterministic: bool) -> None:
+    """Ask PyTorch for deterministic kernels, or no longer; before the first product, when cuBLAS reads what it needs for it."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)

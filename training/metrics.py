@@ -320,6 +320,11 @@ def environment(data_fingerprint: str, device: torch.device | str) -> dict[str, 
     }
 
 
+def measured_on(device: torch.device | str) -> dict[str, Any]:
+    """environment() of a measurement that is no run: without a command line, which may hold paths of the machine, and without data."""
+    return {key: value for key, value in environment("", device).items() if key not in ("command", "data_fingerprint")}
+
+
 def _git() -> dict[str, Any]:
     # a copy without its history, or with somebody else's, can be told what it is a copy of
     if told := os.environ.get("TILEGPT_COMMIT"):

@@ -106,6 +106,14 @@ class MuonAndAdamW:
         self.adamw.load_state_dict({"state": state["adamw"], "param_groups": groups[mine:]})
 
 
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimConfig) -> float:
+    """Give every group of parameters learning_rate() of this step, and return it."""
+    lr = learning_rate(step, steps, config)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr
+
+
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """The learning rate of one step, counted from 0, in a run of `steps`.
 
