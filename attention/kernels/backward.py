@@ -14,27 +14,37 @@ from attention.kernels.forward import edge_tile, key_ranges, load_interval, load
 
 
 @triton.jit
-def delta_kernel(
-    out_ptr, do_ptr, d_lse_ptr, delta_ptr,
-    stride_ob, stride_oh, stride_on, stride_dob, stride_doh, stride_don, num_heads, N,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+def delta_of(
+    rows, out_ptr, do_ptr, d_lse_ptr, stride_ob, stride_oh, stride_on, stride_dob, stride_doh, stride_don, batch_head, num_heads, N,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """rowsum(d_out * out) = sum_j p_j dp_j, from the output alone; what comes in through lse adds to ds with the opposite sign."""
-    start_q = tl.program_id(0) * BLOCK_Q
-    batch_head = tl.program_id(1)
     batch = tl.cast(batch_head // num_heads, tl.int64)
     head = tl.cast(batch_head % num_heads, tl.int64)
-    rows = start_q + tl.arange(0, BLOCK_Q)
     column = tl.arange(0, BLOCK_D)
     mask = (rows < N)[:, None] & (column < D)[None, :]
     row = tl.cast(rows, tl.int64)[:, None]
     out = tl.load(out_ptr + batch * stride_ob + head * stride_oh + row * stride_on + column[None, :], mask=mask, other=0.0)
     do = tl.load(do_ptr + batch * stride_dob + head * stride_doh + row * stride_don + column[None, :], mask=mask, other=0.0)
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-    offset = tl.cast(batch_head, tl.int64) * N
     if d_lse_ptr is not None:
-        delta -= tl.load(d_lse_ptr + offset + rows, mask=rows < N, other=0.0)
-    tl.store(delta_ptr + offset + rows, delta, mask=rows < N)
+        delta -= tl.load(d_lse_ptr + tl.cast(batch_head, tl.int64) * N + rows, mask=rows < N, other=0.0)
+    return delta
+
+
+@triton.jit
+def delta_kernel(
+    out_ptr, do_ptr, d_lse_ptr, delta_ptr,
+    stride_ob, stride_oh, stride_on, stride_dob, stride_doh, stride_don, num_heads, N,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    batch_head = tl.program_id(1)
+    delta = delta_of(
+        rows, out_ptr, do_ptr, d_lse_ptr, stride_ob, stride_oh, stride_on, stride_dob, stride_doh, stride_don, batch_head, num_heads, N,
+        D, BLOCK_D,
+    )  # fmt: skip
+    tl.store(delta_ptr + tl.cast(batch_head, tl.int64) * N + rows, delta, mask=rows < N)
 
 
 @triton.jit
@@ -45,10 +55,15 @@ def load_rows(ptr, start, limit, other, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_lse_log2(ptr, start, limit, BLOCK: tl.constexpr):
-    """lse in base 2; +inf for a row without a key or past the end, so that its p = exp2(score - lse) is 0."""
-    lse = load_rows(ptr, start, limit, float("-inf"), BLOCK)
+def in_base_2(lse):
+    """+inf for a row without a key, so that its p = exp2(score - lse) is 0."""
     return tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+
+
+@triton.jit
+def load_lse_log2(ptr, start, limit, BLOCK: tl.constexpr):
+    """lse in base 2; a row past the end counts as one without a key."""
+    return in_base_2(load_rows(ptr, start, limit, float("-inf"), BLOCK))
 
 
 @triton.jit

@@ -61,19 +61,34 @@ def table_for(capability: tuple[int, int], shared_memory: int) -> dict[str, Any]
     return max(fitting, key=lambda table: table["shared_memory"])
 
 
-def section_of(streamed: Tensor, *, heads: int, equal: bool) -> int:
-    """How many heads are worked on at a time, so that what they stream stays in the L2 cache: two tensors like `streamed` (B, H, N, D).
+def section_of(device: torch.device, streamed: int, *, heads: int = 1, equal: bool) -> int:
+    """How many heads are worked on at a time, so that what they stream stays in the L2 cache: `streamed` bytes, which `heads` heads share.
 
-    heads: heads that stream one head's of those (grouped-query attention), or 1. equal: whether all programs have equally much to do;
-    where they have not, several heads at a time let the longest programs of all of them come first.
+    equal: whether all programs have equally much to do. Where they have not, several heads at a time let the longest programs of all of
+    them come first.
     """
     if equal:
         return heads
-    if streamed.device.type == "cpu":
+    if device.type == "cpu":
         return 2 * heads  # the interpreter has no cache, and few heads: more than one section
-    one_head = 2 * streamed.shape[2] * streamed.shape[3] * streamed.element_size()
     # the other half is for what is read once, and written
-    return heads * max(1, torch.cuda.get_device_properties(streamed.device).L2_cache_size // 2 // one_head)
+    return heads * max(1, torch.cuda.get_device_properties(device).L2_cache_size // 2 // streamed)
+
+
+def bytes_of_a_head(x: Tensor) -> int:
+    """x (B, H, N, D)"""
+    return x.shape[2] * x.shape[3] * x.element_size()
+
+
+def descriptor_strides(x: Tensor) -> list[int]:
+    """Strides of x (B, H, N, D) for a tensor descriptor."""
+    # that of a dimension of size 1 is never used, but it is checked
+    return [*(stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride(), strict=False)), 1]
+
+
+def batch_stride(x: Tensor | None) -> int:
+    """Of a tensor (B or 1, ...) that all sequences may share, or that may be missing."""
+    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
 
 
 def pick_tile(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device, *, block_q: int = 0, block_kv: int = 0) -> Tile:

@@ -70,15 +70,28 @@ def signature(
     return types, values, aligned
 
 
-def assemble(ptx: str, capability: int) -> tuple[str, bytes]:
-    """What ptxas says of a kernel, and its machine code."""
+class Assembled(NamedTuple):
+    """What ptxas makes of a kernel, and says of it."""
+
+    cubin: bytes
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread
+    stack: int  # bytes of a thread
+    warnings: list[str]  # the numbers of those about products that it serialises
+
+
+def assemble(ptx: str, capability: int) -> Assembled:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.ptx"
         file.write_text(ptx)
         architecture = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
         command = [get_ptxas(capability).path, "-v", f"--gpu-name={architecture}", file, "-o", file.with_suffix(".cubin")]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        return said, file.with_suffix(".cubin").read_bytes()
+        cubin = file.with_suffix(".cubin").read_bytes()
+    figures = (
+        int(re.search(pattern, said)[1]) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes stack frame")
+    )
+    return Assembled(cubin, *figures, sorted(set(re.findall(r"C75\d\d", said))))
 
 
 def compile_tile(kernel: str, dtype: str, head_dim: int, variant: str, tile: Tile, *, capability: int = 90) -> Compiled:
@@ -87,14 +100,8 @@ def compile_tile(kernel: str, dtype: str, head_dim: int, variant: str, tile: Til
     source = ASTSource(KERNELS[kernel], types, constexprs=values, attrs=aligned)
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    said, _ = assemble(binary.asm["ptx"], capability)
-    return Compiled(
-        variant=variant,
-        registers=int(re.search(r"Used (\d+) registers", said)[1]),
-        spilled=int(re.search(r"(\d+) bytes spill stores", said)[1]),
-        shared=binary.metadata.shared,
-        warnings=sorted(set(re.findall(r"C75\d\d", said))),
-    )
+    made = assemble(binary.asm["ptx"], capability)
+    return Compiled(variant, made.registers, made.spilled, binary.metadata.shared, made.warnings)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from attention.kernels import defects
 from attention.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from attention.kernels.choice import choose_kernel
 from attention.kernels.forward import forward_kernel
-from attention.kernels.launch import padded_head_dim, pick_tile, section_of
+from attention.kernels.launch import batch_stride, bytes_of_a_head, descriptor_strides, padded_head_dim, pick_tile, section_of
 from attention.kernels.softmax import ONLINE
 
 # an operator takes names, not functions
@@ -54,9 +54,7 @@ def readable(x: Tensor) -> Tensor:
 
 def descriptor(x: Tensor, block: int) -> TensorDescriptor:
     """x (B, H, N, D) for loads of `block` rows of one head, zero where they pass its end."""
-    # the stride of a dimension of size 1 is never used, but it is checked
-    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, block, padded_head_dim(x.shape[-1])])
+    return TensorDescriptor(x, list(x.shape), descriptor_strides(x), [1, 1, block, padded_head_dim(x.shape[-1])])
 
 
 @cache
@@ -108,10 +106,6 @@ def runs_hopper(kernel: str, q: Tensor, scale: float, score_mod: str, softmax: s
     return choose_kernel(kernel, **inputs, score_mod=score_mod, softmax=softmax, tile=tile).kernel == "hopper"
 
 
-def batch_stride(x: Tensor | None) -> int:
-    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
-
-
 @torch.library.custom_op("tilegpt::flash_attention", mutates_args=())
 def flash_attention(
     q: Tensor,
@@ -149,7 +143,8 @@ def flash_attention(
     grid = (triton.cdiv(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
     forward_kernel[grid](
         descriptor(q, meta["BLOCK_Q"]), descriptor(k, meta["BLOCK_KV"]), descriptor(v, meta["BLOCK_KV"]), out, lse, lo, hi, params,
-        *out.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads, section_of(k, heads=groups, equal=equal),
+        *out.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
+        section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=equal),
         num_queries, num_keys, scale, scale * math.log2(math.e), MOVE_MAX=SOFTMAXES[softmax].move_max, **meta,
     )  # fmt: skip
     return out.to(dtype), lse
@@ -212,14 +207,15 @@ def flash_attention_backward(
     grid = (triton.cdiv(num_keys, meta["BLOCK_KV"]) * batch * num_kv_heads,)
     dkdv_kernel[grid](
         *inputs(meta), dk, dv, lo, hi, ranges, params, *dk.stride()[:3], *dv.stride()[:3], batch_stride(lo), batch_stride(ranges),
-        num_kv_heads, batch * num_kv_heads, section_of(q, heads=1, equal=equal), *sizes, GROUPS=groups, **meta,
+        num_kv_heads, batch * num_kv_heads, section_of(q.device, groups * 2 * bytes_of_a_head(q), equal=equal),
+        *sizes, GROUPS=groups, **meta,
     )  # fmt: skip
 
     meta = constants("dq", *choice) | steps
     grid = (triton.cdiv(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
     dq_kernel[grid](
         *inputs(meta), dq, lo, hi, params, *dq.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
-        section_of(k, heads=groups, equal=equal), *sizes, **meta,
+        section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=equal), *sizes, **meta,
     )  # fmt: skip
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 

@@ -6,6 +6,8 @@ Both walk from the end, because what was written last is still in the L2 cache.
 import triton
 import triton.language as tl
 
+from attention.kernels.backward import delta_of, in_base_2
+
 
 @triton.jit
 def prepare_kernel(
@@ -16,23 +18,18 @@ def prepare_kernel(
     """delta as in attention/kernels/backward.py, lse in base 2, and zeros into dq (B * H, N, D) float32, to which the programs add."""
     start_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
     batch_head = tl.num_programs(1) - 1 - tl.program_id(1)
-    batch = tl.cast(batch_head // num_heads, tl.int64)
-    head = tl.cast(batch_head % num_heads, tl.int64)
     rows = start_q + tl.arange(0, BLOCK_Q)
-    column = tl.arange(0, D)
     inside = rows < N
-    row = tl.cast(rows, tl.int64)[:, None]
-    out = tl.load(out_ptr + batch * stride_ob + head * stride_oh + row * stride_on + column[None, :], mask=inside[:, None], other=0.0)
-    do = tl.load(do_ptr + batch * stride_dob + head * stride_doh + row * stride_don + column[None, :], mask=inside[:, None], other=0.0)
-    delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+    delta = delta_of(
+        rows, out_ptr, do_ptr, d_lse_ptr, stride_ob, stride_oh, stride_on, stride_dob, stride_doh, stride_don, batch_head, num_heads, N,
+        D, D,
+    )  # fmt: skip
     offset = tl.cast(batch_head, tl.int64) * N
-    if d_lse_ptr is not None:
-        delta -= tl.load(d_lse_ptr + offset + rows, mask=inside, other=0.0)
     lse = tl.load(lse_ptr + offset + rows, mask=inside, other=0.0)
-    # a row without a key gets +inf, so that its p = exp2(score - lse) is 0
-    lse_log2 = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     tl.store(delta_ptr + offset + rows, delta, mask=inside)
-    tl.store(lse_log2_ptr + offset + rows, lse_log2, mask=inside)
+    tl.store(lse_log2_ptr + offset + rows, in_base_2(lse), mask=inside)
+    row = tl.cast(rows, tl.int64)[:, None]
+    column = tl.arange(0, D)
     tl.store(dq_ptr + (offset + row) * D + column[None, :], tl.zeros([BLOCK_Q, D], tl.float32), mask=inside[:, None])
 
 

@@ -18,23 +18,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from attention.kernels.hopper.primitives import add_box, await_all, computed_here, load_box, make_ring, store_box, where_less
+from attention.kernels.hopper.primitives import add_box, await_all, computed_here, load_box, make_ring, place, store_box, where_less
 
 OWN = gl.constexpr(64)  # keys of a consumer
 BLOCK_KV = gl.constexpr(128)
 BOTH = gl.constexpr(8)  # the named barrier at which the consumers meet; Triton uses the first ones
-
-
-@gluon.jit
-def find_keys(num_blocks, section_heads, batch_heads):
-    """Key/value head (counted through the batch) and block of keys. Causal: the first keys are seen by the most queries, and come first in
-    all heads of a section, whose queries and gradients stay in the L2 cache."""
-    program = gl.program_id(0)
-    section = program // (section_heads * num_blocks)
-    within = program % (section_heads * num_blocks)
-    first_head = section * section_heads
-    heads = gl.minimum(section_heads, batch_heads - first_head)
-    return first_head + within % heads, within // heads
 
 
 @gluon.jit
@@ -74,7 +62,8 @@ def producer(
     stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M,
     CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    batch_head, block = find_keys(gl.cdiv(M, BLOCK_KV), section_heads, batch_heads)
+    # the first keys are seen by the most queries: longest first
+    batch_head, block = place(gl.program_id(0), gl.cdiv(M, BLOCK_KV), batch_heads, section_heads)
     batch = batch_head // num_kv_heads
     kv_head = batch_head % num_kv_heads
     start_kv = block * BLOCK_KV
@@ -254,7 +243,7 @@ def consumer(
     """SELF: which of the two consumers this is."""
     dtype: gl.constexpr = k_tiles.dtype
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    batch_head, block = find_keys(gl.cdiv(M, BLOCK_KV), section_heads, batch_heads)
+    batch_head, block = place(gl.program_id(0), gl.cdiv(M, BLOCK_KV), batch_heads, section_heads)
     batch = batch_head // num_kv_heads
     kv_head = batch_head % num_kv_heads
     start_kv = block * BLOCK_KV

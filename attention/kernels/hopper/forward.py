@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from attention.kernels.hopper.primitives import await_all, computed_here, load_box, make_ring, signal, store_box, where_less
+from attention.kernels.hopper.primitives import await_all, computed_here, load_box, make_ring, place, signal, store_box, where_less
 
 # named barriers from here on are free: Triton uses the first ones
 FIRST_TURN = gl.constexpr(8)
@@ -30,11 +30,8 @@ FIRST_TURN = gl.constexpr(8)
 def find_work(work, num_blocks, section_heads, batch_heads):
     """Head (counted through the batch) and block of queries. The longest blocks of all heads of a section come first, and a section's
     keys and values stay in the L2 cache."""
-    section = work // (section_heads * num_blocks)
-    within = work % (section_heads * num_blocks)
-    first_head = section * section_heads
-    heads = gl.minimum(section_heads, batch_heads - first_head)
-    return first_head + within % heads, num_blocks - 1 - within // heads
+    batch_head, block = place(work, num_blocks, batch_heads, section_heads)
+    return batch_head, num_blocks - 1 - block
 
 
 @gluon.jit

@@ -16,10 +16,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attention.kernels.hopper.around import convert_dq_kernel, prepare_kernel
 from attention.kernels.hopper.backward import backward_kernel
 from attention.kernels.hopper.forward import forward_kernel
+from attention.kernels.launch import batch_stride, bytes_of_a_head, descriptor_strides, section_of
 
 BLOCK_Q = 64  # queries of a forward consumer
 BLOCK_KV = 128
-CACHED = 32 << 20  # bytes of keys and values, or of queries and gradients, that stay in the L2 cache while a section of heads runs
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -56,10 +56,8 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedL
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """x (B, H, N, D) for boxes of `rows` rows of one head; what lies past its end reads as zero and is not written."""
-    # the stride of a dimension of size 1 is never used, but it is checked
-    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
     block = (1, 1, rows, x.shape[3])
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), shared_layout(block, x.dtype))
+    return TensorDescriptor(x, list(x.shape), descriptor_strides(x), list(block), shared_layout(block, x.dtype))
 
 
 def sum_block(head_dim: int, block_q: int) -> tuple[int, int, int]:
@@ -71,11 +69,6 @@ def sum_descriptor(x: Tensor, block_q: int) -> TensorDescriptor:
     """x (B * H, N, D) float32."""
     block = sum_block(x.shape[2], block_q)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), shared_layout(block, x.dtype))
-
-
-def section(causal: bool, batch_heads: int, groups: int, bytes_per_kv_head: int) -> int:
-    """Heads whose work is interleaved, so that the longest of it comes first; without a causal mask all work is equally long."""
-    return min(batch_heads, groups * max(1, CACHED // bytes_per_kv_head)) if causal else 1
 
 
 @cache
@@ -130,10 +123,6 @@ def backward_constants(q_shape: torch.Size, k_shape: torch.Size, causal: bool, i
     }
 
 
-def interval_stride(lo: Tensor | None) -> int:
-    return 0 if lo is None or lo.shape[0] == 1 else lo.stride(0)
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lo: Tensor | None, hi: Tensor | None, *, causal: bool, scale: float):
     """Fill out (B, H, N, D) and lse (B, H, N). q, k, v as a descriptor can point at them; lo, hi (B or 1, N) int32."""
     batch, num_heads, num_queries, head_dim = q.shape
@@ -143,8 +132,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lo: Tenso
     work = batch_heads * triton.cdiv(num_queries, BLOCK_Q * meta["CONSUMERS"])
     forward_kernel[(min(work, multiprocessors(q.device)),)](
         descriptor(q, BLOCK_Q), descriptor(k, BLOCK_KV), descriptor(v, BLOCK_KV), descriptor(out, BLOCK_Q), lse, lo, hi,
-        counters(q.device), interval_stride(lo), num_heads, groups, batch_heads,
-        section(causal, batch_heads, groups, 2 * num_keys * head_dim * q.element_size()),
+        counters(q.device), batch_stride(lo), num_heads, groups, batch_heads,
+        section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=not causal),
         num_queries, num_keys, scale * math.log2(math.e), **meta, num_warps=4,
     )  # fmt: skip
 
@@ -171,9 +160,9 @@ def backward(
         descriptor(q, block_q), descriptor(k, BLOCK_KV // 2), descriptor(v, BLOCK_KV // 2), descriptor(d_out, block_q),
         sum_descriptor(dq_sum, block_q),
         descriptor(dk, BLOCK_KV // 2), descriptor(dv, BLOCK_KV // 2), lse_log2, delta, lo, hi, ranges,
-        interval_stride(lo), interval_stride(ranges), num_kv_heads, groups, batch * num_kv_heads,
+        batch_stride(lo), batch_stride(ranges), num_kv_heads, groups, batch * num_kv_heads,
         # q and d_out, and dq in float32
-        section(causal, batch * num_kv_heads, 1, groups * num_queries * head_dim * (2 * q.element_size() + 4)),
+        section_of(q.device, groups * (2 * bytes_of_a_head(q) + 4 * num_queries * head_dim), equal=not causal),
         num_queries, num_keys, scale, scale * math.log2(math.e), **meta, num_warps=4,
     )  # fmt: skip
     convert_dq_kernel[grid](dq_sum, dq, *dq.stride()[:3], num_heads, num_queries, scale, D=head_dim, BLOCK_Q=rows, num_warps=8)

@@ -93,14 +93,14 @@ def compile_variant(kernel: str, dtype: str, head_dim: int, name: str) -> Compil
             types[argument] = "fp32" if argument.startswith("scale") else "i32"
     source = GluonASTSource(function, types, constexprs=values, attrs=aligned)
     binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    said, cubin = assemble(binary.asm["ptx"], 90)
-    code = disassemble(cubin)
+    made = assemble(binary.asm["ptx"], 90)
+    code = disassemble(made.cubin)
     return Compiled(
         variant=name,
-        spilled=int(re.search(r"(\d+) bytes spill stores", said)[1]),
-        stack=int(re.search(r"(\d+) bytes stack frame", said)[1]),
+        spilled=made.spilled,
+        stack=made.stack,
         shared=binary.metadata.shared,
-        warnings=sorted(set(re.findall(r"C75\d\d", said))),
+        warnings=made.warnings,
         products=len(re.findall(r"\bHGMMA\b", code)),
         overlapped=exponentials_under_way(code),
     )

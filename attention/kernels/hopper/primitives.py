@@ -77,6 +77,15 @@ def make_ring(buffers, DEPTH: gl.constexpr, FILLS: gl.constexpr, READERS: gl.con
 
 
 @gluon.jit
+def place(program, num_blocks, num_heads, section):
+    """head, block: as in attention/kernels/forward.py, of which this is Gluon's copy: the two languages cannot call one another."""
+    first = program // (section * num_blocks) * section
+    within = program % (section * num_blocks)
+    heads = gl.minimum(section, num_heads - first)
+    return first + within % heads, within // heads
+
+
+@gluon.jit
 def await_all(barrier):
     """Wait at named barrier `barrier` until 256 threads, two consumers, have come to it or signalled it."""
     gl.inline_asm_elementwise("bar.sync $1, 256; mov.b32 $0, $1;", "=r,r", [barrier], gl.int32, is_pure=False, pack=1)
