@@ -120,20 +120,20 @@ def flash_attention(
     softmax: str,
     block_q: int,
     block_kv: int,
-    kernel: str = "portable",
+    kernel_choice: str = "portable",
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, N, D) and lse (B, H, N) float32 for q (B, H, N, D); k, v (B, H_kv, M, D).
 
     lo, hi: (B or 1, N) int32, the interval of keys each query sees; without them all, or by `causal`. score_mod: pkg.module:NAME of a
     @triton.jit function or "", params (float32) its numbers. softmax: a name in SOFTMAXES. block_q, block_kv: the tile, or 0 for the
-    table's. kernel: auto, portable or hopper, see choice.py.
+    table's. kernel_choice: auto, portable or hopper, see choice.py (`kernel` is the name of an argument of inductor's own).
     """
     dtype = q.dtype
     q, k, v = readable(q), readable(k), readable(v)
     (batch, num_heads, num_queries, _), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
     out = empty_heads(q)
     lse = q.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
-    if runs_hopper(kernel, q, scale, score_mod, softmax, block_q or block_kv):
+    if runs_hopper(kernel_choice, q, scale, score_mod, softmax, block_q or block_kv):
         from attention.kernels.hopper import launch as hopper
 
         hopper.forward(q, k, v, out, lse, lo, hi, causal=causal, scale=scale)
@@ -173,14 +173,14 @@ def flash_attention_backward(
     softmax: str,
     block_q: int,
     block_kv: int,
-    kernel: str = "portable",
+    kernel_choice: str = "portable",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, in the dtypes and shapes of q, k, v, from what flash_attention took and gave."""
     dtype = q.dtype
     d_out, q, k, v, out = readable(d_out), readable(q), readable(k), readable(v), readable(out)
     (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
     dq, dk, dv = empty_heads(q), empty_heads(k), empty_heads(v)
-    if runs_hopper(kernel, q, scale, score_mod, softmax, block_q or block_kv) and not torch.are_deterministic_algorithms_enabled():
+    if runs_hopper(kernel_choice, q, scale, score_mod, softmax, block_q or block_kv) and not torch.are_deterministic_algorithms_enabled():
         from attention.kernels.hopper import launch as hopper
 
         ranges = None if lo is None else query_ranges(lo, hi, num_keys, hopper.BLOCK_KV)

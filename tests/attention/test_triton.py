@@ -90,6 +90,20 @@ def test_compiled_into_one_graph_it_equals_eager():
     torch.testing.assert_close(differentiated(compiled), differentiated(block), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("backend", [PORTABLE, get_backend("no_rescale", impl="triton")], ids=lambda backend: backend.name)
+def test_inductor_lowers_the_operators(backend):
+    """It hands on by name what stands at its default, to a function with argument names of its own."""
+
+    def function(packed: Tensor) -> tuple[Tensor, Tensor]:
+        out = attention(*packed_views(packed), backend=backend).out
+        return out, out[..., 0]
+
+    torch._dynamo.reset()  # the other backend's graph is not to be made general
+    with torch._inductor.config.patch(force_disable_caches=True):  # a graph from the cache is not lowered again
+        found = differentiated(torch.compile(function, fullgraph=True))
+    torch.testing.assert_close(found, differentiated(function), rtol=0, atol=0)
+
+
 def test_tile_loops_run_under_compile_without_being_unrolled():
     """A Python loop over tiles stays outside the graph: the call works, and breaks the graph on purpose."""
     q = random(1, 2, 40, 16)
