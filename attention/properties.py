@@ -102,7 +102,9 @@ def block_sizes(subject: Subject) -> Iterator[Check]:
                 backend = subject.backend.configured(block_q=block_q, block_kv=block_kv)
                 out = subject.attend(*expected.tensors, backend=backend, **expected.arguments).double()
                 first = out if first is None else first
-                yield Check(f"tiles {block_q}x{block_kv} of {case}", distance(out, first), 2 * expected.budget("out"))
+                # results a hair apart may round to neighbours, and those of a defect may be larger than the reference
+                neighbours = torch.finfo(subject.dtype).eps * first.abs().max().item()
+                yield Check(f"tiles {block_q}x{block_kv} of {case}", distance(out, first), max(2 * expected.budget("out"), neighbours))
 
 
 def key_permutation(subject: Subject) -> Iterator[Check]:

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from attention import BACKENDS, Backend, get_backend
+from attention import BACKENDS, Backend, get_backend, kernel_choice
 from attention.conformance import SHORT
 from attention.properties import PROPERTIES, Cell, check_breaks, examine
 from attention.subject import Subject
@@ -74,6 +74,9 @@ def pick_backends(text: str, device: torch.device) -> dict[str, Backend]:
             subject = Subject(other, device.type, torch.float32, random_cases=0, seed=0)
             if other.fn is not backend.fn and subject.takes(subject.case(), backward=False):
                 found[f"{backend.name} ({name})"] = other
+        choice = kernel_choice(backend, device=device, dtype=torch.bfloat16, head_dim=64)
+        if choice and choice.kernel == "hopper" and backend.options["kernel"] == "auto":
+            found[f"{backend.name} (portable)"] = backend.configured(kernel="portable")
     return found
 
 

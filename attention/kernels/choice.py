@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 
 KERNELS = ("auto", "portable", "hopper")
-# whether auto takes the Hopper kernels where they can run; not before they have been checked and timed on the device
-AUTO_TAKES_HOPPER = False
 # Gluon, the language of the Hopper kernels, changes with every release of Triton
 TRITON_RELEASES = ("3.6",)
 HEAD_DIMS = (64, 128)
@@ -73,6 +71,4 @@ def choose_kernel(kernel: str, **inputs) -> Choice:
         if against:
             raise ValueError(f"attention.kernel=hopper cannot run: {against}; attention.kernel=auto takes the portable kernels there")
         return Choice("hopper", "asked for")
-    if not against and not AUTO_TAKES_HOPPER:
-        against = "auto does not take them before they are measured here"
     return Choice("portable", f"not the Hopper kernels: {against}") if against else Choice("hopper", "the device and the inputs allow it")

@@ -3,11 +3,14 @@
 A new backend gets these tests by being in the table.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from attention import BACKENDS, Backend
 from attention.conformance import SHORT, Case, compare
+from attention.kernels.choice import HEAD_DIMS
 
 # the tile loops run with tiles small enough that every case crosses several, ragged at the end
 TILES = {"block_q": 32, "block_kv": 16}
@@ -47,23 +50,28 @@ def configured(backend: Backend) -> Backend:
     return backend.configured(**{name: size for name, size in TILES.items() if name in backend.options})
 
 
-def parameters(device: str, cases: list[Case], names: list[str]) -> list:
+def table(*names: str) -> list[Backend]:
+    return [BACKENDS[name] for name in names]
+
+
+def parameters(cases: list[Case], backends: list[Backend]) -> list:
     """(backend, case, dtype) for everything a backend declares that it takes."""
     found = []
-    for name in names:
-        backend = configured(BACKENDS[name])
+    for backend in map(configured, backends):
         for case in cases:
             for dtype in backend.dtypes:
                 in_reach = case.features() <= backend.features and (backend.head_dims is None or case.head_dim in backend.head_dims)
                 # tiles, masks and tails are the same code for every dtype: the half-precision runs keep to the plain cases
                 if in_reach and (dtype in (torch.float64, torch.float32) or not case.optional):
-                    found.append(pytest.param(backend, case, dtype, id=f"{name}-{case}-{SHORT[dtype]}"))
+                    found.append(pytest.param(backend, case, dtype, id=f"{backend.name}-{case}-{SHORT[dtype]}"))
     return found
 
 
 EXACT = [name for name, backend in BACKENDS.items() if backend.exact and name != "naive"]
 # PyTorch's FlexAttention has no backward on the CPU
 ON_CPU = [name for name in EXACT if name != "flex"]
+# on a Hopper GPU `triton` is other kernels for the dtypes and head dims that these can take
+PORTABLE = replace(BACKENDS["triton"].configured(kernel="portable"), name="triton (portable)", dtypes=(torch.bfloat16, torch.float16))
 
 
 def check(row: dict, record) -> None:
@@ -73,7 +81,7 @@ def check(row: dict, record) -> None:
     )
 
 
-@pytest.mark.parametrize(("backend", "case", "dtype"), parameters("cpu", CASES, ON_CPU))
+@pytest.mark.parametrize(("backend", "case", "dtype"), parameters(CASES, table(*ON_CPU)))
 def test_cpu(backend, case, dtype, conformance_record):
     if torch.cuda.is_available() and backend.name == "triton":
         pytest.skip("with a GPU the Triton kernels are compiled, not interpreted")
@@ -82,7 +90,12 @@ def test_cpu(backend, case, dtype, conformance_record):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("backend", "case", "dtype"), parameters("cuda", CASES + GPU_CASES, ["triton"]) + parameters("cuda", CASES, ["tiled", "sdpa", "flex"])
+    ("backend", "case", "dtype"),
+    [
+        *parameters(CASES + GPU_CASES, table("triton")),
+        *parameters([case for case in CASES + GPU_CASES if case.head_dim in HEAD_DIMS], [PORTABLE]),
+        *parameters(CASES, table("tiled", "sdpa", "flex")),
+    ],
 )
 def test_gpu(backend, case, dtype, conformance_record):
     if backend.name == "flex":

@@ -232,14 +232,11 @@ def test_where_they_run(where, reason, on_an_h200):
 def test_the_choice_and_its_reason(on_an_h200):
     assert choose_kernel("portable", **H200).kernel == "portable"
     assert choose_kernel("hopper", **H200).kernel == "hopper"
-    on_an_h200.setattr(choice, "AUTO_TAKES_HOPPER", True)
     assert choose_kernel("auto", **H200).kernel == "hopper"
     assert choose_kernel("auto", **H200 | {"head_dim": 96}) == (
         "portable",
         "not the Hopper kernels: they take head_dim 64 and 128, the inputs have 96",
     )
-    on_an_h200.setattr(choice, "AUTO_TAKES_HOPPER", False)
-    assert choose_kernel("auto", **H200).kernel == "portable"
     with pytest.raises(
         ValueError, match="attention.kernel=hopper cannot run: they take head_dim 64 and 128, the inputs have 96; attention.kernel=auto"
     ):
@@ -250,7 +247,6 @@ def test_what_a_run_writes_into_its_log(on_an_h200):
     assert kernel_choice(get_backend("tiled"), **H200) is None
     for option, kernel in (("portable", "portable"), ("hopper", "hopper")):
         assert kernel_choice(get_backend("triton", kernel=option), **H200) == (kernel, "asked for")
-    on_an_h200.setattr(choice, "AUTO_TAKES_HOPPER", True)
     assert kernel_choice(get_backend("triton"), **H200).kernel == "hopper"
     assert "float32" in kernel_choice(get_backend("triton"), **H200 | {"dtype": torch.float32}).reason
 
