@@ -29,9 +29,9 @@ FIRST_TURN = gl.constexpr(8)
 @gluon.jit
 def find_work(work, num_blocks, section_heads, batch_heads):
     """Head (counted through the batch) and block of queries. The longest blocks of all heads of a section come first, and a section's
-    keys and values stay in the L2 cache."""
-    batch_head, block = place(work, num_blocks, batch_heads, section_heads)
-    return batch_head, num_blocks - 1 - block
+    keys and values stay in the L2 cache. Counted from the end, so that a section with fewer heads is the first: were it the last, its
+    longest blocks would have too few short ones after them to keep every program busy."""
+    return place(num_blocks * batch_heads - 1 - work, num_blocks, batch_heads, section_heads)
 
 
 @gluon.jit
@@ -232,6 +232,8 @@ def consumer(
             own_first, own_last = tiles_seen(start, stop, lo_base, hi_base, N, M, CAUSAL, INTERVALS, BLOCK_KV)
             own_first = gl.minimum(own_first, last - 1)
             own_last = gl.minimum(own_last, last)
+        elif start < 0:  # rows before row 0: one tile, because every consumer takes one
+            own_first = last - 1
         full_first, full_last = tiles_unmasked(start, stop, lo_base, hi_base, N, M, INTERVALS, BLOCK_KV)
         q_item = visit * CONSUMERS + SELF
         q = q_ring.buffer(q_item).reshape([BLOCK_Q, D])
