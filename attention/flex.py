@@ -3,6 +3,7 @@
 Without a GPU PyTorch runs it uncompiled and materialises the scores: right, but no longer linear in memory.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -37,6 +38,8 @@ def flex(
     (batch, _, num_queries, _), num_keys = q.shape, k.shape[2]
     visible = visible_keys(q, k, causal=causal, window=window, document_ids=document_ids)
     lo, hi = visible.lo.expand(batch, -1), visible.hi.expand(batch, -1)
+    if score_mod is not None and score_mod.params is not None:  # what a compiled kernel reads must lie beside q
+        score_mod = replace(score_mod, params=score_mod.params.to(q.device))
 
     def change(score, b, h, i, j):
         if softcap is not None:

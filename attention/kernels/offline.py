@@ -86,7 +86,10 @@ def assemble(ptx: str, capability: int) -> Assembled:
         file.write_text(ptx)
         architecture = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
         command = [get_ptxas(capability).path, "-v", f"--gpu-name={architecture}", file, "-o", file.with_suffix(".cubin")]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        done = subprocess.run(command, capture_output=True, text=True)
+        said = done.stderr
+        if done.returncode:
+            raise RuntimeError(f"ptxas refuses it ({done.returncode}): {said or done.stdout}")
         cubin = file.with_suffix(".cubin").read_bytes()
     figures = (
         int(re.search(pattern, said)[1]) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes stack frame")

@@ -217,7 +217,7 @@ def test_block_inputs_wait_on_the_host():
 
     def kept(offload: bool, checkpoint: str) -> float:
         bytes_of = []
-        for num_layers in (2, 4):
+        for num_layers in (2, 2, 4):  # the first takes what libraries keep for themselves
             config = ModelConfig(
                 num_layers=num_layers, num_heads=4, hidden_size=256, max_seq_len=8192, positions="rope", checkpoint=checkpoint,
                 chunk_tokens=1024, offload=offload,
@@ -229,7 +229,7 @@ def test_block_inputs_wait_on_the_host():
                 loss = model(tokens, tokens).loss
             bytes_of.append(torch.cuda.memory_allocated() - before)
             loss.backward()
-        return (bytes_of[1] - bytes_of[0]) / 2 / (8192 * 256 * 4)
+        return (bytes_of[2] - bytes_of[1]) / 2 / (8192 * 256 * 4)
 
     assert kept(False, "block") == pytest.approx(1.0, abs=0.05)
     assert kept(True, "block") == pytest.approx(0.0, abs=0.05)

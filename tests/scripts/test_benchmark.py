@@ -224,6 +224,8 @@ def test_longest_sequence_in_little_memory(run_benchmark, no_verification):
         "20",
         "--head-dim",
         "16",
+        "--device",
+        "cpu",
     )
     forward, training = rows
     assert (forward["pass"], training["pass"]) == ("forward", "training")

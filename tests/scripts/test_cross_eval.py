@@ -38,7 +38,7 @@ def sweep(tmp_path_factory) -> Path:
 def table(sweep) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TILEGPT_CACHE", variables()["TILEGPT_CACHE"])
-        assert cross_eval.main([str(sweep), "--sequences", "4"]) == 0
+        assert cross_eval.main([str(sweep), "--sequences", "4", "--device", "cpu"]) == 0
     return json.loads((sweep / "cross_eval.json").read_text())
 
 
@@ -160,7 +160,7 @@ def test_a_folder_of_ruins(sweep, tmp_path, capsys):
 def test_a_diverged_run_is_judged_and_a_judge_that_overflows_is_marked(tmp_path, capsys):
     recipe = ("attention=no_max", "dtype=fp16", "optim.lr=0.05", "optim.warmup_steps=1", "steps=60")
     assert run(*tiny(tmp_path / "run", *recipe)).code == 0
-    assert cross_eval.main([str(tmp_path / "run"), "--sequences", "4"]) == 0
+    assert cross_eval.main([str(tmp_path / "run"), "--sequences", "4", "--device", "cpu"]) == 0
     rows = json.loads((tmp_path / "run/cross_eval.json").read_text())["rows"]
     status = {row["evaluated_under"]["name"]: row["status"] for row in rows}
     losses = {row["evaluated_under"]["name"]: row["loss"] for row in rows}
@@ -180,7 +180,7 @@ def test_a_loss_that_is_not_finite_has_no_figures(monkeypatch, sweep, tmp_path):
 def test_accuracy_and_a_switched_run(tmp_path, capsys):
     switch = ("attention=no_rescale", "attention.block_kv=4", "attention.switch_at=2", "attention.switch_to=tiled")
     assert run(*tiny(tmp_path / "run", "data=last_write", *switch)).code == 0
-    assert cross_eval.main([str(tmp_path / "run"), "--sequences", "4"]) == 0
+    assert cross_eval.main([str(tmp_path / "run"), "--sequences", "4", "--device", "cpu"]) == 0
     rows = json.loads((tmp_path / "run/cross_eval.json").read_text())["rows"]
     last = metrics(tmp_path / "run")[-1]
     by_name = {row["evaluated_under"]["name"]: row for row in rows}

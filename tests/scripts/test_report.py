@@ -674,7 +674,7 @@ def test_help_shows_a_command_that_runs(tmp_path):
     done = subprocess.run([sys.executable, "-m", "scripts.report", "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
     example = re.search(r"example: python (-m scripts\.report .*)", done.stdout)[1]
     command = [sys.executable, *example.replace("multirun/*", "multirun/a").split()]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)
     assert (tmp_path / "comparison.html").exists() and (tmp_path / "comparison.md").exists()
 

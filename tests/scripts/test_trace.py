@@ -1,6 +1,7 @@
 """`python -m scripts.trace`: what it records, which tile it blames, what it prints, and the page in a browser."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -315,7 +316,11 @@ def test_refuses_to_write_nowhere(monkeypatch):
 
 def test_command_in_the_help_runs_as_typed(tmp_path):
     def run(command: str) -> subprocess.CompletedProcess:
-        path = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+        path = {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "PATH": "/usr/bin:/bin",
+            "OMP_NUM_THREADS": "1",
+        }
         command = command.replace("python", sys.executable, 1)
         return subprocess.run(["bash", "-c", command], cwd=tmp_path, env=path, capture_output=True, text=True)
 
