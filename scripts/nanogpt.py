@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, fields
@@ -228,25 +229,26 @@ def in_own_process(*arguments: Any) -> dict[str, Any]:
         return process.submit(train_theirs, *arguments).result()
 
 
-def compare_speed(options: Options, scratch: Path) -> list[dict[str, Any]]:
-    rows = []
-    for seq_len in lengths(options):
+def compare_speed(options: Options, scratch: Path, seq_len: int) -> Iterator[dict[str, Any]]:
+    """Every run at one length, nanoGPT's first and last."""
+    names = options.attention.split(",")
+    for i, name in enumerate(names):
+        run_dir = scratch / f"{seq_len}-{i}"
+        found = {name: train_ours(options, run_dir, attention=name, seq_len=seq_len, steps=options.steps, log_every=WINDOW)}
+        if name == names[0]:  # which reads its settings from a run of ours
+            found = {"nanogpt": in_own_process(options.folder, run_dir, options.steps, None)} | found
+        for who, row in found.items():
+            yield describe(who, seq_len, options, row)
+    yield describe("nanogpt", seq_len, options, in_own_process(options.folder, run_dir, options.steps, None))
 
-        def add(who: str, found: dict[str, Any], seq_len: int = seq_len) -> None:
-            row = {"who": who, "seq_len": seq_len, "batch_size": options.tokens // seq_len} | found
-            row.pop("losses")
-            rows.append(row)
-            peak = f", {row['peak_gib']:.2f} GiB" if row["peak_gib"] else ""
-            print(f"{who:28} {seq_len:>6} tokens: {row['tokens_per_sec']:>9,.0f} tokens/s{peak}", flush=True)
 
-        runs = {name: scratch / f"{seq_len}-{i}" for i, name in enumerate(options.attention.split(","))}
-        for name, run_dir in runs.items():
-            found = train_ours(options, run_dir, attention=name, seq_len=seq_len, steps=options.steps, log_every=WINDOW)
-            if len(rows) == 0 or rows[-1]["seq_len"] != seq_len:
-                add("nanogpt", in_own_process(options.folder, run_dir, options.steps, None))
-            add(name, found)
-        add("nanogpt", in_own_process(options.folder, run_dir, options.steps, None))
-    return rows
+def describe(who: str, seq_len: int, options: Options, found: dict[str, Any]) -> dict[str, Any]:
+    """The row of a run, which is printed too."""
+    row = {"who": who, "seq_len": seq_len, "batch_size": options.tokens // seq_len} | found
+    row.pop("losses")
+    peak = f", {row['peak_gib']:.2f} GiB" if row["peak_gib"] else ""
+    print(f"{who:28} {seq_len:>6} tokens: {row['tokens_per_sec']:>9,.0f} tokens/s{peak}", flush=True)
+    return row
 
 
 def compare_curves(options: Options, scratch: Path) -> dict[str, Any]:
@@ -274,18 +276,26 @@ def main() -> None:
         return
     try:
         options = read_options(sys.argv[1:])
-        device = pick_device(options.device)
-        with tempfile.TemporaryDirectory() as scratch:
-            found = {"speed": compare_speed(options, Path(scratch))}
-            if options.curve_steps:
-                found["curves"] = compare_curves(options, Path(scratch))
-    except ValueError as error:
-        sys.exit(f"nanogpt: {error}")
-    if options.out:
         settings = {
             key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items() if key not in ("folder", "out")
         }
-        write_json(options.out, {"environment": measured_on(device), "settings": settings, **found})
+        found = {"environment": measured_on(pick_device(options.device)), "settings": settings, "speed": []}
+        with tempfile.TemporaryDirectory() as scratch:
+            for seq_len in lengths(options):
+                for row in compare_speed(options, Path(scratch), seq_len):
+                    found["speed"].append(row)
+                    save(options.out, found)
+            if options.curve_steps:
+                found["curves"] = compare_curves(options, Path(scratch))
+                save(options.out, found)
+    except ValueError as error:
+        sys.exit(f"nanogpt: {error}")
+
+
+def save(path: Path | None, found: dict[str, Any]) -> None:
+    """After every run: what was measured is kept, whatever becomes of the rest."""
+    if path:
+        write_json(path, found)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def pytest_sessionfinish(session):
 
 
 def write_conformance(path: Path, rows: list[dict]) -> None:
-    from training.metrics import environment
+    from training.metrics import measured_on
 
     summary = {}
     for name in sorted({row["backend"] for row in rows}):
@@ -97,5 +97,5 @@ def write_conformance(path: Path, rows: list[dict]) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     brief = [{key: value for key, value in row.items() if key != "tensors"} for row in rows]
     lines = ",\n".join(json.dumps(row) for row in brief)
-    head = json.dumps({"environment": environment("", device), "summary": summary}, indent=1).removesuffix("\n}")
+    head = json.dumps({"environment": measured_on(device), "summary": summary}, indent=1).removesuffix("\n}")
     path.write_text(f'{head},\n "cases": [\n{lines}\n]\n}}\n')
