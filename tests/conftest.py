@@ -84,6 +84,8 @@ def pytest_sessionfinish(session):
 def write_conformance(path: Path, rows: list[dict]) -> None:
     from training.metrics import measured_on
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = [row for row in rows if row["device"] == device]
     summary = {}
     for name in sorted({row["backend"] for row in rows}):
         own = [row for row in rows if row["backend"] == name]
@@ -94,7 +96,6 @@ def write_conformance(path: Path, rows: list[dict]) -> None:
             "worst_multiple_of_naive": worst["worst_multiple_of_naive"],
             "worst_case": worst["case"],
         }
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     brief = [{key: value for key, value in row.items() if key != "tensors"} for row in rows]
     lines = ",\n".join(json.dumps(row) for row in brief)
     head = json.dumps({"environment": measured_on(device), "summary": summary}, indent=1).removesuffix("\n}")

@@ -1,6 +1,8 @@
 """The sections of results/README.md about one attention call: is it right, what does it keep, how fast is it."""
 
+import re
 from collections.abc import Iterable
+from itertools import product
 from statistics import geometric_mean
 from typing import Any
 
@@ -103,6 +105,7 @@ def kernels() -> str:
     """Speed of our Triton kernels beside PyTorch's, in one run."""
     data = load("kernels_h200")
     names = list(dict.fromkeys(row["attention"] for row in data["rows"]))
+    ours = [name for name in names if name.partition(":")[0] == "triton"]
     points = groups(data["rows"], lambda row: (row["causal"], row["head_dim"], row["seq_len"]))
     parts = [f"{data['rows'][0]['dtype']}, 16,384 tokens, heads x head_dim = 2,048; TFLOP/s of medians, the best in bold."]
     for direction in ("forward", "backward"):
@@ -111,19 +114,25 @@ def kernels() -> str:
             speed = {row["attention"]: row[f"{direction}_tflops"] for row in found if f"{direction}_tflops" in row}
             cells = [f"**{speed[name]:.0f}**" if speed[name] == max(speed.values()) else f"{speed[name]:.0f}" for name in names]
             rows.append(["causal" if causal else "full", head_dim, f"{seq_len:,}", *cells])
-            for peer in names[1:]:
-                ratios.setdefault((causal, peer), []).append(speed[names[0]] / speed[peer])
-        head = ["mask", "head_dim", "seq_len", *(name.replace(":backend=", " ") for name in names)]
-        means = "; ".join(
-            f"{peer.replace(':backend=', ' ')}, {'causal' if causal else 'full'}: {geometric_mean(found):.2f} (lowest {min(found):.2f})"
-            for (causal, peer), found in ratios.items()
-        )
+            for own, peer in product(ours, (name for name in names if name not in ours)):
+                ratios.setdefault((own, peer), {}).setdefault(causal, []).append(speed[own] / speed[peer])
+        means = [
+            [plain(own), plain(peer), *(f"{geometric_mean(found[causal]):.2f} ({min(found[causal]):.2f})" for causal in found)]
+            for (own, peer), found in ratios.items()
+        ]
+        masks = ["causal" if causal else "full" for causal in next(iter(ratios.values()))]
         parts += [
             f"{direction.capitalize()}:",
-            table(head, rows),
-            f"{names[0]} over {means} (geometric mean of {len(next(iter(ratios.values())))}).",
+            table(["mask", "head_dim", "seq_len", *map(plain, names)], rows),
+            "Speed over a peer's, geometric mean (lowest):",
+            table(["attention", "over", *masks], means),
         ]
     return section(data, *parts)
+
+
+def plain(name: str) -> str:
+    """A backend and its options as a heading: sdpa cudnn, triton portable."""
+    return re.sub(r"[:,]\w+=", " ", name)
 
 
 def masks() -> str:
@@ -137,7 +146,7 @@ def masks() -> str:
         times = [f"{row[f'{name}_seconds'] * 1e3:.2f}" for name in ("forward", "backward")]
         speed = [f"{row[f'{name}_tflops']:.0f}" for name in ("forward", "backward")]
         memory = f"{row['training_bytes'] / 2**20:,.0f}"
-        rows.append([row["attention"], row["head_dim"], f"{row['seq_len']:,}", ", ".join(what) or "causal", *times, *speed, memory])
+        rows.append([plain(row["attention"]), row["head_dim"], f"{row['seq_len']:,}", ", ".join(what) or "causal", *times, *speed, memory])
     head = ["attention", "head_dim", "seq_len", "mask", "ms forward", "ms backward", "TFLOP/s forward", "backward", "MiB above q, k, v"]
     first = data["rows"][0]
     what = f"{first['dtype']}, batch {first['batch']}, {first['heads']} heads; TFLOP/s count the scores that the mask leaves."
