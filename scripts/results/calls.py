@@ -37,7 +37,16 @@ def mutants() -> str:
         f"{len(data['mutants'])} single edits of the tile loop, {len(dead)} of them caught: by {cover} between them, which the tests run "
         f"every time. {len(alive)} change no result and are caught by nothing, as they should be. " + " ".join(alive)
     )
-    return section(data, what, table(["property", "catches", "which no other catches"], kills(data)), "![kill matrix](mutants.png)")
+    parts = [section(data, what, table(["property", "catches", "which no other catches"], kills(data)), "![kill matrix](mutants.png)")]
+    if (FOLDER / "mutants_h200.json").is_file():
+        again = load("mutants_h200")
+        here = {row["name"]: bool(row["killed_by"]) for row in data["mutants"]}
+        there = {row["name"]: bool(row["killed_by"]) for row in again["mutants"]}
+        apart = [f"`{name}`" for name, killed in there.items() if killed != here.get(name)]
+        end = f"which differs from the CPU's for {', '.join(apart)}." if apart else "the same ones as on the CPU."
+        what = f"The same edits on the GPU, in its longer cases and larger tiles: {sum(there.values())} of {len(there)} caught, {end}"
+        parts.append(section(again, what, table(["property", "catches", "which no other catches"], kills(again))))
+    return "\n\n".join(parts)
 
 
 def conformance() -> str:

@@ -17,7 +17,7 @@ import torch
 import attention
 from attention import Backend
 from attention.properties import PROPERTIES, SLOW
-from training.metrics import environment, write_json
+from training.metrics import measured_on, write_json
 
 FOLDER = Path(attention.__file__).parent
 # in the order in which they import one another
@@ -59,7 +59,7 @@ def smallest_cover(rows: list[dict[str, Any]]) -> list[str]:
 
 def write_matrix(path: Path, rows: list[dict[str, Any]]) -> None:
     """The rows in the order of MUTANTS, with where they were measured and the covering properties."""
-    where = {key: value for key, value in environment("", "cpu").items() if key not in ("command", "data_fingerprint")}
+    where = measured_on("cuda" if torch.cuda.is_available() else "cpu")
     order = [mutant.name for mutant in MUTANTS]
     rows = sorted(rows, key=lambda row: order.index(row["name"]))
     names = [name for name in PROPERTIES if name not in SLOW]

@@ -2,7 +2,7 @@
 
     pytest tests/attention/test_mutants.py --kill-matrix results/mutants.json
 
-tries every property on every mutant; without the option a covering few do.
+tries every property on every mutant, on the GPU where there is one; without the option a covering few do, on the CPU.
 """
 
 import json
@@ -24,9 +24,9 @@ MISTAKES = [mutant for mutant in MUTANTS if mutant.survives is None]
 HARMLESS = [mutant for mutant in MUTANTS if mutant.survives is not None]
 
 
-def caught(mutant: Mutant, names, *, first: bool = False) -> list[str]:
+def caught(mutant: Mutant, names, *, first: bool = False, device: str = "cpu") -> list[str]:
     """The properties that are red; with first, not more than one."""
-    subject = Subject(mutant.backend(), "cpu", mutant.dtype, random_cases=4, seed=0)
+    subject = Subject(mutant.backend(), device, mutant.dtype, random_cases=4, seed=0)
     found = []
     for name in names:
         if examine(subject, name).status == "red":
@@ -44,13 +44,17 @@ def row(mutant: Mutant, killed_by: list[str]) -> dict:
     return {"name": mutant.name, "says": mutant.says, "dtype": SHORT[mutant.dtype], "survives": mutant.survives, "killed_by": killed_by}
 
 
+def matrix_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def by_name(mutants: list[Mutant]):
     return pytest.mark.parametrize("mutant", [pytest.param(mutant, id=mutant.name) for mutant in mutants])
 
 
 @by_name(MISTAKES)
 def test_is_caught(mutant, kill_record):
-    found = caught(mutant, everything() if kill_record else COVER, first=not kill_record)
+    found = caught(mutant, everything(), device=matrix_device()) if kill_record else caught(mutant, COVER, first=True)
     if kill_record:
         kill_record(row(mutant, found))
     assert found, mutant.says
@@ -59,7 +63,7 @@ def test_is_caught(mutant, kill_record):
 @by_name(HARMLESS)
 def test_no_mistake_is_not_caught(mutant, kill_record):
     """Red here would be a property that asks for more than attention owes."""
-    found = caught(mutant, everything())
+    found = caught(mutant, everything(), device=matrix_device() if kill_record else "cpu")
     if kill_record:
         kill_record(row(mutant, found))
     assert not found, mutant.survives
