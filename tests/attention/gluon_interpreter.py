@@ -57,6 +57,12 @@ class Value:
     def to(self, dtype: torch.dtype) -> "Value":
         return Value(self.data.to(dtype))
 
+    def reshape(self, shape: list[int]) -> "Value":
+        return Value(self.data.reshape(shape))
+
+    def permute(self, order: tuple[int, ...]) -> "Value":
+        return Value(self.data.permute(order))
+
     def __index__(self) -> int:
         return int(self.data)
 
@@ -128,7 +134,7 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
 ATOMIC = threading.Lock()
 
 
-def atomic_add(pointer: Pointer, value: int) -> Value:
+def atomic_add(pointer: Pointer, value: Any, sem: str = "acq_rel") -> Value:
     with ATOMIC:
         before = load(pointer)
         store(pointer, before + value)
@@ -136,7 +142,7 @@ def atomic_add(pointer: Pointer, value: int) -> Value:
 
 
 class Descriptor:
-    """Of a tensor (rank 3 or 4) in global memory, for boxes of one shape."""
+    """Of a tensor in global memory, for boxes of one shape."""
 
     def __init__(self, base: torch.Tensor, shape: list[int], strides: list[int], block_shape: list[int], layout: Any):
         check(base.data_ptr() % 16 == 0 and strides[-1] == 1, "a descriptor's tensor must be aligned and contiguous in its last dimension")

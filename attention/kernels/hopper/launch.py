@@ -35,18 +35,22 @@ FORWARD = {64: Forward(consumers=3, stages=3, turns=True), 128: Forward(consumer
 
 
 class Backward(NamedTuple):
-    """Two ways to spend a backward consumer's registers, by head dim."""
+    """How a backward consumer works, by head dim."""
 
-    overlap: bool  # keep the exponentials beside a product, which takes some
-    rounded_p: bool  # compute ds from p as it was rounded for dv, which saves some and rounds once more
+    overlap: bool  # keep the exponentials beside a product, which takes registers
+    by_threads: bool = False  # the threads that hold dq add it to the sum, not the copy engine
+    late: bool = False  # dq is computed one step late, so that the consumers need not wait for one another
+    interval_q: int = 64  # queries of a step with intervals
 
 
-BACKWARD = {64: Backward(overlap=False, rounded_p=False), 128: Backward(overlap=True, rounded_p=False)}
+BACKWARD = {64: Backward(overlap=False), 128: Backward(overlap=True)}
 
 
 def backward_block_q(head_dim: int, *, masked: bool, causal: bool, intervals: bool) -> int:
     """Queries of a backward step: 128 where the registers hold it."""
-    return 128 if head_dim == 64 and not intervals and causal >= masked else 64
+    if intervals:
+        return BACKWARD[head_dim].interval_q
+    return 128 if head_dim == 64 and causal >= masked else 64
 
 
 @cache
@@ -60,14 +64,13 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), descriptor_strides(x), list(block), shared_layout(block, x.dtype))
 
 
-def sum_block(head_dim: int, block_q: int) -> tuple[int, int, int]:
-    """The box of dq that a consumer adds: half of the rows, or half of the columns."""
-    return 1, 64, head_dim if block_q == 128 else head_dim // 2
+def sum_block(head_dim: int, block_q: int) -> tuple[int, int]:
+    """The box of the sum that a consumer adds: half of the numbers of block_q queries."""
+    return block_q * head_dim // 64, 32
 
 
-def sum_descriptor(x: Tensor, block_q: int) -> TensorDescriptor:
-    """x (B * H, N, D) float32."""
-    block = sum_block(x.shape[2], block_q)
+def sum_descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    """x (rows, 32) float32."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), shared_layout(block, x.dtype))
 
 
@@ -119,7 +122,8 @@ def backward_constants(q_shape: torch.Size, k_shape: torch.Size, causal: bool, i
         "BLOCK_Q": backward_block_q(head_dim, masked=masked, causal=causal, intervals=intervals),
         "STAGES": 2,
         "OVERLAP": BACKWARD[head_dim].overlap,
-        "ROUNDED_P": BACKWARD[head_dim].rounded_p,
+        "BY_THREADS": BACKWARD[head_dim].by_threads,
+        "LATE": BACKWARD[head_dim].late,
     }
 
 
@@ -147,10 +151,10 @@ def backward(
     num_kv_heads, num_keys = k.shape[1:3]
     groups, batch_heads = num_heads // num_kv_heads, batch * num_heads
     delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
-    dq_sum = q.new_empty(batch_heads, num_queries, head_dim, dtype=torch.float32)
+    padded = triton.cdiv(num_queries, 128) * 128
+    dq_sum = q.new_empty(batch_heads * padded * head_dim // 32, 32, dtype=torch.float32)
     rows = 4096 // head_dim
-    grid = (triton.cdiv(num_queries, rows), batch_heads)
-    prepare_kernel[grid](
+    prepare_kernel[(padded // rows, batch_heads)](
         out, d_out, lse, None if d_lse is None else d_lse.contiguous(), delta, lse_log2, dq_sum,
         *out.stride()[:3], *d_out.stride()[:3], num_heads, num_queries, D=head_dim, BLOCK_Q=rows, num_warps=4,
     )  # fmt: skip
@@ -158,11 +162,13 @@ def backward(
     block_q = meta["BLOCK_Q"]
     backward_kernel[(triton.cdiv(num_keys, BLOCK_KV) * batch * num_kv_heads,)](
         descriptor(q, block_q), descriptor(k, BLOCK_KV // 2), descriptor(v, BLOCK_KV // 2), descriptor(d_out, block_q),
-        sum_descriptor(dq_sum, block_q),
+        sum_descriptor(dq_sum, sum_block(head_dim, block_q)), dq_sum,
         descriptor(dk, BLOCK_KV // 2), descriptor(dv, BLOCK_KV // 2), lse_log2, delta, lo, hi, ranges,
         batch_stride(lo), batch_stride(ranges), num_kv_heads, groups, batch * num_kv_heads,
         # q and d_out, and dq in float32
         section_of(q.device, groups * (2 * bytes_of_a_head(q) + 4 * num_queries * head_dim), equal=not causal),
         num_queries, num_keys, scale, scale * math.log2(math.e), **meta, num_warps=4,
     )  # fmt: skip
-    convert_dq_kernel[grid](dq_sum, dq, *dq.stride()[:3], num_heads, num_queries, scale, D=head_dim, BLOCK_Q=rows, num_warps=8)
+    convert_dq_kernel[(triton.cdiv(num_queries, 64), batch_heads)](
+        dq_sum, dq, *dq.stride()[:3], num_heads, num_queries, scale, D=head_dim, num_warps=8
+    )
