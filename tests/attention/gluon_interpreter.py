@@ -342,6 +342,9 @@ def inline_asm(code: str, constraints: str, arguments: list, dtype: Any, *, is_p
         return Value(0)
     if code == "mov.b32 $0, $1;":
         return Value(raw(arguments[0]))
+    if found := re.match(r"cvt\.rn\.b?f16x2\.f32 \$0, \$2, \$1;", code):
+        check(pack == 2 and (dtype == torch.bfloat16) == ("bf16" in found[0]), f"{code} gives {dtype}")
+        return arguments[0].to(dtype)
     found = re.fullmatch(r"\{\.reg \.pred p; setp\.lt\.s32 p, \$2, \$3; selp\.f32 \$0, \$1, 0f(00000000|FF800000), p;\}", code)
     check(found is not None, f"no such instruction: {code}")
     x, a, b = (torch.as_tensor(raw(argument)) for argument in arguments)

@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from attention.kernels.hopper.primitives import await_all, computed_here, load_box, make_ring, place, signal, store_box, where_less
+from attention.kernels.hopper.primitives import await_all, computed_here, load_box, make_ring, place, rounded, signal, store_box, where_less
 
 # named barriers from here on are free: Triton uses the first ones
 FIRST_TURN = gl.constexpr(8)
@@ -94,16 +94,23 @@ def mask_scores(scores, start_kv, lo, hi, INTERVALS: gl.constexpr):
 
 
 @gluon.jit
-def online_softmax(scores, row_max, row_sum, scale_log2, dtype: gl.constexpr, OPERAND: gl.constexpr, MASKED: gl.constexpr):
-    """OnlineSoftmax.update but for the accumulator: p as the next product takes it, the new state, and alpha."""
+def sum_of_own(p):
+    """(BLOCK_Q, 4): four threads share a row, each two columns out of eight. They add theirs up when the row is done."""
+    BLOCK_KV: gl.constexpr = p.shape[1]
+    return gl.sum(gl.sum(p.reshape([p.shape[0], BLOCK_KV // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def online_softmax(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
+    """OnlineSoftmax.update but for the accumulator: p, the new state, and alpha. row_sum is in parts, as sum_of_own gives them."""
     next_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
     shift = next_max
     if MASKED:  # a row that has seen no key has -inf, and -inf - -inf is NaN
         shift = gl.where(next_max == float("-inf"), 0.0, next_max)
     p = gl.exp2(scores * scale_log2 - gl.expand_dims(shift, 1))
     alpha = gl.exp2(row_max - shift)
-    row_sum = row_sum * alpha + gl.sum(p, 1)
-    return gl.convert_layout(p.to(dtype), OPERAND), next_max, row_sum, alpha
+    row_sum = row_sum * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout)), 1) + sum_of_own(p)
+    return p, next_max, row_sum, alpha
 
 
 @gluon.jit
@@ -198,6 +205,7 @@ def consumer(
     stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, FIRST_MASKED: gl.constexpr, EDGES: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr,
+    ROUND_EARLY: gl.constexpr,
 ):  # fmt: skip
     """SELF: which of the consumers this is."""
     dtype: gl.constexpr = out_desc.dtype
@@ -243,7 +251,7 @@ def consumer(
         # the first tile: its scores alone
         acc = gl.zeros([BLOCK_Q, D], gl.float32, OUT)
         row_max = gl.full([BLOCK_Q], float("-inf"), gl.float32, ROWS)
-        row_sum = gl.full([BLOCK_Q], 0.0, gl.float32, ROWS)
+        row_sum = sum_of_own(zeros)
         k_ring.await_full(item)
         begin_turn(SELF, TURNS)
         k = k_ring.buffer(item).reshape([BLOCK_KV, D])
@@ -253,7 +261,8 @@ def consumer(
         k_ring.release(item)
         if FIRST_MASKED:
             scores = mask_scores(scores, (own_last - 1) * BLOCK_KV, lo, hi, INTERVALS)
-        p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2, dtype, P, FIRST_MASKED)
+        p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2, FIRST_MASKED)
+        p = gl.convert_layout(rounded(p, dtype), P)
         item += 1
         k_ring.await_full(item, pred=own_last - own_first > 1)
 
@@ -271,7 +280,9 @@ def consumer(
             if EDGES:  # noqa: SIM102, a constant around a value
                 if (tile < full_first) | (tile >= full_last):
                     scores = mask_scores(scores, tile * BLOCK_KV, lo, hi, INTERVALS)
-            next_p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2, dtype, P, EDGES)
+            next_p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2, EDGES)
+            if ROUND_EARLY:
+                next_p = rounded(next_p, dtype)
             item += 1
             # waited for here, though it is needed above: ptxas moves the next wait up to the last one, before the exponentials, unless a
             # branch stands between them
@@ -279,7 +290,9 @@ def consumer(
             acc, p = warpgroup_mma_wait(0, deps=(acc_pending, p))
             v_ring.release(item - 2)
             acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, OUT)), 1)
-            p = next_p
+            if not ROUND_EARLY:
+                next_p = rounded(next_p, dtype)
+            p = gl.convert_layout(next_p, P)
 
         # the output of the last tile
         q_ring.release(q_item)
@@ -287,14 +300,14 @@ def consumer(
         v = v_ring.buffer(item - 1).reshape([BLOCK_KV, D])
         acc_pending = warpgroup_mma(p, v, acc, is_async=True)
         no_key = row_max == float("-inf")
-        row_sum = gl.where(no_key, 1.0, row_sum)
-        lse = (row_max + gl.log2(row_sum)) * 0.6931471805599453  # back to the natural logarithm
+        whole_sum = gl.where(no_key, 1.0, gl.convert_layout(gl.sum(row_sum, 1), ROWS))
+        lse = (row_max + gl.log2(whole_sum)) * 0.6931471805599453  # back to the natural logarithm
         gl.store(lse_ptr + batch_head.to(gl.int64) * N + rows, lse, mask=(rows >= 0) & (rows < N))
         tma.store_wait(0)
         acc = warpgroup_mma_wait(0, deps=(acc_pending,))
         v_ring.release(item - 1)
         item = hand_back(item, own_first - first, k_ring, v_ring, SELF, CONSUMERS, TURNS)
-        acc = acc * gl.expand_dims(gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, OUT)), 1)
+        acc = acc * gl.expand_dims(gl.convert_layout(1.0 / whole_sum, gl.SliceLayout(1, OUT)), 1)
         out_tiles.index(SELF).reshape([BLOCK_Q, D]).store(acc.to(dtype))
         fence_async_shared()
         if start >= 0:
@@ -314,6 +327,7 @@ def forward_kernel(
     stride_interval, num_heads, groups, batch_heads, section_heads, N, M, scale_log2,
     CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, FIRST_MASKED: gl.constexpr, EDGES: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    ROUND_EARLY: gl.constexpr,
 ):  # fmt: skip
     """FIRST_MASKED: the tile at the end of the keys may hold some that are not seen. EDGES: so may others."""
     dtype: gl.constexpr = q_desc.dtype
@@ -331,10 +345,10 @@ def forward_kernel(
         gl.warp_specialize([
             (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
-                        0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS)),
+                        0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS, ROUND_EARLY)),
             (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
-                        1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS)),
+                        1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS, ROUND_EARLY)),
             (producer, (q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, q_ring, k_ring, v_ring, work_ring,
                         stride_interval, num_heads, groups, batch_heads, section_heads, N, M,
                         CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV, CONSUMERS)),
@@ -343,13 +357,13 @@ def forward_kernel(
         gl.warp_specialize([
             (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
-                        0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS)),
+                        0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS, ROUND_EARLY)),
             (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
-                        1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS)),
+                        1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS, ROUND_EARLY)),
             (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
-                        2, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS)),
+                        2, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS, ROUND_EARLY)),
             (producer, (q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, q_ring, k_ring, v_ring, work_ring,
                         stride_interval, num_heads, groups, batch_heads, section_heads, N, M,
                         CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV, CONSUMERS)),

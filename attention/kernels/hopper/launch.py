@@ -29,9 +29,13 @@ class Forward(NamedTuple):
     consumers: int
     stages: int  # tiles of keys, and of values, under way
     turns: bool  # whether consumers issue their products in turn
+    round_early: bool  # p while the product before runs, which takes 32 registers; else after it
 
 
-FORWARD = {64: Forward(consumers=3, stages=3, turns=True), 128: Forward(consumers=2, stages=2, turns=False)}
+FORWARD = {
+    64: Forward(consumers=3, stages=3, turns=True, round_early=False),
+    128: Forward(consumers=2, stages=2, turns=False, round_early=True),
+}
 
 
 class Backward(NamedTuple):
@@ -94,19 +98,21 @@ def counters(device: torch.device) -> Tensor:
 
 def forward_constants(q_shape: torch.Size, num_keys: int, causal: bool, intervals: bool) -> dict[str, int | bool]:
     num_queries, head_dim = q_shape[2:]
-    consumers, stages, turns = FORWARD[head_dim]
+    consumers, stages, turns, round_early = FORWARD[head_dim]
+    # the diagonal of a consumer's rows lies in one tile of keys if both begin at multiples of BLOCK_Q
+    edges = intervals or (causal and (num_keys - num_queries) % BLOCK_Q != 0)
     return {
         "CAUSAL": causal,
         "INTERVALS": intervals,
         "FIRST_MASKED": causal or intervals or num_keys % BLOCK_KV != 0,
-        # the diagonal of a consumer's rows lies in one tile of keys if both begin at multiples of BLOCK_Q
-        "EDGES": intervals or (causal and (num_keys - num_queries) % BLOCK_Q != 0),
+        "EDGES": edges,
         "D": head_dim,
         "BLOCK_Q": BLOCK_Q,
         "BLOCK_KV": BLOCK_KV,
         "CONSUMERS": consumers,
         "STAGES": stages,
         "TURNS": turns,
+        "ROUND_EARLY": round_early and not edges,  # masks take registers too
     }
 
 

@@ -104,6 +104,17 @@ def computed_here(x):
 
 
 @gluon.jit
+def rounded(x, dtype: gl.constexpr):
+    """x in dtype, two numbers a register, here: left to the compiler it is done later, or number by number and then put together."""
+    gl.static_assert(dtype == gl.bfloat16 or dtype == gl.float16)
+    if dtype == gl.bfloat16:
+        x = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, is_pure=False, pack=2)
+    else:
+        x = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, is_pure=False, pack=2)
+    return x
+
+
+@gluon.jit
 def where_less(x, a, b, OTHERWISE: gl.constexpr):
     """x where a < b, else 0 or -inf. Written in PTX because LLVM packs a tile of comparisons into 64-bit masks and unpacks them again."""
     gl.static_assert(OTHERWISE == "0" or OTHERWISE == "-inf")
