@@ -8,6 +8,7 @@ register(Backend("mine", my_function))                                    # your
 import importlib
 import os
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from attention.kernels import TRITON, kernel_choice
 from attention.naive import NAIVE
 from attention.probe import probe
 from attention.sdpa import SDPA
+from attention.tile_op import operator_attention
 from attention.tiled import TILED
 from attention.twins import TWINS
 
@@ -112,7 +114,10 @@ def attention(
     optional = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "document_ids": document_ids, "score_mod": score_mod}
     check_inputs(q, k, v, causal=causal, scale=scale, **optional)
     backend.check_supported(q, k, v, causal=causal, **optional)
-    function = backend.fn if backend.traceable else torch.compiler.disable(backend.fn)
+    if torch.compiler.is_compiling() and backend.operator and score_mod is None:
+        function = partial(operator_attention, backend.name)
+    else:
+        function = backend.fn if backend.traceable else torch.compiler.disable(backend.fn)
     arguments = {name: value for name, value in optional.items() if name in backend.features}
     with torch.autocast(q.device.type, enabled=False):
         output = function(q, k, v, causal=causal, scale=q.shape[-1] ** -0.5 if scale is None else scale, **arguments, **backend.options)

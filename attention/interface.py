@@ -49,6 +49,10 @@ class AttentionOutput(NamedTuple):
     lse: Tensor | None = None  # (B, H, N) float32 (float64 for float64 q): natural log-sum-exp of the masked scores; -inf without a key
 
 
+# tile loops by the names of their backends, for attention.tile_op: an operator takes names, not functions
+LOOPS: dict[str, Callable[..., AttentionOutput]] = {}
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of attention, with its capabilities as data.
@@ -75,8 +79,11 @@ class Backend:
     implementations: Mapping[str, "Backend"] = field(default_factory=dict)
     # further reasons to refuse given inputs, in words: requirements(q, k, v, causal=..., **options) -> list
     requirements: Callable[..., list[str]] | None = None
+    operator: bool = field(init=False)  # whether torch.compile, where it may not look inside, takes fn as one operator
 
     def __post_init__(self) -> None:
+        # a function that someone has put around it, to see what it does, is another one
+        object.__setattr__(self, "operator", LOOPS.get(self.name) is self.fn)
         unknown = set(self.features) - FEATURES
         if unknown:
             raise ValueError(f"backend {self.name!r} declares unknown features {sorted(unknown)}; valid: {', '.join(sorted(FEATURES))}")

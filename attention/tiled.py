@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attention.interface import FEATURES, AttentionOutput, Backend, ScoreMod
+from attention.interface import FEATURES, LOOPS, AttentionOutput, Backend, ScoreMod
 from attention.mask import QueryTile, VisibleKeys, visible_keys
 from attention.online_softmax import OnlineSoftmax
 
@@ -46,6 +46,7 @@ class TileLoop:
     detach_max: bool = False
     kv_outer: bool = False
     observer: Observer | None = None
+    known: tuple[Tensor, Tensor] | None = None  # out and lse of the same call, made earlier: only the backward pass is left to do
 
     def scores(self, q_rows: Tensor, k_keys: Tensor, rows: slice, keys: slice, needs_mask: bool) -> tuple[Tensor, Tensor | None]:
         """One tile of scores (B, H_kv, G, R, T): scaled, capped, biased, masked. Also how they change with the scaled score, unless 1."""
@@ -90,6 +91,9 @@ class TileLoop:
         return out.to(q_rows.dtype), lse.to(torch.promote_types(lse.dtype, torch.float32))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.known is not None:
+            out, lse = self.known
+            return out.view(q.shape), lse.view(q.shape[:-1])
         tiles = self.visible.query_tiles(self.block_q)
         if self.kv_outer:
             outputs = self.forward_kv_outer(q, k, v, tiles)
@@ -200,11 +204,13 @@ def tiled_attention(
     kv_outer: bool = False,
     visible_keys: Callable[..., VisibleKeys] = visible_keys,
     observer: Observer | None = None,
+    known: tuple[Tensor, Tensor] | None = None,
 ) -> AttentionOutput:
     """Attention by the tile loop. q (B, H, N, D); k, v (B, H_kv, M, D).
 
     softmax_dtype: "float32" keeps scores and statistics in float32 (float64 for float64 inputs), "input" in q's dtype.
     exact=False differentiates what `softmax` computes instead of softmax attention, the maximum included unless detach_max.
+    known: out (B, H, N, D) and lse of the same call, made earlier, which it returns; its backward pass is the loop's all the same.
     """
     if softmax_dtype not in ("float32", "input"):
         raise ValueError(f'{softmax_dtype=} must be "float32" or "input"')
@@ -223,6 +229,7 @@ def tiled_attention(
         detach_max=detach_max,
         kv_outer=kv_outer,
         observer=observer,
+        known=known,
     )
     # a low-precision lse is too coarse to rebuild p from
     function = BackwardFromLse if exact and softmax_dtype == "float32" else BackwardByRecomputing
@@ -245,9 +252,11 @@ def tile_loop_backend(
     options: dict[str, Any] = {"block_q": 128, "block_kv": 64, "softmax_dtype": "float32"}
     if not exact:
         options["detach_max"] = False
+    fn = partial(function, exact=exact, **variant)
+    LOOPS.setdefault(name, fn)
     return Backend(
         name,
-        partial(function, exact=exact, **variant),
+        fn,
         features=FEATURES.difference(without),
         options=options,
         exact=exact,

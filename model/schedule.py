@@ -64,13 +64,14 @@ def under_attention(model: GPT, backend: Backend, *, compile_mode: str) -> nn.Mo
 
 
 def will_compile(config: ModelConfig, backend: Backend, device: str, *, compile_mode: str) -> bool:
-    """Whether torch.compile runs: auto compiles on a GPU, unless the attention cannot be looked into or activations move to the host.
+    """Whether torch.compile runs: auto does on a GPU, unless the attention fits no graph or activations move to the host.
 
     Raises ValueError for compile=true with model.offload=true: a compiled graph moves nothing.
     """
     if config.offload and compile_mode == "true":
         raise ValueError("model.offload=true moves activations in the middle of a step, which torch.compile cannot; add compile=false")
-    return compile_mode == "true" or (compile_mode == "auto" and device == "cuda" and backend.traceable and not config.offload)
+    fits = (backend.traceable or backend.operator) and not config.offload
+    return compile_mode == "true" or (compile_mode == "auto" and device == "cuda" and fits)
 
 
 def describe(schedule: dict[int, Backend], **inputs: Any) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def test_a_target_without_a_step_is_said_to_do_nothing(tmp_path):
 
 @pytest.mark.gpu
 def test_the_compiled_model_switches_too(tmp_path):
-    """On a GPU, from an attention that torch.compile cannot look into to one that it compiles whole."""
+    """On a GPU, from an attention that stays one operator of the graph to one that torch.compile looks into."""
     overrides = ("device=cuda", "dtype=fp32", "attention.switch_to=sdpa", "attention.switch_at=20")
     done = finish_process(start(*tiny(tmp_path, *RECIPE, *overrides)))
     assert done.code == 0, done.output

@@ -104,15 +104,6 @@ def test_inductor_lowers_the_operators(backend):
     torch.testing.assert_close(found, differentiated(function), rtol=0, atol=0)
 
 
-def test_tile_loops_run_under_compile_without_being_unrolled():
-    """A Python loop over tiles stays outside the graph: the call works, and breaks the graph on purpose."""
-    q = random(1, 2, 40, 16)
-    compiled = torch.compile(lambda q: attention(q + 0, q, q, backend="tiled").out * 2, backend="aot_eager")
-    torch.testing.assert_close(compiled(q), attention(q, q, q, backend="tiled").out * 2)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(lambda q: attention(q, q, q, backend="tiled").out, fullgraph=True, backend="aot_eager")(q)
-
-
 class Block(torch.nn.Module):
     def forward(self, packed: Tensor) -> Tensor:
         return block(packed)[0]

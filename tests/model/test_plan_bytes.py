@@ -118,7 +118,7 @@ def test_saved_for_backward(shape, attention, dtype):
     assert step.plan.saved == pytest.approx(step.saved_bytes(), rel=0.005)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "naive"])
+@pytest.mark.parametrize("attention", ["sdpa", "tiled", "naive"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_saved_for_backward_of_a_compiled_model(shape, attention):
     step = Step(shape, attention, BF16, compiled=True)

@@ -1,0 +1,117 @@
+"""The tile loop as an operator: PyTorch's contract, which loops it runs, and what breaks the graph as before."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import BACKENDS, Backend, ScoreMod, attention, get_backend
+from attention.tile_op import SETTINGS, tile_loop, tile_loop_backward
+from attention.tiled import tile_loop_backend
+from attention.twins import LazyRescale
+
+PLAIN = {"causal": True, "scale": 0.25, "block_q": 8, "block_kv": 8, "softmax_dtype": "float32"}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def operands(dtype: torch.dtype) -> list[Tensor]:
+    """q (2, 4, 20, 16) and k, v (2, 2, 20, 16) as views of one projection."""
+    heads = random(2, 20, 8, 16, dtype=dtype).transpose(1, 2)
+    return [x.detach().requires_grad_() for x in heads.split((4, 2, 2), 1)]
+
+
+CALLS = {
+    "tiled": (torch.float32, {}),
+    "alpha_beta": (torch.float64, {"window": 5, "alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}),
+    "kv_outer": (torch.bfloat16, {"softcap": 3.0, "document_ids": torch.arange(20).expand(2, -1) // 7}),
+    "lazy_rescale": (torch.float16, {"softmax_dtype": "input", "causal": False}),
+    "no_max": (torch.float32, {"detach_max": True}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_operators_keep_pytorchs_contract(name):
+    """Schema, shapes, strides and dtypes promised to torch.compile, and the registered gradient."""
+    dtype, own = CALLS[name]
+    settings = [(PLAIN | own).get(setting) for setting in SETTINGS]
+    q, k, v = operands(dtype)
+    torch.library.opcheck(tile_loop, (q, k, v, name, *settings))
+    with torch.no_grad():
+        out, lse = tile_loop(q, k, v, name, *settings)
+        torch.library.opcheck(tile_loop_backward, (torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, name, *settings))
+
+
+@pytest.mark.parametrize("name", ["tiled", "no_max"])
+def test_gradients_against_finite_differences(name):
+    tensors = [random(1, 2, 9, 4, dtype=torch.float64, seed=seed).requires_grad_() for seed in range(3)]
+    settings = [(PLAIN | {"block_q": 4, "block_kv": 4}).get(setting) for setting in SETTINGS]
+    assert torch.autograd.gradcheck(lambda q, k, v: tile_loop(q, k, v, name, *settings), tensors)
+
+
+def differentiated(function, name: str, **arguments: object) -> tuple[Tensor, ...]:
+    tensors = operands(CALLS[name][0])
+    out, lse = function(*tensors, **arguments)
+    return out.detach(), lse.detach(), *torch.autograd.grad((out * out).sum() + lse[:, 1].sum(), tensors)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled_it_is_the_same_to_the_bit(name):
+    """With every argument that attention() hands on, and a gradient that comes in through lse."""
+    dtype, own = CALLS[name]
+    options = {key: own[key] for key in own if key in BACKENDS[name].options} | {"block_q": 8, "block_kv": 8}
+    function = partial(attention, backend=get_backend(name, **options))
+    arguments = {key: value for key, value in own.items() if key not in options}
+    torch._dynamo.reset()
+    found = differentiated(torch.compile(function, fullgraph=True, backend="aot_eager"), name, **arguments)
+    torch.testing.assert_close(found, differentiated(function, name, **arguments), rtol=0, atol=0)
+
+
+def breaks(backend: Backend, **arguments: object) -> bool:
+    """Whether the loop stays outside the graph. The result is right in any case."""
+    q, k, v = (x.detach() for x in operands(torch.float32))
+
+    def call(q: Tensor) -> Tensor:
+        return attention(q + 0, k, v, backend=backend, **arguments).out * 2
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = torch.compile(call, backend="aot_eager")(q)
+    torch.testing.assert_close(found, call(q), rtol=0, atol=0)
+    return bool(torch._dynamo.utils.counters["graph_break"])
+
+
+def shifted(score, b, h, i, j, params):
+    return score + 0.1 * j, torch.ones_like(score)
+
+
+def test_what_the_operator_cannot_carry_stays_outside_the_graph():
+    backend = get_backend("tiled", block_q=8, block_kv=8)
+    assert not breaks(backend)
+    assert breaks(backend, score_mod=ScoreMod(shifted))
+
+
+def test_a_setting_that_would_be_lost_is_refused():
+    backend = get_backend("tiled")
+    more = replace(backend, options={**backend.options, "kv_outer": True})
+    q = operands(torch.float32)[0]
+    with pytest.raises(Exception, match="takes no kv_outer"):
+        torch.compile(lambda q: attention(q, q, q, backend=more).out, fullgraph=True, backend="aot_eager")(q)
+
+
+def test_only_the_very_loop_of_that_name_is_the_operator():
+    """Whatever is put around it, or takes its name, runs itself and not the loop it stands for."""
+    backend = get_backend("tiled", block_q=8, block_kv=8)
+    namesake = tile_loop_backend("tiled", softmax=LazyRescale)
+    around = replace(backend, fn=partial(backend.fn, softmax=LazyRescale))
+    own = tile_loop_backend("a_loop_of_ones_own", softmax=LazyRescale)
+    assert [each.operator for each in (backend, namesake, around, replace(backend, name="other"), own)] == [True, False, False, False, True]
+    assert breaks(namesake) and breaks(around) and not breaks(own)
+
+
+def test_a_users_own_function_stays_outside_the_graph():
+    assert breaks(Backend("own", get_backend("naive").fn, features=BACKENDS["naive"].features, traceable=False))

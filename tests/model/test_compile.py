@@ -1,0 +1,94 @@
+"""torch.compile of the whole model, without a graph break, for every attention: the tile loops run inside as one operator."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attention import BACKENDS, Backend, Recorder, get_backend
+from config import ModelConfig
+from model import GPT
+from model.schedule import will_compile
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LENGTH = 40
+SHAPE = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "hidden_size": 64, "max_seq_len": LENGTH}
+TILES = {"block_q": 16, "block_kv": 16}  # several, and the last is ragged
+
+TOLERANCE = {"rtol": 0, "atol": 0} if DEVICE == "cpu" else {"rtol": 1e-4, "atol": 1e-4}
+
+
+def build(backend: Backend, **shape: object) -> GPT:
+    torch.manual_seed(0)
+    tiles = TILES if TILES.keys() <= backend.options.keys() else {}
+    return GPT(ModelConfig(**SHAPE | shape), vocab_size=50, backend=backend.configured(**tiles)).to(DEVICE)
+
+
+def loss_and_gradients(run: nn.Module, model: GPT, *, dtype: torch.dtype = torch.float32, documents: bool = False) -> list[Tensor]:
+    tokens = torch.arange(2 * LENGTH, device=DEVICE).view(2, LENGTH) * 7 % 50
+    document_ids = torch.arange(LENGTH, device=DEVICE).expand(2, -1) // 17 if documents else None
+    with torch.autocast(DEVICE, dtype, dtype != torch.float32):
+        loss = run(tokens, tokens, document_ids).loss
+    return [loss.detach(), *(torch.autograd.grad(loss, list(model.parameters())) if torch.is_grad_enabled() else ())]
+
+
+def assert_one_graph(model: GPT, **settings: object) -> None:
+    """In one graph the model gives what it gives operator by operator: on a CPU, without generated code, to the bit."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = loss_and_gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), model, **settings)
+    assert not torch._dynamo.utils.counters["graph_break"] and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    expected = loss_and_gradients(model, model, **settings)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_in_one_graph(name):
+    backend = get_backend(name)
+    with torch.set_grad_enabled(name != "flex" or DEVICE == "cuda"):  # on a CPU FlexAttention has no backward pass
+        assert_one_graph(build(backend), documents="document_ids" in backend.features)
+
+
+def test_generated_code_around_a_tile_loop():
+    """Inductor, on the part of the model that calls the loop: the rest would cost the C++ compiler half a minute."""
+    part = build(get_backend("tiled")).blocks[0].attention
+    x = torch.randn(2, LENGTH, SHAPE["hidden_size"], device=DEVICE)
+
+    def heads(x: Tensor) -> Tensor:
+        return part.attend(*part.project(x, None), document_ids=None, cache=None)
+
+    results = []
+    with torch._inductor.config.patch(force_disable_caches=True):  # a graph from the cache is not lowered again
+        for run in (torch.compile(heads, fullgraph=True), heads):
+            out = run(x)
+            results.append([out.detach(), *torch.autograd.grad((out * out).sum(), list(part.qkv.parameters()))])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("name", ["tiled", "no_rescale"])
+@pytest.mark.parametrize("checkpoint", ["none", "block"])
+def test_under_autocast_and_with_less_kept(name, checkpoint):
+    assert_one_graph(build(get_backend(name), checkpoint=checkpoint), dtype=torch.bfloat16)
+
+
+def test_statistics_in_the_inputs_dtype():
+    assert_one_graph(build(get_backend("lazy_rescale", softmax_dtype="input")), dtype=torch.bfloat16)
+
+
+def test_a_recorder_watches_the_loop_itself():
+    """A function put around the loop is another one, and no operator."""
+    model = build(get_backend("tiled"))
+    recorder = Recorder(model.backend)
+    assert model.backend.operator and not recorder.backend.operator
+    compiled = torch.compile(model, backend="aot_eager")
+    expected = loss_and_gradients(compiled, model)
+    with model.use_backend(recorder.backend):
+        torch.testing.assert_close(loss_and_gradients(compiled, model), expected)
+    assert len(recorder.max_scores) == SHAPE["num_layers"]
+
+
+def test_what_auto_compiles():
+    def auto(backend: Backend, device: str = "cuda") -> bool:
+        return will_compile(ModelConfig(), backend, device, compile_mode="auto")
+
+    assert all(auto(backend) for backend in BACKENDS.values()) and not auto(get_backend("tiled"), "cpu")
+    assert not auto(Backend("own", get_backend("naive").fn, traceable=False))
