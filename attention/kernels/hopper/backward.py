@@ -7,13 +7,8 @@ shared memory, where both consumers read it for dq. A step issues
 
     scores = k q^T, dp = v do^T | dv += p do | (both have written ds) dq = ds^T k, dk += ds q
 
-and adds dq to global memory, in float32, while the product of dk runs. LATE, a step leaves its dq to the next one, so that the consumers
-need not wait for one another:
-
-    scores = k q^T, dq = ds^T k of the step before | dp = v do^T | dv += p do, dk += ds q
-
-Programs add to the same dq in any order, so dq is the same only up to rounding from run to run:
-torch.use_deterministic_algorithms(True) takes the portable pair.
+and adds dq to global memory, in float32, while the product of dk runs. Programs add to the same dq in any order, so dq is the same only up
+to rounding from run to run: torch.use_deterministic_algorithms(True) takes the portable pair.
 
 Dimensions: H query heads, N queries, M keys, D head dim; a tile is 64 keys a consumer by BLOCK_Q queries; an item is what a ring's slot
 holds.
@@ -151,32 +146,26 @@ def multiply_ds(ds_tiles, pair, k_tiles, SELF: gl.constexpr, D: gl.constexpr, BL
 
 
 @gluon.jit
-def add_dq(dq, row, dq_desc, dq_ptr, dq_tile, BY_THREADS: gl.constexpr):
+def add_dq(dq, row, dq_desc, dq_tile):
     """Add dq (64, columns) to the sum (rows, 32) from `row` on, in the order in which the threads hold it (see convert_dq_kernel): so a
     thread has four neighbours, and eight threads a row, which neither collides in shared memory nor scatters in global memory."""
     COLUMNS: gl.constexpr = dq.shape[1]
     dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([2 * COLUMNS, 32])
-    if BY_THREADS:
-        LAYOUT: gl.constexpr = dq.type.layout
-        rows = gl.expand_dims(gl.arange(0, 2 * COLUMNS, gl.SliceLayout(1, LAYOUT)), 1)
-        columns = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, LAYOUT)), 0)
-        gl.atomic_add(dq_ptr + row.to(gl.int64) * 32 + (rows * 32 + columns), dq, sem="relaxed")
-    else:
-        tma.store_wait(0)
-        dq_tile.store(dq)
-        fence_async_shared()
-        add_box(dq_desc, [row, 0], dq_tile)
+    tma.store_wait(0)
+    dq_tile.store(dq)
+    fence_async_shared()
+    add_box(dq_desc, [row, 0], dq_tile)
 
 
 @gluon.jit
 def add_queries(
-    dk, dv, item, start_q, edge, dq_row, dq_row_before, must_mask, dq_desc, dq_ptr, k_tiles, v_tiles, q_ring, do_ring,
-    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, ds_full, dq_tiles, scale_log2,
-    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, BY_THREADS: gl.constexpr, LATE: gl.constexpr,
+    dk, dv, item, start_q, edge, dq_row, must_mask, dq_desc, k_tiles, v_tiles, q_ring, do_ring,
+    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
+    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """What the queries start_q : start_q + BLOCK_Q add to dk and dv of this consumer's keys, and these 128 keys to dq. dq_row: where the
-    head's rows of the sum begin; LATE, dq is that of the step before, at dq_row_before. Returns dk, dv, and where dq belongs."""
+    """What the queries start_q : start_q + BLOCK_Q add to dk and dv of this consumer's keys, and these 128 keys to dq, whose head's rows of
+    the sum begin at dq_row."""
     dtype: gl.constexpr = k_tiles.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -194,62 +183,37 @@ def add_queries(
 
     q_ring.await_full(item)
     product = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if LATE:
-        mbarrier.wait(ds_full.index(item & 1), (item // 2) & 1)
-        dq_pending = multiply_ds(ds_tiles, pair, k_tiles, SELF, D, BLOCK_Q)
-        scores = warpgroup_mma_wait(2, deps=(product,))
-    else:
-        do_ring.await_full(item)
-        dp_pending = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=(product,))
+    do_ring.await_full(item)
+    dp_pending = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=(product,))
     # lse and delta are read where they are used: 32 registers less than held through the step
     p = gl.exp2(scores * scale_log2 - gl.expand_dims(lse_rows.index(slot).load(COLUMNS), 0))
-    if MASKED and not LATE:  # noqa: SIM102, a constant around a value
+    if MASKED:  # noqa: SIM102, a constant around a value
         if must_mask:
             p = mask_probabilities(p, start_q, edge + SELF * OWN, lo_rows.index(slot), hi_rows.index(slot), CAUSAL, INTERVALS)
-    if OVERLAP:
-        # a wait that is over, for the branch in it: ptxas moves the next wait up, before the exponentials, unless a branch stands between
-        # them; a branch costs registers, however
-        q_ring.await_full(item)
-    if LATE:
-        dq = warpgroup_mma_wait(0, deps=(dq_pending,))
-        add_dq(dq, dq_row_before, dq_desc, dq_ptr, dq_tiles.index(SELF), BY_THREADS)
-        # here, because a branch beside a running product takes registers
-        if MASKED:  # noqa: SIM102
-            if must_mask:
-                p = mask_probabilities(p, start_q, edge + SELF * OWN, lo_rows.index(slot), hi_rows.index(slot), CAUSAL, INTERVALS)
-        do_ring.await_full(item)
-        dp_pending = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
     p_operand = gl.convert_layout(p.to(dtype), OPERAND)
     dp = warpgroup_mma_wait(0, deps=(dp_pending,))
     ds = (p * (dp - gl.expand_dims(delta_rows.index(slot).load(COLUMNS), 0))).to(dtype)
-    ds_tiles.index((2 - pair if LATE else pair) + SELF).store(ds)
+    ds_tiles.index(pair + SELF).store(ds)
     fence_async_shared()
-    if LATE:
-        mbarrier.arrive(ds_full.index((item + 1) & 1))
     dv_pending = warpgroup_mma(p_operand, do, dv, is_async=True)
-    if LATE:
-        dk_pending = warpgroup_mma(gl.convert_layout(ds, OPERAND), q, dk, is_async=True)
-        dv = warpgroup_mma_wait(1, deps=(dv_pending,))
-        do_ring.release(item)
-    else:
-        await_all(BOTH)
-        dq_pending = multiply_ds(ds_tiles, pair, k_tiles, SELF, D, BLOCK_Q)
-        dk_pending = warpgroup_mma(gl.convert_layout(ds, OPERAND), q, dk, is_async=True)
-        dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
-        do_ring.release(item)
-        add_dq(dq, dq_row, dq_desc, dq_ptr, dq_tiles.index(SELF), BY_THREADS)
+    await_all(BOTH)
+    dq_pending = multiply_ds(ds_tiles, pair, k_tiles, SELF, D, BLOCK_Q)
+    dk_pending = warpgroup_mma(gl.convert_layout(ds, OPERAND), q, dk, is_async=True)
+    dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
+    do_ring.release(item)
+    add_dq(dq, dq_row, dq_desc, dq_tiles.index(SELF))
     dk = warpgroup_mma_wait(0, deps=(dk_pending,))
     q_ring.release(item)
-    return dk, dv, dq_row
+    return dk, dv
 
 
 @gluon.jit
 def walk_queries(
-    dk, dv, item, first, full_first, full_last, last, edge, dq_row, dq_row_before, dq_desc, dq_ptr, k_tiles, v_tiles,
-    q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, ds_full, dq_tiles, scale_log2,
-    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, BY_THREADS: gl.constexpr, LATE: gl.constexpr,
+    dk, dv, item, first, full_first, full_last, last, edge, dq_row, dq_desc, k_tiles, v_tiles,
+    q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
+    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """All that one query head adds: queries first : last see some of these keys, full_first : full_last all of them."""
     # a mask in copies of the loop, before and after, spills less with 128 queries a step, in a branch of the one loop with 64
@@ -260,10 +224,10 @@ def walk_queries(
         gl.static_assert(CAUSAL or INTERVALS)
         middle = gl.minimum(first + gl.cdiv(gl.maximum(full_first - first, 0), BLOCK_Q) * BLOCK_Q, last)
         for start_q in range(first, middle, BLOCK_Q):
-            dk, dv, dq_row_before = add_queries(
-                dk, dv, item, start_q, edge, dq_row, dq_row_before, True, dq_desc, dq_ptr, k_tiles, v_tiles, q_ring, do_ring,
-                lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, ds_full, dq_tiles, scale_log2,
-                SELF, CAUSAL, INTERVALS, True, D, BLOCK_Q, STAGES, OVERLAP, BY_THREADS, LATE,
+            dk, dv = add_queries(
+                dk, dv, item, start_q, edge, dq_row, True, dq_desc, k_tiles, v_tiles, q_ring, do_ring,
+                lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
+                SELF, CAUSAL, INTERVALS, True, D, BLOCK_Q, STAGES,
             )  # fmt: skip
             item += 1
     if INTERVALS and not BRANCH:
@@ -275,30 +239,30 @@ def walk_queries(
             must_mask = start_q < edge + (BLOCK_KV - 1)
         else:
             must_mask = edge + BLOCK_KV > 0
-        dk, dv, dq_row_before = add_queries(
-            dk, dv, item, start_q, edge, dq_row, dq_row_before, must_mask, dq_desc, dq_ptr, k_tiles, v_tiles, q_ring, do_ring,
-            lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, ds_full, dq_tiles, scale_log2,
-            SELF, CAUSAL, INTERVALS, BRANCH, D, BLOCK_Q, STAGES, OVERLAP, BY_THREADS, LATE,
+        dk, dv = add_queries(
+            dk, dv, item, start_q, edge, dq_row, must_mask, dq_desc, k_tiles, v_tiles, q_ring, do_ring,
+            lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
+            SELF, CAUSAL, INTERVALS, BRANCH, D, BLOCK_Q, STAGES,
         )  # fmt: skip
         item += 1
     if INTERVALS and not BRANCH:
         for start_q in range(gl.maximum(middle, middle_last), last, BLOCK_Q):
-            dk, dv, dq_row_before = add_queries(
-                dk, dv, item, start_q, edge, dq_row, dq_row_before, True, dq_desc, dq_ptr, k_tiles, v_tiles, q_ring, do_ring,
-                lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, ds_full, dq_tiles, scale_log2,
-                SELF, CAUSAL, INTERVALS, True, D, BLOCK_Q, STAGES, OVERLAP, BY_THREADS, LATE,
+            dk, dv = add_queries(
+                dk, dv, item, start_q, edge, dq_row, True, dq_desc, k_tiles, v_tiles, q_ring, do_ring,
+                lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
+                SELF, CAUSAL, INTERVALS, True, D, BLOCK_Q, STAGES,
             )  # fmt: skip
             item += 1
-    return dk, dv, item, dq_row_before
+    return dk, dv, item
 
 
 @gluon.jit
 def consumer(
-    dq_desc, dq_ptr, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
-    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, ds_full, dq_tiles,
+    dq_desc, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
+    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles,
     stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, BY_THREADS: gl.constexpr, LATE: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """SELF: which of the two consumers this is."""
     dtype: gl.constexpr = k_tiles.dtype
@@ -321,33 +285,20 @@ def consumer(
     mbarrier.wait(kv_full, 0)
     item = gl.to_tensor(0)
     head_rows = gl.cdiv(N, 128) * (4 * D)  # of the sum
-    dq_row_before = batch_head * groups * head_rows
-    if LATE:
-        # the first step adds what the one before it left: nothing, but somewhere in the sum, and so does a program without a step
-        dq_row_before += rows_of_sum(gl.minimum(first, (N - 1) // BLOCK_Q * BLOCK_Q), SELF, D, BLOCK_Q)
-        ds_tiles.index(SELF).store(gl.zeros([OWN, BLOCK_Q], dtype, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])))
-        fence_async_shared()
-        mbarrier.arrive(ds_full.index(0))
     if GROUPED:
         for group in range(0, groups):
-            dk, dv, item, dq_row_before = walk_queries(
-                dk, dv, item, first, full_first, full_last, last, edge, (batch_head * groups + group) * head_rows, dq_row_before,
-                dq_desc, dq_ptr, k_tiles, v_tiles, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows,
-                ds_tiles, ds_full, dq_tiles, scale_log2,
-                SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES, OVERLAP, BY_THREADS, LATE,
+            dk, dv, item = walk_queries(
+                dk, dv, item, first, full_first, full_last, last, edge, (batch_head * groups + group) * head_rows, dq_desc,
+                k_tiles, v_tiles, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
+                SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES,
             )  # fmt: skip
     else:
         # not a loop of one: it would take registers
-        dk, dv, item, dq_row_before = walk_queries(
-            dk, dv, item, first, full_first, full_last, last, edge, batch_head * head_rows, dq_row_before,
-            dq_desc, dq_ptr, k_tiles, v_tiles, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows,
-            ds_tiles, ds_full, dq_tiles, scale_log2,
-            SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES, OVERLAP, BY_THREADS, LATE,
+        dk, dv, item = walk_queries(
+            dk, dv, item, first, full_first, full_last, last, edge, batch_head * head_rows, dq_desc, k_tiles, v_tiles,
+            q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
+            SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES,
         )  # fmt: skip
-    if LATE:
-        mbarrier.wait(ds_full.index(item & 1), (item // 2) & 1)
-        dq = warpgroup_mma_wait(0, deps=(multiply_ds(ds_tiles, (item & 1) * 2, k_tiles, SELF, D, BLOCK_Q),))
-        add_dq(dq, dq_row_before, dq_desc, dq_ptr, dq_tiles.index(SELF), BY_THREADS)
     # what the tiles of v and k hold is no longer needed: this consumer's own v, and k once both have computed dq
     v_tiles.index(SELF).reshape([OWN, D]).store(dv.to(dtype))
     await_all(BOTH)
@@ -361,13 +312,12 @@ def consumer(
 # lengths and counts are not specialised: a batch of another length does not compile anew
 @gluon.jit(do_not_specialize=["stride_interval", "stride_ranges", "num_kv_heads", "groups", "batch_heads", "section_heads", "N", "M"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, dq_ptr, dk_desc, dv_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,
     stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
     CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr, OVERLAP: gl.constexpr, BY_THREADS: gl.constexpr, LATE: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """batch_heads: key/value heads of the batch. MASKED: some tile may hold keys that are not seen. OVERLAP, BY_THREADS, LATE: see
-    Backward in launch.py."""
+    """batch_heads: key/value heads of the batch. MASKED: some tile may hold keys that are not seen."""
     dtype: gl.constexpr = q_desc.dtype
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], k_desc.layout)
@@ -385,19 +335,16 @@ def backward_kernel(
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, dq_desc.block_type.shape[0], dq_desc.block_type.shape[1]], dq_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, 1)
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
-        mbarrier.init(ds_full.index(slot), 2)
     fence_async_shared()
     gl.warp_specialize([
-        (consumer, (dq_desc, dq_ptr, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
-                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, ds_full, dq_tiles,
+        (consumer, (dq_desc, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
+                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles,
                     stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
-                    0, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES, OVERLAP, BY_THREADS, LATE)),
-        (consumer, (dq_desc, dq_ptr, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
-                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, ds_full, dq_tiles,
+                    0, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES)),
+        (consumer, (dq_desc, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
+                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles,
                     stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
-                    1, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES, OVERLAP, BY_THREADS, LATE)),
+                    1, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES)),
         (producer, (q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,
                     k_tiles, v_tiles, kv_full, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows,
                     stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M,

@@ -38,25 +38,6 @@ FORWARD = {
 }
 
 
-class Backward(NamedTuple):
-    """How a backward consumer works, by head dim."""
-
-    overlap: bool  # keep the exponentials beside a product, which takes registers
-    by_threads: bool = False  # the threads that hold dq add it to the sum, not the copy engine
-    late: bool = False  # dq is computed one step late, so that the consumers need not wait for one another
-    interval_q: int = 64  # queries of a step with intervals
-
-
-BACKWARD = {64: Backward(overlap=False), 128: Backward(overlap=True)}
-
-
-def backward_block_q(head_dim: int, *, masked: bool, causal: bool, intervals: bool) -> int:
-    """Queries of a backward step: 128 where the registers hold it."""
-    if intervals:
-        return BACKWARD[head_dim].interval_q
-    return 128 if head_dim == 64 and causal >= masked else 64
-
-
 @cache
 def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_DTYPES[dtype])
@@ -118,18 +99,15 @@ def forward_constants(q_shape: torch.Size, num_keys: int, causal: bool, interval
 
 def backward_constants(q_shape: torch.Size, k_shape: torch.Size, causal: bool, intervals: bool) -> dict[str, int | bool]:
     head_dim = q_shape[3]
-    masked = causal or intervals or k_shape[2] % BLOCK_KV != 0
+    ragged = k_shape[2] % BLOCK_KV != 0
     return {
         "CAUSAL": causal,
         "INTERVALS": intervals,
-        "MASKED": masked,
+        "MASKED": causal or intervals or ragged,
         "GROUPED": q_shape[1] != k_shape[1],
         "D": head_dim,
-        "BLOCK_Q": backward_block_q(head_dim, masked=masked, causal=causal, intervals=intervals),
+        "BLOCK_Q": 128 if head_dim == 64 and (causal or intervals or not ragged) else 64,  # 128 where the registers hold it
         "STAGES": 2,
-        "OVERLAP": BACKWARD[head_dim].overlap,
-        "BY_THREADS": BACKWARD[head_dim].by_threads,
-        "LATE": BACKWARD[head_dim].late,
     }
 
 
@@ -168,7 +146,7 @@ def backward(
     block_q = meta["BLOCK_Q"]
     backward_kernel[(triton.cdiv(num_keys, BLOCK_KV) * batch * num_kv_heads,)](
         descriptor(q, block_q), descriptor(k, BLOCK_KV // 2), descriptor(v, BLOCK_KV // 2), descriptor(d_out, block_q),
-        sum_descriptor(dq_sum, sum_block(head_dim, block_q)), dq_sum,
+        sum_descriptor(dq_sum, sum_block(head_dim, block_q)),
         descriptor(dk, BLOCK_KV // 2), descriptor(dv, BLOCK_KV // 2), lse_log2, delta, lo, hi, ranges,
         batch_stride(lo), batch_stride(ranges), num_kv_heads, groups, batch * num_kv_heads,
         # q and d_out, and dq in float32
