@@ -21,12 +21,19 @@ def place(pid, num_tiles, num_heads, section):
     Programs start in order of pid, about as many at a time as the GPU has multiprocessors. Heads are taken in sections whose other tensors
     the L2 cache holds, and in a section every head's first tile, then every head's second: 6 heads of 2 tiles in sections of 4 are
 
-        tile  0 0 0 0 1 1 1 1  0 0 1 1
-        head  0 1 2 3 0 1 2 3  4 5 4 5
+        tile  0 0 1 1  0 0 0 0 1 1 1 1
+        head  0 1 0 1  2 3 4 5 2 3 4 5
+
+    A section with fewer heads is the first: were it the last, its first tiles, the longest under a causal mask, would have too few short
+    ones after them to keep every multiprocessor busy.
     """
-    first = pid // (section * num_tiles) * section
-    pid -= first * num_tiles
-    size = tl.minimum(section, num_heads - first)
+    first = 0
+    size = num_heads - (tl.cdiv(num_heads, section) - 1) * section
+    if pid >= size * num_tiles:
+        pid -= size * num_tiles
+        first = size + pid // (section * num_tiles) * section
+        pid %= section * num_tiles
+        size = section
     return pid // size, first + pid % size
 
 

@@ -71,8 +71,8 @@ def section_of(device: torch.device, streamed: int, *, heads: int = 1, equal: bo
         return heads
     if device.type == "cpu":
         return 2 * heads  # the interpreter has no cache, and few heads: more than one section
-    # the other half is for what is read once, and written
-    return heads * max(1, torch.cuda.get_device_properties(device).L2_cache_size // 2 // streamed)
+    # about half of the cache: the rest is for what is read once, and written
+    return heads * max(1, round(torch.cuda.get_device_properties(device).L2_cache_size / 2 / streamed))
 
 
 def bytes_of_a_head(x: Tensor) -> int:

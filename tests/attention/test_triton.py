@@ -69,7 +69,8 @@ def note_places(found_ptr, num_tiles, num_heads, section):
 def test_every_tile_of_every_head_has_one_program_section_by_section(num_tiles, num_heads, section):
     found = torch.full((num_tiles * num_heads, 2), -1, dtype=torch.int32, device=DEVICE)
     note_places[(len(found),)](found, num_tiles, num_heads, section)
-    sections = [range(first, min(first + section, num_heads)) for first in range(0, num_heads, section)]
+    left_over = num_heads % section or min(section, num_heads)
+    sections = [range(left_over), *(range(first, first + section) for first in range(left_over, num_heads, section))]
     assert found.tolist() == [[tile, head] for heads in sections for tile in range(num_tiles) for head in heads]
 
 

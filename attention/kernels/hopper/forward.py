@@ -29,9 +29,9 @@ FIRST_TURN = gl.constexpr(8)
 @gluon.jit
 def find_work(work, num_blocks, section_heads, batch_heads):
     """Head (counted through the batch) and block of queries. The longest blocks of all heads of a section come first, and a section's
-    keys and values stay in the L2 cache. Counted from the end, so that a section with fewer heads is the first: were it the last, its
-    longest blocks would have too few short ones after them to keep every program busy."""
-    return place(num_blocks * batch_heads - 1 - work, num_blocks, batch_heads, section_heads)
+    keys and values stay in the L2 cache."""
+    batch_head, block = place(work, num_blocks, batch_heads, section_heads)
+    return batch_head, num_blocks - 1 - block
 
 
 @gluon.jit
@@ -220,8 +220,8 @@ def consumer(
     item = gl.to_tensor(0)
     if SELF == CONSUMERS - 1:
         end_turn(SELF, CONSUMERS, TURNS)  # the first turn is the first consumer's
+    batch_head, block = find_work(work, num_blocks, section_heads, batch_heads)
     while work < batch_heads * num_blocks:
-        batch_head, block = find_work(work, num_blocks, section_heads, batch_heads)
         batch = batch_head // num_heads
         lo_base = lo_ptr
         hi_base = hi_ptr
@@ -299,6 +299,12 @@ def consumer(
         v_ring.await_full(item - 1)
         v = v_ring.buffer(item - 1).reshape([BLOCK_KV, D])
         acc_pending = warpgroup_mma(p, v, acc, is_async=True)
+        # meanwhile: where the next piece of work lies, which takes divisions
+        work_ring.await_full(visit)
+        work = gl.max(work_ring.buffer(visit).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        work_ring.release(visit)
+        visit += 1
+        next_batch_head, next_block = find_work(work, num_blocks, section_heads, batch_heads)
         no_key = row_max == float("-inf")
         whole_sum = gl.where(no_key, 1.0, gl.convert_layout(gl.sum(row_sum, 1), ROWS))
         lse = (row_max + gl.log2(whole_sum)) * 0.6931471805599453  # back to the natural logarithm
@@ -312,11 +318,8 @@ def consumer(
         fence_async_shared()
         if start >= 0:
             store_box(out_desc, [batch, batch_head % num_heads, start, 0], out_tiles.index(SELF))
-
-        work_ring.await_full(visit)
-        work = gl.max(work_ring.buffer(visit).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-        work_ring.release(visit)
-        visit += 1
+        batch_head = next_batch_head
+        block = next_block
     tma.store_wait(0)
 
 

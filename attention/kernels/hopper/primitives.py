@@ -14,6 +14,7 @@ from triton.language.core import _aggregate as aggregate
 # the releases after 3.6 have shorter names
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+await_own_warps = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @builtin
@@ -62,7 +63,9 @@ class Ring:
     @gluon.jit
     def release(self, item):
         """This consumer is done with the item."""
-        mbarrier.arrive(self.empty.index(item % self.depth))
+        # an arrival, in other words: behind mbarrier.arrive Triton has the consumer's warps wait for one another once more
+        await_own_warps()
+        mbarrier.expect(self.empty.index(item % self.depth), 0)
 
 
 @gluon.jit
@@ -79,10 +82,14 @@ def make_ring(buffers, DEPTH: gl.constexpr, FILLS: gl.constexpr, READERS: gl.con
 @gluon.jit
 def place(program, num_blocks, num_heads, section):
     """head, block: as in attention/kernels/forward.py, of which this is Gluon's copy: the two languages cannot call one another."""
-    first = program // (section * num_blocks) * section
-    within = program % (section * num_blocks)
-    heads = gl.minimum(section, num_heads - first)
-    return first + within % heads, within // heads
+    first = gl.to_tensor(0)
+    size = num_heads - (gl.cdiv(num_heads, section) - 1) * section
+    if program >= size * num_blocks:
+        program -= size * num_blocks
+        first = size + program // (section * num_blocks) * section
+        program %= section * num_blocks
+        size = section
+    return first + program % size, program // size
 
 
 @gluon.jit
