@@ -12,7 +12,7 @@ Takes train.py's own settings (attention=, model=, seq_len=, batch_size=, optim=
 
 On a GPU the table is of its time: kernels, and between them what it waited for: data, or the host. On a CPU it is of operators, and
 between them Python. Recording slows a step down, on a CPU most: "unrecorded" is the same step without it. Where attention is made of
-plain operators and compiled (naive, tiled), what it does besides products of stacked matrices is fused with other things and counts there.
+plain operators and compiled (naive), what it does besides products of stacked matrices is fused with other things and counts there.
 """
 
 import contextlib

@@ -30,7 +30,7 @@ BACKWARD_KERNELS = re.compile(
 )
 # operators of attention. Only an attention of plain operators multiplies batches of matrices: everything else here is one matrix
 ATTENTION_OPS = re.compile(
-    r"^attention call$|::_?flash_attention|scaled_dot_product|::_(efficient|cudnn)_attention|flex_attention|^aten::bmm$"
+    r"^attention call$|::_?flash_attention|::tile_loop|scaled_dot_product|::_(efficient|cudnn)_attention|flex_attention|^aten::bmm$"
 )
 PRODUCT_KERNELS = re.compile(r"gemm|nvjet|gemv|splitk|cutlass|cublas|^triton_(tem|mm)_")
 PRODUCT_OPS = re.compile(r"^(aten|mkldnn|mkl)::(addmm|mm|matmul|linear|_linear|_mkl_linear|_linear_pointwise|addmv|mv)(_|$)|^mkl(dnn)?::")

@@ -120,6 +120,8 @@ def node(name: str) -> str:
         ("forward_kernel", ["tilegpt::flash_attention", "Torch-Compiled Region: 0/0"], [], "forward", FORWARD),
         ("triton_poi_fused_copy_0", ["aten::copy_", "tilegpt::flash_attention"], [], "forward", FORWARD),
         ("Memset (Device)", ["aten::zero_", "tilegpt::flash_attention_backward"], [], "backward", BACKWARD),
+        ("vectorized_elementwise_kernel", ["aten::exp", "tilegpt::tile_loop"], [], "forward", FORWARD),
+        ("vectorized_elementwise_kernel", ["aten::mul", "tilegpt::tile_loop_backward"], [], "backward", BACKWARD),
         # attention of plain operators, in its range and by its number in the backward pass
         ("ampere_sgemm_128x64_nn", ["aten::bmm", "aten::matmul", ATTENTION, "forward"], [], "forward", FORWARD),
         ("softmax_warp_forward", ["aten::_softmax", ATTENTION], [], "forward", FORWARD),
