@@ -3,7 +3,8 @@
     python -m scripts.benchmark --attention naive tiled sdpa --seq-len 256 512 --out benchmark.json
     python -m scripts.benchmark --attention naive triton --max-length --memory-gib 8 24 40 --out longest.json
 
-A backend whose results are wrong is not timed; --allow-broken times it and marks its rows. Memory is the peak above what was allocated
+A backend whose results are wrong is not timed; --allow-broken times it and marks its rows. A verdict is kept for the same commit, options
+and machine. Memory is the peak above what was allocated
 before the call (q, k, v and the incoming gradient are inputs, not the attention's): PyTorch's allocator's on a GPU, with what it reserved;
 on a CPU the tensors that operators make. Time is the median with the 20th and 80th percentile, after a warm-up, by device events on a
 GPU; the backward's is its own, over a graph that is kept. TFLOP/s count the scores that the mask leaves, be it causal, a --window or that
@@ -14,6 +15,8 @@ of --documents; in a backward pass five products for the forward's two. Running 
 """
 
 import argparse
+import contextlib
+import hashlib
 import json
 import sys
 from itertools import product
@@ -23,7 +26,9 @@ from typing import Any
 import torch
 import torch._functorch.config
 
-from attention import Backend
+from attention import BACKENDS, Backend
+from config import DataConfig
+from data.token_store import cache_folder
 from scripts.arguments import parse_backend
 from scripts.attention_call import Call, longest, measure, memory_cap, try_length
 from training.device import DTYPES, pick_device, pick_dtype
@@ -39,10 +44,27 @@ def wrong_results(backend: Backend, *, device: torch.device, dtype: torch.dtype,
 
     column = (verified or {}).get("backends", {}).get(backend.name, {})
     cells = [cell for cell in column.get("cells", ()) if cell["dtype"] == SHORT[dtype] and cell["property"] not in SLOW]
-    if not cells or column["options"] != dict(backend.options):
-        return red_properties(backend, device=device, dtype=dtype)
-    # a layout that PyTorch's kernel refuses is no wrong result
-    return [cell["property"] for cell in cells if cell["status"] == "red" and " cannot take " not in cell["note"]]
+    if cells and column["options"] == dict(backend.options):
+        # a layout that PyTorch's kernel refuses is no wrong result
+        return [cell["property"] for cell in cells if cell["status"] == "red" and " cannot take " not in cell["note"]]
+    file = verdict_file(backend, device=device, dtype=dtype)
+    if file and file.is_file():
+        return json.loads(file.read_text())["red"]
+    red = red_properties(backend, device=device, dtype=dtype)
+    if file:
+        with contextlib.suppress(OSError):  # it is checked again next time
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, {"attention": backend.name, "options": dict(backend.options), "red": red})
+    return red
+
+
+def verdict_file(backend: Backend, *, device: torch.device, dtype: torch.dtype) -> Path | None:
+    """Where the quick check's verdict is kept, for the same code on the same machine; None where the code is not known, or your own."""
+    where = measured_on(device)
+    if where["commit"] is None or where["dirty"] or BACKENDS.get(backend.name) is None or BACKENDS[backend.name].fn is not backend.fn:
+        return None
+    names = (where["commit"], where["versions"], where["hardware"], backend.name, dict(backend.options), short(dtype))
+    return cache_folder(DataConfig()) / "verdicts" / f"{hashlib.sha256(json.dumps(names, default=str).encode()).hexdigest()[:32]}.json"
 
 
 def read_verification(path: Path | None, device: torch.device, commit: str | None) -> dict[str, Any] | None:

@@ -169,6 +169,27 @@ def test_an_earlier_verification_counts_where_it_is_of_the_same_options(monkeypa
         benchmark.read_verification(tmp_path / "verify.json", CPU, "c0ffee")
 
 
+def test_a_verdict_is_kept_for_the_same_code_alone(monkeypatch, tmp_path):
+    checked, where = [], {"commit": "a", "dirty": False, "versions": {}, "hardware": {}}
+    monkeypatch.setenv("TILEGPT_CACHE", str(tmp_path))
+    monkeypatch.setattr("attention.properties.red_properties", lambda backend, **_: checked.append(dict(backend.options)) or ["forward"])
+    monkeypatch.setattr(benchmark, "measured_on", lambda device: where)
+
+    def verdict(name: str, dtype: torch.dtype = torch.float32, **options) -> list[str]:
+        return benchmark.wrong_results(get_backend(name, **options), device=torch.device("cpu"), dtype=dtype)
+
+    assert verdict("tiled") == verdict("tiled") == ["forward"] and len(checked) == 1
+    verdict("tiled", block_q=32), verdict("tiled", dtype=torch.bfloat16), verdict("naive")
+    assert len(checked) == 4
+    where["commit"] = "b"
+    verdict("tiled")
+    where["dirty"] = True  # whatever the code is now
+    verdict("tiled"), verdict("tiled")
+    where.update(commit=None, dirty=False)
+    verdict("tiled")
+    assert len(checked) == 8
+
+
 def test_out_of_memory_is_a_row(run_benchmark, no_verification, monkeypatch):
     def runs_out(call, *, repeats):
         raise RuntimeError(
