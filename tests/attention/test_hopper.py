@@ -252,8 +252,8 @@ def test_a_refusal_names_the_reason_and_the_way_out():
 SPILLS = {
     ("forward", 64): (8, 0),
     ("forward", 128): (16, 0),
-    ("backward", 64): (256, 320),
-    ("backward", 128): (128, 192),
+    ("backward", 64): (256, 384),
+    ("backward", 128): (64, 0),
 }
 
 
