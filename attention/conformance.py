@@ -63,7 +63,7 @@ class Case:
             arguments["alibi_slopes"] = torch.logspace(-1, -4, self.num_heads, base=2, device=device)
         if "document_ids" in arguments:
             # every sequence of the batch is divided otherwise
-            documents = (7 // torch.arange(1, 1 + self.batch)).clamp(min=1)[:, None]
+            documents = (7 // torch.arange(1, 1 + 2 * self.batch, 2)).clamp(min=1)[:, None]
             arguments["document_ids"] = (torch.arange(self.num_queries) * documents // self.num_queries).to(device)
         return [x.to(device, dtype) for x in (q, k, v)], arguments, d_out.to(device), d_lse.to(device)
 
