@@ -5,15 +5,20 @@ recomputation is PyTorch's (torch.utils.checkpoint, not reentrant), which brings
 torch.compile takes into its graph.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 Result = Tensor | tuple[Tensor, ...]
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+# PyTorch asks there whether a region that keeps its products works in place; ours does not
+logging.getLogger("torch._higher_order_ops.wrap.__cudagraphs").addFilter(lambda record: "context_fn" not in record.getMessage())
 
 
 def recomputed(function: Callable[..., Result], *, dropout: float = 0.0) -> Callable[..., Result]:
@@ -25,6 +30,21 @@ def recomputed(function: Callable[..., Result], *, dropout: float = 0.0) -> Call
     def run(*inputs: Tensor) -> Result:
         # reading and setting random states costs time, and only dropout draws any
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0)
+
+    return run
+
+
+def elementwise_recomputed(function: Callable[..., Result]) -> Callable[..., Result]:
+    """recomputed(function) for a function without dropout that ends with a product, in a compiled graph too.
+
+    There nothing stops before the product, unless it is named as something to keep.
+    """
+
+    def run(*inputs: Tensor) -> Result:
+        if not torch.compiler.is_compiling():
+            return recomputed(function)(*inputs)
+        keep_products = partial(create_selective_checkpoint_contexts, PRODUCTS)
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=keep_products)
 
     return run
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from attention import Backend, attention
 from config import ModelConfig
-from model.checkpointing import in_chunks, kept_on_host, recomputed
+from model.checkpointing import elementwise_recomputed, in_chunks, kept_on_host, recomputed
 from model.gpt2_weights import from_gpt2
 from model.kv_cache import KVCache, LayerCache
 from model.loss import linear_cross_entropy
@@ -120,7 +120,7 @@ class Block(nn.Module):
         def run(x: Tensor, keep: str) -> Tensor:
             before, after = self.before, self.after
             if keep == "elementwise":
-                before, after = recomputed(before), partial(after, again=recomputed)
+                before, after = elementwise_recomputed(before), partial(after, again=elementwise_recomputed)
             # the parts in which a token meets no other; with chunks, recomputing the whole block would hold all of them at once again
             elif keep == "attention" or (keep == "block" and self.chunk_tokens is not None):
                 before, after = (recomputed(part, dropout=self.dropout.p) for part in (before, after))

@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
 
 from attention import Backend, get_backend
 from config import ModelConfig
 from model import GPT, KVCache
-from model.checkpointing import in_chunks
+from model.checkpointing import PRODUCTS, in_chunks
 from model.schedule import under_attention, will_compile
 from scripts.attention_call import LiveTensors
 
@@ -142,6 +144,25 @@ def test_no_product_is_done_twice_for_what_is_elementwise(build_gpt, random_toke
             train_step(model, random_tokens(2, 32), random_tokens(2, 32))
         counts[name] = counter.get_total_flops()
     assert counts["none"] == counts["elementwise"] < counts["attention"]
+
+
+def test_nor_in_a_compiled_graph(build_gpt, random_tokens):
+    """Where nothing stops before the product at the end of what is recomputed."""
+    counts = {}
+    for name, keeps in {"none": {}, "elementwise": ELEMENTWISE, "attention": ATTENTION}.items():
+        torch.compiler.reset()
+        graphs = []
+
+        def note(graph, inputs, graphs=graphs):
+            graphs.append(graph)
+            return make_boxed_func(graph.forward)
+
+        divided = {"fw_compiler": note, "bw_compiler": note, "partition_fn": min_cut_rematerialization_partition}
+        model = torch.compile(build_gpt("sdpa", **keeps), fullgraph=True, backend=aot_autograd(**divided))
+        train_step(model, random_tokens(2, 32), random_tokens(2, 32))
+        calls = [node.target for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+        counts[name] = sum(call in PRODUCTS for call in calls)
+    assert 0 < counts["none"] == counts["elementwise"] < counts["attention"]
 
 
 def test_chunks_bound_what_is_worked_with():
