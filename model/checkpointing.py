@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 Result = Tensor | tuple[Tensor, ...]
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 # PyTorch asks there whether a region that keeps its products works in place; ours does not
-logging.getLogger("torch._higher_order_ops.wrap.__cudagraphs").addFilter(lambda record: "context_fn" not in record.getMessage())
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())
 
 
 def recomputed(function: Callable[..., Result], *, dropout: float = 0.0) -> Callable[..., Result]:
