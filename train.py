@@ -53,7 +53,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from training.optimizer import build_optimizer, set_learning_rate
     from training.outcome import outcome_of
     from training.plot import draw_loss_curve
-    from training.step import compute_gradients
+    from training.step import compute_gradients, on_its_way, update_if_finite
     from training.sweep import job_names, own_overrides
 
     # where and in which precision
@@ -137,20 +137,22 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 # one optimizer step
                 lr = set_learning_rate(optimizer, step, config.steps, optim)
                 passes = reader.passes(step)
-                found = compute_gradients(step_model, passes, **parts, autocast=autocast, grad_clip=optim.grad_clip)
-                # the step's one wait for the GPU: weights must not be touched by a step that went wrong
-                loss, grad_norm = torch.stack(found).tolist()
+                found = torch.stack(compute_gradients(step_model, passes, **parts, autocast=autocast, grad_clip=optim.grad_clip))
+                figures, step, tokens = on_its_way(found), step + 1, tokens + config.sequences_per_step * config.seq_len
+                compare = config.diagnose_steps > 0 and (step == config.steps or step % config.diagnose_steps == 0)
+                log_now = step == config.steps or step % config.log_every == 0
+                # weights must not be touched by a step that went wrong, nor before they are looked at
+                updated = not (log_now or compare or scaler.is_enabled()) and update_if_finite(optimizer, found)
+                loss, grad_norm = figures()  # the step's one wait for the GPU
                 # a loss scaler meets infinite gradients on purpose and skips them: there only a collapsed scale is a failure
                 grad_is_fine = scaler.get_scale() >= 1 if scaler.is_enabled() else math.isfinite(grad_norm)
                 diverged = not (math.isfinite(loss) and grad_is_fine)
-                step, tokens = step + 1, tokens + config.sequences_per_step * config.seq_len
                 finished = step == config.steps or diverged
                 # an interruption leaves no trace in the metrics: the resumed run's are those of a run that nothing disturbed
                 last = finished or interrupt.requested
 
                 # what is known about it
-                row, log_now = {}, finished or step % config.log_every == 0
-                compare = config.diagnose_steps > 0 and not diverged and (finished or step % config.diagnose_steps == 0)
+                row, log_now, compare = {}, log_now or diverged, compare and not diverged
                 if log_now:
                     row = {"train/loss": loss, "lr": lr, "grad_norm": grad_norm, **memory.row()}
                 if log_now or compare:
@@ -163,7 +165,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                     row["attention/max_score"] = card["max_score"]
                     summary.update(status="diverged", first_bad_step=step, diagnosis=card)
                     log.error(f"step {step}: the run diverged: {card['message']}")
-                else:
+                elif not updated:
                     scaler.step(optimizer)
                     scaler.update()
                 optimizer.zero_grad(set_to_none=True)

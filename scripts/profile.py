@@ -49,7 +49,7 @@ from training.interrupt import one_line
 from training.memory import is_out_of_memory
 from training.metrics import check_writable, measured_on, write_json
 from training.optimizer import build_optimizer, set_learning_rate
-from training.step import compute_gradients
+from training.step import compute_gradients, on_its_way, update_if_finite
 
 
 class Options(NamedTuple):
@@ -132,13 +132,17 @@ def build(config: RunConfig) -> Iterator[Job]:
             set_learning_rate(optimizer, number, config.steps, optim)
             with record_function(DATA):
                 passes = batches.passes(number)
-            found = compute_gradients(step_model, passes, optimizer=optimizer, scaler=scaler, autocast=autocast, grad_clip=optim.grad_clip)
+            parts = {"optimizer": optimizer, "scaler": scaler, "autocast": autocast}
+            found = torch.stack(compute_gradients(step_model, passes, **parts, grad_clip=optim.grad_clip))
+            figures = on_its_way(found)
+            updated = not scaler.is_enabled() and update_if_finite(optimizer, found)
             with record_function(OPTIMIZER):
-                loss, grad_norm = torch.stack(found).tolist()
+                loss, grad_norm = figures()
                 if not (math.isfinite(loss) and (scaler.is_enabled() or math.isfinite(grad_norm))):
                     raise ValueError(f"step {number}: the loss is {loss} and the gradient's norm {grad_norm}: nothing to measure")
-                scaler.step(optimizer)
-                scaler.update()
+                if not updated:
+                    scaler.step(optimizer)
+                    scaler.update()
                 optimizer.zero_grad(set_to_none=True)
 
         yield Job(config, device, facts, step)

@@ -1,7 +1,7 @@
-"""The gradients of one optimizer step: what scripts.profile measures is what train.py runs."""
+"""One optimizer step: what scripts.profile measures is what train.py runs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -33,3 +33,35 @@ def compute_gradients(
     with record_function("optimizer"):
         scaler.unscale_(optimizer)
         return loss, nn.utils.clip_grad_norm_(step_model.parameters(), grad_clip or math.inf)
+
+
+def on_its_way(x: Tensor) -> Callable[[], list[float]]:
+    """Start copying x to the host; what comes back waits for the copy, but not for what is queued on the GPU after it."""
+    if x.device.type != "cuda":
+        return x.tolist
+    host, arrived = torch.empty_like(x, device="cpu", pin_memory=True), torch.cuda.Event()
+    host.copy_(x, non_blocking=True)
+    arrived.record()
+
+    def wait() -> list[float]:
+        arrived.synchronize()
+        return host.tolist()
+
+    return wait
+
+
+def update_if_finite(optimizer: torch.optim.Optimizer, found: Tensor) -> bool:
+    """Queue the optimizer's step behind the gradients; False where it cannot judge for itself, and nothing was done.
+
+    found: what decides, loss and norm, on the device. If one is not finite, weights and moments stay as they are. A GPU thus need not
+    stand still until the host has looked. PyTorch's fused AdamW has this for GradScaler.
+    """
+    if not (isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]):
+        return False
+    optimizer.grad_scale, optimizer.found_inf = None, (~found.isfinite()).any().float()
+    try:
+        with record_function("optimizer"):
+            optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+    return True

@@ -1,12 +1,13 @@
 """compute_gradients: passes that add up to the step, clipped, and left alone by the ranges around them."""
 
+import copy
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from training.step import compute_gradients
+from training.step import compute_gradients, on_its_way, update_if_finite
 
 
 class Output(NamedTuple):
@@ -72,3 +73,35 @@ def test_an_autocast_serves_every_pass_and_its_gradient_is_taken_outside():
     passes = [(one, one)] * 3
     compute_gradients(model, passes, autocast=torch.autocast("cpu", dtype=torch.bfloat16), grad_clip=0.0, **arguments)
     assert seen == [True] * 3 and not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("bad", [None, "inf", "nan"])
+def test_an_update_is_made_where_loss_and_norm_are_finite(bad):
+    """To the bit the optimizer's own, or none: weights, moments and the count of steps are then as before."""
+    ours, theirs = ([nn.Parameter(torch.arange(6.0).reshape(2, 3))] for _ in range(2))
+    pair = [torch.optim.AdamW(parameters, lr=0.1, fused=True) for parameters in (ours, theirs)]
+    for found in (torch.tensor([1.0, 2.0]), torch.tensor([1.0, float(bad or 2.0)])):
+        for parameters in (ours, theirs):
+            parameters[0].grad = torch.linspace(-1, 1, 6).reshape(2, 3)
+        before = copy.deepcopy(pair[0].state_dict())
+        assert update_if_finite(pair[0], found)
+        pair[1].step()
+    if bad is None:
+        assert torch.equal(ours[0], theirs[0])
+        return
+    assert not torch.equal(ours[0], theirs[0])
+    for name, x in pair[0].state_dict()["state"][0].items():
+        assert torch.equal(x, before["state"][0][name]), name
+    pair[0].step()  # and goes on as if nothing had been
+    assert torch.equal(ours[0], theirs[0])
+
+
+def test_an_optimizer_that_cannot_judge_does_nothing():
+    model = Square()
+    for optimizer in (torch.optim.AdamW(model.parameters(), fused=False), torch.optim.SGD(model.parameters(), lr=0.1)):
+        model.weight.grad = torch.tensor(1.0)
+        assert not update_if_finite(optimizer, torch.ones(2)) and model.weight.item() == 2.0
+
+
+def test_figures_arrive():
+    assert on_its_way(torch.tensor([1.5, 2.5]))() == [1.5, 2.5]
