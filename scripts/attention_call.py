@@ -19,6 +19,11 @@ from torch.utils._pytree import tree_leaves
 from attention import Backend, attention
 from training.memory import GIB, cpu_memory_limit, describe_out_of_memory, is_out_of_memory, release_memory
 
+FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of any GPU
+SHORTEST_WAIT, LONGEST_WAIT = 0.5e-3, 16e-3  # seconds; a call that needs more of them waits for the GPU itself, or fills its queue
+CYCLES_PER_SECOND = 2.5e9  # of a fast GPU: on others the wait is longer than asked for
+ROUNDS = 4
+
 
 class LiveTensors(TorchDispatchMode):
     """Bytes of the tensors that operators make, while they are alive; tensors made outside do not count."""
@@ -84,22 +89,38 @@ class MemoryProbe:
         return peaks
 
 
-def seconds(function: Callable[[], Any], *, repeats: int, device: torch.device) -> list[float]:
-    """Wall time of each of `repeats` calls."""
+def seconds(function: Callable[[], Any], *, repeats: int, device: torch.device) -> tuple[list[float], list[float]]:
+    """Time of each of `repeats` calls: the device's, and the host's until the call is queued. On a CPU they are the same.
+
+    On a GPU each call finds an empty L2 cache, and all of it is queued before the GPU comes to it, behind a wait that grows until it is
+    long enough. A call that itself waits for the GPU cannot be queued: its device time has some of the host's in it.
+    """
+    times, host = [], []
     if device.type == "cpu":
-        found = []
         for _ in range(repeats):
             start = time.perf_counter()
             function()
-            found.append(time.perf_counter() - start)
-        return found
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start, end in events:
+            times.append(time.perf_counter() - start)
+        return times, times
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    wait, events = SHORTEST_WAIT, []
+    while len(events) < repeats:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        flush.zero_()
+        torch.cuda._sleep(int(wait * CYCLES_PER_SECOND))
         start.record()
+        called = time.perf_counter()
         function()
+        took = time.perf_counter() - called
+        was_late = start.query()  # the GPU has begun already: what it waited for the host would count
         end.record()
+        if was_late and wait < LONGEST_WAIT:
+            wait *= 2
+            continue
+        events.append((start, end))
+        host.append(took)
     torch.cuda.synchronize(device)
-    return [start.elapsed_time(end) / 1000 for start, end in events]
+    return [start.elapsed_time(end) / 1000 for start, end in events], host
 
 
 def pairs(shape: dict[str, Any]) -> float:
@@ -145,35 +166,63 @@ class Call:
         return torch.autograd.grad(out, self.inputs, d_out, retain_graph=keep)
 
 
-def measure(call: Call, *, repeats: int) -> dict[str, Any]:
-    """Bytes and seconds of a call: forward without gradients, backward on its own, and training: the two together."""
-    row: dict[str, Any] = {}
-    device = call.device
-    d_out = torch.randn_like(call.inputs[0]) if call.trainable else None
-    # compiles what is compiled, and lets libraries take their workspaces, which stay
-    if call.trainable:
-        call.backward(call.forward(), d_out)
-    call.forward_only()
-    row |= measure_memory(call, d_out)
+class Measurement:
+    """Bytes and seconds of a call: forward without gradients, backward on its own, and training: the two together.
 
-    functions: dict[str, Callable[[], Any]] = {"forward": call.forward_only}
-    out = call.forward() if call.trainable else None
-    if call.trainable:
-        functions["backward"] = lambda: call.backward(out, d_out, keep=True)
-    for name, function in functions.items():
-        once = seconds(function, repeats=1, device=device)[0]
-        # long calls need no warm-up of the clocks, and nobody wants to wait for 20 of them
-        count = max(3, min(repeats, int(3 / max(once, 1e-6))))
-        seconds(function, repeats=max(1, count // 4), device=device)
-        times = seconds(function, repeats=count, device=device)
-        p20, *_, p80 = quantiles(times, n=5)
-        row |= {f"{name}_seconds": median(times), f"{name}_p20": p20, f"{name}_p80": p80, f"{name}_repeats": count}
-    row["forward_tflops"] = call.flops / row["forward_seconds"] / 1e12
-    if call.trainable:
-        row["training_seconds"] = row["forward_seconds"] + row["backward_seconds"]
-        # the backward's five products against the forward's two
-        row["backward_tflops"] = 2.5 * call.flops / row["backward_seconds"] / 1e12
-    return row
+    make() gives the call anew in each of ROUNDS turns, and nothing of it stays in memory: others can have their turns between them.
+    """
+
+    def __init__(self, make: Callable[[], Call], *, repeats: int):
+        self.make, self.repeats = make, repeats
+        self.turns = 0
+        self.bytes: dict[str, int | None] = {}
+        self.counts: dict[str, int] = {}  # timed calls in all turns
+        self.times: dict[str, tuple[list[float], list[float]]] = {}  # the device's and the host's
+
+    def turn(self) -> None:
+        """One turn's share of the timed calls, and in the first turn the bytes too."""
+        call = self.make()
+        self.flops, self.on_gpu = call.flops, call.device.type == "cuda"
+        d_out = torch.randn_like(call.inputs[0]) if call.trainable else None
+        if self.turns == 0:
+            gc.collect()  # what other calls left
+            # compiles what is compiled, and lets libraries take their workspaces, which stay
+            if call.trainable:
+                call.backward(call.forward(), d_out)
+            call.forward_only()
+            self.bytes = measure_memory(call, d_out)
+        functions: dict[str, Callable[[], Any]] = {"forward": call.forward_only}
+        if call.trainable:
+            out = call.forward()
+            functions["backward"] = lambda: call.backward(out, d_out, keep=True)
+        for name, function in functions.items():
+            if self.turns == 0:
+                once = seconds(function, repeats=1, device=call.device)[0][0]
+                # long calls need no warm-up of the clocks, and nobody wants to wait for 20 of them
+                self.counts[name] = max(3, min(self.repeats, int(3 / max(once, 1e-6))))
+                self.times[name] = [], []
+            done, due = (self.counts[name] * turns // ROUNDS for turns in (self.turns, self.turns + 1))
+            if due > done:
+                seconds(function, repeats=max(1, (due - done) // 4), device=call.device)
+                for all_times, times in zip(self.times[name], seconds(function, repeats=due - done, device=call.device), strict=True):
+                    all_times += times
+        self.turns += 1
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What a benchmark's row says, after all turns."""
+        row: dict[str, Any] = dict(self.bytes)
+        for name, (times, host) in self.times.items():
+            p20, *_, p80 = quantiles(times, n=5)
+            row |= {f"{name}_seconds": median(times), f"{name}_p20": p20, f"{name}_p80": p80, f"{name}_repeats": len(times)}
+            if self.on_gpu:
+                row[f"{name}_host_seconds"] = median(host)
+        row["forward_tflops"] = self.flops / row["forward_seconds"] / 1e12
+        if "backward" in self.times:
+            row["training_seconds"] = row["forward_seconds"] + row["backward_seconds"]
+            # the backward's five products against the forward's two
+            row["backward_tflops"] = 2.5 * self.flops / row["backward_seconds"] / 1e12
+        return row
 
 
 def measure_memory(call: Call, d_out: Tensor | None) -> dict[str, int | None]:

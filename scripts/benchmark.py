@@ -4,11 +4,15 @@
     python -m scripts.benchmark --attention naive triton --max-length --memory-gib 8 24 40 --out longest.json
 
 A backend whose results are wrong is not timed; --allow-broken times it and marks its rows. A verdict is kept for the same commit, options
-and machine. Memory is the peak above what was allocated
-before the call (q, k, v and the incoming gradient are inputs, not the attention's): PyTorch's allocator's on a GPU, with what it reserved;
-on a CPU the tensors that operators make. Time is the median with the 20th and 80th percentile, after a warm-up, by device events on a
-GPU; the backward's is its own, over a graph that is kept. TFLOP/s count the scores that the mask leaves, be it causal, a --window or that
-of --documents; in a backward pass five products for the forward's two. Running out of memory is a result: the row says what was asked for.
+and machine. Memory is the peak above what was allocated before the call (q, k, v and the incoming gradient are inputs, not the
+attention's): PyTorch's allocator's on a GPU, with what it reserved; on a CPU the tensors that operators make.
+
+Time is the median with the 20th and 80th percentile, after a warm-up; the backward's is its own, over a graph that is kept. The backends
+take turns, a quarter of the timed calls each, so that a drifting clock hits all alike. On a GPU it is the device's time alone, by events:
+each call is queued behind a short wait, so that the GPU never waits for the host, and finds nothing in the L2 cache (which takes 256 MiB).
+The host's time of a call stands beside it as forward_host_seconds and backward_host_seconds: where it is the longer one, calls in a row
+take as long as that, unless a CUDA graph replays them. TFLOP/s count the scores that the mask leaves, be it causal, a --window or that of
+--documents; in a backward pass five products for the forward's two. Running out of memory is a result: the row says what was asked for.
 
 --max-length searches the longest sequence, of forward alone and of forward and backward, by doubling and then halving the gap to 12%;
 --memory-gib does so as if the card were smaller. Options follow a backend's name: tiled:block_q=512, and your own is pkg.module:BACKEND.
@@ -19,6 +23,7 @@ import contextlib
 import hashlib
 import json
 import sys
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,7 +35,7 @@ from attention import BACKENDS, Backend
 from config import DataConfig
 from data.token_store import cache_folder
 from scripts.arguments import parse_backend
-from scripts.attention_call import Call, longest, measure, memory_cap, try_length
+from scripts.attention_call import ROUNDS, Call, Measurement, longest, memory_cap, try_length
 from training.device import DTYPES, pick_device, pick_dtype
 from training.interrupt import one_line
 from training.memory import cpu_memory_limit, describe_out_of_memory, is_out_of_memory, release_memory
@@ -193,12 +198,16 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"benchmark: {error}")
     lengths = options.seq_len[:1] if options.max_length else options.seq_len
-    for dtype, head_dim, length, (text, backend) in product(dtypes, options.head_dim, lengths, backends.items()):
-        row = {"attention": text, **shape_of(options, head_dim, length), "dtype": short(dtype)}
-        if red[text].get(dtype):
-            row["broken"] = red[text][dtype]
-        found = search(backend, row, options, device, dtype) if options.max_length else [measured(backend, row, options, device, dtype)]
-        rows += found
+    for dtype, head_dim, length in product(dtypes, options.head_dim, lengths):
+        asked = {text: {"attention": text, **shape_of(options, head_dim, length), "dtype": short(dtype)} for text in backends}
+        for text, row in asked.items():
+            if red[text].get(dtype):
+                row["broken"] = red[text][dtype]
+        if options.max_length:
+            for text, backend in backends.items():
+                rows += search(backend, asked[text], options, device, dtype)
+        else:
+            rows += measured(backends, asked, options, device, dtype)
         if options.out:
             write_json(options.out, {"environment": where, "rows": rows})
     if all("refused" in row for row in rows):
@@ -206,21 +215,33 @@ def main() -> None:
 
 
 def measured(
-    backend: Backend, row: dict[str, Any], options: argparse.Namespace, device: torch.device, dtype: torch.dtype
-) -> dict[str, Any]:
-    """The row with its measurements, or with how it ran out of memory, or why the backend does not take it."""
-    try:
-        with cpu_memory_limit():
-            row = row | measure(Call(backend, row, device=device, dtype=dtype), repeats=options.repeats)
-    except ValueError as error:
-        row = row | {"refused": str(error)}
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        row = row | {"oom": describe_out_of_memory(error, device)}
+    backends: dict[str, Backend], asked: dict[str, dict], options: argparse.Namespace, device: torch.device, dtype: torch.dtype
+) -> list[dict[str, Any]]:
+    """The rows of one shape with their measurements, or with how a backend ran out of memory, or why it does not take it."""
+    under_way = {
+        text: Measurement(partial(Call, backend, asked[text], device=device, dtype=dtype), repeats=options.repeats)
+        for text, backend in backends.items()
+    }
+    failed = {}
+    for _, (text, measurement) in product(range(ROUNDS), under_way.items()):
+        if text in failed:
+            continue
+        try:
+            with cpu_memory_limit():
+                measurement.turn()
+        except ValueError as error:
+            failed[text] = {"refused": str(error)}
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            failed[text] = {"oom": describe_out_of_memory(error, device)}
+        if text in failed:
+            release_memory(device)
     release_memory(device)
-    print(describe(row), flush=True)
-    return row
+    rows = [asked[text] | (failed.get(text) or measurement.row) for text, measurement in under_way.items()]
+    for row in rows:
+        print(describe(row), flush=True)
+    return rows
 
 
 def search(backend: Backend, row: dict[str, Any], options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> list[dict]:
@@ -257,7 +278,9 @@ def describe(row: dict[str, Any]) -> str:
     for name in ("forward", "backward"):
         if f"{name}_seconds" in row:
             memory = f"{row[f'{name}_bytes'] / 2**20:>10,.1f} MiB" if row.get(f"{name}_bytes") is not None else " " * 14
-            parts.append(f"{name} {memory} {row[f'{name}_seconds'] * 1e3:>9.3f} ms {row[f'{name}_tflops']:>6.3g} TFLOP/s")
+            seconds, host = row[f"{name}_seconds"], row.get(f"{name}_host_seconds", 0)
+            slower_host = f" (host {host * 1e3:.3f} ms)" if host > seconds else ""
+            parts.append(f"{name} {memory} {seconds * 1e3:>9.3f} ms {row[f'{name}_tflops']:>6.3g} TFLOP/s{slower_host}")
     return f"{head} " + "   ".join(parts)
 
 

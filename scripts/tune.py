@@ -64,7 +64,7 @@ def time_of(function: Callable[[], Any]) -> float:
     """Seconds, after a warm-up."""
     device = torch.device("cuda")
     seconds(function, repeats=3, device=device)
-    return median(seconds(function, repeats=12, device=device))
+    return median(seconds(function, repeats=12, device=device)[0])
 
 
 def workloads(kernel: str, head_dim: int) -> list[Callable[[], Any]]:

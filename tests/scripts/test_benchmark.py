@@ -3,15 +3,18 @@
 import json
 import re
 import sys
+import time
 from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from attention import Backend, get_backend
 from attention.naive import naive_attention
-from scripts import benchmark
-from scripts.attention_call import Call, LiveTensors, longest, measure, measure_memory, pairs
+from scripts import attention_call, benchmark
+from scripts.attention_call import ROUNDS, Call, LiveTensors, Measurement, longest, measure_memory, pairs, seconds
 
 SHAPE = {"seq_len": 128, "head_dim": 32, "batch": 1, "heads": 2, "causal": True}
 CPU = torch.device("cpu")
@@ -130,8 +133,133 @@ def test_backward_is_timed_without_its_forward(no_verification):
         return naive_attention(q, k, v, causal=causal, scale=scale)
 
     backend = Backend("slow_forward", slow_forward, features=frozenset({"non_causal"}))
-    row = measure(Call(backend, SHAPE, device=CPU, dtype=torch.float32), repeats=3)
-    assert row["backward_p20"] < 0.5 * row["forward_p20"]
+    measurement = Measurement(lambda: Call(backend, SHAPE, device=CPU, dtype=torch.float32), repeats=3)
+    for _ in range(ROUNDS):
+        measurement.turn()
+    assert measurement.row["backward_p20"] < 0.5 * measurement.row["forward_p20"]
+    assert measurement.row["forward_repeats"] == 3 and "forward_host_seconds" not in measurement.row  # a CPU's are the same
+
+
+class FakeGPU:
+    """A host's clock and a GPU's, which works off its queue: what attention_call.seconds sees of torch and of time."""
+
+    def __init__(self):
+        self.host = self.free_at = 0.0
+        self.flushed = 0  # bytes, before a call
+        self.uint8 = torch.uint8
+        self.cuda = SimpleNamespace(
+            Event=lambda enable_timing: FakeEvent(self), synchronize=self.synchronize, _sleep=lambda cycles: self.launch(cycles / 2e9)
+        )
+
+    def perf_counter(self) -> float:
+        return self.host
+
+    def launch(self, duration: float, *, host: float = 5e-6) -> None:
+        """A kernel that runs so long and takes the host so long to launch."""
+        self.host += host
+        self.free_at = max(self.free_at, self.host) + duration
+
+    def synchronize(self, device: torch.device | None = None) -> None:
+        self.host = max(self.host, self.free_at)
+
+    def empty(self, size: int, **_) -> SimpleNamespace:
+        def zero_() -> None:
+            self.flushed = size
+            self.launch(size / 4e12)
+
+        return SimpleNamespace(zero_=zero_)
+
+
+class FakeEvent:
+    def __init__(self, gpu: FakeGPU):
+        self.gpu = gpu
+
+    def record(self) -> None:
+        self.at = max(self.gpu.free_at, self.gpu.host)
+
+    def query(self) -> bool:
+        return self.at <= self.gpu.host
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return 1000 * (end.at - self.at)
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    gpu = FakeGPU()
+    monkeypatch.setattr(attention_call, "torch", gpu)
+    monkeypatch.setattr(attention_call, "time", gpu)
+    return gpu
+
+
+@pytest.mark.parametrize("host", [10e-6, 140e-6, 600e-6, 7e-3])
+def test_a_gpu_is_timed_without_its_host(fake_gpu, host):
+    """Also where the host takes longer than the wait that is tried first; and each call finds an empty L2 cache."""
+
+    def call() -> None:
+        assert fake_gpu.flushed == 256 * 2**20
+        fake_gpu.flushed = 0
+        fake_gpu.launch(40e-6, host=host)
+
+    times, hosts = seconds(call, repeats=5, device=torch.device("cuda"))
+    assert times == pytest.approx([40e-6] * 5) and hosts == pytest.approx([host] * 5)
+
+
+def test_a_call_that_waits_for_the_gpu_is_timed_with_its_host(fake_gpu):
+    """No wait is long enough for it, and none is tried for ever."""
+
+    def call() -> None:
+        fake_gpu.launch(40e-6)
+        fake_gpu.synchronize()
+        fake_gpu.launch(40e-6, host=1e-3)
+
+    times, _ = seconds(call, repeats=5, device=torch.device("cuda"))
+    assert times == pytest.approx([1.08e-3] * 5)
+
+
+@pytest.mark.gpu
+def test_a_short_kernel_under_a_slow_host():
+    """200,000 cycles are 0.1 ms, and the call two."""
+
+    def call() -> None:
+        time.sleep(2e-3)
+        torch.cuda._sleep(200_000)
+
+    times, hosts = seconds(call, repeats=10, device=torch.device("cuda"))
+    assert len(times) == len(hosts) == 10 and min(hosts) > 2e-3
+    assert 50e-6 < median(times) < 500e-6
+
+
+def test_backends_take_turns(run_benchmark, no_verification, monkeypatch):
+    """Each has all of its repeats, a quarter at a time, and one that fails leaves the others theirs."""
+    turns, turn = [], Measurement.turn
+
+    def watched(self):
+        call = self.make()
+        turns.append((call.backend.name, call.inputs[0].shape[2]))
+        if call.backend.name == "tiled" and len(turns) > 4:
+            raise MemoryError("can't allocate memory")
+        turn(self)
+
+    monkeypatch.setattr(Measurement, "turn", watched)
+    rows, output = run_benchmark(
+        "--attention", "naive", "tiled", "sdpa", "--heads", "2", "--seq-len", "64", "128", "--head-dim", "8", "--repeats", "10"
+    )
+    all_three, others = ["naive", "tiled", "sdpa"], ["naive", "sdpa"]
+    assert [name for name, length in turns if length == 64] == all_three * 2 + others * 2
+    assert [name for name, length in turns if length == 128] == all_three + others * 3
+    assert [(row["attention"], row["seq_len"]) for row in rows] == [(name, length) for length in (64, 128) for name in all_three]
+    assert [row.get("forward_repeats") for row in rows] == [10, None, 10] * 2
+    assert all("memory" in row["oom"]["message"] and "forward_bytes" not in row for row in (rows[1], rows[4]))
+    assert output.count("out of memory") == 2
+
+
+def test_the_hosts_time_is_said_where_it_is_the_longer_one():
+    row = {"attention": "triton", "dtype": "bfloat16", "seq_len": 1024, "head_dim": 128}
+    row |= {"forward_seconds": 40e-6, "forward_tflops": 445.0, "forward_host_seconds": 140e-6}
+    row |= {"backward_seconds": 400e-6, "backward_tflops": 300.0, "backward_host_seconds": 200e-6}
+    said = benchmark.describe(row)
+    assert "0.040 ms" in said and "(host 0.140 ms)" in said and said.count("host") == 1
 
 
 def test_a_backend_with_wrong_results_is_refused(run_benchmark):
@@ -191,12 +319,12 @@ def test_a_verdict_is_kept_for_the_same_code_alone(monkeypatch, tmp_path):
 
 
 def test_out_of_memory_is_a_row(run_benchmark, no_verification, monkeypatch):
-    def runs_out(call, *, repeats):
+    def runs_out(measurement):
         raise RuntimeError(
             "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."
         )
 
-    monkeypatch.setattr(benchmark, "measure", runs_out)
+    monkeypatch.setattr(Measurement, "turn", runs_out)
     rows, output = run_benchmark("--attention", "naive", *SMALL)
     assert len(rows) == 2 and all("can't allocate memory" in row["oom"]["message"] for row in rows)
     assert output.count("out of memory") == 2
