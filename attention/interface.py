@@ -160,13 +160,16 @@ def check_inputs(
     score_mod: ScoreMod | None,
 ) -> None:
     """Raise ValueError, with the shapes in it, for inputs that no backend could take."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+    def shapes() -> str:
+        return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
-        raise ValueError(f"q must be (B, H, N, D) and k, v (B, H_kv, M, D); got {shapes}")
+        raise ValueError(f"q must be (B, H, N, D) and k, v (B, H_kv, M, D); got {shapes()}")
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q, k and v must share B and D, and k and v all of their shape; got {shapes}")
+        raise ValueError(f"q, k and v must share B and D, and k and v all of their shape; got {shapes()}")
     if min(*q.shape, *k.shape) < 1:
-        raise ValueError(f"every dimension must be at least 1; got {shapes}")
+        raise ValueError(f"every dimension must be at least 1; got {shapes()}")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"the query heads must be a multiple of the key/value heads; got H={q.shape[1]}, H_kv={k.shape[1]}")
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in ALL_DTYPES:

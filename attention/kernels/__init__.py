@@ -40,7 +40,7 @@ def triton_attention(
 
     kernel: "portable", "hopper", or "auto" for whichever the device and the inputs allow; see attention/kernels/choice.py.
     """
-    from attention.kernels.op import flash_attention
+    from attention.kernels.op import FlashAttention, flash_attention
 
     lo = hi = params = None
     mod = ""
@@ -56,7 +56,9 @@ def triton_attention(
             raise Refusal("attention=triton needs the score_mod as a @triton.jit function too: ScoreMod(fn, kernel='pkg.module:NAME')")
         mod = score_mod.kernel
         params = None if score_mod.params is None else score_mod.params.to(q.device, torch.float32).contiguous()
-    out, lse = flash_attention(q, k, v, lo, hi, params, causal, scale, mod, softmax, block_q, block_kv, kernel)
+    eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    function = FlashAttention.apply if eager else flash_attention
+    out, lse = function(q, k, v, lo, hi, params, causal, scale, mod, softmax, block_q, block_kv, kernel)
     return AttentionOutput(out, lse)
 
 
@@ -91,9 +93,8 @@ def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options: Any) -
         against = obstacle(device=q.device, dtype=q.dtype, head_dim=q.shape[-1])
         if against:
             return [f"kernel=hopper asks for kernels that cannot run here: {against}; kernel=auto takes the portable ones there"]
-    sizes = ", ".join(map(str, TILE_SIZES))
     return [
-        f"a kernel's tile has {sizes} rows and keys, not {name}={options[name]}"
+        f"a kernel's tile has {', '.join(map(str, TILE_SIZES))} rows and keys, not {name}={options[name]}"
         for name in ("block_q", "block_kv")
         if options.get(name) and options[name] not in TILE_SIZES
     ]

@@ -61,6 +61,17 @@ def table_for(capability: tuple[int, int], shared_memory: int) -> dict[str, Any]
     return max(fitting, key=lambda table: table["shared_memory"])
 
 
+@cache
+def properties(device: torch.device) -> Any:
+    """torch.cuda.get_device_properties, which takes a microsecond or two each time."""
+    return torch.cuda.get_device_properties(device)
+
+
+def tiles_of(length: int, block: int) -> int:
+    """How many tiles it takes. triton.cdiv is the same in two microseconds."""
+    return -(-length // block)
+
+
 def section_of(device: torch.device, streamed: int, *, heads: int = 1, equal: bool) -> int:
     """How many heads are worked on at a time, so that what they stream stays in the L2 cache: `streamed` bytes, which `heads` heads share.
 
@@ -72,7 +83,7 @@ def section_of(device: torch.device, streamed: int, *, heads: int = 1, equal: bo
     if device.type == "cpu":
         return 2 * heads  # the interpreter has no cache, and few heads: more than one section
     # about half of the cache: the rest is for what is read once, and written
-    return heads * max(1, round(torch.cuda.get_device_properties(device).L2_cache_size / 2 / streamed))
+    return heads * max(1, round(properties(device).L2_cache_size / 2 / streamed))
 
 
 def bytes_of_a_head(x: Tensor) -> int:
@@ -83,7 +94,7 @@ def bytes_of_a_head(x: Tensor) -> int:
 def descriptor_strides(x: Tensor) -> list[int]:
     """Strides of x (B, H, N, D) for a tensor descriptor."""
     # that of a dimension of size 1 is never used, but it is checked
-    return [*(stride if size > 1 else 16 for size, stride in zip(x.shape[:3], x.stride(), strict=False)), 1]
+    return [stride if size > 1 else 16 for size, stride in zip(x.shape, x.stride()[:3], strict=False)] + [1]
 
 
 def batch_stride(x: Tensor | None) -> int:
@@ -99,7 +110,7 @@ def pick_tile(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.devi
         return Tile(block_q, block_kv, num_warps=8 if block_q * block_kv > 64 * 64 else 4, num_stages=2 if dtype.itemsize == 2 else 1)
     if device.type == "cpu":
         return INTERPRETER
-    properties = torch.cuda.get_device_properties(device)
-    table = table_for((properties.major, properties.minor), properties.shared_memory_per_block_optin)
+    gpu = properties(device)
+    table = table_for((gpu.major, gpu.minor), gpu.shared_memory_per_block_optin)
     tiles = table["float32" if dtype == torch.float32 else "16-bit"][kernel]
     return Tile(*tiles[str(max(64, padded_head_dim(head_dim)))])

@@ -5,7 +5,7 @@ Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D h
 
 import importlib
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from attention.kernels import defects
 from attention.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from attention.kernels.choice import choose_kernel
 from attention.kernels.forward import forward_kernel
-from attention.kernels.launch import batch_stride, bytes_of_a_head, descriptor_strides, padded_head_dim, pick_tile, section_of
+from attention.kernels.launch import batch_stride, bytes_of_a_head, descriptor_strides, padded_head_dim, pick_tile, section_of, tiles_of
 from attention.kernels.softmax import ONLINE
 
 # an operator takes names, not functions
@@ -42,11 +42,12 @@ def readable(x: Tensor) -> Tensor:
     A view of a packed qkv projection is readable as it is; what is not is copied. The interpreter computes bfloat16 on raw bits, so
     there x becomes float32.
     """
-    if x.device.type == "cpu" and x.dtype == torch.bfloat16:
+    if x.is_cpu and x.dtype == torch.bfloat16:
         x = x.float()
     granule = 16 // x.element_size()
-    strides = [stride for size, stride in zip(x.shape[:3], x.stride(), strict=False) if size > 1]
-    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride > 0 and stride % granule == 0 for stride in strides):
+    *outer, last = x.stride()
+    aligned = [size == 1 or (stride > 0 and stride % granule == 0) for size, stride in zip(x.shape, outer, strict=False)]
+    if last == 1 and all(aligned) and x.data_ptr() % 16 == 0:
         return x
     head_dim = x.shape[-1]
     return x.new_empty(*x.shape[:3], head_dim + -head_dim % granule)[..., :head_dim].copy_(x)
@@ -101,8 +102,11 @@ def query_ranges(lo: Tensor, hi: Tensor, num_keys: int, block_kv: int) -> Tensor
     return torch.stack(bounds, -1).int()
 
 
-def runs_hopper(kernel: str, q: Tensor, scale: float, score_mod: str, softmax: str, tile: int) -> bool:
-    inputs = {"device": q.device, "dtype": q.dtype, "head_dim": q.shape[-1], "scale": scale}
+@lru_cache
+def runs_hopper(
+    kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, scale: float, score_mod: str, softmax: str, tile: int
+) -> bool:
+    inputs = {"device": device, "dtype": dtype, "head_dim": head_dim, "scale": scale}
     return choose_kernel(kernel, **inputs, score_mod=score_mod, softmax=softmax, tile=tile).kernel == "hopper"
 
 
@@ -130,17 +134,17 @@ def flash_attention(
     """
     dtype = q.dtype
     q, k, v = readable(q), readable(k), readable(v)
-    (batch, num_heads, num_queries, _), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
+    (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
     out = empty_heads(q)
     lse = q.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
-    if runs_hopper(kernel_choice, q, scale, score_mod, softmax, block_q or block_kv):
+    if runs_hopper(kernel_choice, q.device, q.dtype, head_dim, scale, score_mod, softmax, block_q or block_kv):
         from attention.kernels.hopper import launch as hopper
 
         hopper.forward(q, k, v, out, lse, lo, hi, causal=causal, scale=scale)
         return out, lse
     groups, equal = num_heads // num_kv_heads, not causal and lo is None
     meta = constants("forward", q, causal, lo, score_mod, block_q, block_kv)
-    grid = (triton.cdiv(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
+    grid = (tiles_of(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
     forward_kernel[grid](
         descriptor(q, meta["BLOCK_Q"]), descriptor(k, meta["BLOCK_KV"]), descriptor(v, meta["BLOCK_KV"]), out, lse, lo, hi, params,
         *out.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
@@ -180,7 +184,8 @@ def flash_attention_backward(
     d_out, q, k, v, out = readable(d_out), readable(q), readable(k), readable(v), readable(out)
     (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
     dq, dk, dv = empty_heads(q), empty_heads(k), empty_heads(v)
-    if runs_hopper(kernel_choice, q, scale, score_mod, softmax, block_q or block_kv) and not torch.are_deterministic_algorithms_enabled():
+    hopper_runs = runs_hopper(kernel_choice, q.device, q.dtype, head_dim, scale, score_mod, softmax, block_q or block_kv)
+    if hopper_runs and not torch.are_deterministic_algorithms_enabled():
         from attention.kernels.hopper import launch as hopper
 
         ranges = None if lo is None else query_ranges(lo, hi, num_keys, hopper.BLOCK_KV)
@@ -190,7 +195,7 @@ def flash_attention_backward(
     sizes = (num_queries, num_keys, scale, scale * math.log2(math.e))
 
     delta = torch.empty_like(lse)
-    delta_kernel[(triton.cdiv(num_queries, DELTA_BLOCK_Q), batch * num_heads)](
+    delta_kernel[(tiles_of(num_queries, DELTA_BLOCK_Q), batch * num_heads)](
         out, d_out, None if d_lse is None else d_lse.contiguous(), delta, *out.stride()[:3], *d_out.stride()[:3], num_heads, num_queries,
         D=head_dim, BLOCK_Q=DELTA_BLOCK_Q, BLOCK_D=padded_head_dim(head_dim),
     )  # fmt: skip
@@ -204,7 +209,7 @@ def flash_attention_backward(
     plain = groups == 1 and lo is None and not score_mod
     meta = constants("dkdv" if plain else "dkdv_general", *choice) | steps
     ranges = None if lo is None else query_ranges(lo, hi, num_keys, meta["BLOCK_KV"])
-    grid = (triton.cdiv(num_keys, meta["BLOCK_KV"]) * batch * num_kv_heads,)
+    grid = (tiles_of(num_keys, meta["BLOCK_KV"]) * batch * num_kv_heads,)
     dkdv_kernel[grid](
         *inputs(meta), dk, dv, lo, hi, ranges, params, *dk.stride()[:3], *dv.stride()[:3], batch_stride(lo), batch_stride(ranges),
         num_kv_heads, batch * num_kv_heads, section_of(q.device, groups * 2 * bytes_of_a_head(q), equal=equal),
@@ -212,7 +217,7 @@ def flash_attention_backward(
     )  # fmt: skip
 
     meta = constants("dq", *choice) | steps
-    grid = (triton.cdiv(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
+    grid = (tiles_of(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
     dq_kernel[grid](
         *inputs(meta), dq, lo, hi, params, *dq.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
         section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=equal), *sizes, **meta,
@@ -227,12 +232,27 @@ def _(d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: 
 
 def _save(ctx, inputs, output) -> None:
     q, k, v, lo, hi, params, *ctx.settings = inputs
+    ctx.set_materialize_grads(False)  # no zeros for a gradient of lse, which few use
     ctx.save_for_backward(q, k, v, *output, lo, hi, params)
 
 
-def _backward(ctx, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    dq, dk, dv = flash_attention_backward(d_out, d_lse, *ctx.saved_tensors, *ctx.settings)
+def _backward(ctx, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, *others = ctx.saved_tensors
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    dq, dk, dv = flash_attention_backward(d_out, d_lse, q, k, v, out, *others, *ctx.settings)
     return dq, dk, dv, *([None] * (3 + len(ctx.settings)))
 
 
 flash_attention.register_autograd(_backward, setup_context=_save)
+
+
+class FlashAttention(torch.autograd.Function):
+    """The same gradient for eager mode: the registered one looks at the schema anew in each call, which takes 50 microseconds."""
+
+    @staticmethod
+    def forward(ctx, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = flash_attention(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_backward)

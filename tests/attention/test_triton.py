@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import Backend, attention, get_backend
+from attention.kernels import op
 from attention.kernels.forward import place
 from attention.kernels.op import flash_attention, flash_attention_backward, readable
 from attention.mask import visible_keys
@@ -56,6 +57,30 @@ def test_the_operator_keeps_pytorchs_contract(operands, causal, everything):
         out, lse = flash_attention(q, k, v, *optional, *settings)
         d_out, d_lse = random(*out.shape, dtype=out.dtype), None if everything else torch.ones_like(lse)
         torch.library.opcheck(flash_attention_backward, (d_out, d_lse, q, k, v, out, lse, *optional, *settings))
+
+
+@pytest.mark.parametrize("used", [(True, False), (False, True), (True, True)], ids=["out", "lse", "both"])
+def test_the_gradient_of_eager_mode_is_the_registered_one(used, monkeypatch):
+    """To the bit, whichever result has a gradient; and no zeros are made for the gradient of an lse that nobody used."""
+    given, backward = [], op.flash_attention_backward
+
+    def watched(d_out: Tensor, d_lse: Tensor | None, *others: object) -> tuple[Tensor, ...]:
+        given.append(d_lse)
+        return backward(d_out, d_lse, *others)
+
+    monkeypatch.setattr(op, "flash_attention_backward", watched)
+    q, k, v = (random(2, heads, 40, 16, seed=seed).requires_grad_() for seed, heads in enumerate((4, 2, 2)))
+
+    def gradients(results: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        terms = [(x * random(*x.shape, seed=3)).sum() for x, use in zip(results, used, strict=True) if use]
+        return torch.autograd.grad(sum(terms), (q, k, v), materialize_grads=True)
+
+    eager = attention(q, k, v, backend=PORTABLE)
+    assert "FlashAttentionBackward" in type(eager.out.grad_fn).__name__
+    found = gradients(eager)
+    torch.testing.assert_close(found, gradients(flash_attention(q, k, v, None, None, None, True, 0.25, "", "online", 0, 0)), rtol=0, atol=0)
+    assert [x is not None for x in given] == [used[1]] * 2
+    torch.testing.assert_close(found, gradients(attention(q, k, v, backend="naive")), rtol=1e-4, atol=1e-5)
 
 
 @triton.jit

@@ -8,15 +8,15 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import driver
 
 from attention.kernels.hopper.around import convert_dq_kernel, prepare_kernel
 from attention.kernels.hopper.backward import backward_kernel
 from attention.kernels.hopper.forward import forward_kernel
-from attention.kernels.launch import batch_stride, bytes_of_a_head, descriptor_strides, section_of
+from attention.kernels.launch import batch_stride, bytes_of_a_head, descriptor_strides, properties, section_of, tiles_of
 
 BLOCK_Q = 64  # queries of a forward consumer
 BLOCK_KV = 128
@@ -59,9 +59,8 @@ def sum_descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), shared_layout(block, x.dtype))
 
 
-@cache
 def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return properties(device).multi_processor_count
 
 
 _counters: dict[tuple[torch.device, int], Tensor] = {}
@@ -71,7 +70,7 @@ def counters(device: torch.device) -> Tensor:
     """Two zeros, which a launch leaves as zeros. One pair a stream, because launches of one stream run one after the other."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)  # memory of the graph's own
-    key = device, torch.cuda.current_stream(device).cuda_stream
+    key = device, driver.active.get_current_stream(device.index)  # as Triton asks at a launch
     if key not in _counters:
         _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
     return _counters[key]
@@ -117,7 +116,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lo: Tenso
     num_kv_heads, num_keys = k.shape[1:3]
     groups, batch_heads = num_heads // num_kv_heads, batch * num_heads
     meta = forward_constants(q.shape, num_keys, causal, lo is not None)
-    work = batch_heads * triton.cdiv(num_queries, BLOCK_Q * meta["CONSUMERS"])
+    work = batch_heads * tiles_of(num_queries, BLOCK_Q * meta["CONSUMERS"])
     forward_kernel[(min(work, multiprocessors(q.device)),)](
         descriptor(q, BLOCK_Q), descriptor(k, BLOCK_KV), descriptor(v, BLOCK_KV), descriptor(out, BLOCK_Q), lse, lo, hi,
         counters(q.device), batch_stride(lo), num_heads, groups, batch_heads,
@@ -135,7 +134,7 @@ def backward(
     num_kv_heads, num_keys = k.shape[1:3]
     groups, batch_heads = num_heads // num_kv_heads, batch * num_heads
     delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
-    padded = triton.cdiv(num_queries, 128) * 128
+    padded = tiles_of(num_queries, 128) * 128
     dq_sum = q.new_empty(batch_heads * padded * head_dim // 32, 32, dtype=torch.float32)
     rows = 4096 // head_dim
     prepare_kernel[(padded // rows, batch_heads)](
@@ -144,7 +143,7 @@ def backward(
     )  # fmt: skip
     meta = backward_constants(q.shape, k.shape, causal, lo is not None)
     block_q = meta["BLOCK_Q"]
-    backward_kernel[(triton.cdiv(num_keys, BLOCK_KV) * batch * num_kv_heads,)](
+    backward_kernel[(tiles_of(num_keys, BLOCK_KV) * batch * num_kv_heads,)](
         descriptor(q, block_q), descriptor(k, BLOCK_KV // 2), descriptor(v, BLOCK_KV // 2), descriptor(d_out, block_q),
         sum_descriptor(dq_sum, sum_block(head_dim, block_q)),
         descriptor(dk, BLOCK_KV // 2), descriptor(dv, BLOCK_KV // 2), lse_log2, delta, lo, hi, ranges,
@@ -153,6 +152,6 @@ def backward(
         section_of(q.device, groups * (2 * bytes_of_a_head(q) + 4 * num_queries * head_dim), equal=not causal),
         num_queries, num_keys, scale, scale * math.log2(math.e), **meta, num_warps=4,
     )  # fmt: skip
-    convert_dq_kernel[(triton.cdiv(num_queries, 64), batch_heads)](
+    convert_dq_kernel[(tiles_of(num_queries, 64), batch_heads)](
         dq_sum, dq, *dq.stride()[:3], num_heads, num_queries, scale, D=head_dim, num_warps=8
     )
