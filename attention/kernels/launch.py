@@ -63,7 +63,7 @@ def table_for(capability: tuple[int, int], shared_memory: int) -> dict[str, Any]
 
 @cache
 def properties(device: torch.device) -> Any:
-    """torch.cuda.get_device_properties, which takes a microsecond or two each time."""
+    """torch.cuda.get_device_properties, asked once: a launch looks at them several times."""
     return torch.cuda.get_device_properties(device)
 
 
