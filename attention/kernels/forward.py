@@ -27,13 +27,11 @@ def place(pid, num_tiles, num_heads, section):
     A section with fewer heads is the first: were it the last, its first tiles, the longest under a causal mask, would have too few short
     ones after them to keep every multiprocessor busy.
     """
-    first = 0
-    size = num_heads - (tl.cdiv(num_heads, section) - 1) * section
-    if pid >= size * num_tiles:
-        pid -= size * num_tiles
-        first = size + pid // (section * num_tiles) * section
-        pid %= section * num_tiles
-        size = section
+    left_over = num_heads - (tl.cdiv(num_heads, section) - 1) * section
+    later = pid - left_over * num_tiles  # negative in the first section
+    size = tl.where(later < 0, left_over, section)
+    first = tl.where(later < 0, 0, left_over + later // (section * num_tiles) * section)
+    pid = tl.where(later < 0, pid, later % (section * num_tiles))
     return pid // size, first + pid % size
 
 
