@@ -16,8 +16,8 @@ from attention.mask import visible_keys
 
 @cache
 def compiled(function):
-    # shapes are fixed until one changes (a cache that grows while sampling), then symbolic. Masks, score changes and gradients are graphs of
-    # their own: more than PyTorch makes by default, after which it would go on uncompiled without a word, or with fullgraph stop
+    # shapes are fixed until one changes (a cache that grows while sampling), then symbolic. Masks, score changes and gradients are graphs
+    # of their own: more than PyTorch makes by default, after which it would go on uncompiled without a word, or with fullgraph stop
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
     torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 1024)
     return torch.compile(function, fullgraph=True)
