@@ -127,7 +127,7 @@ def test_results_leave_out_what_was_not_measured(monkeypatch, capsys, tmp_path):
     rows = [
         {"attention": name, "causal": causal, "head_dim": 64, "seq_len": 1024, "dtype": "bfloat16"}
         | {"forward_tflops": speed, "backward_tflops": speed / 2}
-        for name, speed in (("triton", 300.0), ("sdpa:backend=flash", 200.0))
+        for name, speed in (("triton", 300.0), ("triton:kernel=portable", 250.0), ("sdpa:backend=flash", 200.0))
         for causal in (True, False)
     ]
     environment = {"hardware": {"gpu": "a card"}, "versions": {"torch": "2"}, "commit": "0123456789"}
@@ -140,5 +140,6 @@ def test_results_leave_out_what_was_not_measured(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["results"])
     import_module("scripts.results.__main__").main()
     text = (tmp_path / "README.md").read_text()
-    assert "| causal | 64 | 1,024 | **300** | 200 |" in text and "sdpa flash, full: 1.50 (lowest 1.50)" in text and "## Masks" not in text
+    assert "| causal | 64 | 1,024 | **300** | 250 | 200 |" in text and "## Masks" not in text
+    assert "| triton portable | sdpa flash | 1.25 (1.25) | 1.25 (1.25) |" in text
     assert '"Masks" is left out: masks_h200.json has not been measured yet' in capsys.readouterr().out
