@@ -218,39 +218,30 @@ def walk_queries(
     """All that one query head adds: queries first : last see some of these keys, full_first : full_last all of them."""
     # a mask in copies of the loop, before and after, spills less with 128 queries a step, in a branch of the one loop with 64
     BRANCH: gl.constexpr = MASKED and BLOCK_Q == 64
+    COPIES: gl.constexpr = MASKED and BLOCK_Q == 128
     middle = first
     middle_last = last
-    if MASKED and not BRANCH:
+    if COPIES:
         gl.static_assert(CAUSAL or INTERVALS)
         middle = gl.minimum(first + gl.cdiv(gl.maximum(full_first - first, 0), BLOCK_Q) * BLOCK_Q, last)
-        for start_q in range(first, middle, BLOCK_Q):
+    for part in gl.static_range(0 if COPIES else 1, 3 if COPIES and INTERVALS else 2):  # before, in the middle, after
+        if COPIES and INTERVALS and part == 1:
+            middle_last = gl.minimum(first + gl.maximum(full_last - first, 0) // BLOCK_Q * BLOCK_Q, last)
+        start = first if part == 0 else middle if part == 1 else gl.maximum(middle, middle_last)
+        stop = middle if part == 0 else middle_last if part == 1 else last
+        for start_q in range(start, stop, BLOCK_Q):
+            must_mask = True
+            if part == 1:
+                if INTERVALS:
+                    must_mask = (start_q < full_first) | (start_q + BLOCK_Q > full_last)
+                elif CAUSAL:
+                    must_mask = start_q < edge + (BLOCK_KV - 1)
+                else:
+                    must_mask = edge + BLOCK_KV > 0
             dk, dv = add_queries(
-                dk, dv, item, start_q, edge, dq_row, True, dq_desc, k_tiles, v_tiles, q_ring, do_ring,
+                dk, dv, item, start_q, edge, dq_row, must_mask, dq_desc, k_tiles, v_tiles, q_ring, do_ring,
                 lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
-                SELF, CAUSAL, INTERVALS, True, D, BLOCK_Q, STAGES,
-            )  # fmt: skip
-            item += 1
-    if INTERVALS and not BRANCH:
-        middle_last = gl.minimum(first + gl.maximum(full_last - first, 0) // BLOCK_Q * BLOCK_Q, last)
-    for start_q in range(middle, middle_last, BLOCK_Q):
-        if INTERVALS:
-            must_mask = (start_q < full_first) | (start_q + BLOCK_Q > full_last)
-        elif CAUSAL:
-            must_mask = start_q < edge + (BLOCK_KV - 1)
-        else:
-            must_mask = edge + BLOCK_KV > 0
-        dk, dv = add_queries(
-            dk, dv, item, start_q, edge, dq_row, must_mask, dq_desc, k_tiles, v_tiles, q_ring, do_ring,
-            lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
-            SELF, CAUSAL, INTERVALS, BRANCH, D, BLOCK_Q, STAGES,
-        )  # fmt: skip
-        item += 1
-    if INTERVALS and not BRANCH:
-        for start_q in range(gl.maximum(middle, middle_last), last, BLOCK_Q):
-            dk, dv = add_queries(
-                dk, dv, item, start_q, edge, dq_row, True, dq_desc, k_tiles, v_tiles, q_ring, do_ring,
-                lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
-                SELF, CAUSAL, INTERVALS, True, D, BLOCK_Q, STAGES,
+                SELF, CAUSAL, INTERVALS, BRANCH if part == 1 else True, D, BLOCK_Q, STAGES,
             )  # fmt: skip
             item += 1
     return dk, dv, item
