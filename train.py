@@ -139,15 +139,16 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 passes = reader.passes(step)
                 found = torch.stack(compute_gradients(step_model, passes, **parts, autocast=autocast, grad_clip=optim.grad_clip))
                 figures, step, tokens = on_its_way(found), step + 1, tokens + config.sequences_per_step * config.seq_len
-                compare = config.diagnose_steps > 0 and (step == config.steps or step % config.diagnose_steps == 0)
-                log_now = step == config.steps or step % config.log_every == 0
+                finished = step == config.steps
+                compare = config.diagnose_steps > 0 and (finished or step % config.diagnose_steps == 0)
+                log_now = finished or step % config.log_every == 0
                 # weights must not be touched by a step that went wrong, nor before they are looked at
-                updated = not (log_now or compare or scaler.is_enabled()) and update_if_finite(optimizer, found)
+                updated = not (log_now or compare) and update_if_finite(found, **parts)
                 loss, grad_norm = figures()  # the step's one wait for the GPU
                 # a loss scaler meets infinite gradients on purpose and skips them: there only a collapsed scale is a failure
                 grad_is_fine = scaler.get_scale() >= 1 if scaler.is_enabled() else math.isfinite(grad_norm)
                 diverged = not (math.isfinite(loss) and grad_is_fine)
-                finished = step == config.steps or diverged
+                finished = finished or diverged
                 # an interruption leaves no trace in the metrics: the resumed run's are those of a run that nothing disturbed
                 last = finished or interrupt.requested
 

@@ -132,10 +132,10 @@ def build(config: RunConfig) -> Iterator[Job]:
             set_learning_rate(optimizer, number, config.steps, optim)
             with record_function(DATA):
                 passes = batches.passes(number)
-            parts = {"optimizer": optimizer, "scaler": scaler, "autocast": autocast}
-            found = torch.stack(compute_gradients(step_model, passes, **parts, grad_clip=optim.grad_clip))
+            parts = {"optimizer": optimizer, "scaler": scaler}
+            found = torch.stack(compute_gradients(step_model, passes, **parts, autocast=autocast, grad_clip=optim.grad_clip))
             figures = on_its_way(found)
-            updated = not scaler.is_enabled() and update_if_finite(optimizer, found)
+            updated = update_if_finite(found, **parts)
             with record_function(OPTIMIZER):
                 loss, grad_norm = figures()
                 if not (math.isfinite(loss) and (scaler.is_enabled() or math.isfinite(grad_norm))):

@@ -50,13 +50,13 @@ def on_its_way(x: Tensor) -> Callable[[], list[float]]:
     return wait
 
 
-def update_if_finite(optimizer: torch.optim.Optimizer, found: Tensor) -> bool:
+def update_if_finite(found: Tensor, *, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> bool:
     """Queue the optimizer's step behind the gradients; False where it cannot judge for itself, and nothing was done.
 
     found: what decides, loss and norm, on the device. If one is not finite, weights and moments stay as they are. A GPU thus need not
-    stand still until the host has looked. PyTorch's fused AdamW has this for GradScaler.
+    stand still until the host has looked. PyTorch's fused AdamW has this for GradScaler, which judges for itself where it is enabled.
     """
-    if not (isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]):
+    if scaler.is_enabled() or not (isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]):
         return False
     optimizer.grad_scale, optimizer.found_inf = None, (~found.isfinite()).any().float()
     try:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from training.step import compute_gradients, on_its_way, update_if_finite
 
+UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
+
 
 class Output(NamedTuple):
     loss: Tensor
@@ -84,7 +86,7 @@ def test_an_update_is_made_where_loss_and_norm_are_finite(bad):
         for parameters in (ours, theirs):
             parameters[0].grad = torch.linspace(-1, 1, 6).reshape(2, 3)
         before = copy.deepcopy(pair[0].state_dict())
-        assert update_if_finite(pair[0], found)
+        assert update_if_finite(found, optimizer=pair[0], scaler=UNSCALED)
         pair[1].step()
     if bad is None:
         assert torch.equal(ours[0], theirs[0])
@@ -98,9 +100,11 @@ def test_an_update_is_made_where_loss_and_norm_are_finite(bad):
 
 def test_an_optimizer_that_cannot_judge_does_nothing():
     model = Square()
-    for optimizer in (torch.optim.AdamW(model.parameters(), fused=False), torch.optim.SGD(model.parameters(), lr=0.1)):
+    fused, plain = (torch.optim.AdamW(model.parameters(), fused=fused) for fused in (True, False))
+    scaled = torch.amp.GradScaler("cpu")  # which judges itself
+    for optimizer, scaler in ((plain, UNSCALED), (torch.optim.SGD(model.parameters(), lr=0.1), UNSCALED), (fused, scaled)):
         model.weight.grad = torch.tensor(1.0)
-        assert not update_if_finite(optimizer, torch.ones(2)) and model.weight.item() == 2.0
+        assert not update_if_finite(torch.ones(2), optimizer=optimizer, scaler=scaler) and model.weight.item() == 2.0
 
 
 def test_figures_arrive():
