@@ -104,12 +104,10 @@ def attention_bytes(
         saved = element * size + 4 * rows
         # rowsum(d_out * out), dq, dk, dv
         work = element * (size + 2 * kv_size) + 4 * rows
-        if (
-            kind == LIBRARY and device != "cpu"
-        ):  # PyTorch's flash kernel adds dq up in float32, and copies out and d_out into its own layout
-            work += 8 * size
-        elif device != "cpu" and element == 2 and head_dim in (64, 128):  # so do Triton's on Hopper; planned alike on every GPU
-            work += 4 * size + 4 * rows
+        if device != "cpu" and kind == LIBRARY:
+            work += 8 * size  # PyTorch's flash kernel adds dq up in float32, and copies out and d_out into its own layout
+        elif device != "cpu" and element == 2 and head_dim in (64, 128):
+            work += 4 * size + 4 * rows  # Triton's kernels for Hopper add dq up in float32 too; planned alike on every GPU
         return AttentionBytes(saved, saved, saved, saved + work)
     tile_rows = min(block_q, seq_len)
     tile = batch * heads * tile_rows * min(block_kv, seq_len)

@@ -22,6 +22,7 @@ from training.metrics import measured_on, write_json
 FOLDER = Path(attention.__file__).parent
 # in the order in which they import one another
 MODULES = ("mask", "online_softmax", "tiled")
+MATRIX_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the kill matrix is made
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def smallest_cover(rows: list[dict[str, Any]]) -> list[str]:
 
 def write_matrix(path: Path, rows: list[dict[str, Any]]) -> None:
     """The rows in the order of MUTANTS, with where they were measured and the covering properties."""
-    where = measured_on("cuda" if torch.cuda.is_available() else "cpu")
+    where = measured_on(MATRIX_DEVICE)
     order = [mutant.name for mutant in MUTANTS]
     rows = sorted(rows, key=lambda row: order.index(row["name"]))
     names = [name for name in PROPERTIES if name not in SLOW]

@@ -15,7 +15,7 @@ from attention import get_backend
 from attention.conformance import SHORT
 from attention.properties import PROPERTIES, SLOW, examine
 from attention.subject import Subject
-from tests.attention.mutants import MUTANTS, Mutant, smallest_cover
+from tests.attention.mutants import MATRIX_DEVICE, MUTANTS, Mutant, smallest_cover
 
 MATRIX = Path(__file__).resolve().parents[2] / "results/mutants.json"
 # catch every mutant between them, found by smallest_cover; in the order in which they are tried
@@ -44,17 +44,13 @@ def row(mutant: Mutant, killed_by: list[str]) -> dict:
     return {"name": mutant.name, "says": mutant.says, "dtype": SHORT[mutant.dtype], "survives": mutant.survives, "killed_by": killed_by}
 
 
-def matrix_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def by_name(mutants: list[Mutant]):
     return pytest.mark.parametrize("mutant", [pytest.param(mutant, id=mutant.name) for mutant in mutants])
 
 
 @by_name(MISTAKES)
 def test_is_caught(mutant, kill_record):
-    found = caught(mutant, everything(), device=matrix_device()) if kill_record else caught(mutant, COVER, first=True)
+    found = caught(mutant, everything(), device=MATRIX_DEVICE) if kill_record else caught(mutant, COVER, first=True)
     if kill_record:
         kill_record(row(mutant, found))
     assert found, mutant.says
@@ -63,7 +59,7 @@ def test_is_caught(mutant, kill_record):
 @by_name(HARMLESS)
 def test_no_mistake_is_not_caught(mutant, kill_record):
     """Red here would be a property that asks for more than attention owes."""
-    found = caught(mutant, everything(), device=matrix_device() if kill_record else "cpu")
+    found = caught(mutant, everything(), device=MATRIX_DEVICE if kill_record else "cpu")
     if kill_record:
         kill_record(row(mutant, found))
     assert not found, mutant.survives
