@@ -284,6 +284,12 @@ class RunConfig:
         """Steps between comparisons with exact attention, spelled out; 0 for none."""
         return self.eval_every if self.diagnose_every is None else self.diagnose_every
 
+    def is_quiet(self, step: int) -> bool:
+        """Whether nothing is logged, compared, evaluated, saved or switched after this many steps."""
+        intervals = (self.log_every, self.diagnose_steps, self.eval_every, self.checkpoint_every)
+        due = step in (self.steps, self.attention.switch_at) or any(every and step % every == 0 for every in intervals)
+        return not due
+
     @property
     def accumulation_steps(self) -> int:
         """Forward and backward passes of one optimizer step."""

@@ -50,10 +50,10 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from training.loggers import build_logger
     from training.memory import MemoryMeter, cpu_memory_limit
     from training.metrics import MetricsFile, Progress, Throughput, environment, peak_flops, read_metrics, write_json
-    from training.optimizer import build_optimizer, set_learning_rate
+    from training.optimizer import build_optimizer, learning_rate, set_learning_rate
     from training.outcome import outcome_of
     from training.plot import draw_loss_curve
-    from training.step import compute_gradients, on_its_way, update_if_finite
+    from training.step import Queued, compute_gradients, queue_step
     from training.sweep import job_names, own_overrides
 
     # where and in which precision
@@ -90,8 +90,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     metrics = MetricsFile(run_dir / "metrics.jsonl")
     plain_config = OmegaConf.to_container(OmegaConf.structured(config))
     first_step, tokens = 0, 0
-    parts = {"optimizer": optimizer, "scaler": scaler}
-    checkpoints = Checkpoints(run_dir, model=model, **parts, config=plain_config, keep=config.keep)
+    checkpoints = Checkpoints(run_dir, model=model, optimizer=optimizer, scaler=scaler, config=plain_config, keep=config.keep)
     if config.resume:
         meta = checkpoints.load()
         first_step, tokens = meta["step"], meta["tokens"]
@@ -111,6 +110,14 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     throughput = Throughput(device, flops_per_token=flops, peak=peak_flops(device, dtype))
     memory, progress = MemoryMeter(device), Progress(config.steps)
     held_out = data.val_batch(config.eval_sequences) if config.eval_every else ()
+    how = {"optimizer": optimizer, "scaler": scaler, "autocast": autocast, "grad_clip": optim.grad_clip}
+
+    def queue(step: int, before: Queued | None = None) -> Queued:
+        set_learning_rate(optimizer, step, config.steps, optim)
+        queued = queue_step(step_model, reader.passes(step), **how, update=config.is_quiet(step + 1), before=before)
+        if queued.updated:
+            throughput.step(config.sequences_per_step * config.seq_len)
+        return queued
 
     def validate(also: dict) -> dict[str, float]:
         return evaluate(model, *held_out, batch_size=config.batch_size, autocast=autocast, accuracy=data.metric == "accuracy", also=also)
@@ -124,7 +131,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         summary.update(steps_done=row["step"], tokens=tokens, tokens_per_sec=throughput.tokens_per_sec, **reserved)
         memory.reset()
 
-    step, step_model = first_step, under_attention(model, backend_after(schedule, first_step), compile_mode=config.compile)
+    step, ahead, step_model = first_step, None, under_attention(model, backend_after(schedule, first_step), compile_mode=config.compile)
     summary["compiled"] = step_model is not model
     try:
         bar = tqdm(total=config.steps, initial=first_step, disable=None, unit="step")
@@ -134,43 +141,37 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 record(row := {"step": 0, "tokens": 0, **validate({})})
                 log.info(progress.line(0, row))
             while step < config.steps:
-                # one optimizer step
-                lr = set_learning_rate(optimizer, step, config.steps, optim)
-                passes = reader.passes(step)
-                found = torch.stack(compute_gradients(step_model, passes, **parts, autocast=autocast, grad_clip=optim.grad_clip))
-                figures, step, tokens = on_its_way(found), step + 1, tokens + config.sequences_per_step * config.seq_len
-                finished = step == config.steps
-                compare = config.diagnose_steps > 0 and (finished or step % config.diagnose_steps == 0)
-                log_now = finished or step % config.log_every == 0
-                # weights must not be touched by a step that went wrong, nor before they are looked at
-                updated = not (log_now or compare) and update_if_finite(found, **parts)
-                loss, grad_norm = figures()  # the step's one wait for the GPU
+                # one optimizer step; where nothing is due after it, the next is queued before this one is looked at
+                now = ahead or queue(step)
+                ahead = queue(step + 1, before=now) if now.updated and not interrupt.requested else None
+                loss, grad_norm = now.figures()  # the one wait for the GPU
+                step, tokens = step + 1, tokens + config.sequences_per_step * config.seq_len
                 # a loss scaler meets infinite gradients on purpose and skips them: there only a collapsed scale is a failure
-                grad_is_fine = scaler.get_scale() >= 1 if scaler.is_enabled() else math.isfinite(grad_norm)
-                diverged = not (math.isfinite(loss) and grad_is_fine)
-                finished = finished or diverged
+                diverged = not math.isfinite(loss) or (scaler.get_scale() < 1 if scaler.is_enabled() else not math.isfinite(grad_norm))
+                finished = diverged or step == config.steps
                 # an interruption leaves no trace in the metrics: the resumed run's are those of a run that nothing disturbed
-                last = finished or interrupt.requested
+                last = finished or (interrupt.requested and ahead is None)
 
                 # what is known about it
-                row, log_now, compare = {}, log_now or diverged, compare and not diverged
+                row, log_now = {}, finished or step % config.log_every == 0
+                compare = not diverged and config.diagnose_steps > 0 and (finished or step % config.diagnose_steps == 0)
                 if log_now:
-                    row = {"train/loss": loss, "lr": lr, "grad_norm": grad_norm, **memory.row()}
+                    row = {"train/loss": loss, "lr": learning_rate(step - 1, config.steps, optim), "grad_norm": grad_norm, **memory.row()}
                 if log_now or compare:
                     with throughput.paused():
-                        # the weights of this step's forward pass: the optimizer has not moved them yet
-                        scale = scaler.get_scale() / config.sequences_per_step  # what one sequence weighs in the loss of the step
-                        row |= watch.look(step, *passes[0], compare=compare, loss_scale=scale)
+                        # the weights are still those of this step's forward pass; the scale is what one sequence weighs in its loss
+                        row |= watch.look(step, *now.passes[0], compare=compare, loss_scale=scaler.get_scale() / config.sequences_per_step)
                 if diverged:
-                    card = watch.card(step, passes)
+                    if now.updated:  # no weight has moved, but the gradients are gone
+                        compute_gradients(step_model, now.passes, **how)
+                    card = watch.card(step, now.passes)
                     row["attention/max_score"] = card["max_score"]
                     summary.update(status="diverged", first_bad_step=step, diagnosis=card)
                     log.error(f"step {step}: the run diverged: {card['message']}")
-                elif not updated:
+                elif not now.updated:
                     scaler.step(optimizer)
                     scaler.update()
-                optimizer.zero_grad(set_to_none=True)
-                throughput.step(config.sequences_per_step * config.seq_len)
+                    throughput.step(config.sequences_per_step * config.seq_len)
                 due = progress.step(step) and bar.disable  # where there is a bar, it is enough
                 with throughput.paused():
                     row |= throughput.row() if log_now else {}

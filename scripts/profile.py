@@ -49,7 +49,7 @@ from training.interrupt import one_line
 from training.memory import is_out_of_memory
 from training.metrics import check_writable, measured_on, write_json
 from training.optimizer import build_optimizer, set_learning_rate
-from training.step import compute_gradients, on_its_way, update_if_finite
+from training.step import Queued, queue_step
 
 
 class Options(NamedTuple):
@@ -101,6 +101,8 @@ class Job(NamedTuple):
 def build(config: RunConfig) -> Iterator[Job]:
     """What train.py builds, and its step without what is done only now and then: rows of metrics, evaluation, checkpoints.
 
+    As there, a step queues the next one where the optimizer can judge a step for itself, before it is looked at.
+
     Raises ValueError for what has nothing to do with one step.
     """
     if config.resume:
@@ -127,23 +129,26 @@ def build(config: RunConfig) -> Iterator[Job]:
     facts |= describe(backends, device=device, dtype=dtype, head_dim=config.model.head_dim)
 
     with Prefetcher(data, config.sequences_per_step, config.batch_size, device) as batches:
+        how = {"optimizer": optimizer, "scaler": scaler, "autocast": autocast, "grad_clip": optim.grad_clip}
+        ahead: Queued | None = None
 
-        def step(number: int) -> None:
+        def queue(number: int, before: Queued | None = None) -> Queued:
             set_learning_rate(optimizer, number, config.steps, optim)
             with record_function(DATA):
                 passes = batches.passes(number)
-            parts = {"optimizer": optimizer, "scaler": scaler}
-            found = torch.stack(compute_gradients(step_model, passes, **parts, autocast=autocast, grad_clip=optim.grad_clip))
-            figures = on_its_way(found)
-            updated = update_if_finite(found, **parts)
+            return queue_step(step_model, passes, **how, update=True, before=before)
+
+        def step(number: int) -> None:
+            nonlocal ahead
+            now = ahead or queue(number)
+            ahead = queue(number + 1, before=now) if now.updated else None
             with record_function(OPTIMIZER):
-                loss, grad_norm = figures()
+                loss, grad_norm = now.figures()
                 if not (math.isfinite(loss) and (scaler.is_enabled() or math.isfinite(grad_norm))):
                     raise ValueError(f"step {number}: the loss is {loss} and the gradient's norm {grad_norm}: nothing to measure")
-                if not updated:
+                if not now.updated:
                     scaler.step(optimizer)
                     scaler.update()
-                optimizer.zero_grad(set_to_none=True)
 
         yield Job(config, device, facts, step)
 

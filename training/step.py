@@ -3,10 +3,41 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
+
+
+class Queued(NamedTuple):
+    """A step that is on its way: the device has it all, and the host has not looked at it."""
+
+    passes: Sequence[tuple[Tensor, ...]]
+    found: Tensor  # its loss and the norm of its gradients, on the device
+    figures: Callable[[], list[float]]  # the same two for the host, which waits for them
+    updated: bool  # whether the optimizer's step is queued too
+
+
+def queue_step(
+    step_model: nn.Module,
+    passes: Sequence[tuple[Tensor, ...]],
+    *,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    update: bool,
+    before: Queued | None = None,
+    **how: Any,
+) -> Queued:
+    """Queue the gradients of a step and, if `update` and the device can tell a step that went wrong, what the optimizer makes of them.
+
+    Thus the next step can be queued before the host has looked at this one, and the device never waits for the host. It is then the
+    `before` of the next, which moves no weights if either of the two went wrong. how: what compute_gradients takes.
+    """
+    found = torch.stack(compute_gradients(step_model, passes, optimizer=optimizer, scaler=scaler, **how))
+    figures = on_its_way(found)
+    decisive = found if before is None else torch.cat((before.found, found))
+    return Queued(passes, found, figures, update and update_if_finite(decisive, optimizer=optimizer, scaler=scaler))
 
 
 def compute_gradients(
@@ -23,6 +54,7 @@ def compute_gradients(
     The gradients lie in the parameters, clipped to `grad_clip` (0: not clipped); the norm is that of before. A pass is what
     step_model takes: inputs, targets, ... The ranges that it names show in a profiler's trace and cost microseconds without one.
     """
+    optimizer.zero_grad(set_to_none=True)
     loss = 0.0
     for inputs in passes:
         with record_function("forward"), autocast:
@@ -53,8 +85,8 @@ def on_its_way(x: Tensor) -> Callable[[], list[float]]:
 def update_if_finite(found: Tensor, *, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> bool:
     """Queue the optimizer's step behind the gradients; False where it cannot judge for itself, and nothing was done.
 
-    found: what decides, loss and norm, on the device. If one is not finite, weights and moments stay as they are. A GPU thus need not
-    stand still until the host has looked. PyTorch's fused AdamW has this for GradScaler, which judges for itself where it is enabled.
+    found: what decides, losses and norms, on the device. If one is not finite, weights and moments stay as they are. PyTorch's fused
+    AdamW has this for GradScaler, which judges for itself where it is enabled.
     """
     if scaler.is_enabled() or not (isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]):
         return False

@@ -1,13 +1,14 @@
 """compute_gradients: passes that add up to the step, clipped, and left alone by the ranges around them."""
 
 import copy
+import math
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from training.step import compute_gradients, on_its_way, update_if_finite
+from training.step import Queued, compute_gradients, on_its_way, queue_step, update_if_finite
 
 UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
 
@@ -109,3 +110,37 @@ def test_an_optimizer_that_cannot_judge_does_nothing():
 
 def test_figures_arrive():
     assert on_its_way(torch.tensor([1.5, 2.5]))() == [1.5, 2.5]
+
+
+def queue(model: nn.Module, optimizer: torch.optim.Optimizer, x: float, *, update: bool = True, before: Queued | None = None) -> Queued:
+    how = {"autocast": torch.autocast("cpu", enabled=False), "grad_clip": 0.0}
+    passes = [(torch.tensor([x]), torch.tensor([1.0]))]
+    return queue_step(model, passes, optimizer=optimizer, scaler=UNSCALED, update=update, before=before, **how)
+
+
+def test_a_step_queued_ahead_is_the_step_it_would_have_been():
+    ours, theirs = Square(), Square()
+    pair = [torch.optim.AdamW(model.parameters(), lr=0.1, fused=True) for model in (ours, theirs)]
+    first = queue(ours, pair[0], 1.0)
+    second = queue(ours, pair[0], 2.0, before=first)
+    expected = []
+    for x in (1.0, 2.0):
+        now = queue(theirs, pair[1], x, update=False)
+        assert not now.updated
+        expected.append(now.figures())
+        pair[1].step()
+    assert first.updated and second.updated and [first.figures(), second.figures()] == expected
+    assert torch.equal(ours.weight, theirs.weight)
+
+
+@pytest.mark.parametrize("bad", ["first", "second"])
+def test_after_a_step_that_went_wrong_no_weight_moves(bad):
+    """Also not by the step that was queued behind it, whose own loss is fine."""
+    model = Square()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    first = queue(model, optimizer, torch.inf if bad == "first" else 1.0)
+    moved = model.weight.item()
+    assert (moved == 2.0) == (bad == "first")
+    second = queue(model, optimizer, torch.inf if bad == "second" else 1.0, before=first)
+    assert model.weight.item() == moved and first.updated and second.updated
+    assert [all(map(math.isfinite, each.figures())) for each in (first, second)] == [bad != "first", bad != "second"]
