@@ -20,7 +20,8 @@ def compiled(function):
     # of their own: more than PyTorch makes by default, after which it would go on uncompiled without a word, or with fullgraph stop
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
     torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 1024)
-    return torch.compile(function, fullgraph=True)
+    # a second softcap would be an argument of the graph, which a kernel's score change cannot read: numbers stay constants
+    return torch._dynamo.config.patch(specialize_float=True)(torch.compile(function, fullgraph=True))
 
 
 def flex(

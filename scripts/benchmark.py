@@ -87,12 +87,16 @@ def read_verification(path: Path | None, device: torch.device, commit: str | Non
     return data
 
 
+class WrongResults(ValueError):
+    """A backend of several is wrong, which says nothing about the others."""
+
+
 def check_results(text: str, backend: Backend, dtypes: list[torch.dtype], *, allow: bool, **where: Any) -> dict[torch.dtype, list[str]]:
-    """The red properties of a backend by dtype. Raises ValueError for one that has any, unless they are allowed."""
+    """The red properties of a backend by dtype. Raises WrongResults for one that has any, unless they are allowed."""
     found = {dtype: wrong_results(backend, dtype=dtype, **where) for dtype in dtypes if dtype in backend.dtypes}
     for dtype, red in found.items():
         if red and not allow:
-            raise ValueError(
+            raise WrongResults(
                 f"{text} is wrong in {short(dtype)}, so its speed means nothing: red in {', '.join(red)}; see python -m scripts.verify "
                 f"attention={backend.name}, or add --allow-broken to time it and have its rows marked"
             )
@@ -190,7 +194,15 @@ def main() -> None:
         for head_dim in options.head_dim:
             shape_of(options, head_dim, options.seq_len[0])
         checks = {"allow": options.allow_broken, "device": device, "verified": read_verification(options.verified, device, where["commit"])}
-        red = {text: check_results(text, backend, dtypes, **checks) for text, backend in backends.items()}
+        red, wrong = {}, []
+        for text, backend in list(backends.items()):
+            try:
+                red[text] = check_results(text, backend, dtypes, **checks)
+            except WrongResults as error:  # the others are measured none the less
+                wrong.append(str(error))
+                del backends[text]
+        if not backends:
+            raise ValueError("\n".join(wrong))
         if options.max_length:
             for gib in options.memory_gib:
                 with memory_cap(gib, device):
@@ -212,6 +224,8 @@ def main() -> None:
             write_json(options.out, {"environment": where, "rows": rows})
     if all("refused" in row for row in rows):
         sys.exit(f"benchmark: nothing was measured: {rows[0]['refused']}")
+    if wrong:
+        sys.exit("benchmark: " + "\n".join(wrong))
 
 
 def measured(

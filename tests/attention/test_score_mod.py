@@ -6,8 +6,10 @@ Dimensions: B batch, H query heads, N queries, M keys, D head dim.
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 from attention import BACKENDS, ScoreMod, attention, get_backend
+from attention.flex import compiled
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
@@ -104,3 +106,16 @@ def test_refusals(backend, optional, message):
     (q, k, v), _ = operands()
     with pytest.raises(ValueError, match=message):
         attention(q, k, v, backend=backend, **optional)
+
+
+def test_flex_compiles_for_a_second_number():
+    """Once it has seen two values of a number, torch.compile would hand it to the kernel as an argument, which flex cannot lower."""
+    attend = compiled(flex_attention)
+    q, k, v = (torch.randn(1, 1, 128, 16) for _ in range(3))
+    for softcap in (2.0, 5.0):
+
+        def change(score, b, h, i, j, softcap=softcap):
+            return softcap * torch.tanh(score / softcap)
+
+        expected = torch.softmax(softcap * torch.tanh(q @ k.mT / 4 / softcap), -1) @ v
+        torch.testing.assert_close(attend(q, k, v, score_mod=change), expected, rtol=1e-5, atol=1e-5)
