@@ -57,9 +57,9 @@ class CausalSelfAttention(nn.Module):
 
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, N, H, D) and k, v (B, N, H_kv, D), normalised and turned."""
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H + 2 H_kv, N, D)
-        # views of one tensor: a backend that needs contiguous memory copies for itself
-        q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, N, H + 2 H_kv, D)
+        # views of one tensor, (B, H or H_kv, N, D): a backend that needs contiguous memory copies for itself
+        q, k, v = (t.transpose(1, 2) for t in heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2))
         if self.qk_norm:
             # no gain: every row of q and k has length sqrt(D), so no scaled score exceeds sqrt(D)
             q, k = (F.rms_norm(t, (self.head_dim,), eps=NORM_EPS) for t in (q, k))

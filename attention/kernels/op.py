@@ -36,6 +36,29 @@ def empty_heads(like: Tensor) -> Tensor:
     return like.new_empty(batch, length, num_heads, head_dim).transpose(1, 2)
 
 
+def is_packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether they lie as the parts of one projection (B, N, H + 2 H_kv, D): their gradients should lie so too."""
+    _, num_heads, length, head_dim = q.shape
+    row = (num_heads + 2 * k.shape[1]) * head_dim
+    # the sizes last: where they are symbols, comparing them costs a guard
+    return q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, row, 1) and k.shape[2] == length
+
+
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> list[Tensor]:
+    """Memory for dq, dk, dv, or for the one tensor (B, N, H + 2 H_kv, D) that they are views of."""
+    if not packed:
+        return [empty_heads(x) for x in (q, k, v)]
+    batch, num_heads, length, head_dim = q.shape
+    return [q.new_empty(batch, length, num_heads + 2 * k.shape[1], head_dim)]
+
+
+def unpacked(gradients: list[Tensor], num_heads: int, num_kv_heads: int) -> list[Tensor]:
+    """dq, dk, dv (B, H or H_kv, N, D) from what flash_attention_backward returns."""
+    if len(gradients) == 3:
+        return gradients
+    return [x.transpose(1, 2) for x in gradients[0].split((num_heads, num_kv_heads, num_kv_heads), dim=2)]
+
+
 def readable(x: Tensor) -> Tensor:
     """x as a tensor descriptor can point at it: contiguous along D, every other stride a positive multiple of 16 bytes.
 
@@ -178,19 +201,25 @@ def flash_attention_backward(
     block_q: int,
     block_kv: int,
     kernel_choice: str = "portable",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, in the dtypes and shapes of q, k, v, from what flash_attention took and gave."""
+    packed: bool = False,
+) -> list[Tensor]:
+    """dq, dk, dv, in the dtypes and shapes of q, k, v, from what flash_attention took and gave.
+
+    packed, for N = M: the one tensor (B, N, H + 2 H_kv, D) that unpacked() sees them in. A compiler can then see that the gradient of a
+    projection to q, k and v lies there already; views of one tensor are nothing that an operator may return.
+    """
     dtype = q.dtype
     d_out, q, k, v, out = readable(d_out), readable(q), readable(k), readable(v), readable(out)
     (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
-    dq, dk, dv = empty_heads(q), empty_heads(k), empty_heads(v)
+    gradients = empty_gradients(q, k, v, packed)
+    dq, dk, dv = unpacked(gradients, num_heads, num_kv_heads)
     hopper_runs = runs_hopper(kernel_choice, q.device, q.dtype, head_dim, scale, score_mod, softmax, block_q or block_kv)
     if hopper_runs and not torch.are_deterministic_algorithms_enabled():
         from attention.kernels.hopper import launch as hopper
 
         ranges = None if lo is None else query_ranges(lo, hi, num_keys, hopper.BLOCK_KV)
         hopper.backward(d_out, d_lse, q, k, v, out, lse, dq, dk, dv, lo, hi, ranges, causal=causal, scale=scale)
-        return dq, dk, dv
+        return gradients
     groups, equal = num_heads // num_kv_heads, not causal and lo is None
     sizes = (num_queries, num_keys, scale, scale * math.log2(math.e))
 
@@ -222,16 +251,21 @@ def flash_attention_backward(
         *inputs(meta), dq, lo, hi, params, *dq.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
         section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=equal), *sizes, **meta,
     )  # fmt: skip
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+    return [x.to(dtype) for x in gradients]
 
 
 @flash_attention_backward.register_fake
-def _(d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_heads(q), empty_heads(k), empty_heads(v)
+def _(
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lo: Tensor | None, hi: Tensor | None,
+    params: Tensor | None, causal: bool, scale: float, score_mod: str, softmax: str, block_q: int, block_kv: int,
+    kernel_choice: str = "portable", packed: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    return empty_gradients(q, k, v, packed)
 
 
 def _save(ctx, inputs, output) -> None:
     q, k, v, lo, hi, params, *ctx.settings = inputs
+    ctx.packed = is_packed(q, k, v)  # here: what is saved may come back with other strides
     ctx.set_materialize_grads(False)  # no zeros for a gradient of lse, which few use
     ctx.save_for_backward(q, k, v, *output, lo, hi, params)
 
@@ -239,8 +273,8 @@ def _save(ctx, inputs, output) -> None:
 def _backward(ctx, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, *others = ctx.saved_tensors
     d_out = torch.zeros_like(out) if d_out is None else d_out
-    dq, dk, dv = flash_attention_backward(d_out, d_lse, q, k, v, out, *others, *ctx.settings)
-    return dq, dk, dv, *([None] * (3 + len(ctx.settings)))
+    gradients = flash_attention_backward(d_out, d_lse, q, k, v, out, *others, *ctx.settings, packed=ctx.packed)
+    return *unpacked(gradients, q.shape[1], k.shape[1]), *([None] * (3 + len(ctx.settings)))
 
 
 flash_attention.register_autograd(_backward, setup_context=_save)

@@ -49,11 +49,11 @@ class Interpreted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out: Tensor, d_lse: Tensor):
-        from attention.kernels.op import query_ranges
+        from attention.kernels.op import empty_gradients, is_packed, query_ranges, unpacked
 
         lo, hi, q, k, v, out, lse = ctx.saved_tensors
         launch, causal, scale = ctx.settings
-        grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+        grads = unpacked([x.fill_(torch.nan) for x in empty_gradients(q, k, v, is_packed(q, k, v))], q.shape[1], k.shape[1])
         ranges = None if lo is None else query_ranges(lo, hi, k.shape[2], launch.BLOCK_KV)
         launch.backward(d_out.contiguous(), d_lse, q, k, v, out, lse, *grads, lo, hi, ranges, causal=causal, scale=scale)
         return None, None, None, None, None, *grads
@@ -114,12 +114,30 @@ def test_heads_of_an_incomplete_section_are_computed(monkeypatch):
     assert row["ok"], row
 
 
+def compare_packed(backend: Backend, projected: Tensor, num_kv_heads: int, **optional: object) -> None:
+    """Attention of the parts of one projection (B, N, H + 2 H_kv, D) and of copies of them, and its gradients.
+
+    dq adds up in any order, so of its numbers in 16 bits some are rounded to the other side.
+    """
+    sizes = (projected.shape[2] - 2 * num_kv_heads, num_kv_heads, num_kv_heads)
+    views = [x.transpose(1, 2).detach().requires_grad_() for x in projected.split(sizes, dim=2)]
+    copies = [x.detach().contiguous().requires_grad_() for x in views]
+    results = []
+    for tensors in (views, copies):
+        out, lse = attention(*tensors, backend=backend, **optional)
+        results.append([out.detach(), lse.detach(), *torch.autograd.grad((out * out).sum() + lse.sum(), tensors)])
+    (*found, dq, dk, dv), (*expected, expected_dq, expected_dk, expected_dv) = results
+    assert all(torch.equal(x, y) for x, y in zip((*found, dk, dv), (*expected, expected_dk, expected_dv), strict=True))
+    assert (dq - expected_dq).float().norm() <= torch.finfo(dq.dtype).eps * expected_dq.float().norm()
+    assert [(x.stride(), x.storage_offset()) for x in (dq, dk, dv)] == [(x.stride(), x.storage_offset()) for x in views]
+    assert len({x.untyped_storage().data_ptr() for x in (dq, dk, dv)}) == 1 < len({x.data_ptr() for x in (dq, dk, dv)})
+
+
 @INTERPRETED
-def test_packed_views_are_read_and_written_where_they_are():
-    packed = torch.randn(2, 200, 3, 2, 64).half()
-    q, k, v = packed.permute(2, 0, 3, 1, 4).unbind()
-    found = attention(q, k, v, backend=interpreted_backend())
-    torch.testing.assert_close(found.out, attention(q, k, v, backend="naive").out, rtol=0, atol=4e-3)
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(2, 64), (1, 128)])
+def test_parts_of_a_projection_are_read_and_written_where_they_are(num_kv_heads, head_dim):
+    projected = torch.randn(2, 200, 2 + 2 * num_kv_heads, head_dim).half()
+    compare_packed(interpreted_backend(), projected, num_kv_heads)
 
 
 # what the interpreter would be worth nothing without: it sees a protocol that is wrong
@@ -344,6 +362,18 @@ def test_the_same_bits_fifty_times(head_dim, optional):
     first = once()
     for _ in range(50):
         assert all(torch.equal(x, y) for x, y in zip(once(), first, strict=True))
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+@pytest.mark.parametrize("optional", [{}, {"window": 300}, {"document_ids": True}], ids=["causal", "window", "documents"])
+@pytest.mark.parametrize("num_kv_heads", [16, 4])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_gradients_of_a_projections_parts_are_written_into_one_tensor(head_dim, num_kv_heads, optional):
+    projected = random(2, 2000, 16 + 2 * num_kv_heads, head_dim, seed=0)
+    if "document_ids" in optional:
+        optional = {"document_ids": torch.arange(2000, device="cuda").expand(2, -1) // 700}
+    compare_packed(HOPPER, projected, num_kv_heads, **optional)
 
 
 @pytest.mark.gpu

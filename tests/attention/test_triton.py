@@ -18,8 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from attention import Backend, attention, get_backend
 from attention.kernels import op
 from attention.kernels.forward import place
-from attention.kernels.op import flash_attention, flash_attention_backward, readable
+from attention.kernels.op import flash_attention, flash_attention_backward, is_packed, readable
 from attention.mask import visible_keys
+from config import ModelConfig
+from model.gpt import CausalSelfAttention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PORTABLE = get_backend("triton", kernel="portable")  # the Hopper kernels have tests of their own
@@ -34,10 +36,16 @@ def packed_views(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return packed.permute(2, 0, 3, 1, 4).unbind()
 
 
+def parts(projected: Tensor, num_kv_heads: int) -> tuple[Tensor, ...]:
+    """q (B, H, N, D) and k, v (B, H_kv, N, D) as views of one projection (B, N, H + 2 H_kv, D)."""
+    sizes = (projected.shape[2] - 2 * num_kv_heads, num_kv_heads, num_kv_heads)
+    return tuple(x.transpose(1, 2) for x in projected.split(sizes, dim=2))
+
+
 OPERANDS = {
     "B1-H1-N20-D16": lambda: (random(1, 1, 20, 16), random(1, 1, 20, 16, seed=1), random(1, 1, 20, 16, seed=2)),
     "B2-H2kv1-N9-M17-D24": lambda: (random(2, 2, 9, 24), random(2, 1, 17, 24, seed=1), random(2, 1, 17, 24, seed=2)),
-    "packed-B1-H2-N9-D16": lambda: packed_views(random(1, 9, 3, 2, 16)),
+    "packed-B1-H2kv1-N9-D16": lambda: parts(random(1, 9, 4, 16), 1),
     "B1-H1-N9-D16-bf16": lambda: tuple(random(1, 1, 9, 16, dtype=torch.bfloat16, seed=seed) for seed in range(3)),
 }
 
@@ -56,7 +64,8 @@ def test_the_operator_keeps_pytorchs_contract(operands, causal, everything):
     with torch.no_grad():
         out, lse = flash_attention(q, k, v, *optional, *settings)
         d_out, d_lse = random(*out.shape, dtype=out.dtype), None if everything else torch.ones_like(lse)
-        torch.library.opcheck(flash_attention_backward, (d_out, d_lse, q, k, v, out, lse, *optional, *settings))
+        for packed in {False, is_packed(q, k, v)}:
+            torch.library.opcheck(flash_attention_backward, (d_out, d_lse, q, k, v, out, lse, *optional, *settings), {"packed": packed})
 
 
 @pytest.mark.parametrize("used", [(True, False), (False, True), (True, True)], ids=["out", "lse", "both"])
@@ -64,9 +73,9 @@ def test_the_gradient_of_eager_mode_is_the_registered_one(used, monkeypatch):
     """To the bit, whichever result has a gradient; and no zeros are made for the gradient of an lse that nobody used."""
     given, backward = [], op.flash_attention_backward
 
-    def watched(d_out: Tensor, d_lse: Tensor | None, *others: object) -> tuple[Tensor, ...]:
+    def watched(d_out: Tensor, d_lse: Tensor | None, *others: object, **options: object) -> list[Tensor]:
         given.append(d_lse)
-        return backward(d_out, d_lse, *others)
+        return backward(d_out, d_lse, *others, **options)
 
     monkeypatch.setattr(op, "flash_attention_backward", watched)
     q, k, v = (random(2, heads, 40, 16, seed=seed).requires_grad_() for seed, heads in enumerate((4, 2, 2)))
@@ -180,6 +189,96 @@ def test_packed_views_are_read_where_they_are():
     for x in (out, *grads):
         assert x.transpose(1, 2).is_contiguous()
         assert x.transpose(1, 2).flatten(2).data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "dtype", "optional"),
+    [
+        (4, torch.float32, {}),
+        (2, torch.bfloat16, {}),
+        (4, torch.bfloat16, {"causal": False}),
+        (2, torch.float32, {"window": 25}),
+        (2, torch.float32, {"document_ids": True, "softcap": 2.0}),
+    ],
+    ids=["causal", "grouped-bf16", "full-bf16", "window", "documents-softcap"],
+)
+def test_gradients_in_one_tensor_are_the_separate_ones(num_kv_heads, dtype, optional, compiled):
+    """To the bit: q, k and v as views of one projection, and copied."""
+    projected = random(2, 40, 4 + 2 * num_kv_heads, 24, dtype=dtype).requires_grad_()
+    if "document_ids" in optional:
+        optional = optional | {"document_ids": torch.arange(40, device=DEVICE).expand(2, -1) // 17}
+
+    def run(projected: Tensor, copied: bool) -> tuple[Tensor, Tensor]:
+        q, k, v = (x.contiguous() if copied else x for x in parts(projected, num_kv_heads))
+        return attention(q, k, v, backend=PORTABLE, **optional)
+
+    def results(function, copied: bool) -> tuple[Tensor, ...]:
+        out, lse = function(projected, copied)
+        return (
+            out.detach(),
+            lse.detach(),
+            *torch.autograd.grad((out * random(*out.shape, dtype=dtype, seed=1)).sum() + lse.sum(), projected),
+        )
+
+    function = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
+    assert all(torch.equal(x, y) for x, y in zip(results(function, False), results(run, True), strict=True))
+
+
+def test_gradients_of_a_projections_parts_lie_as_the_parts_do():
+    q, k, v = (x.detach().requires_grad_() for x in parts(random(2, 40, 8, 16), 2))
+    grads = torch.autograd.grad(attention(q, k, v, backend=PORTABLE).out.sum(), (q, k, v))
+    assert [x.stride() for x in grads] == [x.stride() for x in (q, k, v)]
+    assert [x.storage_offset() for x in grads] == [x.storage_offset() for x in (q, k, v)]
+    assert len({x.untyped_storage().data_ptr() for x in grads}) == 1
+
+
+OTHERS = {
+    "separate": lambda: (random(2, 2, 9, 16), random(2, 2, 9, 16), random(2, 2, 9, 16)),
+    "heads-merged": lambda: tuple(random(2, 9, 2, 16).transpose(1, 2) for _ in range(3)),
+    "q-apart": lambda: (random(2, 2, 9, 16), *parts(random(2, 9, 6, 16), 2)[1:]),
+    "fewer-keys": lambda: tuple(x[:, :, : 9 - i] for i, x in zip((0, 1, 1), parts(random(2, 9, 6, 16), 2), strict=True)),
+    "every-other-token": lambda: tuple(x[:, :, ::2] for x in parts(random(2, 18, 6, 16), 2)),
+    "side-by-side-per-head": lambda: tuple(x.transpose(1, 2) for x in random(2, 9, 2, 48).split(16, dim=3)),
+    "padded": lambda: tuple(x[..., :16] for x in parts(random(2, 9, 6, 20), 2)),
+}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_of_other_tensors_every_gradient_is_its_own(make):
+    q, k, v = (x.detach().requires_grad_() for x in make())
+    grads = torch.autograd.grad(attention(q, k, v, backend=PORTABLE).out.sum(), (q, k, v))
+    assert all(x.transpose(1, 2).is_contiguous() for x in grads)
+
+
+def test_a_compiled_projection_reads_its_gradient_where_it_is(monkeypatch):
+    """Inductor drops what would put dq, dk and dv together: the projection's two products take the operator's result."""
+    layer = CausalSelfAttention(ModelConfig(num_heads=4, num_kv_heads=2, hidden_size=64), PORTABLE).to(DEVICE)
+    x = random(2, 40, 64).requires_grad_()
+
+    def run(x: Tensor) -> Tensor:
+        return layer.attend(*layer.project(x, None), document_ids=None, cache=None)
+
+    def gradients(function) -> tuple[Tensor, ...]:
+        out = function(x)
+        return torch.autograd.grad(out, (x, layer.qkv.weight, layer.qkv.bias), random(*out.shape, seed=1))
+
+    def operators() -> set[object]:
+        """In the graph of the backward pass, as it is lowered."""
+        graphs: list[set[object]] = []
+        torch._dynamo.reset()
+        note = {"post_grad_custom_post_pass": lambda graph: graphs.append({node.target for node in graph.nodes})}
+        with torch._inductor.config.patch(force_disable_caches=True, **note):
+            found = gradients(torch.compile(run, fullgraph=True))
+        torch.testing.assert_close(found, expected)
+        (backward,) = (graph for graph in graphs if torch.ops.tilegpt.flash_attention_backward.default in graph)
+        return backward
+
+    expected = gradients(run)
+    copies = {torch.ops.aten.cat.default, torch.ops.aten.clone.default, torch.ops.aten.copy.default}
+    assert not operators() & copies
+    monkeypatch.setattr(op, "is_packed", lambda *_: False)
+    assert operators() & copies
 
 
 AWKWARD = {
