@@ -151,9 +151,11 @@ def test_exports():
 
 
 @pytest.mark.gpu
-def test_cuda_graph_capture():
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+def test_cuda_graph_capture(packed):
     """Nothing waits for the device or allocates outside the graph's pool: window and documents included."""
-    tensors = [random(2, 4, 300, 64, dtype=torch.bfloat16, seed=seed).requires_grad_() for seed in range(3)]
+    tensors = parts(random(2, 300, 12, 64, dtype=torch.bfloat16), 4)
+    tensors = [(x if packed else x.contiguous()).detach().requires_grad_() for x in tensors]
     d_out = random(2, 4, 300, 64, dtype=torch.bfloat16, seed=3)
     documents = torch.arange(300, device=DEVICE).expand(2, -1) // 77
 
@@ -270,7 +272,7 @@ def test_a_compiled_projection_reads_its_gradient_where_it_is(monkeypatch):
         note = {"post_grad_custom_post_pass": lambda graph: graphs.append({node.target for node in graph.nodes})}
         with torch._inductor.config.patch(force_disable_caches=True, **note):
             found = gradients(torch.compile(run, fullgraph=True))
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         (backward,) = (graph for graph in graphs if torch.ops.tilegpt.flash_attention_backward.default in graph)
         return backward
 
