@@ -273,10 +273,10 @@ def benchmark_of_the_notebook(length: int = 1024) -> Figures:
 
 
 def memory_rows() -> dict[str, dict[int, Figures]]:
-    """Rows of results/memory_h200.json by backend and length; those that ran out of memory have the key oom."""
+    """Rows of results/memory_h200.json by backend (of its variants the first) and length; those out of memory have the key oom."""
     rows: dict[str, dict[int, Figures]] = {}
     for row in recorded("memory_h200")["rows"]:
-        rows.setdefault(row["attention"].split(":")[0], {})[row["seq_len"]] = row
+        rows.setdefault(row["attention"].split(":")[0], {}).setdefault(row["seq_len"], row)
     return rows
 
 
