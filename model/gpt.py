@@ -10,6 +10,7 @@ Dimensions: B batch, N tokens of this call, M tokens so far (N without a cache),
 D head dim.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -78,6 +79,21 @@ class CausalSelfAttention(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
+def gelu(x: Tensor) -> Tensor:
+    """GELU in the tanh form (Hendrycks & Gimpel 2016, arXiv:1606.08415)."""
+    return gelu_by_sigmoid(x) if torch.compiler.is_compiling() and x.device.type == "cuda" else F.gelu(x, approximate="tanh")
+
+
+def gelu_by_sigmoid(x: Tensor) -> Tensor:
+    """The same: x (1 + tanh(u)) / 2 = x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+
+    For torch.compile: the tanh that it has on a GPU takes so many instructions, forward and backward, that memory waits for it.
+    """
+    twice = 2 * math.sqrt(2 / math.pi)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.sigmoid(wide * (twice + twice * 0.044715 * wide.square()))).to(x.dtype)
+
+
 class MLP(nn.Module):
     """gelu: the tanh form at 4 C, as GPT-2. swiglu: silu(gate) * up at 8/3 C, which costs as many parameters."""
 
@@ -97,7 +113,7 @@ class MLP(nn.Module):
     def contract(self, hidden: Tensor) -> Tensor:
         """From what `up` gave back to C."""
         if not self.gated:
-            return self.down(F.gelu(hidden, approximate="tanh"))
+            return self.down(gelu(hidden))
         gate, up = hidden.chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
