@@ -278,4 +278,5 @@ def test_gelu_is_the_same_by_sigmoid(dtype):
         results.append((out.detach(), *torch.autograd.grad(out, leaf, torch.ones_like(out))))
     for ours, theirs in zip(*results, strict=True):
         assert ours.dtype == dtype
-        torch.testing.assert_close(ours, theirs, rtol=0.01 if dtype == torch.bfloat16 else 1e-5, atol=2e-7)
+        # far out on the left 1 + tanh(u) cancels, not the sigmoid
+        torch.testing.assert_close(ours, theirs, rtol=0.01 if dtype == torch.bfloat16 else 1e-5, atol=2e-6)
