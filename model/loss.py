@@ -4,11 +4,13 @@ The logits of a language model are its largest tensor: tokens x vocabulary, 3.1 
 beside which softmax and its gradient want as much again in float32. linear_cross_entropy() takes a chunk of tokens at a time. As soon
 as the logits of a chunk are there, so is their gradient, p - 1 at the target: both products that it enters are done on the spot, and
 the chunk is thrown away. Three products in all, as many as keeping the logits takes, and the backward pass has only to scale the
-results. The idea is that of Liger Kernel's fused linear cross-entropy (Hsu et al., 2024, arXiv:2410.10989).
+results. The idea is that of Liger Kernel's fused linear cross-entropy (Hsu et al., 2024, arXiv:2410.10989). On a GPU the softmax of a
+chunk, its loss and its gradient are one kernel (model/loss_kernel.py).
 
 Dimensions: B batch, N tokens of a sequence, T = B N tokens of a pass, R tokens of a chunk, C hidden_size.
 """
 
+import importlib.util
 from typing import Any
 
 import torch
@@ -16,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100  # the target where no loss is taken
-# logits of a chunk. On a GPU 512 MiB in 16 bits: at GPT-2's vocabulary 4,736 tokens. Half of that made a step of GPT-2 4% slower on an H200,
-# and needs no less memory, because torch.compile adds the gradients of the weights, one a chunk, in one go; twice as much is no faster. A
-# CPU is at full speed sooner: 16 MiB in float32 take no longer than all at once
+# logits of a chunk. On a GPU 512 MiB in 16 bits: at GPT-2's vocabulary 4,736 tokens. Half of that made a step of GPT-2 4% slower on an H200
+# and needs no less memory, because torch.compile adds the gradients of the weights, one a chunk, in one go; twice as much is no faster.
+# A CPU is at full speed sooner: 16 MiB in float32 take no longer than all at once
 CHUNK_LOGITS = {"cuda": 2**28, "cpu": 2**22}
+# looked up once: torch.compile cannot trace the look-up
+TRITON = importlib.util.find_spec("triton") is not None
 ROW_GRANULE = 128  # chunks are multiples of it, so that the products divide into whole tiles
 
 
@@ -59,6 +63,24 @@ def padded_vocab(vocab_size: int, device: str) -> int:
     return -(-vocab_size // 64) * 64 if device == "cuda" else vocab_size
 
 
+def has_kernel(logits: Tensor) -> bool:
+    return TRITON and logits.is_cuda and logits.dtype != torch.float64
+
+
+# an operator: for torch.compile one node that changes its input
+@torch.library.custom_op("tilegpt::cross_entropy_in_place", mutates_args=("logits",))
+def cross_entropy_in_place(logits: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool) -> Tensor:
+    """-log p(target) of each row, 0 where it is ignored; logits become the gradient: see model/loss_kernel.py."""
+    from model.loss_kernel import launch
+
+    return launch(logits, targets, vocab_size, IGNORED, with_gradients)
+
+
+@cross_entropy_in_place.register_fake
+def _(logits: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool) -> Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.float32)
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """The sum of -log p(target), with its gradients made on the way."""
 
@@ -74,15 +96,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         # two. The gradient of the logits stays between -1 and 1: it is divided by the number of tokens afterwards, or it would underflow
         shrink = 2.0 ** -max(0, rows.bit_length() - 10) if dtype == torch.float16 else 1.0
         total, d_weight, d_x = x.new_zeros((), dtype=torch.promote_types(dtype, torch.float32)), None, []
-        for x_rows, targets_rows in zip(x.split(rows), targets.split(rows), strict=True):
-            x_rows = x_rows.to(dtype)  # (R, C)
-            counts = (targets_rows != IGNORED).unsqueeze(1)  # (R, 1)
-            loss, d_logits = LinearCrossEntropy.chunk(x_rows, w, targets_rows, counts, vocab_size, total.dtype, with_gradients)
+        for x_rows, targets_rows in zip(x.to(dtype).split(rows), targets.split(rows), strict=True):
+            loss, d_logits = LinearCrossEntropy.chunk(x_rows, w, targets_rows, vocab_size, total.dtype, with_gradients)
             total = total + loss
             if d_logits is not None:
-                # what an ignored token has there is left out of both products: cheaper than setting it to zero
-                d_x.append((d_logits @ w).mul_(counts))
-                d_weight_rows = d_logits.mT @ (x_rows * (counts * shrink).to(dtype))
+                d_x.append(d_logits @ w)
+                d_weight_rows = d_logits.mT @ (x_rows * shrink if shrink < 1 else x_rows)
                 d_weight = d_weight_rows.to(total.dtype) if d_weight is None else d_weight.add_(d_weight_rows)
                 del d_logits, d_weight_rows  # or they would wait beside the next chunk's
         if with_gradients:
@@ -92,19 +111,26 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def chunk(
-        x: Tensor, w: Tensor, targets: Tensor, counts: Tensor, vocab_size: int, dtype: torch.dtype, with_gradients: bool
+        x: Tensor, w: Tensor, targets: Tensor, vocab_size: int, dtype: torch.dtype, with_gradients: bool
     ) -> tuple[Tensor, Tensor | None]:
         """The loss of R tokens and its gradient by their logits, (R, vocab_size and padding); dtype: of the softmax."""
         logits = x @ w.mT
+        if has_kernel(logits):
+            loss = cross_entropy_in_place(logits, targets, vocab_size, with_gradients)
+            return loss.sum(), logits if with_gradients else None
         if logits.shape[1] > vocab_size:
             logits[:, vocab_size:] = -torch.inf
         logits = logits.to(dtype)  # the narrow ones end here
         log_p = torch.log_softmax(logits, -1)
         del logits
+        counts = (targets != IGNORED).unsqueeze(1)
         target = targets.unsqueeze(1).clamp(min=0)  # of an ignored token any will do
         log_p_target = log_p.gather(1, target)
         loss = -log_p_target.masked_fill(~counts, 0.0).sum()
-        return loss, log_p.exp_().to(x.dtype).scatter_(1, target, log_p_target.expm1().to(x.dtype)) if with_gradients else None
+        if not with_gradients:
+            return loss, None
+        d_logits = log_p.exp_().to(x.dtype).scatter_(1, target, log_p_target.expm1().to(x.dtype))
+        return loss, d_logits.mul_(counts)
 
     @staticmethod
     def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:

@@ -245,7 +245,8 @@ def predict_step(
     start += 4 * seq_len * width if compiled and config.positions == "learned" else 0
     ends = start + norm
 
-    # the loss: a chunk's logits and their softmax in float32, then their gradient, which stands in their place in a compiled graph
+    # the loss: a chunk's logits and their softmax in float32, then their gradient, which stands in their place in a compiled graph. On a
+    # GPU one kernel makes it of the logits in place, and a compiled graph adds up the chunks' gradients of the weights at the end
     rows = min(chunk_rows(tokens, vocab_size, width, device), tokens)
     padded = padded_vocab(vocab_size, device)
     chunked_loss = rows < tokens
@@ -253,8 +254,12 @@ def predict_step(
     loss = tokens * e * width + (4 if chunked_loss or not compiled else e) * padded * width
     loss_forward = tokens * 4 * width + e * padded * width * (narrow or padded > vocab_size) + e * rows * width * narrow
     loss_forward += (e * tokens * width + 4 * padded * width) * chunked_loss
+    if device == "cuda":
+        softmax = e * rows * padded + (e * (-(-tokens // rows) - 1) * padded * width if compiled else 0)
+    else:
+        softmax = rows * padded * (2 * e if compiled else 8)
     loss_forward += max(
-        rows * padded * (2 * e if compiled else 8),
+        softmax,
         e * rows * (padded + 2 * width) + (e + 4 * (narrow and not chunked_loss)) * padded * width,
     )
     loss_backward = loss + tokens * 4 * width + output_gradient

@@ -1,5 +1,6 @@
 """Cross-entropy: what counts, what does not, and in which dtype."""
 
+import importlib
 import math
 from collections.abc import Callable
 
@@ -47,7 +48,7 @@ def test_is_float32_for_narrow_logits():
     assert math.isclose(loss.item(), expected.item(), rel_tol=1e-6)
 
 
-def example(*, tokens: int = 450, vocab_size: int = 97, width: int = 32, ignored: slice = slice(5, 40)) -> tuple[Tensor, Tensor, Tensor]:
+def example(*, tokens: int = 90, vocab_size: int = 97, width: int = 32, ignored: slice = slice(5, 40)) -> tuple[Tensor, Tensor, Tensor]:
     """x (2, tokens, width), weight (vocab_size, width) and targets, some of them ignored."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, tokens, width, generator=generator).requires_grad_()
@@ -77,9 +78,9 @@ def assert_near(found: list[Tensor], baseline: list[Tensor], reference: list[Ten
 
 @pytest.fixture
 def several_chunks(monkeypatch):
-    """900 tokens of 97 words in chunks of 384, the last of them shorter."""
-    monkeypatch.setitem(model.loss.CHUNK_LOGITS, "cpu", 300 * 97)
-    assert model.loss.chunk_rows(900, 97, 32, "cpu") == 384
+    """180 tokens of 97 words in chunks of 128, the last of them shorter."""
+    monkeypatch.setitem(model.loss.CHUNK_LOGITS, "cpu", 100 * 97)
+    assert model.loss.chunk_rows(180, 97, 32, "cpu") == 128
 
 
 @pytest.fixture
@@ -87,10 +88,20 @@ def padded(monkeypatch):
     monkeypatch.setattr(model.loss, "padded_vocab", lambda vocab_size, device: 128)
 
 
-@pytest.mark.parametrize("setting", [None, "several_chunks", "padded"])
+@pytest.fixture
+def kernel(monkeypatch):
+    """The kernel that a GPU has, here in Triton's interpreter, with a row of several blocks and a part of one."""
+    monkeypatch.setattr(model.loss, "has_kernel", lambda logits: logits.dtype != torch.float64)
+    monkeypatch.setattr(importlib.import_module("model.loss_kernel"), "BLOCK", 32)
+
+
+SETTINGS = [(), ("several_chunks",), ("padded",), ("kernel",), ("kernel", "several_chunks", "padded")]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids="-".join)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-def test_chunked_loss_and_gradients_are_those_of_the_whole_logits(dtype, setting, request):
-    if setting:
+def test_chunked_loss_and_gradients_are_those_of_the_whole_logits(dtype, settings, request):
+    for setting in settings:
         request.getfixturevalue(setting)
     x, weight, targets = example()
     reference = step(plain, *(t.detach().double().requires_grad_() for t in (x, weight)), targets)
@@ -100,8 +111,10 @@ def test_chunked_loss_and_gradients_are_those_of_the_whole_logits(dtype, setting
     assert_near(found, baseline, reference, dtype or torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
-def test_chunked_loss_compiles_in_one_graph(dtype, several_chunks, padded):
+@pytest.mark.parametrize("dtype, settings", [(None, ()), (torch.bfloat16, ()), (torch.bfloat16, ("kernel",))])
+def test_chunked_loss_compiles_in_one_graph(dtype, settings, several_chunks, padded, request):
+    for setting in settings:
+        request.getfixturevalue(setting)
     torch._dynamo.reset()
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
     for found, expected in zip(
@@ -110,6 +123,27 @@ def test_chunked_loss_compiles_in_one_graph(dtype, several_chunks, padded):
         torch.testing.assert_close(found, expected)
     with torch.no_grad():
         torch.testing.assert_close(compiled(*example()), linear_cross_entropy(*example()))
+
+
+def test_the_kernel_where_a_row_is_sure_of_its_target_or_hopeless(kernel):
+    """Scores in the hundreds: the gradient of a sure row is what is left of 1 - p, of a hopeless one -1. No target at all is a NaN."""
+    logits = torch.randn(6, 256, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([3, 250, -100, 199, 200, 7])
+    logits[0, 3], logits[1, 9], logits[5, 7] = 400.0, 300.0, 20.0
+    wide = logits[:, :251].double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(wide, targets, reduction="none", ignore_index=-100)
+    gradient = torch.autograd.grad(expected.sum(), wide)[0]
+    found = logits.clone()
+    loss = model.loss.cross_entropy_in_place(found, targets, 251, True)
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[:, :251].double(), gradient, rtol=1e-5, atol=1e-7)
+    assert found[:, 251:].eq(0).all() and found[2].eq(0).all() and loss[2] == 0
+    assert model.loss.cross_entropy_in_place(logits, targets + 10, 251, False).isnan().tolist() == [False, True, True, False, False, False]
+
+
+def test_the_kernel_is_a_lawful_operator(kernel):
+    logits, targets = torch.randn(8, 64).bfloat16(), torch.arange(8)
+    torch.library.opcheck(model.loss.cross_entropy_in_place, (logits, targets, 60, True))
 
 
 def test_gradients_of_one_alone(several_chunks):
@@ -133,7 +167,7 @@ def test_without_gradients_the_same_loss_and_none_of_their_work(several_chunks):
         alone = linear_cross_entropy(x, weight, targets)
     assert torch.equal(loss, alone)
     # the logits; beside them the gradients of x and of weight
-    assert without.get_total_flops() == 2 * 900 * 97 * 32 == with_gradients.get_total_flops() // 3
+    assert without.get_total_flops() == 2 * 180 * 97 * 32 == with_gradients.get_total_flops() // 3
 
 
 def test_backward_twice_over_the_same_graph_but_not_through_itself(several_chunks):

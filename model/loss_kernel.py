@@ -1,0 +1,77 @@
+"""Softmax and cross-entropy of a chunk of logits in one kernel, which leaves the gradient where the logits were.
+
+What torch.compile makes of the same takes two exponentials a logit for the sum where one will do, and a second tensor of the chunk's size.
+
+Dimensions: R tokens of the chunk, V vocabulary.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 16384  # logits that a program has at a time
+WARPS = 32  # so many that the rows under way, which are read twice, stay in the L2 cache
+
+
+@triton.jit
+def load_logits(logits_ptr, columns, vocab_size, width):
+    # the mask is of the padded row, whose length lets several logits be loaded at once
+    logits = tl.load(logits_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
+    return tl.where(columns < vocab_size, logits, float("-inf"))
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1 for x <= 0, without the cancellation near 0."""
+    near = x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5))))
+    return tl.where(x > -0.1, near, tl.exp(x) - 1)
+
+
+@triton.jit
+def cross_entropy_kernel(
+    logits_ptr, targets_ptr, loss_ptr, stride, vocab_size, width, IGNORED: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One row a program: -log p(target), and p, less 1 at the target, in the place of the logits; all zero for an ignored target."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride
+    given = tl.load(targets_ptr + row)
+    target = tl.where(given == IGNORED, 0, given)
+    block = tl.arange(0, BLOCK)
+
+    row_max = float("-inf")
+    row_sum = 0.0
+    for start in range(0, width, BLOCK):
+        logits = load_logits(logits_ptr, start + block, vocab_size, width)
+        next_max = tl.maximum(row_max, tl.max(logits, 0))
+        row_sum = row_sum * tl.exp(row_max - next_max) + tl.sum(tl.exp(logits - next_max), 0)
+        row_max = next_max
+    log_sum = tl.log(row_sum)  # not added to row_max, beside which a sure row's would be lost
+    # a target that is none has no probability: the loss says so instead of reading elsewhere
+    score = tl.load(logits_ptr + target, mask=(target >= 0) & (target < vocab_size), other=float("nan")).to(tl.float32)
+    log_p = score - row_max - log_sum
+    tl.store(loss_ptr + row, tl.where(given == IGNORED, 0.0, -log_p))
+
+    if GRADIENT:
+        at_target = expm1(log_p)
+        tl.debug_barrier()  # all have read the target's logit before one writes there
+        for start in range(0, width, BLOCK):
+            columns = start + block
+            p = tl.exp(load_logits(logits_ptr, columns, vocab_size, width) - row_max - log_sum)
+            gradient = tl.where(given == IGNORED, 0.0, tl.where(columns == target, at_target, p))
+            tl.store(logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=columns < width)
+
+
+def launch(logits: Tensor, targets: Tensor, vocab_size: int, ignored: int, with_gradients: bool) -> Tensor:
+    """-log p(target) of each row, (R,) float32; with_gradients, logits become its gradient, zero in the columns from vocab_size on.
+
+    logits (R, V and padding) of float16, bfloat16 or float32, contiguous along V; targets (R,) int64, `ignored` where no loss is taken.
+    Any other target outside the vocabulary makes the loss NaN.
+    """
+    rows, width = logits.shape
+    loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    cross_entropy_kernel[(rows,)](
+        logits, targets, loss, logits.stride(0), vocab_size, width,
+        IGNORED=ignored, GRADIENT=with_gradients, BLOCK=min(BLOCK, triton.next_power_of_2(width)), num_warps=WARPS,
+    )  # fmt: skip
+    return loss
