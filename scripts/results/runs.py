@@ -198,8 +198,9 @@ def nanogpt() -> str:
                 [row["who"].replace(":backend=", " "), f"{seq_len:,}", row["batch_size"], times, f"{row['peak_gib']:.2f}", *against]
             )
     settings, curves = data["settings"], data.get("curves")
+    ours = " ".join(["`python train.py`", *(f"`{override}`" for override in settings["overrides"])])
     what = (
-        f"`python train.py` with each attention, and the step of nanoGPT's train.py, first and last, in processes of their own: "
+        f"{ours} with each attention, and the step of nanoGPT's train.py, first and last, in processes of their own: "
         f"{settings['model']}, vocabulary {settings['vocab_size']:,}, {settings['tokens']:,} tokens a step, the same initial weights and "
         "batches. Tokens per second: median of ten steps each (20th to 80th percentile); the ratios are to the mean of nanoGPT's two runs."
     )
