@@ -198,7 +198,7 @@ def nanogpt() -> str:
                 [row["who"].replace(":backend=", " "), f"{seq_len:,}", row["batch_size"], times, f"{row['peak_gib']:.2f}", *against]
             )
     settings, curves = data["settings"], data.get("curves")
-    ours = " ".join(["`python train.py`", *(f"`{override}`" for override in settings["overrides"])])
+    ours = f"`{' '.join(['python train.py', *settings['overrides']])}`"
     what = (
         f"{ours} with each attention, and the step of nanoGPT's train.py, first and last, in processes of their own: "
         f"{settings['model']}, vocabulary {settings['vocab_size']:,}, {settings['tokens']:,} tokens a step, the same initial weights and "
