@@ -65,11 +65,6 @@ def wait_for(process: subprocess.Popen, happened: Callable[[], bool]) -> None:
         time.sleep(0.0002)
 
 
-def rows(run_dir: Path) -> int:
-    path = run_dir / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
 def reached(run_dir: Path) -> int:
     """The step of the last whole row of metrics; -1 before the first."""
     path = run_dir / "metrics.jsonl"
@@ -80,12 +75,13 @@ def reached(run_dir: Path) -> int:
 def state(run_dir: Path) -> dict[str, Any]:
     """All that must be equal at the end of two runs that are the same."""
     folder = run_dir / LATEST
+    lines = (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
     written = read_metrics(run_dir / "metrics.jsonl")
     computed = [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in written]
     training = torch.load(folder / "training.pt", weights_only=True)
     # a run draws on PyTorch's generators alone: Python's and NumPy's are not seeded, and differ from process to process
     training["random"] = {name: training["random"][name] for name in ("torch", "cuda")}
-    return {"weights": load_file(folder / "model.safetensors"), "training": training, "metrics": computed, "rows": rows(run_dir)}
+    return {"weights": load_file(folder / "model.safetensors"), "training": training, "metrics": computed, "rows": lines}
 
 
 def same(a: Any, b: Any) -> bool:
