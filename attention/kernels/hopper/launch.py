@@ -19,7 +19,7 @@ from attention.kernels.hopper.forward import forward_kernel
 from attention.kernels.launch import batch_stride, bytes_of_a_head, descriptor_strides, properties, section_of, tiles_of
 
 BLOCK_Q = 64  # queries of a forward consumer
-BLOCK_KV = 128
+BLOCK_KV = 128  # keys of a backward program
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -27,15 +27,18 @@ class Forward(NamedTuple):
     """How a forward program is divided, by head dim: what the registers hold."""
 
     consumers: int
+    block_kv: int
     stages: int  # tiles of keys, and of values, under way
     turns: bool  # whether consumers issue their products in turn
     round_early: bool  # p while the product before runs, which takes 32 registers; else after it
 
 
 FORWARD = {
-    64: Forward(consumers=3, stages=3, turns=True, round_early=False),
-    128: Forward(consumers=2, stages=2, turns=False, round_early=True),
+    64: Forward(consumers=3, block_kv=128, stages=3, turns=True, round_early=False),
+    128: Forward(consumers=2, block_kv=128, stages=2, turns=False, round_early=True),
 }
+# causal, up to SHORT keys: the tiles at the diagonal, half of them wasted, are a large part of all
+SHORT, SHORT_FORWARD = 1024, {64: FORWARD[64]._replace(block_kv=64, stages=6)}
 
 
 @cache
@@ -78,17 +81,18 @@ def counters(device: torch.device) -> Tensor:
 
 def forward_constants(q_shape: torch.Size, num_keys: int, causal: bool, intervals: bool) -> dict[str, int | bool]:
     num_queries, head_dim = q_shape[2:]
-    consumers, stages, turns, round_early = FORWARD[head_dim]
+    short = causal and not intervals and num_keys <= SHORT
+    consumers, block_kv, stages, turns, round_early = (SHORT_FORWARD if short and head_dim in SHORT_FORWARD else FORWARD)[head_dim]
     # the diagonal of a consumer's rows lies in one tile of keys if both begin at multiples of BLOCK_Q
     edges = intervals or (causal and (num_keys - num_queries) % BLOCK_Q != 0)
     return {
         "CAUSAL": causal,
         "INTERVALS": intervals,
-        "FIRST_MASKED": causal or intervals or num_keys % BLOCK_KV != 0,
+        "FIRST_MASKED": causal or intervals or num_keys % block_kv != 0,
         "EDGES": edges,
         "D": head_dim,
         "BLOCK_Q": BLOCK_Q,
-        "BLOCK_KV": BLOCK_KV,
+        "BLOCK_KV": block_kv,
         "CONSUMERS": consumers,
         "STAGES": stages,
         "TURNS": turns,
@@ -118,7 +122,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lo: Tenso
     meta = forward_constants(q.shape, num_keys, causal, lo is not None)
     work = batch_heads * tiles_of(num_queries, BLOCK_Q * meta["CONSUMERS"])
     forward_kernel[(min(work, multiprocessors(q.device)),)](
-        descriptor(q, BLOCK_Q), descriptor(k, BLOCK_KV), descriptor(v, BLOCK_KV), descriptor(out, BLOCK_Q), lse, lo, hi,
+        descriptor(q, BLOCK_Q), descriptor(k, meta["BLOCK_KV"]), descriptor(v, meta["BLOCK_KV"]), descriptor(out, BLOCK_Q), lse, lo, hi,
         counters(q.device), batch_stride(lo), num_heads, groups, batch_heads,
         section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=not causal),
         num_queries, num_keys, scale * math.log2(math.e), **meta, num_warps=4,

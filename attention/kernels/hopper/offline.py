@@ -28,17 +28,19 @@ class Variant(NamedTuple):
     """A problem that makes the launcher set the constants that the variant is about."""
 
     causal: bool = True
-    num_queries: int = 1024
-    num_keys: int = 1024
+    num_queries: int = 4096
+    num_keys: int = 4096
     groups: int = 1
     intervals: bool = False
 
 
 VARIANTS = {
     "causal": Variant(),
+    "short": Variant(num_queries=1024, num_keys=1024),
     "full": Variant(causal=False),
-    "ragged": Variant(causal=False, num_keys=1000),  # the last tile of keys is incomplete
-    "shifted": Variant(num_keys=1000),  # the diagonal crosses two tiles
+    "ragged": Variant(causal=False, num_keys=4000),  # the last tile of keys is incomplete
+    "shifted": Variant(num_keys=4000),  # the diagonal crosses two tiles
+    "short_shifted": Variant(num_queries=1024, num_keys=1000),
     "grouped": Variant(groups=4),
     "grouped_full": Variant(causal=False, groups=4),
     "intervals": Variant(intervals=True),
