@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 16384  # logits that a program has at a time
-WARPS = 32  # so many that the rows under way, which are read twice, stay in the L2 cache
+BLOCK = 4096  # logits that a program has at a time
+WARPS = 8
 
 
 @triton.jit

@@ -37,7 +37,7 @@ FORWARD = {
     64: Forward(consumers=3, block_kv=128, stages=3, turns=True, round_early=False),
     128: Forward(consumers=2, block_kv=128, stages=2, turns=False, round_early=True),
 }
-# causal, up to SHORT keys: the tiles at the diagonal, half of them wasted, are a large part of all
+# with intervals, and causal up to SHORT keys: tiles at the edges, half of them wasted, are a large part of all
 SHORT, SHORT_FORWARD = 1024, {64: FORWARD[64]._replace(block_kv=64, stages=6)}
 
 
@@ -81,7 +81,7 @@ def counters(device: torch.device) -> Tensor:
 
 def forward_constants(q_shape: torch.Size, num_keys: int, causal: bool, intervals: bool) -> dict[str, int | bool]:
     num_queries, head_dim = q_shape[2:]
-    short = causal and not intervals and num_keys <= SHORT
+    short = intervals or (causal and num_keys <= SHORT)
     consumers, block_kv, stages, turns, round_early = (SHORT_FORWARD if short and head_dim in SHORT_FORWARD else FORWARD)[head_dim]
     # the diagonal of a consumer's rows lies in one tile of keys if both begin at multiples of BLOCK_Q
     edges = intervals or (causal and (num_keys - num_queries) % BLOCK_Q != 0)
