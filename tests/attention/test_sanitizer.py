@@ -1,0 +1,76 @@
+"""Every Triton kernel of the project under NVIDIA's compute-sanitizer: memory outside its tensors, races in shared memory.
+
+As a program, `python tests/attention/test_sanitizer.py portable,hopper,loss`, it makes the calls that the test watches.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention import attention, get_backend
+from attention.kernels.choice import obstacle
+
+ROOT = Path(__file__).parents[2]
+CALLS = [
+    {},
+    {"num_keys": 200, "num_queries": 130, "causal": False},
+    {"num_kv_heads": 1},
+    {"window": 70},
+    {"documents": 60},
+]
+PORTABLE_CALLS = [{"dtype": torch.float32}, {"softcap": 5.0}, {"num_queries": 130, "num_keys": 130, "head_dim": 256}]
+
+
+def call(kernel: str, head_dim: int = 64, num_queries: int = 200, num_keys: int = 200, num_kv_heads: int = 2, **options: object) -> None:
+    """One attention, forward and backward."""
+    dtype = options.pop("dtype", torch.bfloat16)
+    if size := options.pop("documents", None):
+        options["document_ids"] = torch.arange(num_keys, device="cuda").expand(1, -1) // size
+    shapes = ((1, heads, length, head_dim) for heads, length in ((2, num_queries), (num_kv_heads, num_keys), (num_kv_heads, num_keys)))
+    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes)
+    out = attention(q, k, v, backend=get_backend("triton", kernel=kernel), **options).out
+    assert all(x.isfinite().all() for x in (out, *torch.autograd.grad(out, (q, k, v), torch.randn_like(out))))
+
+
+def loss() -> None:
+    from model.loss_kernel import launch
+
+    logits = torch.randn(40, 1008, device="cuda", dtype=torch.bfloat16)
+    assert launch(logits, torch.arange(40, device="cuda"), 1000, -100, True).isfinite().all()
+
+
+def main(what: str) -> None:
+    for name in what.split(","):
+        if name == "loss":
+            loss()
+            continue
+        for options in CALLS:
+            for head_dim in (64, 128) if name == "hopper" else (40, 64, 128):
+                call(name, head_dim, **options)
+        for options in PORTABLE_CALLS if name == "portable" else []:
+            call(name, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed (it comes with the CUDA toolkit)")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.parametrize("what", ["portable,loss", "hopper"])
+def test_the_sanitizer_finds_nothing(what, tool):
+    if what == "hopper" and (why := obstacle(device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=64)):
+        pytest.skip(why)
+    # each tensor an allocation of its own, past whose end nothing else lies
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, __file__, what]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert ("0 errors" if tool == "memcheck" else "0 hazards") in done.stdout, done.stdout[-500:]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
