@@ -26,9 +26,8 @@ from model.checkpointing import elementwise_recomputed, in_chunks, kept_on_host,
 from model.gpt2_weights import from_gpt2
 from model.kv_cache import KVCache, LayerCache
 from model.loss import linear_cross_entropy
+from model.norm import NORM_EPS, add_norm, build_norm
 from model.rope import apply_rope, rope_tables
-
-NORM_EPS = 1e-5
 
 
 class ModelOutput(NamedTuple):
@@ -36,12 +35,6 @@ class ModelOutput(NamedTuple):
 
     logits: Tensor | None  # (B, N, vocab_size)
     loss: Tensor | None  # scalar float32, mean over targets != -100
-
-
-def build_norm(config: ModelConfig) -> nn.Module:
-    if config.norm == "layernorm":
-        return nn.LayerNorm(config.hidden_size, eps=NORM_EPS, bias=config.bias)
-    return nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
 
 
 class CausalSelfAttention(nn.Module):
@@ -130,36 +123,56 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.checkpoint, self.chunk_tokens, self.offload = config.checkpoint, config.chunk_tokens, config.offload
 
-    def forward(self, x: Tensor, *, rope: tuple[Tensor, Tensor] | None, document_ids: Tensor | None, cache: LayerCache | None) -> Tensor:
-        """x (B, N, C) in and out. What autograd keeps, and what it computes again, is model.checkpoint's to say."""
+    def forward(
+        self, x: Tensor, branch: Tensor | None, *, rope: tuple[Tensor, Tensor] | None, document_ids: Tensor | None, cache: LayerCache | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x (B, N, C) and the branch that is still to be added to it, in and out: a sum and the norm after it are one step on a GPU."""
+        attend = partial(self.attention.attend, document_ids=document_ids, cache=cache)
+        if self.checkpoint != "none":
+            return self.recomputing(x if branch is None else x + branch, rope, attend), None
+        x, *qkv = self.before(x, branch, rope)
+        return self.after(x, attend(*qkv))
+
+    def before(self, x: Tensor, branch: Tensor | None, rope: tuple[Tensor, ...] | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The whole of x, and from it q, k and v, (B, N, H or H_kv, D)."""
+        x, normed = add_norm(x, branch, self.attention_norm)
+        return x, *self.attention.project(normed, rope)
+
+    def after(self, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        """x with what attention (out) adds to it, and what the MLP is to add."""
+        x, normed = add_norm(x, self.dropout(self.attention.proj(out)), self.mlp_norm)
+        hidden = self.mlp.up(normed)
+        del normed  # the MLP needs the room
+        return x, self.dropout(self.mlp.contract(hidden))
+
+    def recomputing(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attend: Callable[..., Tensor]) -> Tensor:
+        """The same from the whole of x to the whole of x. What autograd keeps, and computes again, is model.checkpoint's to say."""
+
+        def before(x: Tensor, *rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return self.before(x, None, rope or None)[1:]
+
+        def after(x: Tensor, out: Tensor) -> Tensor:
+            x, branch = self.after(x, out)
+            return x + branch
+
+        def after_elementwise(x: Tensor, out: Tensor) -> Tensor:
+            x = x + self.dropout(self.attention.proj(out))
+            hidden = elementwise_recomputed(lambda x: self.mlp.up(self.mlp_norm(x)))(x)
+            return x + self.dropout(elementwise_recomputed(self.mlp.contract)(hidden))
 
         def run(x: Tensor, keep: str) -> Tensor:
-            before, after = self.before, self.after
+            parts = before, after
             if keep == "elementwise":
-                before, after = elementwise_recomputed(before), partial(after, again=elementwise_recomputed)
+                parts = elementwise_recomputed(before), after_elementwise
             # the parts in which a token meets no other; with chunks, recomputing the whole block would hold all of them at once again
             elif keep == "attention" or (keep == "block" and self.chunk_tokens is not None):
-                before, after = (recomputed(part, dropout=self.dropout.p) for part in (before, after))
-            q, k, v = in_chunks(before, x, *(table.unsqueeze(0) for table in rope or ()), size=self.chunk_tokens)
-            out = self.attention.attend(q, k, v, document_ids=document_ids, cache=cache)
-            return in_chunks(after, x, out, size=self.chunk_tokens)
+                parts = [recomputed(part, dropout=self.dropout.p) for part in parts]
+            q, k, v = in_chunks(parts[0], x, *(table.unsqueeze(0) for table in rope or ()), size=self.chunk_tokens)
+            return in_chunks(parts[1], x, attend(q, k, v), size=self.chunk_tokens)
 
         keep = self.checkpoint if torch.is_grad_enabled() else "none"
         with kept_on_host(x) if self.offload and keep != "none" else nullcontext():
             return recomputed(partial(run, keep=keep), dropout=self.dropout.p)(x) if keep == "block" else run(x, keep)
-
-    def before(self, x: Tensor, *rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of these tokens, (B, N, H or H_kv, D); rope: their cosines and sines, (1, N, D/2) each."""
-        return self.attention.project(self.attention_norm(x), rope or None)
-
-    def after(self, x: Tensor, out: Tensor, *, again: Callable[[Callable], Callable] = lambda part: part) -> Tensor:
-        """The block's output for these tokens: x (B, N, C) with what attention (out) and the MLP add to it.
-
-        again: what is made of each part that does something elementwise and then a product.
-        """
-        x = x + self.dropout(self.attention.proj(out))
-        hidden = again(lambda x: self.mlp.up(self.mlp_norm(x)))(x)
-        return x + self.dropout(again(self.mlp.contract)(hidden))
 
 
 class GPT(nn.Module):
@@ -234,10 +247,11 @@ class GPT(nn.Module):
             x = x + self.position_embedding(positions)
         else:
             rope = rope_tables(positions, head_dim=self.config.head_dim, theta=self.config.rope_theta)
-        x = self.dropout(x)
+        x, branch = self.dropout(x), None  # what is to be added to x waits for the next norm
         for i, block in enumerate(self.blocks):
-            x = block(x, rope=rope, document_ids=document_ids, cache=None if cache is None else cache.layers[i])
-        x = self.final_norm(x)
+            x, branch = block(x, branch, rope=rope, document_ids=document_ids, cache=None if cache is None else cache.layers[i])
+        x = add_norm(x, branch, self.final_norm)[1]
+        del branch  # the loss needs the room
         if targets is not None:
             return ModelOutput(None, linear_cross_entropy(x, self._output_weight, targets))
         return ModelOutput(F.linear(x, self._output_weight), None)  # (B, N, vocab_size)
