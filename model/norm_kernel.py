@@ -21,7 +21,7 @@ class Tile(NamedTuple):
     elements: int  # whole rows of about so many
     per_thread: int
     stages: int = 1  # more: the next rows are loaded before these are done
-    per_multiprocessor: int = 0  # programs, each with a share of all rows
+    per_multiprocessor: int = 0  # programs, each with a share of all rows; wider rows than 1,024 want more registers, and get fewer
 
 
 FORWARD = Tile(elements=4096, per_thread=32)
@@ -140,7 +140,8 @@ def backward(
     """
     width = total.shape[-1]
     rows, meta = total.numel() // width, constants(BACKWARD, width)
-    programs = min(triton.cdiv(rows, meta["ROWS"]), BACKWARD.per_multiprocessor * multiprocessors(total.device))
+    at_once = max(1, BACKWARD.per_multiprocessor * 1024 // max(1024, meta["BLOCK"])) * multiprocessors(total.device)
+    programs = min(triton.cdiv(rows, meta["ROWS"]), at_once)
     d_x = torch.empty_like(total)
     d_branch = None if dtype == total.dtype else torch.empty_like(total, dtype=dtype)
     partial = total.new_empty(programs, 2 if bias else 1, width, dtype=torch.float32)
