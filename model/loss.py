@@ -64,6 +64,7 @@ def padded_vocab(vocab_size: int, device: str) -> int:
 
 
 def has_kernel(logits: Tensor) -> bool:
+    """Whether model/loss_kernel.py takes them."""
     return TRITON and logits.is_cuda and logits.dtype != torch.float64
 
 

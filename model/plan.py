@@ -252,7 +252,7 @@ def predict_step(
     chunked_loss = rows < tokens
     output_gradient = 4 * vocab_size * width
     loss = tokens * e * width + (4 if chunked_loss or not compiled else e) * padded * width
-    loss_forward = tokens * 4 * width + e * padded * width * (narrow or padded > vocab_size) + e * rows * width * narrow
+    loss_forward = tokens * (4 + e * narrow) * width + e * padded * width * (narrow or padded > vocab_size)
     loss_forward += (e * tokens * width + 4 * padded * width) * chunked_loss
     if device == "cuda":
         softmax = e * rows * padded + (e * (-(-tokens // rows) - 1) * padded * width if compiled else 0)

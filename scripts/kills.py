@@ -33,10 +33,11 @@ from training.metrics import ROOT, check_writable, measured_on, read_metrics, wr
 from training.rotation import LATEST, newest_first, step_of
 
 STEPS, EVERY = 200, 10
-# everything that has state: dropout, two passes a step, and rows, evaluations and checkpoints out of step with one another
+# everything that has state: dropout, two passes a step, rows, evaluations and checkpoints out of step with one another, and between
+# them steps that are queued before the one before them is looked at
 RUN = (
     "device=cpu model.num_layers=2 model.num_heads=2 model.hidden_size=64 model.dropout=0.1 seq_len=32 batch_size=4 tokens_per_step=256 "
-    f"steps={STEPS} log_every=1 eval_every=15 eval_sequences=8 checkpoint_every={EVERY} keep=3 sample_tokens=0 logger=none"
+    f"steps={STEPS} log_every=3 eval_every=15 eval_sequences=8 checkpoint_every={EVERY} keep=3 sample_tokens=0 logger=none"
 ).split()
 # the beginnings of the names of what differs between two runs that are the same run
 MEASURED = ("tokens_per_sec", "mfu", "memory/")
@@ -64,20 +65,23 @@ def wait_for(process: subprocess.Popen, happened: Callable[[], bool]) -> None:
         time.sleep(0.0002)
 
 
-def rows(run_dir: Path) -> int:
+def reached(run_dir: Path) -> int:
+    """The step of the last whole row of metrics; -1 before the first."""
     path = run_dir / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return json.loads(lines[-1])["step"] if lines else -1
 
 
 def state(run_dir: Path) -> dict[str, Any]:
     """All that must be equal at the end of two runs that are the same."""
     folder = run_dir / LATEST
+    lines = (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
     written = read_metrics(run_dir / "metrics.jsonl")
     computed = [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in written]
     training = torch.load(folder / "training.pt", weights_only=True)
     # a run draws on PyTorch's generators alone: Python's and NumPy's are not seeded, and differ from process to process
     training["random"] = {name: training["random"][name] for name in ("torch", "cuda")}
-    return {"weights": load_file(folder / "model.safetensors"), "training": training, "metrics": computed, "rows": rows(run_dir)}
+    return {"weights": load_file(folder / "model.safetensors"), "training": training, "metrics": computed, "rows": lines}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -102,7 +106,7 @@ def killed(run_dir: Path, moment: random.Random, *, saving: bool, earliest: int 
     """Start a run and kill it: after a random row of metrics, or in the save that comes after it. Says when that was."""
     target = moment.randint(earliest, STEPS - 2 * EVERY)
     process = start(*RUN, f"hydra.run.dir={run_dir}")
-    wait_for(process, lambda: rows(run_dir) >= target)
+    wait_for(process, lambda: reached(run_dir) >= target)
     if saving:
         wait_for(process, (run_dir / f"{LATEST}.tmp").exists)
     time.sleep(moment.uniform(0, 0.01))
@@ -112,7 +116,7 @@ def killed(run_dir: Path, moment: random.Random, *, saving: bool, earliest: int 
         raise RuntimeError(f"the run ended with {code} before it was killed: {output}")
     last = next(iter(newest_first(run_dir)), None)
     return {
-        "rows": rows(run_dir),
+        "step": reached(run_dir),
         "checkpoint": step_of(last) if last else None,
         # what a save leaves that did not come to its end
         "in_a_save": (run_dir / f"{LATEST}.tmp").exists() or not (run_dir / LATEST).exists() and last is not None,
@@ -143,10 +147,10 @@ def fill_disk(run_dir: Path, straight: dict[str, Any], moment: random.Random) ->
     """From a random moment on, no file of the process may grow beyond a random size, less than a checkpoint's."""
     process = start(*RUN, f"hydra.run.dir={run_dir}")
     target = moment.randint(EVERY + 2, STEPS - 2 * EVERY)
-    wait_for(process, lambda: rows(run_dir) >= target)
+    wait_for(process, lambda: reached(run_dir) >= target)
     limit = moment.randint(100_000, (run_dir / LATEST / "training.pt").stat().st_size - 1)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    found = {"harm": "disk full", "rows": rows(run_dir), "bytes": limit}
+    found = {"harm": "disk full", "step": reached(run_dir), "bytes": limit}
     code, output = finish(process)
     found["checkpoint"] = step_of(newest_first(run_dir)[0])
     if code == 0 or not is_one_line(output) or f"resume={run_dir}" not in output:

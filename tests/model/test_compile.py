@@ -14,7 +14,12 @@ LENGTH = 40
 SHAPE = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "hidden_size": 64, "max_seq_len": LENGTH}
 TILES = {"block_q": 16, "block_kv": 16}  # several, and the last is ragged
 
-TOLERANCE = {"rtol": 0, "atol": 0} if DEVICE == "cpu" else {"rtol": 1e-4, "atol": 1e-4}
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    """On a GPU a compiled model has another form of GELU, which bfloat16 may round to the number beside it."""
+    if DEVICE == "cpu":
+        return {"rtol": 0, "atol": 0}
+    return {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-3}
 
 
 def build(backend: Backend, **shape: object) -> GPT:
@@ -31,14 +36,14 @@ def loss_and_gradients(run: nn.Module, model: GPT, *, dtype: torch.dtype = torch
     return [loss.detach(), *(torch.autograd.grad(loss, list(model.parameters())) if torch.is_grad_enabled() else ())]
 
 
-def assert_one_graph(model: GPT, **settings: object) -> None:
+def assert_one_graph(model: GPT, *, dtype: torch.dtype = torch.float32, **settings: object) -> None:
     """In one graph the model gives what it gives operator by operator: on a CPU, without generated code, to the bit."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    found = loss_and_gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), model, **settings)
+    found = loss_and_gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), model, dtype=dtype, **settings)
     assert not torch._dynamo.utils.counters["graph_break"] and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    expected = loss_and_gradients(model, model, **settings)
-    torch.testing.assert_close(found, expected, **TOLERANCE)
+    expected = loss_and_gradients(model, model, dtype=dtype, **settings)
+    torch.testing.assert_close(found, expected, **tolerance(dtype))
 
 
 @pytest.mark.parametrize("name", BACKENDS)

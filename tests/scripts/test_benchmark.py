@@ -269,6 +269,16 @@ def test_a_backend_with_wrong_results_is_refused(run_benchmark):
     assert "\n" not in error.value.code
 
 
+def test_the_others_are_timed_beside_a_backend_with_wrong_results(run_benchmark, monkeypatch, tmp_path):
+    monkeypatch.setattr(benchmark, "wrong_results", lambda backend, **where: {"naive": [], "no_rescale": ["forward"]}[backend.name])
+    with pytest.raises(SystemExit) as error:
+        run_benchmark("--attention", "no_rescale", "naive", *SMALL)
+    assert re.match(r"benchmark: no_rescale is wrong in float32.*red in forward", error.value.code)
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [(row["attention"], row["seq_len"]) for row in rows] == [("naive", 64), ("naive", 128)]
+    assert all(row["forward_seconds"] > 0 and "broken" not in row for row in rows)
+
+
 def test_a_backend_with_wrong_results_can_be_timed_and_is_marked(run_benchmark, monkeypatch):
     red = {"naive": [], "no_rescale": ["forward", "block sizes"]}
     monkeypatch.setattr(benchmark, "wrong_results", lambda backend, **where: red[backend.name])
