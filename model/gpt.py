@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from attention import Backend, attention
 from config import ModelConfig
-from model.checkpointing import elementwise_recomputed, in_chunks, kept_on_host, recomputed
+from model.checkpointing import Result, elementwise_recomputed, in_chunks, kept_on_host, recomputed
 from model.gpt2_weights import from_gpt2
 from model.kv_cache import KVCache, LayerCache
 from model.loss import linear_cross_entropy
@@ -128,51 +128,54 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """x (B, N, C) and the branch that is still to be added to it, in and out: a sum and the norm after it are one step on a GPU."""
         attend = partial(self.attention.attend, document_ids=document_ids, cache=cache)
-        if self.checkpoint != "none":
+        if self.checkpoint in ("attention", "block"):
             return self.recomputing(x if branch is None else x + branch, rope, attend), None
-        x, *qkv = self.before(x, branch, rope)
+        x, qkv = self.before(x, branch, rope)
         return self.after(x, attend(*qkv))
 
-    def before(self, x: Tensor, branch: Tensor | None, rope: tuple[Tensor, ...] | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def before(self, x: Tensor, branch: Tensor | None, rope: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The whole of x, and from it q, k and v, (B, N, H or H_kv, D)."""
-        x, normed = add_norm(x, branch, self.attention_norm)
-        return x, *self.attention.project(normed, rope)
+        return self.normed(x, branch, self.attention_norm, partial(self.attention.project, rope=rope))
 
     def after(self, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         """x with what attention (out) adds to it, and what the MLP is to add."""
-        x, normed = add_norm(x, self.dropout(self.attention.proj(out)), self.mlp_norm)
-        hidden = self.mlp.up(normed)
-        del normed  # the MLP needs the room
-        return x, self.dropout(self.mlp.contract(hidden))
+        x, hidden = self.normed(x, self.dropout(self.attention.proj(out)), self.mlp_norm, self.mlp.up)
+        contract = elementwise_recomputed(self.mlp.contract) if self.elementwise else self.mlp.contract
+        return x, self.dropout(contract(hidden))
+
+    def normed(self, x: Tensor, branch: Tensor | None, norm: nn.Module, product: Callable[[Tensor], Result]) -> tuple[Tensor, Result]:
+        """x + branch, and the product of its norm."""
+        if self.elementwise:
+            x = x if branch is None else x + branch
+            return x, elementwise_recomputed(lambda x: product(norm(x)))(x)
+        x, y = add_norm(x, branch, norm)
+        return x, product(y)
+
+    @property
+    def elementwise(self) -> bool:
+        return self.checkpoint == "elementwise" and torch.is_grad_enabled()
 
     def recomputing(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attend: Callable[..., Tensor]) -> Tensor:
-        """The same from the whole of x to the whole of x. What autograd keeps, and computes again, is model.checkpoint's to say."""
+        """From the whole of x to the whole of x, for checkpoint=attention and block. What autograd keeps, and where, is theirs to say."""
+        keep = self.checkpoint if torch.is_grad_enabled() else "none"
 
-        def before(x: Tensor, *rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return self.before(x, None, rope or None)[1:]
+        def before(x: Tensor, *rope: Tensor) -> tuple[Tensor, ...]:
+            return self.before(x, None, rope or None)[1]
 
         def after(x: Tensor, out: Tensor) -> Tensor:
             x, branch = self.after(x, out)
             return x + branch
 
-        def after_elementwise(x: Tensor, out: Tensor) -> Tensor:
-            x = x + self.dropout(self.attention.proj(out))
-            hidden = elementwise_recomputed(lambda x: self.mlp.up(self.mlp_norm(x)))(x)
-            return x + self.dropout(elementwise_recomputed(self.mlp.contract)(hidden))
-
-        def run(x: Tensor, keep: str) -> Tensor:
+        def run(x: Tensor) -> Tensor:
             parts = before, after
-            if keep == "elementwise":
-                parts = elementwise_recomputed(before), after_elementwise
             # the parts in which a token meets no other; with chunks, recomputing the whole block would hold all of them at once again
-            elif keep == "attention" or (keep == "block" and self.chunk_tokens is not None):
+            if keep == "attention" or (keep == "block" and self.chunk_tokens is not None):
                 parts = [recomputed(part, dropout=self.dropout.p) for part in parts]
-            q, k, v = in_chunks(parts[0], x, *(table.unsqueeze(0) for table in rope or ()), size=self.chunk_tokens)
-            return in_chunks(parts[1], x, attend(q, k, v), size=self.chunk_tokens)
+            qkv = in_chunks(parts[0], x, *(table.unsqueeze(0) for table in rope or ()), size=self.chunk_tokens)
+            return in_chunks(parts[1], x, attend(*qkv), size=self.chunk_tokens)
 
-        keep = self.checkpoint if torch.is_grad_enabled() else "none"
         with kept_on_host(x) if self.offload and keep != "none" else nullcontext():
-            return recomputed(partial(run, keep=keep), dropout=self.dropout.p)(x) if keep == "block" else run(x, keep)
+            return recomputed(run, dropout=self.dropout.p)(x) if keep == "block" else run(x)
 
 
 class GPT(nn.Module):
