@@ -26,7 +26,7 @@ from model.checkpointing import Result, elementwise_recomputed, in_chunks, kept_
 from model.gpt2_weights import from_gpt2
 from model.kv_cache import KVCache, LayerCache
 from model.loss import linear_cross_entropy
-from model.norm import NORM_EPS, add_norm, build_norm
+from model.norm import NORM_EPS, add_norm, add_norm_product, build_norm
 from model.rope import apply_rope, rope_tables
 
 
@@ -38,7 +38,7 @@ class ModelOutput(NamedTuple):
 
 
 class CausalSelfAttention(nn.Module):
-    """Project to q, k and v, attend; Block then calls proj, the way back."""
+    """From what qkv gives back to q, k and v, and attend; Block calls qkv before and proj after."""
 
     def __init__(self, config: ModelConfig, backend: Backend):
         super().__init__()
@@ -49,9 +49,9 @@ class CausalSelfAttention(nn.Module):
         self.qkv.rows = tuple(heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads))  # for Muon
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
 
-    def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, qkv: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, N, H, D) and k, v (B, N, H_kv, D), normalised and turned."""
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, N, H + 2 H_kv, D)
+        heads = qkv.unflatten(-1, (-1, self.head_dim))  # (B, N, H + 2 H_kv, D)
         # views of one tensor, (B, H or H_kv, N, D): a backend that needs contiguous memory copies for itself
         q, k, v = (t.transpose(1, 2) for t in heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2))
         if self.qk_norm:
@@ -63,7 +63,7 @@ class CausalSelfAttention(nn.Module):
         return q.to(v.dtype).transpose(1, 2), k.to(v.dtype).transpose(1, 2), v.transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None, cache: LayerCache | None) -> Tensor:
-        """The heads' outputs side by side, (B, N, C), from what project() gives."""
+        """The heads' outputs side by side, (B, N, C), from what heads() gives."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, H_kv, M, D)
@@ -135,21 +135,23 @@ class Block(nn.Module):
 
     def before(self, x: Tensor, branch: Tensor | None, rope: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The whole of x, and from it q, k and v, (B, N, H or H_kv, D)."""
-        return self.normed(x, branch, self.attention_norm, partial(self.attention.project, rope=rope))
+        x, qkv = self.normed(x, branch, self.attention_norm, self.attention.qkv)
+        return x, self.again(partial(self.attention.heads, rope=rope))(qkv)
 
     def after(self, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         """x with what attention (out) adds to it, and what the MLP is to add."""
         x, hidden = self.normed(x, self.dropout(self.attention.proj(out)), self.mlp_norm, self.mlp.up)
-        contract = elementwise_recomputed(self.mlp.contract) if self.elementwise else self.mlp.contract
-        return x, self.dropout(contract(hidden))
+        return x, self.dropout(self.again(self.mlp.contract)(hidden))
 
-    def normed(self, x: Tensor, branch: Tensor | None, norm: nn.Module, product: Callable[[Tensor], Result]) -> tuple[Tensor, Result]:
+    def normed(self, x: Tensor, branch: Tensor | None, norm: nn.Module, product: nn.Linear) -> tuple[Tensor, Tensor]:
         """x + branch, and the product of its norm."""
         if self.elementwise:
-            x = x if branch is None else x + branch
-            return x, elementwise_recomputed(lambda x: product(norm(x)))(x)
+            return add_norm_product(x, branch, norm, product)
         x, y = add_norm(x, branch, norm)
         return x, product(y)
+
+    def again(self, function: Callable[[Tensor], Result]) -> Callable[[Tensor], Result]:
+        return elementwise_recomputed(function) if self.elementwise else function
 
     @property
     def elementwise(self) -> bool:

@@ -8,9 +8,11 @@ import importlib.util
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import ModelConfig
+from model.checkpointing import elementwise_recomputed
 
 NORM_EPS = 1e-5
 MAX_WIDTH = 8192  # a row that a program holds in its registers
@@ -34,11 +36,24 @@ def add_norm(x: Tensor, branch: Tensor | None, norm: nn.Module) -> tuple[Tensor,
     if not has_kernel(x, branch):
         x = x + branch
         return x, norm(x)
+    x, normed, _ = add_norm_operator(x, branch, *arguments(x, norm))
+    return x, normed
+
+
+def add_norm_product(x: Tensor, branch: Tensor | None, norm: nn.Module, product: nn.Linear) -> tuple[Tensor, Tensor]:
+    """x + branch and product(norm(x + branch)); autograd keeps the sum and not the norm, which the backward kernel writes again."""
+    if branch is not None and has_kernel(x, branch):
+        return AddNormProduct.apply(x, branch, *arguments(x, norm), product.weight, product.bias)
+    x = x if branch is None else x + branch
+    return x, elementwise_recomputed(lambda x: product(norm(x)))(x)
+
+
+def arguments(x: Tensor, norm: nn.Module) -> tuple:
+    """Of the operator, after x and the branch."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     centred = isinstance(norm, nn.LayerNorm)
-    x, normed, _ = add_norm_operator(x, branch, norm.weight, norm.bias if centred else None, norm.eps, centred, dtype)
-    return x, normed
+    return norm.weight, norm.bias if centred else None, norm.eps, centred, dtype
 
 
 def has_kernel(x: Tensor, branch: Tensor) -> bool:
@@ -69,37 +84,68 @@ def _(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 
 @torch.library.custom_op("tilegpt::add_norm_backward", mutates_args=())
 def add_norm_backward(
-    d_total: Tensor | None, d_y: Tensor, total: Tensor, weight: Tensor, statistics: Tensor, bias: bool, dtype: torch.dtype
-) -> list[Tensor]:
-    """The gradients of x, of weight and bias in one, and of a branch in dtype where that is not x's."""
+    d_total: Tensor | None, d_y: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor, dtype: torch.dtype,
+    again: bool,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of x, of weight and bias in one, and of a branch in dtype where that is not x's; with `again`, the norm in d_y's."""
     from model.norm_kernel import backward
 
-    return backward(None if d_total is None else d_total.contiguous(), d_y.contiguous(), total, weight, statistics, bias, dtype)
+    return backward(None if d_total is None else d_total.contiguous(), d_y.contiguous(), total, weight, bias, statistics, dtype, again)
 
 
 @add_norm_backward.register_fake
 def _(
-    d_total: Tensor | None, d_y: Tensor, total: Tensor, weight: Tensor, statistics: Tensor, bias: bool, dtype: torch.dtype
-) -> list[Tensor]:
-    d_parameters = total.new_empty(2 if bias else 1, total.shape[-1], dtype=torch.float32)
-    return [torch.empty_like(total), d_parameters, *([] if dtype == total.dtype else [torch.empty_like(total, dtype=dtype)])]
+    d_total: Tensor | None, d_y: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor, dtype: torch.dtype,
+    again: bool,
+) -> list[Tensor]:  # fmt: skip
+    d_parameters = total.new_empty(1 if bias is None else 2, total.shape[-1], dtype=torch.float32)
+    more = [dtype] * (dtype != total.dtype) + [d_y.dtype] * again
+    return [torch.empty_like(total), d_parameters, *(torch.empty_like(total, dtype=each) for each in more)]
 
 
 def _save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     _, branch, weight, bias, *_ = inputs
     total, _, statistics = output
     ctx.set_materialize_grads(False)  # no zeros for the sum behind the last norm, which nobody uses
-    ctx.dtype, ctx.bias_dtype = branch.dtype, None if bias is None else bias.dtype
-    ctx.save_for_backward(total, weight, statistics)
+    ctx.dtype = branch.dtype
+    ctx.save_for_backward(total, weight, bias, statistics)
 
 
 def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-    total, weight, statistics = ctx.saved_tensors
+    total, weight, bias, statistics = ctx.saved_tensors
     d_total, d_y, _ = gradients
     d_y = torch.zeros_like(total) if d_y is None else d_y
-    d_x, d_parameters, *d_branch = add_norm_backward(d_total, d_y, total, weight, statistics, ctx.bias_dtype is not None, ctx.dtype)
-    d_weight, d_bias = d_parameters[0].to(weight.dtype), None if ctx.bias_dtype is None else d_parameters[1].to(ctx.bias_dtype)
-    return d_x, *(d_branch or [d_x]), d_weight, d_bias, None, None, None
+    d_x, d_parameters, *d_branch = add_norm_backward(d_total, d_y, total, weight, bias, statistics, ctx.dtype, False)
+    return d_x, *(d_branch or [d_x]), *_split(d_parameters, weight, bias), None, None, None
+
+
+def _split(d_parameters: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return d_parameters[0].to(weight.dtype), None if bias is None else d_parameters[1].to(bias.dtype)
 
 
 add_norm_operator.register_autograd(_backward, setup_context=_save)
+
+
+class AddNormProduct(torch.autograd.Function):
+    """add_norm_product() by the kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype,
+        matrix: Tensor, offset: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        total, y, statistics = add_norm_operator(x, branch, weight, bias, eps, centred, dtype)
+        ctx.set_materialize_grads(False)
+        ctx.dtype, ctx.offset_dtype = branch.dtype, None if offset is None else offset.dtype
+        ctx.save_for_backward(total, weight, bias, statistics, matrix)
+        return total, F.linear(y, matrix.to(dtype), None if offset is None else offset.to(dtype))
+
+    @staticmethod
+    def backward(ctx: Any, d_total: Tensor | None, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        total, weight, bias, statistics, matrix = ctx.saved_tensors
+        d_y = d_out @ matrix.to(d_out.dtype)
+        d_x, d_parameters, *d_branch, y = add_norm_backward(d_total, d_y, total, weight, bias, statistics, ctx.dtype, True)
+        d_out = d_out.flatten(0, -2)
+        d_offset = None if ctx.offset_dtype is None else d_out.sum(0, dtype=torch.float32).to(ctx.offset_dtype)
+        d_matrix = (d_out.mT @ y.flatten(0, -2)).to(matrix.dtype)
+        return d_x, *(d_branch or [d_x]), *_split(d_parameters, weight, bias), None, None, None, d_matrix, d_offset

@@ -54,10 +54,13 @@ def add_norm_kernel(
 
 @triton.jit
 def add_norm_backward_kernel(
-    d_total_ptr, d_y_ptr, total_ptr, weight_ptr, statistics_ptr, d_x_ptr, d_branch_ptr, partial_ptr, rows, width,
-    CENTRED: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    d_total_ptr, d_y_ptr, total_ptr, weight_ptr, bias_ptr, statistics_ptr, d_x_ptr, d_branch_ptr, y_ptr, partial_ptr, rows, width,
+    CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every so many rows a program: the gradient of x and of the branch, and these rows' share of the weight's and of the bias's."""
+    """Every so many rows a program: the gradient of x and of the branch, and these rows' share of the weight's and of the bias's.
+
+    With y_ptr, the norm as well.
+    """
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     of_columns = column < width
     offset = row[:, None] * width + column[None, :]
@@ -77,7 +80,12 @@ def add_norm_backward_kernel(
             total -= tl.load(statistics_ptr + rows + first + row, mask=of_rows, other=0.0)[:, None]
         normalised = total * rstd[:, None]
         d_weight += tl.sum(d_y * normalised, 0)
-        if BIAS:
+        if y_ptr is not None:
+            y = normalised * weight[None, :]
+            if bias_ptr is not None:  # loaded for every tile: there are no registers left for it
+                y += tl.load(bias_ptr + column, mask=of_columns, other=0.0).to(tl.float32)[None, :]
+            tl.store(y_ptr + start + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
+        if bias_ptr is not None:
             d_bias += tl.sum(d_y, 0)
         d_normalised = d_y * weight[None, :]
         d_x = d_normalised - normalised * (tl.sum(d_normalised * normalised, 1) / width)[:, None]
@@ -90,9 +98,9 @@ def add_norm_backward_kernel(
         if d_branch_ptr is not None:
             tl.store(d_branch_ptr + start + offset, d_x.to(d_branch_ptr.dtype.element_ty), mask=mask)
 
-    partial_ptr += tl.program_id(0) * (2 if BIAS else 1) * width
+    partial_ptr += tl.program_id(0) * (1 if bias_ptr is None else 2) * width
     tl.store(partial_ptr + column, d_weight, mask=of_columns)
-    if BIAS:
+    if bias_ptr is not None:
         tl.store(partial_ptr + width + column, d_bias, mask=of_columns)
 
 
@@ -122,9 +130,11 @@ def forward(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps:
 
 
 def backward(
-    d_total: Tensor | None, d_y: Tensor, total: Tensor, weight: Tensor, statistics: Tensor, bias: bool, dtype: torch.dtype
-) -> list[Tensor]:
-    """The gradient of x; that of the weight, (1, C) float32, or of weight and bias, (2, C); and the first in dtype, where it is another.
+    d_total: Tensor | None, d_y: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor, dtype: torch.dtype,
+    again: bool,
+) -> list[Tensor]:  # fmt: skip
+    """The gradient of x; that of the weight, (1, C) float32, or of weight and bias, (2, C); the first in dtype, where it is another; with
+    `again`, the norm.
 
     d_total, d_y: the gradients of the sum (None is zero) and of its norm, contiguous; dtype: the branch's. Sums over rows are made in the
     same order every time.
@@ -134,9 +144,10 @@ def backward(
     programs = min(triton.cdiv(rows, meta["ROWS"]), max(1, PROGRAMS // meta["num_warps"]) * multiprocessors(total.device))
     d_x = torch.empty_like(total)
     d_branch = None if dtype == total.dtype else torch.empty_like(total, dtype=dtype)
-    partial = total.new_empty(programs, 2 if bias else 1, width, dtype=torch.float32)
+    y = torch.empty_like(d_y) if again else None
+    partial = total.new_empty(programs, 1 if bias is None else 2, width, dtype=torch.float32)
     add_norm_backward_kernel[programs,](
-        d_total, d_y, total, weight, statistics, d_x, d_branch, partial, rows, width,
-        CENTRED=len(statistics) == 2, BIAS=bias, STAGES=STAGES, **meta,
+        d_total, d_y, total, weight, bias, statistics, d_x, d_branch, y, partial, rows, width,
+        CENTRED=len(statistics) == 2, STAGES=STAGES, **meta,
     )  # fmt: skip
-    return [d_x, partial.sum(0), *([] if d_branch is None else [d_branch])]
+    return [d_x, partial.sum(0), *(x for x in (d_branch, y) if x is not None)]

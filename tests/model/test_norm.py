@@ -120,8 +120,9 @@ def test_lawful_operators(fields, dtypes):
     torch.library.opcheck(add_norm_operator, inputs)
     total, y, statistics = (each.detach() for each in add_norm_operator(*inputs))
     for d_total in (torch.randn_like(total), None):
-        bias = inputs[3] is not None
-        torch.library.opcheck(add_norm_backward, (d_total, torch.randn_like(y), total, norm.weight.detach(), statistics, bias, dtypes[1]))
+        weight, bias = (None if each is None else each.detach() for each in inputs[2:4])
+        for again in (False, True):
+            torch.library.opcheck(add_norm_backward, (d_total, torch.randn_like(y), total, weight, bias, statistics, dtypes[1], again))
 
 
 def loss_and_gradients(model: GPT, tokens: Tensor, *, dtype: torch.dtype = FP32, run: Callable | None = None) -> list[Tensor]:
