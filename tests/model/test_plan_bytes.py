@@ -128,10 +128,13 @@ def test_saved_for_backward_of_a_compiled_model(shape, attention):
 
 
 # PyTorch's rms_norm keeps more on a CPU, outside of a compiled graph, and so does the plan
-@pytest.mark.parametrize(("shape", "compiled"), [("gpt2", False), ("gpt2", True), ("modern", True)])
-def test_saved_for_backward_where_sum_and_norm_are_one_kernel(monkeypatch, shape, compiled):
+@pytest.mark.parametrize(
+    ("shape", "compiled", "checkpoint"),
+    [("gpt2", False, "none"), ("gpt2", True, "none"), ("modern", True, "none"), ("gpt2", False, "elementwise")],
+)
+def test_saved_for_backward_where_sum_and_norm_are_one_kernel(monkeypatch, shape, compiled, checkpoint):
     monkeypatch.setattr(model.norm, "has_kernel", model.norm.fits_kernel)
-    step = Step(shape, "sdpa", BF16, compiled=compiled)
+    step = Step(shape, "sdpa", BF16, compiled=compiled, checkpoint=checkpoint)
     assert step.plan.saved == pytest.approx(step.saved_bytes(), rel=0.03)
 
 
