@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from attention import Backend, attention
 from config import ModelConfig
-from model.checkpointing import elementwise_recomputed, in_chunks, kept_on_host, recomputed
+from model.checkpointing import Result, elementwise_recomputed, in_chunks, kept_on_host, recomputed
 from model.gpt2_weights import from_gpt2
 from model.kv_cache import KVCache, LayerCache
 from model.loss import linear_cross_entropy
+from model.norm import NORM_EPS, add_norm, add_norm_product, build_norm
 from model.rope import apply_rope, rope_tables
-
-NORM_EPS = 1e-5
 
 
 class ModelOutput(NamedTuple):
@@ -38,14 +37,8 @@ class ModelOutput(NamedTuple):
     loss: Tensor | None  # scalar float32, mean over targets != -100
 
 
-def build_norm(config: ModelConfig) -> nn.Module:
-    if config.norm == "layernorm":
-        return nn.LayerNorm(config.hidden_size, eps=NORM_EPS, bias=config.bias)
-    return nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
-
-
 class CausalSelfAttention(nn.Module):
-    """Project to q, k and v, attend; Block then calls proj, the way back."""
+    """From what qkv gives back to q, k and v, and attend; Block calls qkv before and proj after."""
 
     def __init__(self, config: ModelConfig, backend: Backend):
         super().__init__()
@@ -56,9 +49,9 @@ class CausalSelfAttention(nn.Module):
         self.qkv.rows = tuple(heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads))  # for Muon
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
 
-    def project(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, qkv: Tensor, rope: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, N, H, D) and k, v (B, N, H_kv, D), normalised and turned."""
-        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))  # (B, N, H + 2 H_kv, D)
+        heads = qkv.unflatten(-1, (-1, self.head_dim))  # (B, N, H + 2 H_kv, D)
         # views of one tensor, (B, H or H_kv, N, D): a backend that needs contiguous memory copies for itself
         q, k, v = (t.transpose(1, 2) for t in heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2))
         if self.qk_norm:
@@ -70,7 +63,7 @@ class CausalSelfAttention(nn.Module):
         return q.to(v.dtype).transpose(1, 2), k.to(v.dtype).transpose(1, 2), v.transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, document_ids: Tensor | None, cache: LayerCache | None) -> Tensor:
-        """The heads' outputs side by side, (B, N, C), from what project() gives."""
+        """The heads' outputs side by side, (B, N, C), from what heads() gives."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, N, D)
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, H_kv, M, D)
@@ -130,36 +123,61 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.checkpoint, self.chunk_tokens, self.offload = config.checkpoint, config.chunk_tokens, config.offload
 
-    def forward(self, x: Tensor, *, rope: tuple[Tensor, Tensor] | None, document_ids: Tensor | None, cache: LayerCache | None) -> Tensor:
-        """x (B, N, C) in and out. What autograd keeps, and what it computes again, is model.checkpoint's to say."""
+    def forward(
+        self, x: Tensor, branch: Tensor | None, *, rope: tuple[Tensor, Tensor] | None, document_ids: Tensor | None, cache: LayerCache | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """x (B, N, C) and the branch that is still to be added to it, in and out: a sum and the norm after it are one step on a GPU."""
+        attend = partial(self.attention.attend, document_ids=document_ids, cache=cache)
+        if self.checkpoint in ("attention", "block"):
+            return self.recomputing(x if branch is None else x + branch, rope, attend), None
+        x, qkv = self.before(x, branch, rope)
+        return self.after(x, attend(*qkv))
 
-        def run(x: Tensor, keep: str) -> Tensor:
-            before, after = self.before, self.after
-            if keep == "elementwise":
-                before, after = elementwise_recomputed(before), partial(after, again=elementwise_recomputed)
-            # the parts in which a token meets no other; with chunks, recomputing the whole block would hold all of them at once again
-            elif keep == "attention" or (keep == "block" and self.chunk_tokens is not None):
-                before, after = (recomputed(part, dropout=self.dropout.p) for part in (before, after))
-            q, k, v = in_chunks(before, x, *(table.unsqueeze(0) for table in rope or ()), size=self.chunk_tokens)
-            out = self.attention.attend(q, k, v, document_ids=document_ids, cache=cache)
-            return in_chunks(after, x, out, size=self.chunk_tokens)
+    def before(self, x: Tensor, branch: Tensor | None, rope: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The whole of x, and from it q, k and v, (B, N, H or H_kv, D)."""
+        x, qkv = self.normed(x, branch, self.attention_norm, self.attention.qkv)
+        return x, self.again(partial(self.attention.heads, rope=rope))(qkv)
 
+    def after(self, x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        """x with what attention (out) adds to it, and what the MLP is to add."""
+        x, hidden = self.normed(x, self.dropout(self.attention.proj(out)), self.mlp_norm, self.mlp.up)
+        return x, self.dropout(self.again(self.mlp.contract)(hidden))
+
+    def normed(self, x: Tensor, branch: Tensor | None, norm: nn.Module, product: nn.Linear) -> tuple[Tensor, Tensor]:
+        """x + branch, and the product of its norm."""
+        if self.elementwise:
+            return add_norm_product(x, branch, norm, product)
+        x, y = add_norm(x, branch, norm)
+        return x, product(y)
+
+    def again(self, function: Callable[[Tensor], Result]) -> Callable[[Tensor], Result]:
+        return elementwise_recomputed(function) if self.elementwise else function
+
+    @property
+    def elementwise(self) -> bool:
+        return self.checkpoint == "elementwise" and torch.is_grad_enabled()
+
+    def recomputing(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, attend: Callable[..., Tensor]) -> Tensor:
+        """From the whole of x to the whole of x, for checkpoint=attention and block. What autograd keeps, and where, is theirs to say."""
         keep = self.checkpoint if torch.is_grad_enabled() else "none"
+
+        def before(x: Tensor, *rope: Tensor) -> tuple[Tensor, ...]:
+            return self.before(x, None, rope or None)[1]
+
+        def after(x: Tensor, out: Tensor) -> Tensor:
+            x, branch = self.after(x, out)
+            return x + branch
+
+        def run(x: Tensor) -> Tensor:
+            parts = before, after
+            # the parts in which a token meets no other; with chunks, recomputing the whole block would hold all of them at once again
+            if keep == "attention" or (keep == "block" and self.chunk_tokens is not None):
+                parts = [recomputed(part, dropout=self.dropout.p) for part in parts]
+            qkv = in_chunks(parts[0], x, *(table.unsqueeze(0) for table in rope or ()), size=self.chunk_tokens)
+            return in_chunks(parts[1], x, attend(*qkv), size=self.chunk_tokens)
+
         with kept_on_host(x) if self.offload and keep != "none" else nullcontext():
-            return recomputed(partial(run, keep=keep), dropout=self.dropout.p)(x) if keep == "block" else run(x, keep)
-
-    def before(self, x: Tensor, *rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of these tokens, (B, N, H or H_kv, D); rope: their cosines and sines, (1, N, D/2) each."""
-        return self.attention.project(self.attention_norm(x), rope or None)
-
-    def after(self, x: Tensor, out: Tensor, *, again: Callable[[Callable], Callable] = lambda part: part) -> Tensor:
-        """The block's output for these tokens: x (B, N, C) with what attention (out) and the MLP add to it.
-
-        again: what is made of each part that does something elementwise and then a product.
-        """
-        x = x + self.dropout(self.attention.proj(out))
-        hidden = again(lambda x: self.mlp.up(self.mlp_norm(x)))(x)
-        return x + self.dropout(again(self.mlp.contract)(hidden))
+            return recomputed(run, dropout=self.dropout.p)(x) if keep == "block" else run(x)
 
 
 class GPT(nn.Module):
@@ -234,10 +252,11 @@ class GPT(nn.Module):
             x = x + self.position_embedding(positions)
         else:
             rope = rope_tables(positions, head_dim=self.config.head_dim, theta=self.config.rope_theta)
-        x = self.dropout(x)
+        x, branch = self.dropout(x), None  # what is to be added to x waits for the next norm
         for i, block in enumerate(self.blocks):
-            x = block(x, rope=rope, document_ids=document_ids, cache=None if cache is None else cache.layers[i])
-        x = self.final_norm(x)
+            x, branch = block(x, branch, rope=rope, document_ids=document_ids, cache=None if cache is None else cache.layers[i])
+        x = add_norm(x, branch, self.final_norm)[1]
+        del branch  # the loss needs the room
         if targets is not None:
             return ModelOutput(None, linear_cross_entropy(x, self._output_weight, targets))
         return ModelOutput(F.linear(x, self._output_weight), None)  # (B, N, vocab_size)

@@ -231,7 +231,8 @@ def predict_step(
 
     # the CPU's rms_norm is several operators, which keep the normalised input too
     unfused = config.norm == "rmsnorm" and not compiled and device == "cpu"
-    statistics = 8 if config.norm == "layernorm" and not compiled else 4
+    # a compiled graph on the CPU keeps no mean; on a GPU the norm is our own kernel, compiled or not
+    statistics = 8 if config.norm == "layernorm" and not (compiled and device == "cpu") else 4
     norm = tokens * (4 * width + statistics + (4 * width if unfused else 0))
     in_bits = compiled or device != "cpu"  # the CPU's dropout keeps its mask as numbers
     mask, first_mask = (0 if not config.dropout else 1 if in_bits else x for x in (e, 4))

@@ -59,7 +59,7 @@ def test_generated_code_around_a_tile_loop():
     x = torch.randn(2, LENGTH, SHAPE["hidden_size"], device=DEVICE)
 
     def heads(x: Tensor) -> Tensor:
-        return part.attend(*part.project(x, None), document_ids=None, cache=None)
+        return part.attend(*part.heads(part.qkv(x), None), document_ids=None, cache=None)
 
     results = []
     with torch._inductor.config.patch(force_disable_caches=True):  # a graph from the cache is not lowered again

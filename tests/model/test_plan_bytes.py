@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import model.norm
 from attention import get_backend
 from config import ModelConfig, RunConfig
 from model import GPT, count_parameters
@@ -123,6 +124,17 @@ def test_saved_for_backward(shape, attention, dtype):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_saved_for_backward_of_a_compiled_model(shape, attention):
     step = Step(shape, attention, BF16, compiled=True)
+    assert step.plan.saved == pytest.approx(step.saved_bytes(), rel=0.03)
+
+
+# PyTorch's rms_norm keeps more on a CPU, outside of a compiled graph, and so does the plan
+@pytest.mark.parametrize(
+    ("shape", "compiled", "checkpoint"),
+    [("gpt2", False, "none"), ("gpt2", True, "none"), ("modern", True, "none"), ("gpt2", False, "elementwise")],
+)
+def test_saved_for_backward_where_sum_and_norm_are_one_kernel(monkeypatch, shape, compiled, checkpoint):
+    monkeypatch.setattr(model.norm, "has_kernel", model.norm.fits_kernel)
+    step = Step(shape, "sdpa", BF16, compiled=compiled, checkpoint=checkpoint)
     assert step.plan.saved == pytest.approx(step.saved_bytes(), rel=0.03)
 
 

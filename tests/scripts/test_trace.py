@@ -251,7 +251,7 @@ def test_takes_q_k_v_of_a_run(tmp_path):
     with torch.no_grad():
         tokens = data.val_batch(64).inputs[2:3]
         x = model.token_embedding(tokens) + model.position_embedding(torch.arange(48))
-        x = model.blocks[0](x, rope=None, document_ids=None, cache=None)
+        x = sum(model.blocks[0](x, None, rope=None, document_ids=None, cache=None))
         qkv = model.blocks[1].attention.qkv(model.blocks[1].attention_norm(x))  # (1, 48, 4 * 8 + 2 * 8 + 2 * 8)
     for x, start in ((call.q, 24), (call.k, 40), (call.v, 56)):
         assert torch.allclose(x[0, 0], qkv[0, :, start : start + 8], atol=1e-5)

@@ -1,0 +1,205 @@
+"""The residual sum and the norm after it: the kernel that a GPU has, here in Triton's interpreter, against PyTorch's operators."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import model.norm
+from attention import get_backend
+from config import ModelConfig
+from model import GPT
+from model.norm import add_norm, add_norm_backward, add_norm_operator, build_norm
+
+NORMS = {"layernorm": {}, "layernorm-nobias": {"bias": False}, "rmsnorm": {"norm": "rmsnorm"}}
+every_norm = pytest.mark.parametrize("fields", NORMS.values(), ids=NORMS)
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+# of the residual stream, and of the branches and the norm's result
+DTYPES = {"fp32": (FP32, FP32), "fp32-bf16": (FP32, BF16), "fp32-fp16": (FP32, FP16), "bf16": (BF16, BF16)}
+every_dtype = pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+
+
+def fits(x: Tensor, branch: Tensor) -> bool:
+    return torch.is_grad_enabled() and model.norm.fits_kernel(x, branch)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(model.norm, "has_kernel", fits)
+
+
+def plain(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    x = x + branch
+    return x, norm(x)
+
+
+def perturb(module: nn.Module) -> nn.Module:
+    """Gains and biases that nobody could leave out unnoticed."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_((0.3 * torch.randn(parameter.shape, generator=generator)).to(parameter))
+    return module
+
+
+def example(
+    width: int, tokens: int, fields: dict, dtypes: tuple[torch.dtype, torch.dtype], device: str = "cpu"
+) -> tuple[Tensor, Tensor, nn.Module]:
+    """x and branch (2, tokens, width) and a norm. The mean is as large as the deviation: it has to go before anything is squared."""
+    generator = torch.Generator().manual_seed(0)
+    x, branch = (torch.randn(2, tokens, width, generator=generator) for _ in range(2))
+    norm = perturb(build_norm(ModelConfig(hidden_size=width, num_heads=1, **fields)))
+    return (2 + 2 * x).to(device, dtypes[0]), branch.to(device, dtypes[1]), norm.to(device, dtypes[0])
+
+
+def results(function: Callable, x: Tensor, branch: Tensor, norm: nn.Module, *, narrow: torch.dtype, sum_used: bool = True) -> list[Tensor]:
+    """x + branch, its norm in `narrow`, and the gradients of x, branch, weight and bias."""
+    inputs = [x.detach().requires_grad_(), branch.detach().requires_grad_()]
+    with torch.autocast(x.device.type, narrow, enabled=narrow.itemsize < x.dtype.itemsize and x.dtype == FP32):
+        total, y = function(*inputs, norm)
+    y = y.to(narrow)
+    generator = torch.Generator().manual_seed(2)
+    d_total, d_y = (torch.randn(x.shape, generator=generator).to(x.device) for _ in range(2))
+    loss = (y * d_y).sum() + (total * d_total).sum() * sum_used
+    return [total.detach(), y.detach(), *torch.autograd.grad(loss, [*inputs, *norm.parameters()])]
+
+
+def assert_near(found: list[Tensor], baseline: list[Tensor], reference: list[Tensor]) -> None:
+    for i, (x, own, exact) in enumerate(zip(found, baseline, reference, strict=True)):
+        assert x.dtype == own.dtype and x.shape == own.shape
+        error, budget = ((each.double() - exact).norm() / exact.norm() for each in (x, own))
+        assert error <= 1.5 * budget + torch.finfo(x.dtype).eps, (i, error, budget)
+
+
+def check(function: Callable, x: Tensor, branch: Tensor, norm: nn.Module, *, sum_used: bool = True) -> None:
+    settings = {"narrow": branch.dtype, "sum_used": sum_used}
+    found, baseline = (results(each, x, branch, norm, **settings) for each in (function, plain))
+    wide = x.double(), branch.double(), copy.deepcopy(norm).double()
+    assert_near(found, baseline, results(plain, *wide, narrow=torch.float64, sum_used=sum_used))
+
+
+@every_norm
+@every_dtype
+@pytest.mark.parametrize("width, tokens", [(64, 37), (96, 5), (768, 9)])
+def test_kernel_gives_sum_norm_and_gradients(kernel, width, tokens, dtypes, fields):
+    """Several rows a program and one, widths that are no power of two, the last program with too few rows."""
+    check(add_norm, *example(width, tokens, fields, dtypes))
+
+
+@every_norm
+def test_behind_the_last_norm_nobody_uses_the_sum(kernel, fields):
+    check(add_norm, *example(96, 40, fields, DTYPES["fp32-bf16"]), sum_used=False)
+
+
+def test_nor_anybody_the_norm(kernel):
+    x, branch, norm = example(64, 3, {}, DTYPES["fp32"])
+    gradients = torch.autograd.grad(add_norm(x.requires_grad_(), branch.requires_grad_(), norm)[0].sum(), (x, branch, norm.weight))
+    assert gradients[0].eq(1).all() and gradients[1].eq(1).all() and gradients[2].eq(0).all()
+
+
+def test_without_a_branch_and_in_float64_it_is_pytorchs(kernel):
+    x, branch, norm = example(64, 3, {}, DTYPES["fp32"])
+    total, y = add_norm(x, None, norm)
+    assert total is x and torch.equal(y, norm(x))
+    wide = x.double(), branch.double(), norm.double()
+    assert all(torch.equal(*pair) for pair in zip(add_norm(*wide), plain(*wide), strict=True))
+
+
+def test_rows_that_lie_apart_in_memory(kernel):
+    x, branch, norm = example(64, 6, {}, DTYPES["fp32"])
+    check(add_norm, x.mT.contiguous().mT, branch.transpose(0, 1).contiguous().transpose(0, 1), norm)
+
+
+@every_norm
+@every_dtype
+def test_lawful_operators(fields, dtypes):
+    x, branch, norm = example(64, 3, fields, dtypes)
+    inputs = [x.requires_grad_(), branch.requires_grad_(), norm.weight, getattr(norm, "bias", None), 1e-5, "norm" not in fields, dtypes[1]]
+    torch.library.opcheck(add_norm_operator, inputs)
+    total, y, statistics = (each.detach() for each in add_norm_operator(*inputs))
+    for d_total in (torch.randn_like(total), None):
+        weight, bias = (None if each is None else each.detach() for each in inputs[2:4])
+        for again in (False, True):
+            torch.library.opcheck(add_norm_backward, (d_total, torch.randn_like(y), total, weight, bias, statistics, dtypes[1], again))
+
+
+def loss_and_gradients(model: GPT, tokens: Tensor, *, dtype: torch.dtype = FP32, run: Callable | None = None) -> list[Tensor]:
+    torch.manual_seed(1)  # of dropout
+    with torch.autocast(tokens.device.type, dtype, enabled=dtype != FP32):
+        loss = (model if run is None else run)(tokens, tokens).loss
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+MODES = {"none": {}, "block": {"checkpoint": "block"}, "attention-chunks": {"checkpoint": "attention", "chunk_tokens": 20}}
+MODES |= {name: {"checkpoint": name} for name in ("elementwise", "attention")} | {"dropout": {"dropout": 0.2}}
+
+
+@pytest.mark.parametrize("keeps", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("variant", ["gpt2", "modern"])
+# Triton's interpreter cuts the digits of bfloat16 off, and rounds float16 as a GPU does
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=["fp32", "fp16"])
+def test_the_whole_model_with_the_kernel_and_without(build_gpt, modern, random_tokens, monkeypatch, variant, dtype, keeps):
+    shape = {"max_seq_len": 32} | (modern if variant == "modern" else {}) | keeps
+    network, tokens, calls = perturb(build_gpt("sdpa", **shape)), random_tokens(2, 32), []
+    baseline = loss_and_gradients(network, tokens, dtype=dtype)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.norm, "has_kernel", lambda x, branch: calls.append(x.dtype) or fits(x, branch))
+        found = loss_and_gradients(network, tokens, dtype=dtype)
+    assert set(calls) == {FP32}
+    if "dropout" in keeps:  # float64 would draw other masks
+        torch.testing.assert_close(found, baseline, rtol=0.05 if dtype == FP16 else 1e-4, atol=1e-3 if dtype == FP16 else 1e-6)
+    else:
+        assert_near(found, baseline, loss_and_gradients(copy.deepcopy(network).double(), tokens))
+
+
+@pytest.mark.parametrize("keeps", MODES.values(), ids=MODES)
+def test_in_one_graph_with_the_kernel(build_gpt, random_tokens, kernel, keeps):
+    network, tokens = build_gpt("sdpa", max_seq_len=32, **keeps), random_tokens(2, 32)
+    torch._dynamo.reset()
+    found = loss_and_gradients(network, tokens, run=torch.compile(network, backend="aot_eager", fullgraph=True))
+    torch.testing.assert_close(found, loss_and_gradients(network, tokens))
+
+
+def test_how_many_sums_wait_for_a_norm(build_gpt, random_tokens, monkeypatch):
+    """All of them: two a block, the last one before the final norm."""
+    calls = []
+    monkeypatch.setattr(model.norm, "has_kernel", lambda x, branch: calls.append(1) and False)
+    build_gpt("sdpa", num_layers=3)(random_tokens(1, 8))
+    assert len(calls) == 6
+
+
+@pytest.mark.gpu
+@every_norm
+@every_dtype
+@pytest.mark.parametrize("width, tokens", [(64, 37), (96, 1000), (768, 4099), (1600, 515), (8192, 70)])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_kernel_on_a_gpu(width, tokens, dtypes, fields, compiled):
+    torch._dynamo.reset()
+    x, branch, norm = example(width, tokens, fields, dtypes, "cuda")
+    assert model.norm.has_kernel(x, branch)
+    check(torch.compile(add_norm, fullgraph=True) if compiled else add_norm, x, branch, norm)
+
+
+@pytest.mark.gpu
+def test_gradients_are_the_same_bits_every_time():
+    inputs = example(768, 20_000, {}, DTYPES["fp32-bf16"], "cuda")
+    first, second = (results(add_norm, *inputs, narrow=BF16) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "keeps", [mode for name, mode in MODES.items() if name != "dropout"], ids=[name for name in MODES if name != "dropout"]
+)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_the_whole_model_on_a_gpu(compiled, keeps, monkeypatch):
+    config = ModelConfig(num_layers=2, num_heads=4, hidden_size=256, max_seq_len=64, **keeps)
+    network = perturb(GPT(config, vocab_size=61, backend=get_backend("sdpa"))).cuda()
+    tokens = torch.randint(61, (4, 64), device="cuda")
+    torch._dynamo.reset()
+    found = loss_and_gradients(network, tokens, dtype=BF16, run=torch.compile(network, fullgraph=True) if compiled else None)
+    monkeypatch.setattr(model.norm, "has_kernel", lambda x, branch: False)
+    baseline = loss_and_gradients(network, tokens, dtype=BF16)
+    assert_near(found, baseline, loss_and_gradients(copy.deepcopy(network).double(), tokens))
