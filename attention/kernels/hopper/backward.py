@@ -194,6 +194,7 @@ def add_queries(
     q = q_ring.buffer(item).reshape([BLOCK_Q, D])
     do = do_ring.buffer(item).reshape([BLOCK_Q, D])
     slot = item % STAGES
+    dq_row += rows_of_sum(start_q, SELF, D, BLOCK_Q)
     # two pairs of ds tiles: the other consumer may still be reading the last one
     pair = (item & 1) * 2
 
@@ -237,7 +238,7 @@ def add_queries(
             dk_pending = warpgroup_mma(gl.convert_layout(ds, OPERAND), q_part, dk, is_async=True)
             dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
             do_ring.release(item)
-            add_dq(dq, dq_row + rows_of_sum(start_q, SELF, D, BLOCK_Q), dq_desc, dq_tiles.index(SELF))
+            add_dq(dq, dq_row, dq_desc, dq_tiles.index(SELF))
             dk = warpgroup_mma_wait(0, deps=(dk_pending,))
             q_ring.release(item)
     return dk, dv
@@ -267,6 +268,7 @@ def walk_queries(
         start = first if part == 0 else middle if part == 1 else gl.maximum(middle, middle_last)
         stop = middle if part == 0 else middle_last if part == 1 else last
         for start_q in range(start, stop, BLOCK_Q):
+            item = computed_here(item)  # else what follows from it takes registers from step to step
             must_mask = True
             if part == 1:
                 if INTERVALS:
