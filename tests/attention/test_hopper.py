@@ -322,7 +322,7 @@ SPILLS = {
     ("forward", 64): (8, 0),
     ("forward", 128): (24, 0),
     ("backward", 64): (128, 704),
-    ("backward", 128): (64, 0),
+    ("backward", 128): (44, 0),
 }
 
 
