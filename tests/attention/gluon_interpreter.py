@@ -11,12 +11,14 @@ Of what the hardware does asynchronously it takes the worst case, so that an err
 - shared memory starts as NaN, and what a thread wrote to it must be fenced before a product or a store reads it;
 - where all wait and nothing is on its way, that is a deadlock, and who waits for what.
 
-Layouts, registers and the order of single instructions are the compiler's business: see test_hopper.py for those.
+Layouts, registers and the order of single instructions are the compiler's business: see test_hopper.py for those. Where instructions are
+written for several of a thread's numbers at once, those of its scores are meant.
 """
 
 import math
 import random
 import re
+import struct
 import sys
 import threading
 import types
@@ -281,6 +283,11 @@ def store_wait(pendings: int) -> None:
         here.stores.pop(0)()
 
 
+def unchanged(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """NaN is what has not come yet: a test of NaN in the inputs puts another function here."""
+    return torch.equal(x, y)
+
+
 class Product:
     """a @ b + acc on its way; its numbers may not be used before it is waited for."""
 
@@ -294,7 +301,7 @@ class Product:
     def finish(self) -> None:
         a, b = self.operands()
         for x, y in zip((a, b), self.issued, strict=True):
-            check(torch.equal(x, y), "an operand changed, or was NaN, between a product's issue and its wait")
+            check(unchanged(x, y), "an operand changed, or was NaN, between a product's issue and its wait")
         check(a.dtype == b.dtype and a.dtype.itemsize == 2, f"a product of {a.dtype} and {b.dtype}")
         self.data = a.float() @ b.float()
         if self.use_acc:
@@ -317,17 +324,17 @@ def warpgroup_mma_wait(outstanding: int, deps: tuple) -> Any:
 
 
 class NamedBarriers:
-    """bar.sync and bar.arrive: a barrier opens when 256 threads have come; a group of warps has 128."""
+    """bar.sync and bar.arrive: a barrier opens when as many threads have come as all of them say."""
 
     def __init__(self, program: "Program"):
         self.program, self.present, self.generation = program, {}, {}
 
-    def come(self, number: int, *, stay: bool) -> None:
+    def come(self, number: int, expected: int, *, stay: bool) -> None:
         with self.program.changed:
             generation = self.generation.get(number, 0)
-            self.present[number] = self.present.get(number, 0) + 128
-            check(self.present[number] <= 256, f"more than 256 threads at named barrier {number}")
-            if self.present[number] == 256:
+            self.present[number] = self.present.get(number, 0) + self.program.threads[here.partition]
+            check(self.present[number] <= expected, f"more than {expected} threads at named barrier {number}")
+            if self.present[number] == expected:
                 self.present[number] = 0
                 self.generation[number] = generation + 1
                 self.program.changed.notify_all()
@@ -335,11 +342,59 @@ class NamedBarriers:
             self.program.wait_until(lambda: self.generation.get(number, 0) != generation, f"named barrier {number}")
 
 
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int32).long()
+
+
+def number(x: torch.Tensor) -> torch.Tensor:
+    """Of 32 bits."""
+    return (x & 0xFFFFFFFF).sub(x & 0x80000000, alpha=2).int().view(torch.float32)
+
+
+PTX = {
+    "ex2.approx.ftz.f32": torch.exp2,
+    "max.NaN.ftz.f32": torch.maximum,
+    "add.rn.ftz.f32": torch.add,
+    "sub.rn.ftz.f32": torch.sub,
+    "fma.rn.ftz.f32": lambda x, y, z: (x.double() * y.double() + z.double()).float(),
+    "shl.b32": lambda x, places: number(bits(x) << places),
+    "add.s32": lambda x, y: number(bits(x) + bits(y)),
+}
+
+
+def run_ptx(code: str, x: torch.Tensor, pack: int) -> torch.Tensor:
+    """PTX for `pack` of a thread's numbers at once, of which it holds two of a row, two of the row eight further down, and so on."""
+    check(x.shape == (64, 64) and x.dtype == torch.float32, f"{code[:20]}... of {x.dtype} {tuple(x.shape)}")
+    row, column = torch.arange(64)[:, None], torch.arange(64)
+    place = (4 * (column // 8) + 2 * (row // 8 % 2) + column % 2) % pack
+    registers = {f"${pack + i}": x[place == i] for i in range(pack)}
+
+    def operand(text: str) -> Any:
+        if text.startswith("0f"):
+            return torch.tensor(struct.unpack(">f", bytes.fromhex(text[2:]))[0])
+        return int(text) if text.isdigit() else registers[text]
+
+    for line in code.strip("{}").split(";")[1:-1]:  # the first declares registers
+        name, target, *operands = line.replace(",", "").split()
+        check(name in PTX, f"no such instruction: {line}")
+        registers[target] = PTX[name](*map(operand, operands))
+    result = torch.empty_like(x)
+    for i in range(pack):
+        result[place == i] = registers[f"${i}"]
+    return result
+
+
 def inline_asm(code: str, constraints: str, arguments: list, dtype: Any, *, is_pure: bool, pack: int) -> Value:
     """The few instructions that the kernels write themselves."""
-    if found := re.match(r"bar\.(sync|arrive) \$1, 256;", code):
-        here.program.named.come(int(raw(arguments[0])), stay=found[1] == "sync")
+    if found := re.match(r"bar\.(sync|arrive) \$1, (\d+);", code):
+        here.program.named.come(int(raw(arguments[0])), int(found[2]), stay=found[1] == "sync")
         return Value(0)
+    if code.startswith("cp.async.bulk.wait_group.read 0;"):
+        store_wait(0)
+        return Value(0)
+    if "ex2" in code:
+        check(constraints == ",".join(["=r"] * pack + ["r"] * pack), f"{pack} numbers and {constraints}")
+        return Value(run_ptx(code, raw(arguments[0]), pack))
     if code == "mov.b32 $0, $1;":
         return Value(raw(arguments[0]))
     if found := re.match(r"cvt\.rn\.b?f16x2\.f32 \$0, \$2, \$1;", code):
@@ -354,8 +409,9 @@ def inline_asm(code: str, constraints: str, arguments: list, dtype: Any, *, is_p
 class Program:
     """One program of the grid: its shared memory, its partitions, and the copy engine's queue."""
 
-    def __init__(self, number: int, grid: int):
+    def __init__(self, number: int, grid: int, num_warps: int):
         self.number, self.grid = number, grid
+        self.num_warps, self.threads = num_warps, {}
         self.changed = threading.Condition()
         self.barriers, self.unfenced, self.copies = {}, [], []
         self.named = NamedBarriers(self)
@@ -404,6 +460,7 @@ class Program:
         check(len(partitions) - 1 == len(num_warps) == len(num_registers), "every partition but the first needs its warps and registers")
         names = [f"{function.__name__} {i}" for i, (function, _) in enumerate(partitions)]
         here.program.unfenced = [entry for entry in here.program.unfenced if entry[0] != here.partition]
+        self.threads = {name: 32 * warps for name, warps in zip(names, (self.num_warps, *num_warps), strict=True)}
         self.partitions += len(partitions)
         threads = [threading.Thread(target=self.run, args=(name, *each)) for name, each in zip(names, partitions, strict=True)]
         engine = threading.Thread(target=self.run, args=("copy engine", self.copy_engine))
@@ -436,11 +493,11 @@ class Kernel:
         return types.MethodType(self, instance) if instance is not None else self
 
     def __getitem__(self, grid: tuple[int]) -> Callable:
-        return lambda *arguments, num_warps, **constants: self.launch(int(grid[0]), arguments, constants)
+        return lambda *arguments, num_warps, **constants: self.launch(int(grid[0]), arguments, constants, num_warps)
 
-    def launch(self, grid: int, arguments: tuple, constants: dict) -> None:
+    def launch(self, grid: int, arguments: tuple, constants: dict, num_warps: int) -> None:
         arguments = tuple(Pointer(x.detach()) if isinstance(x, torch.Tensor) else Value(x) if isinstance(x, int) else x for x in arguments)
-        programs = [Program(number, grid) for number in range(grid)]
+        programs = [Program(number, grid, num_warps) for number in range(grid)]
         body = lambda: self.function(*arguments, **constants)  # noqa: E731
         threads = [threading.Thread(target=program.run, args=("main", body)) for program in programs]
         for thread in threads:

@@ -3,26 +3,46 @@
 A program owns BLOCK_KV = 128 keys and walks the queries that see them, for every query head of its group. Its producer (one warp) has
 q and d_out tiles copied to shared memory, with each row's lse and delta beside them; its two consumers (four warps each) own 64 keys
 apiece. Scores are transposed (keys, queries), as in attention/kernels/backward.py: p and ds feed dv and dk from registers. ds also goes to
-shared memory, where both consumers read it for dq. A step issues
+shared memory, where both consumers read it for dq. A step of 64 queries issues
 
     scores = k q^T, dp = v do^T | dv += p do | (both have written ds) dq = ds^T k, dk += ds q
 
-and adds dq to global memory, in float32, while the product of dk runs. Programs add to the same dq in any order, so dq is the same only up
-to rounding from run to run: torch.use_deterministic_algorithms(True) takes the portable pair.
+and adds dq to global memory, in float32, while the product of dk runs. At head_dim 64 the registers have room for more: k and v, which are
+then operands from there, and a step of 128 queries in two parts, a and b, so that the exponentials of one run beside products of the other:
 
-Dimensions: H query heads, N queries, M keys, D head dim; a tile is 64 keys a consumer by BLOCK_Q queries; an item is what a ring's slot
-holds.
+    scores a, dp a, scores b | dp b, dv += p do of a, dk += ds q of a | dv += p do of b | (both have written ds) dq, dk += ds q of b
+
+Programs add to the same dq in any order, so dq is the same only up to rounding from run to run:
+torch.use_deterministic_algorithms(True) takes the portable pair.
+
+Dimensions: H query heads, N queries, M keys, D head dim; a step is BLOCK_Q queries, one part of 64 or two; a tile is 64 keys a consumer by
+one part; an item is what a ring's slot holds, the queries of a step.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from attention.kernels.hopper.primitives import add_box, await_all, computed_here, load_box, make_ring, place, store_box, where_less
+from attention.kernels.hopper.primitives import (
+    add_box,
+    await_all,
+    await_own_stores,
+    computed_here,
+    exp2_by_two_units,
+    load_box,
+    make_ring,
+    place,
+    store_box,
+    where_less,
+)
 
 OWN = gl.constexpr(64)  # keys of a consumer
+PART = gl.constexpr(64)  # queries of a part
 BLOCK_KV = gl.constexpr(128)
-BOTH = gl.constexpr(8)  # the named barrier at which the consumers meet; Triton uses the first ones
+# named barriers, of which Triton uses the first ones
+BOTH = gl.constexpr(8)  # where the consumers meet
+Q_FREE = gl.constexpr(9)  # to 10: where they release q's slots
+DO_FREE = gl.constexpr(11)
 
 
 @gluon.jit
@@ -102,6 +122,8 @@ def producer(
             lse = load_rows(lse_log2_ptr + offset, start_q + BLOCK_Q, N, float("inf"), BLOCK_Q)
             delta = load_rows(delta_ptr + offset, start_q + BLOCK_Q, N, 0.0, BLOCK_Q)
             item += 1
+    q_ring.await_last(item)
+    do_ring.await_last(item)
 
 
 @gluon.jit
@@ -110,13 +132,12 @@ def mask_probabilities(p, start_q, edge, lo_row, hi_row, CAUSAL: gl.constexpr, I
     causal, the query that sees it as its last; or, in a ragged tail, that key counted from the end of the keys."""
     LAYOUT: gl.constexpr = p.type.layout
     COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    BLOCK_Q: gl.constexpr = p.shape[1]
     keys = gl.expand_dims(computed_here(edge) + gl.arange(0, OWN, gl.SliceLayout(1, LAYOUT)), 1)
     if INTERVALS:
         p = where_less(p, keys, gl.expand_dims(hi_row.load(COLUMNS), 0), "0")
         p = where_less(p, gl.expand_dims(lo_row.load(COLUMNS), 0), keys + 1, "0")
     elif CAUSAL:
-        p = where_less(p, keys - 1, gl.expand_dims(start_q + gl.arange(0, BLOCK_Q, COLUMNS), 0), "0")
+        p = where_less(p, keys - 1, gl.expand_dims(start_q + gl.arange(0, PART, COLUMNS), 0), "0")
     else:
         p = where_less(p, keys, 0, "0")
     return p
@@ -124,34 +145,31 @@ def mask_probabilities(p, start_q, edge, lo_row, hi_row, CAUSAL: gl.constexpr, I
 
 @gluon.jit
 def rows_of_sum(start_q, SELF: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """The first row of the sum (2 D rows for 64 queries) that this consumer adds to: of a dq tile it computes half, which is 64 of 128
-    queries, or all of 64 and half of the columns."""
-    return start_q // 64 * (2 * D) + SELF * (D * BLOCK_Q // 64)
+    """The first row of the sum (2 D rows for 64 queries) that this consumer adds to: of a step's dq it computes half, which is one part of
+    two, or half of the columns of one."""
+    return start_q // PART * (2 * D) + SELF * (D * BLOCK_Q // PART)
 
 
 @gluon.jit
 def multiply_ds(ds_tiles, pair, k_tiles, SELF: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """This consumer's half of dq = ds^T k, under way."""
-    COLUMNS: gl.constexpr = D * BLOCK_Q // 128
-    dq = gl.zeros([64, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
+    """This consumer's half of dq = ds^T k, under way. ds_tiles: of the one part, or of this consumer's of two."""
+    COLUMNS: gl.constexpr = D * BLOCK_Q // BLOCK_KV
+    dq = gl.zeros([PART, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
     for half in gl.static_range(2):
-        ds_half = ds_tiles.index(pair + half)
         k_half = k_tiles.index(half).reshape([OWN, D])
-        if BLOCK_Q == 128:
-            ds_half = ds_half.slice(SELF * 64, 64, 1)
-        else:
+        if BLOCK_Q == PART:
             k_half = k_half.slice(SELF * COLUMNS, COLUMNS, 1)
-        dq = warpgroup_mma(ds_half.permute((1, 0)), k_half, dq, use_acc=half > 0, is_async=True)
+        dq = warpgroup_mma(ds_tiles.index(pair + half).permute((1, 0)), k_half, dq, use_acc=half > 0, is_async=True)
     return dq
 
 
 @gluon.jit
 def add_dq(dq, row, dq_desc, dq_tile):
     """Add dq (64, columns) to the sum (rows, 32) from `row` on, in the order in which the threads hold it (see convert_dq_kernel): so a
-    thread has four neighbours, and eight threads a row, which neither collides in shared memory nor scatters in global memory."""
+    thread has four neighbours, and eight threads a row, which neither collides in shared memory nor scatters in global memory. The tile's
+    last addition has been awaited."""
     COLUMNS: gl.constexpr = dq.shape[1]
     dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([2 * COLUMNS, 32])
-    tma.store_wait(0)
     dq_tile.store(dq)
     fence_async_shared()
     add_box(dq_desc, [row, 0], dq_tile)
@@ -159,21 +177,20 @@ def add_dq(dq, row, dq_desc, dq_tile):
 
 @gluon.jit
 def add_queries(
-    dk, dv, item, start_q, edge, dq_row, must_mask, dq_desc, k_tiles, v_tiles, q_ring, do_ring,
-    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
+    dk, dv, item, start_q, edge, dq_row, must_mask, k, v, dq_desc, k_tiles, q_ring, do_ring,
+    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """What the queries start_q : start_q + BLOCK_Q add to dk and dv of this consumer's keys, and these 128 keys to dq, whose head's rows of
     the sum begin at dq_row."""
+    PARTS: gl.constexpr = BLOCK_Q // PART
     dtype: gl.constexpr = k_tiles.dtype
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADIENT, 2)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    zeros = gl.zeros([OWN, BLOCK_Q], gl.float32, SCORES)
-    k = k_tiles.index(SELF).reshape([OWN, D])
-    v = v_tiles.index(SELF).reshape([OWN, D])
+    zeros = gl.zeros([OWN, PART], gl.float32, SCORES)
     q = q_ring.buffer(item).reshape([BLOCK_Q, D])
     do = do_ring.buffer(item).reshape([BLOCK_Q, D])
     slot = item % STAGES
@@ -182,54 +199,76 @@ def add_queries(
     pair = (item & 1) * 2
 
     q_ring.await_full(item)
-    product = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    product = warpgroup_mma(k, q.slice(0, PART).permute((1, 0)), zeros, use_acc=False, is_async=True)
     do_ring.await_full(item)
-    dp_pending = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=(product,))
-    # lse and delta are read where they are used: 32 registers less than held through the step
-    p = gl.exp2(scores * scale_log2 - gl.expand_dims(lse_rows.index(slot).load(COLUMNS), 0))
-    if MASKED:  # noqa: SIM102, a constant around a value
-        if must_mask:
-            p = mask_probabilities(p, start_q, edge + SELF * OWN, lo_rows.index(slot), hi_rows.index(slot), CAUSAL, INTERVALS)
-    p_operand = gl.convert_layout(p.to(dtype), OPERAND)
-    dp = warpgroup_mma_wait(0, deps=(dp_pending,))
-    ds = (p * (dp - gl.expand_dims(delta_rows.index(slot).load(COLUMNS), 0))).to(dtype)
-    ds_tiles.index(pair + SELF).store(ds)
-    fence_async_shared()
-    dv_pending = warpgroup_mma(p_operand, do, dv, is_async=True)
-    await_all(BOTH)
-    dq_pending = multiply_ds(ds_tiles, pair, k_tiles, SELF, D, BLOCK_Q)
-    dk_pending = warpgroup_mma(gl.convert_layout(ds, OPERAND), q, dk, is_async=True)
-    dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
-    do_ring.release(item)
-    add_dq(dq, dq_row, dq_desc, dq_tiles.index(SELF))
-    dk = warpgroup_mma_wait(0, deps=(dk_pending,))
-    q_ring.release(item)
+    dp_pending = warpgroup_mma(v, do.slice(0, PART).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    next_product = product
+    if PARTS == 2:
+        next_product = warpgroup_mma(k, q.slice(PART, PART).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    for part in gl.static_range(PARTS):
+        # under way: this part's scores and dp, and the next one's scores, or dv and dk of the one before
+        scores = warpgroup_mma_wait(PARTS + part, deps=(product,))
+        # lse and delta are read where they are used: 32 registers less than held through the step
+        x = scores * scale_log2 - gl.expand_dims(lse_rows.index(slot).slice(part * PART, PART).load(COLUMNS), 0)
+        p = exp2_by_two_units(x) if D == 64 else gl.exp2(x)
+        if MASKED:  # noqa: SIM102, a constant around a value
+            if must_mask:
+                p = mask_probabilities(
+                    p, start_q + part * PART, edge + SELF * OWN,
+                    lo_rows.index(slot).slice(part * PART, PART), hi_rows.index(slot).slice(part * PART, PART), CAUSAL, INTERVALS,
+                )  # fmt: skip
+        p_operand = gl.convert_layout(p.to(dtype), OPERAND)
+        dp = warpgroup_mma_wait(PARTS + part - 1, deps=(dp_pending,))
+        ds = (p * (dp - gl.expand_dims(delta_rows.index(slot).slice(part * PART, PART).load(COLUMNS), 0))).to(dtype)
+        q_part = q.slice(part * PART, PART)
+        do_part = do.slice(part * PART, PART)
+        if part + 1 < PARTS:
+            dp_pending = warpgroup_mma(v, do.slice(PART, PART).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            dv = warpgroup_mma(p_operand, do_part, dv, is_async=True)
+            dk = warpgroup_mma(gl.convert_layout(ds, OPERAND), q_part, dk, is_async=True)
+            ds_tiles.index(pair + SELF).store(ds)
+            product = next_product
+        else:
+            last_ds_tiles.index(pair + SELF).store(ds)
+            fence_async_shared()
+            dv_pending = warpgroup_mma(p_operand, do_part, dv, is_async=True)
+            await_own_stores()
+            await_all(BOTH)
+            dq_pending = multiply_ds(ds_tiles if SELF == 0 else last_ds_tiles, pair, k_tiles, SELF, D, BLOCK_Q)
+            dk_pending = warpgroup_mma(gl.convert_layout(ds, OPERAND), q_part, dk, is_async=True)
+            dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
+            do_ring.release(item)
+            add_dq(dq, dq_row, dq_desc, dq_tiles.index(SELF))
+            dk = warpgroup_mma_wait(0, deps=(dk_pending,))
+            q_ring.release(item)
     return dk, dv
 
 
 @gluon.jit
 def walk_queries(
-    dk, dv, item, first, full_first, full_last, last, edge, dq_row, dq_desc, k_tiles, v_tiles,
-    q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
+    dk, dv, item, first, full_first, full_last, last, edge, dq_row, k, v, dq_desc, k_tiles,
+    q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """All that one query head adds: queries first : last see some of these keys, full_first : full_last all of them."""
-    # a mask in copies of the loop, before and after, spills less with 128 queries a step, in a branch of the one loop with 64
+    # a mask in copies of the loop, before and after, spills less at head_dim 64, in a branch of the one loop at 128
     BRANCH: gl.constexpr = MASKED and BLOCK_Q == 64
     COPIES: gl.constexpr = MASKED and BLOCK_Q == 128
     middle = first
     middle_last = last
     if COPIES:
-        gl.static_assert(CAUSAL or INTERVALS)
-        middle = gl.minimum(first + gl.cdiv(gl.maximum(full_first - first, 0), BLOCK_Q) * BLOCK_Q, last)
+        if CAUSAL or INTERVALS:
+            middle = gl.minimum(first + gl.cdiv(gl.maximum(full_first - first, 0), BLOCK_Q) * BLOCK_Q, last)
+        elif edge + BLOCK_KV > 0:
+            middle = last
     for part in gl.static_range(0 if COPIES else 1, 3 if COPIES and INTERVALS else 2):  # before, in the middle, after
         if COPIES and INTERVALS and part == 1:
             middle_last = gl.minimum(first + gl.maximum(full_last - first, 0) // BLOCK_Q * BLOCK_Q, last)
         start = first if part == 0 else middle if part == 1 else gl.maximum(middle, middle_last)
         stop = middle if part == 0 else middle_last if part == 1 else last
         for start_q in range(start, stop, BLOCK_Q):
+            item = computed_here(item)  # else what follows from it takes registers from step to step
             must_mask = True
             if part == 1:
                 if INTERVALS:
@@ -239,8 +278,8 @@ def walk_queries(
                 else:
                     must_mask = edge + BLOCK_KV > 0
             dk, dv = add_queries(
-                dk, dv, item, start_q, edge, dq_row, must_mask, dq_desc, k_tiles, v_tiles, q_ring, do_ring,
-                lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
+                dk, dv, item, start_q, edge, dq_row, must_mask, k, v, dq_desc, k_tiles, q_ring, do_ring,
+                lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
                 SELF, CAUSAL, INTERVALS, BRANCH if part == 1 else True, D, BLOCK_Q, STAGES,
             )  # fmt: skip
             item += 1
@@ -250,7 +289,7 @@ def walk_queries(
 @gluon.jit
 def consumer(
     dq_desc, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
-    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles,
+    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
     stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
@@ -274,20 +313,26 @@ def consumer(
     dk = gl.zeros([OWN, D], gl.float32, GRADIENT)
     dv = gl.zeros([OWN, D], gl.float32, GRADIENT)
     mbarrier.wait(kv_full, 0)
+    k = k_tiles.index(SELF).reshape([OWN, D])
+    v = v_tiles.index(SELF).reshape([OWN, D])
+    if BLOCK_Q == 128:  # read once, from registers
+        FIXED: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16]), 2)
+        k = k.load(FIXED)
+        v = v.load(FIXED)
     item = gl.to_tensor(0)
     head_rows = gl.cdiv(N, 128) * (4 * D)  # of the sum
     if GROUPED:
         for group in range(0, groups):
             dk, dv, item = walk_queries(
-                dk, dv, item, first, full_first, full_last, last, edge, (batch_head * groups + group) * head_rows, dq_desc,
-                k_tiles, v_tiles, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
+                dk, dv, item, first, full_first, full_last, last, edge, (batch_head * groups + group) * head_rows, k, v, dq_desc,
+                k_tiles, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
                 SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES,
             )  # fmt: skip
     else:
         # not a loop of one: it would take registers
         dk, dv, item = walk_queries(
-            dk, dv, item, first, full_first, full_last, last, edge, batch_head * head_rows, dq_desc, k_tiles, v_tiles,
-            q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles, scale_log2,
+            dk, dv, item, first, full_first, full_last, last, edge, batch_head * head_rows, k, v, dq_desc, k_tiles,
+            q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
             SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES,
         )  # fmt: skip
     # what the tiles of v and k hold is no longer needed: this consumer's own v, and k once both have computed dq
@@ -313,8 +358,12 @@ def backward_kernel(
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], v_desc.layout)
-    q_ring = make_ring(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout), STAGES, 2, 2)
-    do_ring = make_ring(gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], do_desc.layout), STAGES, 2, 2)
+    # at head_dim 128 named barriers would make registers spill
+    NAMED: gl.constexpr = D == 64
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], do_desc.layout)
+    q_ring = make_ring(q_tiles, STAGES, 2, 2, Q_FREE if NAMED else 0)
+    do_ring = make_ring(do_tiles, STAGES, 2, 2, DO_FREE if NAMED else 0)
     lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], LINE)
     delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], LINE)
     lo_rows = lse_rows
@@ -322,18 +371,21 @@ def backward_kernel(
     if INTERVALS:
         lo_rows = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_Q], LINE)
         hi_rows = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_Q], LINE)
-    ds_tiles = gl.allocate_shared_memory(dtype, [4, OWN, BLOCK_Q], gl.NVMMASharedLayout.get_default_for([OWN, BLOCK_Q], dtype))
+    ds_tiles = gl.allocate_shared_memory(dtype, [4, OWN, PART], gl.NVMMASharedLayout.get_default_for([OWN, PART], dtype))
+    last_ds_tiles = ds_tiles
+    if BLOCK_Q == 128:  # of its own, so that Triton sees no conflict between the two
+        last_ds_tiles = gl.allocate_shared_memory(dtype, [4, OWN, PART], gl.NVMMASharedLayout.get_default_for([OWN, PART], dtype))
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, dq_desc.block_type.shape[0], dq_desc.block_type.shape[1]], dq_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full, 1)
     fence_async_shared()
     gl.warp_specialize([
         (consumer, (dq_desc, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
-                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles,
+                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
                     stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
                     0, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES)),
         (consumer, (dq_desc, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
-                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, dq_tiles,
+                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
                     stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
                     1, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES)),
         (producer, (q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,

@@ -109,7 +109,7 @@ def backward_constants(q_shape: torch.Size, k_shape: torch.Size, causal: bool, i
         "MASKED": causal or intervals or ragged,
         "GROUPED": q_shape[1] != k_shape[1],
         "D": head_dim,
-        "BLOCK_Q": 128 if head_dim == 64 and (causal or intervals or not ragged) else 64,  # 128 where the registers hold it
+        "BLOCK_Q": 128 if head_dim == 64 else 64,  # what the registers hold
         "STAGES": 2,
     }
 

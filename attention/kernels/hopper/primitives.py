@@ -4,6 +4,8 @@ A Hopper kernel divides its warps: one warp (the producer) asks the copy engine 
 multiply them on the tensor cores. They meet at barriers in shared memory, of which every buffer has two: full and empty.
 """
 
+import struct
+
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,6 +17,9 @@ from triton.language.core import _aggregate as aggregate
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 await_own_warps = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+WITH_PRODUCER = gl.constexpr(288)  # threads of two consumers and a producer of one warp
 
 
 @builtin
@@ -29,19 +34,24 @@ class Ring:
     """Buffers that are filled and emptied in turn: item i lies in slot i % depth, from when `full` says so until `empty` does.
 
     A barrier has two phases, so that item i of a slot is told from item i + depth, which is never awaited before it.
+
+    named: 0, and consumers release a slot at `empty`; or the first of `depth` named barriers, at which two consumers release the slots to a
+    producer of one warp. To those a consumer's warps come each for itself, where before `empty` they wait for one another.
     """
 
     buffers: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     depth: gl.constexpr
+    named: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, buffers, full, empty, depth):
+    def __init__(self, buffers, full, empty, depth, named):
         self.buffers = buffers
         self.full = full
         self.empty = empty
         self.depth = gl.constexpr(depth)
+        self.named = gl.constexpr(named)
 
     @gluon.jit
     def buffer(self, item):
@@ -58,25 +68,41 @@ class Ring:
     @gluon.jit
     def await_empty(self, item):
         # the first round finds every slot empty: the phase before the first counts as over
-        mbarrier.wait(self.empty.index(item % self.depth), (item // self.depth) & 1 ^ 1)
+        if self.named == 0:
+            mbarrier.wait(self.empty.index(item % self.depth), (item // self.depth) & 1 ^ 1)
+        elif item >= self.depth:
+            await_all(self.named + item % self.depth, WITH_PRODUCER)
 
     @gluon.jit
     def release(self, item):
         """This consumer is done with the item."""
-        # an arrival, in other words: behind mbarrier.arrive Triton has the consumer's warps wait for one another once more
-        await_own_warps()
-        mbarrier.expect(self.empty.index(item % self.depth), 0)
+        if self.named == 0:
+            # an arrival, in other words: behind mbarrier.arrive Triton has the consumer's warps wait for one another once more
+            await_own_warps()
+            mbarrier.expect(self.empty.index(item % self.depth), 0)
+        else:
+            signal(self.named + item % self.depth, WITH_PRODUCER)
+
+    @gluon.jit
+    def await_last(self, item):
+        """After items 0 ... item - 1: no named barrier is left half full."""
+        if self.named > 0:
+            for late in range(gl.maximum(item - self.depth, 0), item):
+                await_all(self.named + late % self.depth, WITH_PRODUCER)
 
 
 @gluon.jit
-def make_ring(buffers, DEPTH: gl.constexpr, FILLS: gl.constexpr, READERS: gl.constexpr):
-    """FILLS: how many arrivals fill a slot; READERS: how many consumers release it."""
+def make_ring(buffers, DEPTH: gl.constexpr, FILLS: gl.constexpr, READERS: gl.constexpr, NAMED: gl.constexpr = 0):
+    """FILLS: how many arrivals fill a slot; READERS: how many consumers release it; NAMED: see Ring."""
     full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
+    empty = full
+    if NAMED == 0:
+        empty = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(DEPTH):
         mbarrier.init(full.index(slot), FILLS)
-        mbarrier.init(empty.index(slot), READERS)
-    return Ring(buffers, full, empty, DEPTH)
+        if NAMED == 0:
+            mbarrier.init(empty.index(slot), READERS)
+    return Ring(buffers, full, empty, DEPTH, NAMED)
 
 
 @gluon.jit
@@ -93,15 +119,22 @@ def place(program, num_blocks, num_heads, section):
 
 
 @gluon.jit
-def await_all(barrier):
-    """Wait at named barrier `barrier` until 256 threads, two consumers, have come to it or signalled it."""
-    gl.inline_asm_elementwise("bar.sync $1, 256; mov.b32 $0, $1;", "=r,r", [barrier], gl.int32, is_pure=False, pack=1)
+def await_all(barrier, THREADS: gl.constexpr = 256):
+    """Wait at named barrier `barrier` until THREADS threads have come to it or signalled it: 256 are two consumers."""
+    gl.inline_asm_elementwise(f"bar.sync $1, {THREADS}; mov.b32 $0, $1;", "=r,r", [barrier], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def signal(barrier):
+def signal(barrier, THREADS: gl.constexpr = 256):
     """Count as having come to named barrier `barrier`, without waiting."""
-    gl.inline_asm_elementwise("bar.arrive $1, 256; mov.b32 $0, $1;", "=r,r", [barrier], gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(f"bar.arrive $1, {THREADS}; mov.b32 $0, $1;", "=r,r", [barrier], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_own_stores():
+    """Wait until what this thread stores, or adds, has been read from shared memory; store_wait has a consumer's warps meet as well."""
+    zero = gl.to_tensor(0)
+    gl.inline_asm_elementwise("cp.async.bulk.wait_group.read 0; mov.b32 $0, $1;", "=r,r", [zero], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -136,3 +169,50 @@ def where_less(x, a, b, OTHERWISE: gl.constexpr):
             is_pure=True, pack=1,
         )  # fmt: skip
     return x
+
+
+def exp2_code() -> str:
+    """PTX for sixteen of a thread's numbers, $16 ... $31, and their powers $0 ... $15."""
+
+    def number(x: float) -> str:
+        return "0f" + struct.pack(">f", x).hex().upper()
+
+    lines = ["{.reg .b32 x, n, f, p;"]
+    for i in range(16):
+        if i not in BY_POLYNOMIAL:
+            lines.append(f"ex2.approx.ftz.f32 ${i}, ${16 + i};")
+            continue
+        lines += [
+            f"max.NaN.ftz.f32 x, ${16 + i}, {number(-127)};",
+            f"add.rn.ftz.f32 n, x, {number(ROUNDS)};",
+            f"sub.rn.ftz.f32 f, n, {number(ROUNDS)};",
+            "sub.rn.ftz.f32 f, x, f;",
+            f"fma.rn.ftz.f32 p, f, {number(C3)}, {number(C2)};",
+            f"fma.rn.ftz.f32 p, p, f, {number(C1)};",
+            f"fma.rn.ftz.f32 p, p, f, {number(1)};",
+            "shl.b32 n, n, 23;",
+            f"add.s32 ${i}, n, p;",
+        ]
+    return " ".join([*lines, "}"])
+
+
+BY_POLYNOMIAL = (4, 11)  # of sixteen; a thread's numbers are two of one row and two of another in turn, and these are one of each
+ROUNDS = 1.5 * 2**23  # x + ROUNDS is rounded to an integer, whose last nine bits end the sum's representation
+C1, C2, C3 = 0.6932829273885215, 0.24221096221649277, 0.05500893142298349
+EXP2_CODE = gl.constexpr(exp2_code())
+EXP2_OPERANDS = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 16))
+
+
+@gluon.jit
+def exp2_by_two_units(x):
+    """2^x for x < 128: of a thread's numbers seven eighths by the special function unit, an eighth by a polynomial on the FMA units.
+
+    The special function unit computes 16 numbers a clock, and the backward waits for it; the FMA units do 128 operations a clock, a number
+    takes nine. x = n + f, n an integer and f from -1/2 to 1/2; 2^f = 1 + f (C1 + f (C2 + f C3)), the polynomial of degree 3 whose largest
+    relative error is least: 1.0e-4, where rounding to bfloat16 adds up to 2.0e-3 and to float16 up to 4.9e-4; n is added to the exponent.
+
+    What lies below -127, -inf too, counts as -127: there f is 0, the polynomial 1, and the result exactly 0. NaN is NaN up to the addition
+    of n, which as one of integers makes it the largest float32. Rounded to 16 bits, as p is for dv, that is inf: no dv that ought to be
+    NaN becomes finite. (ds is NaN by delta.)
+    """
+    return gl.inline_asm_elementwise(EXP2_CODE, EXP2_OPERANDS, [x], gl.float32, is_pure=True, pack=16)
