@@ -247,7 +247,7 @@ def predict_step(
     ends = start + norm
 
     # the loss: a chunk's logits and their softmax in float32, then their gradient, which stands in their place in a compiled graph. On a
-    # GPU one kernel makes it of the logits in place, and a compiled graph adds up the chunks' gradients of the weights at the end
+    # GPU one kernel makes it of the logits in place, and a compiled graph adds up float32's gradients of the weights at the end
     rows = min(chunk_rows(tokens, vocab_size, width, device), tokens)
     padded = padded_vocab(vocab_size, device)
     chunked_loss = rows < tokens
@@ -256,7 +256,7 @@ def predict_step(
     loss_forward = tokens * (4 + e * narrow) * width + e * padded * width * (narrow or padded > vocab_size)
     loss_forward += (e * tokens * width + 4 * padded * width) * chunked_loss
     if device == "cuda":
-        softmax = e * rows * padded + (e * (-(-tokens // rows) - 1) * padded * width if compiled else 0)
+        softmax = e * rows * padded + (e * (-(-tokens // rows) - 1) * padded * width if compiled and not narrow else 0)
     else:
         softmax = rows * padded * (2 * e if compiled else 8)
     loss_forward += max(

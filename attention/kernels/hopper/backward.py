@@ -164,12 +164,14 @@ def multiply_ds(ds_tiles, pair, k_tiles, SELF: gl.constexpr, D: gl.constexpr, BL
 
 
 @gluon.jit
-def add_dq(dq, row, dq_desc, dq_tile):
+def add_dq(dq, row, dq_desc, dq_tile, FREE: gl.constexpr):
     """Add dq (64, columns) to the sum (rows, 32) from `row` on, in the order in which the threads hold it (see convert_dq_kernel): so a
-    thread has four neighbours, and eight threads a row, which neither collides in shared memory nor scatters in global memory. The tile's
-    last addition has been awaited."""
+    thread has four neighbours, and eight threads a row, which neither collides in shared memory nor scatters in global memory. FREE:
+    the tile's last addition has been awaited."""
     COLUMNS: gl.constexpr = dq.shape[1]
     dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([2 * COLUMNS, 32])
+    if not FREE:
+        tma.store_wait(0)
     dq_tile.store(dq)
     fence_async_shared()
     add_box(dq_desc, [row, 0], dq_tile)
@@ -232,13 +234,14 @@ def add_queries(
             last_ds_tiles.index(pair + SELF).store(ds)
             fence_async_shared()
             dv_pending = warpgroup_mma(p_operand, do_part, dv, is_async=True)
-            await_own_stores()
+            if PARTS == 2:
+                await_own_stores()
             await_all(BOTH)
             dq_pending = multiply_ds(ds_tiles if SELF == 0 else last_ds_tiles, pair, k_tiles, SELF, D, BLOCK_Q)
             dk_pending = warpgroup_mma(gl.convert_layout(ds, OPERAND), q_part, dk, is_async=True)
             dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
             do_ring.release(item)
-            add_dq(dq, dq_row, dq_desc, dq_tiles.index(SELF))
+            add_dq(dq, dq_row, dq_desc, dq_tiles.index(SELF), PARTS == 2)
             dk = warpgroup_mma_wait(0, deps=(dk_pending,))
             q_ring.release(item)
     return dk, dv
@@ -268,7 +271,8 @@ def walk_queries(
         start = first if part == 0 else middle if part == 1 else gl.maximum(middle, middle_last)
         stop = middle if part == 0 else middle_last if part == 1 else last
         for start_q in range(start, stop, BLOCK_Q):
-            item = computed_here(item)  # else what follows from it takes registers from step to step
+            if D == 64:  # else what follows from it takes registers from step to step; at 128 there is room for that
+                item = computed_here(item)
             must_mask = True
             if part == 1:
                 if INTERVALS:
