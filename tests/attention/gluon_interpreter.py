@@ -353,10 +353,10 @@ def number(x: torch.Tensor) -> torch.Tensor:
 
 PTX = {
     "ex2.approx.ftz.f32": torch.exp2,
-    "max.NaN.ftz.f32": torch.maximum,
     "add.rn.ftz.f32": torch.add,
     "sub.rn.ftz.f32": torch.sub,
     "fma.rn.ftz.f32": lambda x, y, z: (x.double() * y.double() + z.double()).float(),
+    "fma.rn.ftz.sat.f32": lambda x, y, z: (x.double() * y.double() + z.double()).clamp(0, 1).nan_to_num(0).float(),
     "shl.b32": lambda x, places: number(bits(x) << places),
     "add.s32": lambda x, y: number(bits(x) + bits(y)),
 }

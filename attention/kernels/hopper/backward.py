@@ -212,7 +212,7 @@ def add_queries(
         scores = warpgroup_mma_wait(PARTS + part, deps=(product,))
         # lse and delta are read where they are used: 32 registers less than held through the step
         x = scores * scale_log2 - gl.expand_dims(lse_rows.index(slot).slice(part * PART, PART).load(COLUMNS), 0)
-        p = exp2_by_two_units(x) if D == 64 else gl.exp2(x)
+        p = exp2_by_two_units(x)
         if MASKED:  # noqa: SIM102, a constant around a value
             if must_mask:
                 p = mask_probabilities(
@@ -362,12 +362,10 @@ def backward_kernel(
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], v_desc.layout)
-    # at head_dim 128 named barriers would make registers spill
-    NAMED: gl.constexpr = D == 64
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], do_desc.layout)
-    q_ring = make_ring(q_tiles, STAGES, 2, 2, Q_FREE if NAMED else 0)
-    do_ring = make_ring(do_tiles, STAGES, 2, 2, DO_FREE if NAMED else 0)
+    q_ring = make_ring(q_tiles, STAGES, 2, 2, Q_FREE)
+    do_ring = make_ring(do_tiles, STAGES, 2, 2, DO_FREE)
     lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], LINE)
     delta_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], LINE)
     lo_rows = lse_rows
