@@ -4,11 +4,11 @@ Without a GPU PyTorch runs it uncompiled and materialises the scores: right, but
 """
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from attention.interface import FEATURES, AttentionOutput, Backend, ScoreMod
 from attention.mask import visible_keys
@@ -22,6 +22,26 @@ def compiled(function):
     torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 1024)
     # a second softcap would be an argument of the graph, which a kernel's score change cannot read: numbers stay constants
     return torch._dynamo.config.patch(specialize_float=True)(torch.compile(function, fullgraph=True))
+
+
+def block_mask_of(q: Tensor, k: Tensor, *, causal: bool, window: int | None, document_ids: Tensor | None) -> BlockMask:
+    visible = visible_keys(q, k, causal=causal, window=window, document_ids=document_ids)
+    lo, hi = visible.lo, visible.hi
+
+    def mask_mod(b, h, i, j):
+        b = 0 if document_ids is None else b
+        return (j >= lo[b, i]) & (j < hi[b, i])
+
+    build = compiled(create_block_mask) if q.device.type == "cuda" and not torch.compiler.is_compiling() else create_block_mask
+    return build(mask_mod, lo.shape[0], None, q.shape[2], k.shape[2], device=q.device)
+
+
+@lru_cache(maxsize=16)
+def standing_mask(num_queries: int, num_keys: int, device: torch.device, *, causal: bool, window: int | None) -> BlockMask:
+    """Without documents one mask serves every layer and step, and making it takes longer than attention with a few thousand tokens."""
+    with torch.inference_mode(False), torch.no_grad():
+        q, k = (torch.empty(1, 1, length, 0, device=device) for length in (num_queries, num_keys))
+        return block_mask_of(q, k, causal=causal, window=window, document_ids=None)
 
 
 def flex(
@@ -38,9 +58,7 @@ def flex(
     score_mod: ScoreMod | None = None,
 ) -> AttentionOutput:
     """q (B, H, N, D); k, v (B, H_kv, M, D)."""
-    (batch, _, num_queries, _), num_keys = q.shape, k.shape[2]
-    visible = visible_keys(q, k, causal=causal, window=window, document_ids=document_ids)
-    lo, hi = visible.lo.expand(batch, -1), visible.hi.expand(batch, -1)
+    num_queries, num_keys = q.shape[2], k.shape[2]
     if score_mod is not None and score_mod.params is not None:  # what a compiled kernel reads must lie beside q
         score_mod = replace(score_mod, params=score_mod.params.to(q.device))
 
@@ -53,14 +71,12 @@ def flex(
             score, _ = score_mod(score, b, h, i + num_keys - num_queries, j)
         return score
 
-    def mask_mod(b, h, i, j):
-        return (j >= lo[b, i]) & (j < hi[b, i])
-
     on_gpu = q.device.type == "cuda"
     inside_compile = torch.compiler.is_compiling()
-    mask_batch = batch if document_ids is not None else 1
-    build_mask = compiled(create_block_mask) if on_gpu and not inside_compile else create_block_mask
-    block_mask = build_mask(mask_mod, mask_batch, None, num_queries, num_keys, device=q.device)
+    if inside_compile or document_ids is not None:
+        block_mask = block_mask_of(q, k, causal=causal, window=window, document_ids=document_ids)
+    else:
+        block_mask = standing_mask(num_queries, num_keys, q.device, causal=causal, window=window)
     attend = compiled(flex_attention) if on_gpu and not inside_compile else flex_attention
     out, lse = attend(
         q,
