@@ -16,8 +16,8 @@ from torch import Tensor
 # of a program: rows of about as many elements as one warp holds; on an H200, 32,768 rows of 768, more rows or warps were no faster
 WARP_ELEMENTS = 1024
 # backward, a program adds up its rows' share of the weight's gradient, so there are no more programs than run at once: so many of one warp
-# on a multiprocessor, each loading its next rows before these are done. Fewer and larger ones took as long, but PyTorch's sum of their
-# shares took longer: 23.8 us of 528, 12.3 us of 1,056, beside the kernel's 105
+# on a multiprocessor, each loading its next rows before these are done. Half as many of twice the size took as long, and PyTorch's sum of
+# their shares twice as long
 PROGRAMS, STAGES = 8, 2
 
 
