@@ -234,7 +234,7 @@ def add_queries(
             last_ds_tiles.index(pair + SELF).store(ds)
             fence_async_shared()
             dv_pending = warpgroup_mma(p_operand, do_part, dv, is_async=True)
-            if PARTS == 2:
+            if PARTS == 2:  # of one part, add_dq awaits them: at head_dim 128 that is 2% faster
                 await_own_stores()
             await_all(BOTH)
             dq_pending = multiply_ds(ds_tiles if SELF == 0 else last_ds_tiles, pair, k_tiles, SELF, D, BLOCK_Q)
