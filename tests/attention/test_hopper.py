@@ -378,7 +378,8 @@ def test_sm_90_compiles(kernel, head_dim):
 def test_sm_90_compiles_every_variant(kernel, head_dim, dtype):
     from attention.kernels.hopper.offline import VARIANTS
 
-    check_machine_code(kernel, dtype, head_dim, ",".join(VARIANTS))
+    short = (kernel, head_dim) == ("forward", 64)  # elsewhere short sequences have no constants of their own
+    check_machine_code(kernel, dtype, head_dim, ",".join(name for name in VARIANTS if short or "short" not in name))
 
 
 # on the device
