@@ -24,6 +24,11 @@ def compiled(function):
     return torch._dynamo.config.patch(specialize_float=True)(torch.compile(function, fullgraph=True))
 
 
+def quick(function, device: torch.device):
+    """function, compiled on a GPU unless it is about to be compiled as a part of something larger."""
+    return compiled(function) if device.type == "cuda" and not torch.compiler.is_compiling() else function
+
+
 def block_mask_of(q: Tensor, k: Tensor, *, causal: bool, window: int | None, document_ids: Tensor | None) -> BlockMask:
     visible = visible_keys(q, k, causal=causal, window=window, document_ids=document_ids)
     lo, hi = visible.lo, visible.hi
@@ -32,8 +37,7 @@ def block_mask_of(q: Tensor, k: Tensor, *, causal: bool, window: int | None, doc
         b = 0 if document_ids is None else b
         return (j >= lo[b, i]) & (j < hi[b, i])
 
-    build = compiled(create_block_mask) if q.device.type == "cuda" and not torch.compiler.is_compiling() else create_block_mask
-    return build(mask_mod, lo.shape[0], None, q.shape[2], k.shape[2], device=q.device)
+    return quick(create_block_mask, q.device)(mask_mod, lo.shape[0], None, q.shape[2], k.shape[2], device=q.device)
 
 
 @lru_cache(maxsize=16)
@@ -71,14 +75,11 @@ def flex(
             score, _ = score_mod(score, b, h, i + num_keys - num_queries, j)
         return score
 
-    on_gpu = q.device.type == "cuda"
-    inside_compile = torch.compiler.is_compiling()
-    if inside_compile or document_ids is not None:
+    if torch.compiler.is_compiling() or document_ids is not None:
         block_mask = block_mask_of(q, k, causal=causal, window=window, document_ids=document_ids)
     else:
         block_mask = standing_mask(num_queries, num_keys, q.device, causal=causal, window=window)
-    attend = compiled(flex_attention) if on_gpu and not inside_compile else flex_attention
-    out, lse = attend(
+    out, lse = quick(flex_attention, q.device)(
         q,
         k,
         v,
@@ -88,7 +89,7 @@ def flex(
         enable_gqa=q.shape[1] != k.shape[1],
         return_lse=True,
         # its kernel for few queries does not compile for every grouping of heads
-        kernel_options={"FORCE_USE_FLEX_ATTENTION": True} if on_gpu else None,
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True} if q.device.type == "cuda" else None,
     )
     return AttentionOutput(out, lse)
 

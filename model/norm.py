@@ -4,7 +4,6 @@ On a GPU, while training, `x + branch` and its norm are one kernel (model/norm_k
 gradients of both results, and writes those of x and of the branch.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from torch import Tensor, nn
 
 from config import ModelConfig
 from model.checkpointing import elementwise_recomputed
+from model.loss import TRITON
 
 NORM_EPS = 1e-5
 MAX_WIDTH = 8192  # a row that a program holds in its registers
-# looked up once: torch.compile cannot trace the look-up
-TRITON = importlib.util.find_spec("triton") is not None
 
 
 def build_norm(config: ModelConfig) -> nn.Module:

@@ -171,6 +171,11 @@ def where_less(x, a, b, OTHERWISE: gl.constexpr):
     return x
 
 
+BY_POLYNOMIAL = (4, 11)  # of sixteen; a thread's numbers are two of one row and two of another in turn, and these are one of each
+COEFFICIENTS = (0.6932829273885215, 0.24221096221649277, 0.05500893142298349)
+ROUNDS = 1.5 * 2**16 + 385 / 128  # w + ROUNDS is rounded to multiples of 1 / 128; its last nine bits are 128 w - 127
+
+
 def exp2_code() -> str:
     """PTX for sixteen of a thread's numbers, $16 ... $31, and their powers $0 ... $15."""
 
@@ -197,9 +202,6 @@ def exp2_code() -> str:
     return " ".join([*lines, "}"])
 
 
-BY_POLYNOMIAL = (4, 11)  # of sixteen; a thread's numbers are two of one row and two of another in turn, and these are one of each
-COEFFICIENTS = (0.6932829273885215, 0.24221096221649277, 0.05500893142298349)
-ROUNDS = 1.5 * 2**16 + 385 / 128  # w + ROUNDS is rounded to multiples of 1 / 128; its last nine bits are 128 w - 127
 EXP2_CODE = gl.constexpr(exp2_code())
 EXP2_OPERANDS = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 16))
 

@@ -1,6 +1,6 @@
 """Every Triton kernel of the project under NVIDIA's compute-sanitizer: memory outside its tensors, races in shared memory.
 
-As a program, `python tests/attention/test_sanitizer.py portable,hopper,model`, it makes the calls that the test watches.
+As a program, `python tests/test_sanitizer.py portable,hopper,model`, it makes the calls that the test watches.
 """
 
 import os
@@ -16,7 +16,7 @@ import torch
 from attention import attention, get_backend
 from attention.kernels.choice import obstacle
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 CALLS = [
     {},
     {"num_keys": 200, "num_queries": 130, "causal": False},
