@@ -1,4 +1,4 @@
-"""The intervals of attention/mask.py on a GPU, in one launch where PyTorch has about twenty: lo and hi, and what the backward makes of them.
+"""The intervals of attention/mask.py in one launch, where PyTorch takes about twenty; and what the backward makes of them, in another.
 
 Dimensions: B batch, N queries, M keys.
 """
@@ -58,10 +58,7 @@ def intervals_kernel(
     begin = tl.program_id(0) * BLOCK
     batch = tl.cast(tl.program_id(1), tl.int64)
     rows = begin + tl.arange(0, BLOCK)
-    if CAUSAL:
-        hi = tl.maximum(rows + 1 + M - N, 0)
-    else:
-        hi = tl.full([BLOCK], 0, tl.int32) + M
+    hi = tl.maximum(rows + 1 + M - N, 0) if CAUSAL else tl.zeros_like(rows) + M
     lo = tl.maximum(hi - window, 0)
     if ids_ptr is not None:
         ids_ptr += batch * stride_ids_b
