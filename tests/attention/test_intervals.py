@@ -72,14 +72,25 @@ def problems(draw) -> tuple[Any, ...]:
     return ids, num_queries, num_keys, causal, window, draw(st.integers(1, 40))
 
 
-@settings(max_examples=50, deadline=None)
-@given(problems())
-def test_equal_to_the_definition(problem):
-    """With blocks so small that rows, searches and bounds cross several."""
+def check_in_small_blocks(*problem: Any) -> None:
+    """So small that rows, searches and bounds cross several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "blocks_for", lambda device: Blocks(rows=16, search=8, num_warps=1))
         patch.setattr(kernels, "BOUNDS", 64)
         check(*problem)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems())
+def test_equal_to_the_definition(problem):
+    check_in_small_blocks(*problem)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 11), (False, None)], ids=["causal", "window", "full"])
+def test_an_edge_is_found_wherever_it_lies(causal, window):
+    """Sequence p of the batch has two documents, the second from position p on."""
+    at = torch.arange(36, device=DEVICE)
+    check_in_small_blocks(at >= at[:, None], 36, 36, causal, window, 7)
 
 
 def documents(length: int, *, each: int, batch: int = 1) -> Tensor:
