@@ -23,10 +23,11 @@ PHASES = (DATA, "forward", "backward", OPTIMIZER)  # the ranges within a step
 
 # kernels of attention: ours, FlashAttention's, PyTorch's memory-efficient ones, cuDNN's with its helpers, FlexAttention's
 ATTENTION_KERNELS = re.compile(
-    r"^(forward|delta|dkdv|dq|dkdvdq|backward)_kernel|flash_?(fwd|bwd|att)|fmha|_sdpa_|compute_dot_do_o|convert_dq|flex_attention"
+    r"^(intervals|forward|query_ranges|delta|dkdv|dq|dkdvdq|backward)_kernel|flash_?(fwd|bwd|att)|fmha|_sdpa_|compute_dot_do_o"
+    r"|convert_dq|flex_attention"
 )
 BACKWARD_KERNELS = re.compile(
-    r"^(delta|dkdv|dq|dkdvdq|backward)_kernel|bwd|backward|bprop|cutlassb_|compute_dot_do_o|convert_dq|fmha_reduce"
+    r"^(query_ranges|delta|dkdv|dq|dkdvdq|backward)_kernel|bwd|backward|bprop|cutlassb_|compute_dot_do_o|convert_dq|fmha_reduce"
 )
 # operators of attention. Only an attention of plain operators multiplies batches of matrices: everything else here is one matrix
 ATTENTION_OPS = re.compile(

@@ -123,7 +123,7 @@ def test_hydra_stays_at_the_edge():
 
 
 def test_what_is_optional_or_slow_is_imported_where_it_is_used():
-    names = ("forward.py", "backward.py", "softmax.py", "defects.py", "score_mods.py", "op.py", "offline.py")
+    names = ("forward.py", "backward.py", "softmax.py", "defects.py", "score_mods.py", "op.py", "intervals.py", "offline.py")
     names += tuple(f"hopper/{name}.py" for name in ("primitives", "forward", "backward", "around", "launch", "offline"))
     kernels = {Path("attention/kernels") / name for name in names} | {Path(f"model/{name}_kernel.py") for name in ("loss", "norm")}
     found = [x for x in imports(*OURS - {"tests"}) if x.at_import and x.top in LAZY]

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from attention.interface import AttentionOutput, Backend, Refusal, ScoreMod
 from attention.kernels.choice import KERNELS, Choice, choose_kernel, obstacle
-from attention.mask import visible_keys
 
 # looked up once: torch.compile cannot trace the look-up
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -40,13 +39,13 @@ def triton_attention(
 
     kernel: "portable", "hopper", or "auto" for whichever the device and the inputs allow; see attention/kernels/choice.py.
     """
+    from attention.kernels.intervals import intervals
     from attention.kernels.op import FlashAttention, flash_attention
 
     lo = hi = params = None
     mod = ""
     if window is not None or document_ids is not None:
-        visible = visible_keys(q, k, causal=causal, window=window, document_ids=document_ids)
-        lo, hi = visible.lo.int(), visible.hi.int()
+        lo, hi = intervals(document_ids, q.shape[2], k.shape[2], causal, window, q.device)
     shipped = {name: value for name, value in (("softcap", softcap), ("alibi", alibi_slopes)) if value is not None}
     if shipped:
         mod = f"attention.kernels.score_mods:{'_'.join(shipped)}"

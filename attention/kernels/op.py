@@ -17,6 +17,7 @@ from attention.kernels import defects
 from attention.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from attention.kernels.choice import choose_kernel
 from attention.kernels.forward import forward_kernel
+from attention.kernels.intervals import query_ranges
 from attention.kernels.launch import batch_stride, bytes_of_a_head, descriptor_strides, padded_head_dim, pick_tile, section_of, tiles_of
 from attention.kernels.softmax import ONLINE
 
@@ -109,20 +110,6 @@ def constants(kernel: str, q: Tensor, causal: bool, lo: Tensor | None, score_mod
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
-
-
-def query_ranges(lo: Tensor, hi: Tensor, num_keys: int, block_kv: int) -> Tensor:
-    """(B or 1, tiles, 4) int32: for each tile of keys the queries first : last that see some of them, and full_first : full_last that see
-    all. lo, hi (B or 1, N) are non-decreasing, so each is a search; the order is first, full_first, full_last, last."""
-    start = torch.arange(0, num_keys, block_kv, device=lo.device, dtype=lo.dtype).expand(lo.shape[0], -1).contiguous()
-    stop = start + block_kv
-    bounds = (
-        torch.searchsorted(hi, start, right=True),  # the first query with hi > start
-        torch.searchsorted(hi, stop),  # the first with hi >= stop
-        torch.searchsorted(lo, start, right=True),  # the number with lo <= start
-        torch.searchsorted(lo, stop),  # the number with lo < stop
-    )
-    return torch.stack(bounds, -1).int()
 
 
 @lru_cache

@@ -50,7 +50,8 @@ class Interpreted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out: Tensor, d_lse: Tensor):
-        from attention.kernels.op import empty_gradients, is_packed, query_ranges, unpacked
+        from attention.kernels.intervals import query_ranges
+        from attention.kernels.op import empty_gradients, is_packed, unpacked
 
         lo, hi, q, k, v, out, lse = ctx.saved_tensors
         launch, causal, scale = ctx.settings

@@ -45,6 +45,7 @@ SMALL = (
 # as profilers print them: Triton's and Gluon's, cuBLAS, CUTLASS, cuDNN, FlashAttention, Inductor and PyTorch's own
 KERNELS = {
     FORWARD: [
+        "intervals_kernel",
         "forward_kernel",
         "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 128, 4, false, false, cutlass::bfloat16_t> >",
         "void flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<(int)128, (int)64, (int)128, (int)4>>",
@@ -55,6 +56,7 @@ KERNELS = {
         "triton_tem_fused_flex_attention_transpose_view_0",
     ],
     BACKWARD: [
+        "query_ranges_kernel",
         "delta_kernel",
         "dkdv_kernel",
         "dq_kernel",

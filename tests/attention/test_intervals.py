@@ -1,0 +1,149 @@
+"""Intervals made by a kernel, against attention/mask.py, which defines them; and the backward's ranges of queries, against counting.
+
+Without a GPU the kernels run in Triton's interpreter.
+Dimensions: B batch, N queries, M keys.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from attention import attention, get_backend
+from attention.kernels import intervals as kernels
+from attention.kernels.intervals import Blocks, intervals, query_ranges
+from attention.mask import visible_keys
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PORTABLE = get_backend("triton", kernel="portable")
+
+
+def expected_intervals(ids: Tensor | None, num_queries: int, num_keys: int, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
+    q, k = (torch.empty(1, 1, length, 1, device=DEVICE) for length in (num_queries, num_keys))
+    visible = visible_keys(q, k, causal=causal, window=window, document_ids=ids)
+    return visible.lo.int(), visible.hi.int()
+
+
+def counted_ranges(lo: Tensor, hi: Tensor, num_keys: int, block_kv: int) -> Tensor:
+    start = torch.arange(0, num_keys, block_kv, device=lo.device)[:, None]
+    stop = start + block_kv
+    lo, hi = lo[:, None], hi[:, None]
+    # the queries before the first that sees beyond start, before the first that sees up to stop, ...
+    return torch.stack([(hi <= start).sum(2), (hi < stop).sum(2), (lo <= start).sum(2), (lo < stop).sum(2)], -1).int()
+
+
+def check(ids: Tensor | None, num_queries: int, num_keys: int, causal: bool, window: int | None, block_kv: int) -> None:
+    arguments = (ids, num_queries, num_keys, causal, window)
+    found, expected = intervals(*arguments, DEVICE), expected_intervals(*arguments)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)  # shapes and dtypes too
+    ranges = query_ranges(*found, num_keys, block_kv)
+    torch.testing.assert_close(ranges, counted_ranges(*expected, num_keys, block_kv), rtol=0, atol=0)
+
+
+@st.composite
+def problems(draw) -> tuple[Any, ...]:
+    """The arguments of check(). Ids come again, in any order, and lie with any strides."""
+    num_queries = draw(st.integers(1, 90))
+    causal = draw(st.booleans())
+    window = draw(st.none() | st.integers(1, 100)) if causal else None
+    ids, num_keys = None, num_queries
+    if draw(st.booleans()):
+        lengths = st.lists(st.integers(1, 60), min_size=1, max_size=8)
+        dtype = draw(st.sampled_from([torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool]))
+        sequences = []
+        for documents in draw(st.lists(lengths, min_size=1, max_size=3)):
+            numbers = torch.tensor([draw(st.integers(0, 2)) for _ in documents])
+            sequence = numbers.repeat_interleave(torch.tensor(documents))
+            sequences.append(sequence.repeat(num_queries // len(sequence) + 1)[:num_queries])
+        ids = torch.stack(sequences).to(DEVICE, dtype)
+        if draw(st.booleans()):
+            ids = ids.mT.contiguous().mT
+        elif len(ids) == 1:
+            ids = ids.expand(2, -1)
+    else:
+        num_keys = draw(st.integers(1, 90))
+    return ids, num_queries, num_keys, causal, window, draw(st.integers(1, 40))
+
+
+def check_in_small_blocks(*problem: Any) -> None:
+    """So small that rows, searches and bounds cross several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "blocks_for", lambda device: Blocks(rows=16, search=8, num_warps=1))
+        patch.setattr(kernels, "BOUNDS", 64)
+        check(*problem)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems())
+def test_equal_to_the_definition(problem):
+    check_in_small_blocks(*problem)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 11), (False, None)], ids=["causal", "window", "full"])
+def test_an_edge_is_found_wherever_it_lies(causal, window):
+    """Sequence p of the batch has two documents, the second from position p on."""
+    at = torch.arange(36, device=DEVICE)
+    check_in_small_blocks(at >= at[:, None], 36, 36, causal, window, 7)
+
+
+def documents(length: int, *, each: int, batch: int = 1) -> Tensor:
+    return (torch.arange(length, device=DEVICE) // each).expand(batch, -1)
+
+
+def test_equal_to_the_definition_with_the_blocks_in_use():
+    check(documents(300, each=77, batch=2), 300, 300, True, None, 16)
+    check(documents(700, each=650), 700, 700, False, None, 16)
+    check(None, 200, 700, True, 50, 16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(("length", "each"), [(32768, 2048), (32768, 700), (32768, 1), (32768, 32768), (8192, 5000), (1000003, 1000003)])
+def test_equal_to_the_definition_at_length(length, each, causal):
+    for window in (None, 1024, 5000) if causal else (None,):
+        check(documents(length, each=each, batch=2), length, length, causal, window, 128)
+
+
+@pytest.mark.parametrize("ids", [None, documents(40, each=17, batch=2)], ids=["window", "documents"])
+def test_the_operator_keeps_pytorchs_contract(ids):
+    torch.library.opcheck(intervals, (ids, 40, 40, True, 5, DEVICE))
+
+
+class Layers(torch.nn.Module):
+    def forward(self, x: Tensor, document_ids: Tensor) -> Tensor:
+        for _ in range(3):
+            x = attention(x, x, x, backend=PORTABLE, document_ids=document_ids, window=9).out + x
+        return x
+
+
+def test_all_layers_of_a_compiled_model_share_them():
+    """Made once in the forward, and not again in the backward."""
+    counts = []
+
+    def note(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        targets = [node.target for node in graph.graph.nodes]
+        tilegpt = torch.ops.tilegpt
+        counts.append([targets.count(op.default) for op in (tilegpt.intervals, tilegpt.flash_attention, tilegpt.flash_attention_backward)])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=note, partition_fn=min_cut_rematerialization_partition)
+    x, ids = torch.randn(1, 2, 40, 16, device=DEVICE, requires_grad=True), documents(40, each=17)
+    found, expected = torch.compile(Layers(), fullgraph=True, backend=backend)(x, ids), Layers()(x, ids)
+    torch.testing.assert_close(found, expected)
+    d_out = torch.randn_like(found)
+    torch.testing.assert_close(torch.autograd.grad(found, x, d_out), torch.autograd.grad(expected, x, d_out))
+    assert counts == [[1, 3, 0], [0, 0, 3]]
+
+
+def test_exports():
+    inputs = torch.randn(1, 2, 40, 16, device=DEVICE), documents(40, each=17)
+    with torch.no_grad():
+        exported = torch.export.export(Layers(), inputs)
+        assert torch.equal(exported.module()(*inputs), Layers()(*inputs))
