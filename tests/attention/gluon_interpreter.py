@@ -359,29 +359,72 @@ PTX = {
     "fma.rn.ftz.sat.f32": lambda x, y, z: (x.double() * y.double() + z.double()).clamp(0, 1).nan_to_num(0).float(),
     "shl.b32": lambda x, places: number(bits(x) << places),
     "add.s32": lambda x, y: number(bits(x) + bits(y)),
+    "mul.rn.f32": torch.mul,
+    "mov.f32": lambda x: x,
+    "setp.lt.f32": torch.lt,
+    "setp.lt.or.f32": lambda x, y, p: (x < y) | p,
+    "setp.neu.f32": torch.ne,
+    "setp.neu.or.f32": lambda x, y, p: (x != y) | p,
+    "vote.sync.any.pred": lambda p, _: p.reshape(4, 32).any(1, keepdim=True).expand(4, 32).flatten(),
 }
 
 
-def run_ptx(code: str, x: torch.Tensor, pack: int) -> torch.Tensor:
-    """PTX for `pack` of a thread's numbers at once, of which it holds two of a row, two of the row eight further down, and so on."""
-    check(x.shape == (64, 64) and x.dtype == torch.float32, f"{code[:20]}... of {x.dtype} {tuple(x.shape)}")
-    row, column = torch.arange(64)[:, None], torch.arange(64)
-    place = (4 * (column // 8) + 2 * (row // 8 % 2) + column % 2) % pack
-    registers = {f"${pack + i}": x[place == i] for i in range(pack)}
+def by_thread(x: torch.Tensor) -> torch.Tensor:
+    """(128 threads, numbers): 64 rows as four warps hold them, two numbers of a row, two of the row eight further down, and so on; of
+    (64, 4), a row's sum in four parts, one of each."""
+    if x.shape[1] == 4:
+        return x.reshape(4, 2, 8, 4).permute(0, 2, 3, 1).reshape(128, 2)
+    return x.reshape(4, 2, 8, x.shape[1] // 8, 4, 2).permute(0, 2, 4, 3, 1, 5).reshape(128, -1)
+
+
+def from_threads(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    if shape[1] == 4:
+        return x.reshape(4, 8, 4, 2).permute(0, 3, 1, 2).reshape(shape)
+    return x.reshape(4, 8, 4, shape[1] // 8, 2, 2).permute(0, 4, 1, 3, 2, 5).reshape(shape)
+
+
+def run_ptx(code: str, arguments: list[torch.Tensor], pack: int) -> torch.Tensor:
+    """PTX for `pack` of a thread's numbers at once: the result's are $0 ..., behind them those of each argument."""
+    shape = arguments[0].shape
+    check(all(x.dtype == torch.float32 and len(x) == 64 for x in arguments), f"{code[:20]}... of {[tuple(x.shape) for x in arguments]}")
+    numbers = torch.stack([by_thread(x.expand(shape)) for x in arguments])  # (arguments, threads, numbers)
+    result = torch.empty_like(numbers[0])
+    for begin in range(0, numbers.shape[2], pack):
+        part = numbers[:, :, begin : begin + pack]
+        # what an argument shares with the result, it writes over
+        registers = {f"${pack + i}": x for i, x in enumerate(part.permute(0, 2, 1).flatten(0, 1))}
+        registers |= {f"${i}": x for i, x in enumerate(part[0].T)}
+        run_block(code, registers)
+        result[:, begin : begin + pack] = torch.stack([registers[f"${i}"] for i in range(pack)], 1)
+    return from_threads(result, shape)
+
+
+def run_block(code: str, registers: dict[str, torch.Tensor]) -> None:
+    """One block in braces, for 128 threads; a branch is taken or not by whole warps."""
+    skipped = torch.zeros(128, dtype=torch.bool)  # threads that are on their way to the label
 
     def operand(text: str) -> Any:
         if text.startswith("0f"):
             return torch.tensor(struct.unpack(">f", bytes.fromhex(text[2:]))[0])
-        return int(text) if text.isdigit() else registers[text]
+        return int(text) if text.lstrip("-").isdigit() else registers[text]
 
-    for line in code.strip("{}").split(";")[1:-1]:  # the first declares registers
-        name, target, *operands = line.replace(",", "").split()
-        check(name in PTX, f"no such instruction: {line}")
-        registers[target] = PTX[name](*map(operand, operands))
-    result = torch.empty_like(x)
-    for i in range(pack):
-        result[place == i] = registers[f"${i}"]
-    return result
+    for line in code.strip("{}").split(";")[1:]:  # the first declares registers
+        label, colon, rest = line.partition(":")
+        if colon:
+            skipped, line = torch.zeros_like(skipped), rest
+        name, *operands = line.replace(",", "").split() or [""]
+        if name == "@!p":
+            check(operands[0] == "bra.uni", f"no such branch: {line}")
+            taken = ~registers["p"]
+            check(torch.equal(taken, taken.reshape(4, 32)[:, :1].expand(4, 32).flatten()), "threads of a warp part at a uniform branch")
+            skipped = skipped | taken
+        elif name == "nanosleep.u32":
+            check(bool(skipped.all()), "a branch that is never taken was")
+        elif name:
+            check(name in PTX, f"no such instruction: {line}")
+            target, *operands = operands
+            found = PTX[name](*map(operand, operands))
+            registers[target] = torch.where(skipped, registers[target], found) if target in registers else found
 
 
 def inline_asm(code: str, constraints: str, arguments: list, dtype: Any, *, is_pure: bool, pack: int) -> Value:
@@ -392,9 +435,11 @@ def inline_asm(code: str, constraints: str, arguments: list, dtype: Any, *, is_p
     if code.startswith("cp.async.bulk.wait_group.read 0;"):
         store_wait(0)
         return Value(0)
-    if "ex2" in code:
-        check(constraints == ",".join(["=r"] * pack + ["r"] * pack), f"{pack} numbers and {constraints}")
-        return Value(run_ptx(code, raw(arguments[0]), pack))
+    if code.startswith("{.reg") and pack > 1:
+        own = {"ex2": ["r"] * pack, "SAME": [*map(str, range(pack)), *["f"] * pack], "ON": ["f"] * pack}
+        wanted = next(each for word, each in own.items() if word in code)
+        check(constraints == ",".join([f"={wanted[-1]}"] * pack + wanted), f"{pack} numbers and {constraints}")
+        return Value(run_ptx(code, [raw(argument) for argument in arguments], pack))
     if code == "mov.b32 $0, $1;":
         return Value(raw(arguments[0]))
     if found := re.match(r"cvt\.rn\.b?f16x2\.f32 \$0, \$2, \$1;", code):

@@ -20,10 +20,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from attention.kernels.hopper.primitives import await_all, computed_here, load_box, make_ring, place, rounded, signal, store_box, where_less
+from attention.kernels.hopper.primitives import (
+    await_all,
+    finished,
+    load_box,
+    make_ring,
+    place,
+    rescaled,
+    rounded,
+    signal,
+    store_box,
+    where_less,
+)
 
 # named barriers from here on are free: Triton uses the first ones
 FIRST_TURN = gl.constexpr(8)
+# in base 2: p stays below 256, far from float16's limit of 65504
+THRESHOLD = gl.constexpr(8.0)
 
 
 @gluon.jit
@@ -86,7 +99,7 @@ def keys_seen(rows, lo_ptr, hi_ptr, N, M, CAUSAL: gl.constexpr, INTERVALS: gl.co
 @gluon.jit
 def mask_scores(scores, start_kv, lo, hi, INTERVALS: gl.constexpr):
     BLOCK_KV: gl.constexpr = scores.shape[1]
-    keys = gl.expand_dims(computed_here(start_kv) + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, scores.type.layout)), 0)
+    keys = gl.expand_dims(start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, scores.type.layout)), 0)
     scores = where_less(scores, keys, gl.expand_dims(hi, 1), "-inf")
     if INTERVALS:
         scores = where_less(scores, gl.expand_dims(lo - 1, 1), keys, "-inf")
@@ -102,8 +115,10 @@ def sum_of_own(p):
 
 @gluon.jit
 def online_softmax(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
-    """OnlineSoftmax.update but for the accumulator: p, the new state, and alpha. row_sum is in parts, as sum_of_own gives them."""
-    next_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
+    """LazyRescale.update of attention/twins.py but for the accumulator: p, the new state, and alpha, which is 1 for most tiles: what is
+    subtracted moves only when a row's maximum has outgrown it by THRESHOLD. row_sum is in parts, as sum_of_own gives them."""
+    tile_max = gl.max(scores, 1) * scale_log2
+    next_max = gl.where(tile_max > row_max + THRESHOLD, tile_max, row_max)
     shift = next_max
     if MASKED:  # a row that has seen no key has -inf, and -inf - -inf is NaN
         shift = gl.where(next_max == float("-inf"), 0.0, next_max)
@@ -285,11 +300,13 @@ def consumer(
                 next_p = rounded(next_p, dtype)
             item += 1
             # waited for here, though it is needed above: ptxas moves the next wait up to the last one, before the exponentials, unless a
-            # branch stands between them
+            # branch stands between them; at head_dim 64 it moves the exponentials behind that branch, but for one that waits for them
+            if D == 64:
+                row_sum = finished(row_sum)
             k_ring.await_full(item, pred=tile > own_first)
             acc, p = warpgroup_mma_wait(0, deps=(acc_pending, p))
             v_ring.release(item - 2)
-            acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, OUT)), 1)
+            acc = rescaled(acc, gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, OUT)), 1))
             if not ROUND_EARLY:
                 next_p = rounded(next_p, dtype)
             p = gl.convert_layout(next_p, P)

@@ -154,6 +154,46 @@ def rounded(x, dtype: gl.constexpr):
     return x
 
 
+@gluon.constexpr_function
+def rescale_code(count):
+    """PTX for `count` of a thread's numbers, $0 ... (also the inputs), and their factors: two numbers of one row, two of another in turn."""
+    factors = [f"${2 * count + i}" for i in range(count)]
+    lines = [
+        "{.reg .pred p;",
+        f"setp.neu.f32 p, {factors[0]}, 0f3F800000;",
+        f"setp.neu.or.f32 p, {factors[2]}, 0f3F800000, p;",
+        "vote.sync.any.pred p, p, -1;",
+        "@!p bra.uni SAME;",
+        *(f"mul.rn.f32 ${i}, ${i}, {factor};" for i, factor in enumerate(factors)),
+        "SAME: }",
+    ]
+    return " ".join(lines)
+
+
+@gluon.constexpr_function
+def rescale_operands(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def rescaled(acc, alpha):
+    """acc * alpha, an accumulator (rows, columns) by a factor a row (rows, 1). A warp whose rows all have the factor 1 passes over it."""
+    COUNT: gl.constexpr = acc.shape[1] // 2  # of a thread
+    return gl.inline_asm_elementwise(
+        rescale_code(COUNT), rescale_operands(COUNT), [acc, alpha], gl.float32, is_pure=False, pack=COUNT
+    )  # fmt: skip
+
+
+@gluon.jit
+def finished(x):
+    """x >= 0, behind a branch that waits for it and is never taken: ptxas moves no wait for a product across a branch (docs/hopper.md)."""
+    return gl.inline_asm_elementwise(
+        "{.reg .pred p; setp.lt.f32 p, $2, 0f00000000; setp.lt.or.f32 p, $3, 0f00000000, p; vote.sync.any.pred p, p, -1; "
+        "@!p bra.uni ON; nanosleep.u32 1; ON: mov.f32 $0, $2; mov.f32 $1, $3;}",
+        "=f,=f,f,f", [x], gl.float32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
 @gluon.jit
 def where_less(x, a, b, OTHERWISE: gl.constexpr):
     """x where a < b, else 0 or -inf. Written in PTX because LLVM packs a tile of comparisons into 64-bit masks and unpacks them again."""
