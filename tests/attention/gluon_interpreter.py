@@ -184,6 +184,9 @@ class Shared:
     def reshape(self, shape: list[int]) -> "Shared":
         return Shared(self.data.view(shape))
 
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Shared":
+        return Shared(self.data.view(-1).view(dtype).view(shape))
+
     def load(self, layout: Any) -> Value:
         return Value(self.data.clone())
 

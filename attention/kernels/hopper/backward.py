@@ -76,54 +76,79 @@ def load_rows(ptr, start, N, OTHER: gl.constexpr, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
+def load_keys(desc, batch, kv_head, start_kv, ring, visit):
+    """The keys, or values, of a block, whose halves are tiles of their own."""
+    ring.await_empty(visit)
+    mbarrier.expect(ring.full_barrier(visit), 2 * desc.block_type.nbytes)
+    for half in gl.static_range(2):
+        load_box(desc, [batch, kv_head, start_kv + half * OWN, 0], ring.full_barrier(visit), ring.buffers.index(visit % ring.depth * 2 + half))
+
+
+@gluon.jit
 def producer(
-    q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,
-    k_tiles, v_tiles, kv_full, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows,
+    q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr, counter_ptr,
+    k_ring, v_ring, q_ring, do_ring, work_ring, lse_rows, delta_rows, lo_rows, hi_rows,
     stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M,
     CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    # the first keys are seen by the most queries: longest first
-    batch_head, block = place(gl.program_id(0), gl.cdiv(M, BLOCK_KV), batch_heads, section_heads)
-    batch = batch_head // num_kv_heads
-    kv_head = batch_head % num_kv_heads
-    start_kv = block * BLOCK_KV
-    if INTERVALS:
-        lo_ptr += batch * stride_interval
-        hi_ptr += batch * stride_interval
-        ranges_ptr += batch * stride_ranges
-    first, _, _, last = queries_seeing(start_kv, block, ranges_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q)
-
-    mbarrier.expect(kv_full, 4 * k_desc.block_type.nbytes)
-    for half in gl.static_range(2):
-        load_box(k_desc, [batch, kv_head, start_kv + half * OWN, 0], kv_full, k_tiles.index(half))
-        load_box(v_desc, [batch, kv_head, start_kv + half * OWN, 0], kv_full, v_tiles.index(half))
-
+    num_blocks = gl.cdiv(M, BLOCK_KV)
+    programs = gl.num_programs(0)
+    work = gl.program_id(0)
+    visit = gl.to_tensor(0)
     item = gl.to_tensor(0)
-    for group in range(0, groups):
-        head = kv_head * groups + group
-        offset = (batch_head * groups + group).to(gl.int64) * N
-        # one step ahead, so that they are here when their turn comes
-        lse = load_rows(lse_log2_ptr + offset, first, N, float("inf"), BLOCK_Q)
-        delta = load_rows(delta_ptr + offset, first, N, 0.0, BLOCK_Q)
-        for start_q in range(first, last, BLOCK_Q):
-            q_ring.await_empty(item)
-            mbarrier.expect(q_ring.full_barrier(item), q_desc.block_type.nbytes)
-            load_box(q_desc, [batch, head, start_q, 0], q_ring.full_barrier(item), q_ring.buffer(item))
-            lse_rows.index(item % STAGES).store(lse)
-            if INTERVALS:
-                lo_rows.index(item % STAGES).store(load_rows(lo_ptr, start_q, N, 0, BLOCK_Q))
-                hi_rows.index(item % STAGES).store(load_rows(hi_ptr, start_q, N, 0, BLOCK_Q))
-            mbarrier.arrive(q_ring.full_barrier(item))
-            do_ring.await_empty(item)
-            mbarrier.expect(do_ring.full_barrier(item), do_desc.block_type.nbytes)
-            load_box(do_desc, [batch, head, start_q, 0], do_ring.full_barrier(item), do_ring.buffer(item))
-            delta_rows.index(item % STAGES).store(delta)
-            mbarrier.arrive(do_ring.full_barrier(item))
-            lse = load_rows(lse_log2_ptr + offset, start_q + BLOCK_Q, N, float("inf"), BLOCK_Q)
-            delta = load_rows(delta_ptr + offset, start_q + BLOCK_Q, N, 0.0, BLOCK_Q)
-            item += 1
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    while work < batch_heads * num_blocks:
+        # the first keys are seen by the most queries: longest first
+        batch_head, block = place(work, num_blocks, batch_heads, section_heads)
+        batch = batch_head // num_kv_heads
+        kv_head = batch_head % num_kv_heads
+        start_kv = block * BLOCK_KV
+        # claim the next piece of work now, and tell the consumers
+        work = programs + gl.atomic_add(counter_ptr, 1)
+        work_ring.await_empty(visit)
+        work_ring.buffer(visit).store(gl.full([1], work, gl.int32, one))
+        mbarrier.arrive(work_ring.full_barrier(visit))
+
+        lo = lo_ptr
+        hi = hi_ptr
+        ranges = ranges_ptr
+        if INTERVALS:
+            lo += batch * stride_interval
+            hi += batch * stride_interval
+            ranges += batch * stride_ranges
+        first, _, _, last = queries_seeing(start_kv, block, ranges, N, M, CAUSAL, INTERVALS, BLOCK_Q)
+        load_keys(k_desc, batch, kv_head, start_kv, k_ring, visit)
+        load_keys(v_desc, batch, kv_head, start_kv, v_ring, visit)
+        for group in range(0, groups):
+            head = kv_head * groups + group
+            offset = (batch_head * groups + group).to(gl.int64) * N
+            # one step ahead, so that they are here when their turn comes
+            lse = load_rows(lse_log2_ptr + offset, first, N, float("inf"), BLOCK_Q)
+            delta = load_rows(delta_ptr + offset, first, N, 0.0, BLOCK_Q)
+            for start_q in range(first, last, BLOCK_Q):
+                q_ring.await_empty(item)
+                mbarrier.expect(q_ring.full_barrier(item), q_desc.block_type.nbytes)
+                load_box(q_desc, [batch, head, start_q, 0], q_ring.full_barrier(item), q_ring.buffer(item))
+                lse_rows.index(item % STAGES).store(lse)
+                if INTERVALS:
+                    lo_rows.index(item % STAGES).store(load_rows(lo, start_q, N, 0, BLOCK_Q))
+                    hi_rows.index(item % STAGES).store(load_rows(hi, start_q, N, 0, BLOCK_Q))
+                mbarrier.arrive(q_ring.full_barrier(item))
+                do_ring.await_empty(item)
+                mbarrier.expect(do_ring.full_barrier(item), do_desc.block_type.nbytes)
+                load_box(do_desc, [batch, head, start_q, 0], do_ring.full_barrier(item), do_ring.buffer(item))
+                delta_rows.index(item % STAGES).store(delta)
+                mbarrier.arrive(do_ring.full_barrier(item))
+                lse = load_rows(lse_log2_ptr + offset, start_q + BLOCK_Q, N, float("inf"), BLOCK_Q)
+                delta = load_rows(delta_ptr + offset, start_q + BLOCK_Q, N, 0.0, BLOCK_Q)
+                item += 1
+        visit += 1
     q_ring.await_last(item)
     do_ring.await_last(item)
+    if gl.atomic_add(counter_ptr + 1, 1) == programs - 1:
+        # the last program leaves the counters as the next launch wants them
+        gl.store(counter_ptr, 0)
+        gl.store(counter_ptr + 1, 0)
 
 
 @gluon.jit
@@ -151,12 +176,13 @@ def rows_of_sum(start_q, SELF: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.conste
 
 
 @gluon.jit
-def multiply_ds(ds_tiles, pair, k_tiles, SELF: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """This consumer's half of dq = ds^T k, under way. ds_tiles: of the one part, or of this consumer's of two."""
+def multiply_ds(ds_tiles, pair, k_tiles, k_first, SELF: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """This consumer's half of dq = ds^T k, under way. ds_tiles: of the one part, or of this consumer's of two. k_first: which of
+    the k tiles is the first half of the keys."""
     COLUMNS: gl.constexpr = D * BLOCK_Q // BLOCK_KV
     dq = gl.zeros([PART, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
     for half in gl.static_range(2):
-        k_half = k_tiles.index(half).reshape([OWN, D])
+        k_half = k_tiles.index(k_first + half).reshape([OWN, D])
         if BLOCK_Q == PART:
             k_half = k_half.slice(SELF * COLUMNS, COLUMNS, 1)
         dq = warpgroup_mma(ds_tiles.index(pair + half).permute((1, 0)), k_half, dq, use_acc=half > 0, is_async=True)
@@ -179,7 +205,7 @@ def add_dq(dq, row, dq_desc, dq_tile, FREE: gl.constexpr):
 
 @gluon.jit
 def add_queries(
-    dk, dv, item, start_q, edge, dq_row, must_mask, k, v, dq_desc, k_tiles, q_ring, do_ring,
+    dk, dv, item, start_q, edge, dq_row, must_mask, k, v, dq_desc, k_tiles, k_first, q_ring, do_ring,
     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr,
     STAGES: gl.constexpr,
@@ -237,7 +263,7 @@ def add_queries(
             if PARTS == 2:  # of one part, add_dq awaits them: at head_dim 128 that is 2% faster
                 await_own_stores()
             await_all(BOTH)
-            dq_pending = multiply_ds(ds_tiles if SELF == 0 else last_ds_tiles, pair, k_tiles, SELF, D, BLOCK_Q)
+            dq_pending = multiply_ds(ds_tiles if SELF == 0 else last_ds_tiles, pair, k_tiles, k_first, SELF, D, BLOCK_Q)
             dk_pending = warpgroup_mma(gl.convert_layout(ds, OPERAND), q_part, dk, is_async=True)
             dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
             do_ring.release(item)
@@ -249,7 +275,7 @@ def add_queries(
 
 @gluon.jit
 def walk_queries(
-    dk, dv, item, first, full_first, full_last, last, edge, dq_row, k, v, dq_desc, k_tiles,
+    dk, dv, item, first, full_first, full_last, last, edge, dq_row, k, v, dq_desc, k_tiles, k_first,
     q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr,
     STAGES: gl.constexpr,
@@ -271,7 +297,7 @@ def walk_queries(
         start = first if part == 0 else middle if part == 1 else gl.maximum(middle, middle_last)
         stop = middle if part == 0 else middle_last if part == 1 else last
         for start_q in range(start, stop, BLOCK_Q):
-            if D == 64:  # else what follows from it takes registers from step to step; at 128 there is room for that
+            if True:  # else what follows from it takes registers from step to step; at 128 there is room for that
                 item = computed_here(item)
             must_mask = True
             if part == 1:
@@ -282,7 +308,7 @@ def walk_queries(
                 else:
                     must_mask = edge + BLOCK_KV > 0
             dk, dv = add_queries(
-                dk, dv, item, start_q, edge, dq_row, must_mask, k, v, dq_desc, k_tiles, q_ring, do_ring,
+                dk, dv, item, start_q, edge, dq_row, must_mask, k, v, dq_desc, k_tiles, k_first, q_ring, do_ring,
                 lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
                 SELF, CAUSAL, INTERVALS, BRANCH if part == 1 else True, D, BLOCK_Q, STAGES,
             )  # fmt: skip
@@ -292,67 +318,87 @@ def walk_queries(
 
 @gluon.jit
 def consumer(
-    dq_desc, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
+    dq_desc, dk_desc, dv_desc, ranges_ptr, k_ring, v_ring, q_ring, do_ring, work_ring,
     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
     stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """SELF: which of the two consumers this is."""
-    dtype: gl.constexpr = k_tiles.dtype
+    dtype: gl.constexpr = k_ring.buffers.dtype
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    batch_head, block = place(gl.program_id(0), gl.cdiv(M, BLOCK_KV), batch_heads, section_heads)
-    batch = batch_head // num_kv_heads
-    kv_head = batch_head % num_kv_heads
-    start_kv = block * BLOCK_KV
-    if INTERVALS:
-        ranges_ptr += batch * stride_ranges
-    first, full_first, full_last, last = queries_seeing(start_kv, block, ranges_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q)
-    edge = start_kv
-    if not INTERVALS:
-        if CAUSAL:
-            edge += N - M
-        else:
-            edge -= M
-    dk = gl.zeros([OWN, D], gl.float32, GRADIENT)
-    dv = gl.zeros([OWN, D], gl.float32, GRADIENT)
-    mbarrier.wait(kv_full, 0)
-    k = k_tiles.index(SELF).reshape([OWN, D])
-    v = v_tiles.index(SELF).reshape([OWN, D])
-    if BLOCK_Q == 128:  # read once, from registers
-        FIXED: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16]), 2)
-        k = k.load(FIXED)
-        v = v.load(FIXED)
-    item = gl.to_tensor(0)
+    num_blocks = gl.cdiv(M, BLOCK_KV)
     head_rows = gl.cdiv(N, 128) * (4 * D)  # of the sum
-    if GROUPED:
-        for group in range(0, groups):
+    # dv and dk leave through the tile that dq leaves through, which has room for 128 columns of 64 rows
+    TILES: gl.constexpr = 128 // D
+    out_tiles = dq_tiles.index(SELF)._reinterpret(dtype, [TILES, 1, 1, OWN, D], dk_desc.layout)
+    work = gl.program_id(0)
+    visit = gl.to_tensor(0)
+    item = gl.to_tensor(0)
+    while work < batch_heads * num_blocks:
+        batch_head, block = place(work, num_blocks, batch_heads, section_heads)
+        batch = batch_head // num_kv_heads
+        start_kv = block * BLOCK_KV
+        ranges = ranges_ptr
+        if INTERVALS:
+            ranges += batch * stride_ranges
+        first, full_first, full_last, last = queries_seeing(start_kv, block, ranges, N, M, CAUSAL, INTERVALS, BLOCK_Q)
+        edge = start_kv
+        if not INTERVALS:
+            if CAUSAL:
+                edge += N - M
+            else:
+                edge -= M
+        dk = gl.zeros([OWN, D], gl.float32, GRADIENT)
+        dv = gl.zeros([OWN, D], gl.float32, GRADIENT)
+        k_first = visit % k_ring.depth * 2
+        k_ring.await_full(visit)
+        k = k_ring.buffers.index(k_first + SELF).reshape([OWN, D])
+        v_ring.await_full(visit)
+        v = v_ring.buffers.index(SELF).reshape([OWN, D])
+        if BLOCK_Q == 128:  # read once, from registers
+            FIXED: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16]), 2)
+            k = k.load(FIXED)
+            v = v.load(FIXED)
+            v_ring.release(visit)
+        if GROUPED:
+            for group in range(0, groups):
+                dk, dv, item = walk_queries(
+                    dk, dv, item, first, full_first, full_last, last, edge, (batch_head * groups + group) * head_rows, k, v, dq_desc,
+                    k_ring.buffers, k_first, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
+                    scale_log2, SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES,
+                )  # fmt: skip
+        else:
+            # not a loop of one: it would take registers
             dk, dv, item = walk_queries(
-                dk, dv, item, first, full_first, full_last, last, edge, (batch_head * groups + group) * head_rows, k, v, dq_desc,
-                k_tiles, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
+                dk, dv, item, first, full_first, full_last, last, edge, batch_head * head_rows, k, v, dq_desc, k_ring.buffers, k_first,
+                q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
                 SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES,
             )  # fmt: skip
-    else:
-        # not a loop of one: it would take registers
-        dk, dv, item = walk_queries(
-            dk, dv, item, first, full_first, full_last, last, edge, batch_head * head_rows, k, v, dq_desc, k_tiles,
-            q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
-            SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES,
-        )  # fmt: skip
-    # what the tiles of v and k hold is no longer needed: this consumer's own v, and k once both have computed dq
-    v_tiles.index(SELF).reshape([OWN, D]).store(dv.to(dtype))
-    await_all(BOTH)
-    k_tiles.index(SELF).reshape([OWN, D]).store((dk * scale).to(dtype))
-    fence_async_shared()
-    store_box(dv_desc, [batch, kv_head, start_kv + SELF * OWN, 0], v_tiles.index(SELF))
-    store_box(dk_desc, [batch, kv_head, start_kv + SELF * OWN, 0], k_tiles.index(SELF))
+        k_ring.release(visit)
+        if BLOCK_Q == 64:
+            v_ring.release(visit)
+        work_ring.await_full(visit)
+        work = gl.max(work_ring.buffer(visit).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        work_ring.release(visit)
+        visit += 1
+
+        tma.store_wait(0)
+        out_tiles.index(0).reshape([OWN, D]).store(dv.to(dtype))
+        fence_async_shared()
+        store_box(dv_desc, [batch, batch_head % num_kv_heads, start_kv + SELF * OWN, 0], out_tiles.index(0))
+        if TILES == 1:
+            tma.store_wait(0)
+        out_tiles.index(TILES - 1).reshape([OWN, D]).store((dk * scale).to(dtype))
+        fence_async_shared()
+        store_box(dk_desc, [batch, batch_head % num_kv_heads, start_kv + SELF * OWN, 0], out_tiles.index(TILES - 1))
     tma.store_wait(0)
 
 
 # lengths and counts are not specialised: a batch of another length does not compile anew
 @gluon.jit(do_not_specialize=["stride_interval", "stride_ranges", "num_kv_heads", "groups", "batch_heads", "section_heads", "N", "M"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr, counter_ptr,
     stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
     CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
@@ -360,10 +406,16 @@ def backward_kernel(
     """batch_heads: key/value heads of the batch. MASKED: some tile may hold keys that are not seen."""
     dtype: gl.constexpr = q_desc.dtype
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], k_desc.layout)
+    # where k lies in registers too, there is room for the next block's
+    K_STAGES: gl.constexpr = 2 if BLOCK_Q == 128 else 1
+    k_tiles = gl.allocate_shared_memory(dtype, [2 * K_STAGES, 1, 1, OWN, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], v_desc.layout)
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], do_desc.layout)
+    next_work = gl.allocate_shared_memory(gl.int32, [2, 1], LINE)
+    k_ring = make_ring(k_tiles, K_STAGES, 1, 2)
+    v_ring = make_ring(v_tiles, 1, 1, 2)
+    work_ring = make_ring(next_work, 2, 1, 2)
     q_ring = make_ring(q_tiles, STAGES, 2, 2, Q_FREE)
     do_ring = make_ring(do_tiles, STAGES, 2, 2, DO_FREE)
     lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], LINE)
@@ -378,20 +430,18 @@ def backward_kernel(
     if BLOCK_Q == 128:  # of its own, so that Triton sees no conflict between the two
         last_ds_tiles = gl.allocate_shared_memory(dtype, [4, OWN, PART], gl.NVMMASharedLayout.get_default_for([OWN, PART], dtype))
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, dq_desc.block_type.shape[0], dq_desc.block_type.shape[1]], dq_desc.layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full, 1)
     fence_async_shared()
     gl.warp_specialize([
-        (consumer, (dq_desc, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
+        (consumer, (dq_desc, dk_desc, dv_desc, ranges_ptr, k_ring, v_ring, q_ring, do_ring, work_ring,
                     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
                     stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
                     0, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES)),
-        (consumer, (dq_desc, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
+        (consumer, (dq_desc, dk_desc, dv_desc, ranges_ptr, k_ring, v_ring, q_ring, do_ring, work_ring,
                     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
                     stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
                     1, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES)),
-        (producer, (q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,
-                    k_tiles, v_tiles, kv_full, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows,
+        (producer, (q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr, counter_ptr,
+                    k_ring, v_ring, q_ring, do_ring, work_ring, lse_rows, delta_rows, lo_rows, hi_rows,
                     stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M,
                     CAUSAL, INTERVALS, BLOCK_Q, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip
