@@ -43,6 +43,11 @@ BLOCK_KV = gl.constexpr(128)
 BOTH = gl.constexpr(8)  # where the consumers meet
 Q_FREE = gl.constexpr(9)  # to 10: where they release q's slots
 DO_FREE = gl.constexpr(11)
+# what the producer tells consumers of a block of keys: where it lies, or a negative batch where there are no more;
+BATCH, KV_HEAD, START_KV = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+# what queries_seeing gives; the edge, for which see mask_probabilities; and where the sum of its first query head begins
+FIRST, FULL_FIRST, FULL_LAST, LAST, EDGE, DQ_ROW = (gl.constexpr(i) for i in range(3, 9))
+WORDS = gl.constexpr(9)
 
 
 @gluon.jit
@@ -76,6 +81,16 @@ def load_rows(ptr, start, N, OTHER: gl.constexpr, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
+def tell(ring, visit, word, number):
+    ring.buffers.index(visit % ring.depth * WORDS + word).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def told(ring, visit, word):
+    return gl.max(ring.buffers.index(visit % ring.depth * WORDS + word).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
 def load_keys(desc, batch, kv_head, start_kv, ring, visit):
     """The keys, or values, of a block, whose halves are tiles of their own."""
     ring.await_empty(visit)
@@ -87,28 +102,22 @@ def load_keys(desc, batch, kv_head, start_kv, ring, visit):
 @gluon.jit
 def producer(
     q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr, counter_ptr,
-    k_ring, v_ring, q_ring, do_ring, work_ring, lse_rows, delta_rows, lo_rows, hi_rows,
+    k_ring, v_ring, q_ring, do_ring, block_ring, lse_rows, delta_rows, lo_rows, hi_rows,
     stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M,
-    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     num_blocks = gl.cdiv(M, BLOCK_KV)
     programs = gl.num_programs(0)
     work = gl.program_id(0)
     visit = gl.to_tensor(0)
     item = gl.to_tensor(0)
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    head_rows = gl.cdiv(N, 128) * (4 * D)  # of the sum
     while work < batch_heads * num_blocks:
         # the first keys are seen by the most queries: longest first
         batch_head, block = place(work, num_blocks, batch_heads, section_heads)
         batch = batch_head // num_kv_heads
         kv_head = batch_head % num_kv_heads
         start_kv = block * BLOCK_KV
-        # claim the next piece of work now, and tell the consumers
-        work = programs + gl.atomic_add(counter_ptr, 1)
-        work_ring.await_empty(visit)
-        work_ring.buffer(visit).store(gl.full([1], work, gl.int32, one))
-        mbarrier.arrive(work_ring.full_barrier(visit))
-
         lo = lo_ptr
         hi = hi_ptr
         ranges = ranges_ptr
@@ -116,7 +125,25 @@ def producer(
             lo += batch * stride_interval
             hi += batch * stride_interval
             ranges += batch * stride_ranges
-        first, _, _, last = queries_seeing(start_kv, block, ranges, N, M, CAUSAL, INTERVALS, BLOCK_Q)
+        first, full_first, full_last, last = queries_seeing(start_kv, block, ranges, N, M, CAUSAL, INTERVALS, BLOCK_Q)
+        edge = start_kv
+        if not INTERVALS:
+            if CAUSAL:
+                edge += N - M
+            else:
+                edge -= M
+        # found once, here: consumers have no registers for what it takes
+        block_ring.await_empty(visit)
+        tell(block_ring, visit, BATCH, batch)
+        tell(block_ring, visit, KV_HEAD, kv_head)
+        tell(block_ring, visit, START_KV, start_kv)
+        tell(block_ring, visit, FIRST, first)
+        tell(block_ring, visit, FULL_FIRST, full_first)
+        tell(block_ring, visit, FULL_LAST, full_last)
+        tell(block_ring, visit, LAST, last)
+        tell(block_ring, visit, EDGE, edge)
+        tell(block_ring, visit, DQ_ROW, batch_head * groups * head_rows)
+        mbarrier.arrive(block_ring.full_barrier(visit))
         load_keys(k_desc, batch, kv_head, start_kv, k_ring, visit)
         load_keys(v_desc, batch, kv_head, start_kv, v_ring, visit)
         for group in range(0, groups):
@@ -142,7 +169,11 @@ def producer(
                 lse = load_rows(lse_log2_ptr + offset, start_q + BLOCK_Q, N, float("inf"), BLOCK_Q)
                 delta = load_rows(delta_ptr + offset, start_q + BLOCK_Q, N, 0.0, BLOCK_Q)
                 item += 1
+        work = programs + gl.atomic_add(counter_ptr, 1)
         visit += 1
+    block_ring.await_empty(visit)
+    tell(block_ring, visit, BATCH, -1)
+    mbarrier.arrive(block_ring.full_barrier(visit))
     q_ring.await_last(item)
     do_ring.await_last(item)
     if gl.atomic_add(counter_ptr + 1, 1) == programs - 1:
@@ -297,8 +328,7 @@ def walk_queries(
         start = first if part == 0 else middle if part == 1 else gl.maximum(middle, middle_last)
         stop = middle if part == 0 else middle_last if part == 1 else last
         for start_q in range(start, stop, BLOCK_Q):
-            if True:  # else what follows from it takes registers from step to step; at 128 there is room for that
-                item = computed_here(item)
+            item = computed_here(item)  # else what follows from it takes registers from step to step
             must_mask = True
             if part == 1:
                 if INTERVALS:
@@ -318,37 +348,25 @@ def walk_queries(
 
 @gluon.jit
 def consumer(
-    dq_desc, dk_desc, dv_desc, ranges_ptr, k_ring, v_ring, q_ring, do_ring, work_ring,
+    dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-    stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
+    groups, N, scale, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """SELF: which of the two consumers this is."""
     dtype: gl.constexpr = k_ring.buffers.dtype
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    num_blocks = gl.cdiv(M, BLOCK_KV)
-    head_rows = gl.cdiv(N, 128) * (4 * D)  # of the sum
     # dv and dk leave through the tile that dq leaves through, which has room for 128 columns of 64 rows
     TILES: gl.constexpr = 128 // D
     out_tiles = dq_tiles.index(SELF)._reinterpret(dtype, [TILES, 1, 1, OWN, D], dk_desc.layout)
-    work = gl.program_id(0)
     visit = gl.to_tensor(0)
     item = gl.to_tensor(0)
-    while work < batch_heads * num_blocks:
-        batch_head, block = place(work, num_blocks, batch_heads, section_heads)
-        batch = batch_head // num_kv_heads
-        start_kv = block * BLOCK_KV
-        ranges = ranges_ptr
-        if INTERVALS:
-            ranges += batch * stride_ranges
-        first, full_first, full_last, last = queries_seeing(start_kv, block, ranges, N, M, CAUSAL, INTERVALS, BLOCK_Q)
-        edge = start_kv
-        if not INTERVALS:
-            if CAUSAL:
-                edge += N - M
-            else:
-                edge -= M
+    block_ring.await_full(visit)
+    while told(block_ring, visit, BATCH) >= 0:
+        first, full_first = told(block_ring, visit, FIRST), told(block_ring, visit, FULL_FIRST)
+        full_last, last = told(block_ring, visit, FULL_LAST), told(block_ring, visit, LAST)
+        edge, dq_row = told(block_ring, visit, EDGE), told(block_ring, visit, DQ_ROW)
         dk = gl.zeros([OWN, D], gl.float32, GRADIENT)
         dv = gl.zeros([OWN, D], gl.float32, GRADIENT)
         k_first = visit % k_ring.depth * 2
@@ -362,36 +380,37 @@ def consumer(
             v = v.load(FIXED)
             v_ring.release(visit)
         if GROUPED:
+            head_rows = gl.cdiv(N, 128) * (4 * D)  # of the sum
             for group in range(0, groups):
                 dk, dv, item = walk_queries(
-                    dk, dv, item, first, full_first, full_last, last, edge, (batch_head * groups + group) * head_rows, k, v, dq_desc,
+                    dk, dv, item, first, full_first, full_last, last, edge, dq_row + group * head_rows, k, v, dq_desc,
                     k_ring.buffers, k_first, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
                     scale_log2, SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES,
                 )  # fmt: skip
         else:
             # not a loop of one: it would take registers
             dk, dv, item = walk_queries(
-                dk, dv, item, first, full_first, full_last, last, edge, batch_head * head_rows, k, v, dq_desc, k_ring.buffers, k_first,
+                dk, dv, item, first, full_first, full_last, last, edge, dq_row, k, v, dq_desc, k_ring.buffers, k_first,
                 q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
                 SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES,
             )  # fmt: skip
         k_ring.release(visit)
         if BLOCK_Q == 64:
             v_ring.release(visit)
-        work_ring.await_full(visit)
-        work = gl.max(work_ring.buffer(visit).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-        work_ring.release(visit)
+        batch, kv_head = told(block_ring, visit, BATCH), told(block_ring, visit, KV_HEAD)
+        start_kv = told(block_ring, visit, START_KV) + SELF * OWN
+        block_ring.release(visit)
         visit += 1
-
         tma.store_wait(0)
         out_tiles.index(0).reshape([OWN, D]).store(dv.to(dtype))
         fence_async_shared()
-        store_box(dv_desc, [batch, batch_head % num_kv_heads, start_kv + SELF * OWN, 0], out_tiles.index(0))
+        store_box(dv_desc, [batch, kv_head, start_kv, 0], out_tiles.index(0))
         if TILES == 1:
             tma.store_wait(0)
         out_tiles.index(TILES - 1).reshape([OWN, D]).store((dk * scale).to(dtype))
         fence_async_shared()
-        store_box(dk_desc, [batch, batch_head % num_kv_heads, start_kv + SELF * OWN, 0], out_tiles.index(TILES - 1))
+        store_box(dk_desc, [batch, kv_head, start_kv, 0], out_tiles.index(TILES - 1))
+        block_ring.await_full(visit)
     tma.store_wait(0)
 
 
@@ -412,10 +431,10 @@ def backward_kernel(
     v_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], v_desc.layout)
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], do_desc.layout)
-    next_work = gl.allocate_shared_memory(gl.int32, [2, 1], LINE)
+    blocks = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], LINE)
     k_ring = make_ring(k_tiles, K_STAGES, 1, 2)
     v_ring = make_ring(v_tiles, 1, 1, 2)
-    work_ring = make_ring(next_work, 2, 1, 2)
+    block_ring = make_ring(blocks, 2, 1, 2)
     q_ring = make_ring(q_tiles, STAGES, 2, 2, Q_FREE)
     do_ring = make_ring(do_tiles, STAGES, 2, 2, DO_FREE)
     lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], LINE)
@@ -432,16 +451,16 @@ def backward_kernel(
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, dq_desc.block_type.shape[0], dq_desc.block_type.shape[1]], dq_desc.layout)
     fence_async_shared()
     gl.warp_specialize([
-        (consumer, (dq_desc, dk_desc, dv_desc, ranges_ptr, k_ring, v_ring, q_ring, do_ring, work_ring,
+        (consumer, (dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
                     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-                    stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
+                    groups, N, scale, scale_log2,
                     0, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES)),
-        (consumer, (dq_desc, dk_desc, dv_desc, ranges_ptr, k_ring, v_ring, q_ring, do_ring, work_ring,
+        (consumer, (dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
                     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-                    stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
+                    groups, N, scale, scale_log2,
                     1, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES)),
         (producer, (q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr, counter_ptr,
-                    k_ring, v_ring, q_ring, do_ring, work_ring, lse_rows, delta_rows, lo_rows, hi_rows,
+                    k_ring, v_ring, q_ring, do_ring, block_ring, lse_rows, delta_rows, lo_rows, hi_rows,
                     stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M,
-                    CAUSAL, INTERVALS, BLOCK_Q, STAGES)),
+                    CAUSAL, INTERVALS, D, BLOCK_Q, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip
