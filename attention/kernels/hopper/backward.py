@@ -328,7 +328,11 @@ def walk_queries(
         start = first if part == 0 else middle if part == 1 else gl.maximum(middle, middle_last)
         stop = middle if part == 0 else middle_last if part == 1 else last
         for start_q in range(start, stop, BLOCK_Q):
-            item = computed_here(item)  # else what follows from it takes registers from step to step
+            # else what follows from them takes registers from step to step
+            item = computed_here(item)
+            if D == 128:
+                k_first = computed_here(k_first)
+                k = k_tiles.index(k_first + SELF).reshape([OWN, D])
             must_mask = True
             if part == 1:
                 if INTERVALS:
