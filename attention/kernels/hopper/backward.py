@@ -330,8 +330,8 @@ def walk_queries(
         for start_q in range(start, stop, BLOCK_Q):
             # else what follows from them takes registers from step to step
             item = computed_here(item)
+            k_first = computed_here(k_first)
             if D == 128:
-                k_first = computed_here(k_first)
                 k = k_tiles.index(k_first + SELF).reshape([OWN, D])
             must_mask = True
             if part == 1:
