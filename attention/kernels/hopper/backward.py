@@ -145,7 +145,6 @@ def producer(
         tell(block_ring, visit, DQ_ROW, batch_head * groups * head_rows)
         mbarrier.arrive(block_ring.full_barrier(visit))
         load_keys(k_desc, batch, kv_head, start_kv, k_ring, visit)
-        load_keys(v_desc, batch, kv_head, start_kv, v_ring, visit)
         for group in range(0, groups):
             head = kv_head * groups + group
             offset = (batch_head * groups + group).to(gl.int64) * N
@@ -166,9 +165,14 @@ def producer(
                 load_box(do_desc, [batch, head, start_q, 0], do_ring.full_barrier(item), do_ring.buffer(item))
                 delta_rows.index(item % STAGES).store(delta)
                 mbarrier.arrive(do_ring.full_barrier(item))
+                if (group == 0) & (start_q == first):
+                    # not before: at head_dim 128 its tile is free when consumers are done with the block before
+                    load_keys(v_desc, batch, kv_head, start_kv, v_ring, visit)
                 lse = load_rows(lse_log2_ptr + offset, start_q + BLOCK_Q, N, float("inf"), BLOCK_Q)
                 delta = load_rows(delta_ptr + offset, start_q + BLOCK_Q, N, 0.0, BLOCK_Q)
                 item += 1
+        if first >= last:
+            load_keys(v_desc, batch, kv_head, start_kv, v_ring, visit)  # awaited, though nothing is multiplied by it
         work = programs + gl.atomic_add(counter_ptr, 1)
         visit += 1
     block_ring.await_empty(visit)
@@ -429,14 +433,13 @@ def backward_kernel(
     """batch_heads: key/value heads of the batch. MASKED: some tile may hold keys that are not seen."""
     dtype: gl.constexpr = q_desc.dtype
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    # where k lies in registers too, there is room for the next block's
-    K_STAGES: gl.constexpr = 2 if BLOCK_Q == 128 else 1
-    k_tiles = gl.allocate_shared_memory(dtype, [2 * K_STAGES, 1, 1, OWN, D], k_desc.layout)
+    # two blocks' k: dq needs it to the end; of v there is no room for two at head_dim 128, and no need at 64
+    k_tiles = gl.allocate_shared_memory(dtype, [4, 1, 1, OWN, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], v_desc.layout)
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], do_desc.layout)
     blocks = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], LINE)
-    k_ring = make_ring(k_tiles, K_STAGES, 1, 2)
+    k_ring = make_ring(k_tiles, 2, 1, 2)
     v_ring = make_ring(v_tiles, 1, 1, 2)
     block_ring = make_ring(blocks, 2, 1, 2)
     q_ring = make_ring(q_tiles, STAGES, 2, 2, Q_FREE)
