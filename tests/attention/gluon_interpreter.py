@@ -193,7 +193,8 @@ class Shared:
     def store(self, value: Value) -> None:
         check(self.data.shape == value.data.shape and self.data.dtype == value.data.dtype, f"{value.shape} stored to {self.data.shape}")
         self.data.copy_(value.data)
-        here.program.unfenced.append((here.partition, *self.extent()))
+        with here.program.changed:
+            here.program.unfenced.append((here.partition, *self.extent()))
 
     def extent(self) -> tuple[int, int]:
         """Addresses."""
@@ -209,7 +210,8 @@ class Shared:
 
 
 def fence_async_shared() -> None:
-    here.program.unfenced = [entry for entry in here.program.unfenced if entry[0] != here.partition]
+    with here.program.changed:
+        here.program.unfenced = [entry for entry in here.program.unfenced if entry[0] != here.partition]
 
 
 class Barrier:
