@@ -32,6 +32,7 @@ from attention.kernels.hopper.primitives import (
     load_box,
     make_ring,
     place,
+    reinterpret,
     store_box,
     where_less,
 )
@@ -367,7 +368,7 @@ def consumer(
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     # dv and dk leave through the tile that dq leaves through, which has room for 128 columns of 64 rows
     TILES: gl.constexpr = 128 // D
-    out_tiles = dq_tiles.index(SELF)._reinterpret(dtype, [TILES, 1, 1, OWN, D], dk_desc.layout)
+    out_tiles = reinterpret(dq_tiles.index(SELF), dtype, [TILES, 1, 1, OWN, D], dk_desc.layout)
     visit = gl.to_tensor(0)
     item = gl.to_tensor(0)
     block_ring.await_full(visit)
