@@ -1,9 +1,10 @@
 """The backward kernel for Hopper: one pass over the keys gives dk, dv and dq, with five products a tile where the portable pair has seven.
 
-A program owns BLOCK_KV = 128 keys and walks the queries that see them, for every query head of its group. Its producer (one warp) has
-q and d_out tiles copied to shared memory, with each row's lse and delta beside them; its two consumers (four warps each) own 64 keys
-apiece. Scores are transposed (keys, queries), as in attention/kernels/backward.py: p and ds feed dv and dk from registers. ds also goes to
-shared memory, where both consumers read it for dq. A step of 64 queries issues
+A program stays on its multiprocessor and draws one block of BLOCK_KV = 128 keys after the other; of each it walks the queries that see them,
+for every query head of the group. Its producer (one warp) has k, v, q and d_out tiles copied to shared memory, with each query's lse and
+delta beside them; its two consumers (four warps each) own 64 keys of a block apiece. While they finish a block, tiles of the next one arrive.
+Scores are transposed (keys, queries), as in attention/kernels/backward.py: p and ds feed dv and dk from registers. ds also goes to shared
+memory, where both consumers read it for dq. A step of 64 queries issues
 
     scores = k q^T, dp = v do^T | dv += p do | (both have written ds) dq = ds^T k, dk += ds q
 
@@ -16,7 +17,7 @@ Programs add to the same dq in any order, so dq is the same only up to rounding 
 torch.use_deterministic_algorithms(True) takes the portable pair.
 
 Dimensions: H query heads, N queries, M keys, D head dim; a step is BLOCK_Q queries, one part of 64 or two; a tile is 64 keys a consumer by
-one part; an item is what a ring's slot holds, the queries of a step.
+one part; an item is what a ring's slot holds, the queries of a step; a visit is a program's work on one block of keys.
 """
 
 from triton.experimental import gluon
@@ -44,10 +45,9 @@ BLOCK_KV = gl.constexpr(128)
 BOTH = gl.constexpr(8)  # where the consumers meet
 Q_FREE = gl.constexpr(9)  # to 10: where they release q's slots
 DO_FREE = gl.constexpr(11)
-# what the producer tells consumers of a block of keys: where it lies, or a negative batch where there are no more;
-BATCH, KV_HEAD, START_KV = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-# what queries_seeing gives; the edge, for which see mask_probabilities; and where the sum of its first query head begins
-FIRST, FULL_FIRST, FULL_LAST, LAST, EDGE, DQ_ROW = (gl.constexpr(i) for i in range(3, 9))
+# what the producer tells consumers of a block: where it lies, or a negative batch after the last one; what queries_seeing gives; the
+# edge, for which see mask_probabilities; and the row of the sum at which its first query head begins
+BATCH, KV_HEAD, START_KV, FIRST, FULL_FIRST, FULL_LAST, LAST, EDGE, DQ_ROW = (gl.constexpr(i) for i in range(9))
 WORDS = gl.constexpr(9)
 
 
@@ -82,22 +82,25 @@ def load_rows(ptr, start, N, OTHER: gl.constexpr, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def tell(ring, visit, word, number):
-    ring.buffers.index(visit % ring.depth * WORDS + word).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+def tell(block_ring, visit, word, number):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    block_ring.buffers.index(visit % block_ring.depth * WORDS + word).store(gl.full([1], number, gl.int32, one))
 
 
 @gluon.jit
-def told(ring, visit, word):
-    return gl.max(ring.buffers.index(visit % ring.depth * WORDS + word).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def told(block_ring, visit, word):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(block_ring.buffers.index(visit % block_ring.depth * WORDS + word).load(one), 0)
 
 
 @gluon.jit
 def load_keys(desc, batch, kv_head, start_kv, ring, visit):
-    """The keys, or values, of a block, whose halves are tiles of their own."""
+    """Ask for a block's keys, or values, whose halves are tiles of their own."""
     ring.await_empty(visit)
     mbarrier.expect(ring.full_barrier(visit), 2 * desc.block_type.nbytes)
     for half in gl.static_range(2):
-        load_box(desc, [batch, kv_head, start_kv + half * OWN, 0], ring.full_barrier(visit), ring.buffers.index(visit % ring.depth * 2 + half))
+        tile = ring.buffers.index(visit % ring.depth * 2 + half)
+        load_box(desc, [batch, kv_head, start_kv + half * OWN, 0], ring.full_barrier(visit), tile)
 
 
 @gluon.jit
@@ -133,7 +136,7 @@ def producer(
                 edge += N - M
             else:
                 edge -= M
-        # found once, here: consumers have no registers for what it takes
+        # found here alone: consumers have no registers for what it takes
         block_ring.await_empty(visit)
         tell(block_ring, visit, BATCH, batch)
         tell(block_ring, visit, KV_HEAD, kv_head)
@@ -172,8 +175,9 @@ def producer(
                 lse = load_rows(lse_log2_ptr + offset, start_q + BLOCK_Q, N, float("inf"), BLOCK_Q)
                 delta = load_rows(delta_ptr + offset, start_q + BLOCK_Q, N, 0.0, BLOCK_Q)
                 item += 1
-        if first >= last:
-            load_keys(v_desc, batch, kv_head, start_kv, v_ring, visit)  # awaited, though nothing is multiplied by it
+        if first >= last:  # awaited, though nothing is multiplied by it
+            load_keys(v_desc, batch, kv_head, start_kv, v_ring, visit)
+        # consumers have two steps to go until they need to know
         work = programs + gl.atomic_add(counter_ptr, 1)
         visit += 1
     block_ring.await_empty(visit)
@@ -358,15 +362,14 @@ def walk_queries(
 @gluon.jit
 def consumer(
     dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
-    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-    groups, N, scale, scale_log2,
+    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """SELF: which of the two consumers this is."""
     dtype: gl.constexpr = k_ring.buffers.dtype
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    # dv and dk leave through the tile that dq leaves through, which has room for 128 columns of 64 rows
+    # dv and dk leave as dq does, through a tile in which no other consumer and no load has a part: room for 128 columns in 16 bits
     TILES: gl.constexpr = 128 // D
     out_tiles = reinterpret(dq_tiles.index(SELF), dtype, [TILES, 1, 1, OWN, D], dk_desc.layout)
     visit = gl.to_tensor(0)
@@ -410,6 +413,7 @@ def consumer(
         start_kv = told(block_ring, visit, START_KV) + SELF * OWN
         block_ring.release(visit)
         visit += 1
+
         tma.store_wait(0)
         out_tiles.index(0).reshape([OWN, D]).store(dv.to(dtype))
         fence_async_shared()
@@ -434,7 +438,7 @@ def backward_kernel(
     """batch_heads: key/value heads of the batch. MASKED: some tile may hold keys that are not seen."""
     dtype: gl.constexpr = q_desc.dtype
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    # two blocks' k: dq needs it to the end; of v there is no room for two at head_dim 128, and no need at 64
+    # k of two blocks, because dq needs it to the end; for v of two there is no room at head_dim 128, and no need at 64
     k_tiles = gl.allocate_shared_memory(dtype, [4, 1, 1, OWN, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], v_desc.layout)
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
@@ -460,12 +464,10 @@ def backward_kernel(
     fence_async_shared()
     gl.warp_specialize([
         (consumer, (dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
-                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-                    groups, N, scale, scale_log2,
+                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale, scale_log2,
                     0, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES)),
         (consumer, (dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
-                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-                    groups, N, scale, scale_log2,
+                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale, scale_log2,
                     1, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES)),
         (producer, (q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr, counter_ptr,
                     k_ring, v_ring, q_ring, do_ring, block_ring, lse_rows, delta_rows, lo_rows, hi_rows,
