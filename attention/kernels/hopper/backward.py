@@ -1,10 +1,10 @@
 """The backward kernel for Hopper: one pass over the keys gives dk, dv and dq, with five products a tile where the portable pair has seven.
 
-A program stays on its multiprocessor and draws one block of BLOCK_KV = 128 keys after the other; of each it walks the queries that see them,
-for every query head of the group. Its producer (one warp) has k, v, q and d_out tiles copied to shared memory, with each query's lse and
-delta beside them; its two consumers (four warps each) own 64 keys of a block apiece. While they finish a block, tiles of the next one arrive.
-Scores are transposed (keys, queries), as in attention/kernels/backward.py: p and ds feed dv and dk from registers. ds also goes to shared
-memory, where both consumers read it for dq. A step of 64 queries issues
+A program stays on its multiprocessor and draws one block of BLOCK_KV = 128 keys after the other; of each it walks the queries that see
+it, for every query head of the group. Its producer (one warp) has k, v, q and d_out tiles copied to shared memory, with each query's lse
+and delta beside them; its two consumers (four warps each) own 64 keys of a block apiece. While they finish a block, tiles of the next one
+arrive. Scores are transposed (keys, queries), as in attention/kernels/backward.py: p and ds feed dv and dk from registers. ds also goes to
+shared memory, where both consumers read it for dq. A step of 64 queries issues
 
     scores = k q^T, dp = v do^T | dv += p do | (both have written ds) dq = ds^T k, dk += ds q
 
@@ -177,7 +177,7 @@ def producer(
                 item += 1
         if first >= last:  # awaited, though nothing is multiplied by it
             load_keys(v_desc, batch, kv_head, start_kv, v_ring, visit)
-        # consumers have two steps to go until they need to know
+        # claimed no earlier than needed: consumers have two steps to go
         work = programs + gl.atomic_add(counter_ptr, 1)
         visit += 1
     block_ring.await_empty(visit)

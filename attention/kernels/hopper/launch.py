@@ -19,7 +19,7 @@ from attention.kernels.hopper.forward import forward_kernel
 from attention.kernels.launch import batch_stride, bytes_of_a_head, descriptor_strides, properties, section_of, tiles_of
 
 BLOCK_Q = 64  # queries of a forward consumer
-BLOCK_KV = 128  # keys of a backward program
+BLOCK_KV = 128  # keys of a block of the backward
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
