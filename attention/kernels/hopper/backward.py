@@ -443,10 +443,8 @@ def backward_kernel(
     v_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], v_desc.layout)
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], do_desc.layout)
-    blocks = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], LINE)
     k_ring = make_ring(k_tiles, 2, 1, 2)
     v_ring = make_ring(v_tiles, 1, 1, 2)
-    block_ring = make_ring(blocks, 2, 1, 2)
     q_ring = make_ring(q_tiles, STAGES, 2, 2, Q_FREE)
     do_ring = make_ring(do_tiles, STAGES, 2, 2, DO_FREE)
     lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], LINE)
@@ -461,6 +459,9 @@ def backward_kernel(
     if BLOCK_Q == 128:  # of its own, so that Triton sees no conflict between the two
         last_ds_tiles = gl.allocate_shared_memory(dtype, [4, OWN, PART], gl.NVMMASharedLayout.get_default_for([OWN, PART], dtype))
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, dq_desc.block_type.shape[0], dq_desc.block_type.shape[1]], dq_desc.layout)
+    blocks = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], LINE)
+    # the last one, because the first wait is for it: else Triton has a consumer's warps meet in every step, behind the last of the barriers
+    block_ring = make_ring(blocks, 2, 1, 2)
     fence_async_shared()
     gl.warp_specialize([
         (consumer, (dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
