@@ -184,13 +184,17 @@ class Shared:
     def reshape(self, shape: list[int]) -> "Shared":
         return Shared(self.data.view(shape))
 
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Shared":
+        return Shared(self.data.view(-1).view(dtype).view(shape))
+
     def load(self, layout: Any) -> Value:
         return Value(self.data.clone())
 
     def store(self, value: Value) -> None:
         check(self.data.shape == value.data.shape and self.data.dtype == value.data.dtype, f"{value.shape} stored to {self.data.shape}")
         self.data.copy_(value.data)
-        here.program.unfenced.append((here.partition, *self.extent()))
+        with here.program.changed:
+            here.program.unfenced.append((here.partition, *self.extent()))
 
     def extent(self) -> tuple[int, int]:
         """Addresses."""
@@ -206,7 +210,8 @@ class Shared:
 
 
 def fence_async_shared() -> None:
-    here.program.unfenced = [entry for entry in here.program.unfenced if entry[0] != here.partition]
+    with here.program.changed:
+        here.program.unfenced = [entry for entry in here.program.unfenced if entry[0] != here.partition]
 
 
 class Barrier:

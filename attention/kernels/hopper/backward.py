@@ -1,8 +1,9 @@
 """The backward kernel for Hopper: one pass over the keys gives dk, dv and dq, with five products a tile where the portable pair has seven.
 
-A program owns BLOCK_KV = 128 keys and walks the queries that see them, for every query head of its group. Its producer (one warp) has
-q and d_out tiles copied to shared memory, with each row's lse and delta beside them; its two consumers (four warps each) own 64 keys
-apiece. Scores are transposed (keys, queries), as in attention/kernels/backward.py: p and ds feed dv and dk from registers. ds also goes to
+A program stays on its multiprocessor and draws one block of BLOCK_KV = 128 keys after the other; of each it walks the queries that see
+it, for every query head of the group. Its producer (one warp) has k, v, q and d_out tiles copied to shared memory, with each query's lse
+and delta beside them; its two consumers (four warps each) own 64 keys of a block apiece. While they finish a block, tiles of the next one
+arrive. Scores are transposed (keys, queries), as in attention/kernels/backward.py: p and ds feed dv and dk from registers. ds also goes to
 shared memory, where both consumers read it for dq. A step of 64 queries issues
 
     scores = k q^T, dp = v do^T | dv += p do | (both have written ds) dq = ds^T k, dk += ds q
@@ -16,7 +17,7 @@ Programs add to the same dq in any order, so dq is the same only up to rounding 
 torch.use_deterministic_algorithms(True) takes the portable pair.
 
 Dimensions: H query heads, N queries, M keys, D head dim; a step is BLOCK_Q queries, one part of 64 or two; a tile is 64 keys a consumer by
-one part; an item is what a ring's slot holds, the queries of a step.
+one part; an item is what a ring's slot holds, the queries of a step; a visit is a program's work on one block of keys.
 """
 
 from triton.experimental import gluon
@@ -32,6 +33,7 @@ from attention.kernels.hopper.primitives import (
     load_box,
     make_ring,
     place,
+    reinterpret,
     store_box,
     where_less,
 )
@@ -43,6 +45,10 @@ BLOCK_KV = gl.constexpr(128)
 BOTH = gl.constexpr(8)  # where the consumers meet
 Q_FREE = gl.constexpr(9)  # to 10: where they release q's slots
 DO_FREE = gl.constexpr(11)
+# what the producer tells consumers of a block: where it lies, or a negative batch after the last one; what queries_seeing gives; the
+# edge, for which see mask_probabilities; and the row of the sum at which its first query head begins
+BATCH, KV_HEAD, START_KV, FIRST, FULL_FIRST, FULL_LAST, LAST, EDGE, DQ_ROW = (gl.constexpr(i) for i in range(9))
+WORDS = gl.constexpr(9)
 
 
 @gluon.jit
@@ -76,54 +82,113 @@ def load_rows(ptr, start, N, OTHER: gl.constexpr, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def producer(
-    q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,
-    k_tiles, v_tiles, kv_full, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows,
-    stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M,
-    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    # the first keys are seen by the most queries: longest first
-    batch_head, block = place(gl.program_id(0), gl.cdiv(M, BLOCK_KV), batch_heads, section_heads)
-    batch = batch_head // num_kv_heads
-    kv_head = batch_head % num_kv_heads
-    start_kv = block * BLOCK_KV
-    if INTERVALS:
-        lo_ptr += batch * stride_interval
-        hi_ptr += batch * stride_interval
-        ranges_ptr += batch * stride_ranges
-    first, _, _, last = queries_seeing(start_kv, block, ranges_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q)
+def tell(block_ring, visit, word, number):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    block_ring.buffers.index(visit % block_ring.depth * WORDS + word).store(gl.full([1], number, gl.int32, one))
 
-    mbarrier.expect(kv_full, 4 * k_desc.block_type.nbytes)
+
+@gluon.jit
+def told(block_ring, visit, word):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(block_ring.buffers.index(visit % block_ring.depth * WORDS + word).load(one), 0)
+
+
+@gluon.jit
+def load_keys(desc, batch, kv_head, start_kv, ring, visit):
+    """Ask for a block's keys, or values, whose halves are tiles of their own."""
+    ring.await_empty(visit)
+    mbarrier.expect(ring.full_barrier(visit), 2 * desc.block_type.nbytes)
     for half in gl.static_range(2):
-        load_box(k_desc, [batch, kv_head, start_kv + half * OWN, 0], kv_full, k_tiles.index(half))
-        load_box(v_desc, [batch, kv_head, start_kv + half * OWN, 0], kv_full, v_tiles.index(half))
+        tile = ring.buffers.index(visit % ring.depth * 2 + half)
+        load_box(desc, [batch, kv_head, start_kv + half * OWN, 0], ring.full_barrier(visit), tile)
 
+
+@gluon.jit
+def producer(
+    q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr, counter_ptr,
+    k_ring, v_ring, q_ring, do_ring, block_ring, lse_rows, delta_rows, lo_rows, hi_rows,
+    stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M,
+    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    num_blocks = gl.cdiv(M, BLOCK_KV)
+    programs = gl.num_programs(0)
+    work = gl.program_id(0)
+    visit = gl.to_tensor(0)
     item = gl.to_tensor(0)
-    for group in range(0, groups):
-        head = kv_head * groups + group
-        offset = (batch_head * groups + group).to(gl.int64) * N
-        # one step ahead, so that they are here when their turn comes
-        lse = load_rows(lse_log2_ptr + offset, first, N, float("inf"), BLOCK_Q)
-        delta = load_rows(delta_ptr + offset, first, N, 0.0, BLOCK_Q)
-        for start_q in range(first, last, BLOCK_Q):
-            q_ring.await_empty(item)
-            mbarrier.expect(q_ring.full_barrier(item), q_desc.block_type.nbytes)
-            load_box(q_desc, [batch, head, start_q, 0], q_ring.full_barrier(item), q_ring.buffer(item))
-            lse_rows.index(item % STAGES).store(lse)
-            if INTERVALS:
-                lo_rows.index(item % STAGES).store(load_rows(lo_ptr, start_q, N, 0, BLOCK_Q))
-                hi_rows.index(item % STAGES).store(load_rows(hi_ptr, start_q, N, 0, BLOCK_Q))
-            mbarrier.arrive(q_ring.full_barrier(item))
-            do_ring.await_empty(item)
-            mbarrier.expect(do_ring.full_barrier(item), do_desc.block_type.nbytes)
-            load_box(do_desc, [batch, head, start_q, 0], do_ring.full_barrier(item), do_ring.buffer(item))
-            delta_rows.index(item % STAGES).store(delta)
-            mbarrier.arrive(do_ring.full_barrier(item))
-            lse = load_rows(lse_log2_ptr + offset, start_q + BLOCK_Q, N, float("inf"), BLOCK_Q)
-            delta = load_rows(delta_ptr + offset, start_q + BLOCK_Q, N, 0.0, BLOCK_Q)
-            item += 1
+    head_rows = gl.cdiv(N, 128) * (4 * D)  # of the sum
+    while work < batch_heads * num_blocks:
+        # the first keys are seen by the most queries: longest first
+        batch_head, block = place(work, num_blocks, batch_heads, section_heads)
+        batch = batch_head // num_kv_heads
+        kv_head = batch_head % num_kv_heads
+        start_kv = block * BLOCK_KV
+        lo = lo_ptr
+        hi = hi_ptr
+        ranges = ranges_ptr
+        if INTERVALS:
+            lo += batch * stride_interval
+            hi += batch * stride_interval
+            ranges += batch * stride_ranges
+        first, full_first, full_last, last = queries_seeing(start_kv, block, ranges, N, M, CAUSAL, INTERVALS, BLOCK_Q)
+        edge = start_kv
+        if not INTERVALS:
+            if CAUSAL:
+                edge += N - M
+            else:
+                edge -= M
+        # found here alone: consumers have no registers for what it takes
+        block_ring.await_empty(visit)
+        tell(block_ring, visit, BATCH, batch)
+        tell(block_ring, visit, KV_HEAD, kv_head)
+        tell(block_ring, visit, START_KV, start_kv)
+        tell(block_ring, visit, FIRST, first)
+        tell(block_ring, visit, FULL_FIRST, full_first)
+        tell(block_ring, visit, FULL_LAST, full_last)
+        tell(block_ring, visit, LAST, last)
+        tell(block_ring, visit, EDGE, edge)
+        tell(block_ring, visit, DQ_ROW, batch_head * groups * head_rows)
+        mbarrier.arrive(block_ring.full_barrier(visit))
+        load_keys(k_desc, batch, kv_head, start_kv, k_ring, visit)
+        for group in range(0, groups):
+            head = kv_head * groups + group
+            offset = (batch_head * groups + group).to(gl.int64) * N
+            # one step ahead, so that they are here when their turn comes
+            lse = load_rows(lse_log2_ptr + offset, first, N, float("inf"), BLOCK_Q)
+            delta = load_rows(delta_ptr + offset, first, N, 0.0, BLOCK_Q)
+            for start_q in range(first, last, BLOCK_Q):
+                q_ring.await_empty(item)
+                mbarrier.expect(q_ring.full_barrier(item), q_desc.block_type.nbytes)
+                load_box(q_desc, [batch, head, start_q, 0], q_ring.full_barrier(item), q_ring.buffer(item))
+                lse_rows.index(item % STAGES).store(lse)
+                if INTERVALS:
+                    lo_rows.index(item % STAGES).store(load_rows(lo, start_q, N, 0, BLOCK_Q))
+                    hi_rows.index(item % STAGES).store(load_rows(hi, start_q, N, 0, BLOCK_Q))
+                mbarrier.arrive(q_ring.full_barrier(item))
+                do_ring.await_empty(item)
+                mbarrier.expect(do_ring.full_barrier(item), do_desc.block_type.nbytes)
+                load_box(do_desc, [batch, head, start_q, 0], do_ring.full_barrier(item), do_ring.buffer(item))
+                delta_rows.index(item % STAGES).store(delta)
+                mbarrier.arrive(do_ring.full_barrier(item))
+                if (group == 0) & (start_q == first):
+                    # not before: at head_dim 128 its tile is free when consumers are done with the block before
+                    load_keys(v_desc, batch, kv_head, start_kv, v_ring, visit)
+                lse = load_rows(lse_log2_ptr + offset, start_q + BLOCK_Q, N, float("inf"), BLOCK_Q)
+                delta = load_rows(delta_ptr + offset, start_q + BLOCK_Q, N, 0.0, BLOCK_Q)
+                item += 1
+        if first >= last:  # awaited, though nothing is multiplied by it
+            load_keys(v_desc, batch, kv_head, start_kv, v_ring, visit)
+        # claimed no earlier than needed: consumers have two steps to go
+        work = programs + gl.atomic_add(counter_ptr, 1)
+        visit += 1
+    block_ring.await_empty(visit)
+    tell(block_ring, visit, BATCH, -1)
+    mbarrier.arrive(block_ring.full_barrier(visit))
     q_ring.await_last(item)
     do_ring.await_last(item)
+    if gl.atomic_add(counter_ptr + 1, 1) == programs - 1:
+        # the last program leaves the counters as the next launch wants them
+        gl.store(counter_ptr, 0)
+        gl.store(counter_ptr + 1, 0)
 
 
 @gluon.jit
@@ -151,12 +216,13 @@ def rows_of_sum(start_q, SELF: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.conste
 
 
 @gluon.jit
-def multiply_ds(ds_tiles, pair, k_tiles, SELF: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """This consumer's half of dq = ds^T k, under way. ds_tiles: of the one part, or of this consumer's of two."""
+def multiply_ds(ds_tiles, pair, k_tiles, k_first, SELF: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """This consumer's half of dq = ds^T k, under way. ds_tiles: of the one part, or of this consumer's of two. k_first: which of
+    the k tiles is the first half of the keys."""
     COLUMNS: gl.constexpr = D * BLOCK_Q // BLOCK_KV
     dq = gl.zeros([PART, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
     for half in gl.static_range(2):
-        k_half = k_tiles.index(half).reshape([OWN, D])
+        k_half = k_tiles.index(k_first + half).reshape([OWN, D])
         if BLOCK_Q == PART:
             k_half = k_half.slice(SELF * COLUMNS, COLUMNS, 1)
         dq = warpgroup_mma(ds_tiles.index(pair + half).permute((1, 0)), k_half, dq, use_acc=half > 0, is_async=True)
@@ -179,7 +245,7 @@ def add_dq(dq, row, dq_desc, dq_tile, FREE: gl.constexpr):
 
 @gluon.jit
 def add_queries(
-    dk, dv, item, start_q, edge, dq_row, must_mask, k, v, dq_desc, k_tiles, q_ring, do_ring,
+    dk, dv, item, start_q, edge, dq_row, must_mask, k, v, dq_desc, k_tiles, k_first, q_ring, do_ring,
     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr,
     STAGES: gl.constexpr,
@@ -237,7 +303,7 @@ def add_queries(
             if PARTS == 2:  # of one part, add_dq awaits them: at head_dim 128 that is 2% faster
                 await_own_stores()
             await_all(BOTH)
-            dq_pending = multiply_ds(ds_tiles if SELF == 0 else last_ds_tiles, pair, k_tiles, SELF, D, BLOCK_Q)
+            dq_pending = multiply_ds(ds_tiles if SELF == 0 else last_ds_tiles, pair, k_tiles, k_first, SELF, D, BLOCK_Q)
             dk_pending = warpgroup_mma(gl.convert_layout(ds, OPERAND), q_part, dk, is_async=True)
             dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
             do_ring.release(item)
@@ -249,7 +315,7 @@ def add_queries(
 
 @gluon.jit
 def walk_queries(
-    dk, dv, item, first, full_first, full_last, last, edge, dq_row, k, v, dq_desc, k_tiles,
+    dk, dv, item, first, full_first, full_last, last, edge, dq_row, k, v, dq_desc, k_tiles, k_first,
     q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr,
     STAGES: gl.constexpr,
@@ -271,8 +337,11 @@ def walk_queries(
         start = first if part == 0 else middle if part == 1 else gl.maximum(middle, middle_last)
         stop = middle if part == 0 else middle_last if part == 1 else last
         for start_q in range(start, stop, BLOCK_Q):
-            if D == 64:  # else what follows from it takes registers from step to step; at 128 there is room for that
-                item = computed_here(item)
+            # else what follows from them takes registers from step to step
+            item = computed_here(item)
+            k_first = computed_here(k_first)
+            if D == 128:
+                k = k_tiles.index(k_first + SELF).reshape([OWN, D])
             must_mask = True
             if part == 1:
                 if INTERVALS:
@@ -282,7 +351,7 @@ def walk_queries(
                 else:
                     must_mask = edge + BLOCK_KV > 0
             dk, dv = add_queries(
-                dk, dv, item, start_q, edge, dq_row, must_mask, k, v, dq_desc, k_tiles, q_ring, do_ring,
+                dk, dv, item, start_q, edge, dq_row, must_mask, k, v, dq_desc, k_tiles, k_first, q_ring, do_ring,
                 lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
                 SELF, CAUSAL, INTERVALS, BRANCH if part == 1 else True, D, BLOCK_Q, STAGES,
             )  # fmt: skip
@@ -292,67 +361,76 @@ def walk_queries(
 
 @gluon.jit
 def consumer(
-    dq_desc, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
-    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-    stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
+    dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
+    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """SELF: which of the two consumers this is."""
-    dtype: gl.constexpr = k_tiles.dtype
+    dtype: gl.constexpr = k_ring.buffers.dtype
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    batch_head, block = place(gl.program_id(0), gl.cdiv(M, BLOCK_KV), batch_heads, section_heads)
-    batch = batch_head // num_kv_heads
-    kv_head = batch_head % num_kv_heads
-    start_kv = block * BLOCK_KV
-    if INTERVALS:
-        ranges_ptr += batch * stride_ranges
-    first, full_first, full_last, last = queries_seeing(start_kv, block, ranges_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q)
-    edge = start_kv
-    if not INTERVALS:
-        if CAUSAL:
-            edge += N - M
-        else:
-            edge -= M
-    dk = gl.zeros([OWN, D], gl.float32, GRADIENT)
-    dv = gl.zeros([OWN, D], gl.float32, GRADIENT)
-    mbarrier.wait(kv_full, 0)
-    k = k_tiles.index(SELF).reshape([OWN, D])
-    v = v_tiles.index(SELF).reshape([OWN, D])
-    if BLOCK_Q == 128:  # read once, from registers
-        FIXED: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16]), 2)
-        k = k.load(FIXED)
-        v = v.load(FIXED)
+    # dv and dk leave as dq does, through a tile in which no other consumer and no load has a part: room for 128 columns in 16 bits
+    TILES: gl.constexpr = 128 // D
+    out_tiles = reinterpret(dq_tiles.index(SELF), dtype, [TILES, 1, 1, OWN, D], dk_desc.layout)
+    visit = gl.to_tensor(0)
     item = gl.to_tensor(0)
-    head_rows = gl.cdiv(N, 128) * (4 * D)  # of the sum
-    if GROUPED:
-        for group in range(0, groups):
+    block_ring.await_full(visit)
+    while told(block_ring, visit, BATCH) >= 0:
+        first, full_first = told(block_ring, visit, FIRST), told(block_ring, visit, FULL_FIRST)
+        full_last, last = told(block_ring, visit, FULL_LAST), told(block_ring, visit, LAST)
+        edge, dq_row = told(block_ring, visit, EDGE), told(block_ring, visit, DQ_ROW)
+        dk = gl.zeros([OWN, D], gl.float32, GRADIENT)
+        dv = gl.zeros([OWN, D], gl.float32, GRADIENT)
+        k_first = visit % k_ring.depth * 2
+        k_ring.await_full(visit)
+        k = k_ring.buffers.index(k_first + SELF).reshape([OWN, D])
+        v_ring.await_full(visit)
+        v = v_ring.buffers.index(SELF).reshape([OWN, D])
+        if BLOCK_Q == 128:  # read once, from registers
+            FIXED: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16]), 2)
+            k = k.load(FIXED)
+            v = v.load(FIXED)
+            v_ring.release(visit)
+        if GROUPED:
+            head_rows = gl.cdiv(N, 128) * (4 * D)  # of the sum
+            for group in range(0, groups):
+                dk, dv, item = walk_queries(
+                    dk, dv, item, first, full_first, full_last, last, edge, dq_row + group * head_rows, k, v, dq_desc,
+                    k_ring.buffers, k_first, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
+                    scale_log2, SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES,
+                )  # fmt: skip
+        else:
+            # not a loop of one: it would take registers
             dk, dv, item = walk_queries(
-                dk, dv, item, first, full_first, full_last, last, edge, (batch_head * groups + group) * head_rows, k, v, dq_desc,
-                k_tiles, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
+                dk, dv, item, first, full_first, full_last, last, edge, dq_row, k, v, dq_desc, k_ring.buffers, k_first,
+                q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
                 SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES,
             )  # fmt: skip
-    else:
-        # not a loop of one: it would take registers
-        dk, dv, item = walk_queries(
-            dk, dv, item, first, full_first, full_last, last, edge, batch_head * head_rows, k, v, dq_desc, k_tiles,
-            q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
-            SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES,
-        )  # fmt: skip
-    # what the tiles of v and k hold is no longer needed: this consumer's own v, and k once both have computed dq
-    v_tiles.index(SELF).reshape([OWN, D]).store(dv.to(dtype))
-    await_all(BOTH)
-    k_tiles.index(SELF).reshape([OWN, D]).store((dk * scale).to(dtype))
-    fence_async_shared()
-    store_box(dv_desc, [batch, kv_head, start_kv + SELF * OWN, 0], v_tiles.index(SELF))
-    store_box(dk_desc, [batch, kv_head, start_kv + SELF * OWN, 0], k_tiles.index(SELF))
+        k_ring.release(visit)
+        if BLOCK_Q == 64:
+            v_ring.release(visit)
+        batch, kv_head = told(block_ring, visit, BATCH), told(block_ring, visit, KV_HEAD)
+        start_kv = told(block_ring, visit, START_KV) + SELF * OWN
+        block_ring.release(visit)
+        visit += 1
+
+        tma.store_wait(0)
+        out_tiles.index(0).reshape([OWN, D]).store(dv.to(dtype))
+        fence_async_shared()
+        store_box(dv_desc, [batch, kv_head, start_kv, 0], out_tiles.index(0))
+        if TILES == 1:
+            tma.store_wait(0)
+        out_tiles.index(TILES - 1).reshape([OWN, D]).store((dk * scale).to(dtype))
+        fence_async_shared()
+        store_box(dk_desc, [batch, kv_head, start_kv, 0], out_tiles.index(TILES - 1))
+        block_ring.await_full(visit)
     tma.store_wait(0)
 
 
 # lengths and counts are not specialised: a batch of another length does not compile anew
 @gluon.jit(do_not_specialize=["stride_interval", "stride_ranges", "num_kv_heads", "groups", "batch_heads", "section_heads", "N", "M"])
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr, counter_ptr,
     stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
     CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
@@ -360,10 +438,13 @@ def backward_kernel(
     """batch_heads: key/value heads of the batch. MASKED: some tile may hold keys that are not seen."""
     dtype: gl.constexpr = q_desc.dtype
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], k_desc.layout)
+    # k of two blocks, because dq needs it to the end; for v of two there is no room at head_dim 128, and no need at 64
+    k_tiles = gl.allocate_shared_memory(dtype, [4, 1, 1, OWN, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], v_desc.layout)
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], do_desc.layout)
+    k_ring = make_ring(k_tiles, 2, 1, 2)
+    v_ring = make_ring(v_tiles, 1, 1, 2)
     q_ring = make_ring(q_tiles, STAGES, 2, 2, Q_FREE)
     do_ring = make_ring(do_tiles, STAGES, 2, 2, DO_FREE)
     lse_rows = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], LINE)
@@ -378,20 +459,19 @@ def backward_kernel(
     if BLOCK_Q == 128:  # of its own, so that Triton sees no conflict between the two
         last_ds_tiles = gl.allocate_shared_memory(dtype, [4, OWN, PART], gl.NVMMASharedLayout.get_default_for([OWN, PART], dtype))
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, dq_desc.block_type.shape[0], dq_desc.block_type.shape[1]], dq_desc.layout)
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_full, 1)
+    blocks = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], LINE)
+    # the last one, because the first wait is for it: else Triton has a consumer's warps meet in every step, behind the last of the barriers
+    block_ring = make_ring(blocks, 2, 1, 2)
     fence_async_shared()
     gl.warp_specialize([
-        (consumer, (dq_desc, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
-                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-                    stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
+        (consumer, (dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
+                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale, scale_log2,
                     0, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES)),
-        (consumer, (dq_desc, dk_desc, dv_desc, ranges_ptr, k_tiles, v_tiles, kv_full, q_ring, do_ring,
-                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-                    stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
+        (consumer, (dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
+                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale, scale_log2,
                     1, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES)),
-        (producer, (q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,
-                    k_tiles, v_tiles, kv_full, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows,
+        (producer, (q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr, counter_ptr,
+                    k_ring, v_ring, q_ring, do_ring, block_ring, lse_rows, delta_rows, lo_rows, hi_rows,
                     stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M,
-                    CAUSAL, INTERVALS, BLOCK_Q, STAGES)),
+                    CAUSAL, INTERVALS, D, BLOCK_Q, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -19,7 +19,7 @@ from attention.kernels.hopper.forward import forward_kernel
 from attention.kernels.launch import batch_stride, bytes_of_a_head, descriptor_strides, properties, section_of, tiles_of
 
 BLOCK_Q = 64  # queries of a forward consumer
-BLOCK_KV = 128  # keys of a backward program
+BLOCK_KV = 128  # keys of a block of the backward
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -147,11 +147,12 @@ def backward(
     )  # fmt: skip
     meta = backward_constants(q.shape, k.shape, causal, lo is not None)
     block_q = meta["BLOCK_Q"]
-    backward_kernel[(tiles_of(num_keys, BLOCK_KV) * batch * num_kv_heads,)](
+    work = tiles_of(num_keys, BLOCK_KV) * batch * num_kv_heads
+    backward_kernel[(min(work, multiprocessors(q.device)),)](
         descriptor(q, block_q), descriptor(k, BLOCK_KV // 2), descriptor(v, BLOCK_KV // 2), descriptor(d_out, block_q),
         sum_descriptor(dq_sum, sum_block(head_dim, block_q)),
         descriptor(dk, BLOCK_KV // 2), descriptor(dv, BLOCK_KV // 2), lse_log2, delta, lo, hi, ranges,
-        batch_stride(lo), batch_stride(ranges), num_kv_heads, groups, batch * num_kv_heads,
+        counters(q.device), batch_stride(lo), batch_stride(ranges), num_kv_heads, groups, batch * num_kv_heads,
         # q and d_out, and dq in float32
         section_of(q.device, groups * (2 * bytes_of_a_head(q) + 4 * num_queries * head_dim), equal=not causal),
         num_queries, num_keys, scale, scale * math.log2(math.e), **meta, num_warps=4,

@@ -16,6 +16,7 @@ from triton.language.core import _aggregate as aggregate
 # the releases after 3.6 have shorter names
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 await_own_warps = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
@@ -156,7 +157,7 @@ def rounded(x, dtype: gl.constexpr):
 
 @gluon.constexpr_function
 def rescale_code(count):
-    """PTX for `count` of a thread's numbers, $0 ... (also the inputs), and their factors: two numbers of one row, two of another in turn."""
+    """PTX for `count` of a thread's numbers, $0 ..., which are inputs too, and their factors: of one row two, of another two, in turn."""
     factors = [f"${2 * count + i}" for i in range(count)]
     lines = [
         "{.reg .pred p;",
