@@ -365,9 +365,6 @@ PTX = {
     "shl.b32": lambda x, places: number(bits(x) << places),
     "add.s32": lambda x, y: number(bits(x) + bits(y)),
     "mul.rn.f32": torch.mul,
-    "mov.f32": lambda x: x,
-    "setp.lt.f32": torch.lt,
-    "setp.lt.or.f32": lambda x, y, p: (x < y) | p,
     "setp.neu.f32": torch.ne,
     "setp.neu.or.f32": lambda x, y, p: (x != y) | p,
     "vote.sync.any.pred": lambda p, _: p.reshape(4, 32).any(1, keepdim=True).expand(4, 32).flatten(),
@@ -375,16 +372,11 @@ PTX = {
 
 
 def by_thread(x: torch.Tensor) -> torch.Tensor:
-    """(128 threads, numbers): 64 rows as four warps hold them, two numbers of a row, two of the row eight further down, and so on; of
-    (64, 4), a row's sum in four parts, one of each."""
-    if x.shape[1] == 4:
-        return x.reshape(4, 2, 8, 4).permute(0, 2, 3, 1).reshape(128, 2)
+    """(128 threads, numbers): 64 rows as four warps hold them, two numbers of a row, two of the row eight further down, and so on."""
     return x.reshape(4, 2, 8, x.shape[1] // 8, 4, 2).permute(0, 2, 4, 3, 1, 5).reshape(128, -1)
 
 
 def from_threads(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    if shape[1] == 4:
-        return x.reshape(4, 8, 4, 2).permute(0, 3, 1, 2).reshape(shape)
     return x.reshape(4, 8, 4, shape[1] // 8, 2, 2).permute(0, 4, 1, 3, 2, 5).reshape(shape)
 
 
@@ -423,8 +415,6 @@ def run_block(code: str, registers: dict[str, torch.Tensor]) -> None:
             taken = ~registers["p"]
             check(torch.equal(taken, taken.reshape(4, 32)[:, :1].expand(4, 32).flatten()), "threads of a warp part at a uniform branch")
             skipped = skipped | taken
-        elif name == "nanosleep.u32":
-            check(bool(skipped.all()), "a branch that is never taken was")
         elif name:
             check(name in PTX, f"no such instruction: {line}")
             target, *operands = operands
@@ -441,8 +431,7 @@ def inline_asm(code: str, constraints: str, arguments: list, dtype: Any, *, is_p
         store_wait(0)
         return Value(0)
     if code.startswith("{.reg") and pack > 1:
-        own = {"ex2": ["r"] * pack, "SAME": [*map(str, range(pack)), *["f"] * pack], "ON": ["f"] * pack}
-        wanted = next(each for word, each in own.items() if word in code)
+        wanted = ["r"] * pack if "ex2" in code else [*map(str, range(pack)), *["f"] * pack]
         check(constraints == ",".join([f"={wanted[-1]}"] * pack + wanted), f"{pack} numbers and {constraints}")
         return Value(run_ptx(code, [raw(argument) for argument in arguments], pack))
     if code == "mov.b32 $0, $1;":

@@ -109,9 +109,10 @@ def test_interpreted(case, conformance_record):
 
 
 @INTERPRETED
-@pytest.mark.parametrize("case", [case for case in INTERPRETED_CASES if case.head_dim == 64 and case.causal and not case.optional], ids=str)
-def test_interpreted_with_the_tiles_of_long_sequences(case, monkeypatch):
+@pytest.mark.parametrize("case", [case for case in INTERPRETED_CASES if not case.optional], ids=str)
+def test_interpreted_as_long_sequences(case, monkeypatch):
     monkeypatch.setattr(launcher(), "SHORT", 0)
+    monkeypatch.setattr(launcher(), "LONG", 0)
     row = compare(interpreted_backend(), case, torch.float16, "cpu")
     assert row["ok"], row
 
@@ -239,19 +240,19 @@ ERRORS = {
     "d_out-not-released": ("backward", "            do_ring.release(item)\n", "", "deadlock"),
     "gradients-written-over-dq": (
         "backward",
-        "        tma.store_wait(0)\n        out_tiles",
-        "        out_tiles",
+        "\n\n    tma.store_wait(0)\n    out_tiles",
+        "\n\n    out_tiles",
         "while it was being stored",
     ),
     "gradients-not-fenced": (
         "backward",
-        "        fence_async_shared()\n        store_box(dv_desc",
-        "        store_box(dv_desc",
+        "    fence_async_shared()\n    store_box(dv_desc",
+        "    store_box(dv_desc",
         "without a fence",
     ),
-    "keys-not-released": ("backward", "        k_ring.release(visit)\n", "", "deadlock"),
-    "values-not-released": ("backward", "v = v.load(FIXED)\n            v_ring.release(visit)", "v = v.load(FIXED)", "deadlock"),
-    "block-not-released": ("backward", "        block_ring.release(visit)\n", "", "deadlock"),
+    "keys-not-released": ("backward", "    k_ring.release(visit)\n", "", "deadlock"),
+    "values-not-released": ("backward", "v = v.load(FIXED)\n        v_ring.release(visit)", "v = v.load(FIXED)", "deadlock"),
+    "block-not-released": ("backward", "    block_ring.release(visit)\n", "", "deadlock"),
     "dq-used-before-its-wait": (
         "backward",
         "warpgroup_mma_wait(1, deps=(dv_pending",
@@ -359,8 +360,8 @@ def test_a_refusal_names_the_reason_and_the_way_out():
 # bytes a thread, with Triton 3.6 and with the releases after it; what is not here spills nothing
 SPILLS = {
     ("forward", 64): (0, 4),
-    ("backward", 64): (80, 516),
-    ("backward", 128): (32, 12),
+    ("backward", 64): (56, 516),
+    ("backward", 128): (52, 0),
 }
 
 
@@ -383,11 +384,11 @@ def check_machine_code(kernel: str, dtype: str, head_dim: int, variants: str) ->
         assert row["warnings"] == [], row
         assert row["spilled"] <= SPILLS.get((kernel, head_dim), (0, 0))[newer], row
         assert row["products"] >= 48, row
-        if kernel == "forward":  # all exponentials of a thread's scores and alpha's two, or nearly, run beside the output's product
-            tile = 64 if head_dim == 64 and ("short" in row["variant"] or "intervals" in row["variant"]) else 128
-            assert min(row["overlapped"]) >= tile // 2 - 4, row
+        if (kernel, head_dim) == ("forward", 128):  # nearly all exponentials of a thread's 64 scores run beside the output's product
+            assert min(row["overlapped"]) >= 60, row
 
 
+SHORT_DIFFERS = {("forward", 64), ("backward", 128)}  # elsewhere short sequences are computed as long ones
 COMPILER = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler, not a GPU")
 
 
@@ -395,7 +396,7 @@ COMPILER = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
 def test_sm_90_compiles(kernel, head_dim):
-    check_machine_code(kernel, "bf16", head_dim, "causal,short" if (kernel, head_dim) == ("forward", 64) else "causal")
+    check_machine_code(kernel, "bf16", head_dim, "causal,short" if (kernel, head_dim) in SHORT_DIFFERS else "causal")
 
 
 @COMPILER
@@ -406,7 +407,7 @@ def test_sm_90_compiles(kernel, head_dim):
 def test_sm_90_compiles_every_variant(kernel, head_dim, dtype):
     from attention.kernels.hopper.offline import VARIANTS
 
-    names = [name for name in VARIANTS if (kernel, head_dim) == ("forward", 64) or "short" not in name]  # elsewhere as long ones
+    names = [name for name in VARIANTS if (kernel, head_dim) in SHORT_DIFFERS or "short" not in name]
     check_machine_code(kernel, dtype, head_dim, ",".join(names if dtype == "bf16" else ("causal", "intervals")))
 
 

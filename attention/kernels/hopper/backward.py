@@ -1,10 +1,10 @@
 """The backward kernel for Hopper: one pass over the keys gives dk, dv and dq, with five products a tile where the portable pair has seven.
 
-A program stays on its multiprocessor and draws one block of BLOCK_KV = 128 keys after the other; of each it walks the queries that see
-it, for every query head of the group. Its producer (one warp) has k, v, q and d_out tiles copied to shared memory, with each query's lse
-and delta beside them; its two consumers (four warps each) own 64 keys of a block apiece. While they finish a block, tiles of the next one
-arrive. Scores are transposed (keys, queries), as in attention/kernels/backward.py: p and ds feed dv and dk from registers. ds also goes to
-shared memory, where both consumers read it for dq. A step of 64 queries issues
+A program stays on its multiprocessor and draws one block of BLOCK_KV = 128 keys after the other, or, where it need not STAY, has one; of
+each it walks the queries that see it, for every query head of the group. Its producer (one warp) has k, v, q and d_out tiles copied to
+shared memory, with each query's lse and delta beside them; its two consumers (four warps each) own 64 keys of a block apiece. While they
+finish a block, tiles of the next one arrive. Scores are transposed (keys, queries), as in attention/kernels/backward.py: p and ds feed dv
+and dk from registers. ds also goes to shared memory, where both consumers read it for dq. A step of 64 queries issues
 
     scores = k q^T, dp = v do^T | dv += p do | (both have written ds) dq = ds^T k, dk += ds q
 
@@ -108,7 +108,7 @@ def producer(
     q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr, counter_ptr,
     k_ring, v_ring, q_ring, do_ring, block_ring, lse_rows, delta_rows, lo_rows, hi_rows,
     stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M,
-    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, STAY: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     num_blocks = gl.cdiv(M, BLOCK_KV)
     programs = gl.num_programs(0)
@@ -149,6 +149,7 @@ def producer(
         tell(block_ring, visit, DQ_ROW, batch_head * groups * head_rows)
         mbarrier.arrive(block_ring.full_barrier(visit))
         load_keys(k_desc, batch, kv_head, start_kv, k_ring, visit)
+        load_keys(v_desc, batch, kv_head, start_kv, v_ring, visit)
         for group in range(0, groups):
             head = kv_head * groups + group
             offset = (batch_head * groups + group).to(gl.int64) * N
@@ -169,26 +170,23 @@ def producer(
                 load_box(do_desc, [batch, head, start_q, 0], do_ring.full_barrier(item), do_ring.buffer(item))
                 delta_rows.index(item % STAGES).store(delta)
                 mbarrier.arrive(do_ring.full_barrier(item))
-                if (group == 0) & (start_q == first):
-                    # not before: at head_dim 128 its tile is free when consumers are done with the block before
-                    load_keys(v_desc, batch, kv_head, start_kv, v_ring, visit)
                 lse = load_rows(lse_log2_ptr + offset, start_q + BLOCK_Q, N, float("inf"), BLOCK_Q)
                 delta = load_rows(delta_ptr + offset, start_q + BLOCK_Q, N, 0.0, BLOCK_Q)
                 item += 1
-        if first >= last:  # awaited, though nothing is multiplied by it
-            load_keys(v_desc, batch, kv_head, start_kv, v_ring, visit)
         # claimed no earlier than needed: consumers have two steps to go
-        work = programs + gl.atomic_add(counter_ptr, 1)
+        work = programs + gl.atomic_add(counter_ptr, 1) if STAY else batch_heads * num_blocks
         visit += 1
-    block_ring.await_empty(visit)
-    tell(block_ring, visit, BATCH, -1)
-    mbarrier.arrive(block_ring.full_barrier(visit))
+    if STAY:
+        block_ring.await_empty(visit)
+        tell(block_ring, visit, BATCH, -1)
+        mbarrier.arrive(block_ring.full_barrier(visit))
     q_ring.await_last(item)
     do_ring.await_last(item)
-    if gl.atomic_add(counter_ptr + 1, 1) == programs - 1:
-        # the last program leaves the counters as the next launch wants them
-        gl.store(counter_ptr, 0)
-        gl.store(counter_ptr + 1, 0)
+    if STAY:  # noqa: SIM102, a constant around a value
+        if gl.atomic_add(counter_ptr + 1, 1) == programs - 1:
+            # the last program leaves the counters as the next launch wants them
+            gl.store(counter_ptr, 0)
+            gl.store(counter_ptr + 1, 0)
 
 
 @gluon.jit
@@ -317,8 +315,8 @@ def add_queries(
 def walk_queries(
     dk, dv, item, first, full_first, full_last, last, edge, dq_row, k, v, dq_desc, k_tiles, k_first,
     q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
-    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr,
-    STAGES: gl.constexpr,
+    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, STAY: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """All that one query head adds: queries first : last see some of these keys, full_first : full_last all of them."""
     # a mask in copies of the loop, before and after, spills less at head_dim 64, in a branch of the one loop at 128
@@ -338,9 +336,10 @@ def walk_queries(
         stop = middle if part == 0 else middle_last if part == 1 else last
         for start_q in range(start, stop, BLOCK_Q):
             # else what follows from them takes registers from step to step
-            item = computed_here(item)
-            k_first = computed_here(k_first)
-            if D == 128:
+            if STAY:
+                item = computed_here(item)
+                k_first = computed_here(k_first)
+            if STAY and D == 128:
                 k = k_tiles.index(k_first + SELF).reshape([OWN, D])
             must_mask = True
             if part == 1:
@@ -360,70 +359,93 @@ def walk_queries(
 
 
 @gluon.jit
-def consumer(
-    dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
+def add_block(
+    visit, item, dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale, scale_log2,
-    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
+    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr, STAY: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """SELF: which of the two consumers this is."""
+    """dk and dv of this consumer's half of a block of keys, and what the block adds to dq. The next item."""
     dtype: gl.constexpr = k_ring.buffers.dtype
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     # dv and dk leave as dq does, through a tile in which no other consumer and no load has a part: room for 128 columns in 16 bits
     TILES: gl.constexpr = 128 // D
     out_tiles = reinterpret(dq_tiles.index(SELF), dtype, [TILES, 1, 1, OWN, D], dk_desc.layout)
+    first, full_first = told(block_ring, visit, FIRST), told(block_ring, visit, FULL_FIRST)
+    full_last, last = told(block_ring, visit, FULL_LAST), told(block_ring, visit, LAST)
+    edge, dq_row = told(block_ring, visit, EDGE), told(block_ring, visit, DQ_ROW)
+    dk = gl.zeros([OWN, D], gl.float32, GRADIENT)
+    dv = gl.zeros([OWN, D], gl.float32, GRADIENT)
+    k_first = visit % k_ring.depth * 2
+    k_ring.await_full(visit)
+    k = k_ring.buffers.index(k_first + SELF).reshape([OWN, D])
+    v_ring.await_full(visit)
+    v = v_ring.buffers.index(SELF).reshape([OWN, D])
+    if BLOCK_Q == 128:  # read once, from registers
+        FIXED: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16]), 2)
+        k = k.load(FIXED)
+        v = v.load(FIXED)
+        v_ring.release(visit)
+    if GROUPED:
+        head_rows = gl.cdiv(N, 128) * (4 * D)  # of the sum
+        for group in range(0, groups):
+            dk, dv, item = walk_queries(
+                dk, dv, item, first, full_first, full_last, last, edge, dq_row + group * head_rows, k, v, dq_desc,
+                k_ring.buffers, k_first, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
+                scale_log2, SELF, CAUSAL, INTERVALS, MASKED, STAY, D, BLOCK_Q, STAGES,
+            )  # fmt: skip
+    else:
+        # not a loop of one: it would take registers
+        dk, dv, item = walk_queries(
+            dk, dv, item, first, full_first, full_last, last, edge, dq_row, k, v, dq_desc, k_ring.buffers, k_first,
+            q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
+            SELF, CAUSAL, INTERVALS, MASKED, STAY, D, BLOCK_Q, STAGES,
+        )  # fmt: skip
+    k_ring.release(visit)
+    if BLOCK_Q == 64:
+        v_ring.release(visit)
+    batch, kv_head = told(block_ring, visit, BATCH), told(block_ring, visit, KV_HEAD)
+    start_kv = told(block_ring, visit, START_KV) + SELF * OWN
+    block_ring.release(visit)
+
+    tma.store_wait(0)
+    out_tiles.index(0).reshape([OWN, D]).store(dv.to(dtype))
+    fence_async_shared()
+    store_box(dv_desc, [batch, kv_head, start_kv, 0], out_tiles.index(0))
+    if TILES == 1:
+        tma.store_wait(0)
+    out_tiles.index(TILES - 1).reshape([OWN, D]).store((dk * scale).to(dtype))
+    fence_async_shared()
+    store_box(dk_desc, [batch, kv_head, start_kv, 0], out_tiles.index(TILES - 1))
+    return item
+
+
+@gluon.jit
+def consumer(
+    dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
+    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale, scale_log2,
+    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr, STAY: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """SELF: which of the two consumers this is."""
     visit = gl.to_tensor(0)
     item = gl.to_tensor(0)
     block_ring.await_full(visit)
-    while told(block_ring, visit, BATCH) >= 0:
-        first, full_first = told(block_ring, visit, FIRST), told(block_ring, visit, FULL_FIRST)
-        full_last, last = told(block_ring, visit, FULL_LAST), told(block_ring, visit, LAST)
-        edge, dq_row = told(block_ring, visit, EDGE), told(block_ring, visit, DQ_ROW)
-        dk = gl.zeros([OWN, D], gl.float32, GRADIENT)
-        dv = gl.zeros([OWN, D], gl.float32, GRADIENT)
-        k_first = visit % k_ring.depth * 2
-        k_ring.await_full(visit)
-        k = k_ring.buffers.index(k_first + SELF).reshape([OWN, D])
-        v_ring.await_full(visit)
-        v = v_ring.buffers.index(SELF).reshape([OWN, D])
-        if BLOCK_Q == 128:  # read once, from registers
-            FIXED: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16]), 2)
-            k = k.load(FIXED)
-            v = v.load(FIXED)
-            v_ring.release(visit)
-        if GROUPED:
-            head_rows = gl.cdiv(N, 128) * (4 * D)  # of the sum
-            for group in range(0, groups):
-                dk, dv, item = walk_queries(
-                    dk, dv, item, first, full_first, full_last, last, edge, dq_row + group * head_rows, k, v, dq_desc,
-                    k_ring.buffers, k_first, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-                    scale_log2, SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES,
-                )  # fmt: skip
-        else:
-            # not a loop of one: it would take registers
-            dk, dv, item = walk_queries(
-                dk, dv, item, first, full_first, full_last, last, edge, dq_row, k, v, dq_desc, k_ring.buffers, k_first,
-                q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
-                SELF, CAUSAL, INTERVALS, MASKED, D, BLOCK_Q, STAGES,
+    if STAY:
+        while told(block_ring, visit, BATCH) >= 0:
+            item = add_block(
+                visit, item, dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
+                lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale, scale_log2,
+                SELF, CAUSAL, INTERVALS, MASKED, GROUPED, STAY, D, BLOCK_Q, STAGES,
             )  # fmt: skip
-        k_ring.release(visit)
-        if BLOCK_Q == 64:
-            v_ring.release(visit)
-        batch, kv_head = told(block_ring, visit, BATCH), told(block_ring, visit, KV_HEAD)
-        start_kv = told(block_ring, visit, START_KV) + SELF * OWN
-        block_ring.release(visit)
-        visit += 1
-
-        tma.store_wait(0)
-        out_tiles.index(0).reshape([OWN, D]).store(dv.to(dtype))
-        fence_async_shared()
-        store_box(dv_desc, [batch, kv_head, start_kv, 0], out_tiles.index(0))
-        if TILES == 1:
-            tma.store_wait(0)
-        out_tiles.index(TILES - 1).reshape([OWN, D]).store((dk * scale).to(dtype))
-        fence_async_shared()
-        store_box(dk_desc, [batch, kv_head, start_kv, 0], out_tiles.index(TILES - 1))
-        block_ring.await_full(visit)
+            visit += 1
+            block_ring.await_full(visit)
+    else:
+        add_block(
+            visit, item, dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
+            lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale, scale_log2,
+            SELF, CAUSAL, INTERVALS, MASKED, GROUPED, STAY, D, BLOCK_Q, STAGES,
+        )  # fmt: skip
     tma.store_wait(0)
 
 
@@ -432,18 +454,19 @@ def consumer(
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr, counter_ptr,
     stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
-    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
+    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr, STAY: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """batch_heads: key/value heads of the batch. MASKED: some tile may hold keys that are not seen."""
     dtype: gl.constexpr = q_desc.dtype
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     # k of two blocks, because dq needs it to the end; for v of two there is no room at head_dim 128, and no need at 64
-    k_tiles = gl.allocate_shared_memory(dtype, [4, 1, 1, OWN, D], k_desc.layout)
+    K_DEPTH: gl.constexpr = 2 if STAY else 1
+    k_tiles = gl.allocate_shared_memory(dtype, [K_DEPTH * 2, 1, 1, OWN, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], v_desc.layout)
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], q_desc.layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_Q, D], do_desc.layout)
-    k_ring = make_ring(k_tiles, 2, 1, 2)
+    k_ring = make_ring(k_tiles, K_DEPTH, 1, 2)
     v_ring = make_ring(v_tiles, 1, 1, 2)
     q_ring = make_ring(q_tiles, STAGES, 2, 2, Q_FREE)
     do_ring = make_ring(do_tiles, STAGES, 2, 2, DO_FREE)
@@ -466,12 +489,12 @@ def backward_kernel(
     gl.warp_specialize([
         (consumer, (dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
                     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale, scale_log2,
-                    0, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES)),
+                    0, CAUSAL, INTERVALS, MASKED, GROUPED, STAY, D, BLOCK_Q, STAGES)),
         (consumer, (dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
                     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale, scale_log2,
-                    1, CAUSAL, INTERVALS, MASKED, GROUPED, D, BLOCK_Q, STAGES)),
+                    1, CAUSAL, INTERVALS, MASKED, GROUPED, STAY, D, BLOCK_Q, STAGES)),
         (producer, (q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr, counter_ptr,
                     k_ring, v_ring, q_ring, do_ring, block_ring, lse_rows, delta_rows, lo_rows, hi_rows,
                     stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M,
-                    CAUSAL, INTERVALS, D, BLOCK_Q, STAGES)),
+                    CAUSAL, INTERVALS, STAY, D, BLOCK_Q, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip

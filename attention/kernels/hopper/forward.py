@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from attention.kernels.hopper.primitives import (
     await_all,
-    finished,
     load_box,
     make_ring,
     place,
@@ -300,9 +299,7 @@ def consumer(
                 next_p = rounded(next_p, dtype)
             item += 1
             # waited for here, though it is needed above: ptxas moves the next wait up to the last one, before the exponentials, unless a
-            # branch stands between them; at head_dim 64 it moves the exponentials behind that branch, but for one that waits for them
-            if D == 64:
-                row_sum = finished(row_sum)
+            # branch stands between them
             k_ring.await_full(item, pred=tile > own_first)
             acc, p = warpgroup_mma_wait(0, deps=(acc_pending, p))
             v_ring.release(item - 2)

@@ -40,6 +40,10 @@ FORWARD = {
 # with intervals, and causal up to SHORT keys: tiles at the edges, half of them wasted, are a large part of all
 SHORT, SHORT_FORWARD = 1024, {64: FORWARD[64]._replace(block_kv=64, stages=6)}
 
+# at head_dim 128 backward programs with more keys have one block each: tiles whose place changes from block to block cost their loops 1 to
+# 5%, and there is less to gain where blocks take long
+LONG = 2048
+
 
 @cache
 def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
@@ -101,13 +105,15 @@ def forward_constants(q_shape: torch.Size, num_keys: int, causal: bool, interval
 
 
 def backward_constants(q_shape: torch.Size, k_shape: torch.Size, causal: bool, intervals: bool) -> dict[str, int | bool]:
-    head_dim = q_shape[3]
-    ragged = k_shape[2] % BLOCK_KV != 0
+    head_dim, num_keys = q_shape[3], k_shape[2]
+    grouped = q_shape[1] != k_shape[1]
+    long = head_dim == 128 and num_keys > LONG and not (intervals or grouped)
     return {
         "CAUSAL": causal,
         "INTERVALS": intervals,
-        "MASKED": causal or intervals or ragged,
-        "GROUPED": q_shape[1] != k_shape[1],
+        "MASKED": causal or intervals or num_keys % BLOCK_KV != 0,
+        "GROUPED": grouped,
+        "STAY": not long,
         "D": head_dim,
         "BLOCK_Q": 128 if head_dim == 64 else 64,  # what the registers hold
         "STAGES": 2,
@@ -148,7 +154,7 @@ def backward(
     meta = backward_constants(q.shape, k.shape, causal, lo is not None)
     block_q = meta["BLOCK_Q"]
     work = tiles_of(num_keys, BLOCK_KV) * batch * num_kv_heads
-    backward_kernel[(min(work, multiprocessors(q.device)),)](
+    backward_kernel[(min(work, multiprocessors(q.device)) if meta["STAY"] else work,)](
         descriptor(q, block_q), descriptor(k, BLOCK_KV // 2), descriptor(v, BLOCK_KV // 2), descriptor(d_out, block_q),
         sum_descriptor(dq_sum, sum_block(head_dim, block_q)),
         descriptor(dk, BLOCK_KV // 2), descriptor(dv, BLOCK_KV // 2), lse_log2, delta, lo, hi, ranges,

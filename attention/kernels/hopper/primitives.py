@@ -186,16 +186,6 @@ def rescaled(acc, alpha):
 
 
 @gluon.jit
-def finished(x):
-    """x >= 0, behind a branch that waits for it and is never taken: ptxas moves no wait for a product across a branch (docs/hopper.md)."""
-    return gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.lt.f32 p, $2, 0f00000000; setp.lt.or.f32 p, $3, 0f00000000, p; vote.sync.any.pred p, p, -1; "
-        "@!p bra.uni ON; nanosleep.u32 1; ON: mov.f32 $0, $2; mov.f32 $1, $3;}",
-        "=f,=f,f,f", [x], gl.float32, is_pure=False, pack=2,
-    )  # fmt: skip
-
-
-@gluon.jit
 def where_less(x, a, b, OTHERWISE: gl.constexpr):
     """x where a < b, else 0 or -inf. Written in PTX because LLVM packs a tile of comparisons into 64-bit masks and unpacks them again."""
     gl.static_assert(OTHERWISE == "0" or OTHERWISE == "-inf")
