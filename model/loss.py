@@ -68,8 +68,8 @@ def has_kernel(logits: Tensor) -> bool:
     return TRITON and logits.is_cuda and logits.dtype != torch.float64
 
 
-# an operator: for torch.compile one node that changes its input
-@torch.library.custom_op("tilegpt::cross_entropy_in_place", mutates_args=("logits",))
+# operators: for torch.compile one node each that changes its input
+@torch.library.custom_op("tilegpt::cross_entropy_in_place", mutates_args=("logits",), tags=(torch.Tag.needs_exact_strides,))
 def cross_entropy_in_place(logits: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool) -> Tensor:
     """-log p(target) of each row, 0 where it is ignored; logits become the gradient: see model/loss_kernel.py."""
     from model.loss_kernel import launch
@@ -87,7 +87,7 @@ def adds_in_place(total: Tensor, a: Tensor) -> bool:
     return a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) and total.dtype == torch.float32
 
 
-@torch.library.custom_op("tilegpt::add_product", mutates_args=("total",))
+@torch.library.custom_op("tilegpt::add_product", mutates_args=("total",), tags=(torch.Tag.needs_exact_strides,))
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total (M, N) float32 += a b, for a (M, K) and b (K, N) in 16 bits: no product waits beside the sum, none is rounded."""
     torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
@@ -96,6 +96,19 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 @add_product.register_fake
 def _(total: Tensor, a: Tensor, b: Tensor) -> None:
     return None
+
+
+def introduce_operators() -> None:
+    """To torch.compile, before it meets them: PyTorch 2.11 describes an unknown operator's inputs, what these were made of, and so on.
+
+    The operators of the norms have several results each, so that the description doubles with every one of them: when the loss came, a
+    GPT-2 of 12 layers had not been compiled after six minutes. Later releases describe only what they print.
+    """
+    from torch._inductor.lowering import lowerings, make_fallback
+
+    for operator in (torch.ops.tilegpt.cross_entropy_in_place.default, torch.ops.tilegpt.add_product.default):
+        if operator not in lowerings:
+            make_fallback(operator)
 
 
 class LinearCrossEntropy(torch.autograd.Function):

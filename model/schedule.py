@@ -9,6 +9,7 @@ from torch import nn
 from attention import BACKENDS, Backend, get_backend, kernel_choice, probe_backend
 from config import AttentionConfig, ModelConfig, RunConfig
 from model.gpt import GPT
+from model.loss import introduce_operators
 
 log = logging.getLogger("tilegpt")
 
@@ -60,7 +61,10 @@ def under_attention(model: GPT, backend: Backend, *, compile_mode: str) -> nn.Mo
     """
     model.backend = backend
     compiled = will_compile(model.config, backend, next(model.parameters()).device.type, compile_mode=compile_mode)
-    return torch.compile(model) if compiled else model
+    if not compiled:
+        return model
+    introduce_operators()
+    return torch.compile(model)
 
 
 def will_compile(config: ModelConfig, backend: Backend, device: str, *, compile_mode: str) -> bool:

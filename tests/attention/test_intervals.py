@@ -32,11 +32,12 @@ def expected_intervals(ids: Tensor | None, num_queries: int, num_keys: int, caus
 
 
 def counted_ranges(lo: Tensor, hi: Tensor, num_keys: int, block_kv: int) -> Tensor:
-    start = torch.arange(0, num_keys, block_kv, device=lo.device)[:, None]
-    stop = start + block_kv
-    lo, hi = lo[:, None], hi[:, None]
-    # the queries before the first that sees beyond start, before the first that sees up to stop, ...
-    return torch.stack([(hi <= start).sum(2), (hi < stop).sum(2), (lo <= start).sum(2), (lo < stop).sum(2)], -1).int()
+    lo, hi, counted = lo[:, None], hi[:, None], []
+    for start in torch.arange(0, num_keys, block_kv, device=lo.device)[:, None].split(256):
+        stop = start + block_kv
+        # the queries before the first that sees beyond start, before the first that sees up to stop, ...
+        counted.append(torch.stack([(hi <= start).sum(2), (hi < stop).sum(2), (lo <= start).sum(2), (lo < stop).sum(2)], -1))
+    return torch.cat(counted, 1).int()
 
 
 def check(ids: Tensor | None, num_queries: int, num_keys: int, causal: bool, window: int | None, block_kv: int) -> None:
