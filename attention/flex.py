@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import cache, lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from attention.interface import FEATURES, AttentionOutput, Backend, ScoreMod
-from attention.mask import visible_keys
 
 
 @cache
@@ -29,19 +29,29 @@ def quick(function, device: torch.device):
     return compiled(function) if device.type == "cuda" and not torch.compiler.is_compiling() else function
 
 
-def block_mask_of(q: Tensor, k: Tensor, *, causal: bool, window: int | None, document_ids: Tensor | None) -> BlockMask:
-    visible = visible_keys(q, k, causal=causal, window=window, document_ids=document_ids)
-    lo, hi = visible.lo, visible.hi
+def block_mask_of(q: Tensor, k: Tensor, *, causal: bool, window: int | None, document_ids: Tensor | None) -> BlockMask | None:
+    """None where every query sees every key. The mask of attention/mask.py in positions, as users of FlexAttention write it."""
+    if not causal and document_ids is None:
+        return None
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    if document_ids is not None:  # the same id may come again, in another document
+        documents = F.pad((document_ids[:, 1:] != document_ids[:, :-1]).cumsum(1), (1, 0))
 
     def mask_mod(b, h, i, j):
-        b = 0 if document_ids is None else b
-        return (j >= lo[b, i]) & (j < hi[b, i])
+        i = i + num_keys - num_queries
+        seen = i >= j if causal else documents[b, i] == documents[b, j]
+        if window is not None:
+            seen = seen & (i - j < window)
+        if causal and document_ids is not None:
+            seen = seen & (documents[b, i] == documents[b, j])
+        return seen
 
-    return quick(create_block_mask, q.device)(mask_mod, lo.shape[0], None, q.shape[2], k.shape[2], device=q.device)
+    batch = None if document_ids is None else q.shape[0]
+    return quick(create_block_mask, q.device)(mask_mod, batch, None, num_queries, num_keys, device=q.device)
 
 
 @lru_cache(maxsize=16)
-def standing_mask(num_queries: int, num_keys: int, device: torch.device, *, causal: bool, window: int | None) -> BlockMask:
+def standing_mask(num_queries: int, num_keys: int, device: torch.device, *, causal: bool, window: int | None) -> BlockMask | None:
     """Without documents one mask serves every layer and step, and making it takes longer than attention with a few thousand tokens."""
     with torch.inference_mode(False), torch.no_grad():
         q, k = (torch.empty(1, 1, length, 0, device=device) for length in (num_queries, num_keys))

@@ -1,13 +1,12 @@
 """The sections of results/README.md about one attention call: is it right, what does it keep, how fast is it."""
 
-import re
 from collections.abc import Iterable
 from itertools import product
 from statistics import geometric_mean
 from typing import Any
 
 from scripts.plots import draw_longest, draw_memory, draw_roofline, draw_time
-from scripts.results.tables import FOLDER, groups, load, rounded, section, table
+from scripts.results.tables import FOLDER, groups, load, plain, rounded, section, table
 from scripts.verify_figure import EFFORT_HEAD, draw_kills, draw_matrix, effort, kills, verdict
 
 MEMORY = (("forward", "forward_bytes", 2**20), ("forward and backward", "training_bytes", 2**20))
@@ -143,11 +142,6 @@ def kernels() -> str:
             table(["attention", "over", *masks], means),
         ]
     return section(data, *parts)
-
-
-def plain(name: str) -> str:
-    """A backend and its options as a heading: sdpa cudnn, triton portable."""
-    return re.sub(r"[:,]\w+=", " ", name)
 
 
 def masks() -> str:

@@ -8,7 +8,7 @@ from scripts.cross_eval_matrix import draw as draw_cross_eval
 from scripts.headline_figure import crossing, draw_headline, points
 from scripts.plan import predict_run
 from scripts.plots import COLORS
-from scripts.results.tables import FOLDER, finite, groups, load, section, spread, table
+from scripts.results.tables import FOLDER, finite, groups, load, plain, section, spread, table
 
 
 def evaluated(run: dict[str, Any]) -> dict[int, tuple[float, float]]:
@@ -194,9 +194,7 @@ def nanogpt() -> str:
         for row in found:
             times = f"{row['tokens_per_sec']:,.0f} ({row['p20']:,.0f} to {row['p80']:,.0f})"
             against = [f"{row['tokens_per_sec'] / speed:.2f}", f"{row['peak_gib'] / peak:.2f}"]
-            rows.append(
-                [row["who"].replace(":backend=", " "), f"{seq_len:,}", row["batch_size"], times, f"{row['peak_gib']:.2f}", *against]
-            )
+            rows.append([plain(row["who"]), f"{seq_len:,}", row["batch_size"], times, f"{row['peak_gib']:.2f}", *against])
     settings, curves = data["settings"], data.get("curves")
     ours = f"`{' '.join(['python train.py', *settings['overrides']])}`"
     what = (

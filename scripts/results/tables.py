@@ -1,6 +1,7 @@
 """What every section of results/README.md is made with: reading, tables, and where and on what a figure was measured."""
 
 import json
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import fmean, stdev
@@ -42,6 +43,11 @@ def spread(values: list[float], form: str = "{:.3f}") -> str:
 def rounded(value: float) -> str:
     """Three digits of a small figure, one decimal of a large one: 0.523, 1.5, 52.3, 1,024, 2,048.1."""
     return f"{value:.3g}" if abs(value) < 10 else f"{value:,.1f}".removesuffix(".0")
+
+
+def plain(name: str) -> str:
+    """A backend and its options as a heading: sdpa cudnn, triton portable."""
+    return re.sub(r"[:,]\w+=", " ", name)
 
 
 def groups(runs: list[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) -> dict[Any, list[dict[str, Any]]]:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention.flex import block_mask_of
 from attention.mask import VisibleKeys, visible_keys
 
 
@@ -225,3 +226,19 @@ def test_a_causal_walk_skips_the_future():
 def test_a_window_makes_the_walk_linear():
     tiles = intervals(2048, 2048, causal=True, window=64).query_tiles(64)
     assert max(len(list(tile.key_tiles(64))) for tile in tiles) == 2
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 1), (True, 5), (True, 100)])
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+def test_flexattentions_mask_is_the_same(documents, causal, window):
+    for num_queries, num_keys in [(40, 40)] if documents else [(40, 40), (1, 40), (7, 40), (40, 7), (1, 1)]:
+        ids = torch.randint(0, 3, (2, num_queries)) if documents else None
+        q, k = (torch.empty(2, 1, length, 0) for length in (num_queries, num_keys))
+        mask = {"causal": causal, "window": window, "document_ids": ids}
+        expected = visible_keys(q, k, **mask).mask().expand(2, 1, -1, -1)
+        found = block_mask_of(q, k, **mask)
+        if found is None:
+            assert expected.all()
+            continue
+        positions = torch.meshgrid(*map(torch.arange, expected.shape), indexing="ij")
+        assert torch.equal(found.mask_mod(*positions).expand_as(expected), expected)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from attention import BACKENDS, Backend, Recorder, get_backend
 from config import ModelConfig
 from model import GPT
-from model.schedule import will_compile
+from model.schedule import under_attention, will_compile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTH = 40
@@ -97,3 +97,11 @@ def test_what_auto_compiles():
 
     assert all(auto(backend) for backend in BACKENDS.values()) and not auto(get_backend("tiled"), "cpu")
     assert not auto(Backend("own", get_backend("naive").fn, traceable=False))
+
+
+def test_inductor_knows_the_losss_operators_before_it_meets_them():
+    """Else PyTorch 2.11 describes what they are given, which takes twice as long with every norm before them."""
+    from torch._inductor.lowering import lowerings
+
+    under_attention(build(BACKENDS["sdpa"]), BACKENDS["sdpa"], compile_mode="true")
+    assert {torch.ops.tilegpt.cross_entropy_in_place.default, torch.ops.tilegpt.add_product.default} <= lowerings.keys()
