@@ -33,20 +33,19 @@ def block_mask_of(q: Tensor, k: Tensor, *, causal: bool, window: int | None, doc
     """None where every query sees every key. The mask of attention/mask.py in positions, as users of FlexAttention write it."""
     if not causal and document_ids is None:
         return None
-    num_queries, num_keys = q.shape[2], k.shape[2]
-    if document_ids is not None:  # the same id may come again, in another document
-        documents = F.pad((document_ids[:, 1:] != document_ids[:, :-1]).cumsum(1), (1, 0))
+    num_queries, num_keys, batch, documents = q.shape[2], k.shape[2], None, None
+    if document_ids is not None:  # counted: the same id may come again, in another document
+        batch, documents = q.shape[0], F.pad((document_ids[:, 1:] != document_ids[:, :-1]).cumsum(1), (1, 0))
 
     def mask_mod(b, h, i, j):
         i = i + num_keys - num_queries
         seen = i >= j if causal else documents[b, i] == documents[b, j]
         if window is not None:
             seen = seen & (i - j < window)
-        if causal and document_ids is not None:
+        if causal and documents is not None:
             seen = seen & (documents[b, i] == documents[b, j])
         return seen
 
-    batch = None if document_ids is None else q.shape[0]
     return quick(create_block_mask, q.device)(mask_mod, batch, None, num_queries, num_keys, device=q.device)
 
 
