@@ -11,7 +11,8 @@ length, and both see the same batches.
     seq_len       several lengths; tokens=32768 is the size of every pass, which is one step
     steps         steps of each run; the first ten are not timed, and the rest are timed ten by ten
     curve_steps   steps of a further run of each at the first length whose losses are compared one by one; 0 for none. nanoGPT runs there
-                  three times, twice from weights moved by a rounding error: what such noise does is the measure of any difference
+                  again with nothing changed but roundings: from weights moved by one, and on a GPU in other kernels, which round in
+                  every step, as ours do. What such noise does is the measure of any difference
     model, vocab_size, data, tokenizer, lr, device    as in train.py; the vocabulary is nanoGPT's padded one
 
 Anything else is our train.py's own, as model.checkpoint=elementwise.
@@ -50,6 +51,9 @@ from training.optimizer import set_learning_rate
 
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP, WINDOW = 10, 10  # steps that are not timed, and steps timed together
+# what moves nanoGPT's losses by roundings alone
+NOISE = {"nanogpt, noise 1": {"noise_seed": 1}, "nanogpt, noise 2": {"noise_seed": 2}}
+OTHER_KERNELS = {"nanogpt, not compiled": {"compiled": False}, "nanogpt, flash attention": {"cudnn": False}}
 # what nanoGPT's GPTConfig calls our settings
 NAMES = {"n_layer": "num_layers", "n_head": "num_heads", "n_embd": "hidden_size", "dropout": "dropout", "bias": "bias"}
 
@@ -138,14 +142,20 @@ def train_ours(options: Options, run_dir: Path, *, attention: str, seq_len: int,
     return spread(timed) | {"peak_gib": peak, "losses": {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}}
 
 
-def train_theirs(folder: Path, run_dir: Path, steps: int, noise_seed: int | None) -> dict[str, Any]:
-    """nanoGPT's step under the settings of one of our runs; noise_seed moves the initial weights by about a rounding error."""
+def train_theirs(
+    folder: Path, run_dir: Path, steps: int, *, noise_seed: int | None = None, compiled: bool = True, cudnn: bool = True
+) -> dict[str, Any]:
+    """nanoGPT's step under the settings of one of our runs.
+
+    noise_seed moves the initial weights by about a rounding error; without cudnn PyTorch takes flash for its attention.
+    """
     from data import build_data
 
     config = read_config(run_dir)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # as its train.py does
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     torch.manual_seed(config.seed)
     ours = GPT(config.model, vocab_size=data.vocab_size, backend=parse_backend("sdpa"))
@@ -160,7 +170,7 @@ def train_theirs(folder: Path, run_dir: Path, steps: int, noise_seed: int | None
     optim = config.optimizer()
     with redirect_stdout(StringIO()):
         optimizer = model.configure_optimizers(optim.weight_decay, optim.lr, (optim.beta1, optim.beta2), device.type)
-    run = torch.compile(model) if device.type == "cuda" else model
+    run = torch.compile(model) if compiled and device.type == "cuda" else model
     batches = [data.train_batch(step, config.sequences_per_step) for step in range(steps)]
     batches = [tuple(tensor.pin_memory() if device.type == "cuda" else tensor for tensor in batch[:2]) for batch in batches]
 
@@ -224,9 +234,9 @@ def spread(values: list[float]) -> dict[str, Any]:
     return {"tokens_per_sec": median, "p20": low, "p80": high, "windows": len(values)}
 
 
-def in_own_process(*arguments: Any) -> dict[str, Any]:
+def in_own_process(*arguments: Any, **variation: Any) -> dict[str, Any]:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        return process.submit(train_theirs, *arguments).result()
+        return process.submit(train_theirs, *arguments, **variation).result()
 
 
 def compare_speed(options: Options, scratch: Path, seq_len: int) -> Iterator[dict[str, Any]]:
@@ -236,10 +246,10 @@ def compare_speed(options: Options, scratch: Path, seq_len: int) -> Iterator[dic
         run_dir = scratch / f"{seq_len}-{i}"
         found = {name: train_ours(options, run_dir, attention=name, seq_len=seq_len, steps=options.steps, log_every=WINDOW)}
         if name == names[0]:  # which reads its settings from a run of ours
-            found = {"nanogpt": in_own_process(options.folder, run_dir, options.steps, None)} | found
+            found = {"nanogpt": in_own_process(options.folder, run_dir, options.steps)} | found
         for who, row in found.items():
             yield describe(who, seq_len, options, row)
-    yield describe("nanogpt", seq_len, options, in_own_process(options.folder, run_dir, options.steps, None))
+    yield describe("nanogpt", seq_len, options, in_own_process(options.folder, run_dir, options.steps))
 
 
 def describe(who: str, seq_len: int, options: Options, found: dict[str, Any]) -> dict[str, Any]:
@@ -258,8 +268,9 @@ def compare_curves(options: Options, scratch: Path) -> dict[str, Any]:
     for i, name in enumerate(options.attention.split(",")):
         run_dir = scratch / f"curve-{i}"
         losses[name] = train_ours(options, run_dir, attention=name, seq_len=seq_len, steps=steps, log_every=1)["losses"]
-    for name, seed in {"nanogpt": None, "nanogpt, noise 1": 1, "nanogpt, noise 2": 2}.items():
-        losses[name] = in_own_process(options.folder, run_dir, steps, seed)["losses"]
+    on_a_gpu = pick_device(options.device).type == "cuda"
+    for name, variation in ({"nanogpt": {}} | NOISE | (OTHER_KERNELS if on_a_gpu else {})).items():
+        losses[name] = in_own_process(options.folder, run_dir, steps, **variation)["losses"]
     reference = np.array(list(losses["nanogpt"].values()))
     apart = {name: np.array(list(curve.values())) - reference for name, curve in losses.items() if name != "nanogpt"}
     rms = {name: float(np.sqrt(np.mean(difference**2))) for name, difference in apart.items()}

@@ -105,7 +105,7 @@ def test_the_same_step_gives_the_same_losses_and_another_one_does_not(tmp_path, 
     (tmp_path / "model.py").write_text(STAND_IN.replace('gelu(self.c_fc(x), approximate="tanh")', "relu(self.c_fc(x))"))
     options = read_options([f"folder={tmp_path}", *SMALL])
     ours = train_ours(options, tmp_path / "run", attention="sdpa", seq_len=32, steps=20, log_every=1)["losses"]
-    theirs = train_theirs(tmp_path, tmp_path / "run", 20, None)["losses"]
+    theirs = train_theirs(tmp_path, tmp_path / "run", 20)["losses"]
     assert max(abs(ours[step] - theirs[step]) for step in ours) > 1e-3
 
 
