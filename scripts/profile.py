@@ -159,15 +159,23 @@ def wait(device: torch.device) -> None:
 
 
 def unrecorded_ms(job: Job, first: int, steps: int) -> list[float]:
-    """Milliseconds of each of `steps` steps without the profiler, by the host's clock: each waits for the GPU once."""
+    """Milliseconds of each of `steps` steps without the profiler: between the ends of what they queue on a GPU, by the clock on a CPU."""
+    on_gpu = job.device.type == "cuda"
     wait(job.device)
-    stamps = [time.perf_counter()]
+
+    def stamp() -> Any:
+        if not on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    stamps = [stamp()]
     for number in range(first, first + steps):
         job.step(number)
-        if number == first + steps - 1:
-            wait(job.device)
-        stamps.append(time.perf_counter())
-    return [1000 * (stop - start) for start, stop in itertools.pairwise(stamps)]
+        stamps.append(stamp())
+    wait(job.device)
+    return [start.elapsed_time(stop) if on_gpu else 1000 * (stop - start) for start, stop in itertools.pairwise(stamps)]
 
 
 def record(job: Job, first: int, steps: int, path: Path) -> None:

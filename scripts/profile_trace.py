@@ -204,7 +204,8 @@ def _phase(stack: Iterable[Range]) -> str:
 def _of_gpu(trace: Trace, steps: list[Range]) -> list[dict[str, float]]:
     main = steps[0].thread
     starts = [step.start for step in steps]
-    # a step begins on the GPU where the first kernel that its forward pass launches does
+    # a step begins on the GPU where the first kernel that its forward pass launches does; a copy of its batch may run beside the step
+    # before, and what was launched before the recording is of no step that it knows
     begins: dict[int, float] = {}
     placed = []
     for name, start, stop, correlation in trace.kernels:
@@ -213,9 +214,10 @@ def _of_gpu(trace: Trace, steps: list[Range]) -> list[dict[str, float]]:
         at_main = trace.at(main, launched)
         phase = _phase(at_main.stack()) if at_main else ""
         number = bisect_right(starts, launched) - 1
-        if number >= 0 and phase == "forward":
+        part = trace.part(name, trace.at(thread, launched), phase)
+        if number >= 0 and phase == "forward" and part != DATA and correlation in trace.launches:
             begins[number] = min(start, begins.get(number, start))
-        placed.append((start, stop, trace.part(name, trace.at(thread, launched), phase)))
+        placed.append((start, stop, part))
     bounds = [begins[number] for number in sorted(begins)]
     found = [dict.fromkeys(PARTS, 0.0) for _ in bounds[1:]]
 

@@ -153,11 +153,14 @@ def test_a_kernel_by_where_it_was_launched(kernel, operators, gradient_of, phase
     assert part_of(kernel, operators, gradient_of, phase) == part
 
 
-def test_the_time_of_a_gpu_is_split_without_rest_or_overlap():
+@pytest.mark.parametrize("ahead", [False, True], ids=["in order", "ahead"])
+def test_the_time_of_a_gpu_is_split_without_rest_or_overlap(ahead):
     """Two whole steps and the third that ends the second; microseconds, the GPU 5 behind the host, the gradients from another thread.
 
     host     data 0-20 | forward 20-40 | backward 40-90 | optimizer 90-100
     stream        forward_kernel 25-45, mm 45-65, dq_kernel 70-80, adam 80-95, and a copy 60-75 beside them
+
+    ahead: the forward pass also sends a copy that is over during the step before, and the first step finds a kernel of the time before.
     """
     events, number = [], 0
 
@@ -176,11 +179,15 @@ def test_the_time_of_a_gpu_is_split_without_rest_or_overlap():
         for name, start, stop in (("data", 0, 20), ("forward", 20, 40), ("backward", 40, 90), ("optimizer", 90, 100)):
             event("user_annotation", name, t + start, t + stop)
         event("cpu_op", "aten::mm", t + 41, t + 43, 2)
+        if ahead:
+            launch("Memcpy HtoD (Pinned -> Device)", t + 21, t - 30, t - 25, cat="gpu_memcpy")
         launch("forward_kernel", t + 22, t + 25, t + 45)
         launch("gemm", t + 42, t + 45, t + 65, tid=2)
         launch("Memcpy HtoD (Pinned -> Device)", t + 50, t + 60, t + 75, tid=3, cat="gpu_memcpy")
         launch("dq_kernel", t + 60, t + 70, t + 80, tid=2)
         launch("multi_tensor_apply_kernel", t + 91, t + 80, t + 95)
+    if ahead:
+        event("kernel", "multi_tensor_apply_kernel", 21, 23, 7, correlation=-1)
     steps, on_gpu = parts_of_steps(events)
     assert on_gpu and len(steps) == 2
     # from the forward kernel of one step, at 25, to that of the next; the copy is data only where nothing else runs, from 65 to 75
@@ -345,6 +352,7 @@ def test_the_time_of_a_real_gpu(run_profile, tmp_path, attention, compiled):
     by_part = {row["part"]: row["ms"] for row in parts}
     assert sum(by_part.values()) == pytest.approx(step["ms"])
     assert data["unrecorded_ms"] * 0.7 < step["ms"] < data["unrecorded_ms"] * 3
+    assert data["unrecorded_stdev_ms"] < 0.5 * data["unrecorded_ms"] and step["stdev_ms"] < 0.5 * step["ms"]
     for part in (FORWARD, BACKWARD, PRODUCTS, ELEMENTWISE, OPTIMIZER):
         assert by_part[part] > 0, part
     assert by_part[OTHER] < 0.1 * step["ms"]
