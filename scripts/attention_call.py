@@ -89,15 +89,19 @@ class MemoryProbe:
         return peaks
 
 
-def seconds(function: Callable[[], Any], *, repeats: int, device: torch.device) -> tuple[list[float], list[float]]:
+def seconds(
+    function: Callable[[], Any], *, repeats: int, device: torch.device, pause_s: float = 0.0
+) -> tuple[list[float], list[float]]:  # fmt: skip
     """Time of each of `repeats` calls: the device's, and the host's until the call is queued. On a CPU they are the same.
 
     On a GPU each call finds an empty L2 cache, and all of it is queued before the GPU comes to it, behind a wait that grows until it is
-    long enough. A call that itself waits for the GPU cannot be queued: its device time has some of the host's in it.
+    long enough. A call that itself waits for the GPU cannot be queued: its device time has some of the host's in it. pause_s: how long
+    the device rests before each call.
     """
     times, host = [], []
     if device.type == "cpu":
         for _ in range(repeats):
+            time.sleep(pause_s)
             start = time.perf_counter()
             function()
             times.append(time.perf_counter() - start)
@@ -106,6 +110,9 @@ def seconds(function: Callable[[], Any], *, repeats: int, device: torch.device) 
     wait, events = SHORTEST_WAIT, []
     while len(events) < repeats:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if pause_s:
+            torch.cuda.synchronize(device)
+            time.sleep(pause_s)
         flush.zero_()
         torch.cuda._sleep(int(wait * CYCLES_PER_SECOND))
         start.record()
@@ -172,8 +179,8 @@ class Measurement:
     make() gives the call anew in each of ROUNDS turns, and nothing of it stays in memory: others can have their turns between them.
     """
 
-    def __init__(self, make: Callable[[], Call], *, repeats: int):
-        self.make, self.repeats = make, repeats
+    def __init__(self, make: Callable[[], Call], *, repeats: int, pause_s: float = 0.0):
+        self.make, self.repeats, self.pause_s = make, repeats, pause_s
         self.turns = 0
         self.bytes: dict[str, int | None] = {}
         self.counts: dict[str, int] = {}  # timed calls in all turns
@@ -204,14 +211,15 @@ class Measurement:
             done, due = (self.counts[name] * turns // ROUNDS for turns in (self.turns, self.turns + 1))
             if due > done:
                 seconds(function, repeats=max(1, (due - done) // 4), device=call.device)
-                for all_times, times in zip(self.times[name], seconds(function, repeats=due - done, device=call.device), strict=True):
+                found = seconds(function, repeats=due - done, device=call.device, pause_s=self.pause_s)
+                for all_times, times in zip(self.times[name], found, strict=True):
                     all_times += times
         self.turns += 1
 
     @property
     def row(self) -> dict[str, Any]:
         """What a benchmark's row says, after all turns."""
-        row: dict[str, Any] = dict(self.bytes)
+        row: dict[str, Any] = dict(self.bytes) | ({"pause_s": self.pause_s} if self.pause_s else {})
         for name, (times, host) in self.times.items():
             p20, *_, p80 = quantiles(times, n=5)
             row |= {f"{name}_seconds": median(times), f"{name}_p20": p20, f"{name}_p80": p80, f"{name}_repeats": len(times)}

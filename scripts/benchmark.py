@@ -10,6 +10,8 @@ attention's): PyTorch's allocator's on a GPU, with what it reserved; on a CPU th
 Time is the median with the 20th and 80th percentile, after a warm-up; the backward's is its own, over a graph that is kept. The backends
 take turns, a quarter of the timed calls each, so that a drifting clock hits all alike. On a GPU it is the device's time alone, by events:
 each call is queued behind a short wait, so that the GPU never waits for the host, and finds nothing in the L2 cache (which takes 256 MiB).
+A card at its power limit lowers its clock: on an H200 after some 30 ms of calls of the fastest kernels. Then a kernel's time depends on
+what ran before it; with --pause every call finds a card that has rested.
 The host's time of a call stands beside it as forward_host_seconds and backward_host_seconds: where it is the longer one, calls in a row
 take as long as that, unless a CUDA graph replays them. TFLOP/s count the scores that the mask leaves, be it causal, a --window or that of
 --documents; in a backward pass five products for the forward's two. Running out of memory is a result: the row says what was asked for.
@@ -126,6 +128,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--dtype", nargs="+", default=["auto"], choices=["auto", *DTYPES])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--repeats", type=int, default=20, help="timed calls of each; fewer where one takes long")
+    parser.add_argument(
+        "--pause", type=float, default=0.0, metavar="SECONDS", help="rest of the card before each timed call (default: none)"
+    )
     parser.add_argument("--allow-broken", action="store_true", help="time backends whose results are wrong, and mark their rows")
     parser.add_argument(
         "--verified", type=Path, metavar="FILE", help="a scripts.verify of this commit on this device, instead of checking now"
@@ -143,6 +148,8 @@ def read_options() -> argparse.Namespace:
         for value in values if isinstance(values, list) else [values]:
             if value is not None and not value > 0:
                 sys.exit(f"benchmark: --{name.replace('_', '-')} {value} must be positive")
+    if not 0 <= options.pause <= 60:
+        sys.exit(f"benchmark: --pause {options.pause:g} must be between 0 and 60 seconds")
     if options.window and options.full:
         sys.exit("benchmark: --window is of the most recent keys, so it is causal; leave out --full")
     if options.memory_gib != [None] and not options.max_length:
@@ -233,7 +240,7 @@ def measured(
 ) -> list[dict[str, Any]]:
     """The rows of one shape with their measurements, or with how a backend ran out of memory, or why it does not take it."""
     under_way = {
-        text: Measurement(partial(Call, backend, asked[text], device=device, dtype=dtype), repeats=options.repeats)
+        text: Measurement(partial(Call, backend, asked[text], device=device, dtype=dtype), repeats=options.repeats, pause_s=options.pause)
         for text, backend in backends.items()
     }
     failed = {}

@@ -154,6 +154,9 @@ class FakeGPU:
     def perf_counter(self) -> float:
         return self.host
 
+    def sleep(self, duration: float) -> None:
+        self.host += duration
+
     def launch(self, duration: float, *, host: float = 5e-6) -> None:
         """A kernel that runs so long and takes the host so long to launch."""
         self.host += host
@@ -215,6 +218,18 @@ def test_a_call_that_waits_for_the_gpu_is_timed_with_its_host(fake_gpu):
 
     times, _ = seconds(call, repeats=5, device=torch.device("cuda"))
     assert times == pytest.approx([1.08e-3] * 5)
+
+
+def test_the_card_rests_before_each_call(fake_gpu):
+    idle_since, rests = [0.0], []
+
+    def call() -> None:
+        rests.append(fake_gpu.host - idle_since[-1])
+        fake_gpu.launch(4e-3)
+        idle_since.append(fake_gpu.free_at)
+
+    times, _ = seconds(call, repeats=5, device=torch.device("cuda"), pause_s=0.05)
+    assert times == pytest.approx([4e-3] * 5) and all(0.05 <= rest < 0.051 for rest in rests)
 
 
 @pytest.mark.gpu
@@ -422,6 +437,7 @@ def test_backends_and_their_options_from_text():
     [
         (["--attention", "flashy"], "attention=flashy is not known"),
         (["--seq-len", "0"], "--seq-len 0 must be positive"),
+        (["--pause", "-1"], "--pause -1 must be between 0 and 60 seconds"),
         (["--memory-gib", "8"], "--memory-gib belongs to --max-length"),
         (["--device", "cuda"], "PyTorch sees no GPU"),
     ],
