@@ -6,6 +6,7 @@ subtracted dies. In float16 the limit is p's, which is rounded to float16 for th
 
 import math
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -34,17 +35,33 @@ def max_score(q: Tensor, k: Tensor, *, causal: bool = True, scale: float | None 
 
 
 class TileMaxima:
-    """An observer of the tile loop that keeps the largest score of each tile."""
+    """An observer of the tile loop that keeps the largest score of each tile, and with `states` what tells whether its state is finite.
 
-    def __init__(self, q: Tensor) -> None:
+    Nothing is read from a GPU before the loop is over, or it would wait at every tile.
+    """
+
+    def __init__(self, q: Tensor, *, states: bool = False) -> None:
+        self.states = states
         self.values = [torch.full((), -torch.inf, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))]
+        self.sums: list[Tensor] = []  # of a tile's row_sum and acc the largest magnitudes; a NaN is the largest of all
 
     def observe(self, tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
         # a backward pass that runs the tile again would have its graph kept alive
         self.values.append(scores.detach().amax().to(self.values[0].dtype))
+        if self.states:
+            self.sums += [x.detach().abs().amax().to(self.values[0].dtype) for x in (state.row_sum, state.acc)]
 
     def largest(self) -> Tensor:
         return torch.stack(self.values).amax()
+
+    def first_bad(self) -> int | None:
+        """The number of the first tile that left the finite range."""
+        if not self.sums:
+            return None
+        scores, sums = torch.stack(self.values[1:]), torch.stack(self.sums).view(-1, 2)
+        # -inf is the mask's, and right
+        at = _first(scores.isnan() | (scores == torch.inf) | ~sums.isfinite().all(1))
+        return at[0] if at else None
 
 
 @dataclass(frozen=True)
@@ -70,32 +87,49 @@ class Breakdown:
 @torch.no_grad()
 def find_breakdown(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: Any) -> Breakdown | None:
     """The first tensor of this call that is not finite, or None. `arguments` are what attention() hands to backend.fn."""
+    maxima = TileMaxima(q, states=True)
+    observer = {"observer": maxima.observe} if backend.observable else {}
+    out = backend.fn(q, k, v, **arguments, **backend.options, **observer).out
+    return _breakdown(q, k, v, out, maxima.first_bad(), backend=backend, **arguments)
+
+
+def _breakdown(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, tile: int | None, *, backend: Backend, **arguments: Any
+) -> Breakdown | None:  # fmt: skip
+    """find_breakdown() of a call that has been made, which gave `out` and left the finite range in that tile of its loop."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if (at := _first(~x.isfinite())) is not None:
             return Breakdown(name, None, None, None, *at[:3])
-    found: list[Breakdown] = []
+    first = None if tile is None else _in_tile(q, k, v, tile, backend=backend, **arguments)
+    if first is None and (at := _first(~out.isfinite())) is not None:
+        first = Breakdown("out", None, None, None, *at[:3])
+    return first and replace(first, fate=_fate(out[first.sequence, first.head, first.row]))
+
+
+class _Found(Exception):
+    """Ends a loop that has come to its tile; its argument is the breakdown there."""
+
+
+def _in_tile(q: Tensor, k: Tensor, v: Tensor, number: int, *, backend: Backend, **arguments: Any) -> Breakdown | None:
+    """What left the finite range in the tile of that number, or in one after it: the loop is run again, up to there."""
+    numbers = count()
 
     def observe(tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
-        if found:
+        if next(numbers) < number:
             return
         # (B, H_kv, G, R, T or 1 or D)
         for name, x in (("scores", scores), ("row_sum", state.row_sum), ("acc", state.acc)):
-            # -inf is the mask's, and right
             if (at := _first(x.isnan() | (x == torch.inf if name == "scores" else x.isinf()))) is not None:
                 sequence, group, member, row = at[:4]
                 largest = scores[sequence, group, member].amax().item()
                 where = ((tile.start, tile.stop), (keys.start, min(keys.stop, k.shape[2])))
-                found.append(Breakdown(name, *where, largest, sequence, group * x.shape[2] + member, tile.start + row))
-                return
+                raise _Found(Breakdown(name, *where, largest, sequence, group * x.shape[2] + member, tile.start + row))
 
-    observer = {"observer": observe} if backend.observable else {}
-    out = backend.fn(q, k, v, **arguments, **backend.options, **observer).out
-    if not found:
-        if (at := _first(~out.isfinite())) is None:
-            return None
-        found.append(Breakdown("out", None, None, None, *at[:3]))
-    first = found[0]
-    return replace(first, fate=_fate(out[first.sequence, first.head, first.row]))
+    try:
+        backend.fn(q, k, v, **arguments, **backend.options, observer=observe)
+    except _Found as found:
+        return found.args[0]
+    return None
 
 
 def _first(bad: Tensor) -> list[int] | None:
@@ -209,15 +243,20 @@ class Recorder:
                 output = backend.fn(q, k, v, **arguments, **options)
                 self.calls.append(Call(q, k, v, output.out, arguments["causal"], arguments["scale"], arguments.get("document_ids")))
                 return output
-            if look_for_breakdowns:
-                self.breakdowns.append(find_breakdown(q, k, v, backend=backend.configured(**options), **arguments))
+            tile = None
             if backend.observable:
                 # the scores it really works with: a defect may lie in them
-                maxima = TileMaxima(q)
+                maxima = TileMaxima(q, states=look_for_breakdowns)
                 output = backend.fn(q, k, v, **arguments, **options, observer=maxima.observe)
                 self.max_scores.append(maxima.largest())
-                return output
-            self.max_scores.append(max_score(q, k, **arguments))
-            return backend.fn(q, k, v, **arguments, **options)
+                tile = maxima.first_bad()
+            else:
+                self.max_scores.append(max_score(q, k, **arguments))
+                output = backend.fn(q, k, v, **arguments, **options)
+            if look_for_breakdowns:
+                with torch.no_grad():
+                    found = _breakdown(q, k, v, output.out, tile, backend=backend.configured(**options), **arguments)
+                self.breakdowns.append(found)
+            return output
 
         self.backend = replace(backend, fn=recorded, traceable=False)

@@ -1,10 +1,12 @@
 """Looking into a model's attention while it trains: the largest score, the distance from exact attention, and where a run broke."""
 
+import contextlib
 import logging
 import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ log = logging.getLogger("tilegpt")
 # what a row of metrics looks at: causal scores of a sequence's beginning are those it has in the whole, and the loop of tiles that
 # looks at them takes as long as their square
 LOOKED_AT = 8192
+# the longest sequences in which the loop of tiles looks for a breakdown, which takes a layer of them some 10 s on a GPU
+LOOPED = 32768
 
 
 class Watch:
@@ -145,7 +149,7 @@ def compare_layers(
 
 @torch.no_grad()
 def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[dict[str, Any], float]:
-    """What left the finite range first, as far as it can be named, and the largest finite score of the whole step.
+    """What left the finite range first, as far as it can be named, and the largest finite score of the step up to there.
 
     message, one sentence, is always there; layer, head, sequence (of the step), tensor, queries and keys (of the tile), row (the
     query), tile_max_score and fate (what came out) where an attention layer is to blame; see attention.diagnose.Breakdown.
@@ -153,19 +157,36 @@ def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[dict[st
     """
     batches = list(batches)
     # a kernel says that its output is bad, the loop that computes the same says where
-    for backend in (*_observable_twin(model.backend), model.backend):
+    for backend in (*_observable_twin(model.backend, batches[0][0].shape[1]), model.backend):
         recorder = Recorder(backend, look_for_breakdowns=True)
-        with model.use_backend(recorder.backend), without_dropout(model):
+        loss_is_finite = True
+        with model.use_backend(_until_a_breakdown(recorder)), without_dropout(model), contextlib.suppress(_Breakdown):
             loss_is_finite = all([bool(model(*batch).loss.isfinite()) for batch in batches])
         if any(recorder.breakdowns):
             break
     return _first_breakdown(model, recorder, [len(batch[0]) for batch in batches], loss_is_finite), largest_finite(recorder.max_scores)
 
 
-def _observable_twin(backend: Backend) -> list[Backend]:
-    """The tile loop of that name with these options, where `backend` is another implementation of it."""
+class _Breakdown(Exception):
+    """A recorder has found what it looked for."""
+
+
+def _until_a_breakdown(recorder: Recorder) -> Backend:
+    """The recorder's backend, which ends the model's forward pass there: what comes after has nothing more to say."""
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        output = recorder.backend.fn(*args, **kwargs)
+        if recorder.breakdowns[-1] is not None:
+            raise _Breakdown
+        return output
+
+    return replace(recorder.backend, fn=attend)
+
+
+def _observable_twin(backend: Backend, length: int) -> list[Backend]:
+    """The tile loop of that name with these options, where `backend` is another implementation of it and the sequences are no longer."""
     twin = BACKENDS.get(backend.name)
-    if backend.observable or twin is None or not twin.observable:
+    if length > LOOPED or backend.observable or twin is None or not twin.observable:
         return []
     return [twin.configured(**{name: value for name, value in backend.options.items() if name in twin.options})]
 

@@ -9,7 +9,7 @@ import torch
 
 from attention import BACKENDS, LIMITS, Recorder, compare_with_exact, get_backend
 from config import ModelConfig
-from model import GPT
+from model import GPT, health
 from model.health import Watch, compare_layers, diagnose, largest_score
 
 TILES = {"block_q": 8, "block_kv": 4}
@@ -154,6 +154,31 @@ def test_another_implementation_of_the_loop_is_diagnosed_by_the_loop():
     model.backend = replace(model.backend, observable=False, options={"impl": "kernel"} | dict(model.backend.options), fn=without_impl)
     found, _ = diagnose(model, [batch()])
     assert found == expected and found["queries"] is not None
+
+
+def test_sequences_too_long_for_the_loop_are_diagnosed_by_the_output(monkeypatch):
+    model = build("no_max", init_std=0.2)
+    make_head_explode(model, 1, 0, factor=1e4)
+    model.backend = replace(
+        model.backend, observable=False, options={"impl": "triton"} | dict(model.backend.options), implementations={}, fn=without_impl
+    )
+    monkeypatch.setattr(health, "LOOPED", batch()[0].shape[1] - 1)
+    found, _ = diagnose(model, [batch()])
+    assert (found["layer"], found["head"], found["tensor"], found["queries"]) == (1, 0, "out", None)
+
+
+def test_nothing_is_computed_after_the_breakdown():
+    model = build("no_max", init_std=0.2)
+    make_head_explode(model, 0, 0, factor=1e4)
+    calls, fn = [], model.backend.fn
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return fn(*args, **kwargs)
+
+    model.backend = replace(model.backend, fn=counted)
+    assert diagnose(model, [batch(), batch(seed=1)])[0]["layer"] == 0
+    assert len(calls) == 2  # to find that there is one, and to find where
 
 
 def test_a_backend_of_ones_own_is_diagnosed_by_its_output():
