@@ -118,6 +118,7 @@ def test_out_of_memory_is_a_result_and_leaves_nothing_behind(tmp_path):
     assert failed["oom"]["free_gib"] < failed["oom"]["asked_gib"] < failed["oom"]["predicted_gib"]
     # what the failed job held when it failed: 0.1 GiB each of position embeddings, residual stream, q, k and v, and more
     assert after["memory/peak_gib"] - before["memory/peak_gib"] < 0.1
+    assert failed["memory/at_start_gib"] > 0 and abs(after["memory/at_start_gib"] - failed["memory/at_start_gib"]) < 0.1
 
 
 @linux

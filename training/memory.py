@@ -56,6 +56,13 @@ class MemoryMeter:
         return torch.cuda.max_memory_reserved(self.device) / GIB if self.device.type == "cuda" else None
 
 
+def in_use_gib() -> float:
+    """What this process holds now: tensors on a GPU where there is one, else its resident memory (where the system tells it, or 0)."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated() / GIB
+    return _proc_field("/proc/self/status", "VmRSS") / GIB if LINUX else 0.0
+
+
 @contextlib.contextmanager
 def cpu_memory_limit(*, margin_bytes: int = 512 * 1024**2, at_most: int | None = None) -> Iterator[None]:
     """Let this process take the memory that is free now, less a margin, and no more than `at_most` bytes.

@@ -49,14 +49,18 @@ class SweepSummary(Callback):
 
     def on_job_start(self, config: Any, **kwargs: Any) -> None:
         if self.folder is not None:
+            from training.memory import in_use_gib  # torch is loaded by the first job, not before a sweep is known to be one
+
             folder = Path(config.hydra.runtime.output_dir)
             self.locks[folder] = lock(folder)
+            self.at_start_gib = in_use_gib()
 
     def on_job_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
         if self.folder is None:
             return
         run_dir = Path(job_return.hydra_cfg.hydra.runtime.output_dir)
         row = {"job": config.hydra.job.num, "overrides": list(job_return.overrides)} | read_run(run_dir)
+        row["memory/at_start_gib"] = self.at_start_gib  # what the jobs before left
         if job_return.status.name == "FAILED":
             row |= {"status": "failed", "error": str(job_return._return_value)}
         row["dir"] = str(run_dir.relative_to(self.folder))
