@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, LIMITS, Backend, Recorder, compare_with_exact
+from attention import BACKENDS, LIMITS, Backend, Recorder, compare_with_exact, find_breakdown
+from attention.diagnose import Breakdown
 from model.gpt import GPT
 
 log = logging.getLogger("tilegpt")
-# what a row of metrics looks at: causal scores of a sequence's beginning are those it has in the whole, and the loop of tiles that
-# looks at them takes as long as their square
+# what the loop of tiles looks at whole, since it takes as long as the square of it: a row of metrics sees no more of a sequence, whose
+# beginning has the causal scores that it has in the whole
 LOOKED_AT = 8192
-# the longest sequences in which the loop of tiles looks for a breakdown, which takes a layer of them some 10 s on a GPU
-LOOPED = 32768
 
 
 class Watch:
@@ -156,39 +155,59 @@ def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[dict[st
     batches: inputs, targets and, with documents, document_ids, each (B, N), of the step that went wrong.
     """
     batches = list(batches)
+    twin = _observable_twin(model.backend)
     # a kernel says that its output is bad, the loop that computes the same says where
-    for backend in (*_observable_twin(model.backend, batches[0][0].shape[1]), model.backend):
+    looped = [twin] if twin and batches[0][0].shape[1] <= LOOKED_AT else []
+    for backend in (*looped, model.backend):
         recorder = Recorder(backend, look_for_breakdowns=True)
         loss_is_finite = True
-        with model.use_backend(_until_a_breakdown(recorder)), without_dropout(model), contextlib.suppress(_Breakdown):
+        with model.use_backend(_until_a_breakdown(recorder, twin)), without_dropout(model), contextlib.suppress(_Found):
             loss_is_finite = all([bool(model(*batch).loss.isfinite()) for batch in batches])
         if any(recorder.breakdowns):
             break
     return _first_breakdown(model, recorder, [len(batch[0]) for batch in batches], loss_is_finite), largest_finite(recorder.max_scores)
 
 
-class _Breakdown(Exception):
-    """A recorder has found what it looked for."""
+def _observable_twin(backend: Backend) -> Backend | None:
+    """The tile loop of that name with these options, where `backend` is another implementation of it."""
+    twin = BACKENDS.get(backend.name)
+    if backend.observable or twin is None or not twin.observable:
+        return None
+    return twin.configured(**{name: value for name, value in backend.options.items() if name in twin.options})
 
 
-def _until_a_breakdown(recorder: Recorder) -> Backend:
-    """The recorder's backend, which ends the model's forward pass there: what comes after has nothing more to say."""
+class _Found(Exception):
+    """A recorder has found a breakdown."""
 
-    def attend(*args: Any, **kwargs: Any) -> Any:
-        output = recorder.backend.fn(*args, **kwargs)
-        if recorder.breakdowns[-1] is not None:
-            raise _Breakdown
-        return output
+
+def _until_a_breakdown(recorder: Recorder, twin: Backend | None) -> Backend:
+    """The recorder's backend, which ends the model's forward pass at a breakdown: what comes after has nothing more to say."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
+        output = recorder.backend.fn(q, k, v, **arguments)
+        found = recorder.breakdowns[-1]
+        if found is None:
+            return output
+        if twin is not None and found.tensor == "out":
+            arguments = {name: value for name, value in arguments.items() if name not in recorder.backend.options}
+            recorder.breakdowns[-1] = _in_its_tile(found, q, k, v, twin, **arguments)
+        raise _Found
 
     return replace(recorder.backend, fn=attend)
 
 
-def _observable_twin(backend: Backend, length: int) -> list[Backend]:
-    """The tile loop of that name with these options, where `backend` is another implementation of it and the sequences are no longer."""
-    twin = BACKENDS.get(backend.name)
-    if length > LOOPED or backend.observable or twin is None or not twin.observable:
-        return []
-    return [twin.configured(**{name: value for name, value in backend.options.items() if name in twin.options})]
+def _in_its_tile(found: Breakdown, q: Tensor, k: Tensor, v: Tensor, twin: Backend, **arguments: Any) -> Breakdown:
+    """What the loop of tiles says of the tile of queries in which a kernel's output is bad, or `found` where it has nothing to say."""
+    if not arguments["causal"] or arguments.get("document_ids") is not None:
+        return found  # these queries cannot be cut out
+    first = found.row // twin.options["block_q"] * twin.options["block_q"]
+    rows = slice(first, first + twin.options["block_q"])
+    # a causal mask is aligned with the last key
+    keys = slice(min(rows.stop, q.shape[2]) + k.shape[2] - q.shape[2])
+    tile = find_breakdown(q[:, :, rows], k[:, :, keys], v[:, :, keys], backend=twin, **arguments)
+    if tile is None or tile.queries is None:
+        return found
+    return replace(tile, queries=(first + tile.queries[0], first + tile.queries[1]), row=first + tile.row)
 
 
 def _first_breakdown(model: GPT, recorder: Recorder, sizes: list[int], loss_is_finite: bool) -> dict[str, Any]:

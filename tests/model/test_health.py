@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention import BACKENDS, LIMITS, Recorder, compare_with_exact, get_backend
+from attention import BACKENDS, LIMITS, Recorder, compare_with_exact, find_breakdown, get_backend
 from config import ModelConfig
 from model import GPT, health
 from model.health import Watch, compare_layers, diagnose, largest_score
@@ -156,15 +156,36 @@ def test_another_implementation_of_the_loop_is_diagnosed_by_the_loop():
     assert found == expected and found["queries"] is not None
 
 
-def test_sequences_too_long_for_the_loop_are_diagnosed_by_the_output(monkeypatch):
+@pytest.mark.parametrize("layer", [0, 1])
+def test_of_a_long_sequence_the_loop_walks_one_tile(monkeypatch, layer):
+    """A kernel says which queries to look at, and the loop says the same of them as where it walks them all."""
     model = build("no_max", init_std=0.2)
-    make_head_explode(model, 1, 0, factor=1e4)
+    make_head_explode(model, layer, 1, factor=1e4)
+    model.backend = model.backend.configured(block_q=8, block_kv=4)
+    batches = [batch(3)]
+    expected, score = diagnose(model, batches)
+    assert expected["queries"] is not None and expected["fate"] in ("NaN", "inf")
     model.backend = replace(
         model.backend, observable=False, options={"impl": "triton"} | dict(model.backend.options), implementations={}, fn=without_impl
     )
-    monkeypatch.setattr(health, "LOOPED", batch()[0].shape[1] - 1)
-    found, _ = diagnose(model, [batch()])
-    assert (found["layer"], found["head"], found["tensor"], found["queries"]) == (1, 0, "out", None)
+    monkeypatch.setattr(health, "LOOKED_AT", batches[0][0].shape[1] - 1)
+    tiles = []
+    monkeypatch.setattr(health, "find_breakdown", lambda q, *rest, **how: tiles.append(q.shape[2]) or find_breakdown(q, *rest, **how))
+    found, largest = diagnose(model, batches)
+    assert found == expected and tiles == [8]
+    assert largest == pytest.approx(score)
+
+
+def test_documents_are_not_cut(monkeypatch):
+    model = build("no_max", init_std=0.2)
+    make_head_explode(model, 0, 1, factor=1e4)
+    inputs, targets = batch()
+    model.backend = replace(
+        model.backend, observable=False, options={"impl": "triton"} | dict(model.backend.options), implementations={}, fn=without_impl
+    )
+    monkeypatch.setattr(health, "LOOKED_AT", inputs.shape[1] - 1)
+    found, _ = diagnose(model, [(inputs, targets, torch.zeros_like(inputs))])
+    assert (found["layer"], found["head"], found["tensor"], found["queries"]) == (0, 1, "out", None)
 
 
 def test_nothing_is_computed_after_the_breakdown():
