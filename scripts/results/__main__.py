@@ -25,6 +25,8 @@ SECTIONS = {
     "Predicted and measured memory of training": runs.predicted,
     "Training a GPT-2-sized model at 8,192 tokens": runs.training,
     "Beside nanoGPT": runs.nanogpt,
+    "Where a step goes": runs.profile,
+    "A million tokens in one sequence": runs.million,
     "Long sequences without and with what makes them fit": runs.tricks,
     "Killed and resumed": runs.survival,
     "Broken on purpose: text": runs.text,

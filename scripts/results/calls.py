@@ -116,12 +116,19 @@ def longest() -> str:
 
 
 def kernels() -> str:
-    """Speed of our Triton kernels beside PyTorch's, in one run."""
-    data = load("kernels_h200")
+    """Speed of our Triton kernels beside PyTorch's and others', those of a table in one run."""
+    return "\n\n".join(
+        section(data, *speed_tables(data)) for data in map(load, ("kernels_h200", "kernels_flex_h200", "kernels_rested_h200"))
+    )
+
+
+def speed_tables(data: dict[str, Any]) -> list[str]:
     names = list(dict.fromkeys(row["attention"] for row in data["rows"]))
     ours = [name for name in names if name.partition(":")[0] == "triton"]
     points = groups(data["rows"], lambda row: (row["causal"], row["head_dim"], row["seq_len"]))
-    parts = [f"{data['rows'][0]['dtype']}, 16,384 tokens, heads x head_dim = 2,048; TFLOP/s of medians, the best in bold."]
+    first = data["rows"][0]
+    pause = f" The card rested for {first['pause_s']:g} s before every call." if "pause_s" in first else ""
+    parts = [f"{first['dtype']}, 16,384 tokens, heads x head_dim = 2,048; TFLOP/s of medians, the best in bold.{pause}"]
     for direction in ("forward", "backward"):
         rows, ratios = [], {}
         for (causal, head_dim, seq_len), found in points.items():
@@ -141,7 +148,7 @@ def kernels() -> str:
             "Speed over a peer's, geometric mean (lowest):",
             table(["attention", "over", *masks], means),
         ]
-    return section(data, *parts)
+    return parts
 
 
 def masks() -> str:

@@ -207,8 +207,39 @@ def nanogpt() -> str:
     if curves:
         lines = [[name, f"{curves['rms'][name]:.1e}", f"{curves['mean'][name]:+.1e}"] for name in curves["rms"]]
         where = f"Loss of {curves['steps']} steps at {curves['seq_len']:,} tokens, minus nanoGPT's"
-        parts += [f"{where} (noise: nanoGPT again, its weights moved by a rounding):", table(["training", "rms", "mean"], lines)]
+        noise = "noise: nanoGPT again, its weights moved by a rounding; and nanoGPT in other kernels, which round in every step, as ours do"
+        parts += [f"{where} ({noise}):", table(["training", "rms", "mean"], lines)]
     return section(data, *parts)
+
+
+def profile() -> str:
+    """The parts of a training step."""
+    data = load("profile_h200")
+    what = (
+        f"`python -m scripts.profile {' '.join(data['overrides'])}`: {data['n']} steps of "
+        f"{data['batch_size'] * data['accumulation_steps']} x {data['seq_len']:,} tokens, the GPU's time."
+    )
+    rows = [[row["part"], f"{row['ms']:.2f}", f"{row['stdev_ms']:.2f}", f"{row['share']:.1%}"] for row in data["parts"]]
+    return section(data, what, table(["part", "ms", "standard deviation", "share"], rows))
+
+
+def million() -> str:
+    """One step of a million tokens in one sequence, in the memory of one GPU."""
+    data = load("million_h200")
+    rows = [
+        [
+            f"`python train.py {' '.join(run['overrides'])}`",
+            f"{run['seq_len']:,}",
+            f"{run['wall_seconds']:.0f}",
+            f"{run['memory/peak_gib']:.1f}",
+            f"{run['memory/predicted_gib']:.1f}",
+            f"{run['curves']['train/loss'][0]:.3f}",
+        ]
+        for run in data["runs"]
+    ]
+    head = ["run", "tokens in one sequence", "seconds", "peak GiB", "predicted GiB", "train/loss"]
+    what = "GPT-2, one step: forward, backward, optimizer. The seconds are the whole run's, from its start to its checkpoint."
+    return section(data, what, table(head, rows))
 
 
 def tricks() -> str:

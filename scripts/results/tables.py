@@ -20,7 +20,8 @@ def provenance(data: dict[str, Any]) -> str:
     chip = hardware["gpu"] or f"{hardware['cpu']}, {hardware['cpu_cores']} cores"
     packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "python") if versions.get(name))
     # runs of one table may come from several commits; then each says its own
-    commits = {run.get("commit") or environment.get("commit") or "unknown" for run in data.get("runs", [{}])}
+    runs = data.get("runs") or data.get("speed") or [{}]
+    commits = {run.get("commit") or environment.get("commit") or "unknown" for run in runs}
     return f"Measured on {chip}; {packages}; commit {', '.join(sorted(commit[:7] for commit in commits))}."
 
 
