@@ -6,7 +6,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from scripts.plots import draw_longest, draw_memory, draw_roofline, draw_time
-from scripts.results.tables import FOLDER, groups, load, plain, rounded, section, table
+from scripts.results.tables import FOLDER, groups, load, load_all, plain, rounded, section, table
 from scripts.verify_figure import EFFORT_HEAD, draw_kills, draw_matrix, effort, kills, verdict
 
 MEMORY = (("forward", "forward_bytes", 2**20), ("forward and backward", "training_bytes", 2**20))
@@ -95,8 +95,7 @@ def memory() -> str:
 
 def regenerated() -> str:
     """The tables of memory and time that the documents print, measured."""
-    found = [load(name) for name in ("tables_h200", "tables_cpu") if (FOLDER / f"{name}.json").is_file()]
-    return "\n\n".join(section(data, *call_tables(data, *MEMORY, *TIME)) for data in found)
+    return "\n\n".join(section(data, *call_tables(data, *MEMORY, *TIME)) for data in load_all("tables_h200", "tables_cpu"))
 
 
 def longest() -> str:
@@ -117,9 +116,8 @@ def longest() -> str:
 
 def kernels() -> str:
     """Speed of our Triton kernels beside PyTorch's and others', those of a table in one run."""
-    return "\n\n".join(
-        section(data, *speed_tables(data)) for data in map(load, ("kernels_h200", "kernels_flex_h200", "kernels_rested_h200"))
-    )
+    found = load_all("kernels_h200", "kernels_flex_h200", "kernels_rested_h200")
+    return "\n\n".join(section(data, *speed_tables(data)) for data in found)
 
 
 def speed_tables(data: dict[str, Any]) -> list[str]:

@@ -14,6 +14,11 @@ def load(name: str) -> dict[str, Any]:
     return json.loads((FOLDER / f"{name}.json").read_text())
 
 
+def load_all(*names: str) -> list[dict[str, Any]]:
+    """Those of the files that are there. Raises FileNotFoundError where none is."""
+    return [load(name) for name in names if (FOLDER / f"{name}.json").is_file()] or [load(names[0])]
+
+
 def provenance(data: dict[str, Any]) -> str:
     environment = data["environment"]
     hardware, versions = environment["hardware"], environment["versions"]
