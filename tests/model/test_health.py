@@ -176,6 +176,22 @@ def test_of_a_long_sequence_the_loop_walks_one_tile(monkeypatch, layer):
     assert largest == pytest.approx(score)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of Triton's interpreter
+def test_a_kernels_breakdown_in_a_long_sequence(monkeypatch):
+    """As a run with attention=no_max attention.impl=triton has it."""
+    model = build("no_max", init_std=0.2)
+    make_head_explode(model, 1, 0, factor=1e4)
+    model.backend = get_backend("no_max", block_q=16, block_kv=16)
+    expected, _ = diagnose(model, [batch()])
+    model.backend = get_backend("no_max", impl="triton", block_q=16, block_kv=16)
+    monkeypatch.setattr(health, "LOOKED_AT", batch()[0].shape[1] - 1)
+    found, _ = diagnose(model, [batch()])
+    # the layers before are the kernel's, with other roundings
+    assert found.pop("tile_max_score") == pytest.approx(expected.pop("tile_max_score"), rel=1e-5)
+    assert found | {"message": ""} == expected | {"message": ""} and expected["queries"] is not None
+    assert found["message"].startswith("layer 1, head 0: row_sum leaves the finite range in the tile of queries ")
+
+
 def test_documents_are_not_cut(monkeypatch):
     model = build("no_max", init_std=0.2)
     make_head_explode(model, 0, 1, factor=1e4)
