@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attention.defects import DEFECTS
-from attention.diagnose import LIMITS, Recorder, compare_with_exact, find_breakdown, max_score
+from attention.diagnose import LIMITS, Breakdown, Recorder, compare_with_exact, find_breakdown, max_score
 from attention.flex import FLEX
 from attention.interface import AttentionOutput, Backend, ScoreMod, check_inputs, check_output
 from attention.kernels import TRITON, kernel_choice
@@ -31,6 +31,7 @@ __all__ = [
     "LIMITS",
     "AttentionOutput",
     "Backend",
+    "Breakdown",
     "Recorder",
     "ScoreMod",
     "attention",

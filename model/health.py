@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, LIMITS, Backend, Recorder, compare_with_exact, find_breakdown
-from attention.diagnose import Breakdown
+from attention import BACKENDS, LIMITS, Backend, Breakdown, Recorder, compare_with_exact, find_breakdown
 from model.gpt import GPT
 
 log = logging.getLogger("tilegpt")
