@@ -26,7 +26,7 @@ CALLS = [
 ]
 # What racecheck reports of the Hopper kernels although it is ordered (docs/hopper.md says how): numbers that a warp stores and one of its
 # threads then hands over at a barrier in memory, and what Triton's own code for divided warps keeps in shared memory.
-ORDERED = ("_rows.index(item % STAGES).store(", "block_ring.buffers.index(", "def forward_kernel(", "def backward_kernel(")
+ORDERED = ("_rows.index(item % STAGES).store(", "word.store(", "word.load(", "def forward_kernel(", "def backward_kernel(")
 PORTABLE_CALLS = [{"dtype": torch.float32}, {"softcap": 5.0}, {"num_queries": 130, "num_keys": 130, "head_dim": 256}]
 
 

@@ -30,11 +30,14 @@ from attention.kernels.hopper.primitives import (
     await_own_stores,
     computed_here,
     exp2_by_two_units,
+    leave_zeros,
     load_box,
     make_ring,
     place,
     reinterpret,
     store_box,
+    tell,
+    told,
     where_less,
 )
 
@@ -82,15 +85,9 @@ def load_rows(ptr, start, N, OTHER: gl.constexpr, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def tell(block_ring, visit, word, number):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    block_ring.buffers.index(visit % block_ring.depth * WORDS + word).store(gl.full([1], number, gl.int32, one))
-
-
-@gluon.jit
-def told(block_ring, visit, word):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(block_ring.buffers.index(visit % block_ring.depth * WORDS + word).load(one), 0)
+def about(block_ring, visit, word):
+    """The word of shared memory that says this of the block."""
+    return block_ring.buffers.index(visit % block_ring.depth * WORDS + word)
 
 
 @gluon.jit
@@ -138,15 +135,15 @@ def producer(
                 edge -= M
         # found here alone: consumers have no registers for what it takes
         block_ring.await_empty(visit)
-        tell(block_ring, visit, BATCH, batch)
-        tell(block_ring, visit, KV_HEAD, kv_head)
-        tell(block_ring, visit, START_KV, start_kv)
-        tell(block_ring, visit, FIRST, first)
-        tell(block_ring, visit, FULL_FIRST, full_first)
-        tell(block_ring, visit, FULL_LAST, full_last)
-        tell(block_ring, visit, LAST, last)
-        tell(block_ring, visit, EDGE, edge)
-        tell(block_ring, visit, DQ_ROW, batch_head * groups * head_rows)
+        tell(about(block_ring, visit, BATCH), batch)
+        tell(about(block_ring, visit, KV_HEAD), kv_head)
+        tell(about(block_ring, visit, START_KV), start_kv)
+        tell(about(block_ring, visit, FIRST), first)
+        tell(about(block_ring, visit, FULL_FIRST), full_first)
+        tell(about(block_ring, visit, FULL_LAST), full_last)
+        tell(about(block_ring, visit, LAST), last)
+        tell(about(block_ring, visit, EDGE), edge)
+        tell(about(block_ring, visit, DQ_ROW), batch_head * groups * head_rows)
         mbarrier.arrive(block_ring.full_barrier(visit))
         load_keys(k_desc, batch, kv_head, start_kv, k_ring, visit)
         load_keys(v_desc, batch, kv_head, start_kv, v_ring, visit)
@@ -178,15 +175,12 @@ def producer(
         visit += 1
     if STAY:
         block_ring.await_empty(visit)
-        tell(block_ring, visit, BATCH, -1)
+        tell(about(block_ring, visit, BATCH), -1)
         mbarrier.arrive(block_ring.full_barrier(visit))
     q_ring.await_last(item)
     do_ring.await_last(item)
-    if STAY:  # noqa: SIM102, a constant around a value
-        if gl.atomic_add(counter_ptr + 1, 1) == programs - 1:
-            # the last program leaves the counters as the next launch wants them
-            gl.store(counter_ptr, 0)
-            gl.store(counter_ptr + 1, 0)
+    if STAY:
+        leave_zeros(counter_ptr, programs)
 
 
 @gluon.jit
@@ -371,9 +365,9 @@ def add_block(
     # dv and dk leave as dq does, through a tile in which no other consumer and no load has a part: room for 128 columns in 16 bits
     TILES: gl.constexpr = 128 // D
     out_tiles = reinterpret(dq_tiles.index(SELF), dtype, [TILES, 1, 1, OWN, D], dk_desc.layout)
-    first, full_first = told(block_ring, visit, FIRST), told(block_ring, visit, FULL_FIRST)
-    full_last, last = told(block_ring, visit, FULL_LAST), told(block_ring, visit, LAST)
-    edge, dq_row = told(block_ring, visit, EDGE), told(block_ring, visit, DQ_ROW)
+    first, full_first = told(about(block_ring, visit, FIRST)), told(about(block_ring, visit, FULL_FIRST))
+    full_last, last = told(about(block_ring, visit, FULL_LAST)), told(about(block_ring, visit, LAST))
+    edge, dq_row = told(about(block_ring, visit, EDGE)), told(about(block_ring, visit, DQ_ROW))
     dk = gl.zeros([OWN, D], gl.float32, GRADIENT)
     dv = gl.zeros([OWN, D], gl.float32, GRADIENT)
     k_first = visit % k_ring.depth * 2
@@ -404,8 +398,8 @@ def add_block(
     k_ring.release(visit)
     if BLOCK_Q == 64:
         v_ring.release(visit)
-    batch, kv_head = told(block_ring, visit, BATCH), told(block_ring, visit, KV_HEAD)
-    start_kv = told(block_ring, visit, START_KV) + SELF * OWN
+    batch, kv_head = told(about(block_ring, visit, BATCH)), told(about(block_ring, visit, KV_HEAD))
+    start_kv = told(about(block_ring, visit, START_KV)) + SELF * OWN
     block_ring.release(visit)
 
     tma.store_wait(0)
@@ -432,7 +426,7 @@ def consumer(
     item = gl.to_tensor(0)
     block_ring.await_full(visit)
     if STAY:
-        while told(block_ring, visit, BATCH) >= 0:
+        while told(about(block_ring, visit, BATCH)) >= 0:
             item = add_block(
                 visit, item, dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
                 lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale, scale_log2,

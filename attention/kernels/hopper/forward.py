@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from attention.kernels.hopper.primitives import (
     await_all,
+    leave_zeros,
     load_box,
     make_ring,
     place,
@@ -29,6 +30,8 @@ from attention.kernels.hopper.primitives import (
     rounded,
     signal,
     store_box,
+    tell,
+    told,
     where_less,
 )
 
@@ -138,7 +141,6 @@ def producer(
     work = gl.program_id(0)
     visit = gl.to_tensor(0)
     item = gl.to_tensor(0)
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     while work < batch_heads * num_blocks:
         batch_head, block = find_work(work, num_blocks, section_heads, batch_heads)
         batch = batch_head // num_heads
@@ -147,7 +149,7 @@ def producer(
         # claim the next piece of work now, and tell the consumers
         work = programs + gl.atomic_add(counter_ptr, 1)
         work_ring.await_empty(visit)
-        work_ring.buffer(visit).store(gl.full([1], work, gl.int32, one))
+        tell(work_ring.buffer(visit), work)
         mbarrier.arrive(work_ring.full_barrier(visit))
 
         start = first_row(block, num_blocks, N, BLOCK_Q, CONSUMERS)
@@ -180,10 +182,7 @@ def producer(
             load_box(v_desc, [batch, kv_head, start_kv, 0], v_ring.full_barrier(item), v_ring.buffer(item))
             item += 1
         visit += 1
-    if gl.atomic_add(counter_ptr + 1, 1) == programs - 1:
-        # the last program leaves the counters as the next launch wants them
-        gl.store(counter_ptr, 0)
-        gl.store(counter_ptr + 1, 0)
+    leave_zeros(counter_ptr, programs)
 
 
 @gluon.jit
@@ -315,7 +314,7 @@ def consumer(
         acc_pending = warpgroup_mma(p, v, acc, is_async=True)
         # meanwhile: where the next piece of work lies, which takes divisions
         work_ring.await_full(visit)
-        work = gl.max(work_ring.buffer(visit).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        work = told(work_ring.buffer(visit))
         work_ring.release(visit)
         visit += 1
         next_batch_head, next_block = find_work(work, num_blocks, section_heads, batch_heads)

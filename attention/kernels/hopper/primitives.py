@@ -107,6 +107,26 @@ def make_ring(buffers, DEPTH: gl.constexpr, FILLS: gl.constexpr, READERS: gl.con
 
 
 @gluon.jit
+def tell(word, number):
+    """Leave a number for the consumers in a word of shared memory; said by the producer, one warp."""
+    word.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def told(word):
+    """The number there, for every thread of a consumer."""
+    return gl.max(word.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def leave_zeros(counter_ptr, programs):
+    """The last program that is done with the two counters leaves them as the next launch wants them."""
+    if gl.atomic_add(counter_ptr + 1, 1) == programs - 1:
+        gl.store(counter_ptr, 0)
+        gl.store(counter_ptr + 1, 0)
+
+
+@gluon.jit
 def place(program, num_blocks, num_heads, section):
     """head, block: as in attention/kernels/forward.py, of which this is Gluon's copy: the two languages cannot call one another."""
     first = gl.to_tensor(0)
