@@ -4,7 +4,8 @@ Without a GPU PyTorch runs it uncompiled and materialises the scores: right, but
 """
 
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, reduce
+from operator import and_
 
 import torch
 import torch.nn.functional as F
@@ -39,12 +40,14 @@ def block_mask_of(q: Tensor, k: Tensor, *, causal: bool, window: int | None, doc
 
     def mask_mod(b, h, i, j):
         i = i + num_keys - num_queries
-        seen = i >= j if causal else documents[b, i] == documents[b, j]
+        masks = []
+        if causal:
+            masks.append(i >= j)
         if window is not None:
-            seen = seen & (i - j < window)
-        if causal and documents is not None:
-            seen = seen & (documents[b, i] == documents[b, j])
-        return seen
+            masks.append(i - j < window)
+        if documents is not None:
+            masks.append(documents[b, i] == documents[b, j])
+        return reduce(and_, masks)
 
     return quick(create_block_mask, q.device)(mask_mod, batch, None, num_queries, num_keys, device=q.device)
 
