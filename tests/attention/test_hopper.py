@@ -154,7 +154,8 @@ def test_parts_of_a_projection_are_read_and_written_where_they_are(num_kv_heads,
 
 
 @INTERPRETED
-@pytest.mark.parametrize(("where", "causal"), [("q", True), ("k", True), ("v", True), ("d_out", True), ("q", False)])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("where", ["q", "k", "v", "d_out"])
 def test_nan_is_not_lost_in_a_polynomial(where, causal, monkeypatch):
     """One number of one row: it spoils what it spoils where all exponentials are exp2's, but for dv of some keys."""
     monkeypatch.setattr(gluon_interpreter, "unchanged", lambda x, y: torch.equal(x.view(torch.int16), y.view(torch.int16)))
