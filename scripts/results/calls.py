@@ -126,7 +126,9 @@ def speed_tables(data: dict[str, Any]) -> list[str]:
     points = groups(data["rows"], lambda row: (row["causal"], row["head_dim"], row["seq_len"]))
     first = data["rows"][0]
     pause = f" The card rested for {first['pause_s']:g} s before every call." if "pause_s" in first else ""
-    parts = [f"{first['dtype']}, 16,384 tokens, heads x head_dim = 2,048; TFLOP/s of medians, the best in bold.{pause}"]
+    counts = sorted({row[f"{name}_repeats"] for row in data["rows"] for name in ("forward", "backward") if f"{name}_repeats" in row})
+    calls = f" of {' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} calls" if counts else ""
+    parts = [f"{first['dtype']}, 16,384 tokens, heads x head_dim = 2,048; TFLOP/s of medians{calls}, the best in bold.{pause}"]
     for direction in ("forward", "backward"):
         rows, ratios = [], {}
         for (causal, head_dim, seq_len), found in points.items():

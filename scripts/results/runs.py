@@ -196,11 +196,13 @@ def nanogpt() -> str:
             against = [f"{row['tokens_per_sec'] / speed:.2f}", f"{row['peak_gib'] / peak:.2f}"]
             rows.append([plain(row["who"]), f"{seq_len:,}", row["batch_size"], times, f"{row['peak_gib']:.2f}", *against])
     settings, curves = data["settings"], data.get("curves")
+    windows = [row["windows"] for row in data["speed"]]
     ours = f"`{' '.join(['python train.py', *settings['overrides']])}`"
     what = (
         f"{ours} with each attention, and the step of nanoGPT's train.py, first and last, in processes of their own: "
         f"{settings['model']}, vocabulary {settings['vocab_size']:,}, {settings['tokens']:,} tokens a step, the same initial weights and "
-        "batches. Tokens per second: median of ten steps each (20th to 80th percentile); the ratios are to the mean of nanoGPT's two runs."
+        f"batches. Tokens per second: median of {min(windows)} to {max(windows)} times ten steps (20th to 80th percentile); the ratios are "
+        "to the mean of nanoGPT's two runs."
     )
     head = ["training", "seq_len", "batch", "tokens/s", "peak GiB", "speed / nanoGPT's", "memory / nanoGPT's"]
     parts = [what, table(head, rows)]

@@ -23,7 +23,7 @@ def provenance(data: dict[str, Any]) -> str:
     environment = data["environment"]
     hardware, versions = environment["hardware"], environment["versions"]
     chip = hardware["gpu"] or f"{hardware['cpu']}, {hardware['cpu_cores']} cores"
-    packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "python") if versions.get(name))
+    packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "flash-attn-4", "python") if versions.get(name))
     # runs of one table may come from several commits; then each says its own
     runs = data.get("runs") or data.get("speed") or [{}]
     commits = {run.get("commit") or environment.get("commit") or "unknown" for run in runs}
