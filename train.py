@@ -126,7 +126,8 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         metrics.write(row)
         logger.log(row, tokens=tokens)
         summary.update({name: value for name, value in row.items() if name.startswith("val/")} | watch.summary())
-        summary["memory/peak_gib"] = max(row.get("memory/peak_gib") or 0.0, summary.get("memory/peak_gib") or 0.0)
+        if "memory/peak_gib" in row:
+            summary["memory/peak_gib"] = max(row["memory/peak_gib"], summary.get("memory/peak_gib", 0.0))
         reserved = {"memory/reserved_gib": row.get("memory/reserved_gib")}
         summary.update(steps_done=row["step"], tokens=tokens, tokens_per_sec=throughput.tokens_per_sec, **reserved)
         memory.reset()
@@ -204,8 +205,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         logger.finish(exit_code=0 if summary["status"] == "completed" else 1)
 
     # what came of it
-    if device.type == "cuda":
-        peak_gib = summary["memory/peak_gib"]
+    if device.type == "cuda" and (peak_gib := summary.get("memory/peak_gib")):
         log.info(f"peak memory {peak_gib:.2f} GiB, predicted {predicted_gib:.2f} ({predicted_gib / peak_gib - 1:+.1%})")
     title = f"{in_words(schedule)} model={config.model.name} seq_len={config.seq_len} seed={config.seed}: {summary['status']}"
     curve = draw_loss_curve(run_dir, title=title)

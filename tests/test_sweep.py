@@ -116,6 +116,7 @@ def test_out_of_memory_is_a_result_and_leaves_nothing_behind(tmp_path):
     # one matrix of scores: heads * N * N * 4 bytes
     assert failed["oom"]["asked_gib"] == pytest.approx(8 * 200_000**2 * 4 / 1024**3, rel=0.01)
     assert failed["oom"]["free_gib"] < failed["oom"]["asked_gib"] < failed["oom"]["predicted_gib"]
+    assert "memory/peak_gib" not in failed  # no step was done, so none was measured
     # what the failed job held when it failed: 0.1 GiB each of position embeddings, residual stream, q, k and v, and more
     assert after["memory/peak_gib"] - before["memory/peak_gib"] < 0.1
     assert failed["memory/at_start_gib"] > 0 and abs(after["memory/at_start_gib"] - failed["memory/at_start_gib"]) < 0.1

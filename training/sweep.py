@@ -215,7 +215,9 @@ def summary_table(rows: list[dict[str, Any]]) -> str:
     for row, setting in zip(rows, settings, strict=True):
         # what an earlier evaluation found is not the result of the steps that were done
         stale = (row.get("evaluated_step") or 0) < (row.get("steps_done") or 0) and "evaluated_step" in row
-        known = {key: value for key, value in row.items() if value is not None and not (stale and key.startswith("val/"))}
+        # and the peak of what came before is not that of a run which ran out of memory
+        hidden = ("val/",) * stale + ("memory/peak_gib",) * (row["status"] == "oom")
+        known = {key: value for key, value in row.items() if value is not None and not key.startswith(hidden)}
         cells = [form.format(known[key]) if key in known else "-" for key, form in columns.values()]
         table.append([setting.get(name, "-") for name in names] + cells)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

@@ -244,6 +244,11 @@ def test_a_loss_from_before_the_last_step_is_not_shown(tmp_path):
         assert summary_table(read_sweep(tmp_path / str(number))).splitlines()[2].split()[2] == shown
 
 
+def test_the_peak_of_what_came_before_is_not_that_of_a_run_without_memory():
+    shown = [summary_table([row(status=status, **{"memory/peak_gib": 6.66})]).splitlines()[2] for status in ("completed", "oom")]
+    assert [line.split()[-2] for line in shown] == ["6.66", "-"]
+
+
 def test_accuracy_columns_come_with_accuracy():
     assert "accuracy" not in summary_table([row()])
     table = summary_table([row(**{"val/accuracy": 0.998, "val/accuracy_exact": 0.5})])
