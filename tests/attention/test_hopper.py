@@ -514,3 +514,22 @@ def test_cuda_graph_and_two_streams():
         graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(x, expected) for x in (*found, captured))
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+def test_graphs_of_torch_compile():
+    """Its reduce-overhead mode first runs on a stream and in a pool of its own, and goes no further if memory of it stays in use."""
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (attention(q, k, v, backend=HOPPER).out * d_out).sum()
+
+    *tensors, d_out = (random(2, 8, 1500, 64, seed=seed) for seed in range(4))
+    tensors = [x.requires_grad_() for x in tensors]
+    expected = torch.autograd.grad(loss(*tensors), tensors)
+    compiled = torch.compile(loss, mode="reduce-overhead")
+    for _ in range(4):  # as it is, recorded, and replayed
+        torch.compiler.cudagraph_mark_step_begin()
+        found = torch.autograd.grad(compiled(*tensors), tensors)
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)

@@ -4,6 +4,7 @@ Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D h
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import NamedTuple
 
@@ -79,8 +80,16 @@ def counters(device: torch.device) -> Tensor:
         return torch.zeros(2, dtype=torch.int32, device=device)  # memory of the graph's own
     key = device, driver.active.get_current_stream(device.index)  # as Triton asks at a launch
     if key not in _counters:
-        _counters[key] = torch.zeros(2, dtype=torch.int32, device=device)
+        # this thread may be taking its memory from a pool that somebody will use again, as torch.compile(mode="reduce-overhead") does
+        with ThreadPoolExecutor(1) as another:
+            _counters[key] = another.submit(_zeros, device).result()
     return _counters[key]
+
+
+def _zeros(device: torch.device) -> Tensor:
+    zeros = torch.zeros(2, dtype=torch.int32, device=device)
+    torch.cuda.current_stream(device).synchronize()  # which is another thread's, so another stream
+    return zeros
 
 
 def forward_constants(q_shape: torch.Size, num_keys: int, causal: bool, intervals: bool) -> dict[str, int | bool]:
