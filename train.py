@@ -217,7 +217,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
             log.info(f"\na sample:\n{text}\n")
         except (FloatingPointError, ValueError) as error:  # overflow on new text, or a kernel that takes no single query
             log.warning(f"no sample: {error}")
-    log.info(f"loss curve: {curve}" + (f"\nlogs: {logger.url_or_hint}" if logger.url_or_hint else ""))
+    log.info(f"loss curve: {curve or 'no loss was recorded'}" + (f"\nlogs: {logger.url_or_hint}" if logger.url_or_hint else ""))
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

@@ -68,13 +68,17 @@ def under_attention(model: GPT, backend: Backend, *, compile_mode: str) -> nn.Mo
 
 
 def will_compile(config: ModelConfig, backend: Backend, device: str, *, compile_mode: str) -> bool:
-    """Whether torch.compile runs: auto does on a GPU, unless the attention fits no graph or activations move to the host.
+    """Whether torch.compile runs: auto does on a GPU, unless the attention fits no graph or memory is to be spared in a way that it cannot.
 
-    Raises ValueError for compile=true with model.offload=true: a compiled graph moves nothing.
+    Raises ValueError for compile=true with such a way: a compiled graph moves nothing to the host, and what it computes again it does
+    once, so that all chunks of a block that was not kept would be there together.
     """
-    if config.offload and compile_mode == "true":
-        raise ValueError("model.offload=true moves activations in the middle of a step, which torch.compile cannot; add compile=false")
-    fits = (backend.traceable or backend.operator) and not config.offload
+    sparing = "model.offload=true" if config.offload else ""
+    if config.checkpoint == "block" and config.chunk_tokens is not None:
+        sparing = f"model.chunk_tokens={config.chunk_tokens} with model.checkpoint=block"
+    if sparing and compile_mode == "true":
+        raise ValueError(f"{sparing} spares memory in the middle of a step, as torch.compile cannot; add compile=false")
+    fits = (backend.traceable or backend.operator) and not sparing
     return compile_mode == "true" or (compile_mode == "auto" and device == "cuda" and fits)
 
 

@@ -202,13 +202,15 @@ def test_settings_that_do_nothing_or_do_not_exist_are_refused(settings):
         ModelConfig(**settings)
 
 
-def test_offload_and_compile_exclude_one_another(build_gpt):
-    model, backend = build_gpt(**BLOCK, offload=True), get_backend("sdpa")
-    with pytest.raises(ValueError, match="add compile=false"):
+@pytest.mark.parametrize("keeps", [BLOCK | {"offload": True}, BLOCK | CHUNKED], ids=["offload", "chunks"])
+def test_what_a_compiled_graph_would_not_spare_is_not_compiled(build_gpt, keeps):
+    model, backend = build_gpt(**keeps), get_backend("sdpa")
+    with pytest.raises(ValueError, match=f"model.{list(keeps)[1]}=.*add compile=false"):
         under_attention(model, backend, compile_mode="true")
     assert under_attention(model, backend, compile_mode="auto") is model
     settings = {"backend": backend, "device": "cuda", "compile_mode": "auto"}
-    assert will_compile(ModelConfig(), **settings) and not will_compile(model.config, **settings)
+    assert not will_compile(model.config, **settings)
+    assert all(will_compile(ModelConfig(**each), **settings) for each in ({}, BLOCK, ATTENTION | CHUNKED))
 
 
 @pytest.mark.gpu
