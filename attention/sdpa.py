@@ -74,6 +74,8 @@ def _tried(
             sdpa_attention(q, k, v, causal=causal, scale=1.0, backend=backend)
         except RuntimeError as error:
             words = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
+            # headings, and what it says of the kernels that were not asked for
+            words = [each for each in words if not each.endswith(("not used because:", "has been runtime disabled."))]
             # on a CPU PyTorch only says that no kernel was left
             elsewhere = ["it runs on a GPU alone"] if backend in ("efficient", "cudnn") and device.type != "cuda" else []
             reason = "; ".join(words or elsewhere or [str(error)])

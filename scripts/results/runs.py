@@ -277,10 +277,10 @@ def sweep() -> str:
     ]
     command = " ".join(["python", *data["environment"]["command"][1:]])
     what = (
-        f"`{command}`, where DIR holds no_max on the kernels (`impl: triton`) as a choice of its own: {data['wall_seconds']} s from start to "
-        "table. Memory at a job's start is what the jobs before it left behind: what the first computation leaves stays, and nothing is "
-        "added. The learning rate is high so that no_max breaks soon. It is none to compare losses at: those of exact attentions come apart, "
-        "at 32,768 tokens after a jump to 6.84 at step 5, until which they differ by 0.001."
+        f"`{command}`, where DIR holds no_max on the kernels (`impl: triton`) as a choice of its own: {data['wall_seconds']} s from start "
+        "to table. Memory at a job's start is what the jobs before it left behind: what the first computation leaves stays, and nothing is "
+        "added. The learning rate is high so that no_max breaks soon. It is none to compare losses at: those of exact attentions come "
+        "apart, at 32,768 tokens after a jump to 6.84 at step 5, until which they differ by 0.001."
     )
     head = ["attention", "seq_len", "status", "val/loss", "tokens/s", "GiB at start", "peak GiB", "seconds"]
     return section(data, what, table(head, rows))

@@ -1,13 +1,14 @@
 """What is refused, and that the refusal says why: inputs, options, names, targets, and backends that break their promise."""
 
 import re
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 
 import attention as package
-from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend, register
+from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend, register, sdpa
 
 
 def qkv(batch=1, num_heads=2, num_queries=6, head_dim=8, *, num_kv_heads=None, num_keys=None, dtype=torch.float32):
@@ -129,6 +130,26 @@ def test_softmax_dtype():
 
 def test_a_kernel_pytorch_refuses_is_refused_in_pytorchs_words():
     assert "PyTorch's efficient kernel refuses them: " in refusal(Q, K, V, backend=get_backend("sdpa", backend="efficient"))
+
+
+def test_of_pytorchs_words_those_about_the_kernel_that_was_asked_for(monkeypatch):
+    """As PyTorch 2.11 says it on an H200 where flash meets float32."""
+    said = [
+        "Memory efficient kernel not used because:", "Memory Efficient attention has been runtime disabled.",
+        "Flash attention kernel not used because:", "Expected query to be of dtype: {Half, BFloat16}. Got float instead.",
+        "cuDNN attention kernel not used because:", "cuDNN attention has been runtime disabled.",
+    ]  # fmt: skip
+
+    def refuse(*_, **__) -> None:
+        for words in said:
+            warnings.warn(f"{words} (Triggered internally at sdp_utils.cpp:1.)", stacklevel=1)
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    monkeypatch.setattr(sdpa, "sdpa_attention", refuse)
+    sdpa._tried.cache_clear()
+    found = refusal(Q, K, V, backend=get_backend("sdpa", backend="flash"))
+    sdpa._tried.cache_clear()
+    assert f"flash kernel refuses them: {said[3]}; attention.backend=auto" in found
 
 
 MODULE = """
