@@ -179,7 +179,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                     then = None if diverged else schedule.get(step)
                     if config.eval_every and (finished or then or step % config.eval_every == 0):
                         row |= validate({"_switched": then} if then else {})
-                    if due or "val/loss" in row:
+                    if due or finished or "val/loss" in row:
                         log.info(progress.line(step, {"train/loss": loss} | row, throughput.tokens_per_sec))
                     if then:
                         log.info(f"step {step}: from here on attention={then.name} {dict(then.options) or ''}")

@@ -220,7 +220,21 @@ def test_batch_size_auto_is_the_same_training(tmp_path):
 
 
 def test_eval_every_0_trains_without_an_evaluation(tmp_path):
-    assert run(*tiny(tmp_path, "eval_every=0")).code == 0
+    done = run(*tiny(tmp_path, "eval_every=0"))
+    assert done.code == 0 and "4/4  train/loss" in done.output
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
     assert not any(name.startswith(("val/", "attention/out")) for row in metrics(tmp_path) for name in row)
     assert summary(tmp_path)["status"] == "completed"
+
+
+def test_of_other_packages_only_warnings_are_shown(tmp_path, monkeypatch):
+    """A reader of the log has no use for the versions that a library found, or for its new cache of fonts."""
+    (tmp_path / "talkative.py").write_text(
+        "import logging\nfrom tests.user_backends import RIGHT as BACKEND\n"
+        "log = logging.getLogger(__name__)\nlog.info('a remark')\nlog.warning('a warning')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    done = run(*tiny(tmp_path / "run", "attention=custom", "attention.target=talkative:BACKEND", "steps=1"))
+    assert done.code == 0, done.output
+    for text in (done.output, (tmp_path / "run/train.log").read_text()):
+        assert "a warning" in text and "step     1/1" in text and "a remark" not in text

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from training.rotation import BEST, LATEST, META, newest_first, rotate, sync
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("tilegpt")
 
 FORMAT = "tilegpt-checkpoint"
 VERSION = 1

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 from config import LoggerConfig
 from training.metrics import read_metrics
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("tilegpt")
 
 # seconds: to reach wandb's server at all, to start an online run there, and to upload what is left at the end
 PROBE_TIMEOUT, INIT_TIMEOUT, FINISH_TIMEOUT = 2.0, 20, 120.0
