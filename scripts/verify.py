@@ -23,12 +23,12 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from attention import BACKENDS, Backend, get_backend, kernel_choice
 from attention.conformance import SHORT
@@ -98,21 +98,27 @@ def as_json(cell: Cell, dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
-def verify(backend: Backend, dtypes: Iterable[torch.dtype], options: Options, device: torch.device) -> dict[str, Any]:
+def verify(backend: Backend, dtypes: list[torch.dtype], options: Options, device: torch.device) -> dict[str, Any]:
     """One column: its cells of every dtype, and what was tried for them."""
     start, cells = time.perf_counter(), []
     tried = {"random": 0, "adversarial": 0, "checks": 0}
+    bar = tqdm(total=len(dtypes) * len(PROPERTIES), desc=backend.name, unit="property", leave=False, disable=None)  # at a terminal
     for dtype in dtypes:
         subject = Subject(backend, device.type, dtype, options.cases, options.seed)
         with warnings.catch_warnings():
             for message in WARNINGS:
                 warnings.filterwarnings("ignore", message)
-            column = [examine(subject, name) for name in PROPERTIES]
+            column = []
+            for name in PROPERTIES:
+                bar.set_postfix_str(f"{SHORT[dtype]}, {name}")
+                column.append(examine(subject, name))
+                bar.update()
         cells += [as_json(cell, dtype) for cell in column]
         taken = [case for case, row in subject.rows.items() if row is not None]
         tried["random"] += sum(case.seed > 0 for case in taken)
         tried["adversarial"] += sum(case.seed == 0 for case in taken)
         tried["checks"] += sum(cell.checks for cell in column)
+    bar.close()
     multiples = [cell["worst_multiple"] for cell in cells if cell["status"] == "green" and cell["worst_multiple"] is not None]
     return {
         "exact": backend.exact,
