@@ -356,7 +356,11 @@ def replay_overrides(arguments: list[str]) -> list[str]:
 
     new = [argument for argument in arguments if not argument.startswith("resume=")]
     replaced = {key(argument) for argument in new} | {"resume"}
-    old = [override for override in yaml.safe_load(recorded.read_text()) if key(override) not in replaced]
+    recorded_overrides = yaml.safe_load(recorded.read_text())
+    old = [override for override in recorded_overrides if key(override) not in replaced]
+    if "attention" in replaced and not {each for each in new if key(each) == "attention"} & set(recorded_overrides):
+        # the options of one attention are none of another's
+        old = [override for override in old if not key(override).startswith("attention.") or key(override).startswith("attention.switch_")]
     # an experiment may ask for a sweep, but one of its runs is resumed alone; .hydra stays what the first start wrote
     quoted = "'" + str(run_dir).replace("'", "\\'") + "'"
     return [*old, *new, f"resume={quoted}", f"hydra.run.dir={quoted}", "hydra.mode=RUN", "hydra.output_subdir=null"]

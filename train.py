@@ -41,14 +41,14 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from model import GPT, count_parameters, sample_text
     from model.evaluate import evaluate
     from model.health import Watch
-    from model.plan import GIB, predict_peak_bytes
+    from model.plan import GIB, largest_peak_bytes
     from model.schedule import attention_schedule, backend_after, describe, in_words, under_attention
     from training.batch_size import largest_batch, try_pass
     from training.checkpoint import Checkpoints
     from training.device import pick_device, pick_dtype, set_deterministic
     from training.interrupt import Interrupt
     from training.loggers import build_logger
-    from training.memory import MemoryMeter, cpu_memory_limit
+    from training.memory import MemoryMeter, cpu_memory_limit, is_out_of_memory
     from training.metrics import MetricsFile, Progress, Throughput, environment, peak_flops, read_metrics, write_json
     from training.optimizer import build_optimizer, learning_rate, set_learning_rate
     from training.outcome import outcome_of
@@ -71,17 +71,19 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     torch.manual_seed(config.seed)
     model = GPT(config.model, vocab_size=data.vocab_size, backend=schedule[0]).to(device)
-    predict = partial(predict_peak_bytes, vocab_size=data.vocab_size, backend=schedule[0], dtype=dtype, device=device)
+    predict = partial(largest_peak_bytes, vocab_size=data.vocab_size, backends=schedule.values(), dtype=dtype, device=device)
     overrides = own_overrides()  # what resume= replays
     if config.batch_size == "auto":
         trial = under_attention(model, schedule[0], compile_mode=config.compile)
         attempt = partial(try_pass, trial, seq_len=config.seq_len, autocast=autocast, device=device)
-        config = largest_batch(config, predicted_bytes=lambda sized: predict(sized).peak, attempt=attempt, device=device)
+        with cpu_memory_limit():
+            held = sum(parameter.nbytes for parameter in model.parameters())
+            config = largest_batch(config, predicted_bytes=predict, attempt=attempt, device=device, held_bytes=held)
         overrides.append(f"batch_size={config.batch_size}")  # a resumed run makes the same passes, whatever is free by then
     optim = config.optimizer()
     optimizer = build_optimizer(model, optim)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    predicted_gib = predict(config).peak / GIB
+    predicted_gib = predict(config) / GIB
     summary |= {"parameters": count_parameters(model), "data": data.fingerprint}
     # tensors alone: on a CPU the peak beside it is the process's, Python and its libraries included
     summary |= {"memory/predicted_gib": predicted_gib} if device.type == "cuda" else {}
@@ -97,13 +99,11 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         if first_step >= config.steps:
             raise ValueError(f"resume={config.resume} has done {first_step} steps of steps={config.steps}; ask for more with steps=N")
         metrics.truncate_after(first_step)
-    watch = Watch(model, autocast, read_metrics(metrics.path))
+    watch = Watch(model, autocast, read_metrics(metrics.path), is_out_of_memory=is_out_of_memory)
+    summary |= {"steps_done": first_step, "tokens": tokens}  # from here on this folder is this run's
     OmegaConf.save(OmegaConf.create(plain_config), run_dir / "config.yaml")
     OmegaConf.save(OmegaConf.create(overrides), run_dir / "overrides.yaml")
     write_json(run_dir / "env.json", environment(data.fingerprint, device))
-    tags = [*dict.fromkeys(each.name for each in schedule.values()), f"seq{config.seq_len}", config.model.name, config.data.source]
-    names = job_names(run_dir) | {"tags": tags, "resume": config.resume is not None}
-    logger = build_logger(config.logger, **names, run_dir=run_dir, run_config=plain_config)
     log.info(f"{data.description}\nmodel={config.model.name} {summary['parameters']:,} parameters, {in_words(schedule)}")
     log.info(f"{device} {summary['dtype']}, {config.sequences_per_step} x {config.seq_len} tokens a step, in {run_dir}")
     flops = {name: model.flops_per_token(config.seq_len, causal=causal) for name, causal in (("mfu", False), ("mfu_causal", True))}
@@ -125,15 +125,15 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     def record(row: dict) -> None:
         metrics.write(row)
         logger.log(row, tokens=tokens)
-        summary.update({name: value for name, value in row.items() if name.startswith("val/")} | watch.summary())
-        if "memory/peak_gib" in row:
-            summary["memory/peak_gib"] = max(row["memory/peak_gib"], summary.get("memory/peak_gib", 0.0))
-        reserved = {"memory/reserved_gib": row.get("memory/reserved_gib")}
-        summary.update(steps_done=row["step"], tokens=tokens, tokens_per_sec=throughput.tokens_per_sec, **reserved)
+        summary.update({name: value for name, value in row.items() if name.startswith("val/")} | watch.summary() | memory.summary())
+        summary.update(steps_done=row["step"], tokens=tokens, tokens_per_sec=throughput.tokens_per_sec)
         memory.reset()
 
     step, ahead, step_model = first_step, None, under_attention(model, backend_after(schedule, first_step), compile_mode=config.compile)
     summary["compiled"] = step_model is not model
+    tags = [*dict.fromkeys(each.name for each in schedule.values()), f"seq{config.seq_len}", config.model.name, config.data.source]
+    names = job_names(run_dir) | {"tags": tags, "resume": config.resume is not None}
+    logger = build_logger(config.logger, **names, run_dir=run_dir, run_config=plain_config)
     try:
         bar = tqdm(total=config.steps, initial=first_step, disable=None, unit="step")
         reader = Prefetcher(data, config.sequences_per_step, config.batch_size, device)
@@ -154,10 +154,12 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 last = finished or (interrupt.requested and ahead is None)
 
                 # what is known about it
-                row, log_now = {}, finished or step % config.log_every == 0
+                log_now, then = finished or step % config.log_every == 0, None if diverged else schedule.get(step)
+                evaluate_now = config.eval_every and (finished or then or step % config.eval_every == 0)
                 compare = not diverged and config.diagnose_steps > 0 and (finished or step % config.diagnose_steps == 0)
+                row = memory.row() if log_now or evaluate_now or compare else {}
                 if log_now:
-                    row = {"train/loss": loss, "lr": learning_rate(step - 1, config.steps, optim), "grad_norm": grad_norm, **memory.row()}
+                    row |= {"train/loss": loss, "lr": learning_rate(step - 1, config.steps, optim), "grad_norm": grad_norm}
                 if log_now or compare:
                     with throughput.paused():
                         # the weights are still those of this step's forward pass; the scale is what one sequence weighs in its loss
@@ -176,14 +178,14 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 due = progress.step(step) and bar.disable  # where there is a bar, it is enough
                 with throughput.paused():
                     row |= throughput.row() if log_now else {}
-                    then = None if diverged else schedule.get(step)
-                    if config.eval_every and (finished or then or step % config.eval_every == 0):
+                    if evaluate_now:
                         row |= validate({"_switched": then} if then else {})
                     if due or finished or "val/loss" in row:
                         log.info(progress.line(step, {"train/loss": loss} | row, throughput.tokens_per_sec))
                     if then:
                         log.info(f"step {step}: from here on attention={then.name} {dict(then.options) or ''}")
                         step_model = under_attention(model, then, compile_mode=config.compile)
+                        throughput.warm_up()
                     if row:
                         record({"step": step, "tokens": tokens, **row})
                     if last or step % config.checkpoint_every == 0:
@@ -223,7 +225,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> dict:
     """One job. Every outcome becomes a status in summary.json: one job of a sweep never takes down another."""
-    from training.outcome import close_run, outcome_of
+    from training.outcome import close_run, outcome_around
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     summary = {"status": "running", "attention": cfg.attention.name, "seq_len": cfg.seq_len, "seed": cfg.seed}
@@ -231,12 +233,7 @@ def main(cfg: DictConfig) -> dict:
     try:
         train(OmegaConf.to_object(cfg), run_dir, summary)
     except BaseException as error:
-        if summary["status"] == "running":  # it never came to the loop
-            summary |= outcome_of(error, "cpu", run_dir)
-        elif summary["status"] in ("completed", "diverged"):  # all that was learnt is saved; something after that went wrong
-            log.error(f"error after the training: {error}" if str(error) else "stopped after the training")
-            if isinstance(error, KeyboardInterrupt):
-                summary["status"] = "interrupted"
+        summary |= outcome_around(error, summary["status"], run_dir)
         traceback.clear_frames(error.__traceback__)  # they would keep every tensor of this job alive
     close_run(run_dir, summary)
     return summary

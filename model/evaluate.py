@@ -28,7 +28,9 @@ def evaluate(
     of their columns. Means are over every target that is not -100. inputs, targets and, for attention inside documents, document_ids
     (B, N) on the CPU.
     """
-    judges = {"": model.backend, "_exact": exact_judge(model, document_ids), **(also or {})}
+    device = next(model.parameters()).device
+    exact = exact_judge(model.config.head_dim, device, documents=document_ids is not None)
+    judges = {"": model.backend, "_exact": exact, **(also or {})}
     row = {}
     for suffix, judge in judges.items():
         loss, right = judged(model, judge, inputs, targets, document_ids, batch_size=batch_size, autocast=autocast, accuracy=accuracy)
@@ -38,16 +40,15 @@ def evaluate(
     return row
 
 
-def exact_judge(model: GPT, document_ids: Tensor | None) -> Backend:
+def exact_judge(head_dim: int, device: torch.device, *, documents: bool) -> Backend:
     """PyTorch's own attention: sdpa, or for documents, which that cannot mask, flex on a GPU.
 
     On a CPU flex would materialise the scores, and it takes no head smaller than 16: our tile loop stands in for it there.
     """
-    if document_ids is None:
+    if not documents:
         return get_backend("sdpa")
     flex = get_backend("flex")
-    on_gpu = next(model.parameters()).device.type == "cuda"
-    return flex if on_gpu and model.config.head_dim in flex.head_dims else get_backend("tiled")
+    return flex if device.type == "cuda" and head_dim in flex.head_dims else get_backend("tiled")
 
 
 @torch.no_grad()
@@ -67,6 +68,8 @@ def judged(
     model.eval()
     device = next(model.parameters()).device
     count = int((targets != -100).sum())
+    if not count:
+        raise ValueError(f"none of the {targets.numel()} held-out targets counts; take more of them with eval_sequences= or seq_len=")
     total_loss = total_right = 0.0
     with model.use_backend(judge), autocast:
         batch = [x for x in (inputs, targets, document_ids) if x is not None]

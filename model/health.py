@@ -4,7 +4,7 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,8 +24,16 @@ LOOKED_AT = 8192
 class Watch:
     """What is known of a run's attention, step by step; rows are those of metrics.jsonl that a resumed run goes on from."""
 
-    def __init__(self, model: GPT, autocast: AbstractContextManager, rows: Iterable[dict[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        autocast: AbstractContextManager,
+        rows: Iterable[dict[str, Any]] = (),
+        *,
+        is_out_of_memory: Callable[[Exception], bool] = lambda error: isinstance(error, torch.OutOfMemoryError),
+    ) -> None:
         self.model = model
+        self.is_out_of_memory = is_out_of_memory
         self.autocast = autocast  # of the training steps
         self.scores = {row["step"]: row["attention/max_score"] for row in rows if row.get("attention/max_score") is not None}
         self.has_room = True
@@ -45,7 +53,9 @@ class Watch:
             try:
                 with self.autocast:
                     row = compare_layers(self.model, inputs, targets, document_ids, loss_scale=loss_scale)
-            except torch.OutOfMemoryError:
+            except Exception as error:
+                if not self.is_out_of_memory(error):
+                    raise
                 # the run itself fits: it shall not end for being looked at
                 self.has_room = False
                 log.warning(f"step {step}: no memory left to compare the attention with exact attention; diagnose_every=0 does not try")
@@ -108,7 +118,7 @@ def largest_score(model: GPT, tokens: Tensor, document_ids: Tensor | None = None
     """The largest finite attention score of any layer for tokens, document_ids (B, N); a layer after a breakdown has none."""
     recorder = Recorder(model.backend)
     with model.use_backend(recorder.backend), without_dropout(model):
-        model(tokens, None, document_ids)
+        model(tokens, tokens, document_ids)  # a loss holds fewer logits at once than a forward pass that returns them
     return largest_finite(recorder.max_scores)
 
 
@@ -232,6 +242,6 @@ def _first_breakdown(model: GPT, recorder: Recorder, sizes: list[int], loss_is_f
     if bad:
         # gradients come from the end of the model: the last of them is nearest to where it began
         layer = re.match(r"blocks\.(\d+)\.", bad[-1])
-        message = f"the loss is finite, the gradient is not: {len(bad)} tensors, {bad[-1]} nearest to the loss"
+        message = f"the loss is finite, the gradient is not: {len(bad)} tensor{'s' * (len(bad) > 1)}, {bad[-1]} nearest to the loss"
         return {"message": message, "tensor": f"gradient of {bad[-1]}", "layer": int(layer[1]) if layer else None}
     return {"message": "the loss scale fell below 1: gradients overflowed float16 at every step"}

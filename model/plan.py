@@ -18,12 +18,14 @@ autocast makes, the gradients that the loss has ready, and what the step that ne
 the backward pass of an MLP or of an attention, or the optimizer.
 
 The formulas are held to PyTorch's own count of saved bytes and of live tensors by tests/model/test_plan_bytes.py. Not modelled: gaps in
-the allocator's blocks, and that torch.compile may keep or recompute other tensors than in the version these formulas were read from.
+the allocator's blocks, that torch.compile may keep or recompute other tensors than in the version these formulas were read from, and
+optim=muon, whose matrices have one moment where AdamW's have two.
 
 Dimensions: B batch, N tokens of a sequence, T = B N tokens of a pass, C hidden_size, H query heads, H_kv key/value heads, D head dim,
 S = B H N N scores.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -348,6 +350,13 @@ def predict_peak_bytes(config: Any, vocab_size: int, backend: Backend, dtype: to
         compiled=compiled,
         accumulates=config.accumulation_steps > 1,
     )
+
+
+def largest_peak_bytes(
+    config: Any, vocab_size: int, backends: Iterable[Backend], dtype: torch.dtype, device: torch.device | str
+) -> int:  # fmt: skip
+    """The peak of a run that trains with one backend after the other."""
+    return max(predict_peak_bytes(config, vocab_size, backend, dtype, device).peak for backend in backends)
 
 
 def predict_peak_gib(config: Any, vocab_size: int, backend: Backend, dtype: torch.dtype, device: torch.device | str) -> float:

@@ -24,7 +24,7 @@ from attention import BACKENDS, Backend, get_backend
 from config import RunConfig
 from data import Batch, build_data
 from model import GPT
-from model.evaluate import judged
+from model.evaluate import exact_judge, judged
 from model.schedule import chosen_attention
 from scripts.arguments import parse_backend
 from scripts.cross_eval_matrix import draw, in_text, read_rows
@@ -85,7 +85,7 @@ def measure(arguments: argparse.Namespace) -> Path:
     checkpoints = load_checkpoints(arguments.runs)
     base = Path(os.path.commonpath([folder.resolve() for folder in arguments.runs]))
     out = arguments.out or base / "cross_eval.json"
-    judges = [parse_judge(text) for text in arguments.under] if arguments.under else default_judges(checkpoints)
+    judges = [parse_judge(text) for text in arguments.under] if arguments.under else default_judges(checkpoints, device)
     check_writable(out)
     rows, fingerprints = [], []
     for number, checkpoint in enumerate(checkpoints, 1):
@@ -147,7 +147,7 @@ def parse_judge(text: str) -> Backend:
         raise ValueError(f"--under {text}: {error}") from error
 
 
-def default_judges(checkpoints: Sequence[Checkpoint]) -> list[Backend]:
+def default_judges(checkpoints: Sequence[Checkpoint], device: torch.device) -> list[Backend]:
     """Exact attention, whatever a run was trained under, and no_rescale at half and double its tiles; each once.
 
     Tiles of another size are another judge for a broken attention alone.
@@ -155,8 +155,10 @@ def default_judges(checkpoints: Sequence[Checkpoint]) -> list[Backend]:
     used = [backend for checkpoint in checkpoints for backend in checkpoint.backends.values()]
     sizes = {(size, tuple(b.options.items())): b for b in used if b.name == "no_rescale" for size in neighbours(b.options["block_kv"])}
     used += [backend.configured(block_kv=size) for (size, _), backend in sizes.items()]
+    shapes = {(each.config.model.head_dim, each.config.data.documents) for each in checkpoints}
+    exact = [exact_judge(head_dim, device, documents=documents) for head_dim, documents in sorted(shapes)]
     unique = {}
-    for backend in (get_backend("sdpa"), *used):
+    for backend in (*exact, *used):
         options = {name: value for name, value in described(backend)["options"].items() if not (backend.exact and name in TILES)}
         unique.setdefault((backend.name, str(options)), backend)
     # as they stand in the table of backends, no_rescale from small tiles to large

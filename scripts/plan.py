@@ -196,6 +196,8 @@ def measure_peak(planned: Planned, vocab_size: int) -> int:
 
     config = planned.config
     device = pick_device(config.device)
+    if device.type != device_and_dtype(config)[0]:
+        raise ValueError(f"measure=true measures on the {device.type} that is here, and the plan is for a GPU; add device={device.type}")
     dtype = pick_dtype(config.dtype, device)
     compiled = will_compile(config.model, planned.backend, device.type, compile_mode=config.compile)
     if compiled and device.type == "cpu":

@@ -165,6 +165,8 @@ def captured_call(options: Options) -> Call:
     """q, k and v of one head of a trained run on held-out data, as its own attention meets them."""
     layer, head, sequence = options.layer or 0, options.head or 0, options.sequence or 0
     config = replace(read_config(options.run), device=options.device)
+    if config.data.documents:
+        raise ValueError(f"run={options.run} was trained with data.documents=true, and the replay knows no masks between documents")
     for key, asked, has in (("layer", layer, config.model.num_layers), ("head", head, config.model.num_heads)):
         if asked >= has:
             raise ValueError(f"{key}={asked} is not in {options.run}, which has {key}s 0 to {has - 1}")

@@ -222,6 +222,17 @@ def test_resume_replays_what_the_run_was_asked_for(run_dir):
     assert {override.key_or_group: override.value() for override in parsed}["resume"] == str(run_dir)
 
 
+def test_another_attention_does_not_inherit_the_options_of_the_first(tmp_path):
+    old = ["attention=no_rescale", "attention.block_kv=16", "attention.switch_at=40", "seq_len=64"]
+    (tmp_path / "overrides.yaml").write_text(yaml.safe_dump(old))
+
+    def replayed(attention: str) -> list[str]:
+        return replay_overrides([f"resume={tmp_path}", attention])[:-4]
+
+    assert replayed("attention=sdpa") == ["attention.switch_at=40", "seq_len=64", "attention=sdpa"]
+    assert replayed("attention=no_rescale") == [*old[1:], "attention=no_rescale"]
+
+
 def test_resuming_a_resumed_run(run_dir):
     recorded = run_dir / "overrides.yaml"
     recorded.write_text(yaml.safe_dump(["seq_len=64", f"resume='{run_dir}'"]))

@@ -21,15 +21,21 @@ USABLE = 0.93
 
 
 def largest_batch(
-    config: RunConfig, *, predicted_bytes: Callable[[RunConfig], float], attempt: Callable[[int], None], device: torch.device
+    config: RunConfig,
+    *,
+    predicted_bytes: Callable[[RunConfig], float],
+    attempt: Callable[[int], None],
+    device: torch.device,
+    held_bytes: float = 0,
 ) -> RunConfig:
     """`config` with the largest batch_size that fits and divides the sequences of a step, so that its passes make it up exactly.
 
     predicted_bytes(config) is the peak of a pass by calculation; attempt(B) does one and may run out of memory, after which the next
-    smaller divisor is tried. One sequence is tried whatever the calculation says; the error of that attempt is raised.
+    smaller divisor is tried. One sequence is tried whatever the calculation says; the error of that attempt is raised. held_bytes: what
+    the calculation counts and is in memory already, the weights.
     """
     sequences_per_step = config.sequences_per_step
-    usable = USABLE * free_bytes(device)
+    usable = USABLE * (free_bytes(device) + held_bytes)
     divisors = [size for size in range(sequences_per_step, 0, -1) if sequences_per_step % size == 0]
     for size in divisors:
         sized = replace(config, batch_size=size)

@@ -25,6 +25,7 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device | str):
         self.device = torch.device(device)
+        self._largest: dict[str, float | None] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -49,7 +50,13 @@ class MemoryMeter:
 
     def row(self) -> dict[str, float | None]:
         """Both figures by their names in metrics.jsonl."""
-        return {"memory/peak_gib": self.peak_gib(), "memory/reserved_gib": self.reserved_gib()}
+        row = {"memory/peak_gib": self.peak_gib(), "memory/reserved_gib": self.reserved_gib()}
+        self._largest = {name: value and max(value, self._largest.get(name) or 0.0) for name, value in row.items()}
+        return row
+
+    def summary(self) -> dict[str, float | None]:
+        """The largest of the rows so far, by the same names; nothing before the first."""
+        return self._largest
 
     def reserved_gib(self) -> float | None:
         """What PyTorch's allocator holds of the GPU, fragmentation included; None on a CPU."""

@@ -198,8 +198,8 @@ class Throughput:
         self.peak = peak
         self.warmup_steps = warmup_steps
         self.clock = clock
-        self.steps = 0
         self.tokens = 0
+        self._cold = warmup_steps  # steps that will not count
         self._seconds = 0.0
         self._stretches: list[tuple[Any, Any]] = []  # starts and stops of the clock that are not in _seconds yet
         self._since: Any = None  # when the clock last started; None while it stands
@@ -207,11 +207,17 @@ class Throughput:
 
     def step(self, tokens: int) -> None:
         """Count one optimizer step; the clock starts after the warm-up."""
-        self.steps += 1
-        if self.steps > self.warmup_steps:
+        if not self._cold:
             self.tokens += tokens
-        elif self.steps == self.warmup_steps:
+            return
+        self._cold -= 1
+        if not self._cold:
             self._since = self._now()
+
+    def warm_up(self) -> None:
+        """The next steps are slow like the first ones: another attention, for one, is compiled in them."""
+        self.pause()
+        self._cold = self.warmup_steps
 
     def pause(self) -> None:
         if self._since is not None:
@@ -219,7 +225,7 @@ class Throughput:
             self._since = None
 
     def resume(self) -> None:
-        if self.steps >= self.warmup_steps and self._since is None:
+        if not self._cold and self._since is None:
             self._since = self._now()
 
     @contextlib.contextmanager

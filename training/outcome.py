@@ -32,12 +32,27 @@ def outcome_of(error: BaseException, device: str, run_dir: Path, *, predicted_gi
     return {"status": "failed", "error": str(error) or type(error).__name__}
 
 
+def outcome_around(error: BaseException, status: str, run_dir: Path) -> dict[str, Any]:
+    """The same for an error before the training, when its status is running, or after it, when all that was learnt is saved.
+
+    Says and changes nothing where the training itself has ended so.
+    """
+    if status == "running":
+        return outcome_of(error, "cpu", run_dir)
+    asked = isinstance(error, KeyboardInterrupt)
+    if status in ("completed", "diverged") or (status == "interrupted" and not asked):
+        log.error(f"error after the training: {error}" if str(error) else "stopped after the training")
+        return {"status": "interrupted"} if asked else {}
+    return {}
+
+
 def close_run(run_dir: Path, summary: dict[str, Any]) -> None:
     """Write summary.json and give the memory back. A summary that cannot be written makes the run a failed one."""
     summary["wall_seconds"] = time.time() - summary.pop("started")
     try:
         # a resume that was refused leaves the summary of what the run did before
-        if "steps_done" in summary or not (run_dir / "summary.json").exists():
+        refused = "steps_done" not in summary and any(override.startswith("resume=") for override in summary["overrides"])
+        if not (refused and (run_dir / "summary.json").exists()):
             write_json(run_dir / "summary.json", summary)
     except OSError as error:
         log.error(f"error: {error}")

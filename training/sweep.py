@@ -73,9 +73,11 @@ class SweepSummary(Callback):
         self._finish(exit_code(read_sweep(self.folder)), first_missing=len(self.jobs))
 
     def on_run_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
-        """The exit code of a single run, from the status that main() returned."""
+        """The table and the exit code of a single run, from the status that main() returned."""
         result = job_return._return_value
         status = result.get("status") if isinstance(result, dict) else None
+        if status == "completed":
+            print(f"\n{summary_table([read_run(Path(config.hydra.run.dir))])}")
         if status in ("failed", "interrupted"):
             raise SystemExit(130 if status == "interrupted" else 1)
 

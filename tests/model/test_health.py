@@ -11,6 +11,8 @@ from attention import BACKENDS, LIMITS, Recorder, compare_with_exact, find_break
 from config import ModelConfig
 from model import GPT, health
 from model.health import Watch, compare_layers, diagnose, largest_score
+from training.memory import is_out_of_memory
+from training.step import compute_gradients
 
 TILES = {"block_q": 8, "block_kv": 4}
 
@@ -80,15 +82,16 @@ def test_the_loss_scale_cancels():
     assert compare_layers(model, *batch(1), loss_scale=2.0**10) == pytest.approx(compare_layers(model, *batch(1)), rel=1e-4)
 
 
-def test_no_memory_for_the_comparison_does_not_end_the_run(monkeypatch, caplog):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("tried to allocate"), RuntimeError("can't allocate memory")], ids=["gpu", "cpu"])
+def test_no_memory_for_the_comparison_does_not_end_the_run(monkeypatch, caplog, error):
     tried = []
 
     def full(*_, **__):
         tried.append(1)
-        raise torch.OutOfMemoryError("tried to allocate")
+        raise error
 
     monkeypatch.setattr("model.health.compare_layers", full)
-    watch = Watch(build("tiled"), contextlib.nullcontext())
+    watch = Watch(build("tiled"), contextlib.nullcontext(), is_out_of_memory=is_out_of_memory)
     for step in (1, 2):
         row = watch.look(step, *batch(1), compare=True)
         assert row.keys() == {"attention/max_score"} and math.isfinite(row["attention/max_score"])
@@ -225,6 +228,20 @@ def test_a_backend_of_ones_own_is_diagnosed_by_its_output():
     found, _ = diagnose(model, [batch()])
     assert (found["layer"], found["head"], found["tensor"], found["queries"]) == (1, 0, "out", None)
     assert found["message"] == "layer 1, head 0: out is not finite"
+
+
+@pytest.mark.parametrize(("value", "grad_clip"), [(math.nan, 1.0), (math.nan, 0.0), (math.inf, 0.0), (math.inf, 1.0)])
+def test_a_gradient_that_is_not_finite_after_clipping(value, grad_clip):
+    """The norm is not finite either: what it divides must not become so."""
+    model = build("tiled")
+    model.blocks[0].attention.qkv.weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([0]), value))
+    optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu", enabled=False)
+    how = {"optimizer": optimizer, "scaler": scaler, "autocast": contextlib.nullcontext(), "grad_clip": grad_clip}
+    loss, norm = compute_gradients(model, [batch()], **how)
+    assert loss.isfinite() and not norm.isfinite()
+    found, _ = diagnose(model, [batch()])
+    assert (found["layer"], found["tensor"]) == (0, "gradient of blocks.0.attention.qkv.weight")
+    assert "not: 1 tensor, blocks.0.attention.qkv.weight" in found["message"]
 
 
 def test_a_gradient_alone_that_is_not_finite():

@@ -12,7 +12,7 @@ import pytest
 
 from scripts import cross_eval
 from scripts.cross_eval_matrix import build_matrices, in_text
-from tests.command import ROOT, metrics, run, tiny, tiny_sweep
+from tests.command import ROOT, metrics, run, summary, tiny, tiny_sweep
 from tests.command import environment as variables
 
 # scores sharp enough that a broken attention shows after 25 steps
@@ -95,6 +95,16 @@ def test_what_was_written_is_drawn_again(sweep, table, tmp_path, capsys):
     assert cross_eval.main([str(tmp_path / "kept.json")]) == 0
     assert (tmp_path / "kept.png").exists() and in_text(table["rows"]) in capsys.readouterr().out
     assert json.loads((tmp_path / "kept.json").read_text()) == table
+
+
+def test_exact_attention_keeps_documents_apart(tmp_path):
+    """sdpa has no mask for them; the loss under exact attention is the one that training reported."""
+    assert run(*tiny(tmp_path / "run", "attention=no_rescale", "attention.block_kv=16", "data.documents=true")).code == 0
+    assert cross_eval.main([str(tmp_path / "run"), "--sequences", "4", "--device", "cpu"]) == 0
+    rows = json.loads((tmp_path / "run/cross_eval.json").read_text())["rows"]
+    assert all(row["status"] == "ok" for row in rows)
+    (exact,) = (row for row in rows if row["evaluated_under"]["name"] == "tiled")
+    assert exact["loss"] == pytest.approx(summary(tmp_path / "run")["val/loss_exact"], abs=1e-5)
 
 
 def test_judges_of_ones_own(sweep, tmp_path):

@@ -302,6 +302,12 @@ def test_refuses_in_one_line(run_trace, arguments, reason):
     assert error.value.code.startswith("trace: ") and "\n" not in error.value.code
 
 
+def test_refuses_a_run_on_documents(tmp_path, run_trace):
+    write_run(tmp_path / "run", data=DataConfig(source="stdlib", documents=True))
+    with pytest.raises(SystemExit, match="data.documents=true"):
+        run_trace(f"run={tmp_path}/run")
+
+
 def test_refuses_a_layer_the_run_lacks(tmp_path, run_trace):
     write_run(tmp_path / "run")
     with pytest.raises(SystemExit, match="layer=2 is not in .*run, which has layers 0 to 1"):

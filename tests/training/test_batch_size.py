@@ -36,6 +36,12 @@ def chosen_of(sequences: int, *, predicted_bytes, attempt, device) -> int:
     return largest_batch(config, predicted_bytes=lambda sized: predicted_bytes(sized.batch_size), attempt=attempt, device=device).batch_size
 
 
+def test_what_is_there_already_does_not_count_twice(ten_gib):
+    config, (attempt, tried) = RunConfig(batch_size="auto", seq_len=16, tokens_per_step=16 * 64), attempts(fits=1000)
+    largest_batch(config, predicted_bytes=lambda sized: (10 + sized.batch_size) * GIB, attempt=attempt, device=CPU, held_bytes=10 * GIB)
+    assert tried == [8]
+
+
 @pytest.mark.parametrize("sequences, chosen", [(64, 8), (12, 6), (9, 9), (7, 7), (22, 2), (1, 1)])
 def test_the_largest_divisor_that_the_calculation_allows(ten_gib, sequences, chosen):
     attempt, tried = attempts(fits=1000)

@@ -119,11 +119,11 @@ def test_a_row_has_every_share_of_the_peak_by_its_name():
     clock = Clock()
     throughput = Throughput(flops_per_token={"mfu": 40.0, "mfu_causal": 30.0}, peak=8000.0, warmup_steps=1, clock=clock)
     rows = []
-    for seconds in (90.0, 1.0, 1.0, 1.0, 2.0, 2.0, 4.0):
+    for step, seconds in enumerate((90.0, 1.0, 1.0, 1.0, 2.0, 2.0, 4.0), start=1):
         clock.now += seconds
         throughput.step(100)
         with throughput.paused():
-            if throughput.steps % 2 == 1:
+            if step % 2 == 1:
                 rows.append(throughput.row())
                 clock.now += 1000
     assert rows[0] == {"tokens_per_sec": None, "mfu": None, "mfu_causal": None}  # it compiled
@@ -134,6 +134,19 @@ def test_a_row_has_every_share_of_the_peak_by_its_name():
         clock.now += 1
         unknown.step(10)
     assert unknown.row() == {"tokens_per_sec": 10.0, "mfu": None}
+
+
+def test_slow_steps_on_the_way_do_not_count_either():
+    """A run that changes its attention compiles a second time."""
+    clock = Clock()
+    throughput = Throughput(warmup_steps=2, clock=clock)
+    for step, seconds in enumerate((60.0, 1.0, 1.0, 1.0, 60.0, 1.0, 2.0), start=1):
+        clock.now += seconds
+        throughput.step(100)
+        if step == 4:
+            with throughput.paused():
+                throughput.warm_up()
+    assert throughput.tokens_per_sec == 300 / 4.0
 
 
 @pytest.mark.gpu

@@ -1,0 +1,55 @@
+"""How a run ended, and what of it is written down."""
+
+import errno
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from training.outcome import close_run, outcome_around
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    (tmp_path / "summary.json").write_text('{"status": "completed", "steps_done": 60}')
+    return tmp_path
+
+
+def closed(run_dir: Path, **summary) -> dict:
+    close_run(run_dir, {"status": "oom", "started": time.time(), "overrides": []} | summary)
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def test_a_resume_that_was_refused_leaves_what_the_run_did(run_dir):
+    assert closed(run_dir, overrides=["steps=9", f"resume={run_dir}"]) == {"status": "completed", "steps_done": 60}
+
+
+def test_a_resume_that_began_says_how_it_ended(run_dir):
+    """Before its first row too: config.yaml is that of the new start by then."""
+    assert closed(run_dir, overrides=[f"resume={run_dir}"], steps_done=60)["status"] == "oom"
+
+
+def test_a_second_first_start_says_how_it_ended(run_dir):
+    (run_dir / "summary.json").write_text('{"status": "failed", "error": "no option kernel"}')
+    assert closed(run_dir)["status"] == "oom"
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "new", "said"),
+    [
+        ("running", FULL, "failed", "error: [Errno 28]"),
+        ("completed", FULL, "completed", "error after the training: [Errno 28]"),
+        ("interrupted", FULL, "interrupted", "error after the training: [Errno 28]"),
+        ("completed", KeyboardInterrupt(), "interrupted", "stopped after the training"),
+        ("interrupted", KeyboardInterrupt(), "interrupted", ""),  # the loop has said it
+        ("oom", MemoryError(), "oom", ""),
+        ("failed", FULL, "failed", ""),
+    ],
+)
+def test_an_error_outside_the_loop(tmp_path, caplog, status, error, new, said):
+    assert ({"status": status} | outcome_around(error, status, tmp_path))["status"] == new
+    assert caplog.text.count("\n") == bool(said) and said in caplog.text
