@@ -368,6 +368,18 @@ def test_refusal_says_the_way_out(before, reason):
     assert text.splitlines()[-1] == "False"
 
 
+@pytest.mark.parametrize(("installed", "refused"), [("3.6.0", True), ("3.7.1", False), ("3.10.0", False)])
+def test_versions_are_numbers(monkeypatch, installed, refused):
+    """Whose interpreter fails with a newer numpy."""
+    from attention import kernels
+
+    monkeypatch.setattr(kernels, "version", lambda package: installed)
+    monkeypatch.setattr(kernels.numpy, "__version__", "2.5.0")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    q = torch.zeros(1, 1, 4, 16)
+    assert ("triton>=3.7" in "".join(kernels.refusals(q, q, q, causal=True))) == refused
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_same_bits_fifty_times(head_dim):

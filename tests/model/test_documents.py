@@ -162,6 +162,13 @@ def test_the_evaluation_keeps_documents_apart(build):
     assert abs(together - row["val/loss"]) > 1e-3
 
 
+def test_held_out_data_without_a_target_that_counts(build):
+    model, (inputs, targets, _) = build("tiled", positions="rope"), packed()
+    how = {"batch_size": 2, "autocast": torch.autocast("cpu", enabled=False), "accuracy": False}
+    with pytest.raises(ValueError, match="none of the .* held-out targets counts"):
+        judged(model, model.backend, inputs, torch.full_like(targets, -100), **how)
+
+
 @pytest.mark.parametrize("rows", [80, 30], ids=["all-queries", "the-last-queries"])
 def test_layers_are_compared_inside_documents(build, monkeypatch, rows):
     monkeypatch.setattr(attention.diagnose, "REFERENCE_SCORES", 2 * 2 * 80 * rows)
