@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 import torch
+from numpy.lib import NumpyVersion
 from torch import Tensor
 
 from attention.interface import AttentionOutput, Backend, Refusal, ScoreMod
@@ -72,10 +73,6 @@ def broken_triton_attention(*tensors: Tensor, softmax: str, detach_max: bool, im
     return AttentionOutput(triton_attention(*tensors, softmax=softmax, **arguments).out)
 
 
-def triton_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in version("triton").split(".")[:2])
-
-
 def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options: Any) -> list[str]:
     if not INSTALLED:
         return ["Triton is not installed here (pip install triton, Linux only); attention=tiled is the same loop in plain PyTorch"]
@@ -86,7 +83,7 @@ def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options: Any) -
         ]
     # what torch.compile cannot look into was asked before it came
     asked = not torch.compiler.is_compiling()
-    if asked and q.device.type == "cpu" and triton_version() < (3, 7) and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0":
+    if asked and q.device.type == "cpu" and NumpyVersion(version("triton")) < "3.7.0" and NumpyVersion(numpy.__version__) >= "2.4.0":
         broken = f"the interpreter of Triton {version('triton')} fails with numpy {numpy.__version__}"
         return [f"{broken}; pip install 'numpy<2.4' or 'triton>=3.7'"]
     kernel = options.get("kernel", "portable")
