@@ -138,6 +138,7 @@ class DataConfig:
     max_documents: int | None = None  # stop after this many documents
     val_fraction: float = 0.05  # share of documents held out whole, chosen by a hash of their path
     documents: bool = False  # attention stays inside a document, where several are packed into one sequence; positions go on counting
+    fingerprint: str | None = None  # refuse any other data than these; a run's env.json has its own as data_fingerprint
     cache_dir: str | None = None  # where token stores are kept; None means ~/.cache/tilegpt (or TILEGPT_CACHE)
     num_keys: int = 8  # last_write: distinct keys
     num_values: int = 8  # last_write: distinct values; chance accuracy is 1 / num_values
@@ -234,7 +235,7 @@ class RunConfig:
     diagnose_every: int | None = None  # steps between comparisons with exact attention in float64; None: as eval_every, 0: never
     eval_sequences: int = 64  # held-out sequences of one evaluation
     log_every: int = 10  # steps between rows of metrics
-    checkpoint_every: int = 200  # steps between checkpoints; the last step is always saved
+    checkpoint_every: int = 200  # steps between checkpoints; saved are also the last step and each evaluation that is the best so far
     keep: int = 2  # the latest checkpoints that stay, beside the one with the lowest val/loss
     sample_tokens: int = 256  # length of the sample printed at the end; 0 for none
 
@@ -337,6 +338,13 @@ def _keys(schema: type, prefix: str = "") -> Iterator[str]:
             yield from _keys(each.type, f"{prefix}{each.name}.")
 
 
+# options of a group that belong to none of its choices
+SHARED_OPTIONS = {
+    "attention": ("switch_at", "switch_to", "switch_options"),
+    "data": ("val_fraction", "max_documents", "documents", "cache_dir"),
+}
+
+
 def replay_overrides(arguments: list[str]) -> list[str]:
     """Command-line arguments with resume=DIR spelled out: the run's own overrides first, the new ones after, in the same directory."""
     check_keys(arguments)
@@ -356,11 +364,20 @@ def replay_overrides(arguments: list[str]) -> list[str]:
 
     new = [argument for argument in arguments if not argument.startswith("resume=")]
     replaced = {key(argument) for argument in new} | {"resume"}
-    recorded_overrides = yaml.safe_load(recorded.read_text())
+    try:
+        recorded_overrides = yaml.safe_load(recorded.read_bytes())
+    except (OSError, yaml.YAMLError):
+        recorded_overrides = None
+    if not isinstance(recorded_overrides, list) or not all(isinstance(each, str) for each in recorded_overrides):
+        raise SystemExit(
+            f"error: resume={run_dir}: {recorded} is damaged: it is no list of settings. Write them into it again, each on a line as "
+            f"'- seq_len=512'; {run_dir / 'config.yaml'} has the values of all, and what you leave out is refused by name"
+        )
     old = [override for override in recorded_overrides if key(override) not in replaced]
-    if "attention" in replaced and not {each for each in new if key(each) == "attention"} & set(recorded_overrides):
-        # the options of one attention are none of another's
-        old = [override for override in old if not key(override).startswith("attention.") or key(override).startswith("attention.switch_")]
+    # the options of one attention or source of data are none of another's
+    for group, shared in SHARED_OPTIONS.items():
+        if group in replaced and not {each for each in new if key(each) == group} & set(recorded_overrides):
+            old = [each for each in old if not key(each).startswith(f"{group}.") or key(each).removeprefix(f"{group}.").startswith(shared)]
     # an experiment may ask for a sweep, but one of its runs is resumed alone; .hydra stays what the first start wrote
     quoted = "'" + str(run_dir).replace("'", "\\'") + "'"
     return [*old, *new, f"resume={quoted}", f"hydra.run.dir={quoted}", "hydra.mode=RUN", "hydra.output_subdir=null"]

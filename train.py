@@ -46,6 +46,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from training.batch_size import largest_batch, try_pass
     from training.checkpoint import Checkpoints
     from training.device import pick_device, pick_dtype, set_deterministic
+    from training.history import begun, check_settings, resumed, write_settings
     from training.interrupt import Interrupt
     from training.loggers import build_logger
     from training.memory import MemoryMeter, cpu_memory_limit, is_out_of_memory
@@ -55,6 +56,8 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from training.plot import draw_loss_curve
     from training.step import Queued, compute_gradients, queue_step
     from training.sweep import job_names, own_overrides
+
+    check_settings(config, overrides := own_overrides())  # the latter are what resume= replays
 
     # where and in which precision
     device = pick_device(config.device)
@@ -72,7 +75,6 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     torch.manual_seed(config.seed)
     model = GPT(config.model, vocab_size=data.vocab_size, backend=schedule[0]).to(device)
     predict = partial(largest_peak_bytes, vocab_size=data.vocab_size, backends=schedule.values(), dtype=dtype, device=device)
-    overrides = own_overrides()  # what resume= replays
     if config.batch_size == "auto":
         trial = under_attention(model, schedule[0], compile_mode=config.compile)
         attempt = partial(try_pass, trial, seq_len=config.seq_len, autocast=autocast, device=device)
@@ -92,18 +94,19 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     metrics = MetricsFile(run_dir / "metrics.jsonl")
     plain_config = OmegaConf.to_container(OmegaConf.structured(config))
     first_step, tokens = 0, 0
-    checkpoints = Checkpoints(run_dir, model=model, optimizer=optimizer, scaler=scaler, config=plain_config, keep=config.keep)
+    env = environment(data.fingerprint, device)
+    start = begun({step: backend.name for step, backend in schedule.items()}, env, summary["started"])
+    state = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    checkpoints = Checkpoints(run_dir, **state, config=plain_config, keep=config.keep, starts=[start])
     if config.resume:
         meta = checkpoints.load()
         first_step, tokens = meta["step"], meta["tokens"]
-        if first_step >= config.steps:
-            raise ValueError(f"resume={config.resume} has done {first_step} steps of steps={config.steps}; ask for more with steps=N")
-        metrics.truncate_after(first_step)
+        checkpoints.starts = resumed(meta, plain_config, start)
+        metrics.go_back_to(first_step, meta["folder"] / metrics.path.name)
     watch = Watch(model, autocast, read_metrics(metrics.path), is_out_of_memory=is_out_of_memory)
-    summary |= {"steps_done": first_step, "tokens": tokens}  # from here on this folder is this run's
-    OmegaConf.save(OmegaConf.create(plain_config), run_dir / "config.yaml")
-    OmegaConf.save(OmegaConf.create(overrides), run_dir / "overrides.yaml")
-    write_json(run_dir / "env.json", environment(data.fingerprint, device))
+    summary |= {"steps_done": first_step, "tokens": tokens, "starts": checkpoints.starts}  # from here on this folder is this run's
+    write_settings(run_dir, plain_config, overrides)
+    write_json(run_dir / "env.json", env)
     log.info(f"{data.description}\nmodel={config.model.name} {summary['parameters']:,} parameters, {in_words(schedule)}")
     log.info(f"{device} {summary['dtype']}, {config.sequences_per_step} x {config.seq_len} tokens a step, in {run_dir}")
     flops = {name: model.flops_per_token(config.seq_len, causal=causal) for name, causal in (("mfu", False), ("mfu_causal", True))}
@@ -188,7 +191,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                         throughput.warm_up()
                     if row:
                         record({"step": step, "tokens": tokens, **row})
-                    if last or step % config.checkpoint_every == 0:
+                    if last or step % config.checkpoint_every == 0 or checkpoints.is_best(step, row.get("val/loss")):
                         summary.update(steps_done=step, tokens=tokens)
                         checkpoints.save(step, tokens, row.get("val/loss"))
                 bar.update()

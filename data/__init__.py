@@ -31,7 +31,17 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 
 def build_data(config: DataConfig, tokenizer: TokenizerConfig, *, seq_len: int, seed: int) -> TrainingData:
-    """The data of a run; ValueError names the setting where the corpus cannot be read, is too short, or cannot be stored."""
+    """The data of a run; ValueError names the setting where the corpus cannot be read, is too short, cannot be stored, or is another."""
+    data = _build_data(config, tokenizer, seq_len=seq_len, seed=seed)
+    if config.fingerprint not in (None, data.fingerprint):
+        raise ValueError(
+            f"data.fingerprint={config.fingerprint} is asked for, and data={config.source} has {data.fingerprint}: other documents, "
+            "tokenizer or share held out; leave data.fingerprint away to take what is there"
+        )
+    return data
+
+
+def _build_data(config: DataConfig, tokenizer: TokenizerConfig, *, seq_len: int, seed: int) -> TrainingData:
     if config.source == "last_write":
         from data.last_write import LastWriteData
 

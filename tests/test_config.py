@@ -233,6 +233,19 @@ def test_another_attention_does_not_inherit_the_options_of_the_first(tmp_path):
     assert replayed("attention=no_rescale") == [*old[1:], "attention=no_rescale"]
 
 
+def test_other_data_do_not_inherit_the_place_of_the_first(tmp_path):
+    old = ["data=text", "data.path=books", "data.val_fraction=0.1", "data.documents=true", "seq_len=64"]
+    (tmp_path / "overrides.yaml").write_text(yaml.safe_dump(old))
+    assert replay_overrides([f"resume={tmp_path}", "data=stdlib"])[:-4] == [*old[2:], "data=stdlib"]
+    assert replay_overrides([f"resume={tmp_path}", "data=text"])[:-4] == [*old[1:], "data=text"]
+
+
+def test_a_backend_of_ones_own_gives_way_to_another_attention(tmp_path):
+    old = ["attention=custom", "attention.target=pkg.module:MINE", "+attention.options.sharpness=2", "seq_len=64"]
+    (tmp_path / "overrides.yaml").write_text(yaml.safe_dump(old))
+    assert replay_overrides([f"resume={tmp_path}", "attention=sdpa"])[:-4] == ["seq_len=64", "attention=sdpa"]
+
+
 def test_resuming_a_resumed_run(run_dir):
     recorded = run_dir / "overrides.yaml"
     recorded.write_text(yaml.safe_dump(["seq_len=64", f"resume='{run_dir}'"]))

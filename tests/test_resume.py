@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -89,7 +90,7 @@ def test_written_in_the_background_it_is_the_same_run(straight, monkeypatch, tmp
 
 
 def test_a_write_that_fails_in_the_background_is_said_and_loses_nothing(straight, monkeypatch, tmp_path):
-    """The disk is full at the second checkpoint; the third has to wait for it, and finds out."""
+    """The disk is full at the second checkpoint, that of a best evaluation; the third has to wait for it, and finds out."""
     monkeypatch.setattr(training.checkpoint, "Checkpoints", partial(Checkpoints, background=True))
     rotate, steps = training.checkpoint.rotate, []
 
@@ -102,7 +103,7 @@ def test_a_write_that_fails_in_the_background_is_said_and_loses_nothing(straight
     monkeypatch.setattr(training.checkpoint, "rotate", full)
     answer = run(*tiny(tmp_path, *STATEFUL)).complaint()
     assert f"cannot write a checkpoint to {tmp_path}" in answer and "No space left" in answer and f"resume={tmp_path}" in answer
-    assert steps == [4, 8] and checkpoint(tmp_path)["step"] == 4
+    assert steps == [4, 5] and checkpoint(tmp_path)["step"] == 4
     assert run(f"resume={tmp_path}").code == 0
     assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
     assert computed(tmp_path) == computed(straight["fp32"])
@@ -122,7 +123,7 @@ def test_ctrl_c_twice_stops_at_once_and_keeps_the_checkpoint(straight, monkeypat
     stopped = run(*tiny(tmp_path, *STATEFUL))
     assert stopped.code == 130 and "Traceback" not in stopped.output
     assert "the steps since the last checkpoint are lost" in stopped.output
-    assert summary(tmp_path)["status"] == "interrupted" and checkpoint(tmp_path)["step"] == 4
+    assert summary(tmp_path)["status"] == "interrupted" and checkpoint(tmp_path)["step"] == 5  # the last evaluation, the best so far
     assert run(f"resume={tmp_path}").code == 0
     assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
     assert computed(tmp_path) == computed(straight["fp32"])
@@ -223,19 +224,36 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(straight, tmp
     assert run(*tiny(tmp_path, *STATEFUL, "keep=2")).code == 0
     truncate(tmp_path / "checkpoint/training.pt")
     done = run(f"resume={tmp_path}")
-    said = [line for line in done.output.splitlines() if "going on from step 8 with" in line]
+    said = [line for line in done.output.splitlines() if "going on from step 10 with" in line]
     assert done.code == 0 and len(said) == 1 and str(tmp_path / "checkpoint/training.pt") in said[0] and "is truncated" in said[0]
     assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
     assert computed(tmp_path) == computed(straight["fp32"])
 
 
+def best_and_evaluated(run_dir: Path) -> tuple[int, dict[int, float]]:
+    """The step of checkpoint.best, and val/loss by step of all evaluations but the first, of weights that learnt nothing."""
+    held_out = {row["step"]: row["val/loss"] for row in metrics(run_dir) if "val/loss" in row and row["step"] > 0}
+    best = read_meta(run_dir / "checkpoint.best")
+    assert best["val_loss"] == held_out[best["step"]]
+    return best["step"], held_out
+
+
 def test_the_last_checkpoints_and_the_best_stay(tmp_path):
     assert run(*tiny(tmp_path, "steps=12", "checkpoint_every=2", "eval_every=4", "keep=3")).code == 0
-    held_out = {row["step"]: row["val/loss"] for row in metrics(tmp_path) if "val/loss" in row and row["step"] > 0}
-    best = read_meta(tmp_path / "checkpoint.best")
-    assert best["val_loss"] == min(held_out.values()) == held_out[best["step"]]
-    assert read_meta(tmp_path)["step"] == 12
+    best, held_out = best_and_evaluated(tmp_path)
+    assert held_out[best] == min(held_out.values()) and read_meta(tmp_path)["step"] == 12
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000008", "step-000010"]
+
+
+def test_the_best_is_that_of_all_evaluations(tmp_path):
+    """Also where none of their steps is one of checkpoint_every, and across a resume. The learning rate makes the loss go up and down."""
+    rates = ("optim.lr=0.1", "optim.schedule=constant", "optim.warmup_steps=0", "checkpoint_every=1000", "eval_every=2")
+    for steps, resume in ((10, ()), (22, (f"resume={tmp_path}",))):
+        assert run(*(resume or tiny(tmp_path, *rates)), f"steps={steps}").code == 0
+        best, held_out = best_and_evaluated(tmp_path)
+        assert len(held_out) == steps // 2 and held_out[best] == min(held_out.values())
+        losses = list(held_out.values())
+        assert losses != sorted(losses) and losses != sorted(losses, reverse=True), "nothing to choose from"
 
 
 @pytest.mark.gpu
@@ -274,6 +292,120 @@ def test_a_refused_resume_costs_nothing(run_dir, overrides, said):
     assert contents(run_dir) == before
     done = run(f"resume={run_dir}", "steps=5")
     assert done.code == 0 and summary(run_dir)["steps_done"] == 5, done.output
+
+
+@pytest.fixture
+def books(tmp_path) -> Path:
+    """A text of one's own, that one can change."""
+    file = tmp_path / "books.txt"
+    file.write_text("the quick brown fox jumps over the lazy dog\n\n" * 200)
+    return file
+
+
+def test_changed_data_are_refused(tmp_path, books):
+    """Under the same settings the run would not be the one it says it is. Asked for, it goes on, and says so."""
+    run_dir = tmp_path / "run"
+    assert run(*tiny(run_dir, "data=text", f"data.path={books}")).code == 0
+    before, fingerprint = contents(run_dir), summary(run_dir)["data"]
+    books.write_text("sphinx of black quartz, judge my vow\n\n" * 300)
+    answer = run(f"resume={run_dir}", "steps=6").complaint()
+    found = re.search(rf"the data have changed since: data=text had the fingerprint {fingerprint} and has (\w+) now", answer)
+    assert found and f"add data.fingerprint={found[1]}" in answer
+    assert contents(run_dir) == before
+
+    assert run(f"resume={run_dir}", "steps=6", f"data.fingerprint={found[1]}").code == 0
+    first, second = summary(run_dir)["starts"]
+    assert (first["data"], second["data"]) == (fingerprint, found[1])
+    assert (second["step"], second["changed"]) == (4, {"data.fingerprint": [None, found[1]], "steps": [4, 6]})
+    books.write_text("pack my box with five dozen liquor jugs\n\n" * 300)
+    assert f"data.fingerprint={found[1]} is asked for, and data=text has" in run(f"resume={run_dir}", "steps=8").complaint()
+
+
+def test_other_data_can_be_asked_for(tmp_path, books):
+    assert run(*tiny(tmp_path / "run", "data=text", f"data.path={books}", "data.val_fraction=0.1")).code == 0
+    assert run(f"resume={tmp_path / 'run'}", "steps=6", "data=stdlib").code == 0
+    changed = summary(tmp_path / "run")["starts"][1]["changed"]
+    assert changed == {"data.source": ["text", "stdlib"], "data.path": [str(books), None], "steps": [4, 6]}
+    assert "val_fraction: 0.1" in (tmp_path / "run/config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", bytes(200), b"- steps=4\n- [", b"steps: 4\n", b"- 4\n"], ids=["empty", "zeros", "torn", "mapping", "number"]
+)
+def test_overrides_that_are_no_list_are_refused(run_dir, content):
+    (run_dir / "overrides.yaml").write_bytes(content)
+    before = contents(run_dir)
+    answer = run(f"resume={run_dir}", "steps=6").complaint()
+    assert f"{run_dir}/overrides.yaml is damaged: it is no list of settings" in answer and f"{run_dir}/config.yaml" in answer
+    assert contents(run_dir) == before
+
+
+@pytest.mark.parametrize("damaged", ["overrides.yaml", "overrides.yaml and config.yaml", "conf"])
+def test_settings_that_nobody_asked_for_are_refused(run_dir, damaged):
+    """A line of overrides.yaml is lost, or a default is another by now."""
+    if damaged == "conf":
+        path, line, lost = run_dir / "config.yaml", "keep: 2\n", "keep: 3\n"
+        key, then, now = "keep", 3, 2
+    else:
+        path, line, lost = run_dir / "overrides.yaml", "- batch_size=4\n", ""
+        key, then, now = "batch_size", 4, 16
+    assert path.read_text().count(line) == 1
+    path.write_text(path.read_text().replace(line, lost))
+    if "and" in damaged:
+        (run_dir / "config.yaml").write_bytes(bytes(100))
+    before = contents(run_dir)
+    answer = run(f"resume={run_dir}", "steps=6").complaint()
+    assert f"{key} was {then} and is {now} now, which nobody asked for" in answer and f"add {key}={then} to go on as before" in answer
+    assert contents(run_dir) == before
+    assert run(f"resume={run_dir}", "steps=6", f"{key}={then}").code == 0
+    assert run(f"resume={run_dir}", "steps=7").code == 0, "what was asked for is recorded"
+    assert f"{key}: {then}\n" in (run_dir / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("harm", ["cut", "emptied", "removed", "hole", "altered"])
+def test_damaged_metrics_are_put_back(straight, monkeypatch, tmp_path, harm):
+    """From the checkpoint: the rows are those of a run that nothing disturbed."""
+    send_at_step(monkeypatch, 6, signal.SIGTERM)
+    assert run(*tiny(tmp_path, *STATEFUL)).code == 130
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    if harm == "removed":
+        path.unlink()
+    else:
+        kept = {"cut": b"".join(lines)[:300], "emptied": b"", "hole": b"".join(lines[:1] + lines[2:]), "altered": None}[harm]
+        path.write_bytes(b"".join(lines).replace(b'"lr": ', b'"lr": 1', 1) if kept is None else kept)
+    done = run(f"resume={tmp_path}")
+    assert done.code == 0 and done.output.count(f"{path} was damaged: its rows up to step 7 are put back") == 1, done.output
+    assert computed(tmp_path) == computed(straight["fp32"])
+
+
+def test_every_start_is_recorded(run_dir):
+    """A resume with other settings does not make the earlier steps its own, and time adds up."""
+    (first,) = summary(run_dir)["starts"]
+    assert (first["step"], first["attention"], first["changed"]) == (0, [[0, "tiled"]], {})
+    assert 0 < first["seconds"] == summary(run_dir)["wall_seconds"]
+    assert run(f"resume={run_dir}", "attention=sdpa", "steps=6").code == 0
+    then, second = summary(run_dir)["starts"]
+    assert second["attention"] == [[4, "sdpa"]] and second["changed"] == {"attention.name": ["tiled", "sdpa"], "steps": [4, 6]}
+    # to the checkpoint that the second went on from
+    assert then == first | {"seconds": then["seconds"]} and 0 < then["seconds"] < first["seconds"]
+    assert summary(run_dir)["wall_seconds"] == then["seconds"] + second["seconds"]
+    assert [start["step"] for start in read_meta(run_dir)["starts"]] == [0, 4]
+
+
+def test_a_switch_in_the_past_cannot_be_asked_for(run_dir):
+    before = contents(run_dir)
+    answer = run(f"resume={run_dir}", "steps=6", "attention.switch_at=2", "attention.switch_to=sdpa").complaint()
+    assert "attention.switch_at=2 lies behind step 4" in answer and "attention.switch_at=null" in answer
+    assert contents(run_dir) == before
+
+
+def test_a_switched_run_goes_on_under_a_third_attention(tmp_path):
+    """Not under the second by a switch that was, nor without a word."""
+    assert run(*tiny(tmp_path, "attention.switch_at=2", "attention.switch_to=sdpa")).code == 0
+    assert "attention.switch_at=2 lies behind step 4" in run(f"resume={tmp_path}", "steps=6", "attention=naive").complaint()
+    assert run(f"resume={tmp_path}", "steps=6", "attention=naive", "attention.switch_at=null").code == 0
+    assert [start["attention"] for start in summary(tmp_path)["starts"]] == [[[0, "tiled"], [2, "sdpa"]], [[4, "naive"]]]
 
 
 def test_what_is_no_run_cannot_be_resumed(run_dir, tmp_path):

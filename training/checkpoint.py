@@ -4,12 +4,15 @@ RUN/checkpoint/ holds
 
     model.safetensors   the weights; a tensor shared by two names is stored once
     training.pt         optimizer, gradient scaler and random number generators (readable with weights_only=True)
-    meta.json           format, step, tokens, val_loss, config, the size and SHA-256 of the two files above, and its own
+    metrics.jsonl       the run's, as far as it was written
+    meta.json           format, step, tokens, val_loss, config, starts (training/history.py), the size and SHA-256 of the files above,
+                        and its own
 
 A save writes checkpoint.tmp/, syncs it to disk and swaps it in by two renames: whenever the process dies, one whole checkpoint is
 left. training/rotation.py says which earlier ones stay; where the latest is damaged, a run goes on from the newest whole one.
 """
 
+import copy
 import hashlib
 import json
 import logging
@@ -26,13 +29,14 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from training.rotation import BEST, LATEST, META, newest_first, rotate, sync
+from training.history import stop_clock
+from training.rotation import BEST, LATEST, META, best_val_loss, newest_first, rotate, sync
 
 log = logging.getLogger("tilegpt")
 
 FORMAT = "tilegpt-checkpoint"
 VERSION = 1
-WEIGHTS, TRAINING = "model.safetensors", "training.pt"
+WEIGHTS, TRAINING, METRICS = "model.safetensors", "training.pt", "metrics.jsonl"
 
 # settings of the model that neither change a tensor nor what the weights mean
 FREE_SETTINGS = ("name", "dropout", "init_std", "checkpoint", "chunk_tokens", "offload")
@@ -48,6 +52,8 @@ class Checkpoints:
     In the background (the default on CUDA) save() copies the state to host memory, and a thread writes it while the training goes
     on. One write at a time: the next save() and the end wait for it, and raise its OSError. On a CPU the writer would take its time
     from the training, and the copy its memory.
+
+    starts: the run's, as training/history.py describes them; every checkpoint takes them along.
     """
 
     def __init__(
@@ -59,13 +65,21 @@ class Checkpoints:
         scaler: GradScaler | None,
         config: dict,
         keep: int = 1,
+        starts: list[dict[str, Any]] | None = None,
         background: bool | None = None,
     ):
-        self.run_dir, self.config, self.keep = Path(run_dir), config, keep
+        self.run_dir, self.config, self.keep, self.starts = Path(run_dir), config, keep, starts or []
         self._parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
         self.background = next(model.parameters()).is_cuda if background is None else background
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future | None = None
+
+    def is_best(self, step: int, val_loss: float | None) -> bool:
+        """Whether this is lower than the val/loss of every checkpoint of an earlier step."""
+        if val_loss is None:
+            return False
+        self.wait()
+        return val_loss < best_val_loss(self.run_dir, before=step)
 
     def save(self, step: int, tokens: int, val_loss: float | None = None) -> None:
         """Make the state of this moment the latest checkpoint; `val_loss` where it was measured at this very step."""
@@ -75,16 +89,20 @@ class Checkpoints:
         if val_loss is not None and not math.isfinite(val_loss):
             val_loss = None  # no candidate for the best one
         meta = {"step": step, "tokens": tokens, "val_loss": val_loss, "vocab_size": vocab_size, "config": self.config}
+        if self.starts:
+            stop_clock(self.starts)
+            meta["starts"] = copy.deepcopy(self.starts)
+        rows = (self.run_dir / METRICS).read_bytes() if (self.run_dir / METRICS).is_file() else None
         if not self.background:
-            _write(self.run_dir, tensors, state, meta, self.keep)
+            _write(self.run_dir, tensors, state, rows, meta, self.keep)
             return
         tensors, state = _on_host(tensors), _on_host(state)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the copies are under way, and the next step changes what they copy
-        self._pending = self._writer.submit(_write, self.run_dir, tensors, state, meta, self.keep)
+        self._pending = self._writer.submit(_write, self.run_dir, tensors, state, rows, meta, self.keep)
 
     def load(self) -> dict[str, Any]:
-        """Put everything back where the last whole checkpoint left it; returns its meta.json."""
+        """Put model, optimizer, scaler and random state back where the last whole checkpoint left them; see load_checkpoint()."""
         return load_checkpoint(self.run_dir, **self._parts, config=self.config)
 
     def wait(self) -> None:
@@ -135,7 +153,7 @@ def _on_host(value: Any) -> Any:
     return value.to("cpu", non_blocking=True, copy=True) if isinstance(value, Tensor) else value
 
 
-def _write(run_dir: Path, tensors: dict[str, Tensor], state: dict[str, Any], meta: dict[str, Any], keep: int) -> None:
+def _write(run_dir: Path, tensors: dict[str, Tensor], state: dict[str, Any], rows: bytes | None, meta: dict[str, Any], keep: int) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -145,7 +163,9 @@ def _write(run_dir: Path, tensors: dict[str, Tensor], state: dict[str, Any], met
         fresh.mkdir(parents=True)
         save_file(tensors, fresh / WEIGHTS)
         torch.save(state, fresh / TRAINING)
-        files = {name: {"bytes": (fresh / name).stat().st_size, "sha256": _sha256(fresh / name)} for name in (WEIGHTS, TRAINING)}
+        if rows is not None:
+            (fresh / METRICS).write_bytes(rows)
+        files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(fresh.iterdir())}
         meta = {"format": FORMAT, "version": VERSION, **meta, "files": files}
         (fresh / META).write_text(json.dumps(meta | {"sha256": _meta_sha256(meta)}, indent=2))
         for path in (*fresh.iterdir(), fresh):
@@ -162,8 +182,9 @@ def _write(run_dir: Path, tensors: dict[str, Tensor], state: dict[str, Any], met
 
 
 def load_checkpoint(run_dir: Path, *, model: nn.Module, optimizer: Optimizer, scaler: GradScaler | None, config: dict) -> dict[str, Any]:
-    """Put model, optimizer, scaler and random number generators back where the checkpoint left them; returns its meta.json.
+    """Put model, optimizer, scaler and random number generators back where the checkpoint left them.
 
+    Returns its meta.json, and its folder as "folder".
     A damaged checkpoint is passed over, with one warning, for the newest whole one; none of them is deleted. The optimizer keeps
     the settings it was built with (learning rate, betas, weight decay): those are the caller's to choose.
     """
@@ -183,7 +204,7 @@ def load_checkpoint(run_dir: Path, *, model: nn.Module, optimizer: Optimizer, sc
     if scaler is not None and scaler.is_enabled() and state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     _set_random_state(state["random"])
-    return meta
+    return meta | {"folder": folder}
 
 
 def load_model_state(run_dir: Path, model: nn.Module) -> dict[str, Any]:
@@ -218,7 +239,7 @@ def _last_whole(run_dir: Path) -> tuple[Path, dict[str, Any]]:
     for folder in newest_first(run_dir):
         try:
             meta = _read_meta(folder)
-            for name in (TRAINING, WEIGHTS):
+            for name in meta["files"]:
                 _verified(folder, meta, name)
         except CheckpointError as error:
             refusals.append(error)

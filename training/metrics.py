@@ -8,6 +8,7 @@ import contextlib
 import errno
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import platform
@@ -22,6 +23,8 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
+
+log = logging.getLogger("tilegpt")
 
 PACKAGES = ("torch", "triton", "numpy", "hydra-core", "datasets", "tiktoken", "safetensors", "wandb")
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,9 +78,15 @@ class MetricsFile:
         except OSError as error:
             raise OSError(f"{self.path} cannot be written: {error}") from error
 
-    def truncate_after(self, step: int) -> None:
-        """Drop the rows of later steps, and a torn last line: what a resumed run writes again."""
+    def go_back_to(self, step: int, saved: Path) -> None:
+        """Drop the rows of later steps, and a torn last line: what a resumed run writes again.
+
+        `saved`: the copy in the checkpoint of that step, whose rows count where there is one. This file may have been damaged since.
+        """
         rows = [row for row in read_metrics(self.path) if row["step"] <= step]
+        if saved.is_file() and (before := read_metrics(saved)) != rows:
+            log.warning(f"{self.path} was damaged: its rows up to step {step} are put back from {saved}")
+            rows = before
         write_file(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
 

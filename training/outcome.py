@@ -6,6 +6,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from training.history import stop_clock
 from training.memory import describe_out_of_memory, is_out_of_memory, release_memory
 from training.metrics import write_json
 
@@ -48,7 +49,9 @@ def outcome_around(error: BaseException, status: str, run_dir: Path) -> dict[str
 
 def close_run(run_dir: Path, summary: dict[str, Any]) -> None:
     """Write summary.json and give the memory back. A summary that cannot be written makes the run a failed one."""
-    summary["wall_seconds"] = time.time() - summary.pop("started")
+    started = summary.pop("started")
+    # of all starts, where the training began
+    summary["wall_seconds"] = stop_clock(summary["starts"]) if "starts" in summary else time.time() - started
     try:
         # a resume that was refused leaves the summary of what the run did before
         refused = "steps_done" not in summary and any(override.startswith("resume=") for override in summary["overrides"])

@@ -2,7 +2,7 @@
 
     RUN/checkpoint/                 the latest
     RUN/checkpoints/step-000400/    the ones before it, keep - 1 of them
-    RUN/checkpoint.best/            of those written at an evaluated step, the one with the lowest val/loss
+    RUN/checkpoint.best/            the one with the lowest val/loss: a step whose evaluation finds a new lowest is saved, too
 
 The best is made of hard links, which take no room while the same checkpoint stands elsewhere. Steps that a run has gone back
 behind, because its latest checkpoint was damaged, go with the next save, as their rows of metrics have gone.
@@ -10,9 +10,11 @@ behind, because its latest checkpoint was damaged, go with the next save, as the
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +53,8 @@ def rotate(fresh: Path, run_dir: Path, *, keep: int) -> Path:
     sync(run_dir)
 
     earlier = sorted(run_dir.glob(f"{EARLIER}/step-*"), key=step_of, reverse=True)
-    past = [folder for folder in earlier if 0 <= step_of(folder) < step]
-    candidates = [folder for folder in (best, *past) if 0 <= step_of(folder) < step] + [latest]
-    lowest = min((folder for folder in candidates if _val_loss(folder) is not None), key=_val_loss, default=None)
+    past = _before(step, earlier)
+    lowest = _lowest([*_before(step, [best]), *past, latest])
     if lowest is not None and lowest != best:
         _link(lowest, best)
     elif lowest is None:
@@ -65,19 +66,34 @@ def rotate(fresh: Path, run_dir: Path, *, keep: int) -> Path:
     return latest
 
 
+def best_val_loss(run_dir: Path, *, before: int) -> float:
+    """The lowest val/loss of the checkpoints of earlier steps; infinity where none was evaluated."""
+    lowest = _lowest(_before(before, newest_first(run_dir)))
+    return math.inf if lowest is None else _val_loss(lowest)
+
+
+def _before(step: int, folders: Iterable[Path]) -> list[Path]:
+    return [folder for folder in folders if 0 <= step_of(folder) < step]
+
+
+def _lowest(folders: Iterable[Path]) -> Path | None:
+    return min((folder for folder in folders if _val_loss(folder) is not None), key=_val_loss, default=None)
+
+
 def step_of(folder: Path) -> int:
     """The step of a checkpoint's folder, from its name or its meta.json; -1 where neither says it."""
     if match := re.fullmatch(r"step-(\d+)", folder.name):
         return int(match[1])
-    step = _meta(folder).get("step")
+    step = meta_of(folder).get("step")
     return step if isinstance(step, int) else -1
 
 
 def _val_loss(folder: Path) -> float | None:
-    return _meta(folder).get("val_loss")
+    return meta_of(folder).get("val_loss")
 
 
-def _meta(folder: Path) -> dict[str, Any]:
+def meta_of(folder: Path) -> dict[str, Any]:
+    """What the meta.json of a checkpoint says; empty where it cannot be read. Not verified."""
     try:
         meta = json.loads((folder / META).read_text())
     except (OSError, ValueError):

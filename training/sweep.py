@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from hydra.experimental.callback import Callback
 
+from training.history import attention_in_words, attention_steps, changes_in_words
 from training.metrics import read_metrics, strict
 
 RUN_FILES = ("summary.json", "metrics.jsonl", "config.yaml")
@@ -243,7 +244,8 @@ def differing_settings(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
     for row in rows:
         pairs = [override.lstrip("+").partition("=") for override in row.get("overrides") or []]
         known = {key: str(row[key]) for key in ("attention", "seq_len", "seed") if row.get(key) is not None}
-        settings.append(known | {key: value for key, _, value in pairs})
+        changed = {"attention": attention_in_words(row)} if len(attention_steps(row)) > 1 else {}
+        settings.append(known | {key: value for key, _, value in pairs} | changed)
     shared = {key for setting in settings for key in setting if len({other.get(key) for other in settings}) == 1}
     return [
         {key: value for key, value in setting.items() if key not in shared}
@@ -253,12 +255,12 @@ def differing_settings(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def remark(row: dict[str, Any]) -> str:
-    """Why a run ended as it did, in one line; empty for a run that simply completed."""
+    """Why a run ended as it did, and what a resume changed, in one line; empty for a run that simply completed."""
     oom, diagnosis = row.get("oom") or {}, row.get("diagnosis")
     # a sentence alone in runs of earlier versions
     diagnosis = diagnosis.get("message") if isinstance(diagnosis, dict) else diagnosis
     reason = diagnosis or row.get("error") or oom.get("message") or ""
-    return str(reason).strip().split("\n")[0]
+    return "; ".join(said for said in (str(reason).strip().split("\n")[0], changes_in_words(row)) if said)
 
 
 def _run_dirs(folder: Path) -> Iterator[Path]:

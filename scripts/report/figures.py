@@ -37,7 +37,7 @@ def draw_curves(runs: list[Run], styles: dict[str, Style], metric: str, train_me
                     for curve in [mean, *rest]:
                         axes.plot(*_xy(curve), color=style.color, alpha=0.3, linewidth=0.8, zorder=1)
                 draw_seeds(axes, [run.curve(column) for run in group], style)
-                for tokens in {switch for run in group if (switch := run.switched_at) is not None}:
+                for tokens in set().union(*(run.switches for run in group)):
                     axes.axvline(tokens, color=style.color, linewidth=1, linestyle=(0, (1, 2)), zorder=2)
             axes.set_xlabel("training tokens")
             axes.xaxis.set_major_formatter(short)
@@ -95,7 +95,7 @@ def _mark_end(axes: Any, run: Run, curve: dict[float, float], style: Style) -> N
 def _end_marks(runs: list[Run]) -> dict[str, str]:
     ended = {run.status for run in runs if run.metrics}
     marks = {"diverged": ("diverged: last finite value", "X"), "oom": ("out of memory", "s")}
-    switched = {"attention switched": "|"} if any(run.switched_at is not None for run in runs) else {}
+    switched = {"attention switched": "|"} if any(run.switches for run in runs) else {}
     return dict(mark for status, mark in marks.items() if status in ended) | switched
 
 

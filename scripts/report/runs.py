@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from training.history import attention_in_words, attention_steps
 from training.metrics import read_metrics
 from training.sweep import differing_settings, load_json, read_sweep
 
@@ -61,11 +62,11 @@ class Run:
         return self.figure("memory/peak_gib") if self.status != "oom" else None
 
     @property
-    def switched_at(self) -> float | None:
-        """Training tokens after which another attention took over, where one did."""
-        step = self.figure("switch_at")
-        later = (number(row.get("tokens")) for row in self.metrics if step is not None and (number(row.get("step")) or 0) >= step)
-        return next(later, None)
+    def switches(self) -> set[float]:
+        """Training tokens after which another attention took over."""
+        points = [(number(row.get("step")) or 0, number(row.get("tokens"))) for row in self.metrics]
+        first = [next((tokens for at, tokens in points if at >= step), None) for step, _ in attention_steps(self.summary)[1:]]
+        return {tokens for tokens in first if tokens is not None}
 
     @cached_property
     def logged(self) -> list[str]:
@@ -150,8 +151,10 @@ def _variants(runs: list[Run]) -> list[str]:
     dropped = {"attention", "seq_len", "seed", "resume"} | ({"steps"} if resumed and len(steps) < 2 else set())
     names = []
     for run, setting in zip(runs, differing_settings([run.summary for run in runs]), strict=True):
-        others = [f"{key.rpartition('.')[2]}={value}" for key, value in setting.items() if key not in dropped]
-        names.append(" ".join([str(run.summary.get("attention") or Path(run.summary["dir"]).name), *others]))
+        told = {"attention.switch_at", "attention.switch_to"} if len(attention_steps(run.summary)) > 1 else set()
+        others = [f"{key.rpartition('.')[2]}={value}" for key, value in setting.items() if key not in dropped | told]
+        attention = attention_in_words(run.summary) if run.summary.get("attention") else Path(run.summary["dir"]).name
+        names.append(" ".join([attention, *others]))
     return names
 
 

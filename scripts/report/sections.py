@@ -18,6 +18,7 @@ from scripts.report.figures import (
 )
 from scripts.report.page import Card, Figure, Table, Text
 from scripts.report.runs import MIN_POINTS, Run, ended, in_order, number
+from training.history import changes_in_words
 from training.sweep import remark
 
 GIB = "{:.2f} GiB"
@@ -66,6 +67,7 @@ def warnings(runs: list[Run]) -> list[str]:
     if len(machines) > 1:
         found.append(f"The speeds were measured on {len(machines)} different machines.")
     found += [f"Damaged: {run.name}: {run.damage}." for run in runs if run.damage]
+    found += [f"{run.name} was {changes}." for run in runs if (changes := changes_in_words(run.summary))]
     for status, meaning in (("failed", "failed"), ("unfinished", "ended without a summary"), ("interrupted", "were interrupted")):
         if count := len(ended(runs, status)):
             found.append(f"{count} of {_count(len(runs), 'run')} {meaning}: means of variants leave them out.")

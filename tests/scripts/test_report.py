@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.report import figures
+from scripts.report import figures, sections
 from scripts.report.__main__ import main
 from scripts.report.drawing import VARIABLES, variant_styles
 from scripts.report.matrix import cross_blocks
@@ -281,14 +281,28 @@ def test_a_switch_of_attention_is_marked(tmp_path):
     write_run(tmp_path / "0", "no_rescale", extra=("attention.switch_at=null",))
     write_run(tmp_path / "1", "no_rescale", extra=("attention.switch_at=300",), switch_at=300, switch_to="tiled")
     runs = load_runs([tmp_path])
-    assert [run.variant for run in runs] == ["no_rescale switch_at=null", "no_rescale switch_at=300"]
+    assert [run.variant for run in runs] == ["no_rescale switch_at=null", "no_rescale, tiled after step 300"]
     styles = variant_styles(runs)
     figure = figures.draw_curves(runs, styles, "val/loss", "train/loss")
     for axes in figure.axes:
         (switch,) = [line for line in lines_of(axes) if len(set(line["x"])) == 1]
         # the first row at or after step 300
-        assert (switch["x"][0], switch["color"]) == (300 * 16 * 256, styles["no_rescale switch_at=300"].color)
+        assert (switch["x"][0], switch["color"]) == (300 * 16 * 256, styles["no_rescale, tiled after step 300"].color)
     assert "attention switched" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_a_run_that_was_resumed_under_another_attention_is_marked_and_named(tmp_path):
+    """A regression test: all its steps passed for those of the last attention."""
+    starts = [{"step": 0, "attention": [[0, "tiled"]], "changed": {}}]
+    starts += [{"step": 300, "attention": [[300, "sdpa"]], "changed": {"attention.name": ["tiled", "sdpa"], "optim.lr": [None, 0.1]}}]
+    write_run(tmp_path / "0", "sdpa", starts=starts)
+    write_run(tmp_path / "1", "naive", starts=[{"step": 0, "attention": "all", "changed": 3}])
+    runs = load_runs([tmp_path])
+    assert [run.variant for run in runs] == ["tiled, sdpa after step 300", "naive"]
+    assert [run.switches for run in runs] == [{300 * 16 * 256}, set()]
+    said = "was resumed at step 300 with attention.name=sdpa (tiled before), optim.lr=0.1 (null before)."
+    assert [text for text in sections.warnings(runs) if "resumed" in text] == [f"tiled, sdpa after step 300 {said}"]
+    assert said in report_on(tmp_path).text
 
 
 def test_one_seed_has_no_band(tmp_path):

@@ -139,7 +139,7 @@ from training.metrics import MetricsFile
 folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 metrics = MetricsFile(folder / "metrics.jsonl")
 if first:
-    metrics.truncate_after(first - 1)
+    metrics.go_back_to(first - 1, folder / "none")
 logger = build_logger(
     LoggerConfig(name=sys.argv[4], mode="offline"), run_dir=folder, wandb_dir=folder, name="n", group=None, tags=[], run_config={},
     resume=first > 0,

@@ -44,7 +44,7 @@ def test_truncation_drops_later_rows_and_a_torn_line(tmp_path):
     with file.path.open("a") as handle:
         handle.write('{"step": 40, "train/lo')
     assert [row["step"] for row in read_metrics(file.path)] == [10, 20, 30]
-    MetricsFile(file.path).truncate_after(20)
+    MetricsFile(file.path).go_back_to(20, tmp_path / "none")
     file.write({"step": 25})
     assert [strict_loads(line)["step"] for line in file.path.read_text().splitlines()] == [10, 20, 25]
 
@@ -53,7 +53,7 @@ def test_missing_file_has_no_rows(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
-@pytest.mark.parametrize("victim", ["write_json", "truncate_after"])
+@pytest.mark.parametrize("victim", ["write_json", "go_back_to"])
 def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch, victim):
     file = MetricsFile(tmp_path / "file")
     file.write({"step": 1})
@@ -64,7 +64,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch, victim):
 
     monkeypatch.setattr(metrics.os, "fsync", no_space)
     with pytest.raises(OSError):
-        write_json(file.path, {"a": 1}) if victim == "write_json" else file.truncate_after(0)
+        write_json(file.path, {"a": 1}) if victim == "write_json" else file.go_back_to(0, tmp_path / "none")
     assert file.path.read_text() == before
 
 

@@ -258,3 +258,13 @@ def test_accuracy_columns_come_with_accuracy():
 def test_exit_code():
     assert exit_code([row(), row(status="oom"), row(status="diverged"), row(status="unfinished")]) == 0
     assert exit_code([row(), row(status="failed")]) == 1
+
+
+def test_the_table_says_what_a_resume_changed():
+    starts = [{"step": 0, "attention": [[0, "tiled"]], "changed": {}}]
+    starts += [{"step": 50, "attention": [[50, "sdpa"]], "changed": {"attention.name": ["tiled", "sdpa"]}}]
+    row = {"status": "completed", "attention": "sdpa", "dir": "0", "overrides": ["attention=sdpa"], "steps_done": 60}
+    *_, line, remark = summary_table([row | {"starts": starts}]).splitlines()
+    assert line.startswith("tiled, sdpa after step 50  completed")
+    assert remark == "attention=tiled, sdpa after step 50: completed: resumed at step 50 with attention.name=sdpa (tiled before)"
+    assert summary_table([row]).splitlines()[-1].startswith("sdpa       completed")
