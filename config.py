@@ -352,32 +352,44 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     if not resume or resume[-1] == "null":
         return arguments
     run_dir = Path(resume[-1])
-    recorded = run_dir / "overrides.yaml"
-    if not recorded.is_file():
-        raise SystemExit(f"error: resume={run_dir} is no run directory: it has no overrides.yaml")
+    recorded = _recorded_overrides(run_dir)
     if {"-m", "--multirun"} & set(arguments):
         raise SystemExit(f"error: resume={run_dir} goes on with one run; it cannot be part of a sweep")
-    import yaml
 
     def key(override: str) -> str:
         return override.lstrip("+~").partition("=")[0]
 
     new = [argument for argument in arguments if not argument.startswith("resume=")]
     replaced = {key(argument) for argument in new} | {"resume"}
-    try:
-        recorded_overrides = yaml.safe_load(recorded.read_bytes())
-    except (OSError, yaml.YAMLError):
-        recorded_overrides = None
-    if not isinstance(recorded_overrides, list) or not all(isinstance(each, str) for each in recorded_overrides):
-        raise SystemExit(
-            f"error: resume={run_dir}: {recorded} is damaged: it is no list of settings. Write them into it again, each on a line as "
-            f"'- seq_len=512'; {run_dir / 'config.yaml'} has the values of all, and what you leave out is refused by name"
-        )
-    old = [override for override in recorded_overrides if key(override) not in replaced]
+    old = [override for override in recorded if key(override) not in replaced]
     # the options of one attention or source of data are none of another's
     for group, shared in SHARED_OPTIONS.items():
-        if group in replaced and not {each for each in new if key(each) == group} & set(recorded_overrides):
+        if group in replaced and not {each for each in new if key(each) == group} & set(recorded):
             old = [each for each in old if not key(each).startswith(f"{group}.") or key(each).removeprefix(f"{group}.").startswith(shared)]
     # an experiment may ask for a sweep, but one of its runs is resumed alone; .hydra stays what the first start wrote
     quoted = "'" + str(run_dir).replace("'", "\\'") + "'"
     return [*old, *new, f"resume={quoted}", f"hydra.run.dir={quoted}", "hydra.mode=RUN", "hydra.output_subdir=null"]
+
+
+def _recorded_overrides(run_dir: Path) -> list[str]:
+    """What overrides.yaml of a run says. Ends the program where there is none, or where Hydra would not understand it."""
+    import yaml
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    path = run_dir / "overrides.yaml"
+    if not path.is_file():
+        raise SystemExit(f"error: resume={run_dir} is no run directory: it has no overrides.yaml")
+    try:
+        recorded = yaml.safe_load(path.read_bytes())
+        if not isinstance(recorded, list) or not all(isinstance(each, str) for each in recorded):
+            raise ValueError("it is no list of settings")
+        OverridesParser.create().parse_overrides(recorded)
+        check_keys(recorded)
+    except (OSError, ValueError, yaml.YAMLError, HydraException, SystemExit) as error:
+        reason = " ".join(str(error).removeprefix("error: ").split())
+        raise SystemExit(
+            f"error: {path} is damaged: {reason}. Write the run's settings into it again, each on a line as '- seq_len=512'; "
+            f"{run_dir / 'config.yaml'} has the values of all, and what you leave out is refused by name"
+        ) from None
+    return recorded

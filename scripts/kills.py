@@ -4,9 +4,10 @@
 
 Every training is a process of its own, `python train.py` on one CPU core. --kills of them are killed (SIGKILL), every other one while
 it saves, and resumed. --harms more have their disk filled while they run (a limit on the size of a file makes a write fail half way),
-or are killed and have their latest checkpoint, or all of them, truncated, altered or robbed of a file. Weights, optimizer, random state
-and every computed row of metrics.jsonl must then be, to the bit, those of the run that nothing disturbed. Where no whole checkpoint is
-left, the answer must be one line, and no file of the run may have changed. Ends with 1 where anything else happened.
+or are killed and have a file of their latest checkpoint, of all of them, or metrics.jsonl, overrides.yaml or config.yaml truncated,
+altered or removed. Weights, optimizer, random state and every computed row of metrics.jsonl must then be, to the bit, those of the run
+that nothing disturbed. Where no whole checkpoint is left, or the settings are not known any more, the answer must be one line, and no
+file of the run may have changed. Ends with 1 where anything else happened.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -158,9 +159,9 @@ def fill_disk(run_dir: Path, straight: dict[str, Any], moment: random.Random) ->
     return found | {"outcome": judged(run_dir, straight)}
 
 
-def damage(folder: Path, moment: random.Random) -> str:
-    """Truncate, alter or remove a random file of a checkpoint. Says what was done."""
-    path = moment.choice(sorted(folder.iterdir()))
+def damage(files: Iterable[Path], moment: random.Random) -> str:
+    """Truncate, alter or remove one of these files. Says what was done."""
+    path = moment.choice(sorted(files))
     size = path.stat().st_size
     how = moment.choice(["truncated", "altered", "removed"])
     if how == "removed":
@@ -181,20 +182,34 @@ def damage(folder: Path, moment: random.Random) -> str:
 def damage_latest(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
     found = killed(run_dir, moment, saving=False, earliest=3 * EVERY)
     folder = newest_first(run_dir)[0]
-    found |= {"harm": "latest damaged", "what": damage(folder, moment)}
+    found |= {"harm": "latest damaged", "what": damage(folder.iterdir(), moment)}
     return found | {"outcome": judged(run_dir, straight, said="going on from step")}
 
 
 def damage_all(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
     found = killed(run_dir, moment, saving=False, earliest=3 * EVERY)
-    found |= {"harm": "all damaged", "what": [damage(folder, moment) for folder in newest_first(run_dir)]}
+    found |= {"harm": "all damaged", "what": [damage(folder.iterdir(), moment) for folder in newest_first(run_dir)]}
+    return found | {"outcome": refused(run_dir) or "resumed"}
+
+
+def damage_record(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
+    found = killed(run_dir, moment, saving=False, earliest=3 * EVERY)
+    files = [run_dir / name for name in ("metrics.jsonl", "overrides.yaml", "config.yaml")]
+    found |= {"harm": "record damaged", "what": damage(files, moment)}
+    return found | {"outcome": refused(run_dir) or (IDENTICAL if same(state(run_dir), straight) else "another run")}
+
+
+def refused(run_dir: Path) -> str | None:
+    """Resume a run, and what came of it where it was not resumed."""
     before = contents(run_dir)
     code, output = resume(run_dir)
-    refused = code != 0 and is_one_line(output) and before.items() <= contents(run_dir).items()
-    return found | {"outcome": REFUSED if refused else f"ended with {code}: {output.strip().splitlines()[-1]}"}
+    if code == 0:
+        return None
+    unharmed = is_one_line(output) and before.items() <= contents(run_dir).items()
+    return REFUSED if unharmed else f"ended with {code}: {output.strip().splitlines()[-1]}"
 
 
-HARMS = (fill_disk, damage_latest, fill_disk, damage_latest, damage_all)
+HARMS = (fill_disk, damage_latest, fill_disk, damage_latest, damage_all, damage_record)
 
 
 def measure(folder: Path, *, kills: int, harms: int, seed: int) -> dict[str, Any]:
@@ -223,7 +238,7 @@ def measure(folder: Path, *, kills: int, harms: int, seed: int) -> dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20, help="runs to kill (20)")
-    parser.add_argument("--harms", type=int, default=20, help="runs whose disk fills up or whose checkpoints are damaged (20)")
+    parser.add_argument("--harms", type=int, default=30, help="runs whose disk fills up or whose files are damaged (30)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
     parser.add_argument("--out", type=Path, default=Path("outputs/kills.json"), help="the result (outputs/kills.json)")
     options = parser.parse_args()

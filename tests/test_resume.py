@@ -330,13 +330,23 @@ def test_other_data_can_be_asked_for(tmp_path, books):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", bytes(200), b"- steps=4\n- [", b"steps: 4\n", b"- 4\n"], ids=["empty", "zeros", "torn", "mapping", "number"]
+    "content, said",
+    [
+        (b"", "no list of settings"),
+        (bytes(200), "special characters are not allowed"),
+        (b"- steps=4\n- [", "while parsing"),
+        (b"steps: 4\n", "no list of settings"),
+        (b"- 4\n", "no list of settings"),
+        (b"- steps=4\n- attention.block_kv=[1\n", "no viable alternative"),
+        (b"- stepz=4\n", "there is no key 'stepz'"),
+    ],
+    ids=["empty", "zeros", "torn", "mapping", "number", "value", "key"],
 )
-def test_overrides_that_are_no_list_are_refused(run_dir, content):
+def test_damaged_overrides_are_refused(run_dir, content, said):
     (run_dir / "overrides.yaml").write_bytes(content)
     before = contents(run_dir)
     answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert f"{run_dir}/overrides.yaml is damaged: it is no list of settings" in answer and f"{run_dir}/config.yaml" in answer
+    assert f"{run_dir}/overrides.yaml is damaged: " in answer and said in answer and f"{run_dir}/config.yaml" in answer
     assert contents(run_dir) == before
 
 

@@ -295,6 +295,7 @@ def survival() -> str:
         "disk full (a limit on file sizes: a write fails half way)": [each for each in data["harms"] if each["harm"] == "disk full"],
         "latest checkpoint damaged": [each for each in data["harms"] if each["harm"] == "latest damaged"],
         "all checkpoints damaged": [each for each in data["harms"] if each["harm"] == "all damaged"],
+        "metrics.jsonl, overrides.yaml or config.yaml damaged": [each for each in data["harms"] if each["harm"] == "record damaged"],
     }
     rows = []
     for case, found in cases.items():

@@ -56,7 +56,7 @@ def test_one_bit_makes_another_run():
 @pytest.mark.parametrize("seed", range(30))
 def test_no_harm_goes_unseen(tmp_path, seed):
     save(tmp_path)
-    said = damage(newest_first(tmp_path)[0], random.Random(seed))
+    said = damage(newest_first(tmp_path)[0].iterdir(), random.Random(seed))
     with pytest.raises(CheckpointError):
         # everything is verified before anything of these is used
         load_checkpoint(Path(tmp_path), model=None, optimizer=None, scaler=None, config={})
