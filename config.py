@@ -309,7 +309,7 @@ def register() -> None:
 
 
 def check_keys(arguments: list[str]) -> None:
-    """End the program at a key=value of the command line whose key does not exist, with the closest one that does.
+    """Raise ValueError at a key=value of the command line whose key does not exist, with the closest one that does.
 
     Hydra would advise +key=value, which then does nothing. What is no key=value is left to Hydra.
     """
@@ -320,7 +320,7 @@ def check_keys(arguments: list[str]) -> None:
         written, _, value = argument.partition("=")
         key = written.lstrip("-+")
         if written.startswith("-") and key in keys:
-            raise SystemExit(f"error: {argument}: write {key}={value or 'VALUE'}, without dashes")
+            raise ValueError(f"{argument}: write {key}={value or 'VALUE'}, without dashes")
         if "=" not in argument or written.startswith("-") or not key.replace(".", "").isidentifier():
             continue
         if key in keys or key.startswith(("hydra.", "attention.options.", "attention.switch_options.")):
@@ -328,7 +328,7 @@ def check_keys(arguments: list[str]) -> None:
         # steps for step, attention.block_kv for attention.block_k; optim.lr for lr
         close = [other for other in keys if other.rpartition(".")[2] == key] or difflib.get_close_matches(key, keys, n=1)
         hint = f"did you mean {' or '.join(close)}?" if close else "python train.py --cfg job shows all keys"
-        raise SystemExit(f"error: {argument}: there is no key '{key}'; {hint}")
+        raise ValueError(f"{argument}: there is no key '{key}'; {hint}")
 
 
 def _keys(schema: type, prefix: str = "") -> Iterator[str]:
@@ -347,7 +347,10 @@ SHARED_OPTIONS = {
 
 def replay_overrides(arguments: list[str]) -> list[str]:
     """Command-line arguments with resume=DIR spelled out: the run's own overrides first, the new ones after, in the same directory."""
-    check_keys(arguments)
+    try:
+        check_keys(arguments)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
     resume = [argument.removeprefix("resume=").strip("'\"") for argument in arguments if argument.startswith("resume=")]
     if not resume or resume[-1] == "null":
         return arguments
@@ -386,8 +389,8 @@ def _recorded_overrides(run_dir: Path) -> list[str]:
             raise ValueError("it is no list of settings")
         OverridesParser.create().parse_overrides(recorded)
         check_keys(recorded)
-    except (OSError, ValueError, yaml.YAMLError, HydraException, SystemExit) as error:
-        reason = " ".join(str(error).removeprefix("error: ").split())
+    except (OSError, ValueError, yaml.YAMLError, HydraException) as error:
+        reason = " ".join(str(error).split())
         raise SystemExit(
             f"error: {path} is damaged: {reason}. Write the run's settings into it again, each on a line as '- seq_len=512'; "
             f"{run_dir / 'config.yaml'} has the values of all, and what you leave out is refused by name"

@@ -52,7 +52,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from training.memory import MemoryMeter, cpu_memory_limit, is_out_of_memory
     from training.metrics import MetricsFile, Progress, Throughput, environment, peak_flops, read_metrics, write_json
     from training.optimizer import build_optimizer, learning_rate, set_learning_rate
-    from training.outcome import outcome_of
+    from training.outcome import go_on_with, outcome_of
     from training.plot import draw_loss_curve
     from training.step import Queued, compute_gradients, queue_step
     from training.sweep import job_names, own_overrides
@@ -201,7 +201,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         if summary["status"] != "diverged":
             summary["status"] = "completed" if step == config.steps else "interrupted"
         if summary["status"] == "interrupted":
-            log.warning(f"interrupted after step {step}; go on with: python train.py resume={run_dir}")
+            log.warning(f"interrupted after step {step}; {go_on_with(run_dir)}")
     except BaseException as error:
         summary |= outcome_of(error, device.type, run_dir, predicted_gib=predicted_gib)
         raise

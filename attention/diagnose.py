@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attention.interface import AttentionOutput, Backend, ScoreMod
+from attention.interface import OPTIONAL_ARGUMENTS, AttentionOutput, Backend, ScoreMod
 from attention.mask import QueryTile
 from attention.naive import naive_attention
 from attention.online_softmax import OnlineSoftmax
@@ -171,11 +171,13 @@ def compare_with_exact(
     rows = min(q.shape[2], max(1, REFERENCE_SCORES // (q.shape[0] * groups * k.shape[2])))
     first = q.shape[2] - rows
     d_out = torch.cat((torch.zeros_like(d_out[:, :, :first]), d_out[:, :, first:]), 2)
+    # as attention() calls it: with every argument that the backend has a name for
     documents = {} if document_ids is None else {"document_ids": document_ids}
+    arguments = {name: None for name in OPTIONAL_ARGUMENTS if name in backend.features} | documents | backend.options
     # document_ids need as many queries as keys; a change of the scores to -inf does not
     apart = {} if document_ids is None else {"score_mod": _inside_documents(document_ids)}
     with torch.autocast(q.device.type, enabled=False):
-        out, *gradients = _with_gradients(backend.fn, q, k, v, d_out, causal=causal, scale=scale, **documents, **backend.options)
+        out, *gradients = _with_gradients(backend.fn, q, k, v, d_out, causal=causal, scale=scale, **arguments)
         exact: list[list[Tensor]] = []
         # head by head: the matrix of scores of all of them need not fit beside a model in training
         for head in range(k.shape[1]):

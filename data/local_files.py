@@ -41,7 +41,8 @@ def walk(folder: Path, left_out: set[str]) -> list[Path]:
     files = []
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if name not in left_out and name != "__pycache__" and not name.startswith(".")]
-        files += [Path(parent, name) for name in names if not name.startswith(".")]
+        # no pipe, no socket, and no link to what is gone
+        files += [Path(parent, name) for name in names if not name.startswith(".") and os.path.isfile(os.path.join(parent, name))]
     return sorted(files)
 
 
@@ -52,8 +53,10 @@ def text_files(path: str) -> list[Path]:
         files = walk(given, left_out=set())
         if not files:
             raise ValueError(f"data.path={path} is a folder without files; put text files into it or name another folder, file or glob")
-    elif given.exists():
+    elif given.is_file():
         files = [given]
+    elif given.exists():
+        raise ValueError(f"data.path={path} is neither a file nor a folder; write what comes through it to a file first")
     elif glob.has_magic(path):
         files = sorted(Path(match) for match in glob.glob(str(given), recursive=True) if os.path.isfile(match))
         if not files:

@@ -100,7 +100,7 @@ def check_results(text: str, backend: Backend, dtypes: list[torch.dtype], *, all
         if red and not allow:
             raise WrongResults(
                 f"{text} is wrong in {short(dtype)}, so its speed means nothing: red in {', '.join(red)}; see python -m scripts.verify "
-                f"attention={backend.name}, or add --allow-broken to time it and have its rows marked"
+                f"attention={text}, or add --allow-broken to time it and have its rows marked"
             )
     return found
 

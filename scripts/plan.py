@@ -5,7 +5,7 @@
 Takes train.py's own settings (model=, seq_len=, batch_size=, dtype=, tokenizer=, compile=, experiment=, ...), and of its own:
 
     attention   several names, separated by commas (naive,tiled,sdpa,triton)
-    batch_size  auto plans for one sequence; the table of cards says how many fit
+    batch_size  auto, with tokens_per_step=N, plans for one sequence; the table of cards says how many fit
     gpu         the card to plan for: {gpus} (the one that is here, else h200); device=cpu plans for a CPU
     measure     true: also build the model, run three steps here, and print the error of the prediction
     out         write everything to this JSON file
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attention import Backend, get_backend
-from config import RunConfig, register
+from config import RunConfig, check_keys, register
 from model import GPT, traffic
 from model.plan import (
     GIB,
@@ -98,6 +98,7 @@ def compose_config(overrides: list[str]) -> RunConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    check_keys(overrides)
     register()
     try:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
@@ -105,6 +106,8 @@ def compose_config(overrides: list[str]) -> RunConfig:
     except (HydraException, OmegaConfBaseException) as error:
         # Hydra lists the choices one a line, then where it looked for them
         message = str(error).partition("Config search path")[0]
+        if isinstance(error.__cause__, OmegaConfBaseException):  # it says what is wrong with the value
+            message += f": {str(error.__cause__).splitlines()[0]}"
         raise ValueError(" ".join(message.split()) or type(error).__name__) from error
 
 

@@ -32,6 +32,7 @@ from model.schedule import backend_after, chosen_attention
 from scripts.arguments import read_settings
 from training.checkpoint import load_model_state, read_meta
 from training.device import pick_device, pick_dtype
+from training.interrupt import one_line
 from training.rotation import run_of
 from training.sweep import load_json
 
@@ -106,13 +107,14 @@ def sample(options: Options) -> str:
         )
 
 
+@one_line("sample")
 def main() -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
         return
     try:
         print(sample(read_options(sys.argv[1:])))
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, FloatingPointError) as error:
         sys.exit(f"sample: {error}")
 
 

@@ -110,7 +110,8 @@ def read_options(arguments: list[str]) -> Options:
     """Options from key=value arguments. Raises ValueError for an unknown key or value, and for keys that do not go together."""
     values = read_settings(Options, arguments)
     options = Options(**values)
-    inputs = ("worked", *ADVERSARIAL)
+    # the capture of a trained model has a shape of its own; run=DIR takes one of any model
+    inputs = ("worked", *(name for name in ADVERSARIAL if name != "trained"))
     for key, valid in (("dtype", DTYPES), ("inputs", inputs), ("softmax_dtype", ("float32", "input")), ("device", ("auto", "cpu", "cuda"))):
         if key in values and values[key] not in valid:
             raise ValueError(f"{key}={values[key]} is not one of: {', '.join(valid)}")

@@ -6,7 +6,7 @@ Green: every check of the property stays in its budget, which is relative to nai
 not. A broken backend documents what it is red in. The exit code is 0 where every cell is green, red as documented, or refused by the
 backend. Arguments are key=value, and all have a default:
 
-    attention  a name, pkg.module:BACKEND, several of them with commas between, or all (all)
+    attention  a name, pkg.module:BACKEND, either with options as in tiled:block_q=16,block_kv=32, several with commas between, or all (all)
     device     auto, cpu or cuda (auto)
     dtype      fp32, bf16, fp16, several with commas between, or auto: fp32 on a CPU, all three on a GPU (auto)
     cases      random shapes besides the adversarial inputs (100)
@@ -20,6 +20,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 import time
 import warnings
@@ -30,11 +31,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from attention import BACKENDS, Backend, get_backend, kernel_choice
+from attention import BACKENDS, Backend, kernel_choice
 from attention.conformance import SHORT
 from attention.properties import PROPERTIES, Cell, check_breaks, examine
 from attention.subject import Subject
-from scripts.arguments import read_settings
+from scripts.arguments import parse_backend, read_settings
 from training.device import DTYPES, pick_device, pick_dtype
 from training.interrupt import one_line
 from training.metrics import check_writable, measured_on, write_json
@@ -65,18 +66,21 @@ def read_options(arguments: list[str]) -> Options:
 
 def pick_backends(text: str, device: torch.device) -> dict[str, Backend]:
     """Column to backend. What a backend also has in kernels that run on this device gets a column of its own."""
-    names = list(BACKENDS) if text == "all" else text.split(",")
+    # at the commas between backends, not between the options of one
+    names = list(BACKENDS) if text == "all" else re.split(r",(?![^,:=]*=)", text)
     found = {}
-    for backend in (get_backend(name, target=name if ":" in name else None) for name in names):
+    for given in names:
+        backend = parse_backend(given)
         check_breaks(backend)
-        found[backend.name] = backend
+        column = given if "=" in given else backend.name
+        found[column] = backend
         for name, other in backend.implementations.items():
             subject = Subject(other, device.type, torch.float32, random_cases=0, seed=0)
             if other.fn is not backend.fn and subject.takes(subject.case(), backward=False):
-                found[f"{backend.name} ({name})"] = other
+                found[f"{column} ({name})"] = other
         choice = kernel_choice(backend, device=device, dtype=torch.bfloat16, head_dim=64)
         if choice and choice.kernel == "hopper" and backend.options["kernel"] == "auto":
-            found[f"{backend.name} (portable)"] = backend.configured(kernel="portable")
+            found[f"{column} (portable)"] = backend.configured(kernel="portable")
     return found
 
 

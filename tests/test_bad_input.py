@@ -2,6 +2,8 @@
 
 import errno
 import os
+import re
+import shlex
 import shutil
 import sys
 import time
@@ -72,6 +74,10 @@ REFUSED = {
     "dtype": (["dtype=fp8"], ["dtype=fp8", "bf16"]),
     "softmax_dtype": (["attention.softmax_dtype=fp8"], ["softmax_dtype", "fp8", "float32", "input"]),
     "device": (["device=tpu"], ["device=tpu", "cuda"]),
+    "block_kv-word": (
+        ["attention.switch_at=2", "attention.switch_to=tiled", "+attention.switch_options.block_kv=abc"],
+        ["attention.switch_to=tiled: block_kv=abc must be a whole number"],
+    ),
     "block_q": (["attention.block_q=0"], ["attention.block_q=0 must be at least 1"]),
     "block_kv": (["attention=no_rescale", "attention.block_kv=-1"], ["attention.block_kv=-1 must be at least 1"]),
     "option-it-lacks": (["attention=naive", "attention.block_q=8"], ["attention=naive", "block_q=8", "no options"]),
@@ -115,9 +121,30 @@ def test_a_backend_that_says_it_is_not_exact_may_train(tmp_path):
     assert run(*tiny(tmp_path / "b", "attention=custom", BACKENDS_OF_A_USER + "RIGHT")).code == 0
 
 
+def test_a_backend_is_handed_the_arguments_it_has_names_for(tmp_path):
+    """A regression test: the comparison with exact attention left out those that were not in use."""
+    assert run(*tiny(tmp_path, "attention=custom", BACKENDS_OF_A_USER + "WINDOWED")).code == 0
+    assert metrics(tmp_path)[-1]["attention/out_error"] < 1e-5
+
+
+def test_a_command_to_resume_is_quoted_for_the_shell(run_dir):
+    strange = run_dir.rename(run_dir.with_name("it's a run"))
+    answer = run(*tiny(strange)[:-1], f'hydra.run.dir="{strange}"').complaint()
+    command = re.search(r"go on with it by (.*), or choose another hydra.run.dir", answer)[1]
+    assert shlex.split(command) == [f"resume={strange}"] and run(*shlex.split(command), "steps=5").code == 0
+
+
+def test_a_folder_that_cannot_be_written_to_is_not_said_to_hold_a_run(tmp_path):
+    (tmp_path / "file").touch()
+    answer = run(*tiny(tmp_path / "file")).complaint()
+    assert "cannot be written to" in answer and "choose another hydra.run.dir" in answer and "resume" not in answer
+
+
 def test_triton_without_a_gpu_names_the_interpreter_and_tiled(tmp_path):
     answer = run(*tiny(tmp_path, "attention=triton"), TRITON_INTERPRET="0").complaint()
     assert "needs a GPU" in answer and "TRITON_INTERPRET=1" in answer and "attention=tiled" in answer
+    answer = run(*tiny(tmp_path, "attention=no_max", "attention.impl=triton"), TRITON_INTERPRET="0").complaint()
+    assert "needs a GPU" in answer and "or use attention.impl=tiled" in answer
 
 
 def test_a_dtype_or_device_that_is_not_there(monkeypatch, tmp_path):

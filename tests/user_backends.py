@@ -44,7 +44,12 @@ def raises(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
     raise KeyError("my kernel's table")
 
 
+def windowed(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: int | None) -> AttentionOutput:
+    return naive(q, k, v, causal=causal, scale=scale, window=window)
+
+
 RIGHT = Backend("right", right)
+WINDOWED = Backend("windowed", windowed, features={"window"})
 RIGHT_IN_FP32 = Backend("right_in_fp32", right, dtypes=(torch.float32,))
 WRONG_SHAPE = Backend("wrong_shape", wrong_shape)
 WRONG_DTYPE = Backend("wrong_dtype", wrong_dtype)

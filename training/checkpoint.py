@@ -163,6 +163,7 @@ def _write(run_dir: Path, tensors: dict[str, Tensor], state: dict[str, Any], row
         fresh.mkdir(parents=True)
         save_file(tensors, fresh / WEIGHTS)
         torch.save(state, fresh / TRAINING)
+        shutil.copymode(fresh / TRAINING, fresh / WEIGHTS)  # safetensors makes files that their owner alone can read
         if rows is not None:
             (fresh / METRICS).write_bytes(rows)
         files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(fresh.iterdir())}

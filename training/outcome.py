@@ -1,6 +1,7 @@
 """How a run ended, as data: whatever goes wrong becomes a status, so that one job of a sweep never takes down another."""
 
 import logging
+import shlex
 import time
 import traceback
 from pathlib import Path
@@ -28,9 +29,14 @@ def outcome_of(error: BaseException, device: str, run_dir: Path, *, predicted_gi
     # what the user can mend is one line; anything else is ours, and its traceback is wanted
     if not isinstance(error, (ValueError, OSError)):
         log.error("".join(traceback.format_exception(error)))
-    way_out = f"; go on with: python train.py resume={run_dir}" if isinstance(error, OSError) and (run_dir / "checkpoint").exists() else ""
+    way_out = f"; {go_on_with(run_dir)}" if isinstance(error, OSError) and (run_dir / "checkpoint").exists() else ""
     log.error(f"error: {error}{way_out}")
     return {"status": "failed", "error": str(error) or type(error).__name__}
+
+
+def go_on_with(run_dir: Path) -> str:
+    """The command that resumes a run, as a shell takes it."""
+    return f"go on with: python train.py {shlex.quote(f'resume={run_dir}')}"
 
 
 def outcome_around(error: BaseException, status: str, run_dir: Path) -> dict[str, Any]:

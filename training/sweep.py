@@ -39,12 +39,12 @@ class SweepSummary(Callback):
 
     def on_run_start(self, config: Any, **kwargs: Any) -> None:
         folder = Path(config.hydra.run.dir)
-        way_out = f"go on with it by resume={folder}, or choose another hydra.run.dir"
-        self.locks[folder] = claim(folder, None if config.resume else "metrics.jsonl", way_out)
+        go_on = f"go on with it by {shlex.quote(f'resume={folder}')}, or "
+        self.locks[folder] = claim(folder, None if config.resume else "metrics.jsonl", "hydra.run.dir", go_on)
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         self.folder = Path(config.hydra.sweep.dir).absolute()
-        self.locks[self.folder] = claim(self.folder, "index.jsonl", "choose another hydra.sweep.dir")
+        self.locks[self.folder] = claim(self.folder, "index.jsonl", "hydra.sweep.dir")
         (self.folder / "index.jsonl").write_text("")
         self.jobs = jobs_of(config)
 
@@ -96,7 +96,7 @@ class SweepSummary(Callback):
             command = shlex.join(["python", "train.py", *overrides, "hydra.mode=RUN", f"hydra.run.dir={self.folder / str(job)}"])
             self._index({"job": job, "overrides": overrides, "status": "not started", "command": command})
             print(f"  {command}")
-        print(f"{self.folder}\nreport: python -m scripts.report {self.folder}")
+        print(f"{self.folder}\nreport: python -m scripts.report {shlex.quote(str(self.folder))}")
         raise SystemExit(code)
 
 
@@ -113,10 +113,11 @@ def jobs_of(config: Any) -> list[list[str]]:
     return jobs
 
 
-def claim(folder: Path, mark: str | None, way_out: str) -> IO:
+def claim(folder: Path, mark: str | None, key: str, go_on: str = "") -> IO:
     """Make and lock the folder of a run or sweep, before Hydra writes to it. Ends the program where it cannot be.
 
-    A folder that holds the file `mark` is refused: there is a run already. None where that is wanted, to go on with it.
+    A folder that holds the file `mark` is refused: there is a run already. None where that is wanted, to go on with it. `key` is the
+    setting that names the folder, `go_on` another way out for a folder in use.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,10 +125,10 @@ def claim(folder: Path, mark: str | None, way_out: str) -> IO:
             file.write(bytes(2**16))
         file = lock(folder)
     except OSError as error:
-        raise SystemExit(f"error: the folder {folder} cannot be written to: {error}; {way_out}") from None
+        raise SystemExit(f"error: the folder {folder} cannot be written to: {error}; choose another {key}") from None
     # only now: the process that held the lock before may have finished its run
     if mark and (folder / mark).exists():
-        raise SystemExit(f"error: {folder} holds a run or sweep already; {way_out}")
+        raise SystemExit(f"error: {folder} holds a run or sweep already; {go_on}choose another {key}")
     return file
 
 
@@ -164,6 +165,12 @@ def read_sweep(folder: Path) -> list[dict[str, Any]]:
             row["status"] = indexed.get("status", "unfinished")
         rows.append(row)
     return rows
+
+
+def not_started(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a sweep's index for the jobs that an interruption left out and that nobody has run since."""
+    rows = _index_rows(Path(folder))
+    return [row for row in rows if row.get("status") == "not started" and not (Path(folder) / str(row.get("job"))).is_dir()]
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
@@ -216,10 +223,8 @@ def summary_table(rows: list[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(key for setting in settings for key in setting))
     table = [[key.rpartition(".")[2] for key in names] + list(columns)]
     for row, setting in zip(rows, settings, strict=True):
-        # what an earlier evaluation found is not the result of the steps that were done
-        stale = (row.get("evaluated_step") or 0) < (row.get("steps_done") or 0) and "evaluated_step" in row
-        # and the peak of what came before is not that of a run which ran out of memory
-        hidden = ("val/",) * stale + ("memory/peak_gib",) * (row["status"] == "oom")
+        # the peak of what came before is not that of a run which ran out of memory
+        hidden = ("val/",) * is_stale(row) + ("memory/peak_gib",) * (row["status"] == "oom")
         known = {key: value for key, value in row.items() if value is not None and not key.startswith(hidden)}
         cells = [form.format(known[key]) if key in known else "-" for key, form in columns.values()]
         table.append([setting.get(name, "-") for name in names] + cells)
@@ -236,6 +241,12 @@ def summary_table(rows: list[dict[str, Any]]) -> str:
         if remark(row)
     ]
     return "\n".join(line.rstrip() for line in [*lines, *remarks])
+
+
+def is_stale(row: dict[str, Any]) -> bool:
+    """Whether a run has gone on since its last evaluation, which is then not the result of the steps that were done."""
+    evaluated, done = row.get("evaluated_step"), row.get("steps_done")
+    return isinstance(evaluated, int) and isinstance(done, int) and evaluated < done
 
 
 def differing_settings(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
@@ -276,15 +287,19 @@ def _run_dirs(folder: Path) -> Iterator[Path]:
 
 def _index(folder: Path) -> dict[str, dict[str, Any]]:
     """The lines of a sweep's index.jsonl by the name of the run's folder."""
+    return {Path(row["dir"]).name: row for row in _index_rows(folder) if isinstance(row.get("dir"), str)}
+
+
+def _index_rows(folder: Path) -> list[dict[str, Any]]:
     if not (folder / "index.jsonl").is_file():
-        return {}
+        return []
     rows = []
     for line in (folder / "index.jsonl").read_text(errors="replace").splitlines():
         try:
             rows.append(json.loads(line))
         except ValueError:
             continue
-    return {Path(row["dir"]).name: row for row in rows if isinstance(row, dict) and isinstance(row.get("dir"), str)}
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def load_json(path: Path) -> dict[str, Any]:

@@ -74,12 +74,13 @@ def broken_triton_attention(*tensors: Tensor, softmax: str, detach_max: bool, im
 
 
 def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options: Any) -> list[str]:
+    in_pytorch = "attention.impl=tiled" if "impl" in options else "attention=tiled"
     if not INSTALLED:
-        return ["Triton is not installed here (pip install triton, Linux only); attention=tiled is the same loop in plain PyTorch"]
+        return [f"Triton is not installed here (pip install triton, Linux only); {in_pytorch} is the same loop in plain PyTorch"]
     if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return [
             "Triton needs a GPU; set TRITON_INTERPRET=1 before the start to run its kernels in the interpreter (slow, for tests), "
-            "or use attention=tiled, the same loop in plain PyTorch"
+            f"or use {in_pytorch}, the same loop in plain PyTorch"
         ]
     # what torch.compile cannot look into was asked before it came
     asked = not torch.compiler.is_compiling()

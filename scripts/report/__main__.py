@@ -19,6 +19,7 @@ from scripts.report.page import Card, Figure, Section, Table, Text, render_html,
 from scripts.report.runs import Run, ended, load_runs
 from training.interrupt import one_line
 from training.metrics import check_writable, write_file
+from training.sweep import not_started
 
 
 @one_line("report")
@@ -37,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"--out {out} is not a name for an HTML file; give one that ends in .html")
         runs = load_runs(arguments.dirs)
         check_writable(out)
-        write_report(runs, cross_blocks(arguments.dirs), out)
+        left_out = sum(len(not_started(folder)) for folder in arguments.dirs)
+        write_report(runs, cross_blocks(arguments.dirs), out, left_out=left_out)
     except (OSError, ValueError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
@@ -45,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_report(runs: list[Run], cross_eval: list[Table | Text], out: Path) -> None:
-    """The page, the Markdown beside it, and the Markdown's figures in a folder of their own."""
-    title, sections = parts.title(runs), build_report(runs, cross_eval)
+def write_report(runs: list[Run], cross_eval: list[Table | Text], out: Path, *, left_out: int = 0) -> None:
+    """The page, the Markdown beside it, and the Markdown's figures in a folder of their own. left_out: jobs that were never started."""
+    title, sections = parts.title(runs), build_report(runs, cross_eval, left_out=left_out)
     folder = out.with_name(f"{out.stem}_figures")
     folder.mkdir(parents=True, exist_ok=True)
     # a figure of an earlier report must not pass for one of this
@@ -61,7 +63,7 @@ def write_report(runs: list[Run], cross_eval: list[Table | Text], out: Path) -> 
     write_file(out.with_suffix(".md"), render_markdown(title, sections, folder.name))
 
 
-def build_report(runs: list[Run], cross_eval: list[Table | Text]) -> list[Section]:
+def build_report(runs: list[Run], cross_eval: list[Table | Text], *, left_out: int = 0) -> list[Section]:
     """Every section that has something to say."""
     styles = variant_styles(runs)
     order = list(styles)
@@ -69,7 +71,7 @@ def build_report(runs: list[Run], cross_eval: list[Table | Text]) -> list[Sectio
     diverged = ended(runs, "diverged")
     sections = [
         Section("", [Text(text) for text in parts.at_a_glance(runs)]),
-        Section("", [Text(text, warning=True) for text in parts.warnings(runs)]),
+        Section("", [Text(text, warning=True) for text in parts.warnings(runs, left_out=left_out)]),
         Section("Variants", [parts.variant_table(runs, styles)]),
         Section("Loss", parts.curve_figures(runs, styles)),
         Section("Trained under, evaluated under", cross_eval),

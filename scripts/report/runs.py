@@ -10,7 +10,7 @@ from typing import Any
 
 from training.history import attention_in_words, attention_steps
 from training.metrics import read_metrics
-from training.sweep import differing_settings, load_json, read_sweep
+from training.sweep import differing_settings, is_stale, load_json, read_sweep
 
 MIN_POINTS = 5  # of a curve worth drawing: runs of three steps, made to measure memory, have none
 
@@ -111,6 +111,8 @@ def _load(path: Path, summary: dict[str, Any]) -> Run:
     for key, kind in (("attention", str), ("oom", dict)):
         if not isinstance(summary.get(key), kind):
             summary.pop(key, None)
+    if summary["status"] != "completed" and is_stale(summary):  # a completed run has evaluated its last step
+        summary = {key: value for key, value in summary.items() if not key.startswith("val/")}
     try:
         metrics = read_metrics(path / "metrics.jsonl")
     except OSError as error:

@@ -53,8 +53,10 @@ def at_a_glance(runs: list[Run]) -> list[str]:
     return texts
 
 
-def warnings(runs: list[Run]) -> list[str]:
+def warnings(runs: list[Run], *, left_out: int = 0) -> list[str]:
     found = []
+    if left_out:
+        found.append(f"{_count(left_out, 'job')} of the sweep never started: index.jsonl has the commands.")
     corpora = {str(run.env["data_fingerprint"]) for run in runs if run.env.get("data_fingerprint")}
     if len(corpora) > 1:
         # the fingerprint is of the tokenizer too

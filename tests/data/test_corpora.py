@@ -10,6 +10,7 @@ import pytest
 
 from config import DataConfig
 from data.corpora import count_documents, documents, identity
+from data.local_files import text_files
 
 
 def rows(**settings) -> dict[str, str]:
@@ -199,3 +200,14 @@ def test_a_package_file_in_an_old_encoding_is_skipped(tmp_path, monkeypatch):
     write(tmp_path, a_py="one = 1\n", b_py=b"# na\xefve, in latin-1\n")
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     assert rows(source="stdlib") == {"a.py": "one = 1\n"}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names are Unix's")
+def test_what_is_no_file_is_left_out(tmp_path):
+    """A pipe that nobody writes to would be read for ever, and a link to nothing cannot be."""
+    (tmp_path / "text.txt").write_text("words")
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "broken.txt").symlink_to(tmp_path / "gone.txt")
+    assert text_files(str(tmp_path)) == [tmp_path / "text.txt"]
+    with pytest.raises(ValueError, match="pipe.txt is neither a file nor a folder; write what comes through it to a file first"):
+        text_files(str(tmp_path / "pipe.txt"))

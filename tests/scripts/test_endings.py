@@ -88,6 +88,7 @@ def test_an_os_error_is_one_line():
         ("cross_eval", ["."], "scripts.cross_eval.measure"),
         ("claims", ["run=worked_example"], "scripts.claims.render.found"),
         ("report", ["."], "scripts.report.__main__.load_runs"),
+        ("sample", ["run=."], "scripts.sample.sample"),
     ],
     ids=lambda value: value if isinstance(value, str) and "." not in value else "",
 )

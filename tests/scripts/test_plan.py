@@ -93,7 +93,8 @@ def test_written(run_plan, tmp_path):
     ("arguments", "words"),
     [
         (["model=gpt3"], "gpt2"),
-        (["modl=gpt2"], "modl"),
+        (["modl=gpt2"], "modl=gpt2: there is no key 'modl'; did you mean model?"),
+        (["steps=abc"], "steps=abc: Value 'abc' of type 'str' could not be converted to Integer"),
         (["attention=flash"], "tiled"),
         (["attention="], "attention="),
         (["gpu=voodoo2"], "a100-40"),

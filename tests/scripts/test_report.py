@@ -305,6 +305,17 @@ def test_a_run_that_was_resumed_under_another_attention_is_marked_and_named(tmp_
     assert said in report_on(tmp_path).text
 
 
+def test_what_is_missing_or_older_than_the_run_is_said(tmp_path):
+    write_run(tmp_path / "0", "tiled", status="interrupted", steps_done=605)
+    rows = [{"job": 0, "dir": "0", "status": "interrupted"}] + [{"job": job, "status": "not started"} for job in (1, 2)]
+    (tmp_path / "index.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run,) = load_runs([tmp_path])
+    assert run.figure("val/loss") is None and run.figure("tokens_per_sec")
+    assert "2 jobs of the sweep never started: index.jsonl has the commands." in report_on(tmp_path).text
+    write_run(tmp_path / "1", "naive")  # run later, in its place
+    assert "1 job of the sweep never started" in report_on(tmp_path).text
+
+
 def test_one_seed_has_no_band(tmp_path):
     write_run(tmp_path / "0", "tiled")
     runs = load_runs([tmp_path])

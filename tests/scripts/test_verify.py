@@ -89,6 +89,12 @@ def test_kernels_of_a_defect_get_their_own_column_where_they_run(monkeypatch):
     assert list(verify.pick_backends("no_max,tiled", device)) == ["no_max", "tiled"]
 
 
+def test_options_follow_the_name():
+    found = verify.pick_backends("tiled:block_q=16,block_kv=32,naive,tests.user_backends:RIGHT,tiled", torch.device("cpu"))
+    assert list(found) == ["tiled:block_q=16,block_kv=32", "naive", "right", "tiled"]
+    assert (found["tiled:block_q=16,block_kv=32"].options["block_q"], found["tiled"].options["block_q"]) == (16, 128)
+
+
 def test_a_wrong_backend_of_the_users_fails_and_says_where(run_verify):
     code, out = run_verify("attention=tests.user_backends:WRONG")
     assert re.fullmatch(r"verify: \d+ cells are not as documented", code)
@@ -135,6 +141,7 @@ def test_several_dtypes_share_a_column(run_verify):
     [
         ("attention=flash", "verify: attention=flash is not known; valid: naive, tiled"),
         ("attention=no_such:BACKEND", "verify: attention.target=no_such:BACKEND cannot be loaded: ModuleNotFoundError"),
+        ("attention=tiled:block_kv=abc", "verify: block_kv=abc must be a whole number, at least 1"),
         ("dtype=int8", "verify: dtype=int8 must be auto or of: fp32, bf16, fp16"),
         ("device=cuda", "verify: device=cuda, but PyTorch sees no GPU here"),
         ("cases=many", "verify: cases=many is no int"),
