@@ -5,7 +5,7 @@ value of the wrong type is refused before anything is built; `RunConfig.__post_i
 Nothing here imports torch: `python train.py --help` stays fast.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -338,6 +338,9 @@ def _keys(schema: type, prefix: str = "") -> Iterator[str]:
             yield from _keys(each.type, f"{prefix}{each.name}.")
 
 
+# Hydra's options that take the next argument for their value
+VALUE_OPTIONS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c")
+
 # options of a group that belong to none of its choices
 SHARED_OPTIONS = {
     "attention": ("switch_at", "switch_to", "switch_options"),
@@ -362,7 +365,7 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     def key(override: str) -> str:
         return override.lstrip("+~").partition("=")[0]
 
-    new = [argument for argument in arguments if not argument.startswith("resume=")]
+    options, new = _options_first(argument for argument in arguments if not argument.startswith("resume="))
     replaced = {key(argument) for argument in new} | {"resume"}
     old = [override for override in recorded if key(override) not in replaced]
     # the options of one attention or source of data are none of another's
@@ -371,7 +374,22 @@ def replay_overrides(arguments: list[str]) -> list[str]:
             old = [each for each in old if not key(each).startswith(f"{group}.") or key(each).removeprefix(f"{group}.").startswith(shared)]
     # an experiment may ask for a sweep, but one of its runs is resumed alone; .hydra stays what the first start wrote
     quoted = "'" + str(run_dir).replace("'", "\\'") + "'"
-    return [*old, *new, f"resume={quoted}", f"hydra.run.dir={quoted}", "hydra.mode=RUN", "hydra.output_subdir=null"]
+    own = [f"hydra.run.dir={quoted}", "hydra.mode=RUN", "hydra.output_subdir=null"]
+    # what is asked for now stands after resume=
+    return [*options, *old, f"resume={quoted}", *new, *own]
+
+
+def _options_first(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Hydra's own options (--config-dir DIR, ...), which argparse does not find between overrides, and the rest."""
+    options, rest, pending = [], [], iter(arguments)
+    for argument in pending:
+        if not argument.startswith("-"):
+            rest.append(argument)
+            continue
+        options.append(argument)
+        if argument in VALUE_OPTIONS:
+            options += [value for value in [next(pending, None)] if value is not None]
+    return options, rest
 
 
 def _recorded_overrides(run_dir: Path) -> list[str]:

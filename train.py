@@ -46,7 +46,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from training.batch_size import largest_batch, try_pass
     from training.checkpoint import Checkpoints
     from training.device import pick_device, pick_dtype, set_deterministic
-    from training.history import begun, check_settings, resumed, write_settings
+    from training.history import begun, check_start, resumed, write_settings
     from training.interrupt import Interrupt
     from training.loggers import build_logger
     from training.memory import MemoryMeter, cpu_memory_limit, is_out_of_memory
@@ -55,11 +55,10 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from training.outcome import go_on_with, outcome_of
     from training.plot import draw_loss_curve
     from training.step import Queued, compute_gradients, queue_step
-    from training.sweep import job_names, own_overrides
+    from training.sweep import asked_now, job_names, own_overrides, searched_folders
 
-    check_settings(config, overrides := own_overrides())  # the latter are what resume= replays
-
-    # where and in which precision
+    # what is refused at once; where it runs and in which precision
+    check_start(config, asked=asked_now())
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
@@ -75,6 +74,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     torch.manual_seed(config.seed)
     model = GPT(config.model, vocab_size=data.vocab_size, backend=schedule[0]).to(device)
     predict = partial(largest_peak_bytes, vocab_size=data.vocab_size, backends=schedule.values(), dtype=dtype, device=device)
+    overrides = own_overrides() + searched_folders()  # what resume= replays
     if config.batch_size == "auto":
         trial = under_attention(model, schedule[0], compile_mode=config.compile)
         attempt = partial(try_pass, trial, seq_len=config.seq_len, autocast=autocast, device=device)

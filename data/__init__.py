@@ -36,7 +36,7 @@ def build_data(config: DataConfig, tokenizer: TokenizerConfig, *, seq_len: int, 
     if config.fingerprint not in (None, data.fingerprint):
         raise ValueError(
             f"data.fingerprint={config.fingerprint} is asked for, and data={config.source} has {data.fingerprint}: other documents, "
-            "tokenizer or share held out; leave data.fingerprint away to take what is there"
+            "tokenizer or share held out; data.fingerprint=null takes what is there"
         )
     return data
 

@@ -213,13 +213,23 @@ def test_resume_replays_what_the_run_was_asked_for(run_dir):
     old = ["attention=sdpa", "seq_len=64", "+attention.options.mine=1", "~logger"]
     own = [f"resume='{run_dir}'", f"hydra.run.dir='{run_dir}'", "hydra.mode=RUN", "hydra.output_subdir=null"]
     assert replay_overrides([f"resume='{run_dir}'"]) == old + own
-    assert replay_overrides([f'resume="{run_dir}"', "steps=9"]) == [*old, "steps=9", *own]
+    # what is asked for now stands after resume=
+    assert replay_overrides([f'resume="{run_dir}"', "steps=9"]) == [*old, own[0], "steps=9", *own[1:]]
+    # Hydra's own options come first, with their values
+    options = ["--config-dir", "my_conf", "-cn", "mine", "--debug"]
+    assert replay_overrides(["steps=9", *options[:2], f"resume={run_dir}", *options[2:]]) == [*options, *old, own[0], "steps=9", *own[1:]]
     # what is given now counts, whatever sign it carries
     new = ["attention=tiled", "++attention.options.mine=2", "logger=none"]
-    assert replay_overrides([*new, f"resume={run_dir}"]) == ["seq_len=64", *new, *own]
+    assert replay_overrides([*new, f"resume={run_dir}"]) == ["seq_len=64", own[0], *new, *own[1:]]
     # and Hydra reads the path back
     parsed = OverridesParser.create().parse_overrides(replay_overrides([f"resume={run_dir}"]))
     assert {override.key_or_group: override.value() for override in parsed}["resume"] == str(run_dir)
+
+
+def kept(run_dir: Path, *new: str) -> list[str]:
+    """What is replayed of a run's own overrides beside new ones."""
+    replayed = replay_overrides([f"resume={run_dir}", *new])
+    return replayed[: replayed.index(f"resume='{run_dir}'")]
 
 
 def test_another_attention_does_not_inherit_the_options_of_the_first(tmp_path):
@@ -227,23 +237,23 @@ def test_another_attention_does_not_inherit_the_options_of_the_first(tmp_path):
     (tmp_path / "overrides.yaml").write_text(yaml.safe_dump(old))
 
     def replayed(attention: str) -> list[str]:
-        return replay_overrides([f"resume={tmp_path}", attention])[:-4]
+        return kept(tmp_path, attention)
 
-    assert replayed("attention=sdpa") == ["attention.switch_at=40", "seq_len=64", "attention=sdpa"]
-    assert replayed("attention=no_rescale") == [*old[1:], "attention=no_rescale"]
+    assert replayed("attention=sdpa") == ["attention.switch_at=40", "seq_len=64"]
+    assert replayed("attention=no_rescale") == old[1:]
 
 
 def test_other_data_do_not_inherit_the_place_of_the_first(tmp_path):
     old = ["data=text", "data.path=books", "data.val_fraction=0.1", "data.documents=true", "seq_len=64"]
     (tmp_path / "overrides.yaml").write_text(yaml.safe_dump(old))
-    assert replay_overrides([f"resume={tmp_path}", "data=stdlib"])[:-4] == [*old[2:], "data=stdlib"]
-    assert replay_overrides([f"resume={tmp_path}", "data=text"])[:-4] == [*old[1:], "data=text"]
+    assert kept(tmp_path, "data=stdlib") == old[2:]
+    assert kept(tmp_path, "data=text") == old[1:]
 
 
 def test_a_backend_of_ones_own_gives_way_to_another_attention(tmp_path):
     old = ["attention=custom", "attention.target=pkg.module:MINE", "+attention.options.sharpness=2", "seq_len=64"]
     (tmp_path / "overrides.yaml").write_text(yaml.safe_dump(old))
-    assert replay_overrides([f"resume={tmp_path}", "attention=sdpa"])[:-4] == ["seq_len=64", "attention=sdpa"]
+    assert kept(tmp_path, "attention=sdpa") == ["seq_len=64"]
 
 
 def test_resuming_a_resumed_run(run_dir):

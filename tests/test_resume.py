@@ -1,9 +1,11 @@
 """Interrupted, killed and resumed: the same run to the last bit, or a refusal that costs nothing."""
 
 import errno
+import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import time
@@ -318,7 +320,11 @@ def test_changed_data_are_refused(tmp_path, books):
     assert (first["data"], second["data"]) == (fingerprint, found[1])
     assert (second["step"], second["changed"]) == (4, {"data.fingerprint": [None, found[1]], "steps": [4, 6]})
     books.write_text("pack my box with five dozen liquor jugs\n\n" * 300)
-    assert f"data.fingerprint={found[1]} is asked for, and data=text has" in run(f"resume={run_dir}", "steps=8").complaint()
+    answer = run(f"resume={run_dir}", "steps=8").complaint()
+    assert (
+        f"data.fingerprint={found[1]} is asked for, and data=text has" in answer and "data.fingerprint=null takes what is there" in answer
+    )
+    assert run(f"resume={run_dir}", "steps=8", "data.fingerprint=null").code == 0
 
 
 def test_other_data_can_be_asked_for(tmp_path, books):
@@ -365,14 +371,95 @@ def test_settings_that_nobody_asked_for_are_refused(run_dir, damaged):
         (run_dir / "config.yaml").write_bytes(bytes(100))
     before = contents(run_dir)
     answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert f"{key} was {then} and is {now} now, which nobody asked for" in answer and f"add {key}={then} to go on as before" in answer
+    assert f"{key} was {then} and is {now} now, which nobody asked for" in answer
+    assert f"to go on as before add {key}={then}, or else {key}={now}" in answer
     assert contents(run_dir) == before
-    assert run(f"resume={run_dir}", "steps=6", f"{key}={then}").code == 0
-    assert run(f"resume={run_dir}", "steps=7").code == 0, "what was asked for is recorded"
+    for steps, value in ((6, now), (7, then)):
+        assert run(f"resume={run_dir}", f"steps={steps}", f"{key}={value}").code == 0
+    assert run(f"resume={run_dir}", "steps=8").code == 0, "what was asked for is recorded"
     assert f"{key}: {then}\n" in (run_dir / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize("harm", ["cut", "emptied", "removed", "hole", "altered"])
+def test_all_of_them_are_named_with_one_way_out(run_dir, books):
+    """As Hydra reads it, whatever the values are; what follows from another setting is left out."""
+    strange = books.rename(books.with_name("it's, all = mine.txt"))
+    path = "data.path='" + str(strange).replace("'", "\\'") + "'"
+    assert run(f"resume={run_dir}", "steps=5", "data=text", path, "seed=1").code == 0
+    (run_dir / "overrides.yaml").write_text("- seq_len=16\n- steps=5\n- data.val_fraction=0.05\n")
+    answer = run(f"resume={run_dir}", "steps=6").complaint()
+    assert "seq_len was 32 and is 16" in answer and "max_seq_len" not in answer
+    way_out = re.search(r"to go on as before add (.*), or else ", answer)[1]
+    assert run(f"resume={run_dir}", "steps=6", *shlex.split(way_out)).code == 0
+    config = (run_dir / "config.yaml").read_text()
+    assert "seed: 1" in config and "seq_len: 32" in config and strange.name in config.replace("''", "'")
+
+
+def test_what_is_asked_for_is_never_refused(tmp_path):
+    """Regression tests: what stood in overrides.yaml as well, in these very words, did not count; and a NaN differs from itself."""
+    assert run(*tiny(tmp_path, "batch_size=auto", "tokens_per_step=128")).code == 0
+    assert run(f"resume={tmp_path}", "steps=5", "batch_size=auto").code == 0
+    recorded = tmp_path / "overrides.yaml"
+    recorded.write_text(recorded.read_text().replace("log_every=1", "log_every=2"))
+    assert "log_every was 1 and is 2" in run(f"resume={tmp_path}", "steps=6").complaint()
+    assert run(f"resume={tmp_path}", "steps=6", "log_every=2").code == 0
+    custom = ("attention=custom", "attention.target=tests.user_backends:WITH_AN_OPTION", "+attention.options.a=nan")
+    assert run(*tiny(tmp_path / "nan", *custom)).code == 0
+    assert run(f"resume={tmp_path / 'nan'}", "steps=5").code == 0
+
+
+def test_a_configuration_of_ones_own_is_found_again(tmp_path):
+    """--config-dir is replayed, and may be given again, anywhere."""
+    (tmp_path / "it's mine/attention").mkdir(parents=True)
+    (tmp_path / "it's mine/attention/small.yaml").write_text("name: tiled\nblock_kv: 8\n")
+    options = ("--config-dir", str(tmp_path / "it's mine"))
+    assert run(*options, *tiny(tmp_path / "run", "attention=small")).code == 0
+    for steps, given in ((5, ()), (6, options), (7, ())):
+        assert run(f"resume={tmp_path / 'run'}", *given, f"steps={steps}").code == 0
+    assert (tmp_path / "run/overrides.yaml").read_text().count("searchpath") == 1
+    assert summary(tmp_path / "run")["options"]["block_kv"] == 8
+
+
+def test_a_run_of_an_earlier_version_keeps_its_history(tmp_path):
+    """Its checkpoints have no starts, but the settings under which it began."""
+    assert run(*tiny(tmp_path, "attention.switch_at=2", "attention.switch_to=sdpa")).code == 0
+    path = tmp_path / "checkpoint/meta.json"
+    meta = json.loads(path.read_text())
+    del meta["starts"], meta["config"]["data"]["fingerprint"], meta["files"]["metrics.jsonl"], meta["sha256"]
+    path.write_text(json.dumps(meta))
+    (tmp_path / "checkpoint/metrics.jsonl").unlink()
+    done = run(f"resume={tmp_path}", "attention=naive", "attention.switch_at=null", "steps=6")
+    assert done.code == 0 and "tiled, sdpa after step 2, naive after step 4" in done.output, done.output
+    assert [row["step"] for row in metrics(tmp_path)] == list(range(7))
+    assert summary(tmp_path)["wall_seconds"] == summary(tmp_path)["starts"][1]["seconds"]
+
+
+def test_a_logger_that_is_not_installed_costs_nothing(run_dir, monkeypatch):
+    """A regression test: the finished run was a failed one after it."""
+    monkeypatch.setattr("training.loggers.installed", lambda package: False)
+    before = contents(run_dir)
+    assert "logger=tensorboard needs pip install" in run(f"resume={run_dir}", "steps=6", "logger=tensorboard").complaint()
+    assert contents(run_dir) == before
+
+
+def test_the_best_on_other_data_is_no_measure(tmp_path, books):
+    """Of a text that is easier, say."""
+    assert run(*tiny(tmp_path / "run", "data=text", f"data.path={books}", "optim.lr=0.03", "steps=20")).code == 0
+    easy = read_meta(tmp_path / "run/checkpoint.best")["val_loss"]
+    assert run(f"resume={tmp_path / 'run'}", "data=stdlib", "steps=22").code == 0
+    best = read_meta(tmp_path / "run/checkpoint.best")
+    assert best["step"] > 20 and best["val_loss"] > easy
+
+
+def test_a_run_that_saved_nothing_is_started_anew(tmp_path):
+    """A regression test: each refusal named the other command as the way out."""
+    assert run(*tiny(tmp_path)).code == 0
+    for folder in ("checkpoint", "checkpoint.best"):
+        shutil.rmtree(tmp_path / folder)
+    assert "it saved nothing" in run(*tiny(tmp_path)).complaint()
+    assert "is started anew" in run(f"resume={tmp_path}", "steps=5").complaint()
+
+
+@pytest.mark.parametrize("harm", ["cut", "emptied", "removed", "hole", "altered", "step"])
 def test_damaged_metrics_are_put_back(straight, monkeypatch, tmp_path, harm):
     """From the checkpoint: the rows are those of a run that nothing disturbed."""
     send_at_step(monkeypatch, 6, signal.SIGTERM)
@@ -382,8 +469,9 @@ def test_damaged_metrics_are_put_back(straight, monkeypatch, tmp_path, harm):
     if harm == "removed":
         path.unlink()
     else:
-        kept = {"cut": b"".join(lines)[:300], "emptied": b"", "hole": b"".join(lines[:1] + lines[2:]), "altered": None}[harm]
-        path.write_bytes(b"".join(lines).replace(b'"lr": ', b'"lr": 1', 1) if kept is None else kept)
+        whole = b"".join(lines)
+        altered = {"altered": whole.replace(b'"lr": ', b'"lr": 1', 1), "step": b'{"step": "five", "tokens": 3}\n' + b"".join(lines[1:])}
+        path.write_bytes((altered | {"cut": whole[:300], "emptied": b"", "hole": b"".join(lines[:1] + lines[2:])})[harm])
     done = run(f"resume={tmp_path}")
     assert done.code == 0 and done.output.count(f"{path} was damaged: its rows up to step 7 are put back") == 1, done.output
     assert computed(tmp_path) == computed(straight["fp32"])

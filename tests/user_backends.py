@@ -48,7 +48,12 @@ def windowed(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, win
     return naive(q, k, v, causal=causal, scale=scale, window=window)
 
 
+def with_an_option(q: Tensor, k: Tensor, v: Tensor, *, a: float, **arguments) -> AttentionOutput:
+    return right(q, k, v, **arguments)
+
+
 RIGHT = Backend("right", right)
+WITH_AN_OPTION = Backend("with_an_option", with_an_option, options={"a": 1.0})
 WINDOWED = Backend("windowed", windowed, features={"window"})
 RIGHT_IN_FP32 = Backend("right_in_fp32", right, dtypes=(torch.float32,))
 WRONG_SHAPE = Backend("wrong_shape", wrong_shape)

@@ -75,11 +75,11 @@ class Checkpoints:
         self._pending: Future | None = None
 
     def is_best(self, step: int, val_loss: float | None) -> bool:
-        """Whether this is lower than the val/loss of every checkpoint of an earlier step."""
+        """Whether this is lower than the val/loss of every checkpoint of an earlier step, on the same data."""
         if val_loss is None:
             return False
         self.wait()
-        return val_loss < best_val_loss(self.run_dir, before=step)
+        return val_loss < best_val_loss(self.run_dir, before=step, data=self.starts[-1]["data"] if self.starts else None)
 
     def save(self, step: int, tokens: int, val_loss: float | None = None) -> None:
         """Make the state of this moment the latest checkpoint; `val_loss` where it was measured at this very step."""
@@ -226,7 +226,8 @@ def _latest(run_dir: Path) -> Path:
     """The folder that RUN/checkpoint/ is, or was when a process died between the two renames of a save."""
     folder = next((folder for folder in newest_first(run_dir) if folder.name != BEST or folder == Path(run_dir)), None)
     if folder is None:
-        raise CheckpointError(f"{run_dir} holds no checkpoint: there is no folder {Path(run_dir) / LATEST}")
+        anew = "a run that was stopped before its first one is started anew"
+        raise CheckpointError(f"{run_dir} holds no checkpoint: there is no folder {Path(run_dir) / LATEST}; {anew}")
     return folder
 
 

@@ -15,6 +15,8 @@ What a start did after the checkpoint that the next one went on from is no part 
 
 import dataclasses
 import math
+import re
+import shlex
 import time
 from collections.abc import Iterable
 from itertools import zip_longest
@@ -23,6 +25,7 @@ from typing import Any
 
 import yaml
 
+from training.loggers import check_installed
 from training.metrics import write_file
 from training.rotation import meta_of, newest_first
 
@@ -32,23 +35,29 @@ PLACES = ("resume", "data.cache_dir")
 WATCHING = ("logger.", "eval_", "diagnose_every", "log_every", "checkpoint_every", "keep", "sample_tokens")
 
 
-def check_settings(config: Any, overrides: Iterable[str]) -> None:
-    """Refuse (ValueError) to resume a run, if that is what `config` does, under settings that nobody asked for.
+def check_start(config: Any, *, asked: Iterable[str]) -> None:
+    """What can be refused (ValueError) before anything is built: a logger that is not installed, or a resume under settings that nobody
+    asked for.
 
     Where overrides.yaml has lost a line, or conf/ has changed since, a run would go on as another one without a word. `config` is the
-    dataclass of the settings now, `overrides` what it was composed from: the recorded ones and those of this command line.
+    dataclass of the settings now, `asked` the overrides of this command line.
     """
+    check_installed(config.logger)
     if config.resume is None:
         return
     run_dir = Path(config.resume)
-    recorded = _yaml(run_dir / "overrides.yaml") or []
-    asked = {override.lstrip("+~").partition("=")[0] for override in overrides if override not in recorded}
-    for key, (then, now) in differences(_settings_before(run_dir), dataclasses.asdict(config)).items():
-        if not _asked_for(key, asked):
-            raise ValueError(
-                f"resume={run_dir}: {key} was {_word(then)} and is {_word(now)} now, which nobody asked for: overrides.yaml there or "
-                f"conf/ here has changed since; add {key}={_word(then)} to go on as before, or {key}={_word(now)}"
-            )
+    keys = {override.lstrip("+~").partition("=")[0] for override in asked}
+    changed = differences(_settings_before(run_dir), dataclasses.asdict(config))
+    changed = {key: pair for key, pair in changed.items() if not _asked_for(key, keys)}
+    if "seq_len" in changed:
+        changed.pop("model.max_seq_len", None)  # which follows it
+    if changed:
+        told = ", ".join(f"{key} was {_word(then)} and is {_word(now)}" for key, (then, now) in changed.items())
+        before, now = (shlex.join(f"{key}={_word(pair[i])}" for key, pair in changed.items()) for i in (0, 1))
+        raise ValueError(
+            f"resume={run_dir}: {told} now, which nobody asked for: overrides.yaml there or conf/ here has changed since; "
+            f"to go on as before add {before}, or else {now}"
+        )
 
 
 def resumed(meta: dict[str, Any], config: dict[str, Any], start: dict[str, Any]) -> list[dict[str, Any]]:
@@ -67,8 +76,8 @@ def resumed(meta: dict[str, Any], config: dict[str, Any], start: dict[str, Any])
             f"attention.switch_at={switch_at} lies behind step {step}, from which resume={run_dir} goes on, and what was done before "
             "cannot be changed; add attention.switch_at=null to go on with attention=NAME at once, or name a later step"
         )
-    earlier = meta.get("starts") or []  # checkpoints of earlier versions have none
-    read = earlier[-1]["data"] if earlier else start["data"]
+    earlier = meta.get("starts") or [_only_start(meta["config"])]
+    read = earlier[-1].get("data", start["data"])
     if read != start["data"] and not any(key.startswith(("data.", "tokenizer.")) for key in changed):
         raise ValueError(
             f"resume={run_dir}: the data have changed since: data={config['data']['source']} had the fingerprint {read} and has "
@@ -95,7 +104,7 @@ def begun(attention: dict[int, str], environment: dict[str, Any], started: float
 def stop_clock(starts: list[dict[str, Any]]) -> float:
     """Write into the newest start how long it has run; returns the seconds of all of them."""
     starts[-1]["seconds"] = time.time() - starts[-1]["started"]
-    return sum(start["seconds"] for start in starts)
+    return sum(start.get("seconds", 0) for start in starts)
 
 
 def write_settings(run_dir: Path, config: dict[str, Any], overrides: list[str]) -> None:
@@ -141,7 +150,15 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any
     """{key: [then, now]} of nested settings, as attention.name; those that only one version of the program knows are left out."""
     flat_then, flat_now = dict(_flat(then)), dict(_flat(now))
     keys = [key for key in flat_now if key in flat_then and key not in PLACES]
-    return {key: [flat_then[key], flat_now[key]] for key in keys if flat_then[key] != flat_now[key]}
+    # a NaN is no other than itself
+    return {key: [flat_then[key], flat_now[key]] for key in keys if repr(flat_then[key]) != repr(flat_now[key])}
+
+
+def _only_start(config: dict[str, Any]) -> dict[str, Any]:
+    """What can be known of a run by an earlier version of this program, whose checkpoints have no "starts"."""
+    chosen = config["attention"]
+    switch = [] if chosen.get("switch_at") is None else [[chosen["switch_at"], chosen["switch_to"]]]
+    return {"step": 0, "attention": [[0, chosen["name"]], *switch], "changed": {}}
 
 
 def _ends(start: dict[str, Any]) -> list[float]:
@@ -195,5 +212,11 @@ def _starts(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _word(value: Any) -> str:
-    """As the command line spells it."""
+    """As Hydra reads it on a command line."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_word(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_word, value)) + "]"
+    if isinstance(value, str) and not re.fullmatch(r"[\w./+-]+", value):
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

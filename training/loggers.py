@@ -50,6 +50,7 @@ def build_logger(
     `wandb_dir` is the folder that gets wandb's own `wandb/` folder: one for all runs of a sweep. Raises ValueError where
     logger=tensorboard or logger=trackio is not installed; whatever else goes wrong is a warning.
     """
+    check_installed(config)
     # the rows that the run goes on after
     rows = read_metrics(run_dir / "metrics.jsonl") if resume else []
     if config.name == "wandb":
@@ -207,7 +208,6 @@ class TensorboardLogger(Logger):
     """TensorBoard event files in RUN/tensorboard, with tokens as the step."""
 
     def __init__(self, rows: list[dict[str, Any]], *, run_dir: Path):
-        _require("tensorboard")
         self._folder = Path(run_dir) / "tensorboard"
         self.url_or_hint = f"tensorboard --logdir {self._folder}"
         # what was logged after these rows, TensorBoard then shows no more
@@ -240,7 +240,6 @@ class TrackioLogger(Logger):
     """Trackio, a local dashboard: `trackio show`."""
 
     def __init__(self, config: LoggerConfig, rows: list[dict[str, Any]], **run: Any):
-        _require("trackio")
         self.url_or_hint = f"trackio show --project {config.project}"
         self._start(config, rows, **run)
 
@@ -273,9 +272,10 @@ def installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _require(package: str) -> None:
-    if not installed(package):
-        raise ValueError(f"logger={package} needs pip install -e '.[{package}]'")
+def check_installed(config: LoggerConfig) -> None:
+    """Raise ValueError for a logger that was asked for and is not there; wandb, the default, is a warning later."""
+    if config.name in ("tensorboard", "trackio") and not installed(config.name):
+        raise ValueError(f"logger={config.name} needs pip install -e '.[{config.name}]'")
 
 
 def _first_line(error: Exception) -> str:

@@ -54,7 +54,9 @@ def rotate(fresh: Path, run_dir: Path, *, keep: int) -> Path:
 
     earlier = sorted(run_dir.glob(f"{EARLIER}/step-*"), key=step_of, reverse=True)
     past = _before(step, earlier)
-    lowest = _lowest([*_before(step, [best]), *past, latest])
+    data = _data(latest)
+    # losses on other data, which a resumed run may have changed to, are no measure
+    lowest = _lowest(folder for folder in [*_before(step, [best]), *past, latest] if _data(folder) == data)
     if lowest is not None and lowest != best:
         _link(lowest, best)
     elif lowest is None:
@@ -66,9 +68,9 @@ def rotate(fresh: Path, run_dir: Path, *, keep: int) -> Path:
     return latest
 
 
-def best_val_loss(run_dir: Path, *, before: int) -> float:
-    """The lowest val/loss of the checkpoints of earlier steps; infinity where none was evaluated."""
-    lowest = _lowest(_before(before, newest_first(run_dir)))
+def best_val_loss(run_dir: Path, *, before: int, data: str | None = None) -> float:
+    """The lowest val/loss of the checkpoints of earlier steps on this data; infinity where none was evaluated."""
+    lowest = _lowest(folder for folder in _before(before, newest_first(run_dir)) if _data(folder) == data)
     return math.inf if lowest is None else _val_loss(lowest)
 
 
@@ -90,6 +92,12 @@ def step_of(folder: Path) -> int:
 
 def _val_loss(folder: Path) -> float | None:
     return meta_of(folder).get("val_loss")
+
+
+def _data(folder: Path) -> str | None:
+    """The fingerprint of the data that a checkpoint was trained and evaluated on."""
+    starts = meta_of(folder).get("starts")
+    return starts[-1].get("data") if starts else None
 
 
 def meta_of(folder: Path) -> dict[str, Any]:

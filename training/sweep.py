@@ -18,6 +18,7 @@ from hydra.experimental.callback import Callback
 
 from training.history import attention_in_words, attention_steps, changes_in_words
 from training.metrics import read_metrics, strict
+from training.rotation import LATEST
 
 RUN_FILES = ("summary.json", "metrics.jsonl", "config.yaml")
 # folders of a run or a sweep that hold no runs of ours
@@ -39,8 +40,8 @@ class SweepSummary(Callback):
 
     def on_run_start(self, config: Any, **kwargs: Any) -> None:
         folder = Path(config.hydra.run.dir)
-        go_on = f"go on with it by {shlex.quote(f'resume={folder}')}, or "
-        self.locks[folder] = claim(folder, None if config.resume else "metrics.jsonl", "hydra.run.dir", go_on)
+        go_on = f"go on with it by {shlex.quote(f'resume={folder}')}" if (folder / LATEST).is_dir() else "delete it, as it saved nothing"
+        self.locks[folder] = claim(folder, None if config.resume else "metrics.jsonl", "hydra.run.dir", f"{go_on}, or ")
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         self.folder = Path(config.hydra.sweep.dir).absolute()
@@ -257,6 +258,7 @@ def differing_settings(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
         known = {key: str(row[key]) for key in ("attention", "seq_len", "seed") if row.get(key) is not None}
         changed = {"attention": attention_in_words(row)} if len(attention_steps(row)) > 1 else {}
         settings.append(known | {key: value for key, _, value in pairs} | changed)
+    settings = [{key: value for key, value in setting.items() if key != "resume"} for setting in settings]
     shared = {key for setting in settings for key in setting if len({other.get(key) for other in settings}) == 1}
     return [
         {key: value for key, value in setting.items() if key not in shared}
@@ -321,10 +323,27 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 
 def own_overrides() -> list[str]:
-    """What this job was given on the command line, without what resume= adds: replayed, it gives the same configuration."""
+    """What this job was given on the command line, without what resume= adds."""
     from hydra.core.hydra_config import HydraConfig
 
     return [override for override in HydraConfig.get().overrides.task if not override.startswith("resume=")]
+
+
+def asked_now() -> list[str]:
+    """Of a resumed run's overrides, those of this very command line; config.replay_overrides() puts them after resume=."""
+    from hydra.core.hydra_config import HydraConfig
+
+    overrides = list(HydraConfig.get().overrides.task)
+    return overrides[max((i for i, override in enumerate(overrides) if override.startswith("resume=")), default=-1) + 1 :]
+
+
+def searched_folders() -> list[str]:
+    """The override that adds what --config-dir or hydra.searchpath had Hydra look through, if there was any."""
+    from hydra.core.hydra_config import HydraConfig
+
+    paths = [source.path for source in HydraConfig.get().runtime.config_sources if "command-line" in source.provider]
+    quoted = ["'file://" + path.replace("'", "\\'") + "'" for path in dict.fromkeys(paths) if path]
+    return [f"hydra.searchpath=[{','.join(quoted)}]"] if quoted else []
 
 
 def job_names(run_dir: Path) -> dict[str, Any]:
