@@ -10,8 +10,9 @@ Bytes a token of one block, eager or compiled, C hidden_size, e bytes of an elem
     attention                e (3 C + C)   q, k, v and out, with 4 bytes a row of lse; naive keeps (4 + e) N a head and row instead of lse
     MLP                      e (4 C + 4 C) before and after the gelu
 
-With model.checkpoint=attention a block keeps its input, 4 C, and the attention's line; with checkpoint=block its input alone, and with
-offload=true that is on the host. What it computes again is there for one block at a time, or for chunk_tokens of one block.
+With model.checkpoint=attention a block keeps its input, 4 C, and the attention's line, of which a compiled graph keeps out and lse alone;
+with checkpoint=block its input alone, and with offload=true that is on the host. What it computes again is there for one block at a time,
+or for chunk_tokens of one block.
 
 Beside them the float32 parameters, their gradients and AdamW's two moments (16 bytes a parameter), the 16-bit copies of the matrices that
 autocast makes, the gradients that the loss has ready, and what the step that needs most of it at once works with: the logits of a chunk,
@@ -271,10 +272,14 @@ def predict_step(
     residual = tokens * 4 * width
     in_parts = config.checkpoint == "attention" or (config.checkpoint == "block" and config.chunk_tokens is not None)
     kept_attention = 0 if config.checkpoint == "block" else attention
+    if compiled and config.checkpoint == "attention":
+        kept_attention -= tokens * inputs  # a graph computes the part that makes q, k and v again to its end
     # all but the norms' outputs and statistics and what the activation made of `up`, which is back while the MLP's gradients are made
     back = copies + tokens * (hidden - e * up) if config.checkpoint == "elementwise" else 0
     slim = 2 * residual + attention + tokens * (e * up + 2 * mask * width)
-    kept = {"none": block, "elementwise": slim, "attention": residual + attention, "block": residual}[config.checkpoint] - kept_attention
+    kept = {"none": block, "elementwise": slim, "attention": residual + kept_attention, "block": residual}[
+        config.checkpoint
+    ] - kept_attention
     elsewhere = config.offload and device != "cpu"
     host = layers * residual if elsewhere else 0
     kept -= residual if elsewhere else 0

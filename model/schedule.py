@@ -70,12 +70,12 @@ def under_attention(model: GPT, backend: Backend, *, compile_mode: str) -> nn.Mo
 def will_compile(config: ModelConfig, backend: Backend, device: str, *, compile_mode: str) -> bool:
     """Whether torch.compile runs: auto does on a GPU, unless the attention fits no graph or memory is to be spared in a way that it cannot.
 
-    Raises ValueError for compile=true with such a way: a compiled graph moves nothing to the host, and what it computes again it does
-    once, so that all chunks of a block that was not kept would be there together.
+    Raises ValueError for compile=true with such a way: a compiled graph moves nothing to the host, and has all chunks of a block there
+    together. (GPT-2, 262,144 tokens, checkpoint=attention on an H200: 22.4 GiB compiled, 35.7 with chunks, 31.5 with chunks and no graph.)
     """
     sparing = "model.offload=true" if config.offload else ""
-    if config.checkpoint == "block" and config.chunk_tokens is not None:
-        sparing = f"model.chunk_tokens={config.chunk_tokens} with model.checkpoint=block"
+    if config.chunk_tokens is not None:
+        sparing = f"model.chunk_tokens={config.chunk_tokens}"
     if sparing and compile_mode == "true":
         raise ValueError(f"{sparing} spares memory in the middle of a step, as torch.compile cannot; add compile=false")
     fits = (backend.traceable or backend.operator) and not sparing

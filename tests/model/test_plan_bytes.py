@@ -127,6 +127,16 @@ def test_saved_for_backward_of_a_compiled_model(shape, attention):
     assert step.plan.saved == pytest.approx(step.saved_bytes(), rel=0.03)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "tiled", "naive"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_kept_by_a_compiled_model(shape, attention):
+    """A graph keeps what comes out of attention, and computes q, k and v again. Without the embeddings and the loss, which are small
+    and fixed beside a model of this size."""
+    steps = [Step(shape, attention, BF16, compiled=True, checkpoint=checkpoint) for checkpoint in ("attention", "block")]
+    (planned, planned_block), (kept, kept_block) = [step.plan.saved for step in steps], [step.saved_bytes() for step in steps]
+    assert planned - planned_block == pytest.approx(kept - kept_block, rel=0.05)
+
+
 # PyTorch's rms_norm keeps more on a CPU, outside of a compiled graph, and so does the plan
 @pytest.mark.parametrize(
     ("shape", "compiled", "checkpoint"),
