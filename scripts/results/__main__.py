@@ -28,6 +28,7 @@ SECTIONS = {
     "Where a step goes": runs.profile,
     "A million tokens in one sequence": runs.million,
     "Long sequences without and with what makes them fit": runs.tricks,
+    "What a block keeps": runs.kept,
     "Twelve jobs in one sweep": runs.sweep,
     "Killed and resumed": runs.survival,
     "Broken on purpose: text": runs.text,

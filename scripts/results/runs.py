@@ -260,6 +260,31 @@ def tricks() -> str:
     return section(data, what, table(["run", "tokens/s", "peak GiB"], rows))
 
 
+def kept() -> str:
+    """Each way to keep less of a block, on the same batches."""
+    data = load("kept_h200")
+    rows = [
+        [
+            " ".join(setting for setting in run["overrides"] if setting.startswith("model.")),
+            "compiled" if run["compiled"] else "eager",
+            f"{run['tokens_per_sec']:,.0f}",
+            f"{run['memory/peak_gib']:.2f}",
+            f"{run['memory/predicted_gib']:.2f}",
+            f"{run['memory/predicted_gib'] / run['memory/peak_gib'] - 1:+.1%}",
+            f"{run['curves']['train/loss'][-1]:.3f}",
+        ]
+        for run in data["runs"]
+    ]
+    first = data["runs"][0]
+    command = " ".join(setting for setting in first["overrides"] if not setting.startswith("model."))
+    what = (
+        f"`python train.py {command} ...`: {first['steps_done']} steps of 262,144 tokens each, one run a "
+        "row, compiled where compile=auto does so; tokens/s of all steps but the first three."
+    )
+    head = ["setting", "", "tokens/s", "peak GiB", "predicted GiB", "error", "train/loss at the end"]
+    return section(data, what, table(head, rows))
+
+
 def sweep() -> str:
     """Jobs of one process one after the other, some without enough memory, some that diverge."""
     data = load("sweep_h200")
