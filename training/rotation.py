@@ -59,7 +59,7 @@ def rotate(fresh: Path, run_dir: Path, *, keep: int) -> Path:
     lowest = _lowest(folder for folder in [*_before(step, [best]), *past, latest] if _data(folder) == data)
     if lowest is not None and lowest != best:
         _link(lowest, best)
-    elif lowest is None:
+    elif lowest is None and not _before(step, [best]):
         shutil.rmtree(best, ignore_errors=True)
     for folder in set(earlier) - set(past[: keep - 1]):
         shutil.rmtree(folder, ignore_errors=True)
