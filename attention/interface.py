@@ -100,8 +100,11 @@ class Backend:
                 has = f"its options: {', '.join(self.options)}" if self.options else "it has no options"
                 raise ValueError(f"attention={self.name} has no option {name!r} (got {name}={options[name]}); {has}")
         for name in ("block_q", "block_kv"):
-            if not isinstance(options.get(name, 1), int) or options.get(name, 1) < 1:
-                raise ValueError(f"{name}={options[name]} must be a whole number, at least 1")
+            size = options.get(name, 1)
+            if not isinstance(size, int):
+                raise ValueError(f"{name}={size} must be a whole number, at least 1")
+            if size < 1:
+                raise ValueError(f"{name}={size} must be at least 1")
         return replace(self, options={**self.options, **options})
 
     def unsupported_reasons(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, **optional: Any) -> list[str]:
