@@ -5,8 +5,10 @@ value of the wrong type is refused before anything is built; `RunConfig.__post_i
 Nothing here imports torch: `python train.py --help` stays fast.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -362,21 +364,28 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     if {"-m", "--multirun"} & set(arguments):
         raise SystemExit(f"error: resume={run_dir} goes on with one run; it cannot be part of a sweep")
 
-    def key(override: str) -> str:
-        return override.lstrip("+~").partition("=")[0]
-
     options, new = _options_first(argument for argument in arguments if not argument.startswith("resume="))
-    replaced = {key(argument) for argument in new} | {"resume"}
-    old = [override for override in recorded if key(override) not in replaced]
+    replaced = {key_of(argument) for argument in new} | {"resume"}
+    old = [override for override in recorded if key_of(override) not in replaced]
     # the options of one attention or source of data are none of another's
     for group, shared in SHARED_OPTIONS.items():
-        if group in replaced and not {each for each in new if key(each) == group} & set(recorded):
-            old = [each for each in old if not key(each).startswith(f"{group}.") or key(each).removeprefix(f"{group}.").startswith(shared)]
+        if group in replaced and not {each for each in new if key_of(each) == group} & set(recorded):
+            kept = tuple(f"{group}.{option}" for option in shared)
+            old = [each for each in old if not key_of(each).startswith(f"{group}.") or key_of(each).startswith(kept)]
     # an experiment may ask for a sweep, but one of its runs is resumed alone; .hydra stays what the first start wrote
-    quoted = "'" + str(run_dir).replace("'", "\\'") + "'"
-    own = [f"hydra.run.dir={quoted}", "hydra.mode=RUN", "hydra.output_subdir=null"]
+    folder = quoted(str(run_dir))
+    own = [f"hydra.run.dir={folder}", "hydra.mode=RUN", "hydra.output_subdir=null"]
     # what is asked for now stands after resume=
-    return [*options, *old, f"resume={quoted}", *new, *own]
+    return [*options, *old, f"resume={folder}", *new, *own]
+
+
+def key_of(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
+def quoted(text: str) -> str:
+    """A string as Hydra reads it in an override, whatever is in it: backslashes count as such but before a quote."""
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text) + "'"
 
 
 def _options_first(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -388,7 +397,7 @@ def _options_first(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
             continue
         options.append(argument)
         if argument in VALUE_OPTIONS:
-            options += [value for value in [next(pending, None)] if value is not None]
+            options += islice(pending, 1)
     return options, rest
 
 

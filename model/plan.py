@@ -277,9 +277,8 @@ def predict_step(
     # all but the norms' outputs and statistics and what the activation made of `up`, which is back while the MLP's gradients are made
     back = copies + tokens * (hidden - e * up) if config.checkpoint == "elementwise" else 0
     slim = 2 * residual + attention + tokens * (e * up + 2 * mask * width)
-    kept = {"none": block, "elementwise": slim, "attention": residual + kept_attention, "block": residual}[
-        config.checkpoint
-    ] - kept_attention
+    kept = {"none": block, "elementwise": slim, "attention": residual + kept_attention, "block": residual}[config.checkpoint]
+    kept -= kept_attention
     elsewhere = config.offload and device != "cpu"
     host = layers * residual if elsewhere else 0
     kept -= residual if elsewhere else 0

@@ -20,6 +20,7 @@ from config import (
     OptimConfig,
     RunConfig,
     TokenizerConfig,
+    quoted,
     register,
     replay_overrides,
 )
@@ -254,6 +255,15 @@ def test_a_backend_of_ones_own_gives_way_to_another_attention(tmp_path):
     old = ["attention=custom", "attention.target=pkg.module:MINE", "+attention.options.sharpness=2", "seq_len=64"]
     (tmp_path / "overrides.yaml").write_text(yaml.safe_dump(old))
     assert kept(tmp_path, "attention=sdpa") == ["seq_len=64"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "it's", "a\\b", "C:\\", "\\'", "\\\\'x", "''", "a, b = {c: [d]}", "${e}", "\\\\", "f\\'g\\"], ids=repr
+)
+def test_hydra_reads_back_what_is_quoted(text):
+    """A regression test: a backslash in the middle of a setting was doubled in the way out."""
+    (override,) = OverridesParser.create().parse_overrides([f"data.path={quoted(text)}"])
+    assert override.value() == text
 
 
 def test_resuming_a_resumed_run(run_dir):

@@ -25,6 +25,7 @@ from typing import Any
 
 import yaml
 
+from config import key_of, quoted
 from training.loggers import check_installed
 from training.metrics import write_file
 from training.rotation import meta_of, newest_first
@@ -46,11 +47,11 @@ def check_start(config: Any, *, asked: Iterable[str]) -> None:
     if config.resume is None:
         return
     run_dir = Path(config.resume)
-    keys = {override.lstrip("+~").partition("=")[0] for override in asked}
+    keys = {key_of(override) for override in asked}
     changed = differences(_settings_before(run_dir), dataclasses.asdict(config))
-    changed = {key: pair for key, pair in changed.items() if not _asked_for(key, keys)}
     if "seq_len" in changed:
         changed.pop("model.max_seq_len", None)  # which follows it
+    changed = {key: pair for key, pair in changed.items() if not _asked_for(key, keys)}
     if changed:
         told = ", ".join(f"{key} was {_word(then)} and is {_word(now)}" for key, (then, now) in changed.items())
         before, now = (shlex.join(f"{key}={_word(pair[i])}" for key, pair in changed.items()) for i in (0, 1))
@@ -83,8 +84,9 @@ def resumed(meta: dict[str, Any], config: dict[str, Any], start: dict[str, Any])
             f"resume={run_dir}: the data have changed since: data={config['data']['source']} had the fingerprint {read} and has "
             f"{start['data']} now; put back what the run has read, or add data.fingerprint={start['data']} to go on with what is there now"
         )
-    used = [[max(begins, step), name] for (begins, name), ends in zip(start["attention"], _ends(start), strict=True) if ends > step]
-    return [*earlier, start | {"step": step, "attention": used, "changed": changed}]
+    *_, current = (name for begins, name in start["attention"] if begins <= step)
+    later = [[begins, name] for begins, name in start["attention"] if begins > step]
+    return [*earlier, start | {"step": step, "attention": [[step, current], *later], "changed": changed}]
 
 
 def begun(attention: dict[int, str], environment: dict[str, Any], started: float) -> dict[str, Any]:
@@ -161,11 +163,6 @@ def _only_start(config: dict[str, Any]) -> dict[str, Any]:
     return {"step": 0, "attention": [[0, chosen["name"]], *switch], "changed": {}}
 
 
-def _ends(start: dict[str, Any]) -> list[float]:
-    """The step up to which each attention of a start is used."""
-    return [*(step for step, _ in start["attention"][1:]), math.inf]
-
-
 def _flat(settings: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in settings.items():
         # the options of an attention have no fixed names: one value
@@ -176,24 +173,22 @@ def _flat(settings: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any
 
 
 def _asked_for(key: str, asked: set[str]) -> bool:
-    # model.max_seq_len follows seq_len; an experiment may set anything
-    names = {key, key.partition(".")[0], "experiment"} | ({"seq_len"} if key == "model.max_seq_len" else set())
-    return bool(names & asked) or any(each.startswith(f"{key}.") for each in asked)
+    # an experiment may set anything
+    return bool({key, key.partition(".")[0], "experiment"} & asked) or any(each.startswith(f"{key}.") for each in asked)
 
 
 def _settings_before(run_dir: Path) -> dict[str, Any]:
     """Those of the last start; where its config.yaml is damaged, those of the last checkpoint."""
-    settings = _yaml(run_dir / "config.yaml")
-    if not isinstance(settings, dict):
-        settings = next((meta_of(folder).get("config") for folder in newest_first(run_dir)), None)
-    return settings if isinstance(settings, dict) else {}
+    return load_yaml(run_dir / "config.yaml") or next((meta_of(folder).get("config", {}) for folder in newest_first(run_dir)), {})
 
 
-def _yaml(path: Path) -> Any:
+def load_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file; empty where there is none."""
     try:
-        return yaml.safe_load(path.read_bytes())
+        value = yaml.safe_load(path.read_bytes())
     except (OSError, yaml.YAMLError):
-        return None
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _starts(row: dict[str, Any]) -> list[dict[str, Any]]:
@@ -218,5 +213,5 @@ def _word(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(map(_word, value)) + "]"
     if isinstance(value, str) and not re.fullmatch(r"[\w./+-]+", value):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        return quoted(value)
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -16,7 +16,8 @@ from typing import IO, Any
 
 from hydra.experimental.callback import Callback
 
-from training.history import attention_in_words, attention_steps, changes_in_words
+from config import quoted
+from training.history import attention_in_words, attention_steps, changes_in_words, load_yaml
 from training.metrics import read_metrics, strict
 from training.rotation import LATEST
 
@@ -185,7 +186,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     summary = load_json(run_dir / "summary.json")
     if "status" in summary:
         return summary | evaluated | {"dir": str(run_dir)}
-    config = _yaml(run_dir / "config.yaml")
+    config = load_yaml(run_dir / "config.yaml")
     attention = config.get("attention")
     last = {key: value for row in rows for key, value in row.items() if value is not None}
     known = {
@@ -257,8 +258,7 @@ def differing_settings(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
         pairs = [override.lstrip("+").partition("=") for override in row.get("overrides") or []]
         known = {key: str(row[key]) for key in ("attention", "seq_len", "seed") if row.get(key) is not None}
         changed = {"attention": attention_in_words(row)} if len(attention_steps(row)) > 1 else {}
-        settings.append(known | {key: value for key, _, value in pairs} | changed)
-    settings = [{key: value for key, value in setting.items() if key != "resume"} for setting in settings]
+        settings.append(known | {key: value for key, _, value in pairs if key != "resume"} | changed)
     shared = {key for setting in settings for key in setting if len({other.get(key) for other in settings}) == 1}
     return [
         {key: value for key, value in setting.items() if key not in shared}
@@ -312,16 +312,6 @@ def load_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        value = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def own_overrides() -> list[str]:
     """What this job was given on the command line, without what resume= adds."""
     from hydra.core.hydra_config import HydraConfig
@@ -342,8 +332,8 @@ def searched_folders() -> list[str]:
     from hydra.core.hydra_config import HydraConfig
 
     paths = [source.path for source in HydraConfig.get().runtime.config_sources if "command-line" in source.provider]
-    quoted = ["'file://" + path.replace("'", "\\'") + "'" for path in dict.fromkeys(paths) if path]
-    return [f"hydra.searchpath=[{','.join(quoted)}]"] if quoted else []
+    folders = [quoted(f"file://{path}") for path in dict.fromkeys(paths) if path]
+    return [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
 
 
 def job_names(run_dir: Path) -> dict[str, Any]:

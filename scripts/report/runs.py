@@ -150,7 +150,7 @@ def _variants(runs: list[Run]) -> list[str]:
     # a run that was resumed for more steps is no other variant
     resumed = [run for run in runs if _given(run, "resume")]
     steps = {_given(run, "steps") for run in runs if run not in resumed}
-    dropped = {"attention", "seq_len", "seed", "resume"} | ({"steps"} if resumed and len(steps) < 2 else set())
+    dropped = {"attention", "seq_len", "seed"} | ({"steps"} if resumed and len(steps) < 2 else set())
     names = []
     for run, setting in zip(runs, differing_settings([run.summary for run in runs]), strict=True):
         told = {"attention.switch_at", "attention.switch_to"} if len(attention_steps(run.summary)) > 1 else set()
