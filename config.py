@@ -10,10 +10,33 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
+# fields of AttentionConfig that are options of backends; each backend has some of them
+BACKEND_OPTIONS = ("kernel", "impl", "block_q", "block_kv", "softmax_dtype", "detach_max", "backend")
+# settings that only some choices read: {setting: (the setting that decides, its values under which it is read)}
+READ_UNDER = {
+    "attention.target": ("attention.name", ("custom",)),
+    "model.rope_theta": ("model.positions", ("rope",)),
+    "data.path": ("data.source", ("text",)),
+    "data.name": ("data.source", ("hub",)),
+    "data.subset": ("data.source", ("hub",)),
+    "data.split": ("data.source", ("hub",)),
+    "data.field": ("data.source", ("text", "hub")),
+    "data.streaming": ("data.source", ("hub",)),
+    "data.max_documents": ("data.source", ("stdlib", "torch_source", "text", "hub")),
+    "data.val_fraction": ("data.source", ("stdlib", "torch_source", "text", "hub")),
+    "data.num_keys": ("data.source", ("last_write",)),
+    "data.num_values": ("data.source", ("last_write",)),
+    "tokenizer.name": ("data.source", ("stdlib", "torch_source", "text", "hub")),
+    "optim.momentum": ("optim.name", ("muon",)),
+    "optim.min_lr": ("optim.schedule", ("cosine",)),
+    "logger.mode": ("logger.name", ("wandb",)),
+    "logger.entity": ("logger.name", ("wandb",)),
+    "logger.project": ("logger.name", ("wandb", "trackio")),
+}
 
 
 def _choice(key: str, value: Any, valid: tuple[str, ...]) -> None:
@@ -30,9 +53,9 @@ def _at_least(key: str, value: float, minimum: float) -> None:
 class AttentionConfig:
     """Which attention runs, and the options of the backends that have any."""
 
-    name: str = "tiled"  # a name in attention.BACKENDS, or "custom" with a target
+    name: str = "tiled"  # a name in attention.BACKENDS, pkg.module:NAME of a Backend of one's own, or custom with a target
     target: str | None = None  # attention=custom: where the user's Backend lives, as pkg.module:NAME
-    options: dict[str, Any] = field(default_factory=dict)  # attention=custom: passed to the user's function
+    options: dict[str, Any] = field(default_factory=dict)  # a Backend of one's own: passed to its function
     block_q: int | None = None  # query rows of a tile; None leaves the backend's own default
     block_kv: int | None = None  # keys of a tile; None leaves the backend's own default
     softmax_dtype: str | None = None  # tile loops: "float32" statistics, or "input" to keep them in q's dtype
@@ -41,7 +64,7 @@ class AttentionConfig:
     detach_max: bool | None = None  # defects: treat the subtracted maximum as a constant in the backward pass
     backend: str | None = None  # sdpa: auto, flash, efficient, cudnn or math
     switch_at: int | None = None  # step after which another attention takes over; None means never
-    switch_to: str | None = None  # its name in attention.BACKENDS
+    switch_to: str | None = None  # its name in attention.BACKENDS, or pkg.module:NAME
     switch_options: dict[str, Any] = field(default_factory=dict)  # its options, as +attention.switch_options.block_kv=16
 
     def __post_init__(self) -> None:
@@ -50,20 +73,21 @@ class AttentionConfig:
                 _at_least(f"attention.{key}", getattr(self, key), 1)
         if self.kernel is not None:
             _choice("attention.kernel", self.kernel, ("auto", "portable", "hopper"))
-        if (self.target is None) == (self.name == "custom"):
-            raise ValueError(
-                "attention=custom and attention.target=pkg.module:BACKEND go together: "
-                f"got attention={self.name} attention.target={self.target}"
-            )
+        if self.name == "custom" and self.target is None:
+            raise ValueError("attention=custom needs attention.target=pkg.module:BACKEND; attention=pkg.module:BACKEND says both")
         if self.switch_at is not None and self.switch_to is None:
             raise ValueError(f"attention.switch_at={self.switch_at} needs attention.switch_to=NAME, such as attention.switch_to=tiled")
         if self.switch_options and self.switch_to is None:
             raise ValueError(f"attention.switch_options={self.switch_options} needs attention.switch_to=NAME, whose options they are")
 
+    @property
+    def backend_name(self) -> str:
+        """What get_backend() takes: the target where there is one, else the name."""
+        return self.target if self.name == "custom" else self.name
+
     def backend_options(self) -> dict[str, Any]:
         """The options that were set, as get_backend() takes them."""
-        names = ("kernel", "impl", "block_q", "block_kv", "softmax_dtype", "detach_max", "backend")
-        return self.options | {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return self.options | {name: getattr(self, name) for name in BACKEND_OPTIONS if getattr(self, name) is not None}
 
 
 @dataclass
@@ -240,6 +264,7 @@ class RunConfig:
     checkpoint_every: int = 200  # steps between checkpoints; saved are also the last step and each evaluation that is the best so far
     keep: int = 2  # the latest checkpoints that stay, beside the one with the lowest val/loss
     sample_tokens: int = 256  # length of the sample printed at the end; 0 for none
+    left_out: list[str] = field(default_factory=list)  # settings that may be given though nothing reads them; a sweep fills it
 
     def __post_init__(self) -> None:
         self.compile = str(self.compile).lower()
@@ -287,6 +312,30 @@ class RunConfig:
         """Steps between comparisons with exact attention, spelled out; 0 for none."""
         return self.eval_every if self.diagnose_every is None else self.diagnose_every
 
+    def conditional_settings(self) -> dict[str, "Unread | None"]:
+        """The settings of READ_UNDER that were changed: None where this run reads it, else why not."""
+        told: dict[str, Unread | None] = {}
+        for key, (decider, readers) in READ_UNDER.items():
+            if self.value_of(key) == _get(RunConfig, key):
+                continue
+            chosen, choice = self.value_of(decider), decider.removesuffix(".name").removesuffix(".source")
+            instead = "add " + " or ".join(f"{choice}={value}" for value in readers)
+            told[key] = None if chosen in readers else Unread(f"{choice}={chosen} does not read it", instead)
+        return told
+
+    def value_of(self, key: str) -> Any:
+        """The value of a setting, by its dotted key."""
+        group, _, name = key.rpartition(".")
+        return self.attention.options[name] if group == "attention.options" else _get(self, key)
+
+    def leave_out(self, key: str) -> None:
+        """Put a setting back to its default."""
+        group, _, name = key.rpartition(".")
+        if group == "attention.options":
+            del self.attention.options[name]
+        else:
+            setattr(_get(self, group) if group else self, name, _get(RunConfig, key))
+
     def is_quiet(self, step: int) -> bool:
         """Whether nothing is logged, compared, evaluated, saved or switched after this many steps."""
         intervals = (self.log_every, self.diagnose_steps, self.eval_every, self.checkpoint_every)
@@ -303,6 +352,24 @@ class RunConfig:
         return self.batch_size if self.tokens_per_step is None else self.tokens_per_step // self.seq_len
 
 
+class Unread(NamedTuple):
+    """A setting that nothing in a run reads."""
+
+    why: str  # attention=naive has no option block_kv (it has no options)
+    instead: str  # choose an attention that has it: tiled, no_max
+
+
+def _get(config: Any, key: str) -> Any:
+    """The value at a dotted key of a dataclass; of the class RunConfig, its default."""
+    for name in key.split("."):
+        if isinstance(config, type):
+            (each,) = (each for each in fields(config) if each.name == name)
+            config = each.type if is_dataclass(each.type) else each.default
+        else:
+            config = getattr(config, name)
+    return config
+
+
 def register() -> None:
     """Hand the schema to Hydra: conf/config.yaml starts from `schema`."""
     from hydra.core.config_store import ConfigStore
@@ -317,6 +384,8 @@ def check_keys(arguments: list[str]) -> None:
     """
     import difflib
 
+    if {"-sc", "--shell-completion"} & set(arguments):  # its own arguments: install=bash, query=bash
+        return
     keys = ["experiment", *_keys(RunConfig)]
     for argument in arguments:
         written, _, value = argument.partition("=")
@@ -356,6 +425,8 @@ def replay_overrides(arguments: list[str]) -> list[str]:
         check_keys(arguments)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
+    # argparse wants what it knows before the first override, or after the last
+    arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
     resume = [argument.removeprefix("resume=").strip("'\"") for argument in arguments if argument.startswith("resume=")]
     if not resume or resume[-1] == "null":
         return arguments
@@ -386,6 +457,11 @@ def key_of(override: str) -> str:
 def quoted(text: str) -> str:
     """A string as Hydra reads it in an override, whatever is in it: backslashes count as such but before a quote."""
     return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text) + "'"
+
+
+def unescaped(text: str) -> str:
+    """The value of an override as a person would write it: Hydra's sweepers put a backslash before each colon and the like."""
+    return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
 
 
 def _options_first(arguments: Iterable[str]) -> tuple[list[str], list[str]]:

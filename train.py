@@ -43,6 +43,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from model.health import Watch
     from model.plan import GIB, largest_peak_bytes
     from model.schedule import attention_schedule, backend_after, describe, in_words, under_attention
+    from model.settings import settle
     from training.batch_size import largest_batch, try_pass
     from training.checkpoint import Checkpoints
     from training.device import pick_device, pick_dtype, set_deterministic
@@ -55,9 +56,12 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from training.outcome import go_on_with, outcome_of
     from training.plot import draw_loss_curve
     from training.step import Queued, compute_gradients, queue_step
-    from training.sweep import asked_now, job_names, own_overrides, searched_folders
+    from training.sweep import asked_keys, asked_now, job_names, own_overrides, searched_folders
 
     # what is refused at once; where it runs and in which precision
+    if left_out := settle(config, asked=asked_keys()):
+        summary["left_out"] = left_out
+        log.info("\n".join(f"without {key}: {why}" for key, why in left_out.items()))
     check_start(config, asked=asked_now())
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
@@ -226,9 +230,12 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def main(cfg: DictConfig) -> dict:
-    """One job. Every outcome becomes a status in summary.json: one job of a sweep never takes down another."""
-    from training.outcome import close_run, outcome_around
+def main(cfg: DictConfig) -> float:
+    """One job. Every outcome becomes a status in summary.json: one job of a sweep never takes down another.
+
+    Returns what a sweeper minimises: val/loss of a completed run, and infinity for any other.
+    """
+    from training.outcome import Objective, close_run, outcome_around
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     summary = {"status": "running", "attention": cfg.attention.name, "seq_len": cfg.seq_len, "seed": cfg.seed}
@@ -239,7 +246,7 @@ def main(cfg: DictConfig) -> dict:
         summary |= outcome_around(error, summary["status"], run_dir)
         traceback.clear_frames(error.__traceback__)  # they would keep every tensor of this job alive
     close_run(run_dir, summary)
-    return summary
+    return Objective(summary)
 
 
 if __name__ == "__main__":

@@ -54,30 +54,30 @@ def register(backend: Backend) -> None:
     BACKENDS[backend.name] = backend
 
 
-def get_backend(name: str, *, target: str | None = None, **options: Any) -> Backend:
+def get_backend(name: str, **options: Any) -> Backend:
     """The backend of that name, with its options set. Raises ValueError for an unknown name or option, listing the valid ones.
 
-    With a target, `pkg.module:NAME`, it is a user's Backend, found from the current folder or anywhere Python looks.
+    `pkg.module:NAME` is a user's Backend, found from the current folder or anywhere Python looks.
     """
-    if target is not None:
-        return _load(target).configured(**options)
-    if name not in BACKENDS:
-        raise ValueError(f"attention={name} is not known; valid: {', '.join(BACKENDS)}, or custom with a target")
-    return BACKENDS[name].configured(**options)
+    if name in BACKENDS:
+        return BACKENDS[name].configured(**options)
+    if ":" in name:
+        return _load(name).configured(**options)
+    raise ValueError(f"attention={name} is not known; valid: {', '.join(BACKENDS)}, or pkg.module:NAME for a Backend of your own")
 
 
 def _load(target: str) -> Backend:
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute:
-        raise ValueError(f"attention.target={target} must read pkg.module:NAME")
+        raise ValueError(f"attention={target} must read pkg.module:NAME")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         found = getattr(importlib.import_module(module_name), attribute)
     except Exception as error:  # whatever the user's module raises while it is imported
-        raise ValueError(f"attention.target={target} cannot be loaded: {type(error).__name__}: {error}") from error
+        raise ValueError(f"attention={target} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(found, Backend):
-        raise ValueError(f"attention.target={target} must be an attention.Backend, it is a {type(found).__name__}")
+        raise ValueError(f"attention={target} must be an attention.Backend, it is a {type(found).__name__}")
     return found
 
 

@@ -16,7 +16,7 @@ log = logging.getLogger("tilegpt")
 
 def chosen_attention(chosen: AttentionConfig) -> dict[int, Backend]:
     """The attention by the step after which it is used: {0: first} or {0: first, switch_at: second}. ValueError for an unknown one."""
-    schedule = {0: get_backend(chosen.name, target=chosen.target, **chosen.backend_options())}
+    schedule = {0: get_backend(chosen.backend_name, **chosen.backend_options())}
     if chosen.switch_at is not None:
         try:
             schedule[chosen.switch_at] = get_backend(chosen.switch_to, **chosen.switch_options)
@@ -25,28 +25,43 @@ def chosen_attention(chosen: AttentionConfig) -> dict[int, Backend]:
     return schedule
 
 
-def attention_schedule(config: RunConfig, *, dtype: torch.dtype, device: torch.device) -> dict[int, Backend]:
-    """chosen_attention() of a run. Raises ValueError for one that cannot train its model; warns of one that is broken on purpose."""
-    chosen = config.attention
-    schedule = chosen_attention(chosen)
-    if chosen.switch_to is not None and chosen.switch_at is None:
-        log.info(f"attention.switch_to={chosen.switch_to} without attention.switch_at=STEP: this run keeps its attention")
-    heads = {"num_heads": config.model.num_heads, "num_kv_heads": config.model.kv_heads, "head_dim": config.model.head_dim}
-    for step, backend in schedule.items():
+def check_schedule(config: RunConfig) -> dict[int, Backend]:
+    """chosen_attention() of a run. Raises ValueError for one that lacks what the run needs, on whatever device it will run."""
+    schedule = chosen_attention(config.attention)
+    for backend in schedule.values():
         if config.data.documents and "document_ids" not in backend.features:
             others = ", ".join(name for name, other in BACKENDS.items() if "document_ids" in other.features and other.exact)
             raise ValueError(f"data.documents=true needs document masks, which attention={backend.name} does not have; these do: {others}")
-        backend.check_model(**heads, dtype=dtype, device=device)
+    return schedule
+
+
+def check_model(config: RunConfig, backend: Backend, *, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError for an attention that cannot train this model on this device."""
+    backend.check_model(**_heads(config.model), dtype=dtype, device=device)
+
+
+def attention_schedule(config: RunConfig, *, dtype: torch.dtype, device: torch.device) -> dict[int, Backend]:
+    """chosen_attention() of a run. Raises ValueError for one that cannot train its model; warns of one that is broken on purpose."""
+    chosen = config.attention
+    schedule = check_schedule(config)
+    if chosen.switch_to is not None and chosen.switch_at is None:
+        log.info(f"attention.switch_to={chosen.switch_to} without attention.switch_at=STEP: this run keeps its attention")
+    for backend, name in zip(schedule.values(), (chosen.backend_name, chosen.switch_to), strict=False):
+        check_model(config, backend, dtype=dtype, device=device)
         kernel = kernel_choice(backend, device=device, dtype=dtype, head_dim=config.model.head_dim)
         if kernel is not None and device.type == "cuda":
             log.info(f"attention={backend.name} runs the {kernel.kernel} kernels: {kernel.reason}")
-        if step == 0 and chosen.target is not None:
-            probe_backend(backend, **heads, dtype=dtype, device=device)
+        if ":" in name:  # somebody's own
+            probe_backend(backend, **_heads(config.model), dtype=dtype, device=device)
         if backend.defect is not None:
             log.warning(f"attention={backend.name} is broken on purpose: {backend.defect}")
             if backend.name == "no_rescale" and backend.options["block_kv"] >= config.seq_len:
                 log.warning(f"one tile of block_kv={backend.options['block_kv']} covers seq_len={config.seq_len}: no_rescale is exact here")
     return schedule
+
+
+def _heads(config: ModelConfig) -> dict[str, int]:
+    return {"num_heads": config.num_heads, "num_kv_heads": config.kv_heads, "head_dim": config.head_dim}
 
 
 def backend_after(schedule: dict[int, Backend], step: int) -> Backend:

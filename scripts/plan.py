@@ -142,7 +142,7 @@ def plan_all(options: Options) -> dict[str, Planned]:
         config = compose_config([*options.overrides, f"attention={name}"])
         if config.batch_size == "auto":
             config = replace(config, batch_size=1)
-        backend = get_backend(config.attention.name, target=config.attention.target, **config.attention.backend_options())
+        backend = get_backend(config.attention.backend_name, **config.attention.backend_options())
         device, dtype = device_and_dtype(config)
         if dtype not in backend.dtypes:
             raise ValueError(f"attention={name} does not take {str(dtype).removeprefix('torch.')}; choose another dtype=")
@@ -155,7 +155,7 @@ def plan_all(options: Options) -> dict[str, Planned]:
 def predict_run(run: dict[str, Any]) -> float:
     """GiB that are predicted for a run as summary.json records it, by its overrides; for comparison with its memory/peak_gib."""
     config = compose_config(run["overrides"])
-    backend = get_backend(config.attention.name, target=config.attention.target, **config.attention.backend_options())
+    backend = get_backend(config.attention.backend_name, **config.attention.backend_options())
     return predict_peak_gib(config, vocab_size_of(config), backend, getattr(torch, run["dtype"]), run["device"])
 
 

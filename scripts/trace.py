@@ -199,13 +199,13 @@ def captured_call(options: Options) -> Call:
         q, k, v = (x.to(DTYPES[options.dtype]) for x in (q, k, v))
     source = f"layer {layer}, head {head} of {options.run} after {meta['step']} steps, held-out sequence {sequence}"
     block_kv = backend.options.get("block_kv") or BACKENDS["tiled"].options["block_kv"]
-    name = config.attention.target or backend.name
+    name = config.attention.backend_name
     return Call(q, k, v, arguments["causal"], arguments["scale"], source, name, 16, block_kv)
 
 
 def pick_backend(name: str, **options: Any) -> Backend:
     """The backend, or a ValueError that says which ones show their tiles."""
-    backend = get_backend("custom", target=name) if ":" in name else get_backend(name)
+    backend = get_backend(name)
     if not backend.observable:
         traceable = ", ".join(name for name, backend in BACKENDS.items() if backend.observable)
         raise ValueError(f"attention={name} shows nothing of its tiles while it runs; these can be traced: {traceable}")

@@ -1,6 +1,7 @@
 """How a run ended, as data: whatever goes wrong becomes a status, so that one job of a sweep never takes down another."""
 
 import logging
+import math
 import shlex
 import time
 import traceback
@@ -12,6 +13,21 @@ from training.memory import describe_out_of_memory, is_out_of_memory, release_me
 from training.metrics import write_json
 
 log = logging.getLogger("tilegpt")
+
+
+class Objective(float):
+    """What a sweeper minimises: val/loss of a completed run, and infinity for any other. It knows how the run ended."""
+
+    status: str
+
+    def __new__(cls, summary: dict[str, Any]) -> "Objective":
+        loss = summary.get("val/loss") if summary["status"] == "completed" else None
+        objective = super().__new__(cls, math.inf if loss is None else loss)
+        objective.status = summary["status"]
+        return objective
+
+    def __reduce__(self) -> tuple:
+        return Objective, ({"status": self.status, "val/loss": float(self)},)
 
 
 def outcome_of(error: BaseException, device: str, run_dir: Path, *, predicted_gib: float | None = None) -> dict[str, Any]:

@@ -1,33 +1,36 @@
 """A sweep as a whole: its index, its table, its exit code.
 
-`SweepSummary` is a Hydra callback (conf/config.yaml names it under hydra.callbacks). It appends one line a job to
-SWEEP/index.jsonl and prints the table at the end. Diverged and out-of-memory runs are results and leave the exit code at 0;
+`SweepSummary` is a Hydra callback (conf/config.yaml names it under hydra.callbacks). SWEEP/index.jsonl has one line a job, from the
+start; the callback fills it in and prints the table at the end. Diverged and out-of-memory runs are results and leave the exit code at 0;
 a failed one makes it 1.
 """
 
+import contextlib
 import fcntl
 import json
 import re
 import shlex
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from hydra.experimental.callback import Callback
 
-from config import quoted
+from config import key_of, quoted, unescaped
 from training.history import attention_in_words, attention_steps, changes_in_words, load_yaml
-from training.metrics import read_metrics, strict
+from training.metrics import read_metrics, strict, write_file
 from training.rotation import LATEST
 
 RUN_FILES = ("summary.json", "metrics.jsonl", "config.yaml")
+INDEX, LOCK = "index.jsonl", ".lock"
 # folders of a run or a sweep that hold no runs of ours
 OTHER_FOLDERS = ("wandb", "checkpoint", "report_figures", "tensorboard")
 
 
 class SweepSummary(Callback):
-    """Writes index.jsonl, prints the table, and sets the exit code of the process.
+    """Locks the folders, keeps index.jsonl, prints the table, and sets the exit code of the process.
 
     The exit code leaves as SystemExit, because Hydra turns every ordinary exception of a callback into a warning and
     returns nothing from its main function.
@@ -37,7 +40,11 @@ class SweepSummary(Callback):
 
     def __init__(self) -> None:
         self.locks: dict[Path, IO] = {}  # what is closed is unlocked
-        self.jobs: list[list[str]] = []  # the overrides of each job of the sweep, by its number
+        self.away = False  # whether this is a copy, in a process that a launcher started for a job
+
+    def __getstate__(self) -> dict[str, Any]:
+        # open files stay with the process that locked them
+        return {"folder": self.folder, "locks": {}, "away": True}
 
     def on_run_start(self, config: Any, **kwargs: Any) -> None:
         folder = Path(config.hydra.run.dir)
@@ -46,9 +53,8 @@ class SweepSummary(Callback):
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         self.folder = Path(config.hydra.sweep.dir).absolute()
-        self.locks[self.folder] = claim(self.folder, "index.jsonl", "hydra.sweep.dir")
-        (self.folder / "index.jsonl").write_text("")
-        self.jobs = jobs_of(config)
+        self.locks[self.folder] = claim(self.folder, INDEX, "hydra.sweep.dir")
+        (self.folder / INDEX).touch()
 
     def on_job_start(self, config: Any, **kwargs: Any) -> None:
         if self.folder is not None:
@@ -67,52 +73,61 @@ class SweepSummary(Callback):
         if job_return.status.name == "FAILED":
             row |= {"status": "failed", "error": str(job_return._return_value)}
         row["dir"] = str(run_dir.relative_to(self.folder))
-        self._index(row)
+        write_index_row(self.folder, row)
         # Ctrl-C is meant for the whole sweep, not for the one job that caught it
         if row["status"] == "interrupted":
-            self._finish(130, first_missing=row["job"] + 1)
+            if self.away:
+                raise KeyboardInterrupt
+            finish_sweep(self.folder, 130)
 
     def on_multirun_end(self, config: Any, **kwargs: Any) -> None:
-        self._finish(exit_code(read_sweep(self.folder)), first_missing=len(self.jobs))
+        finish_sweep(self.folder, exit_code(read_sweep(self.folder)))
 
     def on_run_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
-        """The table and the exit code of a single run, from the status that main() returned."""
-        result = job_return._return_value
-        status = result.get("status") if isinstance(result, dict) else None
+        """The table and the exit code of a single run, from what main() returned."""
+        status = getattr(job_return._return_value, "status", None)
         if status == "completed":
             print(f"\n{summary_table([read_run(Path(config.hydra.run.dir))])}")
         if status in ("failed", "interrupted"):
             raise SystemExit(130 if status == "interrupted" else 1)
 
-    def _index(self, row: dict[str, Any]) -> None:
-        with (self.folder / "index.jsonl").open("a") as file:
-            file.write(json.dumps(strict(row), default=str) + "\n")
 
-    def _finish(self, code: int, *, first_missing: int) -> None:
-        print(f"\n{summary_table(read_sweep(self.folder))}")
-        missing = dict(enumerate(self.jobs[first_missing:], start=first_missing))
-        if missing:
-            print(f"{len(missing)} of {len(self.jobs)} jobs not started; each runs in its place in the sweep with:")
-        for job, overrides in missing.items():
-            # an experiment may ask for a sweep, but this is one of its jobs
-            command = shlex.join(["python", "train.py", *overrides, "hydra.mode=RUN", f"hydra.run.dir={self.folder / str(job)}"])
-            self._index({"job": job, "overrides": overrides, "status": "not started", "command": command})
-            print(f"  {command}")
-        print(f"{self.folder}\nreport: python -m scripts.report {shlex.quote(str(self.folder))}")
-        raise SystemExit(code)
+def begin_sweep(folder: Path, jobs: list[list[str]]) -> None:
+    """Write index.jsonl with every job as not started, and the command that runs it alone in its place."""
+    rows = []
+    for job, overrides in enumerate(jobs):
+        # an experiment may ask for a sweep, but this is one of its jobs
+        command = shlex.join(["python", "train.py", *overrides, "hydra.mode=RUN", f"hydra.run.dir={folder.absolute() / str(job)}"])
+        rows.append({"job": job, "overrides": overrides, "status": "not started", "command": command})
+    _write_index(folder, rows)
 
 
-def jobs_of(config: Any) -> list[list[str]]:
-    """The overrides of every job of a sweep, as Hydra's own sweeper makes them; none where it is another's."""
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+def forget_sweep(folder: Path) -> None:
+    """Remove the folder of a sweep that was refused, unless something else is in it."""
+    if {path.name for path in folder.iterdir()} <= {INDEX, LOCK}:
+        shutil.rmtree(folder, ignore_errors=True)
 
-    sweeper = config.hydra.sweeper
-    if not sweeper._target_.endswith(".BasicSweeper"):
-        return []
-    own = [f"{key}={value}" for key, value in (sweeper.params or {}).items()]
-    (jobs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides([*own, *config.hydra.overrides.task]), None)
-    return jobs
+
+def write_index_row(folder: Path, row: dict[str, Any]) -> None:
+    """Put a job's line into index.jsonl in place of the one it had. Jobs that end together, in several processes, take turns."""
+    with (folder / ".index.lock").open("a") as turn:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.lockf(turn, fcntl.LOCK_EX)
+        rows = [row if each.get("job") == row["job"] else each for each in _index_rows(folder)]
+        _write_index(folder, rows if row in rows else [*rows, row])
+
+
+def finish_sweep(folder: Path, code: int) -> NoReturn:
+    """Print the table and the jobs that were not started, and leave with this exit code."""
+    folder = folder.absolute()
+    print(f"\n{summary_table(read_sweep(folder))}")
+    missing = not_started(folder)
+    if missing:
+        print(f"{len(missing)} of {len(_index_rows(folder))} jobs not started; each runs in its place in the sweep with:")
+    for row in missing:
+        print(f"  {row['command']}")
+    print(f"{folder}\nreport: python -m scripts.report {shlex.quote(str(folder))}")
+    raise SystemExit(code)
 
 
 def claim(folder: Path, mark: str | None, key: str, go_on: str = "") -> IO:
@@ -136,7 +151,7 @@ def claim(folder: Path, mark: str | None, key: str, go_on: str = "") -> IO:
 
 def lock(folder: Path) -> IO:
     """Keep every other process out of the folder until the file is closed. The system unlocks it however this process ends."""
-    file = (folder / ".lock").open("a")
+    file = (folder / LOCK).open("a")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -258,7 +273,8 @@ def differing_settings(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
         pairs = [override.lstrip("+").partition("=") for override in row.get("overrides") or []]
         known = {key: str(row[key]) for key in ("attention", "seq_len", "seed") if row.get(key) is not None}
         changed = {"attention": attention_in_words(row)} if len(attention_steps(row)) > 1 else {}
-        settings.append(known | {key: value for key, _, value in pairs if key != "resume"} | changed)
+        unread = {"resume", "left_out", *(row.get("left_out") or {})}
+        settings.append(known | {key: unescaped(value) for key, _, value in pairs if key not in unread} | changed)
     shared = {key for setting in settings for key in setting if len({other.get(key) for other in settings}) == 1}
     return [
         {key: value for key, value in setting.items() if key not in shared}
@@ -273,7 +289,8 @@ def remark(row: dict[str, Any]) -> str:
     # a sentence alone in runs of earlier versions
     diagnosis = diagnosis.get("message") if isinstance(diagnosis, dict) else diagnosis
     reason = diagnosis or row.get("error") or oom.get("message") or ""
-    return "; ".join(said for said in (str(reason).strip().split("\n")[0], changes_in_words(row)) if said)
+    left_out = [f"without {key}: {why}" for key, why in (row.get("left_out") or {}).items()]
+    return "; ".join(said for said in (str(reason).strip().split("\n")[0], *left_out, changes_in_words(row)) if said)
 
 
 def _run_dirs(folder: Path) -> Iterator[Path]:
@@ -293,15 +310,19 @@ def _index(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _index_rows(folder: Path) -> list[dict[str, Any]]:
-    if not (folder / "index.jsonl").is_file():
+    if not (folder / INDEX).is_file():
         return []
     rows = []
-    for line in (folder / "index.jsonl").read_text(errors="replace").splitlines():
+    for line in (folder / INDEX).read_text(errors="replace").splitlines():
         try:
             rows.append(json.loads(line))
         except ValueError:
             continue
     return [row for row in rows if isinstance(row, dict)]
+
+
+def _write_index(folder: Path, rows: list[dict[str, Any]]) -> None:
+    write_file(folder / INDEX, "".join(json.dumps(strict(row), default=str) + "\n" for row in rows))
 
 
 def load_json(path: Path) -> dict[str, Any]:
@@ -317,6 +338,16 @@ def own_overrides() -> list[str]:
     from hydra.core.hydra_config import HydraConfig
 
     return [override for override in HydraConfig.get().overrides.task if not override.startswith("resume=")]
+
+
+def asked_keys() -> set[str]:
+    """The keys of this job's command line; none where another sweeper chose the job, which cannot know what each choice reads."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    job = HydraConfig.get()
+    foreign = job.mode == RunMode.MULTIRUN and not job.sweeper._target_.endswith(".CheckedSweeper")
+    return set() if foreign else {key_of(override) for override in job.overrides.task}
 
 
 def asked_now() -> list[str]:
@@ -343,9 +374,9 @@ def job_names(run_dir: Path) -> dict[str, Any]:
 
     job = HydraConfig.get()
     # a job that is resumed alone, or runs later than the others, still belongs to its sweep
-    in_sweep = job.mode == RunMode.MULTIRUN or (run_dir.parent / "index.jsonl").is_file()
+    in_sweep = job.mode == RunMode.MULTIRUN or (run_dir.parent / INDEX).is_file()
     return {
-        "name": ",".join(own_overrides()) or "default",
+        "name": ",".join(unescaped(each) for each in own_overrides() if key_of(each) != "left_out") or "default",
         "group": run_dir.parent.name if in_sweep else None,
         "wandb_dir": run_dir.parent if in_sweep else run_dir,
     }

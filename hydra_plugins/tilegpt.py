@@ -1,0 +1,187 @@
+"""What tilegpt adds to Hydra: attention=pkg.module:NAME as a choice, and a sweeper that checks all jobs before the first one starts.
+
+Hydra finds both here, in the package hydra_plugins, as it finds the plugins that pip installs.
+"""
+
+import sys
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+if TYPE_CHECKING:
+    from config import RunConfig, Unread
+
+
+class OwnAttention(ConfigSource):
+    """Choices of the group `attention` that have no file: pkg.module:NAME, and names that this process has register()ed."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "attention"
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return False
+
+    def is_config(self, config_path: str) -> bool:
+        group, _, name = config_path.partition("/")
+        # without an import: whoever has registered a backend has loaded the package
+        registered = getattr(sys.modules.get("attention"), "BACKENDS", ())
+        return group == "attention" and (":" in name or name in registered)
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        if not self.is_config(config_path):
+            raise ConfigLoadError(f"there is no {config_path}")
+        config = OmegaConf.create({"name": config_path.partition("/")[2]})
+        header = {"package": None}
+        return ConfigResult(self.provider, self.full_path(), config, header=header)
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return []
+
+
+class OwnAttentionPath(SearchPathPlugin):
+    """Has Hydra look there, after the folders."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append("tilegpt", "attention://")
+
+
+class CheckedSweeper(Sweeper):
+    """Runs every combination of the values, as Hydra's basic sweeper does, and checks all jobs before the first one starts.
+
+    A setting that one job does not read and another does is left out of the first. Jobs that are the same without it run once.
+    """
+
+    def __init__(self, params: DictConfig | None):
+        self.params = params or {}
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.hydra_context = hydra_context
+        self.config = config
+        self.launcher = Plugins.instance().instantiate_launcher(hydra_context=hydra_context, task_function=task_function, config=config)
+
+    def sweep(self, arguments: list[str]) -> Any:
+        from training.sweep import begin_sweep, finish_sweep, forget_sweep
+
+        folder = Path(self.config.hydra.sweep.dir)
+        try:
+            jobs = self.checked(self.combinations(arguments))
+        except BaseException:
+            forget_sweep(folder)
+            raise
+        begin_sweep(folder, jobs)
+        OmegaConf.save(self.config, folder / "multirun.yaml")
+        try:
+            return self.launcher.launch(jobs, initial_job_idx=0)
+        except KeyboardInterrupt:  # of a launcher that runs jobs in other processes
+            finish_sweep(folder, 130)
+
+    def combinations(self, arguments: list[str]) -> list[list[str]]:
+        """The overrides of each job. Where a key is given twice, the later one counts."""
+        own = [f"{key}={value}" for key, value in self.params.items()]
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        values: dict[str, list[str]] = {}
+        for override in parser.parse_overrides([*own, *arguments]):
+            key = override.get_key_element()
+            if not override.is_sweep_override():
+                values[key] = [f"{key}={override.get_value_element_as_str()}"]
+            elif override.is_discrete_sweep():
+                values[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+            else:
+                raise HydraException(f"{override.input_line}: a grid needs a list of values, such as {key}=1,2")
+        return [list(job) for job in product(*values.values())]
+
+    def checked(self, jobs: list[list[str]]) -> list[list[str]]:
+        """The jobs to launch, each with what it may leave out. Ends the program, with every reason, where one could not run."""
+        from config import key_of
+        from model.settings import conditional_settings, is_asked, settle, unread
+
+        configs: list[RunConfig | None] = []
+        settings: list[dict[str, Unread | None]] = []
+        problems: dict[int, str] = {}
+        for number, job in enumerate(jobs):
+            try:
+                config = self.compose(job)
+                settings.append(conditional_settings(config))
+                configs.append(config)
+            except ValueError as error:
+                problems[number] = str(error)
+                configs.append(None)
+                settings.append({})
+
+        read = {key for each in settings for key, found in each.items() if found is None}
+        kept: list[list[str]] = []
+        seen: dict[str, bool] = {}  # what a job comes to, and whether something was left out of it
+        left_out: dict[str, None] = {}
+        for number, (job, config, told) in enumerate(zip(jobs, configs, settings, strict=True)):
+            if config is None:
+                continue
+            asked = {key_of(override) for override in job}
+            excused = [key for key in unread(told) if key in read and is_asked(key, asked)]
+            config.left_out = [*config.left_out, *excused]
+            try:
+                reasons = settle(config, asked=asked)
+                self.check(config)
+            except ValueError as error:
+                problems[number] = str(error)
+                continue
+            left_out |= dict.fromkeys(f"without {key}: {reasons[key]}" for key in excused)
+            same = repr(asdict(replace(config, left_out=[])))
+            if same in seen and (seen[same] or excused):
+                continue
+            seen[same] = bool(excused)
+            excuse = [f"left_out=[{','.join(config.left_out)}]"] if excused else []
+            kept.append([override for override in job if not (excuse and key_of(override) == "left_out")] + excuse)
+        if problems:
+            raise SystemExit(refusal(jobs, problems))
+        for line in left_out:
+            print(line)
+        if len(kept) < len(jobs):
+            print(f"{len(kept)} jobs in place of {len(jobs)}: the others would repeat one of them")
+        return kept
+
+    def compose(self, job: list[str]) -> "RunConfig":
+        composed = self.hydra_context.config_loader.load_sweep_config(self.config, job)
+        with open_dict(composed):
+            del composed["hydra"]
+        return OmegaConf.to_object(composed)
+
+    def check(self, config: "RunConfig") -> None:
+        """Raise ValueError for what can be known to go wrong before a job has begun, here and wherever it runs."""
+        from model.schedule import check_model, check_schedule
+        from training.device import pick_device, pick_dtype
+        from training.loggers import check_installed
+
+        check_installed(config.logger)
+        schedule = check_schedule(config)
+        # a cluster's nodes have devices that this machine may lack
+        if self.config.hydra.launcher._target_.endswith(".BasicLauncher"):
+            device = pick_device(config.device)
+            for backend in schedule.values():
+                check_model(config, backend, dtype=pick_dtype(config.dtype, device), device=device)
+
+
+def refusal(jobs: list[list[str]], problems: dict[int, str]) -> str:
+    """error: 2 of 3 jobs cannot run, so none was started: attention=sdpa, attention=flex: ..."""
+    shared = set.intersection(*map(set, jobs))
+    by_reason: dict[str, list[str]] = {}
+    for number, reason in problems.items():
+        by_reason.setdefault(reason, []).append(" ".join(x for x in jobs[number] if x not in shared))
+    lines = [f"{', '.join(filter(None, names))}: {reason}".removeprefix(": ") for reason, names in by_reason.items()]
+    count = "no job can" if len(problems) == len(jobs) else f"{len(problems)} of {len(jobs)} jobs cannot"
+    return f"error: {count} run, so none was started: " + "\n  ".join(lines)
