@@ -40,9 +40,8 @@ def unread(settings: dict[str, Unread | None]) -> dict[str, Unread]:
 
 
 def is_asked(key: str, asked: set[str]) -> bool:
-    """Whether a command line with the keys `asked` gives this setting, by its own key or as the choice of its group."""
-    group, _, name = key.partition(".")
-    return key in asked or (name in ("name", "source") and group in asked)
+    """Whether a command line with the keys `asked` gives this setting; tokenizer=gpt2 gives tokenizer.name."""
+    return key in asked or (key == "tokenizer.name" and "tokenizer" in asked)
 
 
 def option_names(chosen: AttentionConfig) -> list[str]:

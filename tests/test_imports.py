@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = {"attention", "config", "data", "model", "scripts", "training", "train", "tests"}
+OURS = {"attention", "config", "data", "hydra_plugins", "model", "scripts", "training", "train", "tests"}
 # what a package may import of ours, besides itself
 MAY_IMPORT = {"config": set(), "attention": set(), "data": {"config"}, "model": {"attention", "config"}, "training": {"config"}}
 # modules of attention that everything in it may import, and what single ones may import besides

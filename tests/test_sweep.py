@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from tests.command import computed, environment, finish, index, metrics, run, start, summary, tiny, tiny_sweep, wait_for_rows
+from training.sweep import read_sweep
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only there does a process have a limit of memory")
 
@@ -84,10 +86,131 @@ def test_one_job_of_a_sweep_can_go_on_alone(sweep, tmp_path):
 
 
 def test_a_failed_job_costs_the_exit_code_and_nothing_else(tmp_path):
-    done = run(*tiny_sweep(tmp_path, "attention.block_kv=16,0,8", "steps=2"))
+    (tmp_path / "book.txt").write_text("words " * 1000)
+    books = f"data.path={tmp_path}/book.txt,{tmp_path}/no_such.txt,{tmp_path}/*.txt"
+    done = run(*tiny_sweep(tmp_path / "sweep", "data=text", books, "steps=2"))
     assert done.code == 1 and "Traceback" not in done.output
-    assert [row["status"] for row in index(tmp_path)] == ["completed", "failed", "completed"]
-    assert "attention.block_kv=0: failed: attention.block_kv=0 must be at least 1" in done.output
+    assert [row["status"] for row in index(tmp_path / "sweep")] == ["completed", "failed", "completed"]
+    assert f"data.path={tmp_path}/no_such.txt: failed: data.path={tmp_path}/no_such.txt does not exist" in done.output
+
+
+OWN = "tests.user_backends:RIGHT"
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """Attentions with and without the option block_kv, two of a user's own among them, beside two values of it."""
+    folder = tmp_path_factory.mktemp("mixed")
+    own = "attention.target=tests.user_backends:RIGHT_IN_FP32"
+    names = f"attention=naive,tiled,{OWN},custom"
+    return folder, run(*tiny_sweep(folder, names, own, "attention.block_kv=16,8", "steps=1"))
+
+
+def test_an_option_that_one_attention_lacks_is_left_out_of_it(mixed):
+    """A regression test: naive failed when its turn came, as it has no tiles."""
+    folder, done = mixed
+    assert done.code == 0 and "Traceback" not in done.output, done.output
+    rows = index(folder)
+    # what would be the same run twice without the option is one
+    assert [(row["attention"], row["status"]) for row in rows] == [
+        (name, "completed") for name in ("naive", "tiled", "tiled", "right", "right_in_fp32")
+    ]
+    assert "5 jobs in place of 8" in done.output
+    left_out = [sorted(row.get("left_out", {})) for row in rows]
+    tiles, target = "attention.block_kv", "attention.target"
+    assert left_out == [[tiles, target], [target], [target], [tiles, target], [tiles]]
+    header, *lines = table(done.output)
+    assert header[:4] == ["attention", "block_kv", "target", "status"]
+    expected = [("naive", "-"), ("tiled", "16"), ("tiled", "8"), (OWN, "-"), ("custom", "-")]
+    assert [tuple(line[:2]) for line in lines[:5]] == expected
+    assert "attention=naive: completed: without attention.block_kv: attention=naive has no option block_kv" in done.output
+
+
+def test_a_job_without_an_option_can_go_on(mixed, tmp_path):
+    shutil.copytree(mixed[0], tmp_path / "sweep")
+    done = run(f"resume={tmp_path / 'sweep/0'}", "steps=2")
+    assert done.code == 0 and summary(tmp_path / "sweep/0")["steps_done"] == 2, done.output
+    # as another attention, which has the option, it reads it
+    done = run(f"resume={tmp_path / 'sweep/0'}", "attention=tiled", "attention.block_kv=8", "steps=3")
+    assert done.code == 0 and "block_kv" not in summary(tmp_path / "sweep/0").get("left_out", {}), done.output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["attention=naive,sdpa", "attention.block_kv=16"], "no job can run, so none was started: attention=naive: attention.block_kv=16"),
+        (["attention.block_kv=16,0"], "1 of 2 jobs cannot run, so none was started: attention.block_kv=0: attention.block_kv=0 must be"),
+        (["attention=tiled,no.such:X"], "attention=no.such:X cannot be loaded"),
+        (["attention=tiled,custom"], "attention=custom needs attention.target"),
+        (["seed=0,1", "logger=trackio"], "no job can run, so none was started: seed=0, seed=1: logger=trackio needs pip install"),
+        (["data=stdlib,torch_source", "data.path=books"], "data.path=books has no effect"),
+        (["model.num_heads=1,3"], "model.num_heads=3: model.hidden_size=32 is not a multiple"),
+    ],
+    ids=["option-of-none", "value", "own", "custom", "logger", "data", "model"],
+)
+def test_a_job_that_cannot_run_is_known_before_any_has_begun(tmp_path, overrides, said):
+    done = run(*tiny_sweep(tmp_path / "sweep", *overrides))
+    assert done.code == 1 and said in done.complaint() and not (tmp_path / "sweep").exists()
+
+
+def test_a_device_that_is_not_here_is_known_before_any_job_has_begun(tmp_path):
+    done = run(*tiny_sweep(tmp_path / "sweep", "attention=tiled,triton"), TRITON_INTERPRET="0")
+    assert "1 of 2 jobs cannot run" in done.complaint() and "Triton needs a GPU" in done.output
+
+
+def test_a_setting_of_another_group_is_left_out_too(tmp_path):
+    done = run(*tiny_sweep(tmp_path, "optim=adamw,muon", "optim.momentum=0.5,0.6", "steps=1"))
+    assert done.code == 0, done.output
+    assert [(row["overrides"][-1], row.get("left_out")) for row in index(tmp_path)] == [
+        ("left_out=[optim.momentum]", {"optim.momentum": "optim=adamw does not read it"}),
+        ("optim.momentum=0.5", None),
+        ("optim.momentum=0.6", None),
+    ]
+
+
+def test_the_options_of_a_recipe_are_left_out_of_other_attentions(tmp_path):
+    """A regression test: attention=naive failed on the tiles that experiment=break_it sets."""
+    done = run("experiment=break_it", *tiny_sweep(tmp_path, "attention=naive,sdpa", "seed=0", "steps=1")[1:])
+    assert done.code == 0, done.output
+    assert [(row["status"], sorted(row["left_out"])) for row in index(tmp_path)] == [
+        ("completed", ["attention.block_kv", "attention.block_q"])
+    ] * 2
+
+
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_jobs_in_processes_of_their_own(tmp_path, launcher):
+    """A regression test: the callback could not be pickled."""
+    pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
+    done = finish(start(*tiny_sweep(tmp_path, f"attention=naive,{OWN}", "steps=1", f"hydra/launcher={launcher}")))
+    assert done.code == 0 and "Traceback" not in done.output, done.output
+    assert [(row["job"], row["attention"], row["status"]) for row in index(tmp_path)] == [
+        (0, "naive", "completed"),
+        (1, "right", "completed"),
+    ]
+    assert [line[0] for line in table(done.output)[1:3]] == ["naive", OWN]
+
+
+def test_another_sweeper_minimises_val_loss(tmp_path):
+    """A regression test: main returned a dictionary, which Optuna cannot compare."""
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    trials = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1")
+    swept = ("attention=choice(naive,tiled)", "attention.block_kv=16", "optim.lr=choice(1e-2,1e-5)", "steps=8")
+    done = finish(start(*tiny_sweep(tmp_path, *swept, *trials)))
+    assert done.code == 0 and "Traceback" not in done.output, done.output
+    rows = index(tmp_path)
+    assert [row["status"] for row in rows] == ["completed"] * 3
+    assert f"Best value: {min(row['val/loss'] for row in rows)}" in done.output
+    # such a sweeper chooses its jobs as it goes: whether another one reads an option cannot be known
+    assert all(("left_out" in row) == (row["attention"] == "naive") for row in rows)
+
+
+def test_shell_completion():
+    """A regression test: its words were taken for settings."""
+    done = run("-sc", "install=bash")
+    assert done.code == 0 and "hydra_bash_completion" in done.output
+    line = "python train.py attention=no_"
+    done = finish(start("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)), COMP_CWORD="2"))
+    assert done.output.split() == ["attention=no_max", "attention=no_rescale", "attention=no_scale"]
 
 
 def test_a_mistyped_job_is_refused_before_any_runs(tmp_path):
@@ -154,6 +277,9 @@ def test_ctrl_c_stops_the_sweep_and_the_job_can_go_on(tmp_path):
     commands = [line.strip() for line in done.output.splitlines() if line.startswith("  python train.py ")]
     assert "2 of 3 jobs not started" in done.output and [row["command"] for row in index(tmp_path)[1:]] == commands
     assert not (tmp_path / "1").exists()
+    # one of them runs later, and then belongs to the sweep
+    assert run(*shlex.split(commands[0])[2:], "steps=2", "eval_every=1").code == 0
+    assert [row["status"] for row in read_sweep(tmp_path)] == ["interrupted", "completed"]
     steps_done = summary(tmp_path / "0")["steps_done"]
     assert steps_done >= 19
     assert run(f"resume={tmp_path / '0'}", f"steps={steps_done + 2}").code == 0

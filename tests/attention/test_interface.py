@@ -176,7 +176,7 @@ def my_module(tmp_path, monkeypatch):
 
 def test_a_users_backend_in_twenty_lines(my_module):
     assert len(MODULE.strip().splitlines()) <= 20
-    mean = get_backend("custom", target="my_attention:BACKEND", floor=1.0)
+    mean = get_backend("my_attention:BACKEND", floor=1.0)
     v = torch.arange(12.0).view(1, 1, 6, 2)
     out = attention(v, v, v, backend=mean).out
     torch.testing.assert_close(out[0, 0, :, 0], torch.tensor([1.0, 2, 3, 4, 5, 6]))
@@ -186,19 +186,19 @@ def test_a_users_backend_in_twenty_lines(my_module):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("my_attention", "attention.target=my_attention must read pkg.module:NAME"),
-        (":BACKEND", "attention.target=:BACKEND must read pkg.module:NAME"),
+        ("my_attention", "attention=my_attention is not known; valid: naive"),
+        (":BACKEND", "attention=:BACKEND must read pkg.module:NAME"),
         ("my_attention:", "must read pkg.module:NAME"),
-        ("not_there:BACKEND", "attention.target=not_there:BACKEND cannot be loaded: ModuleNotFoundError: No module named 'not_there'"),
+        ("not_there:BACKEND", "attention=not_there:BACKEND cannot be loaded: ModuleNotFoundError: No module named 'not_there'"),
         ("my_attention:MINE", "cannot be loaded: AttributeError: module 'my_attention' has no attribute 'MINE'"),
         ("my_broken:BACKEND", "cannot be loaded: ModuleNotFoundError: No module named 'a_package_that_is_not_there'"),
-        ("my_attention:NUMBER", "attention.target=my_attention:NUMBER must be an attention.Backend, it is a int"),
+        ("my_attention:NUMBER", "attention=my_attention:NUMBER must be an attention.Backend, it is a int"),
         ("my_attention:mean_of_the_past", "must be an attention.Backend, it is a function"),
     ],
 )
 def test_a_target_that_is_no_backend(my_module, target, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        get_backend("custom", target=target)
+        get_backend(target)
 
 
 def test_register(monkeypatch):

@@ -280,7 +280,7 @@ def test_a_run_whose_earlier_layer_broke(tmp_path):
     [
         (["attention=triton"], "attention=triton shows nothing of its tiles while it runs; these can be traced: tiled, "),
         (["attention=sdpa"], "these can be traced: tiled, "),
-        (["attention=tests.user_backends:NOPE"], "attention.target=tests.user_backends:NOPE cannot be loaded"),
+        (["attention=tests.user_backends:NOPE"], "attention=tests.user_backends:NOPE cannot be loaded"),
         (["attention=nope"], "attention=nope is not known; valid: "),
         (["tile=3"], "'tile=3' is not key=value with a key of: attention, dtype, "),
         (["inputs=big"], "inputs=big is not one of: worked, normal, large, "),

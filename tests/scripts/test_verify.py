@@ -140,7 +140,7 @@ def test_several_dtypes_share_a_column(run_verify):
     ("argument", "message"),
     [
         ("attention=flash", "verify: attention=flash is not known; valid: naive, tiled"),
-        ("attention=no_such:BACKEND", "verify: attention.target=no_such:BACKEND cannot be loaded: ModuleNotFoundError"),
+        ("attention=no_such:BACKEND", "verify: attention=no_such:BACKEND cannot be loaded: ModuleNotFoundError"),
         ("attention=tiled:block_kv=abc", "verify: block_kv=abc must be a whole number, at least 1"),
         ("dtype=int8", "verify: dtype=int8 must be auto or of: fp32, bf16, fp16"),
         ("device=cuda", "verify: device=cuda, but PyTorch sees no GPU here"),

@@ -2,12 +2,14 @@
 
 import errno
 import json
+import math
+import pickle
 import time
 from pathlib import Path
 
 import pytest
 
-from training.outcome import close_run, outcome_around
+from training.outcome import Objective, close_run, outcome_around
 
 
 @pytest.fixture
@@ -53,3 +55,19 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 def test_an_error_outside_the_loop(tmp_path, caplog, status, error, new, said):
     assert ({"status": status} | outcome_around(error, status, tmp_path))["status"] == new
     assert caplog.text.count("\n") == bool(said) and said in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("summary", "value"),
+    [
+        ({"status": "completed", "val/loss": 2.5}, 2.5),
+        ({"status": "completed"}, math.inf),
+        ({"status": "diverged", "val/loss": 2.5}, math.inf),
+        ({"status": "failed"}, math.inf),
+    ],
+)
+def test_what_a_sweeper_minimises(summary, value):
+    objective = Objective(summary)
+    assert isinstance(objective, float) and objective == value and objective.status == summary["status"]
+    copy = pickle.loads(pickle.dumps(objective))
+    assert (copy, copy.status) == (objective, objective.status)

@@ -1,15 +1,25 @@
 """The sweep's index, table and exit code, from a real Hydra application and from fabricated folders."""
 
 import json
+import pickle
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
-from training.sweep import exit_code, jobs_of, read_run, read_sweep, summary_table
+from training.sweep import (
+    SweepSummary,
+    begin_sweep,
+    exit_code,
+    lock,
+    not_started,
+    read_run,
+    read_sweep,
+    summary_table,
+    write_index_row,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,6 +38,7 @@ import json, os, signal
 from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from training.outcome import Objective
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(config):
@@ -40,7 +51,7 @@ def main(config):
     if status == "failed":
         summary["error"] = "no such corpus"
     Path(hydra_config.runtime.output_dir, "summary.json").write_text(json.dumps(summary))
-    return summary
+    return Objective(summary)
 
 main()
 print("after main")
@@ -104,43 +115,47 @@ def test_a_job_that_raises_is_in_the_index_and_in_the_sweep(tmp_path):
 def test_ctrl_c_ends_the_sweep_with_its_table(tmp_path):
     done = application(tmp_path, "-m", "attention=tiled,ctrl_c,sdpa")
     assert done.returncode == 130
-    assert [row["status"] for row in index(tmp_path)] == ["completed", "interrupted", "not started"]
+    assert [row["status"] for row in index(tmp_path)] == ["completed", "interrupted"]
     assert "interrupted" in done.stdout
 
 
-def test_jobs_that_never_started_come_with_the_command_for_each(tmp_path):
-    done = application(tmp_path, "-m", "attention=tiled,ctrl_c", "seed=0,1")
-    assert done.returncode == 130
-    said = done.stdout.splitlines()
-    (number,) = (number for number, line in enumerate(said) if line.startswith("1 of 4 jobs not started"))
-    assert said[number + 1].startswith("  python train.py attention=ctrl_c seed=1 hydra.mode=RUN hydra.run.dir=")
-    assert index(tmp_path)[-1] | {"command": ""} == {
-        "job": 3,
-        "overrides": ["attention=ctrl_c", "seed=1"],
-        "status": "not started",
-        "command": "",
-    }
-    # it runs, and then it belongs to the sweep
-    assert application(tmp_path, *shlex.split(said[number + 1])[2:]).returncode == 130
-    assert [Path(row["dir"]).name for row in read_sweep(tmp_path / "out/sweep")] == ["0", "1", "2", "3"]
+def test_an_index_has_every_job_from_the_start_and_one_line_of_each(tmp_path):
+    begin_sweep(tmp_path, [["attention=tiled", "seed=0"], ["attention=tiled", "seed=it's"]])
+    first, second = not_started(tmp_path)
+    command = ["python", "train.py", "attention=tiled", "seed=it's", "hydra.mode=RUN", f"hydra.run.dir={tmp_path / '1'}"]
+    assert (second["job"], shlex.split(second["command"])) == (1, command)
+    write_index_row(tmp_path, {"job": 1, "status": "completed", "dir": "1"})
+    write_index_row(tmp_path, {"job": 7, "status": "completed", "dir": "7"})  # of a sweeper that plans as it goes
+    rows = [json.loads(line) for line in (tmp_path / "index.jsonl").read_text().splitlines()]
+    assert [(row["job"], row["status"]) for row in rows] == [(0, "not started"), (1, "completed"), (7, "completed")]
+    assert not_started(tmp_path) == [first]
+    (tmp_path / "0").mkdir()  # it runs now
+    assert not_started(tmp_path) == []
 
 
-def test_the_jobs_of_an_experiment_are_those_that_hydra_starts():
-    config = OmegaConf.create(
-        {
-            "hydra": {
-                "sweeper": {
-                    "_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
-                    "params": {"attention": "a,b", "seed": "0,1"},
-                },
-                "overrides": {"task": ["experiment=rescue", "seed=7,8", "steps=3"]},
-            }
-        }
+def test_jobs_that_end_together_lose_no_line(tmp_path):
+    """A launcher may run the jobs of a sweep in processes of their own."""
+    begin_sweep(tmp_path, [[f"seed={job}"] for job in range(40)])
+    code = "\n".join(
+        [
+            "import sys",
+            "from training.sweep import *",
+            "for job in range(*map(int, sys.argv[2:])):",
+            "    write_index_row(Path(sys.argv[1]), {'job': job, 'status': 'oom'})",
+        ]
     )
-    wanted = [["attention=" + name, f"seed={seed}", "experiment=rescue", "steps=3"] for name in "ab" for seed in (7, 8)]
-    assert jobs_of(config) == wanted
-    config.hydra.sweeper._target_ = "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"
-    assert jobs_of(config) == []
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(first), "40", "4"], cwd=ROOT) for first in range(4)]
+    assert [writer.wait(timeout=100) for writer in writers] == [0] * 4
+    rows = [json.loads(line) for line in (tmp_path / "index.jsonl").read_text().splitlines()]
+    assert [(row["job"], row["status"]) for row in rows] == [(job, "oom") for job in range(40)]
+
+
+def test_a_copy_of_the_callback_holds_no_lock(tmp_path):
+    """A regression test: hydra/launcher=joblib pickles the callback, which held open files."""
+    callback = SweepSummary()
+    callback.folder, callback.locks[tmp_path] = tmp_path, lock(tmp_path)
+    copy = pickle.loads(pickle.dumps(callback))
+    assert copy.folder == tmp_path and copy.locks == {} and copy.away and not callback.away
 
 
 @pytest.mark.parametrize("attention, code", [("no_max", 0), ("bad", 1), ("ctrl_c", 130), ("raises", 1)])
