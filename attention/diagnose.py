@@ -68,6 +68,7 @@ def _largest_product(q: Tensor, k: Tensor, visible: VisibleKeys) -> Tensor:
                 hidden = ~visible.mask(tile.rows, keys).unsqueeze(2)  # (B or 1, 1, 1, R, T)
                 products.view(batch, num_kv_heads, -1, *hidden.shape[-2:]).masked_fill_(hidden, -torch.inf)
             largest.append(products.amax())
+            del products  # before there is another piece
     return torch.stack(largest).amax()
 
 

@@ -195,7 +195,10 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         "seed": config.get("seed"),
         "steps_done": last.get("step"),
         **evaluated,
-        **{key: last.get(key) for key in ("tokens", "val/loss", "val/loss_exact", "tokens_per_sec", "step_tokens_per_sec", "memory/peak_gib")},
+        **{
+            key: last.get(key)
+            for key in ("tokens", "val/loss", "val/loss_exact", "tokens_per_sec", "step_tokens_per_sec", "memory/peak_gib")
+        },
     }
     return {key: value for key, value in known.items() if value is not None} | {"status": "unfinished", "dir": str(run_dir)}
 
