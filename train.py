@@ -47,11 +47,11 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from training.batch_size import largest_batch, try_pass
     from training.checkpoint import Checkpoints
     from training.device import pick_device, pick_dtype, set_deterministic
-    from training.history import begun, check_start, resumed, write_settings
+    from training.history import begun, check_start, resumed, stop_clock, write_settings
     from training.interrupt import Interrupt
     from training.loggers import build_logger
     from training.memory import MemoryMeter, cpu_memory_limit, is_out_of_memory
-    from training.metrics import MetricsFile, Progress, Throughput, environment, peak_flops, read_metrics, write_json
+    from training.metrics import MetricsFile, Progress, Throughput, WallClock, environment, peak_flops, read_metrics, write_json
     from training.optimizer import build_optimizer, learning_rate, set_learning_rate
     from training.outcome import go_on_with, outcome_of
     from training.plot import draw_loss_curve
@@ -115,7 +115,8 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     log.info(f"{device} {summary['dtype']}, {config.sequences_per_step} x {config.seq_len} tokens a step, in {run_dir}")
     flops = {name: model.flops_per_token(config.seq_len, causal=causal) for name, causal in (("mfu", False), ("mfu_causal", True))}
     throughput = Throughput(device, flops_per_token=flops, peak=peak_flops(device, dtype))
-    memory, progress = MemoryMeter(device), Progress(config.steps)
+    tokens_per_step = config.sequences_per_step * config.seq_len
+    memory, wall = MemoryMeter(device), WallClock(seconds=stop_clock(checkpoints.starts))
     held_out = data.val_batch(config.eval_sequences) if config.eval_every else ()
     how = {"optimizer": optimizer, "scaler": scaler, "autocast": autocast, "grad_clip": optim.grad_clip}
 
@@ -123,17 +124,19 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         set_learning_rate(optimizer, step, config.steps, optim)
         queued = queue_step(step_model, reader.passes(step), **how, update=config.is_quiet(step + 1), before=before)
         if queued.updated:
-            throughput.step(config.sequences_per_step * config.seq_len)
+            throughput.step(tokens_per_step)
         return queued
 
     def validate(also: dict) -> dict[str, float]:
         return evaluate(model, *held_out, batch_size=config.batch_size, autocast=autocast, accuracy=data.metric == "accuracy", also=also)
 
     def record(row: dict) -> None:
+        row |= wall.row(tokens)
         metrics.write(row)
         logger.log(row, tokens=tokens)
         summary.update({name: value for name, value in row.items() if name.startswith("val/")} | watch.summary() | memory.summary())
-        summary.update(steps_done=row["step"], tokens=tokens, tokens_per_sec=throughput.tokens_per_sec)
+        summary.update(steps_done=row["step"], tokens=tokens, step_tokens_per_sec=throughput.step_tokens_per_sec)
+        summary["tokens_per_sec"] = wall.tokens_per_sec(tokens)
         memory.reset()
 
     step, ahead, step_model = first_step, None, under_attention(model, backend_after(schedule, first_step), compile_mode=config.compile)
@@ -143,17 +146,19 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     logger = build_logger(config.logger, **names, run_dir=run_dir, run_config=plain_config)
     try:
         bar = tqdm(total=config.steps, initial=first_step, disable=None, unit="step")
+        progress = Progress(config.steps, tokens_per_step=tokens_per_step, first_step=first_step)
         reader = Prefetcher(data, config.sequences_per_step, config.batch_size, device)
         with cpu_memory_limit(), Interrupt() as interrupt, logging_redirect_tqdm(), bar, checkpoints, reader:
             if first_step == 0 and config.eval_every:
                 record(row := {"step": 0, "tokens": 0, **validate({})})
                 log.info(progress.line(0, row))
+            wall.begin(tokens)
             while step < config.steps:
                 # one optimizer step; where nothing is due after it, the next is queued before this one is looked at
                 now = ahead or queue(step)
                 ahead = queue(step + 1, before=now) if now.updated and not interrupt.requested else None
                 loss, grad_norm = now.figures()  # the one wait for the GPU
-                step, tokens = step + 1, tokens + config.sequences_per_step * config.seq_len
+                step, tokens = step + 1, tokens + tokens_per_step
                 # a loss scaler meets infinite gradients on purpose and skips them: there only a collapsed scale is a failure
                 diverged = not math.isfinite(loss) or (scaler.get_scale() < 1 if scaler.is_enabled() else not math.isfinite(grad_norm))
                 finished = diverged or step == config.steps
@@ -181,14 +186,14 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 elif not now.updated:
                     scaler.step(optimizer)
                     scaler.update()
-                    throughput.step(config.sequences_per_step * config.seq_len)
+                    throughput.step(tokens_per_step)
                 due = progress.step(step) and bar.disable  # where there is a bar, it is enough
                 with throughput.paused():
                     row |= throughput.row() if log_now else {}
                     if evaluate_now:
                         row |= validate({"_switched": then} if then else {})
                     if due or finished or "val/loss" in row:
-                        log.info(progress.line(step, {"train/loss": loss} | row, throughput.tokens_per_sec))
+                        log.info(progress.line(step, {"train/loss": loss} | row))
                     if then:
                         log.info(f"step {step}: from here on attention={then.name} {dict(then.options) or ''}")
                         step_model = under_attention(model, then, compile_mode=config.compile)
@@ -202,6 +207,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
                 if last:
                     break
+        summary["tokens_per_sec"] = wall.tokens_per_sec(tokens)  # with the last checkpoint
         if summary["status"] != "diverged":
             summary["status"] = "completed" if step == config.steps else "interrupted"
         if summary["status"] == "interrupted":

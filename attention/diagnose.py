@@ -6,6 +6,7 @@ subtracted dies. In float16 the limit is p's, which is rounded to float16 for th
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -13,12 +14,16 @@ import torch
 from torch import Tensor
 
 from attention.interface import OPTIONAL_ARGUMENTS, AttentionOutput, Backend, ScoreMod
-from attention.mask import QueryTile
+from attention.mask import QueryTile, VisibleKeys, visible_keys
 from attention.naive import naive_attention
 from attention.online_softmax import OnlineSoftmax
 from attention.tiled import TILED
 
 LIMITS = {dtype: math.log(torch.finfo(dtype).max) for dtype in (torch.float16, torch.bfloat16, torch.float32)}  # 11.09, 88.72, 88.72
+
+
+# scores that max_score() holds at once: 4 MiB stay in the caches of a CPU; of 256 MiB a GPU makes large products, and few
+PIECE_SCORES = {"cpu": 2**20, "cuda": 2**26}
 
 
 @torch.no_grad()
@@ -27,11 +32,53 @@ def max_score(q: Tensor, k: Tensor, *, causal: bool = True, scale: float | None 
 
     q (B, H, N, D), k (B, H_kv, M, D) and the arguments are those of attention(); the score is the capped and biased one.
     """
-    maxima = TileMaxima(q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    # the tiles are only looked at: large ones take fewer steps
-    TILED.fn(q, k, k, causal=causal, scale=scale, **optional, observer=maxima.observe, block_q=256, block_kv=1024)
-    return maxima.largest()
+    changed = any(optional.get(name) is not None for name in ("softcap", "alibi_slopes", "score_mod"))
+    if changed or scale == 0:
+        maxima = TileMaxima(q)
+        # the tiles are only looked at: large ones take fewer steps
+        TILED.fn(q, k, k, causal=causal, scale=scale, **optional, observer=maxima.observe, block_q=256, block_kv=1024)
+        return maxima.largest()
+    visible = visible_keys(q, k, causal=causal, window=optional.get("window"), document_ids=optional.get("document_ids"))
+    # rounding keeps the order: scaling the largest product alone gives the largest score, to the bit
+    return abs(scale) * _largest_product(q if scale > 0 else -q, k, visible)
+
+
+def _largest_product(q: Tensor, k: Tensor, visible: VisibleKeys) -> Tensor:
+    """The largest q k^T of a query and a key that it sees; -inf where none sees any.
+
+    q (B, H, N, D), k (B, H_kv, M, D). A piece is as many queries as PIECE_SCORES has room for, with all the keys that they see.
+    """
+    (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    # on a GPU a product of 16-bit numbers has its sums in float32, if asked to; on a CPU it would round them
+    multiply = torch.bmm
+    if q.device.type == "cuda" and q.dtype != dtype:
+        multiply = partial(torch.bmm, out_dtype=dtype)
+    else:
+        q, k = q.to(dtype), k.to(dtype)
+    q = q.reshape(batch * num_kv_heads, num_heads // num_kv_heads, num_queries, head_dim)  # (B * H_kv, G, N, D)
+    k = k.reshape(batch * num_kv_heads, num_keys, head_dim)
+    largest = [torch.full((), -torch.inf, device=q.device, dtype=dtype)]
+    for tile in visible.query_tiles(max(1, PIECE_SCORES[q.device.type] // (batch * num_heads * num_keys))):
+        q_rows = q[:, :, tile.rows].flatten(1, 2)  # (B * H_kv, G * R, D)
+        for keys, needs_mask in _key_ranges(tile):
+            products = multiply(q_rows, k[:, keys].mT)  # (B * H_kv, G * R, T)
+            if needs_mask:
+                hidden = ~visible.mask(tile.rows, keys).unsqueeze(2)  # (B or 1, 1, 1, R, T)
+                products.view(batch, num_kv_heads, -1, *hidden.shape[-2:]).masked_fill_(hidden, -torch.inf)
+            largest.append(products.amax())
+            del products  # before there is another piece
+    return torch.stack(largest).amax()
+
+
+def _key_ranges(tile: QueryTile) -> list[tuple[slice, bool]]:
+    """The keys that some row of the tile sees, and whether another does not: left of what all rows see, that, and right of it."""
+    if tile.full_first < tile.full_last:
+        ranges = ((tile.first, tile.full_first, True), (tile.full_first, tile.full_last, False), (tile.full_last, tile.last, True))
+    else:
+        ranges = ((tile.first, tile.last, True),)
+    return [(slice(start, stop), needs_mask) for start, stop, needs_mask in ranges if start < stop]
 
 
 class TileMaxima:

@@ -117,9 +117,20 @@ def without_dropout(model: GPT) -> Iterator[None]:
 def largest_score(model: GPT, tokens: Tensor, document_ids: Tensor | None = None) -> float:
     """The largest finite attention score of any layer for tokens, document_ids (B, N); a layer after a breakdown has none."""
     recorder = Recorder(model.backend)
-    with model.use_backend(recorder.backend), without_dropout(model):
-        model(tokens, tokens, document_ids)  # a loss holds fewer logits at once than a forward pass that returns them
-    return largest_finite(recorder.max_scores)
+
+    def attend(*tensors: Tensor, **arguments: Any) -> Any:
+        output = recorder.backend.fn(*tensors, **arguments)
+        if len(recorder.max_scores) == len(model.blocks):
+            raise _Seen
+        return output
+
+    with model.use_backend(replace(recorder.backend, fn=attend)), without_dropout(model), contextlib.suppress(_Seen):
+        model(tokens, document_ids=document_ids)
+    return largest_finite(recorder.max_scores)  # the one wait for the GPU
+
+
+class _Seen(Exception):
+    """Every layer has been looked at: the rest of the forward pass, the logits above all, has nothing more to say."""
 
 
 def largest_finite(scores: list[Tensor]) -> float:

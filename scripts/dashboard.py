@@ -54,13 +54,16 @@ SECTIONS = {
     ],
     "Memory and speed": [
         Plot("memory/peak_gib", "peak memory (GiB)", log_y=True),
-        Plot("tokens_per_sec", "tokens per second"),
+        Plot("tokens_per_sec", "tokens per second, by the wall clock"),
+        Plot("step_tokens_per_sec", "tokens per second, the steps alone"),
     ],
     "Inside": [
         Plot("attention/max_score", "largest score: exp overflows float16 past 11.09, float32 past 88.72", log_y=True),
         Plot("grad_norm", "gradient norm", log_y=True),
     ],
 }
+# columns of the list of runs
+PINNED = ("status", "val/loss", "val/loss_exact", "tokens_per_sec", "step_tokens_per_sec")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,7 +130,7 @@ def build_workspace(options: Options) -> Any:
         runset_settings=ws.RunsetSettings(
             groupby=[ws.Config(attention)],
             filters=[ws.Metric("Group") == options.group] if options.group else [],
-            pinned_columns=["summary:status", "summary:val/loss", "summary:val/loss_exact"],
+            pinned_columns=[f"summary:{name}" for name in PINNED],
         ),
     )
 

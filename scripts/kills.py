@@ -41,7 +41,7 @@ RUN = (
     f"steps={STEPS} log_every=3 eval_every=15 eval_sequences=8 checkpoint_every={EVERY} keep=3 sample_tokens=0 logger=none"
 ).split()
 # the beginnings of the names of what differs between two runs that are the same run
-MEASURED = ("tokens_per_sec", "mfu", "memory/")
+MEASURED = ("seconds", "tokens_per_sec", "step_tokens_per_sec", "mfu", "memory/")
 IDENTICAL, REFUSED = "identical", "refused"
 
 

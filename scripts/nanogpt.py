@@ -5,7 +5,8 @@
 nanoGPT (github.com/karpathy/nanoGPT) is no part of this project: folder= is your clone of it, of which model.py is read. Its step is
 that of its train.py: TF32, autocast, torch.compile, its own fused AdamW, clipping; batches wait in pinned memory. Ours is
 `python train.py` as anyone runs it, data, logging and all. Each has a process of its own, nanoGPT's runs first and last at every
-length, and both see the same batches.
+length, and both see the same batches. The speeds are those of the steps alone: what our run does between two steps for a row of
+metrics, nanoGPT's loop does not do.
 
     attention     several, separated by commas: triton,sdpa:backend=cudnn
     seq_len       several lengths; tokens=32768 is the size of every pass, which is one step
@@ -137,7 +138,7 @@ def train_ours(options: Options, run_dir: Path, *, attention: str, seq_len: int,
     if done.returncode or summary.get("status") != "completed":
         raise ValueError(f"train.py {' '.join(overrides)} ended {summary.get('status')}: {(done.stdout + done.stderr).strip()[-500:]}")
     rows = read_metrics(run_dir / "metrics.jsonl")
-    timed = [row["tokens_per_sec"] for row in rows if row["step"] > WARMUP and row.get("tokens_per_sec")]
+    timed = [row["step_tokens_per_sec"] for row in rows if row["step"] > WARMUP and row.get("step_tokens_per_sec")]
     peak = max((row["memory/peak_gib"] for row in rows if row["step"] > 0 and row.get("memory/peak_gib")), default=None)
     return spread(timed) | {"peak_gib": peak, "losses": {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}}
 
@@ -229,9 +230,9 @@ def now(device: torch.device) -> float:
 
 
 def spread(values: list[float]) -> dict[str, Any]:
-    """Median with the 20th and 80th percentile of tokens per second, each over ten steps."""
+    """Median with the 20th and 80th percentile of the steps' tokens per second, each over ten steps."""
     low, median, high = np.percentile(values, (20, 50, 80)) if values else (None,) * 3
-    return {"tokens_per_sec": median, "p20": low, "p80": high, "windows": len(values)}
+    return {"step_tokens_per_sec": median, "p20": low, "p80": high, "windows": len(values)}
 
 
 def in_own_process(*arguments: Any, **variation: Any) -> dict[str, Any]:
@@ -257,7 +258,7 @@ def describe(who: str, seq_len: int, options: Options, found: dict[str, Any]) ->
     row = {"who": who, "seq_len": seq_len, "batch_size": options.tokens // seq_len} | found
     row.pop("losses")
     peak = f", {row['peak_gib']:.2f} GiB" if row["peak_gib"] else ""
-    print(f"{who:28} {seq_len:>6} tokens: {row['tokens_per_sec']:>9,.0f} tokens/s{peak}", flush=True)
+    print(f"{who:28} {seq_len:>6} tokens: {row['step_tokens_per_sec']:>9,.0f} tokens/s, steps alone{peak}", flush=True)
     return row
 
 

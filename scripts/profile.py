@@ -256,8 +256,8 @@ def main() -> None:
     rows = summarise(parts[: options.steps])
     print(table(rows, on_gpu))
     mean = statistics.fmean(unrecorded)
-    tokens_per_sec = 1000 * config.sequences_per_step * config.seq_len / mean
-    print(f"\nunrecorded: {mean:,.3f} ms a step, {tokens_per_sec:,.0f} tokens/s")
+    step_tokens_per_sec = 1000 * config.sequences_per_step * config.seq_len / mean
+    print(f"\nunrecorded: {mean:,.3f} ms a step, {step_tokens_per_sec:,.0f} tokens/s")
     write_json(
         summary,
         {
@@ -270,7 +270,7 @@ def main() -> None:
             "n": options.steps,
             "unrecorded_ms": mean,
             "unrecorded_stdev_ms": spread(unrecorded),
-            "tokens_per_sec": tokens_per_sec,
+            "step_tokens_per_sec": step_tokens_per_sec,
             "parts": rows,
         },
     )

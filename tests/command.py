@@ -41,7 +41,7 @@ TINY = (
 )
 
 # what differs between two runs that are the same run
-MEASURED = ("tokens_per_sec", "mfu", "mfu_causal", "memory/peak_gib", "memory/reserved_gib")
+MEASURED = ("seconds", "tokens_per_sec", "step_tokens_per_sec", "mfu", "mfu_causal", "memory/peak_gib", "memory/reserved_gib")
 
 
 class Done(NamedTuple):

@@ -491,6 +491,12 @@ def test_every_start_is_recorded(run_dir):
     # to the checkpoint that the second went on from
     assert then == first | {"seconds": then["seconds"]} and 0 < then["seconds"] < first["seconds"]
     assert summary(run_dir)["wall_seconds"] == then["seconds"] + second["seconds"]
+    seconds = [row["seconds"] for row in metrics(run_dir)]
+    assert seconds == sorted(seconds) and seconds[-2] > then["seconds"] and seconds[-1] < summary(run_dir)["wall_seconds"]
+    # the speed is the second start's alone: its two steps by its time
+    a_step = summary(run_dir)["tokens"] / 6
+    until_last_row = sum(a_step / row["tokens_per_sec"] for row in metrics(run_dir)[-2:])
+    assert 2 * a_step / second["seconds"] < summary(run_dir)["tokens_per_sec"] < 2 * a_step / until_last_row
     assert [start["step"] for start in read_meta(run_dir)["starts"]] == [0, 4]
 
 

@@ -4,6 +4,8 @@ import json
 import math
 import os
 import shutil
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,11 @@ from omegaconf import OmegaConf
 
 from attention import BACKENDS, Backend
 from config import RunConfig, register
+from model.evaluate import evaluate
+from model.health import Watch
 from tests.command import ROOT, checkpoint, computed, finish, metrics, run, start, strict_json, summary, tiny
+from training.checkpoint import Checkpoints
+from training.metrics import MetricsFile
 
 
 def trains_on_a_cpu(backend: Backend) -> bool:
@@ -65,17 +71,58 @@ def test_metric_names_and_steps(learned):
     assert [row["step"] for row in rows] == list(range(61))
     assert [row["tokens"] for row in rows] == [step * 4 * 32 for step in range(61)]
     validation = {"val/loss", "val/loss_exact"}
-    trained = {"train/loss", "lr", "grad_norm", "tokens_per_sec", "mfu", "mfu_causal", "attention/max_score"}
+    trained = {"train/loss", "lr", "grad_norm", "tokens_per_sec", "step_tokens_per_sec", "mfu", "mfu_causal", "attention/max_score"}
     trained |= {"memory/peak_gib", "memory/reserved_gib"}
     compared = {f"attention/{tensor}_{figure}" for tensor in ("out", "dq", "dk", "dv") for figure in ("error", "cosine")}
     for row in rows:
         evaluated = row["step"] % 20 == 0
         expected = (trained if row["step"] else set()) | (validation if evaluated else set())
         expected |= compared if evaluated and row["step"] else set()
-        assert row.keys() == expected | {"step", "tokens"}
+        assert row.keys() == expected | {"step", "tokens", "seconds"}
     # neither has a meaning on a CPU, and the clock starts after the warm-up
     assert all(row.get("mfu") is None and row.get("memory/reserved_gib") is None for row in rows)
-    assert rows[-1]["tokens_per_sec"] > 0 and rows[-1]["memory/peak_gib"] > 0.05
+    assert rows[-1]["step_tokens_per_sec"] > rows[-1]["tokens_per_sec"] > 0 and rows[-1]["memory/peak_gib"] > 0.05
+
+
+def test_the_speed_is_by_the_wall_clock_and_that_of_the_steps_stands_beside_it(tmp_path, monkeypatch):
+    """It left out what a row of metrics costs, which took more time than the steps. Each part takes 0.1 s here, at its own step."""
+    stamps, write, save = {}, MetricsFile.write, Checkpoints.save
+
+    def slow(function):
+        return lambda *arguments, **how: time.sleep(0.1) or function(*arguments, **how)
+
+    def stamped(file: MetricsFile, row: dict) -> None:
+        stamps[row["step"]] = time.perf_counter()
+        write(file, row)
+
+    def logged(*arguments, **how) -> None:
+        time.sleep(0.1)
+        stamps.setdefault("first step", time.perf_counter())  # it follows the row of step 0
+
+    def saved(*arguments) -> None:
+        time.sleep(0.1)
+        save(*arguments)
+        stamps["saved"] = time.perf_counter()
+
+    monkeypatch.setattr(MetricsFile, "write", stamped)
+    monkeypatch.setattr(Checkpoints, "save", saved)
+    monkeypatch.setattr(Watch, "look", slow(Watch.look))
+    monkeypatch.setattr("model.evaluate.evaluate", slow(evaluate))
+    monkeypatch.setattr("training.loggers.Logger.log", logged)
+    began = time.time()
+    assert run(*tiny(tmp_path, "steps=14", "log_every=4", "eval_every=6", "checkpoint_every=7")).code == 0
+    rows, result = metrics(tmp_path), summary(tmp_path)
+    assert [row["step"] for row in rows] == [0, 4, 6, 8, 12, 14]
+    for before, after in pairwise(rows):
+        tokens, since = after["tokens"] - before["tokens"], stamps[before["step"] or "first step"]
+        by_stamps = tokens / (stamps[after["step"]] - since)
+        assert after["tokens_per_sec"] == pytest.approx(by_stamps, rel=0.05)
+        if before["step"]:
+            assert after["tokens_per_sec"] == pytest.approx(tokens / (after["seconds"] - before["seconds"]))
+    assert result["tokens_per_sec"] == pytest.approx(14 * 128 / (stamps["saved"] - stamps["first step"]), rel=0.05)
+    assert result["step_tokens_per_sec"] > 4 * result["tokens_per_sec"]
+    assert rows[-1]["step_tokens_per_sec"] > 4 * rows[-1]["tokens_per_sec"]
+    assert rows[-1]["seconds"] < result["wall_seconds"] < time.time() - began
 
 
 def test_learns(learned):

@@ -181,8 +181,53 @@ def data_sheet(table: dict[str, float], device_name: str) -> float | None:
     return next((peak for words, peak in table.items() if re.search(rf"\b{words}\b", device_name)), None)
 
 
+class WallClock:
+    """What a user waits for. A run has two speeds, in every row of metrics after the first step and in summary.json:
+
+    tokens_per_sec        by the wall clock, with everything in it. In a row: the tokens trained since the row before, divided by the
+                          seconds since that one was written: steps and compilation, what the row itself looked at and evaluated, and
+                          the logging and the checkpoint that followed the row before. In the summary: from the first step to the end of
+                          the training, with every evaluation and checkpoint after the first step.
+    step_tokens_per_sec   the steps alone, by which variants are compared: see Throughput, which makes mfu of it too.
+
+    seconds, in a row, is the time since the run began, start-up and earlier starts included, as wall_seconds in the summary counts it.
+    So tokens_per_sec is the difference of tokens divided by that of seconds, row by row; the first row of each start counts from its
+    first step, with or without a row of step 0. Of a resumed run both speeds in the summary are its newest start's, which ran where
+    env.json says.
+
+    clock.begin(tokens)                             # before the first step; earlier starts have trained `tokens`
+    for step in ...: train(); row |= clock.row(tokens)
+
+    The tokens are those of steps whose loss the host has waited for, never those of a step that is only queued.
+    """
+
+    def __init__(self, *, seconds: float = 0.0, clock: Callable[[], float] = time.perf_counter):
+        self.clock = clock
+        self._zero = clock() - seconds  # when the run would have begun, had it had this start alone
+        self._began: tuple[int, float] | None = None  # tokens and time at the first step
+        self._row: tuple[int, float] | None = None  # and at the last row
+
+    def begin(self, tokens: int) -> None:
+        self._began = self._row = tokens, self.clock()
+
+    def row(self, tokens: int) -> dict[str, float]:
+        """seconds and, once the training has begun, tokens_per_sec of a row that is written now."""
+        now = self.clock()
+        found = {"seconds": now - self._zero}
+        if self._row is not None:
+            found["tokens_per_sec"] = (tokens - self._row[0]) / (now - self._row[1])
+            self._row = tokens, now
+        return found
+
+    def tokens_per_sec(self, tokens: int) -> float | None:
+        """Of all steps so far; None before the first is done."""
+        if self._began is None or tokens == self._began[0]:
+            return None
+        return (tokens - self._began[0]) / (self.clock() - self._began[1])
+
+
 class Throughput:
-    """Tokens per second of training alone: without the first steps (compilation, warm-up) and without what happens in paused().
+    """step_tokens_per_sec: tokens per second of the steps alone, without the first ones (compilation, warm-up) and what is in paused().
 
     for step in ...:
         train(); throughput.step(tokens)
@@ -246,8 +291,8 @@ class Throughput:
             self.resume()
 
     @property
-    def tokens_per_sec(self) -> float | None:
-        """Average of the run so far; None until a step after the warm-up is done."""
+    def step_tokens_per_sec(self) -> float | None:
+        """Average of this start of the run; None until a step after the warm-up is done."""
         return self.tokens / self._elapsed() if self.tokens else None
 
     def window(self) -> float | None:
@@ -257,10 +302,10 @@ class Throughput:
         return (self.tokens - tokens) / (self._window[1] - seconds) if self.tokens > tokens else None
 
     def row(self) -> dict[str, float | None]:
-        """window() as tokens_per_sec, and under each name of flops_per_token the share of the peak; None where one is not known."""
+        """window() as step_tokens_per_sec, and by each name of flops_per_token the share of the peak; None where one is not known."""
         speed = self.window()
         shares = {name: speed * flops / self.peak if speed and self.peak else None for name, flops in self.flops_per_token.items()}
-        return {"tokens_per_sec": speed, **shares}
+        return {"step_tokens_per_sec": speed, **shares}
 
     def _elapsed(self) -> float:
         running = [] if self._since is None else [(self._since, self._now())]
@@ -291,28 +336,38 @@ class Progress:
         if due: print(progress.line(step, row))
     """
 
-    def __init__(self, steps: int, *, every: float = 15.0, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        steps: int,
+        *,
+        tokens_per_step: int,
+        first_step: int = 0,
+        every: float = 15.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self.steps = steps
+        self.tokens_per_step = tokens_per_step
         self.every = every
         self.clock = clock
-        self._since: tuple[int, float] | None = None  # step and time at which the clock started
-        self._said = clock()
+        self._since: tuple[int, float] | None = None  # step and time at which the clock of the time left started
+        self._said = first_step, clock()  # step and time of the last line
 
     def step(self, step: int) -> bool:
         """Count `step` as done; whether the last line is `every` seconds old. The first step, which compiles, starts the clock."""
         now = self.clock()
         self._since = self._since or (step, now)
-        return now - self._said >= self.every
+        return now - self._said[1] >= self.every
 
-    def line(self, step: int, row: dict[str, Any], tokens_per_sec: float | None = None) -> str:
-        """The losses of a row of metrics, and the speed and the time left where they are known."""
-        self._said = self.clock()
+    def line(self, step: int, row: dict[str, Any]) -> str:
+        """The losses of a row of metrics, the speed since the last line by the wall clock, and the time left where it is known."""
+        (said_step, said), now = self._said, self.clock()
+        self._said = step, now
         parts = [f"step {step:>5}/{self.steps}"]
         parts += [f"{name} {value:.4f}" for name, value in row.items() if name == "train/loss" or name.startswith("val/")]
-        if tokens_per_sec:
-            parts.append(f"{tokens_per_sec:,.0f} tokens/s")
+        if step > said_step:
+            parts.append(f"{(step - said_step) * self.tokens_per_step / (now - said):,.0f} tokens/s")
         if self._since and self._since[0] < step < self.steps:
-            seconds = (self._said - self._since[1]) / (step - self._since[0]) * (self.steps - step)
+            seconds = (now - self._since[1]) / (step - self._since[0]) * (self.steps - step)
             parts.append(f"{tqdm.format_interval(seconds)} left")
         return "  ".join(parts)
 

@@ -11,7 +11,8 @@ from scripts.report.runs import MIN_POINTS, Run
 # past these scores exp overflows; bfloat16 has float32's range
 FLOAT16_LIMIT, FLOAT32_LIMIT = min(LIMITS.values()), max(LIMITS.values())
 # drawn elsewhere, or no more than bookkeeping
-DRAWN = {"step", "tokens", "lr", "mfu", "tokens_per_sec", "train/loss", "val/loss", "val/loss_exact", "val/accuracy", "val/accuracy_exact"}
+DRAWN = {"step", "tokens", "seconds", "lr", "mfu", "tokens_per_sec", "step_tokens_per_sec"}
+DRAWN |= {"train/loss", "val/loss", "val/loss_exact", "val/accuracy", "val/accuracy_exact"}
 
 
 def curve_lengths(runs: list[Run], *metrics: str) -> list[int]:
@@ -191,7 +192,7 @@ def draw_history(history: dict[float, float], bad_step: float | None, style: Sty
 
 def cost_lengths(runs: list[Run]) -> list[int]:
     """Sequence lengths with a peak, a speed or a lack of memory to draw; a run that failed at once has none."""
-    known = [run for run in runs if run.peak_gib is not None or run.status == "oom" or run.figure("tokens_per_sec")]
+    known = [run for run in runs if run.peak_gib is not None or run.status == "oom" or run.figure("step_tokens_per_sec")]
     return sorted({run.seq_len for run in known if run.seq_len})
 
 
@@ -199,7 +200,8 @@ def draw_cost(runs: list[Run], styles: dict[str, Style]) -> Any:
     """Peak memory and speed: against the sequence length where there are several, else a bar a variant."""
     lengths = cost_lengths(runs)
     runs = [run for run in runs if run.seq_len in lengths]
-    figures = {"peak memory (GiB)": [run.peak_gib for run in runs], "tokens per second": [run.figure("tokens_per_sec") for run in runs]}
+    speeds = [run.figure("step_tokens_per_sec") for run in runs]
+    figures = {"peak memory (GiB)": [run.peak_gib for run in runs], "tokens per second, the steps alone": speeds}
     figures = {title: values for title, values in figures.items() if any(values)}
     return (_draw_cost_lines if len(lengths) > 1 else _draw_cost_bars)(runs, styles, figures)
 

@@ -22,6 +22,10 @@ from training.history import changes_in_words
 from training.sweep import remark
 
 GIB = "{:.2f} GiB"
+SPEEDS = (
+    "The speed drawn is that of the steps alone, without warm-up, metrics, evaluation and checkpoints. "
+    "In the tables it stands beside tokens/s, which is by the wall clock with all of these."
+)
 HELD_OUT = ("val/loss", "val/loss_exact", "val/accuracy")
 
 
@@ -86,6 +90,7 @@ def variant_table(runs: list[Run], styles: dict[str, Style]) -> Table:
         ("accuracy", "{:.1%}", lambda run: run.figure("val/accuracy")),
         ("accuracy, exact", "{:.1%}", lambda run: run.figure("val/accuracy_exact")),
         ("tokens/s", "{:,.0f}", lambda run: run.figure("tokens_per_sec")),
+        ("steps alone", "{:,.0f}", lambda run: run.figure("step_tokens_per_sec")),
         ("peak GiB", "{:.2f}", lambda run: run.peak_gib),
     ]
     head = ["variant", *(["seq_len"] if len(lengths) > 1 else []), "runs", "steps", *(name for name, _, _ in columns)]
@@ -127,7 +132,7 @@ def curve_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Te
 
 def cost_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Text]:
     lengths = cost_lengths(runs)
-    if not any(run.peak_gib or run.figure("tokens_per_sec") for run in runs if run.seq_len in lengths):
+    if not any(run.peak_gib or run.figure("step_tokens_per_sec") for run in runs if run.seq_len in lengths):
         return [Text("No run has measured its memory or its speed.")]
     shape = (
         "Both axes are logarithmic: a line of slope 2 grows with the square of the length, one of slope 1 with the length. A cross above "
@@ -135,9 +140,9 @@ def cost_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Tex
         if len(lengths) > 1
         else f"At seq_len={lengths[0]:,}. Means over seeds, each seed as a dot. Hatched: wrong on purpose. "
     )
-    with_speed = any(run.figure("tokens_per_sec") for run in runs)
+    with_speed = any(run.figure("step_tokens_per_sec") for run in runs)
     on_cpu = any(run.summary.get("device") == "cpu" for run in runs)
-    caption = shape + with_speed * "Speed is without warm-up, evaluation and checkpoints. "
+    caption = shape + with_speed * f"{SPEEDS} "
     caption += on_cpu * "On a CPU peak memory is that of the whole process, libraries included."
     return [Figure("cost", "peak memory and training speed", caption, render("cost", lambda: draw_cost(runs, styles)))]
 
@@ -208,6 +213,7 @@ def run_table(runs: list[Run]) -> Table:
         "accuracy, exact": ("val/accuracy_exact", "{:.1%}"),
         "max score": ("max_score", "{:.1f}"),
         "tokens/s": ("tokens_per_sec", "{:,.0f}"),
+        "steps alone": ("step_tokens_per_sec", "{:,.0f}"),
         "peak GiB": ("memory/peak_gib", "{:.2f}"),
         "bad step": ("first_bad_step", "{:.0f}"),
     }

@@ -10,6 +10,13 @@ from scripts.plan import predict_run
 from scripts.plots import COLORS
 from scripts.results.tables import FOLDER, finite, groups, load, plain, section, spread, table
 
+SPEED = "tokens/s, steps alone"  # the head of every column of step_speed()
+
+
+def step_speed(run: dict[str, Any]) -> float | None:
+    """Tokens per second of the steps alone. Where the wall clock's was not measured beside it, tokens_per_sec has that meaning."""
+    return run.get("step_tokens_per_sec", run.get("tokens_per_sec"))
+
 
 def evaluated(run: dict[str, Any]) -> dict[int, tuple[float, float]]:
     """Step to (val/loss, val/loss_exact), where both are finite."""
@@ -175,13 +182,13 @@ def training() -> str:
             " ".join(run["overrides"][:4]),
             run["status"],
             f"{run['parameters']:,}",
-            f"{run['tokens_per_sec']:,.0f}",
+            f"{step_speed(run):,.0f}",
             f"{run['memory/peak_gib']:.2f}",
             f"{run['val/loss']:.3f}",
         ]
         for run in data["runs"]
     ]
-    return section(data, table(["run", "status", "parameters", "tokens/s", "peak GiB", "val/loss"], rows))
+    return section(data, table(["run", "status", "parameters", SPEED, "peak GiB", "val/loss"], rows))
 
 
 def nanogpt() -> str:
@@ -190,10 +197,10 @@ def nanogpt() -> str:
     rows = []
     for seq_len, found in groups(data["speed"], lambda row: row["seq_len"]).items():
         theirs = [row for row in found if row["who"] == "nanogpt"]
-        speed, peak = fmean(row["tokens_per_sec"] for row in theirs), max(row["peak_gib"] for row in theirs)
+        speed, peak = fmean(step_speed(row) for row in theirs), max(row["peak_gib"] for row in theirs)
         for row in found:
-            times = f"{row['tokens_per_sec']:,.0f} ({row['p20']:,.0f} to {row['p80']:,.0f})"
-            against = [f"{row['tokens_per_sec'] / speed:.2f}", f"{row['peak_gib'] / peak:.2f}"]
+            times = f"{step_speed(row):,.0f} ({row['p20']:,.0f} to {row['p80']:,.0f})"
+            against = [f"{step_speed(row) / speed:.2f}", f"{row['peak_gib'] / peak:.2f}"]
             rows.append([plain(row["who"]), f"{seq_len:,}", row["batch_size"], times, f"{row['peak_gib']:.2f}", *against])
     settings, curves = data["settings"], data.get("curves")
     windows = [row["windows"] for row in data["speed"]]
@@ -201,10 +208,10 @@ def nanogpt() -> str:
     what = (
         f"{ours} with each attention, and the step of nanoGPT's train.py, first and last, in processes of their own: "
         f"{settings['model']}, vocabulary {settings['vocab_size']:,}, {settings['tokens']:,} tokens a step, the same initial weights and "
-        f"batches. Tokens per second: median of {min(windows)} to {max(windows)} times ten steps (20th to 80th percentile); the ratios are "
-        "to the mean of nanoGPT's two runs."
+        f"batches. Tokens per second of the steps alone: median of {min(windows)} to {max(windows)} times ten steps (20th to 80th "
+        "percentile); the ratios are to the mean of nanoGPT's two runs."
     )
-    head = ["training", "seq_len", "batch", "tokens/s", "peak GiB", "speed / nanoGPT's", "memory / nanoGPT's"]
+    head = ["training", "seq_len", "batch", SPEED, "peak GiB", "speed / nanoGPT's", "memory / nanoGPT's"]
     parts = [what, table(head, rows)]
     if curves:
         lines = [[name, f"{curves['rms'][name]:.1e}", f"{curves['mean'][name]:+.1e}"] for name in curves["rms"]]
@@ -254,10 +261,8 @@ def tricks() -> str:
         "computed again, norms, projections and MLP in chunks of 16,384 tokens, the blocks' inputs in the host's memory; and without all "
         f"that. The losses differ by {fmean(x * x for x in apart) ** 0.5:.5f} nats (rms), at most by {max(map(abs, apart)):.5f}."
     )
-    rows = [
-        [f"`{' '.join(run['overrides'][:-3])}`", f"{run['tokens_per_sec']:,.0f}", f"{run['memory/peak_gib']:.2f}"] for run in (small, large)
-    ]
-    return section(data, what, table(["run", "tokens/s", "peak GiB"], rows))
+    rows = [[f"`{' '.join(run['overrides'][:-3])}`", f"{step_speed(run):,.0f}", f"{run['memory/peak_gib']:.2f}"] for run in (small, large)]
+    return section(data, what, table(["run", SPEED, "peak GiB"], rows))
 
 
 def kept() -> str:
@@ -267,7 +272,7 @@ def kept() -> str:
         [
             " ".join(setting for setting in run["overrides"] if setting.startswith("model.")),
             "compiled" if run["compiled"] else "eager",
-            f"{run['tokens_per_sec']:,.0f}",
+            f"{step_speed(run):,.0f}",
             f"{run['memory/peak_gib']:.2f}",
             f"{run['memory/predicted_gib']:.2f}",
             f"{run['memory/predicted_gib'] / run['memory/peak_gib'] - 1:+.1%}",
@@ -279,9 +284,9 @@ def kept() -> str:
     command = " ".join(setting for setting in first["overrides"] if not setting.startswith("model."))
     what = (
         f"`python train.py {command} ...`: {first['steps_done']} steps of 262,144 tokens each, one run a "
-        "row, compiled where compile=auto does so; tokens/s of all steps but the first three."
+        "row, compiled where compile=auto does so. The speed is that of all steps but the first three."
     )
-    head = ["setting", "", "tokens/s", "peak GiB", "predicted GiB", "error", "train/loss at the end"]
+    head = ["setting", "", SPEED, "peak GiB", "predicted GiB", "error", "train/loss at the end"]
     return section(data, what, table(head, rows))
 
 
@@ -293,7 +298,7 @@ def sweep() -> str:
             run["overrides"][0].partition("=")[2],
             f"{run['seq_len']:,}",
             run["status"],
-            *(form.format(run[key]) if run.get(key) else "-" for key, form in (("val/loss", "{:.3f}"), ("tokens_per_sec", "{:,.0f}"))),
+            *(form.format(value) if value else "-" for value, form in ((run.get("val/loss"), "{:.3f}"), (step_speed(run), "{:,.0f}"))),
             f"{run['memory/at_start_gib']:.4f}",
             "-" if run["status"] == "oom" else f"{run['memory/peak_gib']:.2f}",
             f"{run['wall_seconds']:.0f}",
@@ -307,7 +312,7 @@ def sweep() -> str:
         "added. The learning rate is high so that no_max breaks soon. It is none to compare losses at: those of exact attentions come "
         "apart, at 32,768 tokens after a jump to 6.84 at step 5, until which they differ by 0.001."
     )
-    head = ["attention", "seq_len", "status", "val/loss", "tokens/s", "GiB at start", "peak GiB", "seconds"]
+    head = ["attention", "seq_len", "status", "val/loss", SPEED, "GiB at start", "peak GiB", "seconds"]
     return section(data, what, table(head, rows))
 
 

@@ -77,6 +77,18 @@ def test_a_model_that_recomputes_is_looked_at_as_one_that_does_not(keeps):
     assert largest_score(sparing, batch()[0]) == pytest.approx(largest_score(plain, batch()[0]))
 
 
+@pytest.mark.parametrize("name", ["sdpa", "no_rescale"])
+def test_nothing_is_computed_after_the_last_scores(monkeypatch, name):
+    """A row of metrics wants the scores of every layer. The logits and the loss are the dearest of the rest of a forward pass."""
+    model, (inputs, targets) = build(name), batch(1)
+    recorder = Recorder(model.backend)
+    with model.use_backend(recorder.backend):
+        model(inputs, targets)
+    monkeypatch.setattr(model.blocks[-1], "after", None)
+    monkeypatch.setattr("model.gpt.linear_cross_entropy", None)
+    assert largest_score(model, inputs) == max(recorder.max_scores) and len(recorder.max_scores) == 2
+
+
 def test_the_loss_scale_cancels():
     model = build("no_rescale")
     assert compare_layers(model, *batch(1), loss_scale=2.0**10) == pytest.approx(compare_layers(model, *batch(1)), rel=1e-4)

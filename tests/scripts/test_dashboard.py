@@ -17,7 +17,7 @@ from scripts import dashboard
 from tests.command import metrics, run, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
-ASKED = ("train/loss", "val/loss", "val/loss_exact", "memory/peak_gib", "tokens_per_sec", "attention/max_score")
+ASKED = ("train/loss", "val/loss", "val/loss_exact", "memory/peak_gib", "tokens_per_sec", "step_tokens_per_sec", "attention/max_score")
 
 pytest.importorskip("wandb_workspaces")
 

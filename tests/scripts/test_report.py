@@ -52,12 +52,14 @@ def write_run(
         loss = 1.5 + 4 * math.exp(-step / 150) + 0.01 * seed
         rows.append({"step": step, "tokens": step * 16 * seq_len, "train/loss": loss if step < 240 or status != "diverged" else None})
         rows[-1] |= {"attention/max_score": 0.05 * (step + 1), "lr": 1e-3}
+        rows[-1] |= {"seconds": step / 10, "tokens_per_sec": 400.0, "step_tokens_per_sec": 1000.0}
         if step % 40 == 0:
             rows[-1] |= {"val/loss": loss, "val/loss_exact": loss + (0.5 if attention == "no_rescale" else 0)}
             rows[-1] |= {"val/accuracy": 0.7, "val/accuracy_exact": 0.6} if accuracy else {}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     gap = 0.5 if attention == "no_rescale" else 0.0
-    figures_ = {"tokens_per_sec": 1000.0 + seed, "memory/peak_gib": (seq_len / 1024) ** 2, "val/loss": 1.6, "val/loss_exact": 1.6 + gap}
+    figures_ = {"tokens_per_sec": 400.0 + seed, "step_tokens_per_sec": 1000.0 + seed, "memory/peak_gib": (seq_len / 1024) ** 2}
+    figures_ |= {"val/loss": 1.6, "val/loss_exact": 1.6 + gap}
     summary = {
         "status": status,
         "attention": attention,
@@ -204,8 +206,8 @@ def test_means_over_seeds(sweep):
     row = next(row for row in rows if (row["variant"], row["seq_len"]) == ("no_rescale", "512"))
     assert row["runs"] == "2 completed" and row["steps"] == "600"
     assert (row["own val/loss"], row["val/loss_exact"], row["exact - own"]) == ("1.600 ± 0.000", "2.100 ± 0.000", "+0.500 ± 0.000")
-    # 1000 and 1001: mean 1000.5, standard deviation 0.7
-    assert row["tokens/s"] == "1,000 ± 1" and row["peak GiB"] == "0.25 ± 0.00"
+    # 400 and 401, 1000 and 1001: standard deviation 0.7
+    assert (row["tokens/s"], row["steps alone"], row["peak GiB"]) == ("400 ± 1", "1,000 ± 1", "0.25 ± 0.00")
     # exact ones first; what diverged or ran out of memory has no mean
     assert [(row["variant"], row["seq_len"]) for row in rows[:2]] == [("naive", "256"), ("naive", "512")]
     dead = [row for row in rows if row["runs"] in ("2 oom", "2 diverged")]
@@ -342,9 +344,9 @@ def test_what_was_not_measured_is_not_drawn(tmp_path):
 
 def test_a_caption_says_nothing_of_what_is_not_there(tmp_path):
     for job, seq_len in enumerate((256, 512)):
-        write_run(tmp_path / str(job), "tiled", seq_len=seq_len, tokens_per_sec=None)
+        write_run(tmp_path / str(job), "tiled", seq_len=seq_len, tokens_per_sec=None, step_tokens_per_sec=None)
     text = report_on(tmp_path).text
-    assert "Both axes are logarithmic" in text and "Speed" not in text and "On a CPU" not in text
+    assert "Both axes are logarithmic" in text and "speed drawn" not in text and "On a CPU" not in text
 
 
 def test_neither_a_diverging_curve_nor_the_untrained_loss_stretches_the_figure(tmp_path):
@@ -541,7 +543,7 @@ def test_damaged_runs_are_named_though_the_index_knows_how_they_ended(tmp_path):
 
 
 def test_a_section_without_data_says_so(tmp_path):
-    run = write_run(tmp_path / "0", "tiled", **{"tokens_per_sec": None, "memory/peak_gib": None})
+    run = write_run(tmp_path / "0", "tiled", **{"tokens_per_sec": None, "step_tokens_per_sec": None, "memory/peak_gib": None})
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = [{key: value for key, value in row.items() if row["step"] == 0 or not key.startswith("val/")} for row in rows]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
@@ -630,7 +632,14 @@ def test_broken_runs_are_told_and_the_rest_is_drawn(tmp_path):
 def test_files_that_hold_anything_at_all(tmp_path):
     """Values of the wrong kind, as another program or a later version may leave them."""
     write_run(tmp_path / "0", "tiled")
-    summary = {"status": "diverged", "attention": ["<b>"], "seq_len": "long", "seed": {}, "overrides": [1, None], "tokens_per_sec": "fast"}
+    summary = {
+        "status": "diverged",
+        "attention": ["<b>"],
+        "seq_len": "long",
+        "seed": {},
+        "overrides": [1, None],
+        "step_tokens_per_sec": "fast",
+    }
     summary |= {"val/loss": True, "memory/peak_gib": [], "diagnosis": {"history": [1, [2], {"step": "x"}], "layer": {}}, "oom": "yes"}
     summary |= {"defect": "<script>", "dtype": 16, "val/loss_exact": 1e308, "steps_done": float("nan"), "first_bad_step": -1}
     odd = tmp_path / "1"

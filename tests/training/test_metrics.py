@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from training import metrics
-from training.metrics import MetricsFile, Progress, Throughput, environment, peak_flops, read_metrics, write_json
+from training.metrics import MetricsFile, Progress, Throughput, WallClock, environment, peak_flops, read_metrics, write_json
 
 
 def strict_loads(text: str):
@@ -77,6 +77,24 @@ class Clock:
         return self.now
 
 
+def test_the_wall_clock_has_everything_in_it():
+    """A run of four steps that goes on after 1,000 s of an earlier start: rows after steps 3 and 4, the last with a checkpoint after it."""
+    clock = Clock()
+    wall = WallClock(seconds=1000.0, clock=clock)
+    clock.now += 30  # the validation of step 0
+    assert wall.row(200) == {"seconds": 1030.0}
+    assert wall.tokens_per_sec(200) is None
+    clock.now += 5
+    wall.begin(200)
+    assert wall.tokens_per_sec(200) is None
+    clock.now += 60 + 1 + 1 + 8  # the first step compiles; the row's evaluation
+    assert wall.row(500) == {"seconds": 1105.0, "tokens_per_sec": 300 / 70}
+    clock.now += 3 + 1 + 1  # a checkpoint, a step and what the row looks at
+    assert wall.row(600) == {"seconds": 1110.0, "tokens_per_sec": 100 / 5}
+    clock.now += 25
+    assert wall.tokens_per_sec(600) == 400 / 100
+
+
 def test_throughput_leaves_out_warm_up_and_pauses():
     clock = Clock()
     throughput = Throughput(warmup_steps=2, clock=clock)
@@ -88,16 +106,16 @@ def test_throughput_leaves_out_warm_up_and_pauses():
 
     clock.now += 60  # compilation
     steps(2, 9.0)
-    assert throughput.tokens_per_sec is None and throughput.window() is None
+    assert throughput.step_tokens_per_sec is None and throughput.window() is None
     steps(4, 1.0)
-    assert throughput.tokens_per_sec == 50.0
+    assert throughput.step_tokens_per_sec == 50.0
     assert throughput.window() == 50.0
     with throughput.paused():
         clock.now += 1000  # an evaluation
-        assert throughput.tokens_per_sec == 50.0
+        assert throughput.step_tokens_per_sec == 50.0
     steps(2, 5.0)
     assert throughput.window() == 10.0
-    assert throughput.tokens_per_sec == pytest.approx(6 * 50 / 14)
+    assert throughput.step_tokens_per_sec == pytest.approx(6 * 50 / 14)
     assert throughput.window() is None  # no step since the last row
 
 
@@ -111,7 +129,7 @@ def test_throughput_paused_during_warm_up_does_not_start_the_clock():
     throughput.step(50)
     clock.now += 2
     throughput.step(50)
-    assert throughput.tokens_per_sec == 25.0
+    assert throughput.step_tokens_per_sec == 25.0
 
 
 def test_a_row_has_every_share_of_the_peak_by_its_name():
@@ -126,14 +144,14 @@ def test_a_row_has_every_share_of_the_peak_by_its_name():
             if step % 2 == 1:
                 rows.append(throughput.row())
                 clock.now += 1000
-    assert rows[0] == {"tokens_per_sec": None, "mfu": None, "mfu_causal": None}  # it compiled
-    assert rows[1] == {"tokens_per_sec": 100.0, "mfu": 0.5, "mfu_causal": 0.375}
-    assert [row["tokens_per_sec"] for row in rows[2:]] == [pytest.approx(200 / 3), pytest.approx(200 / 6)]
+    assert rows[0] == {"step_tokens_per_sec": None, "mfu": None, "mfu_causal": None}  # it compiled
+    assert rows[1] == {"step_tokens_per_sec": 100.0, "mfu": 0.5, "mfu_causal": 0.375}
+    assert [row["step_tokens_per_sec"] for row in rows[2:]] == [pytest.approx(200 / 3), pytest.approx(200 / 6)]
     unknown = Throughput(flops_per_token={"mfu": 40.0}, warmup_steps=1, clock=clock)
     for _ in range(2):
         clock.now += 1
         unknown.step(10)
-    assert unknown.row() == {"tokens_per_sec": 10.0, "mfu": None}
+    assert unknown.row() == {"step_tokens_per_sec": 10.0, "mfu": None}
 
 
 def test_slow_steps_on_the_way_do_not_count_either():
@@ -146,7 +164,7 @@ def test_slow_steps_on_the_way_do_not_count_either():
         if step == 4:
             with throughput.paused():
                 throughput.warm_up()
-    assert throughput.tokens_per_sec == 300 / 4.0
+    assert throughput.step_tokens_per_sec == 300 / 4.0
 
 
 @pytest.mark.gpu
@@ -176,7 +194,7 @@ def test_the_clock_of_a_gpu_runs_with_it_and_waits_for_nothing():
     with throughput.paused():
         torch.cuda.synchronize()
         time.sleep(20 * seconds)
-    assert throughput.tokens_per_sec == pytest.approx(1000 / seconds, rel=0.1)
+    assert throughput.step_tokens_per_sec == pytest.approx(1000 / seconds, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -203,20 +221,29 @@ def test_peak_of_known_gpus_by_name(monkeypatch, name, peak):
 
 def test_progress_says_the_time_left_and_is_never_silent_for_long():
     now = 0.0
-    progress = Progress(100, every=15.0, clock=lambda: now)
+    progress = Progress(100, tokens_per_step=200, every=15.0, clock=lambda: now)
     assert progress.line(0, {"step": 0, "val/loss": 5.5}) == "step     0/100  val/loss 5.5000"
     now = 60.0
     assert progress.step(1), "the first step took a minute"
-    assert progress.line(1, {"train/loss": 5.0}) == "step     1/100  train/loss 5.0000"
+    assert progress.line(1, {"train/loss": 5.0}) == "step     1/100  train/loss 5.0000  3 tokens/s"
     now = 74.0
     assert not progress.step(8)
     now = 80.0
     assert progress.step(11)
     # two seconds a step: what came before the first does not count
     row = {"train/loss": math.nan, "lr": 1e-3, "val/loss": 4.0}
-    assert progress.line(11, row, 1234.5) == "step    11/100  train/loss nan  val/loss 4.0000  1,234 tokens/s  02:58 left"
+    assert progress.line(11, row) == "step    11/100  train/loss nan  val/loss 4.0000  100 tokens/s  02:58 left"
     assert not progress.step(12)
-    assert "left" not in progress.line(100, row)
+    now = 258.0
+    assert progress.line(100, row).endswith("100 tokens/s")
+
+
+def test_progress_of_a_resumed_run_counts_its_own_steps():
+    now = 0.0
+    progress = Progress(100, tokens_per_step=200, first_step=90, clock=lambda: now)
+    now = 4.0
+    progress.step(92)
+    assert progress.line(92, {}) == "step    92/100  100 tokens/s"
 
 
 def test_environment_says_where_the_run_ran():
