@@ -82,11 +82,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for seq_len in map(int, own["seq_len"].split(",")):
             runs: dict[Path, list[dict[str, Any]]] = {tree: [] for tree in trees}
-            for steps in lengths:
+            # the first run of each tree fills the compilers' caches, and does not count
+            for number, steps in enumerate([lengths[0], *lengths]):
                 for tree in trees:
                     settings = [*overrides, f"seq_len={seq_len}", f"batch_size={int(own['tokens']) // seq_len}", f"steps={steps}"]
-                    run_dir = Path(folder, f"{len(found)}-{trees.index(tree)}-{steps}")
-                    runs[tree].append(timed_run(tree, run_dir, settings))
+                    run_dir = Path(folder, f"{seq_len}-{number}-{trees.index(tree)}")
+                    measured = timed_run(tree, run_dir, settings)
+                    if number:
+                        runs[tree].append(measured)
             for tree in trees:
                 measured = {"slope": slope(runs[tree]), "by_arrival": by_arrival(runs[tree][-1])}
                 found.append({"tree": tree.name, "seq_len": seq_len} | measured | {"runs": runs[tree]})
