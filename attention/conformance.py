@@ -34,7 +34,8 @@ class Case:
     def __str__(self) -> str:
         heads = f"H{self.num_heads}" + (f"kv{self.num_kv_heads}" if self.num_kv_heads != self.num_heads else "")
         length = f"N{self.num_queries}" + (f"-M{self.num_keys}" if self.num_keys != self.num_queries else "")
-        parts = [f"B{self.batch}", heads, length, f"D{self.head_dim}", "causal" if self.causal else "full", *self.optional]
+        optional = [name if value is True else f"{name}{value:g}" for name, value in self.optional.items()]
+        parts = [f"B{self.batch}", heads, length, f"D{self.head_dim}", "causal" if self.causal else "full", *optional]
         return "-".join(parts + ([self.inputs] if self.inputs != "normal" else []) + ([f"seed{self.seed}"] if self.seed else []))
 
     def __hash__(self) -> int:
@@ -59,8 +60,8 @@ class Case:
         d_out, d_lse = random(q.shape), random(q.shape[:3])
         q, k, v = ADVERSARIAL[self.inputs](q, k, v)
         arguments: dict[str, Any] = {"causal": self.causal} | self.optional
-        # no power of two among them, which every dtype holds exactly
-        slopes = torch.logspace(-0.7, -3.7, self.num_heads, base=2).to(device)
+        # no power of two among them, which every dtype holds exactly; later keys gain, but not so much that an exponential overflows
+        slopes = (torch.logspace(-0.7, -3.7, self.num_heads, base=2) * (1 if self.causal else 8 / self.num_keys)).to(device)
         if "alibi_slopes" in arguments:
             arguments["alibi_slopes"] = slopes
         if "score_mod" in arguments:
