@@ -17,7 +17,7 @@ from torch import Tensor
 from attention.defects import DEFECTS
 from attention.diagnose import LIMITS, Breakdown, Recorder, compare_with_exact, find_breakdown, max_score
 from attention.flex import FLEX
-from attention.interface import AttentionOutput, Backend, ScoreMod, check_inputs, check_output
+from attention.interface import AttentionOutput, Backend, ScoreMod, check_inputs, check_output, prepared
 from attention.kernels import TRITON, kernel_choice
 from attention.naive import NAIVE
 from attention.probe import probe
@@ -100,21 +100,25 @@ def attention(
     q             (B, H, N, D), floating
     k, v          (B, H_kv, M, D), same dtype and device as q; H a multiple of H_kv (grouped-query, multi-query)
     causal        query i sees key j iff j <= i + (M - N): aligned bottom-right, so N=1 decodes against a cache
-    scale         default D**-0.5
+    scale         default D**-0.5; any finite number
     window        query i sees only the w most recent keys it may see, its own position included; needs causal
     softcap       scores become softcap * tanh(score / softcap)
-    alibi_slopes  (H,): adds -slope * (i + M - N - j) to the scores; a constant, no gradient flows to it
-    document_ids  (B, N) integers: a run of equal ids is a document, and attention stays inside it; needs N == M
+    alibi_slopes  (H,) floating: adds -slope * (i + M - N - j) to the scores; a constant, no gradient flows to it
+    document_ids  (B, N) integers: a run of equal ids is a document, and attention stays inside it; an id that comes again after another
+                  is a new document; needs N == M
     score_mod     any other change of the scores, given with its derivative, in place of softcap and alibi_slopes
 
-    Order: scale, softcap, alibi, mask, softmax. A row that sees no key gives out = 0 and lse = -inf, with zero gradients.
-    Statistics and sums are float32 (float64 for float64), and autocast has no say inside.
+    Order: scale, softcap, alibi, mask, softmax. A row that sees no key gives out = 0 and lse = -inf, with zero gradients. A score of -inf
+    is that of a hidden key, wherever it comes from: so does a row whose every score falls to -inf by overflow. A score of inf or NaN
+    makes its row NaN.
+    Statistics, sums and all that changes a score are float32 (float64 for float64), and autocast has no say inside.
     """
     if isinstance(backend, str):
         backend = get_backend(backend)
     optional = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "document_ids": document_ids, "score_mod": score_mod}
     check_inputs(q, k, v, causal=causal, scale=scale, **optional)
-    backend.check_supported(q, k, v, causal=causal, **optional)
+    backend.check_supported(q, k, v, causal=causal, scale=scale, **optional)
+    optional = prepared(q, k, optional)
     if torch.compiler.is_compiling() and backend.operator and score_mod is None:
         function = partial(operator_attention, backend.name)
     else:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention import AttentionOutput, Backend, attention
+from attention import AttentionOutput, Backend, ScoreMod, attention
 
 SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -28,13 +28,14 @@ class Case:
     head_dim: int = 16
     causal: bool = True
     inputs: str = "normal"
-    optional: dict[str, Any] = field(default_factory=dict)  # window, softcap; alibi_slopes and document_ids as True
+    optional: dict[str, Any] = field(default_factory=dict)  # window, softcap; alibi_slopes, document_ids and score_mod as True
     seed: int = 0
 
     def __str__(self) -> str:
         heads = f"H{self.num_heads}" + (f"kv{self.num_kv_heads}" if self.num_kv_heads != self.num_heads else "")
         length = f"N{self.num_queries}" + (f"-M{self.num_keys}" if self.num_keys != self.num_queries else "")
-        parts = [f"B{self.batch}", heads, length, f"D{self.head_dim}", "causal" if self.causal else "full", *self.optional]
+        optional = [name if value is True else f"{name}{value:g}" for name, value in self.optional.items()]
+        parts = [f"B{self.batch}", heads, length, f"D{self.head_dim}", "causal" if self.causal else "full", *optional]
         return "-".join(parts + ([self.inputs] if self.inputs != "normal" else []) + ([f"seed{self.seed}"] if self.seed else []))
 
     def __hash__(self) -> int:
@@ -59,13 +60,25 @@ class Case:
         d_out, d_lse = random(q.shape), random(q.shape[:3])
         q, k, v = ADVERSARIAL[self.inputs](q, k, v)
         arguments: dict[str, Any] = {"causal": self.causal} | self.optional
+        # no power of two among them, which every dtype holds exactly; later keys gain, but not so much that an exponential overflows
+        slopes = (torch.logspace(-0.7, -3.7, self.num_heads, base=2) * (1 if self.causal else 8 / self.num_keys)).to(device)
         if "alibi_slopes" in arguments:
-            arguments["alibi_slopes"] = torch.logspace(-1, -4, self.num_heads, base=2, device=device)
+            arguments["alibi_slopes"] = slopes
+        if "score_mod" in arguments:
+            arguments["score_mod"] = ScoreMod(every_index, "attention.kernels.score_mods:every_index", slopes)
         if "document_ids" in arguments:
             # every sequence of the batch is divided otherwise
             documents = (7 // torch.arange(1, 1 + 2 * self.batch, 2)).clamp(min=1)[:, None]
-            arguments["document_ids"] = (torch.arange(self.num_queries) * documents // self.num_queries).to(device)
+            number = torch.arange(self.num_queries) * documents // self.num_queries
+            # 0 2 1 0 2 1 0: ids fall as well as rise, and come again for another document
+            arguments["document_ids"] = (2 * number % 3).to(device)
         return [x.to(device, dtype) for x in (q, k, v)], arguments, d_out.to(device), d_lse.to(device)
+
+
+def every_index(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
+    """A score_mod that uses all it is given; its kernel stands in attention/kernels/score_mods.py. params: one slope a head."""
+    gain = 1 / (1 + b)
+    return gain * (score + score * score / 8) - params[h] * (i - j), gain * (1 + score / 4)
 
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # q (B, H, N, D); k, v (B, H_kv, M, D), in float64

@@ -3,7 +3,6 @@
 Without a GPU PyTorch runs it uncompiled and materialises the scores: right, but no longer linear in memory.
 """
 
-from dataclasses import replace
 from functools import cache, lru_cache, reduce
 from operator import and_
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from attention.interface import FEATURES, AttentionOutput, Backend, ScoreMod
+from attention.interface import FEATURES, AttentionOutput, Backend, ScoreMod, statistics_dtype
 
 
 @cache
@@ -75,8 +74,8 @@ def flex(
 ) -> AttentionOutput:
     """q (B, H, N, D); k, v (B, H_kv, M, D)."""
     num_queries, num_keys = q.shape[2], k.shape[2]
-    if score_mod is not None and score_mod.params is not None:  # what a compiled kernel reads must lie beside q
-        score_mod = replace(score_mod, params=score_mod.params.to(q.device))
+    if alibi_slopes is not None:
+        alibi_slopes = alibi_slopes.to(statistics_dtype(q))
 
     def change(score, b, h, i, j):
         if softcap is not None:
@@ -106,7 +105,7 @@ def flex(
     return AttentionOutput(out, lse)
 
 
-def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> list[str]:
+def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> list[str]:
     if q.device.type == "cpu" and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return ["PyTorch's FlexAttention has no backward pass on the CPU; train there with attention=tiled or attention=sdpa"]
     return []

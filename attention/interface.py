@@ -3,7 +3,6 @@
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
 
-import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -18,6 +17,12 @@ OPTIONAL_ARGUMENTS = ("window", "softcap", "alibi_slopes", "document_ids", "scor
 # kinds of input that need no argument but that not every backend takes
 INPUT_FEATURES = ("gqa", "non_causal", "cross_length")
 FEATURES = frozenset((*OPTIONAL_ARGUMENTS, *INPUT_FEATURES, "lse"))
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """In which scores, sums and every number that changes a score are kept: float32, and float64 for float64 inputs."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,8 @@ class ScoreMod:
     fn(score, b, h, i, j, params) -> (changed, derivative): elementwise, derivative being d changed / d score. b, h: indices of sequence
     and query head; i: position of the query among the keys, i + M - N; j: of the key; all broadcast to score.
     kernel: the same for attention=triton, as pkg.module:NAME of a @triton.jit function (score, b, h, i, j, params_ptr), as in
-    attention/kernels/score_mods.py. params: float32 numbers, of which params_ptr points at the first; no gradient flows to them.
+    attention/kernels/score_mods.py. params: numbers, handed on in float32 (float64 for float64 q) and on the device of q; params_ptr points
+    at the first. No gradient flows to them. A changed score of -inf hides the key.
     """
 
     fn: Callable[..., tuple[Tensor, Tensor]]
@@ -77,7 +83,7 @@ class Backend:
     observable: bool = False  # whether fn takes observer=, called after each tile; see attention.diagnose
     # the same computation written otherwise, by the value of the option impl that picks it; its own capabilities and options hold
     implementations: Mapping[str, "Backend"] = field(default_factory=dict)
-    # further reasons to refuse given inputs, in words: requirements(q, k, v, causal=..., **options) -> list
+    # further reasons to refuse given inputs, in words: requirements(q, k, v, causal=..., scale=..., **options) -> list
     requirements: Callable[..., list[str]] | None = None
     operator: bool = field(init=False)  # whether torch.compile, where it may not look inside, takes fn as one operator
 
@@ -107,7 +113,9 @@ class Backend:
                 raise ValueError(f"{name}={size} must be at least 1")
         return replace(self, options={**self.options, **options})
 
-    def unsupported_reasons(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, **optional: Any) -> list[str]:
+    def unsupported_reasons(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None, **optional: Any
+    ) -> list[str]:
         """Why these inputs are refused, one sentence each; empty when they are taken."""
         (_, num_heads, num_queries, head_dim), num_kv_heads, num_keys = q.shape, k.shape[1], k.shape[2]
         wanted = {
@@ -126,7 +134,8 @@ class Backend:
         if not self.backward and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
             reasons.append("it has no backward pass and the inputs require gradients")
         if self.requirements is not None and not reasons:
-            reasons += self.requirements(q, k, v, causal=causal, **self.options)
+            scale = head_dim**-0.5 if scale is None else scale
+            reasons += self.requirements(q, k, v, causal=causal, scale=scale, **self.options)
         return reasons
 
     def check_supported(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
@@ -179,26 +188,62 @@ def check_inputs(
         raise ValueError(f"q, k and v must have one floating dtype; got {_short(q.dtype)}, {_short(k.dtype)}, {_short(v.dtype)}")
     if not (q.device == k.device == v.device):
         raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device}, {v.device}")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"{scale=} must be finite")
-    if window is not None and (not isinstance(window, int) or window < 1 or not causal):
+    if not isinstance(causal, bool):
+        raise ValueError(f"{causal=} must be True or False")
+    limits, statistics = torch.finfo(statistics_dtype(q)), _short(statistics_dtype(q))
+    if scale is not None and not (_is_number(scale) and abs(scale) <= limits.max):
+        raise ValueError(f"{scale=} must be a number that is finite in {statistics}, in which scores are kept")
+    # one that is larger would take score / softcap below the smallest number
+    if softcap is not None and not (_is_number(softcap) and limits.tiny <= softcap <= limits.eps / limits.tiny):
+        largest = f"{limits.eps / limits.tiny:.1e}"
+        raise ValueError(f"{softcap=} must be a positive number, at most {largest} as scores are kept in {statistics}; None is no cap")
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1 or not causal):
         raise ValueError(f"{window=} must be an integer of at least 1 and needs causal=True (got {causal=})")
     for name, extra in (("alibi_slopes", alibi_slopes), ("document_ids", document_ids)):
+        if extra is not None and not isinstance(extra, Tensor):
+            raise ValueError(f"{name} must be a tensor, it is a {type(extra).__name__}")
         if extra is not None and extra.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}; got {extra.device}")
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
         raise ValueError(f"score_mod must be an attention.ScoreMod, it is a {type(score_mod).__name__}")
     if score_mod is not None and (softcap is not None or alibi_slopes is not None):
         raise ValueError("score_mod takes the place of softcap and alibi_slopes: write all of the change into it")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{softcap=} must be positive")
-    if alibi_slopes is not None and alibi_slopes.shape != (q.shape[1],):
-        raise ValueError(f"alibi_slopes must have shape (H,) = ({q.shape[1]},); got {tuple(alibi_slopes.shape)}")
+    params = None if score_mod is None else score_mod.params
+    if params is not None and not isinstance(params, Tensor):
+        raise ValueError(f"a score_mod's params must be a tensor, they are a {type(params).__name__}")
+    for name, constant in (("alibi_slopes", alibi_slopes), ("a score_mod's params", params)):
+        if constant is not None and constant.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} must not require a gradient, which attention does not compute: hand in x.detach() for x")
+    if alibi_slopes is not None:
+        if alibi_slopes.shape != (q.shape[1],):
+            raise ValueError(f"alibi_slopes must have shape (H,) = ({q.shape[1]},); got {tuple(alibi_slopes.shape)}")
+        if not alibi_slopes.is_floating_point():
+            raise ValueError(f"alibi_slopes must be floating; got {_short(alibi_slopes.dtype)}")
     if document_ids is not None:
         if q.shape[2] != k.shape[2]:
             raise ValueError(f"document_ids need as many queries as keys; got N={q.shape[2]}, M={k.shape[2]}")
         if document_ids.shape != (q.shape[0], q.shape[2]):
             raise ValueError(f"document_ids must have shape (B, N) = {(q.shape[0], q.shape[2])}; got {tuple(document_ids.shape)}")
+        if document_ids.dtype not in INTEGERS:
+            raise ValueError(f"document_ids must be of {', '.join(map(_short, INTEGERS))}; got {_short(document_ids.dtype)}")
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def prepared(q: Tensor, k: Tensor, optional: dict[str, Any]) -> dict[str, Any]:
+    """Checked optional arguments as every backend takes them: numbers of tensors in the statistics' dtype beside q, whatever their own
+    dtype is, and a window no wider than the keys, which hides as much as a wider one."""
+    window, slopes, score_mod = optional["window"], optional["alibi_slopes"], optional["score_mod"]
+    dtype = statistics_dtype(q)
+    if window is not None:
+        window = min(window, k.shape[2])
+    if slopes is not None:
+        slopes = slopes.detach().to(dtype)
+    if score_mod is not None and score_mod.params is not None:
+        score_mod = replace(score_mod, params=score_mod.params.detach().to(q.device, dtype))
+    return optional | {"window": window, "alibi_slopes": slopes, "score_mod": score_mod}
 
 
 def check_output(backend: Backend, q: Tensor, output: Any) -> None:
@@ -210,5 +255,9 @@ def check_output(backend: Backend, q: Tensor, output: Any) -> None:
             f"attention={backend.name} must return out of shape {tuple(q.shape)} and {_short(q.dtype)}, "
             f"it returned {tuple(output.out.shape)} and {_short(output.out.dtype)}"
         )
-    if output.lse is not None and output.lse.shape != q.shape[:3]:
-        raise ValueError(f"attention={backend.name} must return lse of shape {tuple(q.shape[:3])}, it returned {tuple(output.lse.shape)}")
+    lse, dtype = output.lse, statistics_dtype(q)
+    if lse is not None and (lse.shape != q.shape[:3] or lse.dtype != dtype):
+        raise ValueError(
+            f"attention={backend.name} must return lse of shape {tuple(q.shape[:3])} and {_short(dtype)}, "
+            f"it returned {tuple(lse.shape)} and {_short(lse.dtype)}"
+        )

@@ -6,7 +6,7 @@ Materialises every score, takes any device and dtype, and is the oracle (in floa
 import torch
 from torch import Tensor
 
-from attention.interface import FEATURES, AttentionOutput, Backend, ScoreMod
+from attention.interface import FEATURES, AttentionOutput, Backend, ScoreMod, statistics_dtype
 from attention.mask import visible_keys
 
 
@@ -23,10 +23,10 @@ def naive_attention(
     document_ids: Tensor | None = None,
     score_mod: ScoreMod | None = None,
 ) -> AttentionOutput:
-    """Order of the steps: scale, softcap, bias or score_mod, mask, softmax. A row without a key gives out = 0 and lse = -inf."""
+    """Order of the steps: scale, softcap, bias or score_mod, mask, softmax. A row of -inf alone gives out = 0 and lse = -inf."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)  # (B, H, M, D)
-    dtype = torch.promote_types(q.dtype, torch.float32)  # statistics in float32, float64 for float64
+    dtype = statistics_dtype(q)
     scores = q.to(dtype) @ k.to(dtype).mT * scale  # (B, H, N, M)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
@@ -35,12 +35,13 @@ def naive_attention(
         scores = scores - alibi_slopes.to(dtype)[:, None, None] * (i - j)
     if score_mod is not None:
         b, h = (torch.arange(size, device=q.device) for size in q.shape[:2])
-        scores, _ = score_mod(scores, b[:, None, None, None], h[:, None, None], i, j)
+        scores = score_mod(scores, b[:, None, None, None], h[:, None, None], i, j)[0].to(dtype)
     visible = visible_keys(q, k, causal=causal, window=window, document_ids=document_ids).mask()
     scores = scores.masked_fill(~visible, -torch.inf)
     lse = scores.logsumexp(-1)  # (B, H, N)
-    # softmax of a row of -inf is NaN: such a row attends to nothing
-    p = scores.softmax(-1).masked_fill(~visible.any(-1, keepdim=True), 0.0)
+    # softmax of a row of -inf is NaN, and so is its gradient: such a row attends to nothing
+    no_key = (scores == -torch.inf).all(-1, keepdim=True)
+    p = scores.masked_fill(no_key, 0.0).softmax(-1).masked_fill(no_key, 0.0)
     return AttentionOutput(p.to(v.dtype) @ v, lse)
 
 

@@ -141,6 +141,14 @@ def shifted_down(subject: Subject) -> Iterator[Check]:
     yield from compared(subject, [subject.case(inputs=name) for name in ("down", "negative")], *TENSORS)
 
 
+def float32_statistics(subject: Subject) -> Iterator[Check]:
+    """With 16-bit inputs scores, sums and lse are kept in float32: it shows where the scores stand near 100."""
+    for dtype in (subject.dtype,) if subject.dtype.itemsize == 2 else (torch.bfloat16, torch.float16):
+        narrow = Subject(subject.given, subject.device, dtype, random_cases=0, seed=0)
+        yield from compared(narrow, [narrow.case(inputs="up")], *TENSORS)
+        subject.refusals += narrow.refusals
+
+
 def ragged_tails(subject: Subject) -> Iterator[Check]:
     """Lengths that no tile size divides."""
     lengths = (1, 2, 15, 17, 31, 33) if subject.device == "cpu" else (2, 15, 63, 65, 127, 129, 257)
@@ -262,8 +270,9 @@ def no_leak_backward(subject: Subject) -> Iterator[Check]:
 def mask_positions(subject: Subject) -> Iterator[Check]:
     """Which keys carry weight, key by key: the mask goes by positions in the sequence, wherever the tiles lie."""
     n = subject.length
-    optional = ({"window": 9}, {"document_ids": True})
-    for case in (subject.case(), subject.case(n // 2, n), *(subject.case(optional=choice) for choice in optional)):
+    documents = {"document_ids": True}
+    masked = [subject.case(optional={"window": 9}), *(subject.case(optional=documents, causal=causal) for causal in (True, False))]
+    for case in (subject.case(), subject.case(n // 2, n), *masked):
         if not subject.takes(case, backward=False):
             continue
         (q, k, v), arguments, *_ = case.make(subject.dtype, subject.device)
@@ -281,13 +290,19 @@ def mask_positions(subject: Subject) -> Iterator[Check]:
 
 
 def optional_arguments(subject: Subject) -> Iterator[Check]:
-    """window, softcap, alibi_slopes and document_ids, alone and together, in their order."""
+    """window, softcap, alibi_slopes, document_ids and score_mod, alone and together, in their order, with keys to both sides of a query."""
     cases = [
         subject.case(optional={"window": 20}),
         subject.case(optional={"softcap": 2.0}, inputs="large"),
+        # scores far below the cap, of which 1 - 2 / (1 + e) would leave little
+        subject.case(16, num_heads=3, num_kv_heads=3, optional={"softcap": 100.0}),
         subject.case(num_heads=4, num_kv_heads=2, optional={"alibi_slopes": True}),
         subject.case(subject.length // 2, subject.length, optional={"alibi_slopes": True}),
+        subject.case(causal=False, optional={"alibi_slopes": True}),
         subject.case(batch=2, optional={"document_ids": True}),
+        subject.case(batch=2, causal=False, optional={"document_ids": True}),
+        subject.case(batch=2, num_heads=4, num_kv_heads=2, optional={"score_mod": True}),
+        subject.case(causal=False, optional={"score_mod": True}),
         subject.case(optional={"document_ids": True, "window": 6, "softcap": 5.0, "alibi_slopes": True}),
     ]
     yield from compared(subject, cases, *TENSORS)
@@ -395,6 +410,7 @@ PROPERTIES: dict[str, Property] = {
     "large logits": large_logits,
     "logits + 100": shifted_up,
     "logits - 120": shifted_down,
+    "float32 statistics": float32_statistics,
     "ragged tails": ragged_tails,
     "first tile masked": first_tile_masked,
     "rows without a key": rows_without_a_key,

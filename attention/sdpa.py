@@ -6,15 +6,16 @@ N x M mask here, because PyTorch's own causal flag is aligned to the other corne
 """
 
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from attention.interface import AttentionOutput, Backend
+from attention.interface import AttentionOutput, Backend, Refusal
 from attention.mask import visible_keys
 
 KERNELS = {
@@ -44,42 +45,73 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: floa
     q = q[:, :, no_key:]
     is_causal = causal and q.shape[2] > 1
     mask = visible_keys(q, k, causal=True).mask() if is_causal and q.shape[2] < num_keys else None
+    arguments = {"attn_mask": mask, "is_causal": is_causal and mask is None, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     with nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend]):
-        out = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=is_causal and mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        if torch.compiler.is_compiling():
+            out = scaled_dot_product_attention(q, k, v, **arguments)
+        else:
+            out = called(q, k, v, backend=backend, **arguments)
     return AttentionOutput(torch.nn.functional.pad(out, (0, 0, no_key, 0)) if no_key else out)
 
 
-def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, backend: str) -> list[str]:
-    """Why the chosen kernel does not take these inputs, in PyTorch's words."""
-    if backend == "auto":
-        return []
-    if backend not in KERNELS:
+def called(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any) -> Tensor:
+    """PyTorch's function. Raises a Refusal, with PyTorch's reasons, where the kernel that was asked for does not take the inputs."""
+    try:
+        return scaled_dot_product_attention(q, k, v, **arguments)
+    except RuntimeError as error:
+        if backend == "auto" or isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
+            raise
+        reason = _reason(q, k, v, error, backend=backend, **arguments)
+        raise Refusal(f"attention=sdpa cannot take these inputs: {reason}") from error
+
+
+def _reason(q: Tensor, k: Tensor, v: Tensor, error: RuntimeError, *, backend: str, **arguments: Any) -> str:
+    """PyTorch warns of its reasons before it raises the error that holds none: call it again and listen."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with suppress(RuntimeError):
+            scaled_dot_product_attention(q, k, v, **arguments)
+    words = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
+    # headings, and what it says of the kernels that were not asked for
+    words = [each for each in words if not each.endswith(("not used because:", "has been runtime disabled."))]
+    # on a CPU PyTorch only says that no kernel was left
+    elsewhere = ["it runs on a GPU alone"] if backend in ("efficient", "cudnn") and q.device.type != "cuda" else []
+    said = "; ".join(words or elsewhere or [str(error)])
+    return f"PyTorch's {backend} kernel refuses them: {said}; attention.backend=auto lets PyTorch choose"
+
+
+def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, backend: str) -> list[str]:
+    """Why the chosen kernel does not take these inputs, in PyTorch's words; or what it takes and does wrong."""
+    if backend != "auto" and backend not in KERNELS:
         return [f"backend={backend} is not one of: auto, {', '.join(KERNELS)}"]
-    if torch.compiler.is_compiling():
-        return []
-    return [*_tried(backend, causal, q.device, q.dtype, *((x.shape[1:], x.stride()) for x in (q, k, v)))]
+    reasons = []
+    # PyTorch's flash kernel hides a score by -inf before it scales: -inf * 0 is NaN. On a GPU it hides its ragged tails so as well
+    if scale <= 0 and backend in ("auto", "flash") and (causal or q.device.type == "cuda"):
+        reasons.append(
+            f"with scale={scale}, which is not positive, PyTorch's flash kernel makes NaN of hidden scores; "
+            "attention.backend=math and attention=tiled take it"
+        )
+    if backend != "auto" and not torch.compiler.is_compiling():
+        # of a batch two sequences are as good as all
+        layouts = (((min(len(x), 2), *x.shape[1:]), x.stride()) for x in (q, k, v))
+        backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        reasons += _tried(backend, causal, backward, q.device, q.dtype, *layouts)
+    return reasons
 
 
 @cache
 def _tried(
-    backend: str, causal: bool, device: torch.device, dtype: torch.dtype, *layouts: tuple[torch.Size, tuple[int, ...]]
+    backend: str, causal: bool, backward: bool, device: torch.device, dtype: torch.dtype, *layouts: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> tuple[str, ...]:
-    """The only complete answer is PyTorch's own: try one sequence of this layout, once."""
-    q, k, v = (torch.empty_strided((1, *shape), strides, dtype=dtype, device=device).zero_() for shape, strides in layouts)
-    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
-        warnings.simplefilter("always")
+    """The only complete answer is PyTorch's own: try tensors of these shapes and strides, once."""
+    tensors = (torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_() for shape, strides in layouts)
+    q, k, v = (x.requires_grad_(backward) for x in tensors)
+    with warnings.catch_warnings(), torch.set_grad_enabled(backward):
+        warnings.simplefilter("ignore")  # the refusal holds them
         try:
             sdpa_attention(q, k, v, causal=causal, scale=1.0, backend=backend)
-        except RuntimeError as error:
-            words = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
-            # headings, and what it says of the kernels that were not asked for
-            words = [each for each in words if not each.endswith(("not used because:", "has been runtime disabled."))]
-            # on a CPU PyTorch only says that no kernel was left
-            elsewhere = ["it runs on a GPU alone"] if backend in ("efficient", "cudnn") and device.type != "cuda" else []
-            reason = "; ".join(words or elsewhere or [str(error)])
-            return (f"PyTorch's {backend} kernel refuses them: {reason}; attention.backend=auto lets PyTorch choose",)
+        except Refusal as refusal:
+            return (str(refusal).partition(": ")[2],)
     return ()
 
 

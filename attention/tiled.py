@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attention.interface import FEATURES, LOOPS, AttentionOutput, Backend, ScoreMod
+from attention.interface import FEATURES, LOOPS, AttentionOutput, Backend, ScoreMod, statistics_dtype
 from attention.mask import QueryTile, VisibleKeys, visible_keys
 from attention.online_softmax import OnlineSoftmax
 
@@ -40,7 +40,7 @@ class TileLoop:
     block_q: int
     block_kv: int
     softcap: float | None = None
-    slopes: Tensor | None = None  # (H_kv, G, 1, 1)
+    slopes: Tensor | None = None  # (H_kv, G, 1, 1), float32 or float64
     score_mod: ScoreMod | None = None
     softmax: type[OnlineSoftmax] = OnlineSoftmax
     detach_max: bool = False
@@ -61,11 +61,12 @@ class TileLoop:
             i = torch.arange(num_queries, device=scores.device)[rows, None] + num_keys - num_queries
             j = torch.arange(num_keys, device=scores.device)[keys]
             if self.slopes is not None:
-                scores = scores - self.slopes * (i - j)
+                # never in a narrow dtype: the distance itself may not fit into one
+                scores = scores - (self.slopes * (i - j)).to(self.dtype)
             else:
                 b = torch.arange(scores.shape[0], device=scores.device).view(-1, 1, 1, 1, 1)
                 h = torch.arange(scores.shape[1] * scores.shape[2], device=scores.device).view(*scores.shape[1:3], 1, 1)
-                scores, derivative = self.score_mod(scores, b, h, i, j)
+                scores, derivative = (x.to(self.dtype) for x in self.score_mod(scores, b, h, i, j))
         if needs_mask:
             scores = scores.masked_fill(~self.visible.mask(rows, keys).unsqueeze(2), -torch.inf)
         return scores, derivative
@@ -220,9 +221,9 @@ def tiled_attention(
         visible=visible_keys(q, k, causal=causal, window=window, document_ids=document_ids),
         scale=scale,
         softcap=softcap,
-        slopes=None if alibi_slopes is None else alibi_slopes.detach().view(num_kv_heads, groups, 1, 1),
+        slopes=None if alibi_slopes is None else alibi_slopes.detach().to(statistics_dtype(q)).view(num_kv_heads, groups, 1, 1),
         score_mod=score_mod,
-        dtype=q.dtype if softmax_dtype == "input" else torch.promote_types(q.dtype, torch.float32),
+        dtype=q.dtype if softmax_dtype == "input" else statistics_dtype(q),
         block_q=block_q,
         block_kv=block_kv,
         softmax=softmax,

@@ -73,7 +73,7 @@ def broken_triton_attention(*tensors: Tensor, softmax: str, detach_max: bool, im
     return AttentionOutput(triton_attention(*tensors, softmax=softmax, **arguments).out)
 
 
-def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options: Any) -> list[str]:
+def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **options: Any) -> list[str]:
     in_pytorch = "attention.impl=tiled" if "impl" in options else "attention=tiled"
     if not INSTALLED:
         return [f"Triton is not installed here (pip install triton, Linux only); {in_pytorch} is the same loop in plain PyTorch"]
@@ -91,7 +91,7 @@ def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options: Any) -
     if kernel not in KERNELS:
         return [f"kernel={kernel} is not one of: {', '.join(KERNELS)}"]
     if asked and kernel == "hopper":
-        against = obstacle(device=q.device, dtype=q.dtype, head_dim=q.shape[-1])
+        against = obstacle(device=q.device, dtype=q.dtype, head_dim=q.shape[-1], scale=scale)
         if against:
             return [f"kernel=hopper asks for kernels that cannot run here: {against}; kernel=auto takes the portable ones there"]
     return [

@@ -97,6 +97,9 @@ KEYS = "j = torch.arange(self.num_keys, device=self.lo.device)[keys]"
 VISIBLE = "((j >= self.lo[:, rows, None]) & (j < self.hi[:, rows, None]))"
 TILES = "for j in range(self.first // block_kv * block_kv, self.last, block_kv):"
 KEY_TILE = "yield slice(j, end), j < self.full_first or end > self.full_last"
+CHANGE = "change = document_ids[:, 1:] != document_ids[:, :-1]"
+BIAS = "scores = scores - (self.slopes * (i - j))"
+SLOPES = "alibi_slopes.detach().to(statistics_dtype(q)).view(num_kv_heads, groups, 1, 1)"
 FIRST, LAST = "            self.lo[:, starts].amin(0),\n", "            self.hi[:, stops - 1].amax(0),\n"
 FULL_LAST = "            self.hi[:, starts].amin(0),\n"
 
@@ -186,10 +189,13 @@ MUTANTS = (
     Mutant("values_misaligned", "Every key gets its neighbour's value.", loop((UPDATE, UPDATE.replace("v[", "v.roll(1, -2)[")))),
     Mutant(
         "low_precision_statistics",
-        "Scores, sums and lse are kept in the inputs' dtype.",
-        loop(
-            ("torch.promote_types(q.dtype, torch.float32),", "q.dtype,"), ("lse.to(torch.promote_types(lse.dtype, torch.float32))", "lse")
-        ),
+        "Scores and sums are kept in the inputs' dtype.",
+        loop(("else statistics_dtype(q),", "else q.dtype,"), ('if exact and softmax_dtype == "float32" else', "if False else")),
+    ),
+    Mutant(
+        "low_precision_lse",
+        "lse is rounded to the inputs' dtype.",
+        loop(("lse.to(torch.promote_types(lse.dtype, torch.float32))", "lse.to(q_rows.dtype).to(lse.dtype)")),
         dtype=torch.bfloat16,
     ),
     # exponentials and scale
@@ -245,6 +251,18 @@ MUTANTS = (
         "A document sees those before it.",
         mask(("start = torch.where(is_first, i, 0).cummax(1).values", "start = torch.zeros_like(lo)")),
     ),
+    Mutant("documents_end_nowhere", "A document sees those after it.", mask(("torch.minimum(hi, end)", "hi"))),
+    Mutant("documents_only_rise", "A document begins only where the id is larger.", mask((CHANGE, CHANGE.replace("!=", ">")))),
+    Mutant(
+        "documents_return",
+        "An id that comes again continues the document that had it.",
+        mask(
+            (
+                "start = torch.where(is_first, i, 0).cummax(1).values",
+                "start = (document_ids.unsqueeze(2) == document_ids.unsqueeze(1)).int().argmax(-1)",
+            )
+        ),
+    ),
     Mutant("bounds_of_first_row", "The last tile is chosen for the tile's first row.", mask((LAST, LAST.replace("stops - 1", "starts")))),
     Mutant("bounds_of_last_row", "The first tile is chosen for the tile's last row.", mask((FIRST, FIRST.replace("starts", "stops - 1")))),
     Mutant(
@@ -284,8 +302,33 @@ MUTANTS = (
             )
         ),
     ),
+    Mutant("alibi_backwards", "The bias grows with the distance.", loop((BIAS, BIAS.replace("scores - ", "scores + ")))),
+    Mutant("alibi_absolute", "The bias counts |i - j|, so later keys lose too.", loop((BIAS, BIAS.replace("(i - j)", "(i - j).abs()")))),
+    Mutant("alibi_rounded", "The slopes are rounded to bfloat16.", loop((SLOPES, SLOPES.replace(".to(", ".bfloat16().to(")))),
     Mutant(
-        "alibi_backwards", "The bias grows with the distance.", loop(("scores = scores - self.slopes", "scores = scores + self.slopes"))
+        "alibi_heads_in_turn",
+        "The query heads of a group get the slopes in turn.",
+        loop((SLOPES, SLOPES.replace("num_kv_heads, groups, 1, 1)", "groups, num_kv_heads, 1, 1).transpose(0, 1)"))),
+    ),
+    Mutant(
+        "softcap_cancels",
+        "tanh(x) is 1 - 2 / (1 + exp(2 x)), which cancels near 0.",
+        loop(("torch.tanh(scores / self.softcap)", "1 - 2 / (1 + torch.exp(2 * scores / self.softcap))")),
+    ),
+    Mutant(
+        "score_mod_first_sequence",
+        "A score_mod always gets b = 0.",
+        loop(("b = torch.arange(scores.shape[0],", "b = torch.zeros(scores.shape[0],")),
+    ),
+    Mutant(
+        "score_mod_key_head",
+        "A score_mod gets the key/value head as h.",
+        loop(
+            (
+                "h = torch.arange(scores.shape[1] * scores.shape[2], device=scores.device).view(*scores.shape[1:3], 1, 1)",
+                "h = torch.arange(scores.shape[1], device=scores.device).view(-1, 1, 1, 1)",
+            )
+        ),
     ),
     Mutant("alibi_top_left", "The bias counts from the first key.", loop(("[rows, None] + num_keys - num_queries", "[rows, None]"))),
     # lse and the backward pass

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, Backend, attention, get_backend
-from attention.conformance import SHORT
+from attention import BACKENDS, Backend, ScoreMod, attention, get_backend
+from attention.conformance import SHORT, every_index
 
 TILES = {"block_q": 16, "block_kv": 8}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -148,3 +148,124 @@ def test_softcap_comes_before_the_bias_and_the_bias_before_the_mask(name):
     out, lse = attention(q, k, v, backend=small_tiles(name), scale=3.0, softcap=0.7, alibi_slopes=slopes, window=4)
     torch.testing.assert_close(out[0, 0, 0], expected)
     torch.testing.assert_close(lse[0, 0, 0], scores[-4:].logsumexp(0))
+
+
+OWN_SLOPES = [name for name, backend in BACKENDS.items() if backend.exact and "alibi_slopes" in backend.features]
+
+
+def in_float64(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "naive", **arguments) -> tuple[Tensor, ...]:
+    """out and the gradients of the specification."""
+    tensors = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out = attention(*tensors, backend=backend, **arguments).out
+    return out.detach(), *torch.autograd.grad(out, tensors, random(*out.shape, dtype=out.dtype, seed=9))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
+@pytest.mark.parametrize("name", OWN_SLOPES)
+def test_slopes_of_any_dtype_are_those_of_float32(name, dtype):
+    """In bfloat16 the bias of far keys was off by 0.05, and slopes in float64 broke the backward pass."""
+    slopes = torch.tensor([0.5, 0.3], device=DEVICE).to(dtype)
+    backward = name in DIFFERENTIABLE
+    q, k, v = (random(1, 2, 300, 16, seed=seed).requires_grad_(backward) for seed in range(3))
+    results = []
+    for given in (slopes, slopes.float()):
+        out, lse = attention(q, k, v, backend=small_tiles(name), causal=False, alibi_slopes=given)
+        results.append([out, lse, *(torch.autograd.grad(out.sum() + lse.sum(), (q, k, v)) if backward else ())])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    assert results[0][1].dtype == torch.float32
+    # and those are right: a key 300 positions ahead gains 150
+    expected = attention(*(x.detach().double() for x in (q, k, v)), backend="naive", causal=False, alibi_slopes=slopes.float()).lse
+    torch.testing.assert_close(results[0][1].double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("changed", ["alibi_slopes", "score_mod"])
+@pytest.mark.parametrize("name", [name for name in OWN_SLOPES if "softmax_dtype" in BACKENDS[name].options])
+def test_a_change_of_the_scores_leaves_them_in_their_dtype(name, changed):
+    """softmax_dtype=input keeps scores and sums in bfloat16: the float32 of the slopes made float32 of them, without a word."""
+    slopes, seen = torch.tensor([0.5, 0.3], device=DEVICE), set()
+    optional = {"alibi_slopes": slopes} if changed == "alibi_slopes" else {"score_mod": ScoreMod(every_index, params=slopes)}
+    q, k, v = (random(1, 2, 40, 16, dtype=torch.bfloat16, seed=seed).requires_grad_() for seed in range(3))
+    backend = get_backend(name, **TILES, softmax_dtype="input")
+
+    def observe(tile, keys, scores, state) -> None:
+        seen.update(x.dtype for x in (scores, state.row_max, state.row_sum, state.acc))
+
+    out = backend.fn(q, k, v, causal=True, scale=0.25, observer=observe, **optional, **backend.options).out
+    torch.autograd.grad(out.sum(), (q, k, v))
+    assert seen == {torch.bfloat16}
+
+
+@every_backend
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("scale", [0.0, -1.5])
+def test_a_scale_that_is_not_positive(name, scale, causal):
+    """Right, or refused: never NaN."""
+    q, k, v = (random(1, 2, 40, 16, seed=seed) for seed in range(3))
+    if name == "sdpa" and (causal or DEVICE == "cuda"):
+        with pytest.raises(ValueError, match="which is not positive"):
+            results(name, q, k, v, causal=causal, scale=scale)
+        return
+    for found, expected in zip(
+        results(name, q, k, v, causal=causal, scale=scale), in_float64(q, k, v, causal=causal, scale=scale), strict=True
+    ):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [21, 2**31, 2**63, 2**100], ids=["N", "2^31", "2^63", "2^100"])
+@pytest.mark.parametrize("name", [name for name, backend in BACKENDS.items() if "window" in backend.features])
+def test_a_window_wider_than_the_keys_is_none(name, window):
+    q, k, v = (random(1, 2, 21, 16, seed=seed) for seed in range(3))
+    with torch.no_grad():
+        wide, without = (attention(q, k, v, backend=small_tiles(name), window=w).out for w in (window, None))
+    torch.testing.assert_close(wide, without, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("name", [name for name, backend in BACKENDS.items() if backend.exact and "document_ids" in backend.features])
+def test_documents_whose_ids_come_again(name, dtype):
+    """A run of equal ids is a document: the second 1 is not the first one's. In both directions, with ids that rise and fall."""
+    lengths, ids = (5, 9, 1, 17, 8), (1, 0, 100, 1, 0)
+    document_ids = torch.tensor(ids, device=DEVICE).repeat_interleave(torch.tensor(lengths, device=DEVICE)).to(dtype)[None]
+    q, k, v = (random(1, 2, 40, 16, seed=seed) for seed in range(3))
+    for causal in (True, False):
+        with torch.no_grad():
+            found = attention(q, k, v, backend=small_tiles(name), causal=causal, document_ids=document_ids).out
+        parts = zip(*(x.split(lengths, 2) for x in (q, k, v)), strict=True)
+        expected = torch.cat([attention(*part, backend="naive", causal=causal).out for part in parts], 2)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("name", [name for name, backend in BACKENDS.items() if backend.exact])
+def test_scores_past_the_largest_number(name, causal):
+    """-inf is the score of a hidden key: a row of nothing else gives 0 and no gradient, and spoils no other. inf makes its row NaN."""
+    backward = name in DIFFERENTIABLE
+    q, k, v = (random(1, 1, 6, 16, seed=seed) for seed in range(3))
+    q, k = q.abs(), -k.abs()
+    q[:, :, 3] = 1e38  # every score below -1e38 * 16 / 4
+    k[:, :, :] -= 1
+    q, k, v = (x.requires_grad_(backward) for x in (q, k, v))
+    backend = small_tiles(name)
+    out, lse = attention(q, k, v, backend=backend, causal=causal)
+    assert not out[:, :, 3].any() and out[:, :, [0, 1, 2, 4, 5]].all() and out.isfinite().all()
+    if lse is not None:
+        assert (lse == -torch.inf).tolist() == [[[row == 3 for row in range(6)]]]
+    if backward:
+        dq, dk, dv = torch.autograd.grad(out.square().sum(), (q, k, v))
+        assert not dq[:, :, 3].any() and all(x.isfinite().all() for x in (dq, dk, dv))
+    with torch.no_grad():
+        out = attention(q, -k, v, backend=backend, causal=causal).out
+    assert out[:, :, 3].isnan().all() and out[:, :, [0, 1, 2, 4, 5]].isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", OWN_SLOPES)
+def test_a_slope_that_is_no_number_spoils_its_own_head(name, bad):
+    """Nobody looks at the slopes' values, for which a GPU would have to be waited for: what comes out says so."""
+    q, k, v = (random(1, 2, 40, 16, seed=seed) for seed in range(3))
+    with torch.no_grad():
+        found, plain = (
+            attention(q, k, v, backend=small_tiles(name), alibi_slopes=torch.tensor(slopes, device=DEVICE)).out
+            for slopes in ((bad, 0.3), (0.3, 0.3))
+        )
+    assert found[:, 0].isnan().all() and torch.equal(found[:, 1], plain[:, 1])

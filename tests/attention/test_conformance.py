@@ -31,8 +31,17 @@ CASES = [
     Case(num_queries=33, num_keys=70, optional={"window": 40}),
     Case(num_queries=70, num_keys=33, optional={"window": 5}),
     Case(optional={"softcap": 2.0}, inputs="large"),
+    # scores far below the cap: tanh as 1 - 2 / (1 + e) lost what is left of them
+    *(
+        Case(num_heads=3, num_kv_heads=3, num_queries=16, num_keys=16, head_dim=32, optional={"softcap": softcap, "window": 64})
+        for softcap in (20.0, 100.0)
+    ),
     Case(num_heads=4, num_kv_heads=2, optional={"alibi_slopes": True}),
+    Case(causal=False, optional={"alibi_slopes": True}),
     Case(batch=2, optional={"document_ids": True}),
+    Case(batch=2, causal=False, optional={"document_ids": True}),
+    Case(batch=2, num_heads=4, num_kv_heads=2, optional={"score_mod": True}),
+    Case(causal=False, optional={"score_mod": True}),
     Case(optional={"document_ids": True, "window": 6, "softcap": 5.0, "alibi_slopes": True}),
 ]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attention as package
-from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend, register, sdpa
+from attention import BACKENDS, AttentionOutput, Backend, ScoreMod, attention, get_backend, register, sdpa
 
 
 def qkv(batch=1, num_heads=2, num_queries=6, head_dim=8, *, num_kv_heads=None, num_keys=None, dtype=torch.float32):
@@ -23,6 +23,11 @@ def refusal(*tensors, backend="naive", **arguments) -> str:
     return str(refused.value)
 
 
+def identity(score, b, h, i, j, params):
+    return score, torch.ones_like(score)
+
+
+NAN, INF = float("nan"), float("inf")
 Q, K, V = qkv()
 INPUTS = {
     "three-dimensional": ((Q[0], K, V), {}, "q must be (B, H, N, D) and k, v (B, H_kv, M, D); got q (2, 6, 8), k (1, 2, 6, 8)"),
@@ -42,17 +47,86 @@ INPUTS = {
         {"window": 3, "causal": False},
         "window=3 must be an integer of at least 1 and needs causal=True (got causal=False)",
     ),
-    "softcap-0": ((Q, K, V), {"softcap": 0.0}, "softcap=0.0 must be positive"),
-    "softcap-nan": ((Q, K, V), {"softcap": float("nan")}, "softcap=nan must be positive"),
+    "window-negative": ((Q, K, V), {"window": -3}, "window=-3 must be an integer of at least 1"),
+    "window-bool": ((Q, K, V), {"window": True}, "window=True must be an integer of at least 1"),
+    "window-float": ((Q, K, V), {"window": 2.0}, "window=2.0 must be an integer of at least 1"),
+    "causal": ((Q, K, V), {"causal": "full"}, "causal='full' must be True or False"),
+    **{
+        f"scale-{scale}": ((Q, K, V), {"scale": scale}, f"scale={scale!r} must be a number that is finite in float32")
+        for scale in (NAN, INF, -INF, True, 1e39, torch.tensor(1.0))
+    },
+    **{
+        f"softcap-{softcap}": ((Q, K, V), {"softcap": softcap}, f"softcap={softcap!r} must be a positive number, at most 1.0e+31 as scores")
+        for softcap in (0.0, -1.0, NAN, INF, True, 1e-46, 1e32, torch.tensor(1.0))
+    },
+    "softcap-float64": (qkv(dtype=torch.float64), {"softcap": INF}, "softcap=inf must be a positive number, at most 1.0e+292"),
     "slopes": ((Q, K, V), {"alibi_slopes": torch.ones(3)}, "alibi_slopes must have shape (H,) = (2,); got (3,)"),
+    "slopes-2d": ((Q, K, V), {"alibi_slopes": torch.ones(1, 2)}, "alibi_slopes must have shape (H,) = (2,); got (1, 2)"),
+    "slopes-list": ((Q, K, V), {"alibi_slopes": [0.5, 0.5]}, "alibi_slopes must be a tensor, it is a list"),
+    "slopes-elsewhere": ((Q, K, V), {"alibi_slopes": torch.ones(2, device="meta")}, "must be on the device of q, cpu; got meta"),
+    **{
+        f"slopes-{dtype}": ((Q, K, V), {"alibi_slopes": torch.ones(2, dtype=dtype)}, f"alibi_slopes must be floating; got {str(dtype)[6:]}")
+        for dtype in (torch.int64, torch.bool, torch.complex64)
+    },
+    "slopes-gradient": (
+        (Q, K, V),
+        {"alibi_slopes": torch.ones(2, requires_grad=True)},
+        "alibi_slopes must not require a gradient, which attention does not compute: hand in x.detach() for x",
+    ),
+    "params-gradient": (
+        (Q, K, V),
+        {"score_mod": ScoreMod(identity, params=torch.ones(2, requires_grad=True))},
+        "a score_mod's params must not require a gradient",
+    ),
+    "params-list": ((Q, K, V), {"score_mod": ScoreMod(identity, params=[1.0])}, "a score_mod's params must be a tensor, they are a list"),
+    "document-list": ((Q, K, V), {"document_ids": [[0] * 6]}, "document_ids must be a tensor, it is a list"),
+    **{
+        f"document-{dtype}": (
+            (Q, K, V),
+            {"document_ids": torch.zeros(1, 6, dtype=dtype)},
+            f"document_ids must be of int64, int32, int16, int8, uint8; got {str(dtype)[6:]}",
+        )
+        for dtype in (torch.float32, torch.bool, torch.uint16, torch.complex64)
+    },
     "document-shape": ((Q, K, V), {"document_ids": torch.zeros(1, 5)}, "document_ids must have shape (B, N) = (1, 6); got (1, 5)"),
     "document-keys": (qkv(num_keys=9), {"document_ids": torch.zeros(1, 6)}, "as many queries as keys; got N=6, M=9"),
 }
 
 
+@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize(("tensors", "arguments", "message"), INPUTS.values(), ids=INPUTS)
-def test_inputs_no_backend_could_take(tensors, arguments, message):
-    assert message in refusal(*tensors, **arguments)
+def test_inputs_no_backend_could_take(tensors, arguments, message, name):
+    """One sentence of the interface's, before any backend is asked."""
+    assert message in refusal(*tensors, backend=name, **arguments)
+
+
+def test_a_constant_that_could_be_trained_is_taken_where_nothing_is():
+    slopes = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        assert not attention(Q, K, V, backend="naive", alibi_slopes=slopes).out.requires_grad
+
+
+def test_what_a_backend_is_given_is_in_float32():
+    """Whatever dtype the caller's tensors have: a user's backend need not convert them. A window reaches to the first key at most."""
+    given = {}
+
+    def look(q, k, v, **arguments):
+        given.update(arguments)
+        return AttentionOutput(v)
+
+    def numbers(*, dtype, **optional):
+        features = frozenset({"window", "alibi_slopes", "score_mod"})
+        attention(*qkv(dtype=dtype), backend=Backend("look", look, features=features), **optional)
+        return given
+
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
+        for own in (torch.bfloat16, torch.float32, torch.float64):
+            params = torch.tensor([0.3, 0.7], dtype=own)
+            slopes = numbers(dtype=dtype, alibi_slopes=params)["alibi_slopes"]
+            mod = numbers(dtype=dtype, score_mod=ScoreMod(identity, params=params))["score_mod"]
+            assert slopes.dtype == mod.params.dtype == expected
+            torch.testing.assert_close(slopes, params.to(expected), rtol=0, atol=0)
+    assert [numbers(dtype=torch.float32, window=w)["window"] for w in (2, 6, 7, 2**63, 2**80)] == [2, 6, 6, 6, 6]
 
 
 def fn(q, k, v, *, causal, scale, **optional) -> AttentionOutput:
@@ -73,7 +147,9 @@ def test_everything_a_backend_cannot_do_stands_in_one_error():
 
 
 def test_a_backends_own_requirements_are_asked_last():
-    picky = Backend("picky", fn, options={"size": 3}, requirements=lambda q, k, v, *, causal, size: [f"it takes multiples of {size}"])
+    picky = Backend(
+        "picky", fn, options={"size": 3}, requirements=lambda q, k, v, *, causal, scale, size: [f"it takes multiples of {size}"]
+    )
     assert refusal(Q, K, V, backend=picky).endswith(": it takes multiples of 3")
     assert "multiples" not in refusal(*qkv(num_keys=9), backend=picky)
 
@@ -145,11 +221,47 @@ def test_of_pytorchs_words_those_about_the_kernel_that_was_asked_for(monkeypatch
             warnings.warn(f"{words} (Triggered internally at sdp_utils.cpp:1.)", stacklevel=1)
         raise RuntimeError("No available kernel. Aborting execution.")
 
-    monkeypatch.setattr(sdpa, "sdpa_attention", refuse)
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", refuse)
     sdpa._tried.cache_clear()
     found = refusal(Q, K, V, backend=get_backend("sdpa", backend="flash"))
     sdpa._tried.cache_clear()
+    assert found.startswith("attention=sdpa cannot take q (1, 2, 6, 8)")
     assert f"flash kernel refuses them: {said[3]}; attention.backend=auto" in found
+
+
+@pytest.mark.parametrize("seen_in_the_trial", [True, False], ids=["asked-before", "only-in-the-call"])
+def test_no_available_kernel_is_a_refusal_whatever_the_layout(monkeypatch, seen_in_the_trial):
+    """A kernel that takes no sequence read as a batch of several: the trial has that layout too, and the call itself is listened to."""
+    plain = sdpa.scaled_dot_product_attention
+    if not seen_in_the_trial:
+        monkeypatch.setattr(sdpa, "_tried", lambda *_: ())
+
+    def refuse_expanded(q, *others, **arguments):
+        if len(q) > 1 and q.stride(0) == 0:
+            warnings.warn("it takes no expanded batch (Triggered internally at sdp_utils.cpp:1.)", stacklevel=1)
+            raise RuntimeError("No available kernel. Aborting execution.")
+        return plain(q, *others, **arguments)
+
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", refuse_expanded)
+    backend = get_backend("sdpa", backend="flash")
+    assert attention(Q, K, V, backend=backend).out.shape == Q.shape
+    words = "PyTorch's flash kernel refuses them: it takes no expanded batch; attention.backend=auto lets PyTorch choose"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert words in refusal(*(x.expand(3, -1, -1, -1) for x in (Q, K, V)), backend=backend)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0])
+def test_pytorchs_flash_kernel_and_a_scale_that_is_not_positive(scale):
+    """PyTorch hides scores before it scales them: -inf * 0 and inf - inf are NaN."""
+    for kernel in ("auto", "flash"):
+        found = refusal(Q, K, V, backend=get_backend("sdpa", backend=kernel), scale=scale)
+        assert f"with scale={scale}, which is not positive, PyTorch's flash kernel makes NaN of hidden scores; " in found
+        assert "attention.backend=math and attention=tiled take it" in found
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    for causal, kernel in ((True, "math"), (False, "auto"), (False, "flash")):
+        out = attention(q, k, v, backend=get_backend("sdpa", backend=kernel), causal=causal, scale=scale).out
+        torch.testing.assert_close(out, attention(q, k, v, backend="naive", causal=causal, scale=scale).out)
 
 
 MODULE = """
@@ -218,9 +330,10 @@ def test_register(monkeypatch):
         ((V, None), "must return AttentionOutput(out, lse), it returned tuple"),
         (AttentionOutput(V[:, :1]), "must return out of shape (1, 2, 6, 8) and float32, it returned (1, 1, 6, 8) and float32"),
         (AttentionOutput(V.double()), "it returned (1, 2, 6, 8) and float64"),
-        (AttentionOutput(V, V), "must return lse of shape (1, 2, 6), it returned (1, 2, 6, 8)"),
+        (AttentionOutput(V, V), "must return lse of shape (1, 2, 6) and float32, it returned (1, 2, 6, 8) and float32"),
+        (AttentionOutput(V, V[..., 0].double()), "must return lse of shape (1, 2, 6) and float32, it returned (1, 2, 6) and float64"),
     ],
-    ids=["tensor", "tuple", "shape", "dtype", "lse"],
+    ids=["tensor", "tuple", "shape", "dtype", "lse", "lse-dtype"],
 )
 def test_a_backend_that_returns_something_else(returned, message):
     text = refusal(Q, K, V, backend=replace(BACKENDS["naive"], name="mine", fn=lambda *args, **kwargs: returned))

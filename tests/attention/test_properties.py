@@ -144,8 +144,9 @@ def test_a_backend_that_passes_on_ordinary_inputs_is_caught():
         torch.testing.assert_close(*outs)
         torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), (q, k, v)) for out in outs))
     found = column(backend, quick=True)
-    assert {name for name, status in found.items() if status == "red"} == {"large logits", "logits + 100", "logits - 120"}
-    assert red_properties(backend, device="cpu", dtype=torch.float32) == ["large logits", "logits + 100", "logits - 120"]
+    expected = ["large logits", "logits + 100", "logits - 120", "float32 statistics"]
+    assert [name for name, status in found.items() if status == "red"] == expected
+    assert red_properties(backend, device="cpu", dtype=torch.float32) == expected
     # what it does not declare is not asked of it
     not_asked = {"lse", "block sizes", "first tile masked", "rows without a key", "N != M", "grouped heads", "optional arguments"}
     assert {name for name, status in found.items() if status == "n/a"} == not_asked | {"prefill = decode"}
@@ -156,7 +157,7 @@ WRONG = {
     "contiguous_only": (Backend("wrong", contiguous_only), {"strides and views"}),
     "top_left": (
         Backend("wrong", top_left, features=frozenset({"cross_length", "non_causal"})),
-        {"forward", "gradients", "rows without a key", "N != M", "mask positions", "prefill = decode"},
+        {"forward", "gradients", "float32 statistics", "rows without a key", "N != M", "mask positions", "prefill = decode"},
     ),
     "first_head": (Backend("wrong", first_head, features=frozenset({"gqa"})), {"forward", "gradients", "grouped heads"}),
     "base_two": (Backend("wrong", base_two, features=frozenset({"lse"})), None),
@@ -190,6 +191,25 @@ def test_a_promised_lse_is_asked_for():
 )
 def test_what_only_one_property_sees(function, name, others):
     assert red(Backend("wrong", function), name, *others) == {name}
+
+
+def in_its_own_dtype(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
+    """As one writes it first: right in float32."""
+    scores = q @ k.mT * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return AttentionOutput(scores.softmax(-1) @ v)
+
+
+def test_statistics_in_the_inputs_dtype_are_red_in_float32_too():
+    """A CPU is asked for float32, where a softmax in the inputs' dtype is right: what it would be in bfloat16 is asked all the same."""
+    assert red(get_backend("tiled", softmax_dtype="input")) == {"float32 statistics"}
+    plain = Backend("plain", in_its_own_dtype, features=frozenset({"non_causal"}))
+    assert red(plain) == {"float32 statistics"}
+    # it can be documented, or not be taken
+    assert all(cell.ok for cell in verify_backend(replace(plain, breaks=frozenset({"float32 statistics"})), quick=True, random_cases=2))
+    (cell,) = verify_backend(replace(plain, dtypes=(torch.float32,)), properties=["float32 statistics"])
+    assert cell.status == "n/a" and "it takes float32, the inputs are bfloat16" in cell.note
 
 
 def test_not_causal_is_told_by_the_leak():

@@ -19,6 +19,7 @@ from attention import Backend, attention, get_backend
 from attention.kernels import op
 from attention.kernels.forward import place
 from attention.kernels.op import flash_attention, flash_attention_backward, is_packed, readable
+from attention.kernels.score_mods import tanh
 from attention.mask import visible_keys
 from config import ModelConfig
 from model.gpt import CausalSelfAttention
@@ -106,6 +107,27 @@ def test_every_tile_of_every_head_has_one_program_section_by_section(num_tiles, 
     left_over = num_heads % section or min(section, num_heads)
     sections = [range(left_over), *(range(first, first + section) for first in range(left_over, num_heads, section))]
     assert found.tolist() == [[tile, head] for heads in sections for tile in range(num_tiles) for head in heads]
+
+
+@triton.jit
+def tanh_kernel(x_ptr, y_ptr, derivative_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y, derivative = tanh(tl.load(x_ptr + at))
+    tl.store(y_ptr + at, y)
+    tl.store(derivative_ptr + at, derivative)
+
+
+def test_tanh_and_its_derivative_are_precise_everywhere():
+    """To a few roundings of their own size: 2 sigmoid(2 x) - 1 has no digit left where x is 1e-8."""
+    x = torch.logspace(-37, 1.5, 4096, dtype=torch.float64).float()
+    x = torch.cat((x, -x, torch.linspace(-1, 1, 4096), torch.tensor([0.0, -0.0, torch.inf, -torch.inf]).repeat(1024))).to(DEVICE)
+    y, derivative = torch.empty_like(x), torch.empty_like(x)
+    tanh_kernel[(len(x) // 1024,)](x, y, derivative, BLOCK=1024)
+    exact = x.double().tanh()
+    torch.testing.assert_close(y.double(), exact, rtol=8 * 2**-24, atol=0)
+    small = x.abs() < 40  # beyond, the derivative is below float32
+    torch.testing.assert_close(derivative[small].double(), 1 / x[small].double().cosh() ** 2, rtol=100 * 2**-24, atol=0)
+    assert not derivative[x.isinf()].any()
 
 
 def block(packed: Tensor) -> tuple[Tensor, Tensor]:
