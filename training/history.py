@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from config import key_of, quoted
-from training.loggers import check_installed
+from training.loggers import check_logger
 from training.metrics import write_file
 from training.rotation import meta_of, newest_first
 
@@ -43,7 +43,7 @@ def check_start(config: Any, *, asked: Iterable[str]) -> None:
     Where overrides.yaml has lost a line, or conf/ has changed since, a run would go on as another one without a word. `config` is the
     dataclass of the settings now, `asked` the overrides of this command line.
     """
-    check_installed(config.logger)
+    check_logger(config.logger)
     if config.resume is None:
         return
     run_dir = Path(config.resume)

@@ -10,6 +10,12 @@ def draw_loss_curve(run_dir: Path, *, title: str) -> Path | None:
     import matplotlib
 
     matplotlib.use("Agg")  # a run has no screen
+    # a dollar sign in somebody's name is no formula
+    with matplotlib.rc_context({"text.parse_math": False}):
+        return _draw(run_dir, title)
+
+
+def _draw(run_dir: Path, title: str) -> Path | None:
     from matplotlib import pyplot
 
     rows = read_metrics(run_dir / "metrics.jsonl")
