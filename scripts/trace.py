@@ -45,6 +45,7 @@ from scripts.trace_page import render_page
 from training.checkpoint import load_model_state, read_meta
 from training.device import DTYPES, pick_device, pick_dtype
 from training.interrupt import one_line
+from training.memory import cpu_memory_limit
 from training.metrics import check_writable, write_file
 
 WORKED_Q = [
@@ -279,7 +280,8 @@ def main() -> None:
     try:
         options = read_options(sys.argv[1:])
         check_writable(options.out)
-        call, backend, found = look(options)
+        with cpu_memory_limit():
+            call, backend, found = look(options)
         text = {"headline": headline(call, backend), "verdict": verdict(found, call.q.dtype), "defect": backend.defect}
         page = render_page(
             found,

@@ -4,6 +4,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from training.plot import plain_text
+
 from scripts.verify import cells_of, mark, not_verified
 
 # Okabe and Ito's colours, and a red that is none of theirs for what should not be
@@ -30,6 +32,7 @@ def draw_grid(axes: Any, marks: list[list[str]], columns: list[str], rows: list[
     axes.spines[:].set_visible(False)
 
 
+@plain_text()
 def draw_matrix(panels: dict[str, dict[str, Any]], path: Path) -> None:
     """Properties down, backends across, a panel for every file of scripts.verify: title -> its contents."""
     from matplotlib import pyplot
@@ -104,6 +107,7 @@ def verdict(data: dict[str, Any]) -> str:
     return f"{len(cells)} cells in {', '.join(data['dtypes'])}: {green} green, {red} red, {refused} refused; {ending}."
 
 
+@plain_text()
 def draw_kills(data: dict[str, Any], path: Path) -> None:
     """Mutants down, properties across: what catches what. The properties that are enough between them are in bold."""
     from matplotlib import pyplot

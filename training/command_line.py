@@ -10,11 +10,14 @@ from config import options_first, quoted, replay_overrides
 from training.interrupt import Ending
 from training.streams import keep_streams
 
+# options of Hydra that print and run nothing: what they print is all there is
+ANSWERS = ("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
+
 
 def start(main: Callable[[], Any]) -> None:
     """Run `main`, Hydra's, under the command line of this process."""
     refuse_several_processes()
-    keep_streams()
+    keep_streams(lasting=not any(argument.startswith(ANSWERS) for argument in sys.argv[1:]))
     arguments = replay_overrides(sys.argv[1:])
     refuse_unreadable(options_first(arguments)[1])
     sys.argv[1:] = arguments

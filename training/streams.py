@@ -39,8 +39,8 @@ class Stream:
         return getattr(self._stream, name)
 
 
-def keep_streams() -> None:
-    """Open what is closed of standard input, output and error, and let the last two fail without an exception."""
+def keep_streams(*, lasting: bool = True) -> None:
+    """Open what is closed of standard input, output and error, and, if lasting, let the last two fail without an exception."""
     # a file that was opened as number 1 or 2 would get what libraries print
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
@@ -49,4 +49,4 @@ def keep_streams() -> None:
         stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115, it stays open to the end
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a sample may hold letters that the terminal lacks
-        setattr(sys, name, Stream(stream, name))
+        setattr(sys, name, Stream(stream, name) if lasting else stream)
