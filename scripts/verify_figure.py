@@ -4,9 +4,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from training.plot import plain_text
-
 from scripts.verify import cells_of, mark, not_verified
+from training.plot import plain_text
 
 # Okabe and Ito's colours, and a red that is none of theirs for what should not be
 COLORS = {"+": "#009E73", "x": "#E69F00", "!": "#E00000", ".": "#EDEDED"}
