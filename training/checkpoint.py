@@ -19,6 +19,7 @@ import logging
 import math
 import random
 import shutil
+import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,9 @@ def load_checkpoint(run_dir: Path, *, model: nn.Module, optimizer: Optimizer, sc
 def _training_state(folder: Path) -> dict[str, Any]:
     """What training.pt holds: tensors, numbers and words. PyTorch refuses whatever would run code, and so is it refused here."""
     try:
-        state = torch.load(folder / TRAINING, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the versions of pickle
+            state = torch.load(folder / TRAINING, map_location="cpu", weights_only=True)
     # a file that was made to mislead fails in any way that unpickling can
     except Exception as error:
         if is_out_of_memory(error):
