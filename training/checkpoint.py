@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from training.history import stop_clock
 from training.memory import is_out_of_memory
-from training.rotation import BEST, LATEST, META, best_val_loss, newest_first, read_json, rotate, sync
+from training.rotation import BEST, LATEST, META, best_val_loss, misfit, newest_first, parse, rotate, sync
 
 log = logging.getLogger("tilegpt")
 
@@ -286,19 +286,20 @@ def _last_whole(run_dir: Path) -> tuple[Path, dict[str, Any]]:
 def _read_meta(folder: Path) -> dict[str, Any]:
     path = folder / META
     try:
-        meta = read_json(path)
+        meta = parse(path)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is no checkpoint of this program: {META} is missing") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if meta.get("format") != FORMAT:
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise CheckpointError(f"{path} is of another program: it does not say format={FORMAT}")
     if meta.get("version") != VERSION:
         raise CheckpointError(f"{path} has version {meta.get('version')} of the format; this program reads version {VERSION}")
     missing = [key for key in ("step", "tokens", "config", "files") if key not in meta]
-    missing += [name for name in (WEIGHTS, TRAINING) if "files" in meta and name not in meta["files"]]
-    if missing:
-        raise CheckpointError(f"{path} is incomplete: it lacks {', '.join(missing)}")
+    missing += [name for name in (WEIGHTS, TRAINING) if isinstance(meta.get("files"), dict) and name not in meta["files"]]
+    wrong = misfit(meta) or (missing and f"it lacks {', '.join(missing)}")
+    if wrong:
+        raise CheckpointError(f"{path} is incomplete or damaged: {wrong}")
     # checkpoints of earlier versions do not vouch for their own meta.json
     found = _meta_sha256(meta)
     if meta.get("sha256", found) != found:

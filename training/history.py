@@ -158,9 +158,9 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any
 
 def _only_start(config: dict[str, Any]) -> dict[str, Any]:
     """What can be known of a run by an earlier version of this program, whose checkpoints have no "starts"."""
-    chosen = config["attention"]
-    switch = [] if chosen.get("switch_at") is None else [[chosen["switch_at"], chosen["switch_to"]]]
-    return {"step": 0, "attention": [[0, chosen["name"]], *switch], "changed": {}}
+    chosen = config.get("attention", {})
+    switch = [] if chosen.get("switch_at") is None else [[chosen["switch_at"], chosen.get("switch_to")]]
+    return {"step": 0, "attention": [[0, chosen.get("name")], *switch], "changed": {}}
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

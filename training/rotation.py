@@ -101,25 +101,25 @@ def _data(folder: Path) -> str | None:
 
 
 def meta_of(folder: Path) -> dict[str, Any]:
-    """What the meta.json of a checkpoint says; empty where it cannot be read or does not say it in its form. Not verified."""
+    """What the meta.json of a checkpoint says; empty where it cannot be read or is not in its form. Not verified."""
     try:
-        return read_json(folder / META)
+        meta = parse(folder / META)
     except (OSError, ValueError):
         return {}
+    return meta if isinstance(meta, dict) and misfit(meta) is None else {}
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A meta.json in the form that a checkpoint gives it. Raises OSError, or ValueError with what is wrong with it."""
+def parse(path: Path) -> Any:
+    """What a JSON file holds. Raises OSError or ValueError."""
     try:
-        meta = json.loads(path.read_bytes())
+        return json.loads(path.read_bytes())
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(meta, dict):
-        raise ValueError(f"it is a {type(meta).__name__} in place of a dictionary")
-    for key, (is_right, words) in FORM.items():
-        if key in meta and not is_right(meta[key]):
-            raise ValueError(f"{key} is not {words}")
-    return meta
+
+
+def misfit(meta: dict[str, Any]) -> str | None:
+    """What a meta.json has in another form than a checkpoint gives it."""
+    return next((f"{key} is not {words}" for key, (is_right, words) in FORM.items() if key in meta and not is_right(meta[key])), None)
 
 
 def _is_count(value: Any) -> bool:
@@ -144,10 +144,11 @@ def _is_start(value: Any) -> bool:
 
 
 def _is_config(value: Any) -> bool:
-    if not isinstance(value, dict) or not all(isinstance(value.get(group), dict) for group in ("attention", "model", "optim")):
+    if not isinstance(value, dict) or not all(isinstance(value.get(group, {}), dict) for group in ("attention", "model", "optim")):
         return False
-    switch_at = value["attention"].get("switch_at")
-    return isinstance(value["attention"].get("name"), str) and (switch_at is None or _is_count(switch_at))
+    chosen = value.get("attention", {})
+    switch_at = chosen.get("switch_at")
+    return isinstance(chosen.get("name", ""), str) and (switch_at is None or _is_count(switch_at))
 
 
 # what each entry must be

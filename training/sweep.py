@@ -142,7 +142,8 @@ def own_folder(config: Any, kind: str) -> Path:
     except ValueError as error:  # an interpolation that leads nowhere
         raise SystemExit(f"error: {key}: {str(error).splitlines()[0]}; name a folder, as {key}=outputs/NAME") from None
     place, ours = Path(os.path.realpath(folder)), Path(__file__).resolve().parent.parent
-    if not config.resume and (place == Path.cwd() or place == ours or place in ours.parents):
+    going_on = kind == "run" and config.resume
+    if not going_on and (place == Path.cwd() or place == ours or place in ours.parents):
         raise SystemExit(f"error: {key}={folder} is {place}, which holds other files; name a folder of its own, as {key}=outputs/NAME")
     return Path(folder)
 
