@@ -5,6 +5,7 @@ value of the wrong type is refused before anything is built; `RunConfig.__post_i
 Nothing here imports torch: `python train.py --help` stays fast.
 """
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -268,6 +269,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self.compile = str(self.compile).lower()
+        for key, value in _values(self):
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                raise ValueError(f"{key}={value} is no 64-bit integer: it must be less than 2**63 = {2**63}")
         _choice("device", self.device, DEVICES)
         _choice("dtype", self.dtype, DTYPES)
         _choice("compile", self.compile, ("auto", "true", "false"))
@@ -409,6 +413,36 @@ def _keys(schema: type, prefix: str = "") -> Iterator[str]:
             yield from _keys(each.type, f"{prefix}{each.name}.")
 
 
+def _values(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if is_dataclass(value):
+            yield from _values(value, f"{prefix}{each.name}.")
+        else:
+            yield prefix + each.name, value
+
+
+def as_written(node: Any) -> Any:
+    """Lists, dictionaries and values of what Hydra composed, with interpolations such as ${seq_len} as they were written."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(node, resolve=False)
+
+
+def read_config(cfg: Any) -> RunConfig:
+    """The dataclass of what Hydra composed. Raises ValueError, in one line, for a value that has none of its own, as ${nope:1}."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_object(cfg)
+    except OmegaConfBaseException as error:
+        written = as_written(cfg)
+        for part in str(error.full_key or "").split("."):
+            written = written.get(part) if isinstance(written, dict) else None
+        raise ValueError(f"{error.full_key}={written}: {str(error).splitlines()[0]}; write the value itself") from None
+
+
 # Hydra's options that take the next argument for their value
 VALUE_OPTIONS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c")
 
@@ -435,7 +469,7 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     if {"-m", "--multirun"} & set(arguments):
         raise SystemExit(f"error: resume={run_dir} goes on with one run; it cannot be part of a sweep")
 
-    options, new = _options_first(argument for argument in arguments if not argument.startswith("resume="))
+    options, new = options_first(argument for argument in arguments if not argument.startswith("resume="))
     replaced = {key_of(argument) for argument in new} | {"resume"}
     old = [override for override in recorded if key_of(override) not in replaced]
     # the options of one attention or source of data are none of another's
@@ -464,7 +498,7 @@ def unescaped(text: str) -> str:
     return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
 
 
-def _options_first(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
+def options_first(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
     """Hydra's own options (--config-dir DIR, ...), which argparse does not find between overrides, and the rest."""
     options, rest, pending = [], [], iter(arguments)
     for argument in pending:
@@ -484,7 +518,7 @@ def _recorded_overrides(run_dir: Path) -> list[str]:
     from hydra.errors import HydraException
 
     path = run_dir / "overrides.yaml"
-    if not path.is_file():
+    if not os.path.isfile(path):  # of a name that is too long pathlib raises an error
         raise SystemExit(f"error: resume={run_dir} is no run directory: it has no overrides.yaml")
     try:
         recorded = yaml.safe_load(path.read_bytes())

@@ -11,7 +11,6 @@ A run directory holds config.yaml, env.json, metrics.jsonl, summary.json, checkp
 import logging
 import math
 import os
-import sys
 import time
 import traceback
 from functools import partial
@@ -21,7 +20,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from config import RunConfig, register, replay_overrides
+from config import RunConfig, as_written, read_config, register
 
 log = logging.getLogger("tilegpt")
 register()
@@ -53,7 +52,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from training.memory import MemoryMeter, cpu_memory_limit, is_out_of_memory
     from training.metrics import MetricsFile, Progress, Throughput, WallClock, environment, peak_flops, read_metrics, write_json
     from training.optimizer import build_optimizer, learning_rate, set_learning_rate
-    from training.outcome import go_on_with, outcome_of
+    from training.outcome import after_training, go_on_with, outcome_of, save_summary
     from training.plot import draw_loss_curve
     from training.step import Queued, compute_gradients, queue_step
     from training.sweep import asked_keys, asked_now, job_names, own_overrides, searched_folders
@@ -207,15 +206,18 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 bar.set_postfix(loss=f"{loss:.3f}", refresh=False)
                 if last:
                     break
-        summary["tokens_per_sec"] = wall.tokens_per_sec(tokens)  # with the last checkpoint
-        if summary["status"] != "diverged":
-            summary["status"] = "completed" if step == config.steps else "interrupted"
+            summary["tokens_per_sec"] = wall.tokens_per_sec(tokens)  # with the last checkpoint
+            # before the signals are others' again
+            if summary["status"] != "diverged":
+                summary["status"] = "completed" if step == config.steps else "interrupted"
+            summary["stopped"] = interrupt.requested
         if summary["status"] == "interrupted":
             log.warning(f"interrupted after step {step}; {go_on_with(run_dir)}")
     except BaseException as error:
-        summary |= outcome_of(error, device.type, run_dir, predicted_gib=predicted_gib)
+        summary |= outcome_of(error, device.type, run_dir, status=summary["status"], predicted_gib=predicted_gib)
         raise
     finally:
+        save_summary(run_dir, summary)  # what follows may take long, or be killed
         logger.summary(summary)
         logger.finish(exit_code=0 if summary["status"] == "completed" else 1)
 
@@ -223,16 +225,16 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     if device.type == "cuda" and (peak_gib := summary.get("memory/peak_gib")):
         log.info(f"peak memory {peak_gib:.2f} GiB, predicted {predicted_gib:.2f} ({predicted_gib / peak_gib - 1:+.1%})")
     title = f"{in_words(schedule)} model={config.model.name} seq_len={config.seq_len} seed={config.seed}: {summary['status']}"
-    curve = draw_loss_curve(run_dir, title=title)
+    with after_training("loss curve", summary):
+        curve = draw_loss_curve(run_dir, title=title)
+        log.info(f"loss curve: {curve or 'no loss was recorded'}")
     if config.sample_tokens and data.tokenizer is not None and summary["status"] == "completed":
-        try:
-            with autocast:
-                text = sample_text(model, data.tokenizer, "def ", max_new_tokens=config.sample_tokens, seed=config.seed)
+        with after_training("sample", summary), autocast:
+            text = sample_text(model, data.tokenizer, "def ", max_new_tokens=config.sample_tokens, seed=config.seed)
             (run_dir / "sample.txt").write_text(text)
             log.info(f"\na sample:\n{text}\n")
-        except (FloatingPointError, ValueError) as error:  # overflow on new text, or a kernel that takes no single query
-            log.warning(f"no sample: {error}")
-    log.info(f"loss curve: {curve or 'no loss was recorded'}" + (f"\nlogs: {logger.url_or_hint}" if logger.url_or_hint else ""))
+    if logger.url_or_hint:
+        log.info(f"logs: {logger.url_or_hint}")
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -241,23 +243,31 @@ def main(cfg: DictConfig) -> float:
 
     Returns what a sweeper minimises: val/loss of a completed run, and infinity for any other.
     """
+    from training.interrupt import Ending
     from training.outcome import Objective, close_run, outcome_around
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
-    summary = {"status": "running", "attention": cfg.attention.name, "seq_len": cfg.seq_len, "seed": cfg.seed}
-    summary |= {"overrides": list(HydraConfig.get().overrides.task), "started": time.time()}
-    try:
-        train(OmegaConf.to_object(cfg), run_dir, summary)
-    except BaseException as error:
-        summary |= outcome_around(error, summary["status"], run_dir)
-        traceback.clear_frames(error.__traceback__)  # they would keep every tensor of this job alive
-    close_run(run_dir, summary)
+    written = as_written(cfg)
+    summary = {"status": "running", "attention": written["attention"]["name"], "seq_len": written["seq_len"], "seed": written["seed"]}
+    summary |= {"overrides": as_written(HydraConfig.get().overrides.task), "started": time.time()}
+    with Ending() as ending:
+        try:
+            train(read_config(cfg), run_dir, summary)
+        except BaseException as error:
+            ending.held = True
+            summary |= outcome_around(error, summary["status"], run_dir)
+            traceback.clear_frames(error.__traceback__)  # they would keep every tensor of this job alive
+        ending.held = True  # no call stands between the training and here, so no signal comes between a run and its summary
+        close_run(run_dir, summary, ending)
     return Objective(summary)
 
 
+def command_line() -> None:
+    """What a shell starts."""
+    from training.command_line import start
+
+    start(main)
+
+
 if __name__ == "__main__":
-    sys.argv[1:] = replay_overrides(sys.argv[1:])
-    try:
-        main()
-    except KeyboardInterrupt:  # before or between jobs
-        sys.exit(130)
+    command_line()

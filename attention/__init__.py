@@ -74,7 +74,7 @@ def _load(target: str) -> Backend:
         sys.path.append(os.getcwd())
     try:
         found = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # whatever the user's module raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever the user's module raises while it is imported
         raise ValueError(f"attention={target} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(found, Backend):
         raise ValueError(f"attention={target} must be an attention.Backend, it is a {type(found).__name__}")

@@ -36,7 +36,7 @@ def probe(
         out = attend(q, k, v, backend=backend).out  # shape and dtype are checked by attention() itself
     except ValueError:
         raise
-    except Exception as error:  # whatever the user's function raises
+    except (Exception, SystemExit) as error:  # whatever the user's function raises
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{frame.filename}, line {frame.lineno}"
         raise ValueError(f"attention={backend.name} fails on ordinary inputs: {type(error).__name__}: {error} ({where})") from error

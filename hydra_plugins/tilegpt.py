@@ -156,10 +156,12 @@ class CheckedSweeper(Sweeper):
         return kept
 
     def compose(self, job: list[str]) -> "RunConfig":
+        from config import read_config
+
         composed = self.hydra_context.config_loader.load_sweep_config(self.config, job)
         with open_dict(composed):
             del composed["hydra"]
-        return OmegaConf.to_object(composed)
+        return read_config(composed)
 
     def check(self, config: "RunConfig") -> None:
         """Raise ValueError for what can be known to go wrong before a job has begun, here and wherever it runs."""

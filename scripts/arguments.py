@@ -21,6 +21,8 @@ def read_settings(options: type, arguments: Iterable[str]) -> dict[str, Any]:
             values[key] = {"true": True, "false": False}[text.lower()] if types[key] is bool else types[key](text)
         except (KeyError, ValueError):
             raise ValueError(f"{key}={text} is no {types[key].__name__}") from None
+        if isinstance(values[key], int) and not -(2**63) <= values[key] < 2**63:
+            raise ValueError(f"{key}={text} is no 64-bit integer: it must be less than 2**63")
     return values
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from attention import BACKENDS
 from training.metrics import write_file
+from training.plot import plain_text
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -147,6 +148,7 @@ def in_text(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join([*blocks, *reasons]) + "\n"
 
 
+@plain_text()
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """The matrices as heat maps. A thick frame: the attention of the training. Hatched: not finite, or refused."""
     from matplotlib import colormaps

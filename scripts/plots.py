@@ -18,6 +18,7 @@ from model import traffic
 from model.plan import MATERIALISED, RECOMPUTED, TILE_LOOP, kind_of
 from training.interrupt import one_line
 from training.metrics import PEAK_BANDWIDTH, PEAK_FLOPS, check_writable, data_sheet, write_file
+from training.plot import plain_text
 
 COLORS = {
     "triton": "#0072B2",
@@ -302,6 +303,7 @@ def draw_longest(data: dict[str, Any], path: Path) -> Path | None:
     return save(figure, path)
 
 
+@plain_text()
 def draw(file: Path, folder: Path, *, baseline: str | None = None) -> list[Path]:
     """Every figure that the file has measurements for. Raises ValueError for a file that is not a benchmark's."""
     try:

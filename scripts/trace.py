@@ -45,6 +45,7 @@ from scripts.trace_page import render_page
 from training.checkpoint import load_model_state, read_meta
 from training.device import DTYPES, pick_device, pick_dtype
 from training.interrupt import one_line
+from training.memory import cpu_memory_limit, describe_out_of_memory, is_out_of_memory
 from training.metrics import check_writable, write_file
 
 WORKED_Q = [
@@ -279,7 +280,8 @@ def main() -> None:
     try:
         options = read_options(sys.argv[1:])
         check_writable(options.out)
-        call, backend, found = look(options)
+        with cpu_memory_limit():
+            call, backend, found = look(options)
         text = {"headline": headline(call, backend), "verdict": verdict(found, call.q.dtype), "defect": backend.defect}
         page = render_page(
             found,
@@ -294,6 +296,12 @@ def main() -> None:
         print(f"{options.out}: {len(page) / 1e6:.2f} MB, open it in a browser")
     except (ValueError, OSError) as error:
         sys.exit(f"trace: {error}")
+    except (RuntimeError, MemoryError) as error:
+        if options.seq_len is None or not is_out_of_memory(error):
+            raise
+        asked = describe_out_of_memory(error, "cpu")["asked_gib"]
+        needs = f" needs {asked:,.0f} GiB at once, which are not free" if asked else " needs more memory than is free"
+        sys.exit(f"trace: seq_len={options.seq_len}{needs}; ask for fewer tokens")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from textwrap import fill
 from typing import Any
 
 from scripts.verify import cells_of, mark, not_verified
+from training.plot import plain_text
 
 # Okabe and Ito's colours, and a red that is none of theirs for what should not be
 COLORS = {"+": "#009E73", "x": "#E69F00", "!": "#E00000", ".": "#EDEDED"}
@@ -30,6 +31,7 @@ def draw_grid(axes: Any, marks: list[list[str]], columns: list[str], rows: list[
     axes.spines[:].set_visible(False)
 
 
+@plain_text()
 def draw_matrix(panels: dict[str, dict[str, Any]], path: Path) -> None:
     """Properties down, backends across, a panel for every file of scripts.verify: title -> its contents."""
     from matplotlib import pyplot
@@ -104,6 +106,7 @@ def verdict(data: dict[str, Any]) -> str:
     return f"{len(cells)} cells in {', '.join(data['dtypes'])}: {green} green, {red} red, {refused} refused; {ending}."
 
 
+@plain_text()
 def draw_kills(data: dict[str, Any], path: Path) -> None:
     """Mutants down, properties across: what catches what. The properties that are enough between them are in bold."""
     from matplotlib import pyplot

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.command import checkpoint, contents, index, metrics, run, same, summary, tiny, tiny_sweep
+from tests.command import ROOT, TINY, checkpoint, contents, index, metrics, run, same, summary, tiny, tiny_sweep
 from training.device import pick_dtype
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the obstacle is Linux's")
@@ -108,6 +108,19 @@ REFUSED = {
     "user-not-causal": (["attention=custom", BACKENDS_OF_A_USER + "NOT_CAUSAL"], ["attention=not_causal is not causal"]),
     "user-wrong": (["attention=custom", BACKENDS_OF_A_USER + "WRONG"], ["attention=wrong says exact=True", "declare exact=False"]),
     "user-raises": (["attention=custom", BACKENDS_OF_A_USER + "RAISES"], ["attention=raises", "my kernel's table", "user_backends.py"]),
+    "user-exits": (["attention=custom", BACKENDS_OF_A_USER + "EXITS"], ["attention=exits", "SystemExit: 3", "user_backends.py, line"]),
+    "user-ctrl-c": (
+        ["attention=custom", BACKENDS_OF_A_USER + "PRESSES_CTRL_C"],
+        ["KeyboardInterrupt() was raised in", "user_backends.py, line", "raise an exception of another type"],
+    ),
+    "seed-of-65-bits": (["seed=18446744073709551616"], ["seed=18446744073709551616 is no 64-bit integer", "less than 2**63"]),
+    "seed-negative": (["seed=-1"], ["seed=-1 must be at least 0"]),
+    "batch_size-of-80-bits": (["batch_size=1000000000000000000000000"], ["batch_size=1000000000000000000000000 is no 64-bit integer"]),
+    "option-of-65-bits": (["attention.block_q=18446744073709551616"], ["attention.block_q=18446744073709551616 is no 64-bit integer"]),
+    "resolver": (["seed=${nope:1}"], ["seed=${nope:1}: Unsupported interpolation type nope; write the value itself"]),
+    "interpolation": (["attention.block_q=${nope}"], ["attention.block_q=${nope}: Interpolation key 'nope' not found"]),
+    "syntax": (["attention=tiled:block_q={a: ["], ["cannot read 'attention=tiled:block_q={a: ['", "write 'attention="]),
+    "no-setting": (["words"], ["cannot read 'words'", "write key=value"]),
     "data-missing": (["data=text", "data.path=/no/such.txt"], ["data.path=/no/such.txt does not exist"]),
     "data-unnamed": (["data=text"], ["data.path=FILE"]),
     "last_write-too-short": (["data=last_write", "seq_len=1"], ["seq_len=1"]),
@@ -124,6 +137,28 @@ def test_refused_in_one_line(tmp_path, overrides, said):
     for words in said:
         assert words in answer
     assert not (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("raised", ["SystemExit(3)", "KeyboardInterrupt"])
+def test_a_module_of_a_user_that_ends_the_program(tmp_path, monkeypatch, raised):
+    """A regression test: it ended a whole sweep without a word, and KeyboardInterrupt passed for Ctrl-C."""
+    (tmp_path / "ends.py").write_text(f"raise {raised}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    answer = run(*tiny(tmp_path / "run", "attention=custom", "attention.target=ends:BACKEND")).complaint()
+    assert raised.partition("(")[0] in answer and ("attention.target=ends:BACKEND" in answer or str(tmp_path / "ends.py") in answer)
+    assert summary(tmp_path / "run")["status"] == "failed"
+
+
+def test_a_value_may_follow_another(tmp_path):
+    """A regression test: the run's own list of overrides was read as if it were settings."""
+    assert run(*tiny(tmp_path, "eval_sequences=${batch_size}", "steps=1")).code == 0
+    assert "eval_sequences: 4" in (tmp_path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(("told", "said"), [("bogus", "WANDB_MODE=bogus is not one of"), ("shared", "WANDB_MODE=shared lets several")])
+def test_a_wandb_mode_that_no_run_has(tmp_path, told, said):
+    assert said in run(*tiny(tmp_path, "logger=wandb"), WANDB_MODE=told).complaint()
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_backend_that_says_it_is_not_exact_may_train(tmp_path):
@@ -215,6 +250,45 @@ def test_a_folder_that_cannot_be(folder, arguments, tmp_path):
     path = tmp_path / "file/runs" if folder == "made" else Path("/proc/self")
     answer = run(*arguments(path)).complaint()
     assert str(path) in answer and "hydra." in answer
+
+
+@pytest.mark.parametrize("kind", ["run", "sweep"])
+@pytest.mark.parametrize("folder", ["", ".", "..", str(ROOT), "${nope:1}"], ids=["empty", "here", "above", "ours", "nothing"])
+def test_a_folder_that_is_not_the_runs_own(kind, folder):
+    """A regression test: an empty hydra.run.dir wrote the run between the files of this program."""
+    before = sorted(os.listdir(ROOT))
+    answer = run(*(["-m"] if kind == "sweep" else []), *TINY, f"hydra.{kind}.dir={folder}").complaint()
+    assert f"error: hydra.{kind}.dir" in answer and f"as hydra.{kind}.dir=outputs/NAME" in answer
+    assert sorted(os.listdir(ROOT)) == before
+
+
+def test_a_run_may_be_resumed_from_its_own_folder(run_dir, monkeypatch):
+    monkeypatch.setattr("tests.command.ROOT", run_dir)
+    shutil.copy(ROOT / "train.py", run_dir / "train.py")
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    os.symlink(ROOT / "conf", run_dir / "conf")
+    assert run("resume=.", "steps=5").code == 0
+
+
+@pytest.mark.parametrize("arguments", [tiny, tiny_sweep], ids=["run", "sweep"])
+def test_a_folder_whose_name_is_too_long(arguments, tmp_path):
+    answer = run(*arguments(tmp_path / ("a" * 300))).complaint()
+    assert "aaa cannot be written to" in answer and "choose another hydra." in answer
+    assert "is no run directory" in run(f"resume={tmp_path / ('a' * 300)}").complaint()
+
+
+@pytest.mark.parametrize("choice", ["seed=range(5,1)", "seed=range(0,0)"])
+def test_a_sweep_without_a_job(tmp_path, choice):
+    """A regression test: an empty table, and exit code 0."""
+    answer = run(*tiny_sweep(tmp_path / "sweep", choice)).complaint()
+    assert f"{choice} has no value to sweep over" in answer and not (tmp_path / "sweep").exists()
+
+
+def test_jobs_of_a_sweep_do_not_share_a_folder(tmp_path):
+    """A regression test: each wrote its rows into those of the one before."""
+    done = run(*tiny_sweep(tmp_path, "seed=0,1", "steps=1"), "hydra.sweep.subdir=one")
+    assert "choose another hydra.sweep.subdir" in done.complaint()
+    assert summary(tmp_path / "one")["seed"] == 0 and len(metrics(tmp_path / "one")) == 2
 
 
 @linux

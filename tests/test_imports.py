@@ -117,7 +117,7 @@ def test_model_knows_attention_by_its_public_names():
 
 
 def test_hydra_stays_at_the_edge():
-    allowed = {Path("train.py"), Path("config.py"), Path("training/sweep.py")}
+    allowed = {Path("train.py"), Path("config.py"), Path("training/sweep.py"), Path("training/command_line.py")}
     refuse([x for x in imports("attention", "config", "data", "model", "training", "train") if x.top == "hydra" and x.file not in allowed])
     refuse([x for x in imports("attention", "data", "model", "training") if x.top == "omegaconf"])
 

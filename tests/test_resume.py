@@ -1,8 +1,10 @@
 """Interrupted, killed and resumed: the same run to the last bit, or a refusal that costs nothing."""
 
 import errno
+import hashlib
 import json
 import os
+import pickle
 import random
 import re
 import shlex
@@ -219,6 +221,100 @@ def test_a_damaged_checkpoint_is_refused_by_name(run_dir, name, harm, said):
     harm(run_dir / "checkpoint" / name)
     answer = run(f"resume={run_dir}", "steps=6").complaint()
     assert str(run_dir / "checkpoint" / name) in answer and said in answer
+
+
+def rewritten(folder: Path, change) -> None:
+    """Somebody changes a meta.json and makes it vouch for itself."""
+    path = folder / "meta.json"
+    meta = json.loads(path.read_text())
+    meta = change(meta) if callable(change) else meta | change
+    if isinstance(meta, dict):
+        meta["sha256"] = training.checkpoint._meta_sha256(meta)
+    path.write_text(json.dumps(meta))
+
+
+CRAFTED = {
+    "list": (lambda meta: [meta], "is of another program"),
+    "word": (lambda meta: "checkpoint", "is of another program"),
+    "nothing": (lambda meta: None, "is of another program"),
+    "deep": (lambda meta: {"a": "DEEP"}, "nested too deeply"),
+    "step": ({"step": "four"}, "step is not a number of steps"),
+    "step-negative": ({"step": -4}, "step is not"),
+    "step-huge": ({"step": 10**30}, "step is not"),
+    "tokens": ({"tokens": None}, "tokens is not"),
+    "val_loss": ({"val_loss": ["low"]}, "val_loss is not a number"),
+    "files-list": ({"files": []}, "files is not"),
+    "files-number": ({"files": {"model.safetensors": 5}}, "files is not"),
+    "files-elsewhere": ({"files": {"../metrics.jsonl": {"bytes": 1, "sha256": ""}}}, "files is not"),
+    "files-none": ({"files": {}}, "it lacks model.safetensors, training.pt"),
+    "config-number": ({"config": 5}, "config is not the settings"),
+    "config-empty": ({"config": {}}, "optim.name is None in the checkpoint"),
+    "config-model": ({"config": {"model": [], "optim": {}, "attention": {"name": "tiled"}}}, "config is not the settings"),
+    "starts-number": ({"starts": 5}, "starts is not"),
+    "starts-of-numbers": ({"starts": [5]}, "starts is not"),
+    "starts-attention": ({"starts": [{"step": 0, "attention": [[0]], "changed": {}}]}, "starts is not"),
+    "starts-changed": ({"starts": [{"step": 0, "attention": [[0, "tiled"]], "changed": {"seed": 1}}]}, "starts is not"),
+}
+
+
+@pytest.mark.parametrize("change, said", CRAFTED.values(), ids=CRAFTED)
+def test_a_crafted_meta_is_refused_in_one_line(run_dir, change, said):
+    """A regression test: each was a traceback."""
+    shutil.rmtree(run_dir / "checkpoint.best")
+    rewritten(run_dir / "checkpoint", change)
+    path = run_dir / "checkpoint/meta.json"
+    path.write_text(path.read_text().replace('"DEEP"', "[" * 100_000 + "]" * 100_000))
+    before = contents(run_dir)
+    answer = run(f"resume={run_dir}", "steps=6").complaint()
+    assert str(path.parent) in answer and said in answer and "go on with" not in answer
+    assert contents(run_dir) == before
+
+
+@pytest.mark.parametrize("change", [{"val_loss": ["low"]}, {"starts": [5]}, {"step": "four"}], ids=["val_loss", "starts", "step"])
+def test_an_earlier_checkpoint_of_any_form_stops_no_run(tmp_path, change):
+    assert run(*tiny(tmp_path, "steps=6", "checkpoint_every=2", "keep=3")).code == 0
+    rewritten(tmp_path / "checkpoints/step-000002", change)
+    rewritten(tmp_path / "checkpoint.best", change)
+    done = run(f"resume={tmp_path}", "steps=8")
+    assert done.code == 0, done.output
+
+
+class Harm:
+    """What its unpickling would do."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("kind", ["pickle", "list", "empty", "optimizer", "random", "words"])
+def test_a_crafted_state_is_refused_and_not_run(run_dir, tmp_path, kind):
+    """A regression test: a traceback of PyTorch's; it never ran what it holds."""
+    path = run_dir / "checkpoint/training.pt"
+    state = torch.load(path, weights_only=True)
+    crafted = {"list": [1, 2], "empty": {}, "optimizer": state | {"optimizer": 5}, "random": state | {"random": {"python": 3}}}
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps(Harm(tmp_path / "harm")))
+    elif kind == "words":
+        path.write_text("words")
+    else:
+        torch.save(crafted[kind], path)
+    size, sha256 = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
+    rewritten(run_dir / "checkpoint", lambda meta: meta | {"files": meta["files"] | {"training.pt": {"bytes": size, "sha256": sha256}}})
+    before = contents(run_dir)
+    answer = run(f"resume={run_dir}", "steps=6").complaint()
+    assert f"{path} does not hold what this program writes, and nothing in it was run" in answer and "go on with: " not in answer
+    assert contents(run_dir) == before and not (tmp_path / "harm").exists()
+
+
+def test_weights_that_are_none_are_refused(run_dir):
+    path = run_dir / "checkpoint/model.safetensors"
+    path.write_bytes(b"words that are no weights")
+    size, sha256 = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
+    rewritten(run_dir / "checkpoint", lambda meta: meta | {"files": meta["files"] | {path.name: {"bytes": size, "sha256": sha256}}})
+    assert f"{path} holds no weights" in run(f"resume={run_dir}", "steps=6").complaint()
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(straight, tmp_path):

@@ -44,6 +44,14 @@ def raises(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
     raise KeyError("my kernel's table")
 
 
+def exits(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
+    raise SystemExit(3)
+
+
+def presses_ctrl_c(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
+    raise KeyboardInterrupt
+
+
 def windowed(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: int | None) -> AttentionOutput:
     return naive(q, k, v, causal=causal, scale=scale, window=window)
 
@@ -65,3 +73,5 @@ NOT_CAUSAL = Backend("not_causal", not_causal)
 WRONG = Backend("wrong", wrong)
 WRONG_AND_SAYS_SO = Backend("wrong_and_says_so", wrong, exact=False)
 RAISES = Backend("raises", raises)
+EXITS = Backend("exits", exits)
+PRESSES_CTRL_C = Backend("presses_ctrl_c", presses_ctrl_c)

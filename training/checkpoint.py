@@ -19,6 +19,7 @@ import logging
 import math
 import random
 import shutil
+import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from training.history import stop_clock
-from training.rotation import BEST, LATEST, META, best_val_loss, newest_first, rotate, sync
+from training.memory import is_out_of_memory
+from training.rotation import BEST, LATEST, META, best_val_loss, misfit, newest_first, parse, rotate, sync
 
 log = logging.getLogger("tilegpt")
 
@@ -192,20 +194,48 @@ def load_checkpoint(run_dir: Path, *, model: nn.Module, optimizer: Optimizer, sc
     # all files are verified before anything is changed
     folder, meta = _last_whole(run_dir)
     _check_settings(meta["config"], config, folder)
-    state = torch.load(folder / TRAINING, map_location="cpu", weights_only=True)
+    state = _training_state(folder)
     _load_weights(folder, meta, model)
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(state["optimizer"])
     except (ValueError, KeyError) as error:
         raise CheckpointError(f"{folder / TRAINING}: the optimizer differs: {error}") from error
+    except (TypeError, AttributeError, RuntimeError) as error:
+        raise _foreign(folder) from error
     for group, setting in zip(optimizer.param_groups, settings, strict=True):
         group.update(setting)
     # a scaler that is off has no state, and takes none
-    if scaler is not None and scaler.is_enabled() and state["scaler"]:
-        scaler.load_state_dict(state["scaler"])
-    _set_random_state(state["random"])
+    try:
+        if scaler is not None and scaler.is_enabled() and state["scaler"]:
+            scaler.load_state_dict(state["scaler"])
+        _set_random_state(state["random"])
+    except (TypeError, AttributeError, RuntimeError, ValueError, LookupError) as error:
+        raise _foreign(folder) from error
     return meta | {"folder": folder}
+
+
+def _training_state(folder: Path) -> dict[str, Any]:
+    """What training.pt holds: tensors, numbers and words. PyTorch refuses whatever would run code, and so is it refused here."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the versions of pickle
+            state = torch.load(folder / TRAINING, map_location="cpu", weights_only=True)
+    # a file that was made to mislead fails in any way that unpickling can
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise _foreign(folder) from error
+    if not isinstance(state, dict) or not {"optimizer", "scaler", "random"} <= state.keys():
+        raise _foreign(folder)
+    return state
+
+
+def _foreign(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{folder / TRAINING} does not hold what this program writes, and nothing in it was run; delete {folder} to go on with the "
+        "checkpoint before it, if there is one"
+    )
 
 
 def load_model_state(run_dir: Path, model: nn.Module) -> dict[str, Any]:
@@ -256,7 +286,7 @@ def _last_whole(run_dir: Path) -> tuple[Path, dict[str, Any]]:
 def _read_meta(folder: Path) -> dict[str, Any]:
     path = folder / META
     try:
-        meta = json.loads(path.read_text())
+        meta = parse(path)
     except FileNotFoundError:
         raise CheckpointError(f"{folder} is no checkpoint of this program: {META} is missing") from None
     except (OSError, ValueError) as error:
@@ -266,8 +296,10 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     if meta.get("version") != VERSION:
         raise CheckpointError(f"{path} has version {meta.get('version')} of the format; this program reads version {VERSION}")
     missing = [key for key in ("step", "tokens", "config", "files") if key not in meta]
-    if missing:
-        raise CheckpointError(f"{path} is incomplete: it lacks {', '.join(missing)}")
+    missing += [name for name in (WEIGHTS, TRAINING) if isinstance(meta.get("files"), dict) and name not in meta["files"]]
+    wrong = misfit(meta) or (missing and f"it lacks {', '.join(missing)}")
+    if wrong:
+        raise CheckpointError(f"{path} is incomplete or damaged: {wrong}")
     # checkpoints of earlier versions do not vouch for their own meta.json
     found = _meta_sha256(meta)
     if meta.get("sha256", found) != found:
@@ -286,20 +318,26 @@ def _verified(folder: Path, meta: dict[str, Any], name: str) -> Path:
     path, expected = folder / name, meta["files"][name]
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
-    size = path.stat().st_size
+    try:
+        size, found = path.stat().st_size, _sha256(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     if size != expected["bytes"]:
         problem = "truncated" if size < expected["bytes"] else "too long"
         raise CheckpointError(f"{path} is {problem}: {size} bytes instead of {expected['bytes']}")
-    found = _sha256(path)
     if found != expected["sha256"]:
         raise CheckpointError(f"{path} was altered: SHA-256 {found[:16]}... instead of {expected['sha256'][:16]}...")
     return path
 
 
 def _load_weights(folder: Path, meta: dict[str, Any], model: nn.Module) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    stored = load_file(folder / WEIGHTS)
+    try:
+        stored = load_file(folder / WEIGHTS)
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder / WEIGHTS} holds no weights: {error}") from error
     current = _named_tensors(model)
     vocab_size = getattr(model, "vocab_size", None)
     if meta.get("vocab_size") != vocab_size:

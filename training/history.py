@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from config import key_of, quoted
-from training.loggers import check_installed
+from training.loggers import check_logger
 from training.metrics import write_file
 from training.rotation import meta_of, newest_first
 
@@ -43,7 +43,7 @@ def check_start(config: Any, *, asked: Iterable[str]) -> None:
     Where overrides.yaml has lost a line, or conf/ has changed since, a run would go on as another one without a word. `config` is the
     dataclass of the settings now, `asked` the overrides of this command line.
     """
-    check_installed(config.logger)
+    check_logger(config.logger)
     if config.resume is None:
         return
     run_dir = Path(config.resume)
@@ -158,9 +158,9 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any
 
 def _only_start(config: dict[str, Any]) -> dict[str, Any]:
     """What can be known of a run by an earlier version of this program, whose checkpoints have no "starts"."""
-    chosen = config["attention"]
-    switch = [] if chosen.get("switch_at") is None else [[chosen["switch_at"], chosen["switch_to"]]]
-    return {"step": 0, "attention": [[0, chosen["name"]], *switch], "changed": {}}
+    chosen = config.get("attention", {})
+    switch = [] if chosen.get("switch_at") is None else [[chosen["switch_at"], chosen.get("switch_to")]]
+    return {"step": 0, "attention": [[0, chosen.get("name")], *switch], "changed": {}}
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -50,7 +50,7 @@ def build_logger(
     `wandb_dir` is the folder that gets wandb's own `wandb/` folder: one for all runs of a sweep. Raises ValueError where
     logger=tensorboard or logger=trackio is not installed; whatever else goes wrong is a warning.
     """
-    check_installed(config)
+    check_logger(config)
     # the rows that the run goes on after
     rows = read_metrics(run_dir / "metrics.jsonl") if resume else []
     if config.name == "wandb":
@@ -135,6 +135,8 @@ class WandbLogger(Logger):
         # no reports of its own errors and no chatter, unless the user asks for them
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
+        if os.environ.get("WANDB_MODE") not in (*MODES, *FORMER_MODES):
+            os.environ.pop("WANDB_MODE", None)  # an empty one, or one that logger.mode overrules: wandb would not start
         import wandb
 
         id_file = Path(run_dir) / "wandb_id.txt"
@@ -272,23 +274,43 @@ def installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def check_installed(config: LoggerConfig) -> None:
-    """Raise ValueError for a logger that was asked for and is not there; wandb, the default, is a warning later."""
+def check_logger(config: LoggerConfig) -> None:
+    """Raise ValueError for a logger that was asked for and is not there (wandb, the default, is a warning later), or for a WANDB_MODE
+    that no run has.
+    """
     if config.name in ("tensorboard", "trackio") and not installed(config.name):
         raise ValueError(f"logger={config.name} needs pip install -e '.[{config.name}]'")
+    if config.name == "wandb":
+        _asked_mode(config)
 
 
 def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
+MODES = ("online", "offline", "disabled")
+# wandb's former words
+FORMER_MODES = {"dryrun": "offline", "run": "online"}
+
+
+def _asked_mode(config: LoggerConfig) -> str:
+    """auto, online, offline or disabled: what the config says, else what WANDB_MODE says. Raises ValueError for another one."""
+    told = os.environ.get("WANDB_MODE", "")
+    if config.mode != "auto" or not told:
+        return config.mode
+    wanted = FORMER_MODES.get(told, told)
+    if wanted == "shared":
+        raise ValueError("WANDB_MODE=shared lets several processes write one run, and a run here is one process; set WANDB_MODE=online")
+    if wanted not in MODES:
+        raise ValueError(f"WANDB_MODE={told} is not one of: {', '.join(MODES)}; set one of these, or unset it")
+    return wanted
+
+
 def _wandb_mode(config: LoggerConfig) -> str:
-    """online, offline or disabled: what the config says, else what WANDB_MODE says, else online where that is possible."""
+    """online, offline or disabled: what was asked for, else online where that is possible."""
     import wandb
 
-    wanted = config.mode if config.mode != "auto" else os.environ.get("WANDB_MODE") or "auto"
-    if wanted not in ("auto", "online", "offline", "disabled"):
-        raise ValueError(f"WANDB_MODE={wanted} is not one of: online, offline, disabled")
+    wanted = _asked_mode(config)
     if wanted in ("offline", "disabled"):
         return wanted
     settings = wandb.setup().settings

@@ -1,10 +1,22 @@
 """The loss curve of one run, drawn from its metrics.jsonl."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from training.metrics import read_metrics
 
 
+@contextmanager
+def plain_text() -> Iterator[None]:
+    """Decorates a function that draws: a dollar sign in somebody's name is no formula."""
+    import matplotlib
+
+    with matplotlib.rc_context({"text.parse_math": False}):
+        yield
+
+
+@plain_text()
 def draw_loss_curve(run_dir: Path, *, title: str) -> Path | None:
     """RUN/loss_curve.png: train and held-out loss against tokens. None where there is nothing to draw."""
     import matplotlib

@@ -14,7 +14,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +101,65 @@ def _data(folder: Path) -> str | None:
 
 
 def meta_of(folder: Path) -> dict[str, Any]:
-    """What the meta.json of a checkpoint says; empty where it cannot be read. Not verified."""
+    """What the meta.json of a checkpoint says; empty where it cannot be read or is not in its form. Not verified."""
     try:
-        meta = json.loads((folder / META).read_text())
+        meta = parse(folder / META)
     except (OSError, ValueError):
         return {}
-    return meta if isinstance(meta, dict) else {}
+    return meta if isinstance(meta, dict) and misfit(meta) is None else {}
+
+
+def parse(path: Path) -> Any:
+    """What a JSON file holds. Raises OSError or ValueError."""
+    try:
+        return json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def misfit(meta: dict[str, Any]) -> str | None:
+    """What a meta.json has in another form than a checkpoint gives it."""
+    return next((f"{key} is not {words}" for key, (is_right, words) in FORM.items() if key in meta and not is_right(meta[key])), None)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _are_files(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        Path(name).name == name and isinstance(file, dict) and _is_count(file.get("bytes")) and isinstance(file.get("sha256"), str)
+        for name, file in value.items()
+    )
+
+
+def _is_start(value: Any) -> bool:
+    if not isinstance(value, dict) or not _is_count(value.get("step")) or not isinstance(value.get("changed"), dict):
+        return False
+    attention, seconds = value.get("attention"), value.get("seconds", 0)
+    pairs = isinstance(attention, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in attention)
+    changed = all(isinstance(pair, list) and len(pair) == 2 for pair in value["changed"].values())
+    named = pairs and all(_is_count(step) and isinstance(name, str) for step, name in attention)
+    return changed and named and isinstance(seconds, (int, float)) and isinstance(value.get("data", ""), str)
+
+
+def _is_config(value: Any) -> bool:
+    if not isinstance(value, dict) or not all(isinstance(value.get(group, {}), dict) for group in ("attention", "model", "optim")):
+        return False
+    chosen = value.get("attention", {})
+    switch_at = chosen.get("switch_at")
+    return isinstance(chosen.get("name", ""), str) and (switch_at is None or _is_count(switch_at))
+
+
+# what each entry must be
+FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "step": (_is_count, "a number of steps"),
+    "tokens": (_is_count, "a number of tokens"),
+    "val_loss": (lambda value: value is None or type(value) in (int, float), "a number"),
+    "files": (_are_files, "the size and SHA-256 of files by their names"),
+    "config": (_is_config, "the settings of a run"),
+    "starts": (lambda value: isinstance(value, list) and all(map(_is_start, value)), "the list of a run's starts"),
+}
 
 
 def _link(source: Path, target: Path) -> None:

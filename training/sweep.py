@@ -8,6 +8,8 @@ a failed one makes it 1.
 import contextlib
 import fcntl
 import json
+import logging
+import os
 import re
 import shlex
 import shutil
@@ -18,10 +20,12 @@ from typing import IO, Any, NoReturn
 
 from hydra.experimental.callback import Callback
 
-from config import key_of, quoted, unescaped
+from config import as_written, key_of, quoted, unescaped
 from training.history import attention_in_words, attention_steps, changes_in_words, load_yaml
 from training.metrics import read_metrics, strict, write_file
 from training.rotation import LATEST
+
+log = logging.getLogger("tilegpt")
 
 RUN_FILES = ("summary.json", "metrics.jsonl", "config.yaml")
 INDEX, LOCK = "index.jsonl", ".lock"
@@ -47,12 +51,15 @@ class SweepSummary(Callback):
         return {"folder": self.folder, "locks": {}, "away": True}
 
     def on_run_start(self, config: Any, **kwargs: Any) -> None:
-        folder = Path(config.hydra.run.dir)
-        go_on = f"go on with it by {shlex.quote(f'resume={folder}')}" if (folder / LATEST).is_dir() else "delete it, as it saved nothing"
+        folder = own_folder(config, "run")
+        # of a name that is too long pathlib raises an error
+        saved = os.path.isdir(folder / LATEST)
+        go_on = f"go on with it by {shlex.quote(f'resume={folder}')}" if saved else "delete it, as it saved nothing"
         self.locks[folder] = claim(folder, None if config.resume else "metrics.jsonl", "hydra.run.dir", f"{go_on}, or ")
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
-        self.folder = Path(config.hydra.sweep.dir).absolute()
+        self.folder = own_folder(config, "sweep").absolute()
+        refuse_empty(config)
         self.locks[self.folder] = claim(self.folder, INDEX, "hydra.sweep.dir")
         (self.folder / INDEX).touch()
 
@@ -61,7 +68,7 @@ class SweepSummary(Callback):
             from training.memory import in_use_gib  # torch is loaded by the first job, not before a sweep is known to be one
 
             folder = Path(config.hydra.runtime.output_dir)
-            self.locks[folder] = lock(folder)
+            self.locks[folder] = claim(folder, "metrics.jsonl", "hydra.sweep.subdir")
             self.at_start_gib = in_use_gib()
 
     def on_job_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
@@ -75,7 +82,7 @@ class SweepSummary(Callback):
         row["dir"] = str(run_dir.relative_to(self.folder))
         write_index_row(self.folder, row)
         # Ctrl-C is meant for the whole sweep, not for the one job that caught it
-        if row["status"] == "interrupted":
+        if row["status"] == "interrupted" or row.get("stopped"):
             if self.away:
                 raise KeyboardInterrupt
             finish_sweep(self.folder, 130)
@@ -85,11 +92,12 @@ class SweepSummary(Callback):
 
     def on_run_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
         """The table and the exit code of a single run, from what main() returned."""
-        status = getattr(job_return._return_value, "status", None)
+        result = job_return._return_value
+        status, stopped = getattr(result, "status", None), getattr(result, "stopped", False)
         if status == "completed":
-            print(f"\n{summary_table([read_run(Path(config.hydra.run.dir))])}")
-        if status in ("failed", "interrupted"):
-            raise SystemExit(130 if status == "interrupted" else 1)
+            log.info(f"\n{summary_table([read_run(Path(config.hydra.run.dir))])}")  # which goes to train.log too
+        if status in ("failed", "interrupted") or stopped:
+            raise SystemExit(1 if status == "failed" else 130)
 
 
 def begin_sweep(folder: Path, jobs: list[list[str]]) -> None:
@@ -120,7 +128,9 @@ def write_index_row(folder: Path, row: dict[str, Any]) -> None:
 def finish_sweep(folder: Path, code: int) -> NoReturn:
     """Print the table and the jobs that were not started, and leave with this exit code."""
     folder = folder.absolute()
-    print(f"\n{summary_table(read_sweep(folder))}")
+    table = summary_table(read_sweep(folder))
+    write_file(folder / "table.txt", f"{table}\n")  # whatever becomes of what is printed
+    print(f"\n{table}")
     missing = not_started(folder)
     if missing:
         print(f"{len(missing)} of {len(_index_rows(folder))} jobs not started; each runs in its place in the sweep with:")
@@ -128,6 +138,30 @@ def finish_sweep(folder: Path, code: int) -> NoReturn:
         print(f"  {row['command']}")
     print(f"{folder}\nreport: python -m scripts.report {shlex.quote(str(folder))}")
     raise SystemExit(code)
+
+
+def refuse_empty(config: Any) -> None:
+    """End the program where a choice of a sweep has no value, as range(5,1) has none: there would be no job, and no word about it."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    own = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
+    for override in OverridesParser.create().parse_overrides([*own, *as_written(config.hydra.overrides.task)]):
+        if override.is_discrete_sweep() and not list(override.sweep_string_iterator()):
+            raise SystemExit(f"error: {override.input_line} has no value to sweep over, so there is no job; write key=value,value")
+
+
+def own_folder(config: Any, kind: str) -> Path:
+    """hydra.run.dir or hydra.sweep.dir. Ends the program where it is the current folder, this program's or one above that."""
+    key = f"hydra.{kind}.dir"
+    try:
+        folder = config.hydra[kind].dir
+    except ValueError as error:  # an interpolation that leads nowhere
+        raise SystemExit(f"error: {key}: {str(error).splitlines()[0]}; name a folder, as {key}=outputs/NAME") from None
+    place, ours = Path(os.path.realpath(folder)), Path(__file__).resolve().parent.parent
+    going_on = kind == "run" and config.resume
+    if not going_on and (place == Path.cwd() or place == ours or place in ours.parents):
+        raise SystemExit(f"error: {key}={folder} is {place}, which holds other files; name a folder of its own, as {key}=outputs/NAME")
+    return Path(folder)
 
 
 def claim(folder: Path, mark: str | None, key: str, go_on: str = "") -> IO:
@@ -346,7 +380,7 @@ def own_overrides() -> list[str]:
     """What this job was given on the command line, without what resume= adds."""
     from hydra.core.hydra_config import HydraConfig
 
-    return [override for override in HydraConfig.get().overrides.task if not override.startswith("resume=")]
+    return [override for override in as_written(HydraConfig.get().overrides.task) if not override.startswith("resume=")]
 
 
 def asked_keys() -> set[str]:
@@ -356,14 +390,14 @@ def asked_keys() -> set[str]:
 
     job = HydraConfig.get()
     foreign = job.mode == RunMode.MULTIRUN and not job.sweeper._target_.endswith(".CheckedSweeper")
-    return set() if foreign else {key_of(override) for override in job.overrides.task}
+    return set() if foreign else {key_of(override) for override in as_written(job.overrides.task)}
 
 
 def asked_now() -> list[str]:
     """Of a resumed run's overrides, those of this very command line; config.replay_overrides() puts them after resume=."""
     from hydra.core.hydra_config import HydraConfig
 
-    overrides = list(HydraConfig.get().overrides.task)
+    overrides = as_written(HydraConfig.get().overrides.task)
     return overrides[max((i for i, override in enumerate(overrides) if override.startswith("resume=")), default=-1) + 1 :]
 
 

@@ -167,3 +167,9 @@ def test_refused_in_one_line(arguments, words, tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as error:
         plots.main()
     assert error.value.code.startswith("plots: ") and words in error.value.code and "\n" not in error.value.code
+
+
+def test_a_name_is_no_formula(tmp_path):
+    """A regression test: matplotlib read mathematics in the name of a user's backend, and drew nothing."""
+    path = write(tmp_path, [row("mine:b$_{$", n) for n in (1024, 2048)], {**ENVIRONMENT, "commit": "$\\frac{$"})
+    assert [each.name for each in plots.draw(path, tmp_path)] == ["bench_memory.png", "bench_time.png"]

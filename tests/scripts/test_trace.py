@@ -302,6 +302,18 @@ def test_refuses_in_one_line(run_trace, arguments, reason):
     assert error.value.code.startswith("trace: ") and "\n" not in error.value.code
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing limits the memory of a process")
+def test_refuses_what_does_not_fit_in_memory(run_trace):
+    """A regression test: a traceback of PyTorch's allocator."""
+    with pytest.raises(SystemExit, match=r"^trace: seq_len=1000000000000 needs .*; ask for fewer tokens$"):
+        run_trace("inputs=normal", "seq_len=1000000000000")
+
+
+def test_refuses_integers_of_more_than_64_bits(run_trace):
+    with pytest.raises(SystemExit, match=r"^trace: seed=18446744073709551616 is no 64-bit integer"):
+        run_trace("inputs=normal", "seed=18446744073709551616")
+
+
 def test_refuses_a_run_on_documents(tmp_path, run_trace):
     write_run(tmp_path / "run", data=DataConfig(source="stdlib", documents=True))
     with pytest.raises(SystemExit, match="data.documents=true"):

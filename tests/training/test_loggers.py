@@ -283,12 +283,25 @@ def test_disabled_leaves_nothing(tmp_path):
     assert not list((tmp_path).glob("wandb/*run-*"))
 
 
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [("bogus", "WANDB_MODE=bogus is not one of: online, offline, disabled"), ("shared", "set WANDB_MODE=online")],
+)
+def test_a_mode_that_no_run_has_is_refused(monkeypatch, told, said):
+    """A regression test: the run went on, and nothing was logged."""
+    monkeypatch.setenv("WANDB_MODE", told)
+    with pytest.raises(ValueError, match=said):
+        loggers.check_logger(LoggerConfig())
+    loggers.check_logger(LoggerConfig(mode="offline"))
+    loggers.check_logger(LoggerConfig(name="none"))
+
+
 @needs_wandb
-def test_an_unknown_mode_is_one_warning(tmp_path):
-    (result,), stderr = run_program(tmp_path, WANDB_MODE="bogus")
-    assert not result["active"]
-    (warning,) = stderr.splitlines()
-    assert "WANDB_MODE=bogus is not one of: online, offline, disabled" in warning
+@pytest.mark.parametrize(("mode", "told"), [("auto", ""), ("auto", "dryrun"), ("offline", "bogus"), ("offline", "")])
+def test_an_empty_or_former_or_overruled_mode_still_logs(tmp_path, mode, told):
+    """A regression test: wandb did not start with an empty WANDB_MODE, and its word dryrun was not understood."""
+    (result,), stderr = run_program(tmp_path, mode, WANDB_MODE=told)
+    assert result["active"] and result["hint"].startswith("wandb sync ") and stderr == ""
 
 
 class Failing(Logger):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from training.interrupt import Ending, Stopped
 from training.outcome import Objective, close_run, outcome_around
 
 
@@ -19,7 +20,7 @@ def run_dir(tmp_path):
 
 
 def closed(run_dir: Path, **summary) -> dict:
-    close_run(run_dir, {"status": "oom", "started": time.time(), "overrides": []} | summary)
+    close_run(run_dir, {"status": "oom", "started": time.time(), "overrides": []} | summary, Ending())
     return json.loads((run_dir / "summary.json").read_text())
 
 
@@ -46,14 +47,22 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
         ("running", FULL, "failed", "error: [Errno 28]"),
         ("completed", FULL, "completed", "error after the training: [Errno 28]"),
         ("interrupted", FULL, "interrupted", "error after the training: [Errno 28]"),
-        ("completed", KeyboardInterrupt(), "interrupted", "stopped after the training"),
-        ("interrupted", KeyboardInterrupt(), "interrupted", ""),  # the loop has said it
+        ("running", Stopped(), "interrupted", "stopped at once"),
+        ("running", SystemExit(3), "failed", "error: SystemExit(3) was raised in"),
+        ("running", KeyboardInterrupt(), "failed", "error: KeyboardInterrupt() was raised in"),  # by nobody's key
+        ("completed", Stopped(), "completed", "stopped after the training, which is completed"),
+        ("diverged", Stopped(), "diverged", "stopped after the training, which is diverged"),
+        ("interrupted", Stopped(), "interrupted", ""),  # the loop has said it
         ("oom", MemoryError(), "oom", ""),
         ("failed", FULL, "failed", ""),
     ],
 )
 def test_an_error_outside_the_loop(tmp_path, caplog, status, error, new, said):
-    assert ({"status": status} | outcome_around(error, status, tmp_path))["status"] == new
+    try:
+        raise error
+    except BaseException as raised:
+        found = outcome_around(raised, status, tmp_path)
+    assert ({"status": status} | found)["status"] == new
     assert caplog.text.count("\n") == bool(said) and said in caplog.text
 
 
@@ -67,7 +76,8 @@ def test_an_error_outside_the_loop(tmp_path, caplog, status, error, new, said):
     ],
 )
 def test_what_a_sweeper_minimises(summary, value):
-    objective = Objective(summary)
-    assert isinstance(objective, float) and objective == value and objective.status == summary["status"]
+    objective = Objective(summary | {"stopped": True})
+    assert isinstance(objective, float) and objective == value
+    assert (objective.status, objective.stopped) == (summary["status"], True)
     copy = pickle.loads(pickle.dumps(objective))
-    assert (copy, copy.status) == (objective, objective.status)
+    assert (copy, copy.status, copy.stopped) == (objective, objective.status, True)

@@ -51,7 +51,7 @@ def main(config):
     if status == "failed":
         summary["error"] = "no such corpus"
     Path(hydra_config.runtime.output_dir, "summary.json").write_text(json.dumps(summary))
-    return Objective(summary)
+    return Objective(summary | {"stopped": False})
 
 main()
 print("after main")
