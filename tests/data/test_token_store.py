@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -30,7 +32,8 @@ def texts_of(split):
 
 
 def stores(config):
-    return sorted(path.name for path in cache_folder(config).iterdir())
+    """The names in the cache folder, but for those of its locks."""
+    return sorted(path.name for path in cache_folder(config).iterdir() if not path.name.startswith("."))
 
 
 def build_counter(monkeypatch):
@@ -56,9 +59,9 @@ def test_both_halves_hold_the_corpus(config):
     assert store.meta["train_documents"] + store.meta["val_documents"] == 60
 
 
-def test_tokens_are_memory_mapped_in_the_smallest_type(config):
+def test_tokens_are_stored_in_the_smallest_type(config):
     store = open_store(config, BYTE)
-    assert isinstance(store.train.tokens, np.memmap) and store.train.tokens.dtype == np.uint16
+    assert store.train.tokens.dtype == store.train.tokens[:4].dtype == np.uint16
     assert store.train.offsets.dtype == np.int64
 
 
@@ -68,7 +71,8 @@ def test_a_large_vocabulary_is_stored_in_32_bits(config):
 
     store = open_store(config, Wide())
     assert store.train.tokens.dtype == np.uint32
-    assert store.train.tokens[store.train.offsets[1] - 1] == 99_999
+    end = store.train.offsets[1]
+    assert store.train.tokens[end - 1 : end].tolist() == [99_999]
 
 
 def test_documents_are_held_out_whole_and_stay_there_when_others_join(config, tmp_path):
@@ -103,7 +107,7 @@ def test_the_end_of_an_only_document_is_held_out(tmp_path, monkeypatch, name):
     (tmp_path / "corpus" / name).write_text("0123456789" * 100)
     store = open_store(text_config(tmp_path, val_fraction=0.1), BYTE)
     assert (len(store.train.tokens), len(store.val.tokens)) == (901, 100)
-    whole = np.concatenate([store.train.tokens, store.val.tokens])
+    whole = np.concatenate([store.train.tokens[:], store.val.tokens[:]])
     assert BYTE.decode(whole[:-1]) == "0123456789" * 100 and whole[-1] == BYTE.end_of_text
     assert store.meta["held_out"] == "end"
 
@@ -111,7 +115,7 @@ def test_the_end_of_an_only_document_is_held_out(tmp_path, monkeypatch, name):
 def test_built_once(config, monkeypatch):
     builds = build_counter(monkeypatch)
     first, second = open_store(config, BYTE), open_store(config, BYTE)
-    assert len(builds) == 1 and (first.train.tokens == second.train.tokens).all()
+    assert len(builds) == 1 and (first.train.tokens[:] == second.train.tokens[:]).all()
 
 
 def test_an_open_store_needs_no_datasets(config):
@@ -152,26 +156,103 @@ def test_corpus_hash_is_of_the_texts_not_of_the_place(config, tmp_path):
     assert open_store(text_config(tmp_path, path=str(moved)), BYTE).meta["corpus"] != here
 
 
+def both_halves(config):
+    store = open_store(config, BYTE)
+    return store.train.tokens[:].tolist(), store.val.tokens[:].tolist()
+
+
+def overwrite(file, content):
+    """The file begins with that and is as long as before."""
+    file.write_bytes(content[: file.stat().st_size] + file.read_bytes()[len(content) :])
+
+
+def flip(file, position):
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
+def swap(one, other):
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+def without(folder, key):
+    """As a meta.json that was written before there was such a key."""
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta[key]
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def meta_becomes(content):
+    return lambda folder: (folder / "meta.json").write_bytes(content)
+
+
+def a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+# what is done to the store's folder, and what the warning must name
 DAMAGE = {
-    "truncated-tokens": lambda folder: os.truncate(folder / "train.bin", 100),
-    "odd-length": lambda folder: os.truncate(folder / "val.bin", (folder / "val.bin").stat().st_size - 1),
-    "longer-tokens": lambda folder: os.truncate(folder / "val.bin", (folder / "val.bin").stat().st_size + 2),
-    "empty-tokens": lambda folder: os.truncate(folder / "train.bin", 0),
-    "truncated-offsets": lambda folder: os.truncate(folder / "val_offsets.npy", 130),
-    "no-offsets": lambda folder: (folder / "train_offsets.npy").unlink(),
-    "no-meta": lambda folder: (folder / "meta.json").unlink(),
-    "half-a-meta": lambda folder: os.truncate(folder / "meta.json", 20),
-    "meta-of-something-else": lambda folder: (folder / "meta.json").write_text(json.dumps({"dtype": "uint16"})),
+    "zeros": (lambda folder: overwrite(folder / "train.bin", bytes(10**6)), "train.bin was altered"),
+    "a-bit": (lambda folder: flip(folder / "train.bin", 1000), "train.bin was altered"),
+    "the-last-bit": (lambda folder: flip(folder / "val.bin", -1), "val.bin was altered"),
+    "no-such-token": (lambda folder: overwrite(folder / "train.bin", b"\xff" * 64), "train.bin was altered"),
+    "val-holds-the-head-of-train": (lambda folder: overwrite(folder / "val.bin", (folder / "train.bin").read_bytes()), "val.bin was altered"),
+    "val-is-train": (lambda folder: shutil.copy(folder / "train.bin", folder / "val.bin"), "val.bin has"),
+    "halves-swapped": (lambda folder: swap(folder / "train.bin", folder / "val.bin"), "train.bin has"),
+    "an-offset": (lambda folder: flip(folder / "val_offsets.npy", -8), "val_offsets.npy was altered"),
+    "truncated-tokens": (lambda folder: os.truncate(folder / "train.bin", 100), "train.bin has 100 bytes instead of"),
+    "odd-length": (lambda folder: os.truncate(folder / "val.bin", (folder / "val.bin").stat().st_size - 1), "val.bin has"),
+    "longer-tokens": (lambda folder: os.truncate(folder / "val.bin", (folder / "val.bin").stat().st_size + 2), "val.bin has"),
+    "empty-tokens": (lambda folder: os.truncate(folder / "train.bin", 0), "train.bin has 0 bytes"),
+    "no-tokens": (lambda folder: (folder / "train.bin").unlink(), "train.bin"),
+    "tokens-are-a-folder": (lambda folder: a_folder(folder / "train.bin"), "train.bin"),
+    "truncated-offsets": (lambda folder: os.truncate(folder / "val_offsets.npy", 130), "val_offsets.npy has 130 bytes"),
+    "no-offsets": (lambda folder: (folder / "train_offsets.npy").unlink(), "train_offsets.npy"),
+    "no-meta": (lambda folder: (folder / "meta.json").unlink(), "meta.json"),
+    "meta-is-a-folder": (lambda folder: a_folder(folder / "meta.json"), "meta.json"),
+    "half-a-meta": (lambda folder: os.truncate(folder / "meta.json", 20), "meta.json is not JSON"),
+    "empty-meta": (meta_becomes(b""), "meta.json is not JSON"),
+    "meta-of-nul": (meta_becomes(bytes(400)), "meta.json is not JSON"),
+    "binary-meta": (meta_becomes(b"\x80\xff\x00\x01"), "meta.json is not JSON"),
+    "deep-meta": (meta_becomes(b"[" * 100_000), "meta.json is not JSON"),
+    "deep-meta-that-ends": (meta_becomes(b'{"a":' * 3000 + b"1" + b"}" * 3000), "meta.json"),
+    "long-number": (meta_becomes(b'{"dtype": ' + b"9" * 10_000 + b"}"), "meta.json is not JSON"),
+    "list": (meta_becomes(b'["uint16"]'), "meta.json holds no checksum"),
+    "meta-of-something-else": (meta_becomes(b'{"dtype": "uint16"}'), "meta.json holds no checksum"),
+    "no-checksums": (lambda folder: (without(folder, "files"), without(folder, "sha256")), "meta.json holds no checksum"),
+    "unknown-type": (lambda folder: change(folder, dtype="token"), "meta.json was altered"),
+    "corpus-is-a-number": (lambda folder: change(folder, corpus=3), "meta.json was altered"),
+    "no-held-out": (lambda folder: without(folder, "held_out"), "meta.json was altered"),
+    "another-count": (lambda folder: change(folder, train_documents=7), "meta.json was altered"),
+    "checksum-of-another-type": (lambda folder: change(folder, sha256=[1]), "meta.json was altered"),
+    "empty-folder": (lambda folder: [file.unlink() for file in folder.iterdir()], "meta.json"),
+    "a-file-in-its-place": (lambda folder: (shutil.rmtree(folder), folder.write_text("no store")), "Not a directory"),
+    "a-link-in-its-place": (lambda folder: (shutil.rmtree(folder), folder.symlink_to("/")), "meta.json"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_store_is_built_again(config, damage):
-    whole = [np.array(split.tokens) for split in (open_store(config, BYTE).train, open_store(config, BYTE).val)]
-    damage(cache_folder(config) / stores(config)[0])
-    again = open_store(config, BYTE)
-    assert all((before == after.tokens).all() for before, after in zip(whole, (again.train, again.val), strict=True))
-    assert len(stores(config)) == 1
+def change(folder, **values):
+    """Other values in meta.json, under the old checksum."""
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | values))
+
+
+@pytest.mark.parametrize("damage, said", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_store_is_built_again(config, caplog, damage, said):
+    """A run trained on zeros, or validated on its training data, under the fingerprint of the data it should have read."""
+    before = both_halves(config)
+    folder = cache_folder(config) / stores(config)[0]
+    meta = (folder / "meta.json").read_bytes()
+    caplog.clear()
+    damage(folder)
+    assert both_halves(config) == before and (folder / "meta.json").read_bytes() == meta
+    assert stores(config) == [folder.name]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert re.fullmatch(rf"the token store {folder} (is damaged: |cannot be read \().*{said}.*; it is built again", warning)
 
 
 def test_a_store_appears_in_one_step(config, monkeypatch):
