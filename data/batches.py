@@ -5,6 +5,9 @@
     inputs          d d d E
     targets           d d E d                       each input's successor
 
+Windows are drawn with replacement, as nanoGPT draws them, and there are no epochs: after as many tokens as the training half has, 37%
+of it has not been read yet, and some of it several times.
+
 With data.documents=true the documents of a window are kept apart: attention stays inside each, by its number. Positions go on counting
 through the window, and targets are the same: what follows an end of text is how documents begin.
 

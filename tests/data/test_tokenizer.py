@@ -153,7 +153,7 @@ def test_a_broken_vocabulary_is_refused(tmp_path, defect):
     else:
         lines[-1] = f"{base64.b64encode(b'ab').decode()} 255\n"
     (tmp_path / "ranks").write_text("".join(lines))
-    with pytest.raises(ValueError, match="all 256 bytes; restore it from the repository, or learn another with python -m scripts.train_bpe"):
+    with pytest.raises(ValueError, match="all 256 bytes; restore it from the repository, or .* python -m scripts.train_bpe"):
         bpe(tmp_path / "ranks")
 
 
