@@ -153,7 +153,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """What the model reads."""
+    """What the model reads: random windows of the training half, drawn with replacement, so there are no epochs."""
 
     source: str = "stdlib"  # stdlib, torch_source, text, hub or last_write
     path: str | None = None  # text: a file, folder or glob of .txt, .jsonl or .parquet (other files are read as text)

@@ -5,6 +5,9 @@
     inputs          d d d E
     targets           d d E d                       each input's successor
 
+Windows are drawn with replacement, as nanoGPT draws them, and there are no epochs: after as many tokens as the training half has, 37%
+of it has not been read yet, and some of it several times.
+
 With data.documents=true the documents of a window are kept apart: attention stays inside each, by its number. Positions go on counting
 through the window, and targets are the same: what follows an end of text is how documents begin.
 
@@ -20,6 +23,7 @@ import numpy as np
 from config import DataConfig
 from data import corpora
 from data.interface import Batch, PackedBatch, Tokenizer, generator, to_batch
+from data.token_file import TokenFile
 from data.token_store import open_store
 
 
@@ -34,8 +38,7 @@ class TextData:
         self.vocab_size = tokenizer.vocab_size
         self.seq_len = seq_len
         self.seed = seed
-        # plain views: every slice of a memmap object is one again, which takes longer than the copy
-        self.train, self.val = np.asarray(store.train.tokens), np.asarray(store.val.tokens)
+        self.train, self.val = store.train.tokens, store.val.tokens
         # where neither half has a second document there is nothing to keep apart: batches and losses are those without
         apart = config.documents and max(store.meta["train_documents"], store.meta["val_documents"]) > 1
         self.end_of_text = tokenizer.end_of_text if apart else None
@@ -53,20 +56,26 @@ class TextData:
 
     def train_batch(self, step: int, num_sequences: int) -> Batch | PackedBatch:
         starts = generator(self.seed, step).integers(len(self.train) - self.seq_len, size=num_sequences)
-        return windows(self.train, starts, self.seq_len, end_of_text=self.end_of_text)
+        return self._windows(self.train, starts)
 
     def val_batch(self, num_sequences: int) -> Batch | PackedBatch:
         last = len(self.val) - self.seq_len - 1
         starts = np.linspace(0, last, num_sequences).astype(np.int64)
-        return windows(self.val, starts, self.seq_len, end_of_text=self.end_of_text)
+        return self._windows(self.val, starts)
+
+    def _windows(self, tokens: TokenFile, starts: np.ndarray) -> Batch | PackedBatch:
+        rows = tokens.rows(starts, self.seq_len + 1)  # (B, N + 1)
+        # a token without a row in the embedding would end a GPU's process: the file has changed since it was checked
+        if (largest := rows.max(initial=0)) >= self.vocab_size:
+            raise OSError(
+                f"{tokens.path} was altered while it was read: it holds token {largest}, and there are {self.vocab_size}; "
+                "the next start builds it again"
+            )
+        return windows(rows, end_of_text=self.end_of_text)
 
 
-def windows(tokens: np.ndarray, starts: np.ndarray, seq_len: int, *, end_of_text: int | None = None) -> Batch | PackedBatch:
-    """The windows of `seq_len` + 1 tokens at `starts`, split into inputs and targets; given the end of text, with documents kept apart."""
-    # rows are copied in the stored type and widened once: several times faster than widening row by row
-    rows = np.empty((len(starts), seq_len + 1), dtype=tokens.dtype)  # (B, N + 1)
-    for row, start in zip(rows, starts, strict=True):
-        row[:] = tokens[start : start + seq_len + 1]
+def windows(rows: np.ndarray, *, end_of_text: int | None = None) -> Batch | PackedBatch:
+    """Windows (B, N + 1) split into inputs and targets; given the end of text, with documents kept apart."""
     inputs, targets = rows[:, :-1], rows[:, 1:]
     return to_batch(inputs, targets, None if end_of_text is None else number_documents(inputs, end_of_text))
 

@@ -78,17 +78,25 @@ class BytePairTokenizer:
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
-    """Token -> rank, from lines of `base64 rank`.
+    """Token -> rank, from lines of `base64 rank`; ValueError where the file holds anything else.
 
     tiktoken's own reader keeps a copy by file name and goes on returning it after the file has changed.
     """
-    lines = (line.split() for line in file.read_bytes().splitlines())
-    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    way_out = "restore it from the repository, or learn another with python -m scripts.train_bpe"
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise ValueError(f"the vocabulary {file} cannot be read ({error.strerror}); {way_out}") from error
+    ranks = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise ValueError(f"the vocabulary {file} is damaged: line {number} is not a token in base64 and its rank; {way_out}") from error
     # tiktoken checks neither and fails much later
     if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([value]) not in ranks for value in range(256)):
-        raise ValueError(
-            f"{file} is no vocabulary: ranks must run from 0 without a gap and hold all 256 bytes; run python -m scripts.train_bpe"
-        )
+        raise ValueError(f"the vocabulary {file} is damaged: ranks must run from 0 without a gap and hold all 256 bytes; {way_out}")
     return ranks
 
 

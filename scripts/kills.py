@@ -1,13 +1,16 @@
-"""Kill a training at random moments, fill its disk, damage its checkpoints, and see whether the resumed run ends as if nothing had been.
+"""Kill a training at random moments, fill its disk, damage its checkpoints and its data, and see whether the resumed run ends as if
+nothing had been.
 
     python -m scripts.kills --out outputs/kills.json
 
 Every training is a process of its own, `python train.py` on one CPU core. --kills of them are killed (SIGKILL), every other one while
 it saves, and resumed. --harms more have their disk filled while they run (a limit on the size of a file makes a write fail half way),
 or are killed and have a file of their latest checkpoint, of all of them, or metrics.jsonl, overrides.yaml or config.yaml truncated,
-altered or removed. Weights, optimizer, random state and every computed row of metrics.jsonl must then be, to the bit, those of the run
-that nothing disturbed. Where no whole checkpoint is left, or the settings are not known any more, the answer must be one line, and no
-file of the run may have changed. Ends with 1 where anything else happened.
+altered or removed. The same is done to the token store, whose training half may also become zeros, and whose held-out half the beginning
+of the training half; and the training half is truncated under a run that reads it. Weights, optimizer, random state and every computed
+row of metrics.jsonl must then be, to the bit, those of the run that nothing disturbed. Where no whole checkpoint is left, or the
+settings are not known any more, the answer must be one line, and no file of the run may have changed. Ends with 1 where anything else
+happened.
 """
 
 import argparse
@@ -43,6 +46,8 @@ RUN = (
 # the beginnings of the names of what differs between two runs that are the same run
 MEASURED = ("seconds", "tokens_per_sec", "step_tokens_per_sec", "mfu", "memory/")
 IDENTICAL, REFUSED = "identical", "refused"
+CACHE = "cache"  # beside the runs: the token store is theirs, to be damaged
+REBUILT = "it is built again"
 
 
 def start(*arguments: str) -> subprocess.Popen:
@@ -152,11 +157,30 @@ def fill_disk(run_dir: Path, straight: dict[str, Any], moment: random.Random) ->
     limit = moment.randint(100_000, (run_dir / LATEST / "training.pt").stat().st_size - 1)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     found = {"harm": "disk full", "step": reached(run_dir), "bytes": limit}
+    return found | failed_and_resumed(process, run_dir, straight)
+
+
+def truncate_store(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
+    """At a random moment, cut the training tokens off somewhere in their first half: one of the next windows lies beyond."""
+    process = start(*RUN, f"hydra.run.dir={run_dir}")
+    target = moment.randint(EVERY + 2, STEPS - 2 * EVERY)
+    wait_for(process, lambda: reached(run_dir) >= target)
+    tokens = store_of(run_dir) / "train.bin"
+    position = moment.randrange(tokens.stat().st_size // 2)
+    os.truncate(tokens, position)
+    found = {"harm": "store truncated", "step": reached(run_dir), "bytes": position}
+    return found | failed_and_resumed(process, run_dir, straight, named=str(tokens), said=REBUILT)
+
+
+def failed_and_resumed(
+    process: subprocess.Popen, run_dir: Path, straight: dict[str, Any], *, named: str = "", said: str = ""
+) -> dict[str, Any]:
+    """A run that must end with one line, which holds `named` and how to resume, and what came of resuming it."""
     code, output = finish(process)
-    found["checkpoint"] = step_of(newest_first(run_dir)[0])
-    if code == 0 or not is_one_line(output) or f"resume={run_dir}" not in output:
+    found = {"checkpoint": step_of(newest_first(run_dir)[0])}
+    if code != 1 or not is_one_line(output) or named not in output or f"resume={run_dir}" not in output:
         return found | {"outcome": f"ended with {code}: {output.strip().splitlines()[-1]}"}
-    return found | {"outcome": judged(run_dir, straight)}
+    return found | {"outcome": judged(run_dir, straight, said=said)}
 
 
 def damage(files: Iterable[Path], moment: random.Random) -> str:
@@ -177,6 +201,31 @@ def damage(files: Iterable[Path], moment: random.Random) -> str:
             file.seek(position)
             file.write(bytes([byte ^ 1 << moment.randrange(8)]))
     return f"{path.name} {how} at byte {position}"
+
+
+def store_of(run_dir: Path) -> Path:
+    """The token store that all runs read."""
+    (folder,) = (run_dir.parent / CACHE).glob("stdlib-*")
+    return folder
+
+
+def damage_tokens(folder: Path, moment: random.Random) -> str:
+    """Damage a file of this token store, or both halves as damage() does not: at their full length. Says what was done."""
+    train, val = folder / "train.bin", folder / "val.bin"
+    how = moment.choice(["zeros", "swapped", "a file"])
+    if how == "zeros":
+        train.write_bytes(bytes(train.stat().st_size))
+        return "train.bin is zeros"
+    if how == "swapped":
+        val.write_bytes(train.read_bytes()[: val.stat().st_size])
+        return "val.bin is the beginning of train.bin"
+    return damage(folder.iterdir(), moment)
+
+
+def damage_store(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
+    found = killed(run_dir, moment, saving=False, earliest=3 * EVERY)
+    found |= {"harm": "store damaged", "what": damage_tokens(store_of(run_dir), moment)}
+    return found | {"outcome": judged(run_dir, straight, said=REBUILT)}
 
 
 def damage_latest(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
@@ -209,11 +258,12 @@ def refused(run_dir: Path) -> str | None:
     return REFUSED if unharmed else f"ended with {code}: {output.strip().splitlines()[-1]}"
 
 
-HARMS = (fill_disk, damage_latest, fill_disk, damage_latest, damage_all, damage_record)
+HARMS = (fill_disk, damage_latest, damage_store, fill_disk, damage_latest, truncate_store, damage_all, damage_record)
 
 
 def measure(folder: Path, *, kills: int, harms: int, seed: int) -> dict[str, Any]:
     straight_dir = folder / "straight"
+    os.environ["TILEGPT_CACHE"] = str(folder / CACHE)
     began = time.perf_counter()
     code, output = finish(start(*RUN, f"hydra.run.dir={straight_dir}"))
     if code != 0:

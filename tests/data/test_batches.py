@@ -1,5 +1,10 @@
 """Windows of text: right tokens, pure functions of (seed, step), a held-out half that never moves."""
 
+import errno
+import gc
+import hashlib
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +16,10 @@ import torch
 from config import TokenizerConfig
 from data import Batch, build_data
 from data.batches import windows
+from data.token_file import TokenFile
+
+# of this page's corpus, on the first version
+GOLDEN = ["33c5158dd910a375", "439b183ec41eb8a5", "d3986d9f342699b2"]
 
 
 def open_data(config, *, seed=0, seq_len=32, tokenizer="byte"):
@@ -18,7 +27,7 @@ def open_data(config, *, seed=0, seq_len=32, tokenizer="byte"):
 
 
 def test_targets_are_the_next_tokens():
-    batch = windows(np.arange(100, dtype=np.uint16), np.array([3, 50]), seq_len=4)
+    batch = windows(np.array([[3, 4, 5, 6, 7], [50, 51, 52, 53, 54]], dtype=np.uint16))
     assert batch.inputs.tolist() == [[3, 4, 5, 6], [50, 51, 52, 53]]
     assert batch.targets.tolist() == [[4, 5, 6, 7], [51, 52, 53, 54]]
 
@@ -30,12 +39,17 @@ def test_batches_are_contiguous_int64_tensors(config):
 
 
 def test_32_bit_tokens_survive():
-    assert windows(np.array([0, 70_000, 2**32 - 1], dtype=np.uint32), np.array([0]), seq_len=2).targets.tolist() == [[70_000, 2**32 - 1]]
+    assert windows(np.array([[0, 70_000, 2**32 - 1]], dtype=np.uint32)).targets.tolist() == [[70_000, 2**32 - 1]]
 
 
-def test_training_windows_reach_both_ends(config):
+def token_file(path, tokens):
+    tokens.tofile(path)
+    return TokenFile(path, tokens.dtype.name)
+
+
+def test_training_windows_reach_both_ends(config, tmp_path):
     data = open_data(config, seq_len=32)
-    data.train = np.arange(35, dtype=np.uint16)
+    data.train = token_file(tmp_path / "train.bin", np.arange(35, dtype=np.uint16))
     firsts = {int(first) for step in range(50) for first in data.train_batch(step, 4).inputs[:, 0]}
     assert firsts == {0, 1, 2}
 
@@ -43,7 +57,7 @@ def test_training_windows_reach_both_ends(config):
 def test_training_windows_come_from_training_documents_only(config):
     data = open_data(config)
     batch = data.train_batch(0, 200)
-    train = data.tokenizer.decode(data.train)
+    train = data.tokenizer.decode(data.train[:])
     assert all(data.tokenizer.decode(row) in train for row in batch.inputs)
 
 
@@ -74,9 +88,9 @@ def test_held_out_windows_are_fixed_for_every_seed(config):
     assert torch.equal(first.val_batch(6).inputs, second.val_batch(6).inputs)
 
 
-def test_held_out_windows_are_spread_evenly(config):
+def test_held_out_windows_are_spread_evenly(config, tmp_path):
     data = open_data(config, seq_len=10)
-    data.val = np.arange(101, dtype=np.uint16)
+    data.val = token_file(tmp_path / "val.bin", np.arange(101, dtype=np.uint16))
     assert data.val_batch(1).inputs[:, 0].tolist() == [0]
     assert data.val_batch(4).inputs[:, 0].tolist() == [0, 30, 60, 90]
     assert data.val_batch(4).targets[-1, -1] == 100
@@ -121,12 +135,92 @@ def test_shorter_than_one_sequence(config, short_half):
         open_data(config, seq_len=longest + 1)
 
 
-def test_a_batch_takes_milliseconds(tmp_path):
-    tokens = np.memmap(tmp_path / "tokens", dtype=np.uint16, mode="w+", shape=(10_000_000,))
-    starts = np.random.default_rng(0).integers(len(tokens) - 1025, size=64)
+def test_a_batch_takes_milliseconds(config, tmp_path):
+    data = open_data(config)
+    data.train, data.seq_len = token_file(tmp_path / "train.bin", np.zeros(10_000_000, dtype=np.uint16)), 1024
     times = []
-    for _ in range(5):
+    for step in range(5):
         start = time.perf_counter()
-        windows(tokens, starts, 1024)
+        data.train_batch(step, 64)
         times.append(time.perf_counter() - start)
     assert min(times) < 0.02
+
+
+def golden(config, **settings):
+    """Of every number in the first batches of both halves."""
+    data = open_data(config, **settings)
+    batches = [*(data.train_batch(step, 8) for step in range(4)), data.val_batch(8)]
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for batch in batches for tensor in batch)).hexdigest()[:16]
+
+
+def test_batches_are_those_of_every_version(config):
+    """Read another way, a step would be another, and no run could be repeated."""
+    found = [golden(config, seed=7), golden(config, seed=7, tokenizer="bpe", seq_len=9)]
+    config.documents = True
+    assert [*found, golden(config, seed=7)] == GOLDEN
+
+
+@pytest.mark.parametrize("half, read", [("train", lambda data: data.train_batch(0, 400)), ("val", lambda data: data.val_batch(9))])
+def test_a_file_that_becomes_shorter_is_named(config, half, read):
+    """Mapped into memory, it ended the process with SIGBUS."""
+    data = open_data(config)
+    tokens = getattr(data, half)
+    assert tokens.path.name == f"{half}.bin"
+    os.truncate(tokens.path, tokens.path.stat().st_size // 2)
+    with pytest.raises(OSError, match=rf"^{tokens.path} cannot be read \(it became shorter than its {len(tokens):,} tokens.*next start"):
+        read(data)
+
+
+def test_a_token_without_a_row_in_the_embedding_is_refused(config):
+    """On a GPU it would end the process, and on a CPU say "index out of range in self"."""
+    data = open_data(config)
+    path = data.train.path
+    content = path.read_bytes()
+    path.write_bytes(content[:-2000] + (257).to_bytes(2, "little") * 1000)
+    with pytest.raises(OSError, match=rf"^{path} was altered while it was read: it holds token 257, and there are 257; the next start"):
+        data.train_batch(0, 400)
+    path.write_bytes(content[:-2000] + (256).to_bytes(2, "little") * 1000)
+    data.train_batch(0, 400)
+
+
+def test_a_read_that_gives_less_is_continued(config, monkeypatch):
+    data = open_data(config)
+    expected, pread, asked = data.train_batch(3, 8).inputs, os.pread, []
+
+    def less(descriptor, size, position):
+        asked.append(size)
+        return pread(descriptor, min(size, 7), position)
+
+    monkeypatch.setattr(os, "pread", less)
+    assert torch.equal(data.train_batch(3, 8).inputs, expected) and len(asked) > 8 * 9
+
+
+def test_a_failing_disk_is_named(config, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    data = open_data(config)
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(OSError, match=rf"^{data.train.path} cannot be read \(Input/output error\)$"):
+        data.train_batch(0, 1)
+
+
+def test_a_store_that_is_replaced_is_read_to_the_end(config):
+    """Another process finds it damaged, say, and builds it again while this one reads."""
+    data = open_data(config)
+    expected = data.train_batch(0, 8).inputs
+    folder = data.train.path.parent
+    folder.rename(folder.with_name("moved"))
+    shutil.rmtree(folder.with_name("moved"))
+    assert torch.equal(data.train_batch(0, 8).inputs, expected)
+
+
+def test_files_are_closed_with_the_data(config):
+    """A sweep opens its data anew for every job."""
+    data = open_data(config)
+    descriptors = [half._descriptor for half in (data.train, data.val)]
+    del data
+    gc.collect()
+    for descriptor in descriptors:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)

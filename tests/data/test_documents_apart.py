@@ -19,7 +19,7 @@ def open_data(config, *, documents=True, seq_len=32):
 def test_numbers_by_hand():
     """An end belongs to the document it ends, also two in a row, the first token and the last."""
     tokens = np.array([1, 2, END, 3, END, END, 4, 5, END], dtype=np.uint16)
-    batch = windows(tokens, np.array([0, 2]), seq_len=6, end_of_text=END)
+    batch = windows(np.stack([tokens[:7], tokens[2:]]), end_of_text=END)
     assert batch.inputs.tolist() == [[1, 2, END, 3, END, END], [END, 3, END, END, 4, 5]]
     assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1, 2], [0, 1, 1, 2, 3, 3]]
     assert batch.targets.tolist() == [[2, END, 3, END, END, 4], [3, END, END, 4, 5, END]]
@@ -35,10 +35,10 @@ def test_tensors_of_a_packed_batch(config):
 def test_numbers_are_those_of_the_stored_documents(config):
     """The offsets on disk divide a window where the numbers do, wherever it begins."""
     data = open_data(config, seq_len=200)
-    text = data.train
+    text = data.train[:]
     ends = np.flatnonzero(text == data.end_of_text)
     starts = np.arange(0, len(text) - 201, 97)
-    batch = windows(text, starts, 200, end_of_text=data.end_of_text)
+    batch = windows(data.train.rows(starts, 201), end_of_text=data.end_of_text)
     of_token = np.searchsorted(ends, np.arange(len(text)))  # the document of each token
     for start, ids in zip(starts, batch.document_ids, strict=True):
         expected = of_token[start : start + 200]

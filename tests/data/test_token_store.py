@@ -1,19 +1,28 @@
 """A store holds what its corpus says, is built once, survives killed and rival builds, and never passes for whole when damaged."""
 
+import errno
+import fcntl
 import json
+import logging
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import data.token_store
 from config import DataConfig, TokenizerConfig
 from data import build_tokenizer
 from data.corpora import documents
-from data.token_store import cache_folder, hash_of_path, open_store
+from data.token_store import DamagedStore, cache_folder, hash_of_path, open_store
 
 BYTE = build_tokenizer(TokenizerConfig("byte"))
 
@@ -30,7 +39,8 @@ def texts_of(split):
 
 
 def stores(config):
-    return sorted(path.name for path in cache_folder(config).iterdir())
+    """The names in the cache folder, but for those of its locks."""
+    return sorted(path.name for path in cache_folder(config).iterdir() if not path.name.startswith("."))
 
 
 def build_counter(monkeypatch):
@@ -56,9 +66,9 @@ def test_both_halves_hold_the_corpus(config):
     assert store.meta["train_documents"] + store.meta["val_documents"] == 60
 
 
-def test_tokens_are_memory_mapped_in_the_smallest_type(config):
+def test_tokens_are_stored_in_the_smallest_type(config):
     store = open_store(config, BYTE)
-    assert isinstance(store.train.tokens, np.memmap) and store.train.tokens.dtype == np.uint16
+    assert store.train.tokens.dtype == store.train.tokens[:4].dtype == np.uint16
     assert store.train.offsets.dtype == np.int64
 
 
@@ -68,7 +78,8 @@ def test_a_large_vocabulary_is_stored_in_32_bits(config):
 
     store = open_store(config, Wide())
     assert store.train.tokens.dtype == np.uint32
-    assert store.train.tokens[store.train.offsets[1] - 1] == 99_999
+    end = store.train.offsets[1]
+    assert store.train.tokens[end - 1 : end].tolist() == [99_999]
 
 
 def test_documents_are_held_out_whole_and_stay_there_when_others_join(config, tmp_path):
@@ -103,7 +114,7 @@ def test_the_end_of_an_only_document_is_held_out(tmp_path, monkeypatch, name):
     (tmp_path / "corpus" / name).write_text("0123456789" * 100)
     store = open_store(text_config(tmp_path, val_fraction=0.1), BYTE)
     assert (len(store.train.tokens), len(store.val.tokens)) == (901, 100)
-    whole = np.concatenate([store.train.tokens, store.val.tokens])
+    whole = np.concatenate([store.train.tokens[:], store.val.tokens[:]])
     assert BYTE.decode(whole[:-1]) == "0123456789" * 100 and whole[-1] == BYTE.end_of_text
     assert store.meta["held_out"] == "end"
 
@@ -111,7 +122,7 @@ def test_the_end_of_an_only_document_is_held_out(tmp_path, monkeypatch, name):
 def test_built_once(config, monkeypatch):
     builds = build_counter(monkeypatch)
     first, second = open_store(config, BYTE), open_store(config, BYTE)
-    assert len(builds) == 1 and (first.train.tokens == second.train.tokens).all()
+    assert len(builds) == 1 and (first.train.tokens[:] == second.train.tokens[:]).all()
 
 
 def test_an_open_store_needs_no_datasets(config):
@@ -152,26 +163,103 @@ def test_corpus_hash_is_of_the_texts_not_of_the_place(config, tmp_path):
     assert open_store(text_config(tmp_path, path=str(moved)), BYTE).meta["corpus"] != here
 
 
+def both_halves(config):
+    store = open_store(config, BYTE)
+    return store.train.tokens[:].tolist(), store.val.tokens[:].tolist()
+
+
+def overwrite(file, content):
+    """The file begins with that and is as long as before."""
+    file.write_bytes(content[: file.stat().st_size] + file.read_bytes()[len(content) :])
+
+
+def flip(file, position):
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
+def swap(one, other):
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+def without(folder, key):
+    """As a meta.json that was written before there was such a key."""
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta[key]
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def meta_becomes(content):
+    return lambda folder: (folder / "meta.json").write_bytes(content)
+
+
+def a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+# what is done to the store's folder, and what the warning must name
 DAMAGE = {
-    "truncated-tokens": lambda folder: os.truncate(folder / "train.bin", 100),
-    "odd-length": lambda folder: os.truncate(folder / "val.bin", (folder / "val.bin").stat().st_size - 1),
-    "longer-tokens": lambda folder: os.truncate(folder / "val.bin", (folder / "val.bin").stat().st_size + 2),
-    "empty-tokens": lambda folder: os.truncate(folder / "train.bin", 0),
-    "truncated-offsets": lambda folder: os.truncate(folder / "val_offsets.npy", 130),
-    "no-offsets": lambda folder: (folder / "train_offsets.npy").unlink(),
-    "no-meta": lambda folder: (folder / "meta.json").unlink(),
-    "half-a-meta": lambda folder: os.truncate(folder / "meta.json", 20),
-    "meta-of-something-else": lambda folder: (folder / "meta.json").write_text(json.dumps({"dtype": "uint16"})),
+    "zeros": (lambda folder: overwrite(folder / "train.bin", bytes(10**6)), "train.bin was altered"),
+    "a-bit": (lambda folder: flip(folder / "train.bin", 1000), "train.bin was altered"),
+    "the-last-bit": (lambda folder: flip(folder / "val.bin", -1), "val.bin was altered"),
+    "no-such-token": (lambda folder: overwrite(folder / "train.bin", b"\xff" * 64), "train.bin was altered"),
+    "val-is-the-head-of-train": (lambda folder: overwrite(folder / "val.bin", (folder / "train.bin").read_bytes()), "val.bin was alt"),
+    "val-is-train": (lambda folder: shutil.copy(folder / "train.bin", folder / "val.bin"), "val.bin has"),
+    "halves-swapped": (lambda folder: swap(folder / "train.bin", folder / "val.bin"), "train.bin has"),
+    "an-offset": (lambda folder: flip(folder / "val_offsets.npy", -8), "val_offsets.npy was altered"),
+    "truncated-tokens": (lambda folder: os.truncate(folder / "train.bin", 100), "train.bin has 100 bytes instead of"),
+    "odd-length": (lambda folder: os.truncate(folder / "val.bin", (folder / "val.bin").stat().st_size - 1), "val.bin has"),
+    "longer-tokens": (lambda folder: os.truncate(folder / "val.bin", (folder / "val.bin").stat().st_size + 2), "val.bin has"),
+    "empty-tokens": (lambda folder: os.truncate(folder / "train.bin", 0), "train.bin has 0 bytes"),
+    "no-tokens": (lambda folder: (folder / "train.bin").unlink(), "train.bin"),
+    "tokens-are-a-folder": (lambda folder: a_folder(folder / "train.bin"), "train.bin"),
+    "truncated-offsets": (lambda folder: os.truncate(folder / "val_offsets.npy", 130), "val_offsets.npy has 130 bytes"),
+    "no-offsets": (lambda folder: (folder / "train_offsets.npy").unlink(), "train_offsets.npy"),
+    "no-meta": (lambda folder: (folder / "meta.json").unlink(), "meta.json"),
+    "meta-is-a-folder": (lambda folder: a_folder(folder / "meta.json"), "meta.json"),
+    "half-a-meta": (lambda folder: os.truncate(folder / "meta.json", 20), "meta.json is not JSON"),
+    "empty-meta": (meta_becomes(b""), "meta.json is not JSON"),
+    "meta-of-nul": (meta_becomes(bytes(400)), "meta.json is not JSON"),
+    "binary-meta": (meta_becomes(b"\x80\xff\x00\x01"), "meta.json is not JSON"),
+    "deep-meta": (meta_becomes(b"[" * 100_000), "meta.json is not JSON"),
+    "deep-meta-that-ends": (meta_becomes(b'{"a":' * 3000 + b"1" + b"}" * 3000), "meta.json"),
+    "long-number": (meta_becomes(b'{"dtype": ' + b"9" * 10_000 + b"}"), "meta.json is not JSON"),
+    "list": (meta_becomes(b'["uint16"]'), "meta.json holds no checksum"),
+    "meta-of-something-else": (meta_becomes(b'{"dtype": "uint16"}'), "meta.json holds no checksum"),
+    "no-checksums": (lambda folder: (without(folder, "files"), without(folder, "sha256")), "meta.json holds no checksum"),
+    "unknown-type": (lambda folder: change(folder, dtype="token"), "meta.json was altered"),
+    "corpus-is-a-number": (lambda folder: change(folder, corpus=3), "meta.json was altered"),
+    "no-held-out": (lambda folder: without(folder, "held_out"), "meta.json was altered"),
+    "another-count": (lambda folder: change(folder, train_documents=7), "meta.json was altered"),
+    "checksum-of-another-type": (lambda folder: change(folder, sha256=[1]), "meta.json was altered"),
+    "empty-folder": (lambda folder: [file.unlink() for file in folder.iterdir()], "meta.json"),
+    "a-file-in-its-place": (lambda folder: (shutil.rmtree(folder), folder.write_text("no store")), "Not a directory"),
+    "a-link-in-its-place": (lambda folder: (shutil.rmtree(folder), folder.symlink_to("/")), "meta.json"),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_store_is_built_again(config, damage):
-    whole = [np.array(split.tokens) for split in (open_store(config, BYTE).train, open_store(config, BYTE).val)]
-    damage(cache_folder(config) / stores(config)[0])
-    again = open_store(config, BYTE)
-    assert all((before == after.tokens).all() for before, after in zip(whole, (again.train, again.val), strict=True))
-    assert len(stores(config)) == 1
+def change(folder, **values):
+    """Other values in meta.json, under the old checksum."""
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | values))
+
+
+@pytest.mark.parametrize("damage, said", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_store_is_built_again(config, caplog, damage, said):
+    """A run trained on zeros, or validated on its training data, under the fingerprint of the data it should have read."""
+    before = both_halves(config)
+    folder = cache_folder(config) / stores(config)[0]
+    meta = (folder / "meta.json").read_bytes()
+    caplog.clear()
+    damage(folder)
+    assert both_halves(config) == before and (folder / "meta.json").read_bytes() == meta
+    assert stores(config) == [folder.name]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert re.fullmatch(rf"the token store {folder} (is damaged: |cannot be read \().*{said}.*; it is built again", warning)
 
 
 def test_a_store_appears_in_one_step(config, monkeypatch):
@@ -221,31 +309,215 @@ print("opened", len(open_store({config!r}, tokenizer).train.tokens), flush=True)
 """
 
 
-def start_build(config):
-    """A process that stands still in the middle of a build until it gets a line."""
-    code = GATED_BUILD.format(config=config)
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "building\n"
-    return process
+def start_builds(config, count):
+    """Processes that stand still in the middle of a build until they get a line."""
+    command = [sys.executable, "-c", GATED_BUILD.format(config=config)]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    assert [process.stdout.readline() for process in processes] == ["building\n"] * count
+    return processes
 
 
-def test_a_killed_build_is_never_taken_for_a_store(config, monkeypatch):
-    process = start_build(config)
+def leave_a_dead_build(config):
+    """As a killed process does."""
+    folder = cache_folder(config) / "unfinished-0123"
+    folder.mkdir(parents=True)
+    (folder / "train.bin").write_bytes(bytes(100))
+
+
+def unfinished(config):
+    return [name for name in stores(config) if name.startswith("unfinished-")]
+
+
+def test_a_killed_build_is_never_taken_for_a_store_and_removed_by_the_next(config, monkeypatch):
+    (process,) = start_builds(config, 1)
     process.kill()
     process.communicate()
-    leftovers = stores(config)
-    assert len(leftovers) == 1 and leftovers[0].startswith("unfinished-")
+    assert len(stores(config)) == len(unfinished(config)) == 1
     builds = build_counter(monkeypatch)
     assert len(texts_of(open_store(config, BYTE).train)) > 40 and len(builds) == 1
+    assert len(stores(config)) == 1 and not unfinished(config)
 
 
-def test_two_processes_may_build_at_once(config):
-    rivals = [start_build(config) for _ in range(2)]
-    assert len(stores(config)) == 2
-    outputs = [rival.communicate("go on\n")[0] for rival in rivals]
+def test_a_killed_build_is_removed_by_a_process_that_builds_nothing(config, monkeypatch):
+    open_store(config, BYTE)
+    leave_a_dead_build(config)
+    builds = build_counter(monkeypatch)
+    open_store(config, BYTE)
+    assert len(stores(config)) == 1 and not unfinished(config) and not builds
+
+
+def test_the_build_of_a_live_process_is_left_alone(config, tmp_path):
+    """Neither a start that builds nor one that finds its store may touch it, though a dead build lies beside it."""
+    (alive,) = start_builds(config, 1)
+    leave_a_dead_build(config)
+    other = text_config(tmp_path, val_fraction=0.4)
+    for _ in range(2):
+        open_store(other, BYTE)
+        assert len(unfinished(config)) == 2  # which of the two is dead cannot be seen now
+    assert alive.communicate("go on\n")[0].startswith("opened") and alive.returncode == 0
+    open_store(other, BYTE)
+    assert len(stores(config)) == 2 and not unfinished(config)
+
+
+def test_without_locks_no_build_is_removed(config, monkeypatch):
+    """A file system may have none; then nobody can tell whether a build is alive."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    leave_a_dead_build(config)
+    # in this module alone: `datasets` locks files too
+    monkeypatch.setattr(data.token_store, "fcntl", SimpleNamespace(**vars(fcntl) | {"flock": refuse}))
+    assert len(texts_of(open_store(config, BYTE).train)) > 40
+    assert len(stores(config)) == 2 and len(unfinished(config)) == 1
+
+
+def test_a_whole_store_needs_no_permission_to_write(config, monkeypatch):
+    """A cache that an administrator has filled."""
+    open_store(config, BYTE)
+    leave_a_dead_build(config)
+
+    def refuse(path, *_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    for lock in cache_folder(config).glob(".*.lock"):
+        lock.unlink()
+    opened = Path.open
+    for name in ("mkdir", "unlink", "rename"):
+        monkeypatch.setattr(Path, name, refuse)
+    monkeypatch.setattr(Path, "open", lambda path, mode="r", *_, **__: (opened if mode.startswith("r") else refuse)(path, mode))
+    assert len(texts_of(open_store(config, BYTE).train)) > 40
+
+
+def test_a_lock_of_another_user_is_enough(config, monkeypatch):
+    open_store(config, BYTE)
+    path = cache_folder(config) / data.token_store.BUILDING
+    opened = Path.open
+
+    def read_only(path, mode="r"):
+        if mode != "r":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, mode)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    exclusive = fcntl.LOCK_EX | fcntl.LOCK_NB
+    with data.token_store.lock(path, fcntl.LOCK_SH) as shared, data.token_store.lock(path, exclusive) as alone:
+        assert shared and not alone
+    with data.token_store.lock(path, exclusive) as alone:
+        assert alone
+    with pytest.raises(PermissionError), data.token_store.lock(path.with_name("none"), exclusive):
+        pass
+
+
+@pytest.mark.parametrize("before", ["nothing", "damaged"])
+def test_two_processes_may_build_at_once(config, before):
+    if before == "damaged":
+        open_store(config, BYTE)
+        flip(cache_folder(config) / stores(config)[0] / "train.bin", 7)
+    rivals = start_builds(config, 2)
+    assert len(unfinished(config)) == 2
+    for rival in rivals:
+        rival.stdin.write("go on\n")
+        rival.stdin.flush()
+    outputs = [rival.communicate()[0] for rival in rivals]
     assert [rival.returncode for rival in rivals] == [0, 0]
     assert outputs == [f"opened {len(open_store(config, BYTE).train.tokens)}\n"] * 2
     assert len(stores(config)) == 1
+
+
+def test_a_store_is_on_the_disk_before_it_is_published(config, monkeypatch):
+    """After a power cut, a renamed folder may otherwise hold files of zeros."""
+    events, fsync, rename = [], os.fsync, Path.rename
+
+    def synced(descriptor):
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def renamed(path, target):
+        events.append("rename")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    open_store(config, BYTE)
+    at = events.index("rename")
+    files, folder = sorted(events[: at - 1]), events[at - 1]
+    assert files == sorted(file.name for file in (cache_folder(config) / stores(config)[0]).iterdir())
+    assert folder.startswith("unfinished-") and events[at + 1 :] == [cache_folder(config).name]
+
+
+def test_a_copy_of_another_store_is_noticed(config, tmp_path, caplog):
+    before = both_halves(config)
+    folder = cache_folder(config) / stores(config)[0]
+    open_store(text_config(tmp_path, val_fraction=0.4), BYTE)
+    (other,) = [name for name in stores(config) if name != folder.name]
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_name(other), folder)
+    assert both_halves(config) == before
+    assert f"the token store {folder} is damaged: it is a copy of {other}; it is built again" in caplog.messages
+
+
+@pytest.mark.parametrize("failure", ["no-corpus", "interrupted"])
+def test_a_damaged_store_stays_until_another_is_built(config, tmp_path, monkeypatch, failure):
+    """Its corpus may be out of reach, and its owner may know how to repair it."""
+    open_store(config, BYTE)
+    folder = cache_folder(config) / stores(config)[0]
+    flip(folder / "train.bin", 7)
+    damaged = {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    def fail(*_):
+        raise ValueError("no corpus") if failure == "no-corpus" else KeyboardInterrupt
+
+    monkeypatch.setattr(*(data.corpora, "documents") if failure == "no-corpus" else (BYTE, "encode"), fail, raising=False)
+    with pytest.raises(ValueError if failure == "no-corpus" else KeyboardInterrupt):
+        open_store(config, BYTE)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == damaged and len(stores(config)) == 1
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["files", "sha256", "name", "dtype", "bytes"]), inner),
+)
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """The folder of a store."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "text.txt").write_text("0123456789" * 100)
+    config = DataConfig(source="text", path=str(folder / "text.txt"), cache_dir=str(folder / "cache"))
+    open_store(config, BYTE)
+    return cache_folder(config) / stores(config)[0]
+
+
+def loads_or_says_why(folder, content, meta):
+    """With that as its meta.json."""
+    file = folder / "meta.json"
+    before = file.read_bytes()
+    try:
+        file.write_bytes(content)
+        assert data.token_store.load(folder).meta == meta
+    except DamagedStore as damage:
+        assert str(damage).startswith(f"the token store {folder} ") and "\n" not in str(damage)
+    finally:
+        file.write_bytes(before)
+
+
+@given(JSON, st.data())
+def test_any_json_loads_or_is_damage(whole, value, draw):
+    meta = json.loads((whole / "meta.json").read_text())
+    loads_or_says_why(whole, json.dumps(value).encode(), meta)
+    key = draw.draw(st.sampled_from(sorted(meta)))
+    loads_or_says_why(whole, json.dumps(meta | {key: value}).encode(), meta)
+
+
+@given(st.binary(max_size=12), st.data())
+def test_any_bytes_load_or_are_damage(whole, some, draw):
+    content = (whole / "meta.json").read_bytes()
+    meta = json.loads(content)
+    loads_or_says_why(whole, some, meta)
+    start, stop = sorted(draw.draw(st.tuples(*[st.integers(0, len(content))] * 2)))
+    loads_or_says_why(whole, content[:start] + some + content[stop:], meta)
 
 
 @pytest.mark.parametrize("setting", ["cache_dir", "TILEGPT_CACHE", "HOME"])
@@ -261,10 +533,13 @@ def test_cache_folder(tmp_path, monkeypatch, setting):
     assert cache_folder(config) == expected
 
 
-def test_stdlib_opens_at_once_the_second_time(tmp_path):
+def test_stdlib_opens_at_once_the_second_time(tmp_path, caplog):
     config = DataConfig(source="stdlib", cache_dir=str(tmp_path))
     first = open_store(config, BYTE)
     start = time.perf_counter()
-    assert open_store(config, BYTE).meta == first.meta
+    with caplog.at_level(logging.INFO, "tilegpt"):
+        assert open_store(config, BYTE).meta == first.meta
     assert time.perf_counter() - start < 1
+    (line,) = caplog.messages
+    assert re.fullmatch(r"token store checked: \d\d\.\d MB in 0\.\d\d s", line)
     assert first.meta["train_tokens"] > 5_000_000 and 0.02 < first.meta["val_tokens"] / first.meta["train_tokens"] < 0.1

@@ -40,7 +40,7 @@ def test_a_full_disk(config):
     failed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     last_line = failed.stderr.strip().splitlines()[-1]
     assert last_line.startswith(f"ValueError: the token store cannot be written to {config.cache_dir} (File too large); choose a folder")
-    assert list(cache_folder(config).iterdir()) == []
+    assert list(cache_folder(config).glob("[!.]*")) == []
 
 
 @pytest.mark.parametrize("path", ["empty/a.txt", "empty"], ids=["empty-file", "only-empty-files"])
@@ -50,7 +50,7 @@ def test_a_corpus_without_text(config, tmp_path, path):
     config.path = str(tmp_path / path)
     with pytest.raises(ValueError, match=rf"data\.path={config.path} holds no text.*name a source with text"):
         open_store(config, BYTE)
-    assert list(cache_folder(config).iterdir()) == []
+    assert list(cache_folder(config).glob("[!.]*")) == []
 
 
 def test_building_is_silent_without_a_terminal(config, capfd):

@@ -153,7 +153,34 @@ def test_a_broken_vocabulary_is_refused(tmp_path, defect):
     else:
         lines[-1] = f"{base64.b64encode(b'ab').decode()} 255\n"
     (tmp_path / "ranks").write_text("".join(lines))
-    with pytest.raises(ValueError, match="all 256 bytes; run python -m scripts.train_bpe"):
+    with pytest.raises(ValueError, match="all 256 bytes; restore it from the repository, or .* python -m scripts.train_bpe"):
+        bpe(tmp_path / "ranks")
+
+
+# the line that is damaged, and by what
+DAMAGE = {
+    "cut": (b"IHNl", 1000),
+    "three-words": (b"IHNl 1 2", 3),
+    "rank": (b"IHNl x", 8192),
+    "empty-line": (b"", 1),
+    "not-base64": (b"I#Nl 7", 2),
+    "half-base64": (b"IHN 7", 2),
+    "nul": (bytes(12), 400),
+}
+
+
+@pytest.mark.parametrize("line, number", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_line_of_a_vocabulary_is_named(tmp_path, line, number):
+    """Said to be "not enough values to unpack" once."""
+    lines = RANKS_FILE.read_bytes().splitlines()
+    lines[number - 1] = line
+    (tmp_path / "ranks").write_bytes(b"\n".join(lines))
+    with pytest.raises(ValueError, match=rf"{tmp_path}/ranks is damaged: line {number} is not a token in base64 and its rank; restore it"):
+        bpe(tmp_path / "ranks")
+
+
+def test_a_missing_vocabulary_is_named(tmp_path):
+    with pytest.raises(ValueError, match=rf"{tmp_path}/ranks cannot be read \(No such file or directory\); restore it"):
         bpe(tmp_path / "ranks")
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -54,7 +53,7 @@ def packed() -> PackedBatch:
 
 def separated(tokens: torch.Tensor) -> PackedBatch:
     """tokens (2, 81) as the data hands them out."""
-    batch = windows(tokens.cpu().flatten().numpy(), np.array([0, 81]), 80, end_of_text=END)
+    batch = windows(tokens.cpu().numpy(), end_of_text=END)
     return PackedBatch(*(x.to(tokens.device) for x in batch))
 
 

@@ -4,6 +4,7 @@ import copy
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.kills import damage, is_one_line, same
+from config import DataConfig, TokenizerConfig
+from data import build_tokenizer
+from data.token_store import DamagedStore, load, open_store
+from scripts.kills import damage, damage_tokens, is_one_line, same
 from tests.training.test_checkpoint import ROOT, save
 from training.checkpoint import CheckpointError, load_checkpoint
 from training.rotation import newest_first
@@ -35,6 +39,16 @@ def test_bad_input_is_one_line_before_the_work(tmp_path, arguments, said):
     (tmp_path / "file").touch()
     done = kills(*(argument.format(file=tmp_path / "file") for argument in arguments))
     assert done.returncode == 1 and done.stderr.startswith("kills: ") and said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory) -> Path:
+    """The folder of a small token store."""
+    folder = tmp_path_factory.mktemp("store")
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(f"text {number} " * (number + 1))
+    open_store(DataConfig(source="text", path=f"{folder}/*.txt", cache_dir=f"{folder}/cache"), build_tokenizer(TokenizerConfig("byte")))
+    return next((folder / "cache").glob("text-*"))
 
 
 def test_one_bit_makes_another_run():
@@ -61,6 +75,17 @@ def test_no_harm_goes_unseen(tmp_path, seed):
         # everything is verified before anything of these is used
         load_checkpoint(Path(tmp_path), model=None, optimizer=None, scaler=None, config={})
     assert re.fullmatch(r"(model\.safetensors|training\.pt|meta\.json) (removed|(truncated|altered) at byte \d+)", said)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_harm_to_a_store_goes_unseen(store, tmp_path, seed):
+    folder = shutil.copytree(store, tmp_path / store.name)
+    assert load(folder)
+    said = damage_tokens(folder, random.Random(seed))
+    with pytest.raises(DamagedStore):
+        load(folder)
+    files = r"(train|val)(\.bin|_offsets\.npy)|meta\.json"
+    assert re.fullmatch(rf"train\.bin is zeros|val\.bin is the beginning .*|({files}) (removed|(truncated|altered) at byte \d+)", said)
 
 
 def test_a_traceback_is_no_refusal():
