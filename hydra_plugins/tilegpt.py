@@ -167,9 +167,9 @@ class CheckedSweeper(Sweeper):
         """Raise ValueError for what can be known to go wrong before a job has begun, here and wherever it runs."""
         from model.schedule import check_model, check_schedule
         from training.device import pick_device, pick_dtype
-        from training.loggers import check_installed
+        from training.loggers import check_logger
 
-        check_installed(config.logger)
+        check_logger(config.logger)
         schedule = check_schedule(config)
         # a cluster's nodes have devices that this machine may lack
         if self.config.hydra.launcher._target_.endswith(".BasicLauncher"):
