@@ -29,14 +29,13 @@ def read_settings(options: type, arguments: Iterable[str]) -> dict[str, Any]:
 def parse_backend(text: str) -> Backend:
     """NAME, NAME:option=value,option=value or pkg.module:BACKEND, with options likewise. Raises ValueError for what is none of them."""
     name, _, rest = text.partition(":")
-    target = None
     attribute, _, after = rest.partition(":")
     if name not in BACKENDS and attribute and "=" not in attribute:
-        target, rest = f"{name}:{attribute}", after
+        name, rest = f"{name}:{attribute}", after
     options = {}
     for option in rest.split(",") if rest else ():
         key, equals, value = option.partition("=")
         if not equals:
             raise ValueError(f"{option!r} is not option=value")
         options[key] = yaml.safe_load(value)
-    return get_backend(name, target=target, **options)
+    return get_backend(name, **options)
