@@ -537,6 +537,7 @@ def test_stdlib_opens_at_once_the_second_time(tmp_path, caplog):
     config = DataConfig(source="stdlib", cache_dir=str(tmp_path))
     first = open_store(config, BYTE)
     start = time.perf_counter()
+    caplog.clear()
     with caplog.at_level(logging.INFO, "tilegpt"):
         assert open_store(config, BYTE).meta == first.meta
     assert time.perf_counter() - start < 1
