@@ -92,14 +92,14 @@ def main() -> None:
                         runs[tree].append(measured)
             for tree in trees:
                 measured = {"slope": slope(runs[tree]), "by_arrival": by_arrival(runs[tree][-1])}
-                found.append({"tree": tree.name, "seq_len": seq_len} | measured | {"runs": runs[tree]})
+                found.append({"tree": tree.name, "seq_len": seq_len} | measured | {"each": runs[tree]})
                 print(
                     f"{tree.name:12} seq_len={seq_len}: {measured['slope']['tokens_per_sec']:,.0f} tokens/s by whole runs, "
                     f"{measured['by_arrival']:,.0f} by arrival of rows; reported {runs[tree][-1].get('tokens_per_sec'):,.0f}"
                 )
             write_json(
                 Path(own["out"]),
-                {"environment": measured_on("cuda" if torch.cuda.is_available() else "cpu"), "overrides": overrides, "measured": found},
+                {"environment": measured_on("cuda" if torch.cuda.is_available() else "cpu"), "overrides": overrides, "runs": found},
             )
 
 

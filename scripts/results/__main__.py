@@ -29,6 +29,8 @@ SECTIONS = {
     "A million tokens in one sequence": runs.million,
     "Long sequences without and with what makes them fit": runs.tricks,
     "What a block keeps": runs.kept,
+    "The speed of a whole run": runs.wall,
+    "Five attentions at two lengths in one sweep": runs.card,
     "Twelve jobs in one sweep": runs.sweep,
     "Killed and resumed": runs.survival,
     "Broken on purpose: text": runs.text,

@@ -290,6 +290,70 @@ def kept() -> str:
     return section(data, what, table(head, rows))
 
 
+def wall() -> str:
+    """Tokens a second by the wall clock, from outside the runs, before and after attention/max_score became cheap."""
+    data = load("wall_h200")
+    rows = []
+    for run in data["runs"]:
+        before, longest = run["tree"] == "before", run["each"][-1]
+        # before, tokens_per_sec was that of the steps alone
+        steps = longest["tokens_per_sec" if before else "step_tokens_per_sec"]
+        rows.append(
+            [
+                f"{run['seq_len']:,}",
+                f"{run['tree']} ({run['commit']})",
+                f"{steps:,.0f}",
+                f"{run['by_arrival']:,.0f}",
+                f"{1 - run['by_arrival'] / steps:.1%}",
+                f"{run['slope']['tokens_per_sec']:,.0f} ({' to '.join(f'{speed:,.0f}' for speed in run['slope']['of_two'])})",
+                f"{longest['tokens'] / longest['seconds']:,.0f}",
+                "/".join(str(each["steps"]) for each in run["each"]),
+            ]
+        )
+    what = (
+        f"`python -m scripts.wall {' '.join(data['overrides'])}`: GPT-2 with 32,768 tokens a step, a row of metrics every 10 steps, one "
+        "process a run, both checkouts in turn on one GPU. Rows are timed as they arrive in metrics.jsonl; whole runs are the slope of "
+        "wall time against steps (of any two runs, the least and the most), which start-up times blur: they differ by seconds. The last "
+        "column counts everything: imports, compilation, and the end."
+    )
+    head = ["seq_len", "", "steps alone, as reported", "by arrival of rows", "lost", "by whole runs", "longest run, all in all", "steps"]
+    return section(data, what, table(head, rows))
+
+
+def card() -> str:
+    """A sweep of attentions with different options: its statuses, both speeds, its memory."""
+    data = load("card_h200")
+    literal = data["literal"]
+
+    def line(run: dict[str, Any]) -> list[str]:
+        options = ", ".join(x.removeprefix("attention.") for x in run["overrides"] if x.startswith("attention."))
+        unread = ", ".join(key.removeprefix("attention.") for key in run.get("left_out") or {})
+        figures = (("val/loss", "{:.3f}"), ("tokens_per_sec", "{:,.0f}"), ("step_tokens_per_sec", "{:,.0f}"), ("memory/peak_gib", "{:.2f}"))
+        cells = ["-" if run["status"] == "oom" or run.get(key) is None else form.format(run[key]) for key, form in figures]
+        return [run["attention"], f"{run['seq_len']:,}", options, unread or "-", run["status"], *cells, f"{run['wall_seconds']:.0f}"]
+
+    what = (
+        f"`{literal['command']}`, at two lengths in two commands, and with `attention.impl=triton` at 8,192 tokens. The command as one was "
+        f"stopped in its job {literal['stopped_in_job']}: tiled at 8,192 tokens, a loop of 64 keys in PyTorch over 16 sequences, takes "
+        f"{literal['its_seconds_a_step']:.0f} s a step, so that this job and its like under no_max and no_rescale take 45 minutes each. "
+        "Its three jobs before that ended as below (naive at 1,024 completed, at 8,192 out of memory, tiled at 1,024 completed). "
+        "Short runs: start-up and compilation are most of the wall clock's speed."
+    )
+    head = [
+        "attention",
+        "seq_len",
+        "asked for",
+        "left out",
+        "status",
+        "val/loss",
+        "tokens/s",
+        "tokens/s, steps alone",
+        "peak GiB",
+        "seconds",
+    ]
+    return section(data, what, table(head, map(line, data["runs"])))
+
+
 def sweep() -> str:
     """Jobs of one process one after the other, some without enough memory, some that diverge."""
     data = load("sweep_h200")

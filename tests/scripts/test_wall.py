@@ -33,10 +33,10 @@ def test_two_lengths_of_a_real_run(tmp_path, monkeypatch):
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     wall.main()
-    (found,) = json.loads(out.read_text())["measured"]
-    assert [each["steps"] for each in found["runs"]] == [4, 8] and found["seq_len"] == 32
-    assert list(found["runs"][1]["arrivals"]) == [str(step) for step in range(9)]
-    assert found["by_arrival"] > 0 and found["runs"][0]["seconds"] > max(found["runs"][0]["arrivals"].values())
+    (found,) = json.loads(out.read_text())["runs"]
+    assert [each["steps"] for each in found["each"]] == [4, 8] and found["seq_len"] == 32
+    assert list(found["each"][1]["arrivals"]) == [str(step) for step in range(9)]
+    assert found["by_arrival"] > 0 and found["each"][0]["seconds"] > max(found["each"][0]["arrivals"].values())
 
 
 def test_one_length_has_no_slope(monkeypatch):
