@@ -4,6 +4,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +19,7 @@ from attention import BACKENDS, Backend
 from config import RunConfig, register
 from model.evaluate import evaluate
 from model.health import Watch
-from tests.command import ROOT, checkpoint, computed, finish, metrics, run, start, strict_json, summary, tiny
+from tests.command import ROOT, checkpoint, computed, metrics, run, strict_json, summary, tiny
 from training.checkpoint import Checkpoints
 from training.metrics import MetricsFile
 
@@ -239,15 +241,21 @@ def test_the_weights_of_a_diverged_run_are_those_before_the_bad_step(diverged, t
     assert done.code == 0 and summary(tmp_path / "run")["status"] == "completed"
 
 
-def test_help_is_quick_and_lists_the_groups():
+def seconds_of_the_processor(command: list[str]) -> tuple[float, str]:
+    """What a process and its children take, whatever runs beside them; and what it prints."""
     before = os.times()
-    done = finish(start("--help"))
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=100).stdout
     after = os.times()
-    # of the processor: other tests run beside this one
-    seconds = after.children_user + after.children_system - before.children_user - before.children_system
-    assert done.code == 0 and 0 < seconds < 2
-    for group in (path for path in (ROOT / "conf").iterdir() if path.is_dir()):
-        assert f"{group.name}: {', '.join(sorted(path.stem for path in group.glob('*.yaml')))}" in done.output
+    return after.children_user + after.children_system - before.children_user - before.children_system, output
+
+
+def test_help_is_quick_and_lists_the_groups():
+    help_seconds, output = seconds_of_the_processor([sys.executable, "train.py", "--help"])
+    # relative to Hydra itself: a machine may be slow, or busy
+    hydra_seconds, _ = seconds_of_the_processor([sys.executable, "-c", "import hydra"])
+    assert 0 < help_seconds < 6 * hydra_seconds
+    for group in (path for path in (ROOT / "conf").iterdir() if path.is_dir() and path.name != "hydra"):
+        assert f"{group.name}: {', '.join(sorted(path.stem for path in group.glob('*.yaml')))}" in output
 
 
 def test_the_resolved_config_can_be_printed():
