@@ -251,9 +251,9 @@ def seconds_of_the_processor(command: list[str]) -> tuple[float, str]:
 
 def test_help_is_quick_and_lists_the_groups():
     help_seconds, output = seconds_of_the_processor([sys.executable, "train.py", "--help"])
-    # relative to Hydra itself: a machine may be slow, or busy
+    # relative to Hydra itself, as a machine may be slow, or busy; torch alone would take as much again
     hydra_seconds, _ = seconds_of_the_processor([sys.executable, "-c", "import hydra"])
-    assert 0 < help_seconds < 6 * hydra_seconds
+    assert 0 < help_seconds < 12 * hydra_seconds
     for group in (path for path in (ROOT / "conf").iterdir() if path.is_dir() and path.name != "hydra"):
         assert f"{group.name}: {', '.join(sorted(path.stem for path in group.glob('*.yaml')))}" in output
 
