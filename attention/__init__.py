@@ -8,6 +8,7 @@ register(Backend("mine", my_function))                                    # your
 import importlib
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -57,7 +58,8 @@ def register(backend: Backend) -> None:
 def get_backend(name: str, **options: Any) -> Backend:
     """The backend of that name, with its options set. Raises ValueError for an unknown name or option, listing the valid ones.
 
-    `pkg.module:NAME` is a user's Backend, found from the current folder or anywhere Python looks.
+    `pkg.module:NAME` is a user's Backend, found from the current folder or anywhere Python looks. It goes by that name, since two of them
+    may call themselves alike.
     """
     if name in BACKENDS:
         return BACKENDS[name].configured(**options)
@@ -78,7 +80,7 @@ def _load(target: str) -> Backend:
         raise ValueError(f"attention={target} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(found, Backend):
         raise ValueError(f"attention={target} must be an attention.Backend, it is a {type(found).__name__}")
-    return found
+    return replace(found, name=target)
 
 
 def attention(

@@ -13,7 +13,6 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.plugins.sweeper import Sweeper
@@ -100,16 +99,19 @@ class CheckedSweeper(Sweeper):
             key = override.get_key_element()
             if not override.is_sweep_override():
                 values[key] = [f"{key}={override.get_value_element_as_str()}"]
-            elif override.is_discrete_sweep():
-                values[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
-            else:
-                raise HydraException(f"{override.input_line}: a grid needs a list of values, such as {key}=1,2")
+                continue
+            if not override.is_discrete_sweep():
+                raise SystemExit(f"error: {override.input_line} has no list of values to sweep over; write {key}=choice(A,B)")
+            values[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+            if not values[key]:
+                raise SystemExit(f"error: {override.input_line} has no value to sweep over, so there is no job; write {key}=A,B")
         return [list(job) for job in product(*values.values())]
 
     def checked(self, jobs: list[list[str]]) -> list[list[str]]:
         """The jobs to launch, each with what it may leave out. Ends the program, with every reason, where one could not run."""
         from config import key_of
         from model.settings import conditional_settings, is_asked, settle, unread
+        from training.interrupt import Stopped
 
         configs: list[RunConfig | None] = []
         settings: list[dict[str, Unread | None]] = []
@@ -119,8 +121,10 @@ class CheckedSweeper(Sweeper):
                 config = self.compose(job)
                 settings.append(conditional_settings(config))
                 configs.append(config)
-            except ValueError as error:
-                problems[number] = str(error)
+            except (ValueError, KeyboardInterrupt) as error:
+                if isinstance(error, Stopped):  # by a signal, and not by somebody's module
+                    raise
+                problems[number] = str(error) or f"{type(error).__name__} was raised while the job was looked at"
                 configs.append(None)
                 settings.append({})
 
@@ -174,16 +178,17 @@ class CheckedSweeper(Sweeper):
         # a cluster's nodes have devices that this machine may lack
         if self.config.hydra.launcher._target_.endswith(".BasicLauncher"):
             device = pick_device(config.device)
-            for backend in schedule.values():
-                check_model(config, backend, dtype=pick_dtype(config.dtype, device), device=device)
+            check_model(config, schedule, dtype=pick_dtype(config.dtype, device), device=device)
 
 
 def refusal(jobs: list[list[str]], problems: dict[int, str]) -> str:
     """error: 2 of 3 jobs cannot run, so none was started: attention=sdpa, attention=flex: ..."""
+    from config import unescaped
+
     shared = set.intersection(*map(set, jobs))
     by_reason: dict[str, list[str]] = {}
     for number, reason in problems.items():
-        by_reason.setdefault(reason, []).append(" ".join(x for x in jobs[number] if x not in shared))
+        by_reason.setdefault(reason, []).append(" ".join(unescaped(x) for x in jobs[number] if x not in shared))
     lines = [f"{', '.join(filter(None, names))}: {reason}".removeprefix(": ") for reason, names in by_reason.items()]
     count = "no job can" if len(problems) == len(jobs) else f"{len(problems)} of {len(jobs)} jobs cannot"
     return f"error: {count} run, so none was started: " + "\n  ".join(lines)

@@ -35,9 +35,13 @@ def check_schedule(config: RunConfig) -> dict[int, Backend]:
     return schedule
 
 
-def check_model(config: RunConfig, backend: Backend, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError for an attention that cannot train this model on this device."""
-    backend.check_model(**_heads(config.model), dtype=dtype, device=device)
+def check_model(config: RunConfig, schedule: dict[int, Backend], *, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError for an attention that cannot train this model on this device; somebody's own is tried out."""
+    shape = {"num_heads": config.model.num_heads, "num_kv_heads": config.model.kv_heads, "head_dim": config.model.head_dim}
+    for backend, name in zip(schedule.values(), (config.attention.backend_name, config.attention.switch_to), strict=False):
+        backend.check_model(**shape, dtype=dtype, device=device)
+        if ":" in name:
+            probe_backend(backend, **shape, dtype=dtype, device=device)
 
 
 def attention_schedule(config: RunConfig, *, dtype: torch.dtype, device: torch.device) -> dict[int, Backend]:
@@ -46,22 +50,16 @@ def attention_schedule(config: RunConfig, *, dtype: torch.dtype, device: torch.d
     schedule = check_schedule(config)
     if chosen.switch_to is not None and chosen.switch_at is None:
         log.info(f"attention.switch_to={chosen.switch_to} without attention.switch_at=STEP: this run keeps its attention")
-    for backend, name in zip(schedule.values(), (chosen.backend_name, chosen.switch_to), strict=False):
-        check_model(config, backend, dtype=dtype, device=device)
+    check_model(config, schedule, dtype=dtype, device=device)
+    for backend in schedule.values():
         kernel = kernel_choice(backend, device=device, dtype=dtype, head_dim=config.model.head_dim)
         if kernel is not None and device.type == "cuda":
             log.info(f"attention={backend.name} runs the {kernel.kernel} kernels: {kernel.reason}")
-        if ":" in name:  # somebody's own
-            probe_backend(backend, **_heads(config.model), dtype=dtype, device=device)
         if backend.defect is not None:
             log.warning(f"attention={backend.name} is broken on purpose: {backend.defect}")
             if backend.name == "no_rescale" and backend.options["block_kv"] >= config.seq_len:
                 log.warning(f"one tile of block_kv={backend.options['block_kv']} covers seq_len={config.seq_len}: no_rescale is exact here")
     return schedule
-
-
-def _heads(config: ModelConfig) -> dict[str, int]:
-    return {"num_heads": config.num_heads, "num_kv_heads": config.kv_heads, "head_dim": config.head_dim}
 
 
 def backend_after(schedule: dict[int, Backend], step: int) -> Backend:

@@ -100,15 +100,36 @@ REFUSED = {
     "target-no-name": (["attention=custom", "attention.target=no.such"], ["attention=no.such", "pkg.module:NAME"]),
     "target-no-backend": (["attention=custom", BACKENDS_OF_A_USER + "naive"], ["tests.user_backends:naive", "attention.Backend"]),
     "dtype-a-backend-lacks": (["attention=custom", BACKENDS_OF_A_USER + "RIGHT_IN_FP32", "dtype=fp16"], ["float16", "float32"]),
-    "user-shape": (["attention=custom", BACKENDS_OF_A_USER + "WRONG_SHAPE"], ["attention=wrong_shape", "must return out of shape"]),
-    "user-dtype": (["attention=custom", BACKENDS_OF_A_USER + "WRONG_DTYPE"], ["attention=wrong_dtype", "float64"]),
-    "user-nan": (["attention=custom", BACKENDS_OF_A_USER + "NAN"], ["attention=nan", "NaN"]),
-    "user-bare-tensor": (["attention=custom", BACKENDS_OF_A_USER + "BARE_TENSOR"], ["attention=bare_tensor", "AttentionOutput(out, lse)"]),
-    "user-no-gradient": (["attention=custom", BACKENDS_OF_A_USER + "NO_GRADIENT"], ["attention=no_gradient", "gradient"]),
-    "user-not-causal": (["attention=custom", BACKENDS_OF_A_USER + "NOT_CAUSAL"], ["attention=not_causal is not causal"]),
-    "user-wrong": (["attention=custom", BACKENDS_OF_A_USER + "WRONG"], ["attention=wrong says exact=True", "declare exact=False"]),
-    "user-raises": (["attention=custom", BACKENDS_OF_A_USER + "RAISES"], ["attention=raises", "my kernel's table", "user_backends.py"]),
-    "user-exits": (["attention=custom", BACKENDS_OF_A_USER + "EXITS"], ["attention=exits", "SystemExit: 3", "user_backends.py, line"]),
+    "user-shape": (
+        ["attention=custom", BACKENDS_OF_A_USER + "WRONG_SHAPE"],
+        ["attention=tests.user_backends:WRONG_SHAPE", "must return out of shape"],
+    ),
+    "user-dtype": (["attention=custom", BACKENDS_OF_A_USER + "WRONG_DTYPE"], ["attention=tests.user_backends:WRONG_DTYPE", "float64"]),
+    "user-nan": (["attention=custom", BACKENDS_OF_A_USER + "NAN"], ["attention=tests.user_backends:NAN", "NaN"]),
+    "user-bare-tensor": (
+        ["attention=custom", BACKENDS_OF_A_USER + "BARE_TENSOR"],
+        ["attention=tests.user_backends:BARE_TENSOR", "AttentionOutput(out, lse)"],
+    ),
+    "user-no-gradient": (
+        ["attention=custom", BACKENDS_OF_A_USER + "NO_GRADIENT"],
+        ["attention=tests.user_backends:NO_GRADIENT", "gradient"],
+    ),
+    "user-not-causal": (
+        ["attention=custom", BACKENDS_OF_A_USER + "NOT_CAUSAL"],
+        ["attention=tests.user_backends:NOT_CAUSAL is not causal"],
+    ),
+    "user-wrong": (
+        ["attention=custom", BACKENDS_OF_A_USER + "WRONG"],
+        ["attention=tests.user_backends:WRONG says exact=True", "declare exact=False"],
+    ),
+    "user-raises": (
+        ["attention=custom", BACKENDS_OF_A_USER + "RAISES"],
+        ["attention=tests.user_backends:RAISES", "my kernel's table", "user_backends.py"],
+    ),
+    "user-exits": (
+        ["attention=custom", BACKENDS_OF_A_USER + "EXITS"],
+        ["attention=tests.user_backends:EXITS", "SystemExit: 3", "user_backends.py, line"],
+    ),
     "user-ctrl-c": (
         ["attention=custom", BACKENDS_OF_A_USER + "PRESSES_CTRL_C"],
         ["KeyboardInterrupt() was raised in", "user_backends.py, line", "raise an exception of another type"],
@@ -145,7 +166,7 @@ def test_a_module_of_a_user_that_ends_the_program(tmp_path, monkeypatch, raised)
     (tmp_path / "ends.py").write_text(f"raise {raised}\n")
     monkeypatch.syspath_prepend(tmp_path)
     answer = run(*tiny(tmp_path / "run", "attention=custom", "attention.target=ends:BACKEND")).complaint()
-    assert raised.partition("(")[0] in answer and ("attention.target=ends:BACKEND" in answer or str(tmp_path / "ends.py") in answer)
+    assert raised.partition("(")[0] in answer and ("attention=ends:BACKEND" in answer or str(tmp_path / "ends.py") in answer)
     assert summary(tmp_path / "run")["status"] == "failed"
 
 

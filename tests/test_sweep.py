@@ -113,7 +113,7 @@ def test_an_option_that_one_attention_lacks_is_left_out_of_it(mixed):
     rows = index(folder)
     # what would be the same run twice without the option is one
     assert [(row["attention"], row["status"]) for row in rows] == [
-        (name, "completed") for name in ("naive", "tiled", "tiled", "right", "right_in_fp32")
+        (name, "completed") for name in ("naive", "tiled", "tiled", OWN, f"{OWN}_IN_FP32")
     ]
     assert "5 jobs in place of 8" in done.output
     left_out = [sorted(row.get("left_out", {})) for row in rows]
@@ -143,15 +143,42 @@ def test_a_job_without_an_option_can_go_on(mixed, tmp_path):
         (["attention.block_kv=16,0"], "1 of 2 jobs cannot run, so none was started: attention.block_kv=0: attention.block_kv=0 must be"),
         (["attention=tiled,no.such:X"], "attention=no.such:X cannot be loaded"),
         (["attention=tiled,custom"], "attention=custom needs attention.target"),
+        (
+            ["attention=tiled,tests.user_backends:WRONG"],
+            "attention=tests.user_backends:WRONG: attention=tests.user_backends:WRONG says exact=True",
+        ),
+        (["optim.lr=interval(0,1)"], "optim.lr=interval(0,1) has no list of values to sweep over"),
         (["seed=0,1", "logger=trackio"], "no job can run, so none was started: seed=0, seed=1: logger=trackio needs pip install"),
         (["data=stdlib,torch_source", "data.path=books"], "data.path=books has no effect"),
         (["model.num_heads=1,3"], "model.num_heads=3: model.hidden_size=32 is not a multiple"),
     ],
-    ids=["option-of-none", "value", "own", "custom", "logger", "data", "model"],
+    ids=["option-of-none", "value", "own", "custom", "probe", "interval", "logger", "data", "model"],
 )
 def test_a_job_that_cannot_run_is_known_before_any_has_begun(tmp_path, overrides, said):
     done = run(*tiny_sweep(tmp_path / "sweep", *overrides))
     assert done.code == 1 and said in done.complaint() and not (tmp_path / "sweep").exists()
+
+
+def test_a_module_that_raises_ctrl_c_is_named(tmp_path, monkeypatch):
+    """A regression test: the sweep ended without a word."""
+    (tmp_path / "pressed.py").write_text("raise KeyboardInterrupt")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    answer = run(*tiny_sweep(tmp_path / "sweep", "attention=pressed:BACKEND,tiled")).complaint()
+    assert "attention=pressed:BACKEND: KeyboardInterrupt was raised" in answer
+
+
+def test_a_sweep_over_a_pattern(tmp_path):
+    """A regression test: the pattern was read without the choices that it stands for, and the folder was neither made nor locked."""
+    done = run(*tiny_sweep(tmp_path, "attention=glob(no_*,[no_scale])", "steps=1"))
+    assert [row["attention"] for row in index(tmp_path)] == ["no_max", "no_rescale"] and done.code == 0, done.output
+
+
+def test_two_attentions_of_ones_own_that_call_themselves_alike(tmp_path, monkeypatch):
+    """A regression test: a report gave the mean of both as one."""
+    (tmp_path / "alike.py").write_text("from tests.user_backends import RIGHT as A, RIGHT as B")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert run(*tiny_sweep(tmp_path / "sweep", "attention=alike:A,alike:B", "steps=1")).code == 0
+    assert [row["attention"] for row in read_sweep(tmp_path / "sweep")] == ["alike:A", "alike:B"]
 
 
 def test_a_device_that_is_not_here_is_known_before_any_job_has_begun(tmp_path):
@@ -186,7 +213,7 @@ def test_jobs_in_processes_of_their_own(tmp_path, launcher):
     assert done.code == 0 and "Traceback" not in done.output, done.output
     assert [(row["job"], row["attention"], row["status"]) for row in index(tmp_path)] == [
         (0, "naive", "completed"),
-        (1, "right", "completed"),
+        (1, OWN, "completed"),
     ]
     assert [line[0] for line in table(done.output)[1:3]] == ["naive", OWN]
 

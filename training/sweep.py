@@ -59,7 +59,6 @@ class SweepSummary(Callback):
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         self.folder = own_folder(config, "sweep").absolute()
-        refuse_empty(config)
         self.locks[self.folder] = claim(self.folder, INDEX, "hydra.sweep.dir")
         (self.folder / INDEX).touch()
 
@@ -138,16 +137,6 @@ def finish_sweep(folder: Path, code: int) -> NoReturn:
         print(f"  {row['command']}")
     print(f"{folder}\nreport: python -m scripts.report {shlex.quote(str(folder))}")
     raise SystemExit(code)
-
-
-def refuse_empty(config: Any) -> None:
-    """End the program where a choice of a sweep has no value, as range(5,1) has none: there would be no job, and no word about it."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    own = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
-    for override in OverridesParser.create().parse_overrides([*own, *as_written(config.hydra.overrides.task)]):
-        if override.is_discrete_sweep() and not list(override.sweep_string_iterator()):
-            raise SystemExit(f"error: {override.input_line} has no value to sweep over, so there is no job; write key=value,value")
 
 
 def own_folder(config: Any, kind: str) -> Path:

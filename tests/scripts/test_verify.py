@@ -70,7 +70,7 @@ def test_columns_measured_alike_come_together_in_one_file(run_verify, monkeypatc
     run_verify("attention=naive,no_scale", f"out={path}")
     assert backends() == ["naive", "tiled", "no_scale"]
     run_verify("attention=tests.user_backends:RIGHT", f"out={path}")
-    assert backends() == ["naive", "tiled", "no_scale", "right"]
+    assert backends() == ["naive", "tiled", "no_scale", "tests.user_backends:RIGHT"]
     # other cases are another measurement
     run_verify("attention=sdpa", "seed=1", f"out={path}")
     assert backends() == ["sdpa"]
@@ -91,7 +91,7 @@ def test_kernels_of_a_defect_get_their_own_column_where_they_run(monkeypatch):
 
 def test_options_follow_the_name():
     found = verify.pick_backends("tiled:block_q=16,block_kv=32,naive,tests.user_backends:RIGHT,tiled", torch.device("cpu"))
-    assert list(found) == ["tiled:block_q=16,block_kv=32", "naive", "right", "tiled"]
+    assert list(found) == ["tiled:block_q=16,block_kv=32", "naive", "tests.user_backends:RIGHT", "tiled"]
     assert (found["tiled:block_q=16,block_kv=32"].options["block_q"], found["tiled"].options["block_q"]) == (16, 128)
 
 
@@ -99,13 +99,13 @@ def test_a_wrong_backend_of_the_users_fails_and_says_where(run_verify):
     code, out = run_verify("attention=tests.user_backends:WRONG")
     assert re.fullmatch(r"verify: \d+ cells are not as documented", code)
     assert re.search(r"^forward +!$", out, re.MULTILINE)
-    assert re.search(r"^! wrong, forward, fp32: red, out of B\S+-fp32: \S+ where \S+ is allowed$", out, re.MULTILINE)
+    assert re.search(r"^! tests.user_backends:WRONG, forward, fp32: red, out of B\S+-fp32: \S+ where \S+ is allowed$", out, re.MULTILINE)
 
 
 def test_a_backend_that_raises_does_not_end_the_run(run_verify):
     code, out = run_verify("attention=tests.user_backends:RAISES,tiled")
     assert "cells are not as documented" in code
-    assert '! raises, forward, fp32: red, KeyError: "my kernel\'s table"' in out
+    assert '! tests.user_backends:RAISES, forward, fp32: red, KeyError: "my kernel\'s table"' in out
     assert re.search(r"^forward +!  \+$", out, re.MULTILINE)
 
 
