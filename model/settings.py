@@ -7,7 +7,7 @@ in silence, and two runs that differ in it alone would pass for two.
 from collections.abc import Iterable
 
 from attention import BACKENDS, Backend, get_backend
-from config import BACKEND_OPTIONS, AttentionConfig, RunConfig, Unread
+from config import BACKEND_OPTIONS, READ_UNDER, AttentionConfig, RunConfig, Unread
 
 
 def conditional_settings(config: RunConfig) -> dict[str, Unread | None]:
@@ -26,6 +26,9 @@ def settle(config: RunConfig, *, asked: Iterable[str]) -> dict[str, str]:
     Raises ValueError for those in `asked`, the keys of the command line, unless config.left_out excuses them.
     """
     asked = set(asked)
+    for key in config.left_out:
+        if key not in READ_UNDER and not key.startswith("attention."):
+            raise ValueError(f"left_out=[{key}]: every run reads {key}, or there is no such setting; take it out of left_out")
     left_out = unread(conditional_settings(config))
     for key, found in left_out.items():
         if is_asked(key, asked) and key not in config.left_out:

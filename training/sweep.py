@@ -127,6 +127,12 @@ def write_index_row(folder: Path, row: dict[str, Any]) -> None:
 def finish_sweep(folder: Path, code: int) -> NoReturn:
     """Print the table and the jobs that were not started, and leave with this exit code."""
     folder = folder.absolute()
+    for row in _index_rows(folder):
+        run_dir = folder / str(row.get("job"))
+        # a launcher that was stopped leaves its jobs no time to say how they ended
+        if row.get("status") == "not started" and run_dir.is_dir():
+            known = {"job": row["job"], "overrides": row["overrides"]}
+            write_index_row(folder, known | read_run(run_dir) | {"dir": run_dir.name})
     table = summary_table(read_sweep(folder))
     write_file(folder / "table.txt", f"{table}\n")  # whatever becomes of what is printed
     print(f"\n{table}")

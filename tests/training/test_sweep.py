@@ -13,6 +13,7 @@ from training.sweep import (
     SweepSummary,
     begin_sweep,
     exit_code,
+    finish_sweep,
     lock,
     not_started,
     read_run,
@@ -131,6 +132,17 @@ def test_an_index_has_every_job_from_the_start_and_one_line_of_each(tmp_path):
     assert not_started(tmp_path) == [first]
     (tmp_path / "0").mkdir()  # it runs now
     assert not_started(tmp_path) == []
+
+
+def test_a_job_that_its_launcher_stopped_is_no_job_that_was_not_started(tmp_path, capsys):
+    begin_sweep(tmp_path, [["seed=0"], ["seed=1"]])
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0/summary.json").write_text('{"status": "interrupted", "seed": 0, "overrides": ["seed=0"]}')
+    with pytest.raises(SystemExit):
+        finish_sweep(tmp_path, 130)
+    rows = [json.loads(line) for line in (tmp_path / "index.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["interrupted", "not started"]
+    assert "1 of 2 jobs not started" in capsys.readouterr().out
 
 
 def test_jobs_that_end_together_lose_no_line(tmp_path):
