@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ def refuse_several_processes() -> None:
     if not told.isdecimal() or int(told) < 2:
         return
     if os.environ.get("RANK", "0") != "0":
+        time.sleep(2)  # torchrun stops them all when the first one ends: that shall be the one that speaks
         sys.exit(1)
     sys.exit(
         f"error: WORLD_SIZE={told}, but a run is trained by one process on one GPU: start python train.py without torchrun, "
