@@ -50,6 +50,12 @@ def _at_least(key: str, value: float, minimum: float) -> None:
         raise ValueError(f"{key}={value} must be at least {minimum}" + (" and finite" if value == float("inf") else ""))
 
 
+def check_int64(key: str, value: Any) -> None:
+    """Raise ValueError for a whole number that numpy and torch cannot hold. Values of other types pass."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{key}={value} is no 64-bit integer: it must be less than 2**63 = {2**63}")
+
+
 @dataclass
 class AttentionConfig:
     """Which attention runs, and the options of the backends that have any."""
@@ -269,9 +275,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self.compile = str(self.compile).lower()
-        for key, value in _values(self):
-            if isinstance(value, int) and not -(2**63) <= value < 2**63:
-                raise ValueError(f"{key}={value} is no 64-bit integer: it must be less than 2**63 = {2**63}")
+        for key in _keys(RunConfig):
+            check_int64(key, _get(self, key))
         _choice("device", self.device, DEVICES)
         _choice("dtype", self.dtype, DTYPES)
         _choice("compile", self.compile, ("auto", "true", "false"))
@@ -411,15 +416,6 @@ def _keys(schema: type, prefix: str = "") -> Iterator[str]:
         yield prefix + each.name
         if is_dataclass(each.type):
             yield from _keys(each.type, f"{prefix}{each.name}.")
-
-
-def _values(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for each in fields(settings):
-        value = getattr(settings, each.name)
-        if is_dataclass(value):
-            yield from _values(value, f"{prefix}{each.name}.")
-        else:
-            yield prefix + each.name, value
 
 
 def as_written(node: Any) -> Any:

@@ -233,8 +233,10 @@ def _is_number(x: Any) -> bool:
 
 
 def prepared(q: Tensor, k: Tensor, optional: dict[str, Any]) -> dict[str, Any]:
-    """Checked optional arguments as every backend takes them: numbers of tensors in the statistics' dtype beside q, whatever their own
-    dtype is, and a window no wider than the keys, which hides as much as a wider one."""
+    """Checked optional arguments, as every backend takes them.
+
+    Slopes and params have the statistics' dtype and the device of q. A window is at most as wide as the keys: a wider one hides no more.
+    """
     window, slopes, score_mod = optional["window"], optional["alibi_slopes"], optional["score_mod"]
     dtype = statistics_dtype(q)
     if window is not None:

@@ -5,8 +5,8 @@
     inputs          d d d E
     targets           d d E d                       each input's successor
 
-Windows are drawn with replacement, as nanoGPT draws them, and there are no epochs: after as many tokens as the training half has, 37%
-of it has not been read yet, and some of it several times.
+Windows are drawn with replacement, as nanoGPT draws them. There are no epochs: after as many tokens as the training half has, a share of
+1/e has not been read yet, and some tokens were read several times.
 
 With data.documents=true the documents of a window are kept apart: attention stays inside each, by its number. Positions go on counting
 through the window, and targets are the same: what follows an end of text is how documents begin.

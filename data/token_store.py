@@ -8,9 +8,9 @@ The folder is named by what it is built from (the corpus' identity, the tokenize
 without reading the corpus. Every file is read and checked when a store is opened. A store with anything wrong is built again, with a
 warning that says what was wrong.
 
-A store is written to unfinished-<uuid>/, pushed to the disk and renamed when complete: a killed build is never taken for a store, and
-of two processes that build the same one the first to finish wins. What a killed build leaves is removed by the next process that opens
-any store here, but not while a process builds: that is locked, and the system unlocks it however the process ends.
+A store is written to unfinished-<uuid>/, pushed to the disk, and renamed when complete. So a killed build is never taken for a store. If
+two processes build the same store, the first to finish wins. The next process that opens any store here removes what killed builds left,
+unless somebody builds: a build holds a lock, which the system releases however the process ends.
 
 Held out are whole documents, chosen by a hash of their path: a document stays on its side when others join the corpus, and no
 validation loss comes from the rest of a file the model has read. A corpus of one document is the exception: its end is held out.

@@ -113,30 +113,27 @@ class CheckedSweeper(Sweeper):
         from model.settings import conditional_settings, is_asked, settle, unread
         from training.interrupt import Stopped
 
-        configs: list[RunConfig | None] = []
-        settings: list[dict[str, Unread | None]] = []
+        configs: dict[int, RunConfig] = {}
+        settings: dict[int, dict[str, Unread | None]] = {}
         problems: dict[int, str] = {}
         for number, job in enumerate(jobs):
             try:
                 config = self.compose(job)
-                settings.append(conditional_settings(config))
-                configs.append(config)
+                settings[number] = conditional_settings(config)
+                configs[number] = config
             except (ValueError, KeyboardInterrupt) as error:
                 if isinstance(error, Stopped):  # by a signal, and not by somebody's module
                     raise
                 problems[number] = str(error) or f"{type(error).__name__} was raised while the job was looked at"
-                configs.append(None)
-                settings.append({})
 
-        read = {key for each in settings for key, found in each.items() if found is None}
+        read = {key for each in settings.values() for key, found in each.items() if found is None}
         kept: list[list[str]] = []
         seen: dict[str, bool] = {}  # what a job comes to, and whether something was left out of it
         left_out: dict[str, None] = {}
-        for number, (job, config, told) in enumerate(zip(jobs, configs, settings, strict=True)):
-            if config is None:
-                continue
+        for number, config in configs.items():
+            job = jobs[number]
             asked = {key_of(override) for override in job}
-            excused = [key for key in unread(told) if key in read and is_asked(key, asked)]
+            excused = [key for key in unread(settings[number]) if key in read and is_asked(key, asked)]
             config.left_out = [*config.left_out, *excused]
             try:
                 reasons = settle(config, asked=asked)
@@ -149,8 +146,10 @@ class CheckedSweeper(Sweeper):
             if same in seen and (seen[same] or excused):
                 continue
             seen[same] = bool(excused)
-            excuse = [f"left_out=[{','.join(config.left_out)}]"] if excused else []
-            kept.append([override for override in job if not (excuse and key_of(override) == "left_out")] + excuse)
+            if excused:
+                job = [override for override in job if key_of(override) != "left_out"]
+                job.append(f"left_out=[{','.join(config.left_out)}]")
+            kept.append(job)
         if problems:
             raise SystemExit(refusal(jobs, problems))
         for line in left_out:

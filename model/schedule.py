@@ -38,9 +38,9 @@ def check_schedule(config: RunConfig) -> dict[int, Backend]:
 def check_model(config: RunConfig, schedule: dict[int, Backend], *, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ValueError for an attention that cannot train this model on this device; somebody's own is tried out."""
     shape = {"num_heads": config.model.num_heads, "num_kv_heads": config.model.kv_heads, "head_dim": config.model.head_dim}
-    for backend, name in zip(schedule.values(), (config.attention.backend_name, config.attention.switch_to), strict=False):
+    for backend in schedule.values():
         backend.check_model(**shape, dtype=dtype, device=device)
-        if ":" in name:
+        if ":" in backend.name:  # pkg.module:NAME
             probe_backend(backend, **shape, dtype=dtype, device=device)
 
 

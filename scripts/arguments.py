@@ -7,6 +7,7 @@ from typing import Any, get_args
 import yaml
 
 from attention import BACKENDS, Backend, get_backend
+from config import check_int64
 
 
 def read_settings(options: type, arguments: Iterable[str]) -> dict[str, Any]:
@@ -21,8 +22,7 @@ def read_settings(options: type, arguments: Iterable[str]) -> dict[str, Any]:
             values[key] = {"true": True, "false": False}[text.lower()] if types[key] is bool else types[key](text)
         except (KeyError, ValueError):
             raise ValueError(f"{key}={text} is no {types[key].__name__}") from None
-        if isinstance(values[key], int) and not -(2**63) <= values[key] < 2**63:
-            raise ValueError(f"{key}={text} is no 64-bit integer: it must be less than 2**63")
+        check_int64(key, values[key])
     return values
 
 

@@ -6,8 +6,8 @@ nothing had been.
 Every training is a process of its own, `python train.py` on one CPU core. --kills of them are killed (SIGKILL), every other one while
 it saves, and resumed. --harms more have their disk filled while they run (a limit on the size of a file makes a write fail half way),
 or are killed and have a file of their latest checkpoint, of all of them, or metrics.jsonl, overrides.yaml or config.yaml truncated,
-altered or removed. The same is done to the token store, whose training half may also become zeros, and whose held-out half the beginning
-of the training half; and the training half is truncated under a run that reads it. Weights, optimizer, random state and every computed
+altered or removed. The token store is damaged in the same ways. Its training half may also become zeros, its held-out half a copy of the
+training half, and a run may find its training half truncated while it reads. Weights, optimizer, random state and every computed
 row of metrics.jsonl must then be, to the bit, those of the run that nothing disturbed. Where no whole checkpoint is left, or the
 settings are not known any more, the answer must be one line, and no file of the run may have changed. Ends with 1 where anything else
 happened.

@@ -185,9 +185,8 @@ class WallClock:
     """What a user waits for. A run has two speeds, in every row of metrics after the first step and in summary.json:
 
     tokens_per_sec        by the wall clock, with everything in it. In a row: the tokens trained since the row before, divided by the
-                          seconds since that one was written: steps and compilation, what the row itself looked at and evaluated, and
-                          the logging and the checkpoint that followed the row before. In the summary: from the first step to the end of
-                          the training, with every evaluation and checkpoint after the first step.
+                          seconds since that row was written. These hold steps, compilation, metrics and evaluation of this row, and
+                          logging and checkpoint of the row before. In the summary: from the first step to the end of the training.
     step_tokens_per_sec   the steps alone, by which variants are compared: see Throughput, which makes mfu of it too.
 
     seconds, in a row, is the time since the run began, start-up and earlier starts included, as wall_seconds in the summary counts it.

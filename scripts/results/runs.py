@@ -311,10 +311,10 @@ def wall() -> str:
             ]
         )
     what = (
-        f"`python -m scripts.wall {' '.join(data['overrides'])}`: GPT-2 with 32,768 tokens a step, a row of metrics every 10 steps, one "
-        "process a run, both checkouts in turn on one GPU. Rows are timed as they arrive in metrics.jsonl; whole runs are the slope of "
-        "wall time against steps (of any two runs, the least and the most), which start-up times blur: they differ by seconds. The last "
-        "column counts everything: imports, compilation, and the end."
+        f"`python -m scripts.wall {' '.join(data['overrides'])}`. This is GPT-2 with 32,768 tokens a step and a row of metrics every 10 "
+        "steps. Each run is a process of its own, n=1 a length; both checkouts take turns on one GPU. By arrival: rows are timed as they "
+        "arrive in metrics.jsonl. By whole runs: the slope of wall time against steps, with the least and the most of any two runs. "
+        "Start-up differs by seconds from run to run, which blurs the slope. The last column counts all, imports and compilation too."
     )
     head = ["seq_len", "", "steps alone, as reported", "by arrival of rows", "lost", "by whole runs", "longest run, all in all", "steps"]
     return section(data, what, table(head, rows))
@@ -333,11 +333,10 @@ def card() -> str:
         return [run["attention"], f"{run['seq_len']:,}", options, unread or "-", run["status"], *cells, f"{run['wall_seconds']:.0f}"]
 
     what = (
-        f"`{literal['command']}`, at two lengths in two commands, and with `attention.impl=triton` at 8,192 tokens. The command as one was "
-        f"stopped in its job {literal['stopped_in_job']}: tiled at 8,192 tokens, a loop of 64 keys in PyTorch over 16 sequences, takes "
-        f"{literal['its_seconds_a_step']:.0f} s a step, so that this job and its like under no_max and no_rescale take 45 minutes each. "
-        "Its three jobs before that ended as below (naive at 1,024 completed, at 8,192 out of memory, tiled at 1,024 completed). "
-        "Short runs: start-up and compilation are most of the wall clock's speed."
+        f"The command is `{literal['command']}`. It was stopped in job {literal['stopped_in_job']}: tiled at 8,192 tokens takes "
+        f"{literal['its_seconds_a_step']:.0f} s a step, 45 minutes in all, and no_max and no_rescale run the same loop. Its first three "
+        "jobs ended as their rows below. The rows come from two commands, one for each length; the one at 8,192 leaves tiled out and adds "
+        "`attention.impl=triton`. One run a row. In runs this short, start-up and compilation dominate tokens/s."
     )
     head = [
         "attention",
