@@ -1,8 +1,9 @@
 """The typed schema of a run: one dataclass a config group, one sentence a field.
 
-`conf/` holds the choices (YAML), this file holds the types. `register()` hands the schema to Hydra, so a misspelt key or a
-value of the wrong type is refused before anything is built; `RunConfig.__post_init__` checks what one field alone cannot.
-Nothing here imports torch: `python train.py --help` stays fast.
+`conf/` holds the choices (YAML), this file holds the types. `register()` hands the schema to Hydra,
+so a misspelt key or a value of the wrong type is refused before anything is built;
+`RunConfig.__post_init__` checks what one field alone cannot. Nothing here imports torch: `python
+train.py --help` stays fast.
 """
 
 import os
@@ -16,8 +17,17 @@ from typing import Any, NamedTuple
 DTYPES = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 # fields of AttentionConfig that are options of backends; each backend has some of them
-BACKEND_OPTIONS = ("kernel", "impl", "block_q", "block_kv", "softmax_dtype", "detach_max", "backend")
-# settings that only some choices read: {setting: (the setting that decides, its values under which it is read)}
+BACKEND_OPTIONS = (
+    "kernel",
+    "impl",
+    "block_q",
+    "block_kv",
+    "softmax_dtype",
+    "detach_max",
+    "backend",
+)
+# settings that only some choices read: {setting: (the setting that decides, its values under which
+# it is read)}
 READ_UNDER = {
     "attention.target": ("attention.name", ("custom",)),
     "model.rope_theta": ("model.positions", ("rope",)),
@@ -47,32 +57,56 @@ def _choice(key: str, value: Any, valid: tuple[str, ...]) -> None:
 
 def _at_least(key: str, value: float, minimum: float) -> None:
     if not minimum <= value < float("inf"):  # a NaN fails too
-        raise ValueError(f"{key}={value} must be at least {minimum}" + (" and finite" if value == float("inf") else ""))
+        raise ValueError(
+            f"{key}={value} must be at least {minimum}"
+            + (" and finite" if value == float("inf") else "")
+        )
 
 
 def check_int64(key: str, value: Any) -> None:
-    """Raise ValueError for a whole number that numpy and torch cannot hold. Values of other types pass."""
+    """Raise ValueError for a whole number that numpy and torch cannot hold. Values of other types
+    pass.
+    """
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError(f"{key}={value} is no 64-bit integer: it must be less than 2**63 = {2**63}")
+        raise ValueError(
+            f"{key}={value} is no 64-bit integer: it must be less than 2**63 = {2**63}"
+        )
 
 
 @dataclass
 class AttentionConfig:
     """Which attention runs, and the options of the backends that have any."""
 
-    name: str = "tiled"  # a name in attention.BACKENDS, pkg.module:NAME of a Backend of one's own, or custom with a target
-    target: str | None = None  # attention=custom: where the user's Backend lives, as pkg.module:NAME
-    options: dict[str, Any] = field(default_factory=dict)  # a Backend of one's own: passed to its function
+    # a name in attention.BACKENDS, pkg.module:NAME of a Backend of one's own, or custom with a
+    # target
+    name: str = "tiled"
+    target: str | None = (
+        None  # attention=custom: where the user's Backend lives, as pkg.module:NAME
+    )
+    options: dict[str, Any] = field(
+        default_factory=dict
+    )  # a Backend of one's own: passed to its function
     block_q: int | None = None  # query rows of a tile; None leaves the backend's own default
     block_kv: int | None = None  # keys of a tile; None leaves the backend's own default
-    softmax_dtype: str | None = None  # tile loops: "float32" statistics, or "input" to keep them in q's dtype
-    kernel: str | None = None  # triton: portable, hopper (Gluon kernels for sm_90) or auto; None leaves auto
-    impl: str | None = None  # no_max, no_rescale: "tiled" in plain PyTorch, or "triton" at the speed of the kernels
-    detach_max: bool | None = None  # defects: treat the subtracted maximum as a constant in the backward pass
+    softmax_dtype: str | None = (
+        None  # tile loops: "float32" statistics, or "input" to keep them in q's dtype
+    )
+    kernel: str | None = (
+        None  # triton: portable, hopper (Gluon kernels for sm_90) or auto; None leaves auto
+    )
+    impl: str | None = (
+        # no_max, no_rescale: "tiled" in plain PyTorch, or "triton" at the speed of the kernels
+        None
+    )
+    detach_max: bool | None = (
+        None  # defects: treat the subtracted maximum as a constant in the backward pass
+    )
     backend: str | None = None  # sdpa: auto, flash, efficient, cudnn or math
     switch_at: int | None = None  # step after which another attention takes over; None means never
     switch_to: str | None = None  # its name in attention.BACKENDS, or pkg.module:NAME
-    switch_options: dict[str, Any] = field(default_factory=dict)  # its options, as +attention.switch_options.block_kv=16
+    switch_options: dict[str, Any] = field(
+        default_factory=dict
+    )  # its options, as +attention.switch_options.block_kv=16
 
     def __post_init__(self) -> None:
         for key in ("block_q", "block_kv"):
@@ -81,11 +115,20 @@ class AttentionConfig:
         if self.kernel is not None:
             _choice("attention.kernel", self.kernel, ("auto", "portable", "hopper"))
         if self.name == "custom" and self.target is None:
-            raise ValueError("attention=custom needs attention.target=pkg.module:BACKEND; attention=pkg.module:BACKEND says both")
+            raise ValueError(
+                "attention=custom needs attention.target=pkg.module:BACKEND; "
+                "attention=pkg.module:BACKEND says both"
+            )
         if self.switch_at is not None and self.switch_to is None:
-            raise ValueError(f"attention.switch_at={self.switch_at} needs attention.switch_to=NAME, such as attention.switch_to=tiled")
+            raise ValueError(
+                f"attention.switch_at={self.switch_at} needs attention.switch_to=NAME, such as "
+                "attention.switch_to=tiled"
+            )
         if self.switch_options and self.switch_to is None:
-            raise ValueError(f"attention.switch_options={self.switch_options} needs attention.switch_to=NAME, whose options they are")
+            raise ValueError(
+                f"attention.switch_options={self.switch_options} needs attention.switch_to=NAME, "
+                "whose options they are"
+            )
 
     @property
     def backend_name(self) -> str:
@@ -94,7 +137,9 @@ class AttentionConfig:
 
     def backend_options(self) -> dict[str, Any]:
         """The options that were set, as get_backend() takes them."""
-        return self.options | {name: getattr(self, name) for name in BACKEND_OPTIONS if getattr(self, name) is not None}
+        return self.options | {
+            name: getattr(self, name) for name in BACKEND_OPTIONS if getattr(self, name) is not None
+        }
 
 
 @dataclass
@@ -106,7 +151,9 @@ class ModelConfig:
     num_heads: int = 4  # query heads
     num_kv_heads: int | None = None  # key/value heads (GQA, MQA); None means num_heads
     hidden_size: int = 128  # width of the residual stream, C
-    max_seq_len: int = 256  # longest sequence the learned positions hold; follows seq_len unless set
+    max_seq_len: int = (
+        256  # longest sequence the learned positions hold; follows seq_len unless set
+    )
     positions: str = "learned"  # learned or rope
     norm: str = "layernorm"  # layernorm or rmsnorm
     qk_norm: bool = False  # RMS-normalise q and k per head: keeps the scores bounded
@@ -116,20 +163,32 @@ class ModelConfig:
     dropout: float = 0.0  # on embeddings and residual branches; attention weights are never dropped
     init_std: float = 0.02  # standard deviation of the initial weights
     rope_theta: float = 10000.0  # base of the rotary frequencies
-    # what a block keeps for its backward pass: none (everything), elementwise (all but norms and activations), attention (its q, k, v
-    # and output) or block (its input alone)
+    # what a block keeps for its backward pass: none (everything), elementwise (all but norms and
+    # activations), attention (its q, k, v and output) or block (its input alone)
     checkpoint: str = "none"
-    chunk_tokens: int | None = None  # norms, projections and MLP over this many tokens of a sequence at a time; None takes it whole
-    offload: bool = False  # what checkpointing keeps of a block's input waits in the host's memory (not with torch.compile)
+    chunk_tokens: int | None = (
+        # norms, projections and MLP over this many tokens of a sequence at a time; None takes it
+        # whole
+        None
+    )
+    # what checkpointing keeps of a block's input waits in the host's memory (not with
+    # torch.compile)
+    offload: bool = False
 
     def __post_init__(self) -> None:
         for key in ("num_layers", "num_heads", "hidden_size"):
             _at_least(f"model.{key}", getattr(self, key), 1)
         if self.hidden_size % self.num_heads:
-            raise ValueError(f"model.hidden_size={self.hidden_size} is not a multiple of model.num_heads={self.num_heads}")
+            raise ValueError(
+                f"model.hidden_size={self.hidden_size} is not a multiple of "
+                f"model.num_heads={self.num_heads}"
+            )
         _at_least("model.num_kv_heads", self.kv_heads, 1)
         if self.num_heads % self.kv_heads:
-            raise ValueError(f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}")
+            raise ValueError(
+                f"model.num_heads={self.num_heads} is not a multiple of "
+                f"model.num_kv_heads={self.num_kv_heads}"
+            )
         _at_least("model.init_std", self.init_std, 0)
         _at_least("model.rope_theta", self.rope_theta, 1)
         _choice("model.positions", self.positions, ("learned", "rope"))
@@ -142,14 +201,22 @@ class ModelConfig:
         _choice("model.checkpoint", self.checkpoint, ("none", "elementwise", "attention", "block"))
         if self.chunk_tokens is not None:
             _at_least("model.chunk_tokens", self.chunk_tokens, 1)
-        if self.checkpoint in ("none", "elementwise") and (self.chunk_tokens is not None or self.offload):
-            what = "model.offload=true" if self.offload else f"model.chunk_tokens={self.chunk_tokens}"
-            raise ValueError(f"{what} saves nothing under model.checkpoint={self.checkpoint}: add model.checkpoint=block or attention")
+        if self.checkpoint in ("none", "elementwise") and (
+            self.chunk_tokens is not None or self.offload
+        ):
+            what = (
+                "model.offload=true" if self.offload else f"model.chunk_tokens={self.chunk_tokens}"
+            )
+            raise ValueError(
+                f"{what} saves nothing under model.checkpoint={self.checkpoint}: add "
+                "model.checkpoint=block or attention"
+            )
 
     @property
     def kv_heads(self) -> int:
         """Key/value heads, spelled out."""
-        # not written into the field: Hydra takes this class's instance for the defaults of every other choice
+        # not written into the field: Hydra takes this class's instance for the defaults of every
+        # other choice
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
@@ -159,31 +226,53 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """What the model reads: random windows of the training half, drawn with replacement, so there are no epochs."""
+    """What the model reads: random windows of the training half, drawn with replacement, so there
+    are no epochs.
+    """
 
     source: str = "stdlib"  # stdlib, torch_source, text, hub or last_write
-    path: str | None = None  # text: a file, folder or glob of .txt, .jsonl or .parquet (other files are read as text)
+    path: str | None = (
+        # text: a file, folder or glob of .txt, .jsonl or .parquet (other files are read as text)
+        None
+    )
     name: str | None = None  # hub: the dataset, as org/name
     subset: str | None = None  # hub: the dataset's configuration, where it has several
     split: str = "train"  # hub: the split
     field: str = "text"  # hub, JSONL and parquet: the column that holds the text
-    streaming: bool = False  # hub: read over the network while building, without storing the raw files
+    streaming: bool = (
+        False  # hub: read over the network while building, without storing the raw files
+    )
     max_documents: int | None = None  # stop after this many documents
     val_fraction: float = 0.05  # share of documents held out whole, chosen by a hash of their path
-    documents: bool = False  # attention stays inside a document, where several are packed into one sequence; positions go on counting
-    fingerprint: str | None = None  # refuse any other data than these; a run's env.json has its own as data_fingerprint
-    cache_dir: str | None = None  # where token stores are kept; None means ~/.cache/tilegpt (or TILEGPT_CACHE)
+    # attention stays inside a document, where several are packed into one sequence; positions go on
+    # counting
+    documents: bool = False
+    fingerprint: str | None = (
+        None  # refuse any other data than these; a run's env.json has its own as data_fingerprint
+    )
+    cache_dir: str | None = (
+        None  # where token stores are kept; None means ~/.cache/tilegpt (or TILEGPT_CACHE)
+    )
     num_keys: int = 8  # last_write: distinct keys
     num_values: int = 8  # last_write: distinct values; chance accuracy is 1 / num_values
 
     def __post_init__(self) -> None:
         _choice("data.source", self.source, ("stdlib", "torch_source", "text", "hub", "last_write"))
         if self.source == "text" and not self.path:
-            raise ValueError("data=text needs data.path=FILE, a folder, or a glob such as 'data.path=books/*.txt'")
+            raise ValueError(
+                "data=text needs data.path=FILE, a folder, or a glob such as "
+                "'data.path=books/*.txt'"
+            )
         if self.source == "hub" and not self.name:
-            raise ValueError("data=hub needs data.name=org/name (and data.split, data.field where they differ from train, text)")
+            raise ValueError(
+                "data=hub needs data.name=org/name (and data.split, data.field where they differ "
+                "from train, text)"
+            )
         if self.documents and self.source == "last_write":
-            raise ValueError("data.documents=true needs a source with documents; in data=last_write every sequence is one of its own")
+            raise ValueError(
+                "data.documents=true needs a source with documents; in data=last_write every "
+                "sequence is one of its own"
+            )
         if not 0.0 < self.val_fraction < 1.0:
             raise ValueError(f"data.val_fraction={self.val_fraction} must be between 0 and 1")
         if self.max_documents is not None:
@@ -196,8 +285,13 @@ class DataConfig:
 class TokenizerConfig:
     """How text becomes tokens."""
 
-    name: str = "byte"  # byte (256 + end of text), bpe (8,192 ranks shipped with the project) or gpt2 (tiktoken)
-    vocab_size: int | None = None  # rows of the model's embedding; None: the tokenizer's own number; 50304 is nanoGPT's for gpt2
+    # byte (256 + end of text), bpe (8,192 ranks shipped with the project) or gpt2 (tiktoken)
+    name: str = "byte"
+    vocab_size: int | None = (
+        # rows of the model's embedding; None: the tokenizer's own number; 50304 is nanoGPT's for
+        # gpt2
+        None
+    )
 
     def __post_init__(self) -> None:
         _choice("tokenizer.name", self.name, ("byte", "bpe", "gpt2"))
@@ -208,7 +302,10 @@ class OptimConfig:
     """The optimizer and its schedule."""
 
     name: str = "adamw"  # adamw, or muon for the matrices inside the blocks and adamw for the rest
-    lr: float | None = None  # peak learning rate; None is 0.384 / model.hidden_size (tiny 3e-3, small 1e-3, gpt2 5e-4)
+    lr: float | None = (
+        # peak learning rate; None is 0.384 / model.hidden_size (tiny 3e-3, small 1e-3, gpt2 5e-4)
+        None
+    )
     min_lr: float | None = None  # where the cosine ends; None is a tenth of lr
     schedule: str = "cosine"  # cosine, or constant after the warm-up
     warmup_steps: int = 100  # linear warm-up from 0, at most a tenth of the run
@@ -235,7 +332,8 @@ class LoggerConfig:
     """Where metrics go besides metrics.jsonl, which is always written."""
 
     name: str = "wandb"  # wandb, tensorboard, trackio or none
-    mode: str = "auto"  # wandb: online where a key is configured, offline otherwise; or online, offline, disabled
+    # wandb: online where a key is configured, offline otherwise; or online, offline, disabled
+    mode: str = "auto"
     project: str = "tilegpt"
     entity: str | None = None  # wandb: user or team; None means the account's default
 
@@ -256,22 +354,40 @@ class RunConfig:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     seq_len: int = 256  # tokens of one training sequence
     steps: int = 500  # optimizer steps
-    batch_size: int | str = 16  # sequences of one forward and backward pass; auto: as many as fit in memory (needs tokens_per_step)
-    tokens_per_step: int | None = None  # tokens of one optimizer step (gradient accumulation); None means one pass
+    batch_size: int | str = (
+        # sequences of one forward and backward pass; auto: as many as fit in memory (needs
+        # tokens_per_step)
+        16
+    )
+    tokens_per_step: int | None = (
+        None  # tokens of one optimizer step (gradient accumulation); None means one pass
+    )
     seed: int = 0  # initial weights and order of the data
     device: str = "auto"  # auto (a GPU where there is one), cpu or cuda
-    dtype: str = "auto"  # of the matrix products: auto (bf16 on a GPU that has it, else fp32), fp32, bf16 or fp16
+    # of the matrix products: auto (bf16 on a GPU that has it, else fp32), fp32, bf16 or fp16
+    dtype: str = "auto"
     compile: str = "auto"  # torch.compile: auto (on a GPU), true or false
     deterministic: bool = False  # ask PyTorch for deterministic kernels
-    resume: str | None = None  # a run directory to go on with, under its own settings and the ones given now
-    eval_every: int = 100  # steps between evaluations; the first state and the last step are always evaluated; 0: none at all
-    diagnose_every: int | None = None  # steps between comparisons with exact attention in float64; None: as eval_every, 0: never
+    resume: str | None = (
+        None  # a run directory to go on with, under its own settings and the ones given now
+    )
+    # steps between evaluations; the first state and the last step are always evaluated; 0: none at
+    # all
+    eval_every: int = 100
+    diagnose_every: int | None = (
+        # steps between comparisons with exact attention in float64; None: as eval_every, 0: never
+        None
+    )
     eval_sequences: int = 64  # held-out sequences of one evaluation
     log_every: int = 10  # steps between rows of metrics
-    checkpoint_every: int = 200  # steps between checkpoints; saved are also the last step and each evaluation that is the best so far
+    # steps between checkpoints; saved are also the last step and each evaluation that is the best
+    # so far
+    checkpoint_every: int = 200
     keep: int = 2  # the latest checkpoints that stay, beside the one with the lowest val/loss
     sample_tokens: int = 256  # length of the sample printed at the end; 0 for none
-    left_out: list[str] = field(default_factory=list)  # settings that may be given though nothing reads them; a sweep fills it
+    left_out: list[str] = field(
+        default_factory=list
+    )  # settings that may be given though nothing reads them; a sweep fills it
 
     def __post_init__(self) -> None:
         self.compile = str(self.compile).lower()
@@ -281,9 +397,14 @@ class RunConfig:
         _choice("dtype", self.dtype, DTYPES)
         _choice("compile", self.compile, ("auto", "true", "false"))
         if isinstance(self.batch_size, str) and self.batch_size != "auto":
-            raise ValueError(f"batch_size={self.batch_size} is neither a number of sequences nor auto")
+            raise ValueError(
+                f"batch_size={self.batch_size} is neither a number of sequences nor auto"
+            )
         if self.batch_size == "auto" and self.tokens_per_step is None:
-            raise ValueError("batch_size=auto needs tokens_per_step=N: what a step learns from must not depend on the memory that is free")
+            raise ValueError(
+                "batch_size=auto needs tokens_per_step=N: what a step learns from must not depend "
+                "on the memory that is free"
+            )
         for key in ("seq_len", "steps", "eval_sequences", "log_every", "checkpoint_every", "keep"):
             _at_least(key, getattr(self, key), 1)
         for key in ("seed", "eval_every", "sample_tokens", "diagnose_every"):
@@ -291,21 +412,28 @@ class RunConfig:
                 _at_least(key, getattr(self, key), 0)
         if self.attention.switch_at is not None and not 0 < self.attention.switch_at < self.steps:
             raise ValueError(
-                f"attention.switch_at={self.attention.switch_at} must lie between 0 and steps={self.steps}: "
+                f"attention.switch_at={self.attention.switch_at} must lie between 0 and "
+                f"steps={self.steps}: "
                 f"it is the last step under attention={self.attention.name}"
             )
         if self.seq_len > self.model.max_seq_len:
             raise ValueError(
-                f"seq_len={self.seq_len} is longer than model.max_seq_len={self.model.max_seq_len} allows; "
+                f"seq_len={self.seq_len} is longer than "
+                f"model.max_seq_len={self.model.max_seq_len} allows; "
                 "leave model.max_seq_len unset (it follows seq_len) or shorten seq_len"
             )
         if self.data.source == "last_write" and self.seq_len < 2:
-            raise ValueError(f"data=last_write with seq_len={self.seq_len} has no question with an answer; use seq_len=32 or more")
+            raise ValueError(
+                f"data=last_write with seq_len={self.seq_len} has no question with an answer; use "
+                "seq_len=32 or more"
+            )
         if self.batch_size != "auto":
             _at_least("batch_size", self.batch_size, 1)
         sequences = 1 if self.batch_size == "auto" else self.batch_size
         tokens_per_pass = sequences * self.seq_len
-        if self.tokens_per_step is not None and (self.tokens_per_step < 1 or self.tokens_per_step % tokens_per_pass):
+        if self.tokens_per_step is not None and (
+            self.tokens_per_step < 1 or self.tokens_per_step % tokens_per_pass
+        ):
             raise ValueError(
                 f"tokens_per_step={self.tokens_per_step} is not a positive multiple of "
                 f"batch_size * seq_len = {sequences} * {self.seq_len} = {tokens_per_pass}"
@@ -314,7 +442,9 @@ class RunConfig:
     def optimizer(self) -> OptimConfig:
         """The optimizer's settings with the learning rates spelled out."""
         lr = 0.384 / self.model.hidden_size if self.optim.lr is None else self.optim.lr
-        return replace(self.optim, lr=lr, min_lr=lr / 10 if self.optim.min_lr is None else self.optim.min_lr)
+        return replace(
+            self.optim, lr=lr, min_lr=lr / 10 if self.optim.min_lr is None else self.optim.min_lr
+        )
 
     @property
     def diagnose_steps(self) -> int:
@@ -322,14 +452,23 @@ class RunConfig:
         return self.eval_every if self.diagnose_every is None else self.diagnose_every
 
     def conditional_settings(self) -> dict[str, "Unread | None"]:
-        """The settings of READ_UNDER that were changed: None where this run reads it, else why not."""
+        """The settings of READ_UNDER that were changed: None where this run reads it, else why
+        not.
+        """
         told: dict[str, Unread | None] = {}
         for key, (decider, readers) in READ_UNDER.items():
             if self.value_of(key) == _get(RunConfig, key):
                 continue
-            chosen, choice = self.value_of(decider), decider.removesuffix(".name").removesuffix(".source")
+            chosen, choice = (
+                self.value_of(decider),
+                decider.removesuffix(".name").removesuffix(".source"),
+            )
             instead = "add " + " or ".join(f"{choice}={value}" for value in readers)
-            told[key] = None if chosen in readers else Unread(f"{choice}={chosen} does not read it", instead)
+            told[key] = (
+                None
+                if chosen in readers
+                else Unread(f"{choice}={chosen} does not read it", instead)
+            )
         return told
 
     def value_of(self, key: str) -> Any:
@@ -346,9 +485,13 @@ class RunConfig:
             setattr(_get(self, group) if group else self, name, _get(RunConfig, key))
 
     def is_quiet(self, step: int) -> bool:
-        """Whether nothing is logged, compared, evaluated, saved or switched after this many steps."""
+        """Whether nothing is logged, compared, evaluated, saved or switched after this many
+        steps.
+        """
         intervals = (self.log_every, self.diagnose_steps, self.eval_every, self.checkpoint_every)
-        due = step in (self.steps, self.attention.switch_at) or any(every and step % every == 0 for every in intervals)
+        due = step in (self.steps, self.attention.switch_at) or any(
+            every and step % every == 0 for every in intervals
+        )
         return not due
 
     @property
@@ -358,7 +501,11 @@ class RunConfig:
 
     @property
     def sequences_per_step(self) -> int:
-        return self.batch_size if self.tokens_per_step is None else self.tokens_per_step // self.seq_len
+        return (
+            self.batch_size
+            if self.tokens_per_step is None
+            else self.tokens_per_step // self.seq_len
+        )
 
 
 class Unread(NamedTuple):
@@ -387,13 +534,16 @@ def register() -> None:
 
 
 def check_keys(arguments: list[str]) -> None:
-    """Raise ValueError at a key=value of the command line whose key does not exist, with the closest one that does.
+    """Raise ValueError at a key=value of the command line whose key does not exist, with the
+    closest one that does.
 
     Hydra would advise +key=value, which then does nothing. What is no key=value is left to Hydra.
     """
     import difflib
 
-    if {"-sc", "--shell-completion"} & set(arguments):  # its own arguments: install=bash, query=bash
+    if {"-sc", "--shell-completion"} & set(
+        arguments
+    ):  # its own arguments: install=bash, query=bash
         return
     keys = ["experiment", *_keys(RunConfig)]
     for argument in arguments:
@@ -401,13 +551,25 @@ def check_keys(arguments: list[str]) -> None:
         key = written.lstrip("-+")
         if written.startswith("-") and key in keys:
             raise ValueError(f"{argument}: write {key}={value or 'VALUE'}, without dashes")
-        if "=" not in argument or written.startswith("-") or not key.replace(".", "").isidentifier():
+        if (
+            "=" not in argument
+            or written.startswith("-")
+            or not key.replace(".", "").isidentifier()
+        ):
             continue
-        if key in keys or key.startswith(("hydra.", "attention.options.", "attention.switch_options.")):
+        if key in keys or key.startswith(
+            ("hydra.", "attention.options.", "attention.switch_options.")
+        ):
             continue
         # steps for step, attention.block_kv for attention.block_k; optim.lr for lr
-        close = [other for other in keys if other.rpartition(".")[2] == key] or difflib.get_close_matches(key, keys, n=1)
-        hint = f"did you mean {' or '.join(close)}?" if close else "python train.py --cfg job shows all keys"
+        close = [
+            other for other in keys if other.rpartition(".")[2] == key
+        ] or difflib.get_close_matches(key, keys, n=1)
+        hint = (
+            f"did you mean {' or '.join(close)}?"
+            if close
+            else "python train.py --cfg job shows all keys"
+        )
         raise ValueError(f"{argument}: there is no key '{key}'; {hint}")
 
 
@@ -419,14 +581,18 @@ def _keys(schema: type, prefix: str = "") -> Iterator[str]:
 
 
 def as_written(node: Any) -> Any:
-    """Lists, dictionaries and values of what Hydra composed, with interpolations such as ${seq_len} as they were written."""
+    """Lists, dictionaries and values of what Hydra composed, with interpolations such as ${seq_len}
+    as they were written.
+    """
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(node, resolve=False)
 
 
 def read_config(cfg: Any) -> RunConfig:
-    """The dataclass of what Hydra composed. Raises ValueError, in one line, for a value that has none of its own, as ${nope:1}."""
+    """The dataclass of what Hydra composed. Raises ValueError, in one line, for a value that has
+    none of its own, as ${nope:1}.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -436,11 +602,24 @@ def read_config(cfg: Any) -> RunConfig:
         written = as_written(cfg)
         for part in str(error.full_key or "").split("."):
             written = written.get(part) if isinstance(written, dict) else None
-        raise ValueError(f"{error.full_key}={written}: {str(error).splitlines()[0]}; write the value itself") from None
+        raise ValueError(
+            f"{error.full_key}={written}: {str(error).splitlines()[0]}; write the value itself"
+        ) from None
 
 
 # Hydra's options that take the next argument for their value
-VALUE_OPTIONS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c")
+VALUE_OPTIONS = (
+    "--config-dir",
+    "-cd",
+    "--config-path",
+    "-cp",
+    "--config-name",
+    "-cn",
+    "--package",
+    "-p",
+    "--cfg",
+    "-c",
+)
 
 # options of a group that belong to none of its choices
 SHARED_OPTIONS = {
@@ -450,30 +629,47 @@ SHARED_OPTIONS = {
 
 
 def replay_overrides(arguments: list[str]) -> list[str]:
-    """Command-line arguments with resume=DIR spelled out: the run's own overrides first, the new ones after, in the same directory."""
+    """Command-line arguments with resume=DIR spelled out: the run's own overrides first, the new
+    ones after, in the same directory.
+    """
     try:
         check_keys(arguments)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     # argparse wants what it knows before the first override, or after the last
     arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
-    resume = [argument.removeprefix("resume=").strip("'\"") for argument in arguments if argument.startswith("resume=")]
+    resume = [
+        argument.removeprefix("resume=").strip("'\"")
+        for argument in arguments
+        if argument.startswith("resume=")
+    ]
     if not resume or resume[-1] == "null":
         return arguments
     run_dir = Path(resume[-1])
     recorded = _recorded_overrides(run_dir)
     if {"-m", "--multirun"} & set(arguments):
-        raise SystemExit(f"error: resume={run_dir} goes on with one run; it cannot be part of a sweep")
+        raise SystemExit(
+            f"error: resume={run_dir} goes on with one run; it cannot be part of a sweep"
+        )
 
-    options, new = options_first(argument for argument in arguments if not argument.startswith("resume="))
+    options, new = options_first(
+        argument for argument in arguments if not argument.startswith("resume=")
+    )
     replaced = {key_of(argument) for argument in new} | {"resume"}
     old = [override for override in recorded if key_of(override) not in replaced]
     # the options of one attention or source of data are none of another's
     for group, shared in SHARED_OPTIONS.items():
-        if group in replaced and not {each for each in new if key_of(each) == group} & set(recorded):
+        if group in replaced and not {each for each in new if key_of(each) == group} & set(
+            recorded
+        ):
             kept = tuple(f"{group}.{option}" for option in shared)
-            old = [each for each in old if not key_of(each).startswith(f"{group}.") or key_of(each).startswith(kept)]
-    # an experiment may ask for a sweep, but one of its runs is resumed alone; .hydra stays what the first start wrote
+            old = [
+                each
+                for each in old
+                if not key_of(each).startswith(f"{group}.") or key_of(each).startswith(kept)
+            ]
+    # an experiment may ask for a sweep, but one of its runs is resumed alone; .hydra stays what the
+    # first start wrote
     folder = quoted(str(run_dir))
     own = [f"hydra.run.dir={folder}", "hydra.mode=RUN", "hydra.output_subdir=null"]
     # what is asked for now stands after resume=
@@ -485,17 +681,27 @@ def key_of(override: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A string as Hydra reads it in an override, whatever is in it: backslashes count as such but before a quote."""
-    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text) + "'"
+    """A string as Hydra reads it in an override, whatever is in it: backslashes count as such but
+    before a quote.
+    """
+    return (
+        "'"
+        + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text)
+        + "'"
+    )
 
 
 def unescaped(text: str) -> str:
-    """The value of an override as a person would write it: Hydra's sweepers put a backslash before each colon and the like."""
+    """The value of an override as a person would write it: Hydra's sweepers put a backslash before
+    each colon and the like.
+    """
     return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
 
 
 def options_first(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Hydra's own options (--config-dir DIR, ...), which argparse does not find between overrides, and the rest."""
+    """Hydra's own options (--config-dir DIR, ...), which argparse does not find between overrides,
+    and the rest.
+    """
     options, rest, pending = [], [], iter(arguments)
     for argument in pending:
         if not argument.startswith("-"):
@@ -508,7 +714,9 @@ def options_first(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _recorded_overrides(run_dir: Path) -> list[str]:
-    """What overrides.yaml of a run says. Ends the program where there is none, or where Hydra would not understand it."""
+    """What overrides.yaml of a run says. Ends the program where there is none, or where Hydra would
+    not understand it.
+    """
     import yaml
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -525,7 +733,9 @@ def _recorded_overrides(run_dir: Path) -> list[str]:
     except (OSError, ValueError, yaml.YAMLError, HydraException) as error:
         reason = " ".join(str(error).split())
         raise SystemExit(
-            f"error: {path} is damaged: {reason}. Write the run's settings into it again, each on a line as '- seq_len=512'; "
-            f"{run_dir / 'config.yaml'} has the values of all, and what you leave out is refused by name"
+            f"error: {path} is damaged: {reason}. Write the run's settings into it again, each on "
+            "a line as '- seq_len=512'; "
+            f"{run_dir / 'config.yaml'} has the values of all, and what you leave out is refused "
+            "by name"
         ) from None
     return recorded

@@ -1,7 +1,9 @@
-"""Cases for any backend, random and adversarial, and the budget that decides whether its results will do.
+"""Cases for any backend, random and adversarial, and the budget that decides whether its results
+will do.
 
-The reference is naive attention in float64 on the same rounded inputs. A result may be twice as far from it as naive attention in the
-same dtype is, plus the roundings that no implementation escapes (`unavoidable`): err <= 2 * err(naive, same dtype) + unavoidable.
+The reference is naive attention in float64 on the same rounded inputs. A result may be twice as far
+from it as naive attention in the same dtype is, plus the roundings that no implementation escapes
+(`unavoidable`): err <= 2 * err(naive, same dtype) + unavoidable.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +17,12 @@ from torch import Tensor
 
 from attention import AttentionOutput, Backend, ScoreMod, attention
 
-SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+SHORT = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
 
 
 @dataclass(frozen=True)
@@ -28,15 +35,34 @@ class Case:
     head_dim: int = 16
     causal: bool = True
     inputs: str = "normal"
-    optional: dict[str, Any] = field(default_factory=dict)  # window, softcap; alibi_slopes, document_ids and score_mod as True
+    optional: dict[str, Any] = field(
+        default_factory=dict
+    )  # window, softcap; alibi_slopes, document_ids and score_mod as True
     seed: int = 0
 
     def __str__(self) -> str:
-        heads = f"H{self.num_heads}" + (f"kv{self.num_kv_heads}" if self.num_kv_heads != self.num_heads else "")
-        length = f"N{self.num_queries}" + (f"-M{self.num_keys}" if self.num_keys != self.num_queries else "")
-        optional = [name if value is True else f"{name}{value:g}" for name, value in self.optional.items()]
-        parts = [f"B{self.batch}", heads, length, f"D{self.head_dim}", "causal" if self.causal else "full", *optional]
-        return "-".join(parts + ([self.inputs] if self.inputs != "normal" else []) + ([f"seed{self.seed}"] if self.seed else []))
+        heads = f"H{self.num_heads}" + (
+            f"kv{self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
+        )
+        length = f"N{self.num_queries}" + (
+            f"-M{self.num_keys}" if self.num_keys != self.num_queries else ""
+        )
+        optional = [
+            name if value is True else f"{name}{value:g}" for name, value in self.optional.items()
+        ]
+        parts = [
+            f"B{self.batch}",
+            heads,
+            length,
+            f"D{self.head_dim}",
+            "causal" if self.causal else "full",
+            *optional,
+        ]
+        return "-".join(
+            parts
+            + ([self.inputs] if self.inputs != "normal" else [])
+            + ([f"seed{self.seed}"] if self.seed else [])
+        )
 
     def __hash__(self) -> int:
         return hash((str(self), *self.optional.values()))
@@ -50,7 +76,9 @@ class Case:
         }
         return {name for name, needed in wanted.items() if needed} | set(self.optional)
 
-    def make(self, dtype: torch.dtype, device: str) -> tuple[list[Tensor], dict[str, Any], Tensor, Tensor]:
+    def make(
+        self, dtype: torch.dtype, device: str
+    ) -> tuple[list[Tensor], dict[str, Any], Tensor, Tensor]:
         """q, k, v in dtype; the keyword arguments; and what flows back into out and lse."""
         generator = torch.Generator().manual_seed(self.seed)
         random = partial(torch.randn, generator=generator, dtype=torch.float64)
@@ -60,23 +88,38 @@ class Case:
         d_out, d_lse = random(q.shape), random(q.shape[:3])
         q, k, v = ADVERSARIAL[self.inputs](q, k, v)
         arguments: dict[str, Any] = {"causal": self.causal} | self.optional
-        # no power of two among them, which every dtype holds exactly; later keys gain, but not so much that an exponential overflows
-        slopes = (torch.logspace(-0.7, -3.7, self.num_heads, base=2) * (1 if self.causal else 8 / self.num_keys)).to(device)
+        # no power of two among them, which every dtype holds exactly; later keys gain, but not so
+        # much that an exponential overflows
+        slopes = (
+            torch.logspace(-0.7, -3.7, self.num_heads, base=2)
+            * (1 if self.causal else 8 / self.num_keys)
+        ).to(device)
         if "alibi_slopes" in arguments:
             arguments["alibi_slopes"] = slopes
         if "score_mod" in arguments:
-            arguments["score_mod"] = ScoreMod(every_index, "attention.kernels.score_mods:every_index", slopes)
+            arguments["score_mod"] = ScoreMod(
+                every_index, "attention.kernels.score_mods:every_index", slopes
+            )
         if "document_ids" in arguments:
             # every sequence of the batch is divided otherwise
             documents = (7 // torch.arange(1, 1 + 2 * self.batch, 2)).clamp(min=1)[:, None]
             number = torch.arange(self.num_queries) * documents // self.num_queries
             # 0 2 1 0 2 1 0: ids fall as well as rise, and come again for another document
             arguments["document_ids"] = (2 * number % 3).to(device)
-        return [x.to(device, dtype) for x in (q, k, v)], arguments, d_out.to(device), d_lse.to(device)
+        return (
+            [x.to(device, dtype) for x in (q, k, v)],
+            arguments,
+            d_out.to(device),
+            d_lse.to(device),
+        )
 
 
-def every_index(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
-    """A score_mod that uses all it is given; its kernel stands in attention/kernels/score_mods.py. params: one slope a head."""
+def every_index(
+    score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, params: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A score_mod that uses all it is given; its kernel stands in attention/kernels/score_mods.py.
+    params: one slope a head.
+    """
     gain = 1 / (1 + b)
     return gain * (score + score * score / 8) - params[h] * (i - j), gain * (1 + score / 4)
 
@@ -98,7 +141,9 @@ def _spike(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
 
 
 def _huge(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """Every row's own key scores in the hundreds, past the largest exponent of every dtype, and no two rows agree how far."""
+    """Every row's own key scores in the hundreds, past the largest exponent of every dtype, and no
+    two rows agree how far.
+    """
     return 40 * q, 0.3 * k + q[:, : k.shape[1]], v
 
 
@@ -120,10 +165,17 @@ def _ties(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
 
 
 def _trained(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """What a trained model asks: one head pair on last_write (experiment=retrieval, step 400), scores from -60 to 62."""
-    assert q.shape[1:] == k.shape[1:] == (2, 128, 32), "the capture has two heads, 128 tokens and a head dim of 32"
+    """What a trained model asks: one head pair on last_write (experiment=retrieval, step 400),
+    scores from -60 to 62.
+    """
+    assert q.shape[1:] == k.shape[1:] == (2, 128, 32), (
+        "the capture has two heads, 128 tokens and a head dim of 32"
+    )
     with np.load(Path(__file__).with_name("trained_inputs.npz")) as file:
-        return tuple(torch.from_numpy(file[name]).double().expand_as(x) for name, x in zip("qkv", (q, k, v), strict=True))
+        return tuple(
+            torch.from_numpy(file[name]).double().expand_as(x)
+            for name, x in zip("qkv", (q, k, v), strict=True)
+        )
 
 
 ADVERSARIAL = {
@@ -142,7 +194,13 @@ ADVERSARIAL = {
 
 
 def run(
-    backend: str | Backend, tensors: list[Tensor], arguments: dict[str, Any], d_out: Tensor, d_lse: Tensor | None, *, backward: bool = True
+    backend: str | Backend,
+    tensors: list[Tensor],
+    arguments: dict[str, Any],
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    *,
+    backward: bool = True,
 ) -> dict[str, Tensor]:
     """out, lse (where there is one) and, with backward, the gradients, as float64."""
     q, k, v = (x.detach().requires_grad_(backward) for x in tensors)
@@ -161,14 +219,20 @@ def run(
 
 
 def unavoidable(
-    tensors: list[Tensor], arguments: dict[str, Any], d_out: Tensor, d_lse: Tensor, reference: dict[str, Tensor]
+    tensors: list[Tensor],
+    arguments: dict[str, Any],
+    d_out: Tensor,
+    d_lse: Tensor,
+    reference: dict[str, Tensor],
 ) -> dict[str, float]:
     """What rounding alone may cost each result, in units of the result.
 
-    Everything is rounded once to its own dtype, and the rounding of a score or of lse is a relative error of exp(score - lse):
-    eps * (|score| + |lse|). The backward also subtracts delta = rowsum(d_out * out) from dp = d_out v^T. Where one key holds all the
-    weight the two cancel and their roundings remain: of the sums (in the statistics' dtype), and of `out`, which every flash backward
-    reads back as it was stored, made with a p that was rounded for its product with v. ds is rounded for its own two products.
+    Everything is rounded once to its own dtype, and the rounding of a score or of lse is a relative
+    error of exp(score - lse): eps * (|score| + |lse|). The backward also subtracts delta =
+    rowsum(d_out * out) from dp = d_out v^T. Where one key holds all the weight the two cancel and
+    their roundings remain: of the sums (in the statistics' dtype), and of `out`, which every flash
+    backward reads back as it was stored, made with a p that was rounded for its product with v. ds
+    is rounded for its own two products.
     """
     q, k, v = (x.double() for x in tensors)
     dtype, statistics = tensors[0].dtype, torch.promote_types(tensors[0].dtype, torch.float32)
@@ -178,22 +242,36 @@ def unavoidable(
     scale = q.shape[-1] ** -0.5
     largest_exponent = (q @ k.mT * scale).abs().max().item()
     if "lse" in reference:
-        largest_exponent += torch.where(reference["lse"].isinf(), 0.0, reference["lse"]).abs().max().item()
+        largest_exponent += (
+            torch.where(reference["lse"].isinf(), 0.0, reference["lse"]).abs().max().item()
+        )
     # p itself is attention's output for v = identity; zeros make head_dim wide enough to hold it
     width = max(q.shape[-1], k.shape[2])
     wide_q, wide_k = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k))
-    identity = torch.eye(k.shape[2], width, dtype=torch.float64, device=q.device).expand(*k.shape[:2], -1, -1)
-    p = attention(wide_q, wide_k, identity, backend="naive", scale=scale, **arguments).out[..., : k.shape[2]]
+    identity = torch.eye(k.shape[2], width, dtype=torch.float64, device=q.device).expand(
+        *k.shape[:2], -1, -1
+    )
+    p = attention(wide_q, wide_k, identity, backend="naive", scale=scale, **arguments).out[
+        ..., : k.shape[2]
+    ]
     stored = reference["out"].to(dtype).double()
     delta_error = (d_out * (stored - reference["out"])).sum(-1, keepdim=True).abs()
-    delta_error = delta_error + 4 * eps_statistics * ((d_out.abs() @ v.abs().mT).amax(-1, keepdim=True) + d_lse.abs().unsqueeze(-1))
+    delta_error = delta_error + 4 * eps_statistics * (
+        (d_out.abs() @ v.abs().mT).amax(-1, keepdim=True) + d_lse.abs().unsqueeze(-1)
+    )
     delta_error = delta_error + eps / 2 * (d_out.abs() * (p @ v.abs())).sum(-1, keepdim=True)
     dp, delta = d_out @ v.mT, (d_out * reference["out"]).sum(-1, keepdim=True)
     ds_error = p * scale * (delta_error + eps / 2 * (dp - delta).abs())
-    cancelled = {"dq": ds_error @ k.abs(), "dk": (ds_error.mT @ q.abs()).unflatten(1, (-1, groups)).sum(2)}
-    relative = {name: eps + eps_statistics * largest_exponent for name in reference} | {"lse": eps_statistics * (1 + largest_exponent)}
+    cancelled = {
+        "dq": ds_error @ k.abs(),
+        "dk": (ds_error.mT @ q.abs()).unflatten(1, (-1, groups)).sum(2),
+    }
+    relative = {name: eps + eps_statistics * largest_exponent for name in reference} | {
+        "lse": eps_statistics * (1 + largest_exponent)
+    }
     return {
-        name: relative[name] * torch.where(x == -torch.inf, 0.0, x).abs().max().item() + cancelled.get(name, torch.zeros(1)).max().item()
+        name: relative[name] * torch.where(x == -torch.inf, 0.0, x).abs().max().item()
+        + cancelled.get(name, torch.zeros(1)).max().item()
         for name, x in reference.items()
     }
 
@@ -230,12 +308,32 @@ def expect(case: Case, dtype: torch.dtype, device: str, *, with_lse: bool = True
 
 
 def compare(
-    backend: Backend, case: Case, dtype: torch.dtype, device: str, *, expected: Expected | None = None, backward: bool = True
+    backend: Backend,
+    case: Case,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    expected: Expected | None = None,
+    backward: bool = True,
 ) -> dict[str, Any]:
-    """One row of the report: for each tensor its error, naive's own and the budget. Never raises for a wrong result."""
+    """One row of the report: for each tensor its error, naive's own and the budget. Never raises
+    for a wrong result.
+    """
     expected = expected or expect(case, dtype, device, with_lse="lse" in backend.features)
-    found = run(backend, expected.tensors, expected.arguments, expected.d_out, expected.d_lse, backward=backward)
-    row: dict[str, Any] = {"backend": backend.name, "case": f"{case}-{SHORT[dtype]}", "device": device, "tensors": {}}
+    found = run(
+        backend,
+        expected.tensors,
+        expected.arguments,
+        expected.d_out,
+        expected.d_lse,
+        backward=backward,
+    )
+    row: dict[str, Any] = {
+        "backend": backend.name,
+        "case": f"{case}-{SHORT[dtype]}",
+        "device": device,
+        "tensors": {},
+    }
     for name in found:
         error, own = distance(found[name], expected.reference[name]), expected.own[name]
         row["tensors"][name] = {
@@ -246,11 +344,20 @@ def compare(
             "multiple": error / max(own, expected.roundings[name], 1e-300),
         }
     row["ok"] = all(x["error"] <= x["budget"] for x in row["tensors"].values())
-    row["worst_share_of_budget"] = max(x["error"] / max(x["budget"], 1e-300) for x in row["tensors"].values())
+    row["worst_share_of_budget"] = max(
+        x["error"] / max(x["budget"], 1e-300) for x in row["tensors"].values()
+    )
     row["worst_multiple_of_naive"] = max(x["multiple"] for x in row["tensors"].values())
     return row
 
 
 def distance(x: Tensor, reference: Tensor) -> float:
-    """Largest difference; inf where one is NaN or infinite and the other is not. A row without a key has lse = -inf in both."""
-    return torch.where(x == reference, 0.0, (x - reference).abs()).nan_to_num(nan=torch.inf).max().item()
+    """Largest difference; inf where one is NaN or infinite and the other is not. A row without a
+    key has lse = -inf in both.
+    """
+    return (
+        torch.where(x == reference, 0.0, (x - reference).abs())
+        .nan_to_num(nan=torch.inf)
+        .max()
+        .item()
+    )

@@ -1,7 +1,9 @@
-"""Attention broken on purpose: each class changes one step of the streaming softmax or of the mask, and nothing else.
+"""Attention broken on purpose: each class changes one step of the streaming softmax or of the mask,
+and nothing else.
 
-They run through the same tile loop as the exact code, and their gradient is the true gradient of what they compute, the maximum
-included (unless detach_max). So a loss curve shows what the mistake does, not what a mismatched backward does.
+They run through the same tile loop as the exact code, and their gradient is the true gradient of
+what they compute, the maximum included (unless detach_max). So a loss curve shows what the mistake
+does, not what a mismatched backward does.
 """
 
 from dataclasses import dataclass, replace
@@ -29,7 +31,9 @@ class NoMax(OnlineSoftmax):
 
 
 class NoRescale(OnlineSoftmax):
-    """Each tile subtracts its own maximum, and the sums of earlier tiles are never brought to the same scale."""
+    """Each tile subtracts its own maximum, and the sums of earlier tiles are never brought to the
+    same scale.
+    """
 
     def next_max(self, tile_max: Tensor) -> Tensor:
         return torch.where(tile_max == -torch.inf, self.row_max, tile_max)
@@ -39,7 +43,9 @@ class NoRescale(OnlineSoftmax):
 
 
 class LocalSoftmax(OnlineSoftmax):
-    """Each tile is normalised on its own and the results are added: tiling without the streaming part."""
+    """Each tile is normalised on its own and the results are added: tiling without the streaming
+    part.
+    """
 
     def update(self, scores: Tensor, v: Tensor) -> "LocalSoftmax":
         tile_max = scores.amax(-1, keepdim=True)
@@ -49,7 +55,12 @@ class LocalSoftmax(OnlineSoftmax):
         p = p / tile_sum
         # what the tile was divided by, so that a single tile has the right lse
         row_max = torch.where(no_key, self.row_max, tile_max + torch.log(tile_sum))
-        return replace(self, row_max=row_max, row_sum=torch.ones_like(self.row_sum), acc=self.acc + weighted_sum(p, v))
+        return replace(
+            self,
+            row_max=row_max,
+            row_sum=torch.ones_like(self.row_sum),
+            acc=self.acc + weighted_sum(p, v),
+        )
 
 
 class ZeroInitMax(OnlineSoftmax):
@@ -63,7 +74,9 @@ class ZeroInitMax(OnlineSoftmax):
 
 @dataclass(frozen=True)
 class RelativeMask(VisibleKeys):
-    """The causal mask compares positions inside the tile, so every tile, past or future, gets the mask of the first one."""
+    """The causal mask compares positions inside the tile, so every tile, past or future, gets the
+    mask of the first one.
+    """
 
     def query_tiles(self, block_q: int) -> list[QueryTile]:
         # the tiles of the future cannot be skipped: that would hide the leak
@@ -90,14 +103,32 @@ def unscaled_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **argum
     return tiled_attention(q, k, v, scale=1.0, **arguments)
 
 
-# red wherever the result is compared with softmax attention's; names of attention.properties.PROPERTIES
+# red wherever the result is compared with softmax attention's; names of
+# attention.properties.PROPERTIES
 WRONG = frozenset(
     {
-        *("forward", "gradients", "lse", "large logits", "logits + 100", "logits - 120", "float32 statistics", "ragged tails"),
+        *(
+            "forward",
+            "gradients",
+            "lse",
+            "large logits",
+            "logits + 100",
+            "logits - 120",
+            "float32 statistics",
+            "ragged tails",
+        ),
         *("first tile masked", "N != M", "grouped heads", "optional arguments"),
     }
 )
-LEAKS = frozenset({"rows without a key", "no leak (outputs)", "no leak (gradients)", "mask positions", "prefill = decode"})
+LEAKS = frozenset(
+    {
+        "rows without a key",
+        "no leak (outputs)",
+        "no leak (gradients)",
+        "mask positions",
+        "prefill = decode",
+    }
+)
 
 
 def also_in_triton(backend: Backend) -> Backend:
@@ -110,8 +141,11 @@ NO_MAX = also_in_triton(
     tile_loop_backend(
         "no_max",
         softmax=NoMax,
-        defect="no maximum is subtracted: exact until one score passes ln(largest number), 88.72 in float32 and bfloat16 and 11.09 in "
-        "float16 (p is cast for p @ v); then inf, NaN or exact zeros; NaN too where every score of a row is below -104, as every exp is 0",
+        defect="no maximum is subtracted: exact until one score passes ln(largest "
+        "number), 88.72 in "
+        "float32 and bfloat16 and 11.09 in "
+        "float16 (p is cast for p @ v); then inf, NaN or exact zeros; NaN too where every score "
+        "of a row is below -104, as every exp is 0",
         breaks=frozenset({"large logits", "logits + 100", "logits - 120", "float32 statistics"}),
     )
 )
@@ -119,7 +153,8 @@ NO_RESCALE = also_in_triton(
     tile_loop_backend(
         "no_rescale",
         softmax=NoRescale,
-        defect="each tile subtracts its own maximum and earlier sums are never rescaled: finite, plausible and wrong, every tile counts "
+        defect="each tile subtracts its own maximum and earlier sums are never rescaled: finite, "
+        "plausible and wrong, every tile counts "
         "as if its best key were equally good; exact when one tile holds all keys",
         breaks=WRONG | {"block sizes", "key permutation"},
     )
@@ -130,13 +165,17 @@ DEFECTS = (
     tile_loop_backend(
         "local_softmax",
         softmax=LocalSoftmax,
-        defect="each tile is normalised on its own and the results are summed: the weights of a row add up to the number of its tiles",
+        defect="each tile is normalised on its own and the results are summed: the "
+        "weights of a row "
+        "add up to the number of its tiles",
         breaks=WRONG | {"block sizes", "key permutation", "rows sum to one"},
     ),
     tile_loop_backend(
         "zero_init_max",
         softmax=ZeroInitMax,
-        defect="the running maximum starts at 0: exact unless every score of a row is very negative (NaN near -104 in float32, -17 in "
+        defect="the running maximum starts at 0: exact unless every score of a row is "
+        "very negative "
+        "(NaN near -104 in float32, -17 in "
         "float16); a row without a key is NaN",
         breaks=frozenset({"logits - 120", "rows without a key"}),
     ),
@@ -144,13 +183,16 @@ DEFECTS = (
         "relative_mask",
         visible_keys=relative_keys,
         without=("window", "document_ids"),
-        defect="the causal mask uses positions inside the tile: tiles of the future leak in, tiles of the past are half hidden",
+        defect="the causal mask uses positions inside the tile: tiles of the future leak in, tiles "
+        "of the past are half hidden",
         breaks=(WRONG - {"first tile masked"}) | LEAKS | {"block sizes", "key permutation"},
     ),
     tile_loop_backend(
         "no_scale",
         function=unscaled_attention,
-        defect="scores are not divided by sqrt(head_dim): sqrt(head_dim) times too large, the stress under which no_max dies first",
+        defect="scores are not divided by sqrt(head_dim): sqrt(head_dim) times too "
+        "large, the stress "
+        "under which no_max dies first",
         breaks=WRONG,
     ),
 )

@@ -1,7 +1,9 @@
-"""What happens inside attention: the largest score, the first tile that leaves the finite range, the distance from exact attention.
+"""What happens inside attention: the largest score, the first tile that leaves the finite range,
+the distance from exact attention.
 
-exp(score) passes the largest number of its dtype where the score passes LIMITS[dtype]; that is where attention without the maximum
-subtracted dies. In float16 the limit is p's, which is rounded to float16 for the product with v whatever the statistics are kept in.
+exp(score) passes the largest number of its dtype where the score passes LIMITS[dtype]; that is
+where attention without the maximum subtracted dies. In float16 the limit is p's, which is rounded
+to float16 for the product with v whatever the statistics are kept in.
 """
 
 import math
@@ -19,84 +21,134 @@ from attention.naive import naive_attention
 from attention.online_softmax import OnlineSoftmax
 from attention.tiled import TILED
 
-LIMITS = {dtype: math.log(torch.finfo(dtype).max) for dtype in (torch.float16, torch.bfloat16, torch.float32)}  # 11.09, 88.72, 88.72
+LIMITS = {
+    dtype: math.log(torch.finfo(dtype).max)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32)
+}  # 11.09, 88.72, 88.72
 
 
-# scores that max_score() holds at once: 4 MiB stay in the caches of a CPU; of 256 MiB a GPU makes large products, and few
+# scores that max_score() holds at once: 4 MiB stay in the caches of a CPU; of 256 MiB a GPU makes
+# large products, and few
 PIECE_SCORES = {"cpu": 2**20, "cuda": 2**26}
 
 
 @torch.no_grad()
-def max_score(q: Tensor, k: Tensor, *, causal: bool = True, scale: float | None = None, **optional: Any) -> Tensor:
-    """The largest score a query gives a key it sees, as a 0-d float32 tensor (float64 for float64), in O(N) memory.
+def max_score(
+    q: Tensor, k: Tensor, *, causal: bool = True, scale: float | None = None, **optional: Any
+) -> Tensor:
+    """The largest score a query gives a key it sees, as a 0-d float32 tensor (float64 for float64),
+    in O(N) memory.
 
-    q (B, H, N, D), k (B, H_kv, M, D) and the arguments are those of attention(); the score is the capped and biased one.
+    q (B, H, N, D), k (B, H_kv, M, D) and the arguments are those of attention(); the score is the
+    capped and biased one.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    changed = any(optional.get(name) is not None for name in ("softcap", "alibi_slopes", "score_mod"))
+    changed = any(
+        optional.get(name) is not None for name in ("softcap", "alibi_slopes", "score_mod")
+    )
     if changed or scale == 0:
         maxima = TileMaxima(q)
         # the tiles are only looked at: large ones take fewer steps
-        TILED.fn(q, k, k, causal=causal, scale=scale, **optional, observer=maxima.observe, block_q=256, block_kv=1024)
+        TILED.fn(
+            q,
+            k,
+            k,
+            causal=causal,
+            scale=scale,
+            **optional,
+            observer=maxima.observe,
+            block_q=256,
+            block_kv=1024,
+        )
         return maxima.largest()
-    visible = visible_keys(q, k, causal=causal, window=optional.get("window"), document_ids=optional.get("document_ids"))
-    # rounding keeps the order: scaling the largest product alone gives the largest score, to the bit
+    visible = visible_keys(
+        q,
+        k,
+        causal=causal,
+        window=optional.get("window"),
+        document_ids=optional.get("document_ids"),
+    )
+    # rounding keeps the order: scaling the largest product alone gives the largest score, to the
+    # bit
     return abs(scale) * _largest_product(q if scale > 0 else -q, k, visible)
 
 
 def _largest_product(q: Tensor, k: Tensor, visible: VisibleKeys) -> Tensor:
     """The largest q k^T of a query and a key that it sees; -inf where none sees any.
 
-    q (B, H, N, D), k (B, H_kv, M, D). A piece is as many queries as PIECE_SCORES has room for, with all the keys that they see.
+    q (B, H, N, D), k (B, H_kv, M, D). A piece is as many queries as PIECE_SCORES has room for, with
+    all the keys that they see.
     """
     (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
-    # on a GPU a product of 16-bit numbers has its sums in float32, if asked to; on a CPU it would round them
+    # on a GPU a product of 16-bit numbers has its sums in float32, if asked to; on a CPU it would
+    # round them
     multiply = torch.bmm
     if q.device.type == "cuda" and q.dtype != dtype:
         multiply = partial(torch.bmm, out_dtype=dtype)
     else:
         q, k = q.to(dtype), k.to(dtype)
-    q = q.reshape(batch * num_kv_heads, num_heads // num_kv_heads, num_queries, head_dim)  # (B * H_kv, G, N, D)
+    q = q.reshape(
+        batch * num_kv_heads, num_heads // num_kv_heads, num_queries, head_dim
+    )  # (B * H_kv, G, N, D)
     k = k.reshape(batch * num_kv_heads, num_keys, head_dim)
     largest = [torch.full((), -torch.inf, device=q.device, dtype=dtype)]
-    for tile in visible.query_tiles(max(1, PIECE_SCORES[q.device.type] // (batch * num_heads * num_keys))):
+    for tile in visible.query_tiles(
+        max(1, PIECE_SCORES[q.device.type] // (batch * num_heads * num_keys))
+    ):
         q_rows = q[:, :, tile.rows].flatten(1, 2)  # (B * H_kv, G * R, D)
         for keys, needs_mask in _key_ranges(tile):
             products = multiply(q_rows, k[:, keys].mT)  # (B * H_kv, G * R, T)
             if needs_mask:
                 hidden = ~visible.mask(tile.rows, keys).unsqueeze(2)  # (B or 1, 1, 1, R, T)
-                products.view(batch, num_kv_heads, -1, *hidden.shape[-2:]).masked_fill_(hidden, -torch.inf)
+                products.view(batch, num_kv_heads, -1, *hidden.shape[-2:]).masked_fill_(
+                    hidden, -torch.inf
+                )
             largest.append(products.amax())
             del products  # before there is another piece
     return torch.stack(largest).amax()
 
 
 def _key_ranges(tile: QueryTile) -> list[tuple[slice, bool]]:
-    """The keys that some row of the tile sees, and whether another does not: left of what all rows see, that, and right of it."""
+    """The keys that some row of the tile sees, and whether another does not: left of what all rows
+    see, that, and right of it.
+    """
     if tile.full_first < tile.full_last:
-        ranges = ((tile.first, tile.full_first, True), (tile.full_first, tile.full_last, False), (tile.full_last, tile.last, True))
+        ranges = (
+            (tile.first, tile.full_first, True),
+            (tile.full_first, tile.full_last, False),
+            (tile.full_last, tile.last, True),
+        )
     else:
         ranges = ((tile.first, tile.last, True),)
     return [(slice(start, stop), needs_mask) for start, stop, needs_mask in ranges if start < stop]
 
 
 class TileMaxima:
-    """An observer of the tile loop that keeps the largest score of each tile, and with `states` what tells whether its state is finite.
+    """An observer of the tile loop that keeps the largest score of each tile, and with `states`
+    what tells whether its state is finite.
 
     Nothing is read from a GPU before the loop is over, or it would wait at every tile.
     """
 
     def __init__(self, q: Tensor, *, states: bool = False) -> None:
         self.states = states
-        self.values = [torch.full((), -torch.inf, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))]
-        self.sums: list[Tensor] = []  # of a tile's row_sum and acc the largest magnitudes; a NaN is the largest of all
+        self.values = [
+            torch.full(
+                (), -torch.inf, device=q.device, dtype=torch.promote_types(q.dtype, torch.float32)
+            )
+        ]
+        self.sums: list[
+            Tensor
+        ] = []  # of a tile's row_sum and acc the largest magnitudes; a NaN is the largest of all
 
     def observe(self, tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
         # a backward pass that runs the tile again would have its graph kept alive
         self.values.append(scores.detach().amax().to(self.values[0].dtype))
         if self.states:
-            self.sums += [x.detach().abs().amax().to(self.values[0].dtype) for x in (state.row_sum, state.acc)]
+            self.sums += [
+                x.detach().abs().amax().to(self.values[0].dtype) for x in (state.row_sum, state.acc)
+            ]
 
     def largest(self) -> Tensor:
         return torch.stack(self.values).amax()
@@ -116,24 +168,40 @@ class Breakdown:
     """Where one attention call left the finite range."""
 
     tensor: str  # q, k, v (already bad on entry), scores, row_sum, acc or out
-    queries: tuple[int, int] | None  # first and one past the last row of the tile, where a tile is to blame
+    queries: (
+        tuple[int, int] | None
+    )  # first and one past the last row of the tile, where a tile is to blame
     keys: tuple[int, int] | None
     max_score: float | None  # largest score of that tile, in the head below
     sequence: int | None = None  # of the batch
     head: int | None = None  # query head; for k and v the key/value head
     row: int | None = None  # the query; for k and v the key
-    fate: str | None = None  # what came out for that query: NaN, inf, zero or finite; None where nothing was computed any more
+    fate: str | None = (
+        # what came out for that query: NaN, inf, zero or finite; None where nothing was computed
+        # any more
+        None
+    )
 
     def __str__(self) -> str:
         if self.queries is None:
             return f"{self.tensor} is not finite"
-        where = " and ".join(f"{name} {tile[0]}:{tile[1]}" for name, tile in (("queries", self.queries), ("keys", self.keys)))
-        return f"{self.tensor} leaves the finite range in the tile of {where}, whose largest score is {self.max_score:.2f}"
+        where = " and ".join(
+            f"{name} {tile[0]}:{tile[1]}"
+            for name, tile in (("queries", self.queries), ("keys", self.keys))
+        )
+        return (
+            f"{self.tensor} leaves the finite range in the tile of {where}, whose largest score "
+            f"is {self.max_score:.2f}"
+        )
 
 
 @torch.no_grad()
-def find_breakdown(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: Any) -> Breakdown | None:
-    """The first tensor of this call that is not finite, or None. `arguments` are what attention() hands to backend.fn."""
+def find_breakdown(
+    q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: Any
+) -> Breakdown | None:
+    """The first tensor of this call that is not finite, or None. `arguments` are what attention()
+    hands to backend.fn.
+    """
     maxima = TileMaxima(q, states=True)
     observer = {"observer": maxima.observe} if backend.observable else {}
     out = backend.fn(q, k, v, **arguments, **backend.options, **observer).out
@@ -141,9 +209,18 @@ def find_breakdown(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **argum
 
 
 def _breakdown(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, tile: int | None, *, backend: Backend, **arguments: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    tile: int | None,
+    *,
+    backend: Backend,
+    **arguments: Any,
 ) -> Breakdown | None:  # fmt: skip
-    """find_breakdown() of a call that has been made, which gave `out` and left the finite range in that tile of its loop."""
+    """find_breakdown() of a call that has been made, which gave `out` and left the finite range in
+    that tile of its loop.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if (at := _first(~x.isfinite())) is not None:
             return Breakdown(name, None, None, None, *at[:3])
@@ -157,8 +234,12 @@ class _Found(Exception):
     """Ends a loop that has come to its tile; its argument is the breakdown there."""
 
 
-def _in_tile(q: Tensor, k: Tensor, v: Tensor, number: int, *, backend: Backend, **arguments: Any) -> Breakdown | None:
-    """What left the finite range in the tile of that number, or in one after it: the loop is run again, up to there."""
+def _in_tile(
+    q: Tensor, k: Tensor, v: Tensor, number: int, *, backend: Backend, **arguments: Any
+) -> Breakdown | None:
+    """What left the finite range in the tile of that number, or in one after it: the loop is run
+    again, up to there.
+    """
     numbers = count()
 
     def observe(tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
@@ -166,11 +247,22 @@ def _in_tile(q: Tensor, k: Tensor, v: Tensor, number: int, *, backend: Backend, 
             return
         # (B, H_kv, G, R, T or 1 or D)
         for name, x in (("scores", scores), ("row_sum", state.row_sum), ("acc", state.acc)):
-            if (at := _first(x.isnan() | (x == torch.inf if name == "scores" else x.isinf()))) is not None:
+            if (
+                at := _first(x.isnan() | (x == torch.inf if name == "scores" else x.isinf()))
+            ) is not None:
                 sequence, group, member, row = at[:4]
                 largest = scores[sequence, group, member].amax().item()
                 where = ((tile.start, tile.stop), (keys.start, min(keys.stop, k.shape[2])))
-                raise _Found(Breakdown(name, *where, largest, sequence, group * x.shape[2] + member, tile.start + row))
+                raise _Found(
+                    Breakdown(
+                        name,
+                        *where,
+                        largest,
+                        sequence,
+                        group * x.shape[2] + member,
+                        tile.start + row,
+                    )
+                )
 
     try:
         backend.fn(q, k, v, **arguments, **backend.options, observer=observe)
@@ -190,7 +282,8 @@ def _fate(x: Tensor) -> str:
     return "inf" if x.isinf().any() else "finite" if x.any() else "zero"
 
 
-# scores of one key/value head that the reference below may hold: 2048 x 2048 float64, five such matrices at once, 160 MiB
+# scores of one key/value head that the reference below may hold: 2048 x 2048 float64, five such
+# matrices at once, 160 MiB
 REFERENCE_SCORES = 2**22
 
 
@@ -205,13 +298,16 @@ def compare_with_exact(
     scale: float | None = None,
     document_ids: Tensor | None = None,
 ) -> dict[str, float]:
-    """How far `backend` is from softmax attention in float64: out, and dq, dk, dv for the incoming gradient d_out.
+    """How far `backend` is from softmax attention in float64: out, and dq, dk, dv for the incoming
+    gradient d_out.
 
-    Returns {name}_error, |x - exact| / |exact| in the Euclidean norm over the whole tensor, and {name}_cosine, for each of the four.
-    q, d_out (B, H, N, D); k, v (B, H_kv, M, D). The exact values hold for the very numbers in q, k, v, d_out, whatever their dtype.
+    Returns {name}_error, |x - exact| / |exact| in the Euclidean norm over the whole tensor, and
+    {name}_cosine, for each of the four. q, d_out (B, H, N, D); k, v (B, H_kv, M, D). The exact
+    values hold for the very numbers in q, k, v, d_out, whatever their dtype.
 
-    Only the last REFERENCE_SCORES / (B * H / H_kv * M) queries are compared, all of them up to M = 2048 without grouped heads. The
-    gradient that comes in through the others is set to 0, so dk and dv are compared whole, and the backend runs at its full length.
+    Only the last REFERENCE_SCORES / (B * H / H_kv * M) queries are compared, all of them up to M =
+    2048 without grouped heads. The gradient that comes in through the others is set to 0, so dk and
+    dv are compared whole, and the backend runs at its full length.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     groups = q.shape[1] // k.shape[1]
@@ -220,24 +316,47 @@ def compare_with_exact(
     d_out = torch.cat((torch.zeros_like(d_out[:, :, :first]), d_out[:, :, first:]), 2)
     # as attention() calls it: with every argument that the backend has a name for
     documents = {} if document_ids is None else {"document_ids": document_ids}
-    arguments = {name: None for name in OPTIONAL_ARGUMENTS if name in backend.features} | documents | backend.options
+    arguments = (
+        {name: None for name in OPTIONAL_ARGUMENTS if name in backend.features}
+        | documents
+        | backend.options
+    )
     # document_ids need as many queries as keys; a change of the scores to -inf does not
     apart = {} if document_ids is None else {"score_mod": _inside_documents(document_ids)}
     with torch.autocast(q.device.type, enabled=False):
-        out, *gradients = _with_gradients(backend.fn, q, k, v, d_out, causal=causal, scale=scale, **arguments)
+        out, *gradients = _with_gradients(
+            backend.fn, q, k, v, d_out, causal=causal, scale=scale, **arguments
+        )
         exact: list[list[Tensor]] = []
         # head by head: the matrix of scores of all of them need not fit beside a model in training
         for head in range(k.shape[1]):
             own = slice(head * groups, (head + 1) * groups)
-            inputs = (q[:, own, first:], k[:, head : head + 1], v[:, head : head + 1], d_out[:, own, first:])
+            inputs = (
+                q[:, own, first:],
+                k[:, head : head + 1],
+                v[:, head : head + 1],
+                d_out[:, own, first:],
+            )
             # the last rows of a causal mask that is aligned bottom-right keep their keys
-            exact.append(_with_gradients(naive_attention, *(x.double() for x in inputs), causal=causal, scale=scale, **apart))
+            exact.append(
+                _with_gradients(
+                    naive_attention,
+                    *(x.double() for x in inputs),
+                    causal=causal,
+                    scale=scale,
+                    **apart,
+                )
+            )
     found = (out[:, :, first:], gradients[0][:, :, first:], *gradients[1:])
     row = {}
-    for name, x, parts in zip(("out", "dq", "dk", "dv"), found, zip(*exact, strict=True), strict=True):
+    for name, x, parts in zip(
+        ("out", "dq", "dk", "dv"), found, zip(*exact, strict=True), strict=True
+    ):
         x, expected = x.double(), torch.cat(parts, 1)
         row[f"{name}_error"] = ((x - expected).norm() / expected.norm()).item()
-        row[f"{name}_cosine"] = (x.flatten() @ expected.flatten() / (x.norm() * expected.norm())).item()
+        row[f"{name}_cosine"] = (
+            x.flatten() @ expected.flatten() / (x.norm() * expected.norm())
+        ).item()
     return row
 
 
@@ -246,14 +365,18 @@ def _inside_documents(document_ids: Tensor) -> ScoreMod:
     starts = document_ids.diff(dim=1, prepend=document_ids[:, :1]) != 0
     document = starts.cumsum(1)  # (B, N): ids may come again, these do not
 
-    def mask(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, params: None) -> tuple[Tensor, Tensor]:
+    def mask(
+        score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, params: None
+    ) -> tuple[Tensor, Tensor]:
         inside = document[b, i] == document[b, j]
         return score.masked_fill(~inside, -torch.inf), inside.to(score.dtype)
 
     return ScoreMod(mask)
 
 
-def _with_gradients(function: Any, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, **arguments: Any) -> list[Tensor]:
+def _with_gradients(
+    function: Any, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, **arguments: Any
+) -> list[Tensor]:
     """out, dq, dk, dv."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
@@ -274,14 +397,17 @@ class Call(NamedTuple):
 
 
 class Recorder:
-    """A backend that behaves as another and keeps, call by call, the largest score and the breakdown, or the tensors: one entry a layer.
+    """A backend that behaves as another and keeps, call by call, the largest score and the
+    breakdown, or the tensors: one entry a layer.
 
-    recorder = Recorder(backend)
-    with model.use_backend(recorder.backend): model(tokens)
-    recorder.max_scores, recorder.breakdowns (look_for_breakdowns=True), or recorder.calls alone (keep_calls=True)
+    recorder = Recorder(backend) with model.use_backend(recorder.backend): model(tokens)
+    recorder.max_scores, recorder.breakdowns (look_for_breakdowns=True), or recorder.calls alone
+    (keep_calls=True)
     """
 
-    def __init__(self, backend: Backend, *, look_for_breakdowns: bool = False, keep_calls: bool = False) -> None:
+    def __init__(
+        self, backend: Backend, *, look_for_breakdowns: bool = False, keep_calls: bool = False
+    ) -> None:
         self.max_scores: list[Tensor] = []
         self.breakdowns: list[Breakdown | None] = []
         self.calls: list[Call] = []
@@ -290,7 +416,17 @@ class Recorder:
             options = {name: arguments.pop(name) for name in backend.options}
             if keep_calls:
                 output = backend.fn(q, k, v, **arguments, **options)
-                self.calls.append(Call(q, k, v, output.out, arguments["causal"], arguments["scale"], arguments.get("document_ids")))
+                self.calls.append(
+                    Call(
+                        q,
+                        k,
+                        v,
+                        output.out,
+                        arguments["causal"],
+                        arguments["scale"],
+                        arguments.get("document_ids"),
+                    )
+                )
                 return output
             tile = None
             if backend.observable:
@@ -304,7 +440,15 @@ class Recorder:
                 output = backend.fn(q, k, v, **arguments, **options)
             if look_for_breakdowns:
                 with torch.no_grad():
-                    found = _breakdown(q, k, v, output.out, tile, backend=backend.configured(**options), **arguments)
+                    found = _breakdown(
+                        q,
+                        k,
+                        v,
+                        output.out,
+                        tile,
+                        backend=backend.configured(**options),
+                        **arguments,
+                    )
                 self.breakdowns.append(found)
             return output
 

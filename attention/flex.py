@@ -1,6 +1,8 @@
-"""PyTorch's FlexAttention as a trusted baseline: masks and score changes as small functions, compiled into one kernel on a GPU.
+"""PyTorch's FlexAttention as a trusted baseline: masks and score changes as small functions,
+compiled into one kernel on a GPU.
 
-Without a GPU PyTorch runs it uncompiled and materialises the scores: right, but no longer linear in memory.
+Without a GPU PyTorch runs it uncompiled and materialises the scores: right, but no longer linear in
+memory.
 """
 
 from functools import cache, lru_cache, reduce
@@ -16,26 +18,45 @@ from attention.interface import FEATURES, AttentionOutput, Backend, ScoreMod, st
 
 @cache
 def compiled(function):
-    # shapes are fixed until one changes (a cache that grows while sampling), then symbolic. Masks, score changes and gradients are graphs
-    # of their own: more than PyTorch makes by default, after which it would go on uncompiled without a word, or with fullgraph stop
+    # shapes are fixed until one changes (a cache that grows while sampling), then symbolic. Masks,
+    # score changes and gradients are graphs of their own: more than PyTorch makes by default, after
+    # which it would go on uncompiled without a word, or with fullgraph stop
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
-    torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 1024)
-    # a second softcap would be an argument of the graph, which a kernel's score change cannot read: numbers stay constants
-    return torch._dynamo.config.patch(specialize_float=True)(torch.compile(function, fullgraph=True))
+    torch._dynamo.config.accumulated_recompile_limit = max(
+        torch._dynamo.config.accumulated_recompile_limit, 1024
+    )
+    # a second softcap would be an argument of the graph, which a kernel's score change cannot read:
+    # numbers stay constants
+    return torch._dynamo.config.patch(specialize_float=True)(
+        torch.compile(function, fullgraph=True)
+    )
 
 
 def quick(function, device: torch.device):
-    """function, compiled on a GPU unless it is about to be compiled as a part of something larger."""
-    return compiled(function) if device.type == "cuda" and not torch.compiler.is_compiling() else function
+    """function, compiled on a GPU unless it is about to be compiled as a part of something
+    larger.
+    """
+    return (
+        compiled(function)
+        if device.type == "cuda" and not torch.compiler.is_compiling()
+        else function
+    )
 
 
-def block_mask_of(q: Tensor, k: Tensor, *, causal: bool, window: int | None, document_ids: Tensor | None) -> BlockMask | None:
-    """None where every query sees every key. The mask of attention/mask.py in positions, as users of FlexAttention write it."""
+def block_mask_of(
+    q: Tensor, k: Tensor, *, causal: bool, window: int | None, document_ids: Tensor | None
+) -> BlockMask | None:
+    """None where every query sees every key. The mask of attention/mask.py in positions, as users
+    of FlexAttention write it.
+    """
     if not causal and document_ids is None:
         return None
     num_queries, num_keys, batch, documents = q.shape[2], k.shape[2], None, None
     if document_ids is not None:  # counted: the same id may come again, in another document
-        batch, documents = q.shape[0], F.pad((document_ids[:, 1:] != document_ids[:, :-1]).cumsum(1), (1, 0))
+        batch, documents = (
+            q.shape[0],
+            F.pad((document_ids[:, 1:] != document_ids[:, :-1]).cumsum(1), (1, 0)),
+        )
 
     def mask_mod(b, h, i, j):
         i = i + num_keys - num_queries
@@ -48,12 +69,18 @@ def block_mask_of(q: Tensor, k: Tensor, *, causal: bool, window: int | None, doc
             masks.append(documents[b, i] == documents[b, j])
         return reduce(and_, masks)
 
-    return quick(create_block_mask, q.device)(mask_mod, batch, None, num_queries, num_keys, device=q.device)
+    return quick(create_block_mask, q.device)(
+        mask_mod, batch, None, num_queries, num_keys, device=q.device
+    )
 
 
 @lru_cache(maxsize=16)
-def standing_mask(num_queries: int, num_keys: int, device: torch.device, *, causal: bool, window: int | None) -> BlockMask | None:
-    """Without documents one mask serves every layer and step, and making it takes longer than attention with a few thousand tokens."""
+def standing_mask(
+    num_queries: int, num_keys: int, device: torch.device, *, causal: bool, window: int | None
+) -> BlockMask | None:
+    """Without documents one mask serves every layer and step, and making it takes longer than
+    attention with a few thousand tokens.
+    """
     with torch.inference_mode(False), torch.no_grad():
         q, k = (torch.empty(1, 1, length, 0, device=device) for length in (num_queries, num_keys))
         return block_mask_of(q, k, causal=causal, window=window, document_ids=None)
@@ -94,7 +121,9 @@ def flex(
         q,
         k,
         v,
-        score_mod=None if softcap is None and alibi_slopes is None and score_mod is None else change,
+        score_mod=None
+        if softcap is None and alibi_slopes is None and score_mod is None
+        else change,
         block_mask=block_mask,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
@@ -106,11 +135,23 @@ def flex(
 
 
 def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> list[str]:
-    if q.device.type == "cpu" and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return ["PyTorch's FlexAttention has no backward pass on the CPU; train there with attention=tiled or attention=sdpa"]
+    if (
+        q.device.type == "cpu"
+        and torch.is_grad_enabled()
+        and any(x.requires_grad for x in (q, k, v))
+    ):
+        return [
+            "PyTorch's FlexAttention has no backward pass on the CPU; train there with "
+            "attention=tiled or attention=sdpa"
+        ]
     return []
 
 
 FLEX = Backend(
-    "flex", flex, features=FEATURES, dtypes=(torch.float32, torch.bfloat16, torch.float16), head_dims=range(16, 257), requirements=refusals
+    "flex",
+    flex,
+    features=FEATURES,
+    dtypes=(torch.float32, torch.bfloat16, torch.float16),
+    head_dims=range(16, 257),
+    requirements=refusals,
 )

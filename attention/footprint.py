@@ -1,6 +1,8 @@
-"""How the memory of one forward and backward pass grows with the length: bytes ~ N^exponent, fitted over growing N.
+"""How the memory of one forward and backward pass grows with the length: bytes ~ N^exponent, fitted
+over growing N.
 
-On a CPU every tensor an operator returns is weighed. On a GPU, where a compiled kernel allocates unseen, the allocator's peak counts.
+On a CPU every tensor an operator returns is weighed. On a GPU, where a compiled kernel allocates
+unseen, the allocator's peak counts.
 
 Dimensions: N tokens, D head dim.
 """
@@ -29,16 +31,29 @@ class Scale(TorchDispatchMode):
                 storage = x.untyped_storage()
                 self.alive[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
                 self.largest = max(self.largest, storage.nbytes())
-        self.alive = {pointer: entry for pointer, entry in self.alive.items() if not entry[0].expired()}
+        self.alive = {
+            pointer: entry for pointer, entry in self.alive.items() if not entry[0].expired()
+        }
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
         return result
 
 
 def weigh(
-    backend: Backend, length: int, *, device: str = "cpu", dtype: torch.dtype = torch.float32, head_dim: int = 32, num_heads: int = 2
+    backend: Backend,
+    length: int,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    head_dim: int = 32,
+    num_heads: int = 2,
 ) -> dict[str, int]:
-    """Bytes of one causal forward and backward pass: `saved` for the backward pass, the `peak`, and on a CPU the `largest` tensor."""
-    q, k, v = (torch.randn(1, num_heads, length, head_dim, device=device, dtype=dtype).requires_grad_() for _ in range(3))
+    """Bytes of one causal forward and backward pass: `saved` for the backward pass, the `peak`, and
+    on a CPU the `largest` tensor.
+    """
+    q, k, v = (
+        torch.randn(1, num_heads, length, head_dim, device=device, dtype=dtype).requires_grad_()
+        for _ in range(3)
+    )
     d_out = torch.ones_like(q)
     saved = {}
 
@@ -67,6 +82,11 @@ def weigh(
 
 
 def exponents(backend: Backend, lengths: tuple[int, ...], **shape) -> dict[str, float]:
-    """For each figure of `weigh`, the slope of log(bytes) over log(N): 1 is linear, 2 is a matrix of N x N."""
+    """For each figure of `weigh`, the slope of log(bytes) over log(N): 1 is linear, 2 is a matrix
+    of N x N.
+    """
     rows = [weigh(backend, length, **shape) for length in lengths]
-    return {name: float(np.polyfit(np.log(lengths), np.log([row[name] for row in rows]), 1)[0]) for name in rows[0]}
+    return {
+        name: float(np.polyfit(np.log(lengths), np.log([row[name] for row in rows]), 1)[0])
+        for name in rows[0]
+    }

@@ -1,4 +1,5 @@
-"""The interface every attention backend meets: what goes in, what comes out, and what a backend says of itself.
+"""The interface every attention backend meets: what goes in, what comes out, and what a backend
+says of itself.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -12,7 +13,8 @@ from torch import Tensor
 
 ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# the arguments of attention() that a backend is only given when it declares the feature of the same name
+# the arguments of attention() that a backend is only given when it declares the feature of the same
+# name
 OPTIONAL_ARGUMENTS = ("window", "softcap", "alibi_slopes", "document_ids", "score_mod")
 # kinds of input that need no argument but that not every backend takes
 INPUT_FEATURES = ("gqa", "non_causal", "cross_length")
@@ -21,7 +23,9 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
-    """In which scores, sums and every number that changes a score are kept: float32, and float64 for float64 inputs."""
+    """In which scores, sums and every number that changes a score are kept: float32, and float64
+    for float64 inputs.
+    """
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -29,18 +33,22 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
 class ScoreMod:
     """A change of every score, after the scale and before the mask: a bias, a cap, a temperature.
 
-    fn(score, b, h, i, j, params) -> (changed, derivative): elementwise, derivative being d changed / d score. b, h: indices of sequence
-    and query head; i: position of the query among the keys, i + M - N; j: of the key; all broadcast to score.
-    kernel: the same for attention=triton, as pkg.module:NAME of a @triton.jit function (score, b, h, i, j, params_ptr), as in
-    attention/kernels/score_mods.py. params: numbers, handed on in float32 (float64 for float64 q) and on the device of q; params_ptr points
-    at the first. No gradient flows to them. A changed score of -inf hides the key.
+    fn(score, b, h, i, j, params) -> (changed, derivative): elementwise, derivative being d changed
+    / d score. b, h: indices of sequence and query head; i: position of the query among the keys, i
+    + M - N; j: of the key; all broadcast to score. kernel: the same for attention=triton, as
+    pkg.module:NAME of a @triton.jit function (score, b, h, i, j, params_ptr), as in
+    attention/kernels/score_mods.py. params: numbers, handed on in float32 (float64 for float64 q)
+    and on the device of q; params_ptr points at the first. No gradient flows to them. A changed
+    score of -inf hides the key.
     """
 
     fn: Callable[..., tuple[Tensor, Tensor]]
     kernel: str | None = None
     params: Tensor | None = None
 
-    def __call__(self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return self.fn(score, b, h, i, j, self.params)
 
 
@@ -52,10 +60,15 @@ class AttentionOutput(NamedTuple):
     """What every backend returns."""
 
     out: Tensor  # (B, H, N, D), dtype of q
-    lse: Tensor | None = None  # (B, H, N) float32 (float64 for float64 q): natural log-sum-exp of the masked scores; -inf without a key
+    lse: Tensor | None = (
+        # (B, H, N) float32 (float64 for float64 q): natural log-sum-exp of the masked scores; -inf
+        # without a key
+        None
+    )
 
 
-# tile loops by the names of their backends, for attention.tile_op: an operator takes names, not functions
+# tile loops by the names of their backends, for attention.tile_op: an operator takes names, not
+# functions
 LOOPS: dict[str, Callable[..., AttentionOutput]] = {}
 
 
@@ -63,8 +76,9 @@ LOOPS: dict[str, Callable[..., AttentionOutput]] = {}
 class Backend:
     """One implementation of attention, with its capabilities as data.
 
-    `fn(q, k, v, *, causal, scale, **declared, **options) -> AttentionOutput` is called with checked inputs: `declared` are the
-    arguments window, softcap, alibi_slopes, document_ids and score_mod as far as they stand in `features`, `options` are its own.
+    `fn(q, k, v, *, causal, scale, **declared, **options) -> AttentionOutput` is called with checked
+    inputs: `declared` are the arguments window, softcap, alibi_slopes, document_ids and score_mod
+    as far as they stand in `features`, `options` are its own.
     """
 
     name: str
@@ -72,39 +86,65 @@ class Backend:
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
     head_dims: Container[int] | None = None  # None takes any
-    # subset of FEATURES; gqa: H_kv < H, non_causal: causal=False, cross_length: N != M, lse: returns it
+    # subset of FEATURES; gqa: H_kv < H, non_causal: causal=False, cross_length: N != M, lse:
+    # returns it
     features: frozenset[str] = frozenset()
-    options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of fn, with the values in force
+    options: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # keyword arguments of fn, with the values in force
     backward: bool = True  # whether gradients flow to q, k and v
     exact: bool = True  # whether it claims to compute softmax attention
     defect: str | None = None  # for a deliberately broken one: what is wrong and how it shows
-    breaks: frozenset[str] = frozenset()  # the properties it is known to be red in; names of attention.properties.PROPERTIES
-    traceable: bool = True  # whether torch.compile may look inside; a Python loop over tiles may not be unrolled
-    observable: bool = False  # whether fn takes observer=, called after each tile; see attention.diagnose
-    # the same computation written otherwise, by the value of the option impl that picks it; its own capabilities and options hold
+    breaks: frozenset[str] = (
+        frozenset()
+    )  # the properties it is known to be red in; names of attention.properties.PROPERTIES
+    traceable: bool = (
+        True  # whether torch.compile may look inside; a Python loop over tiles may not be unrolled
+    )
+    observable: bool = (
+        False  # whether fn takes observer=, called after each tile; see attention.diagnose
+    )
+    # the same computation written otherwise, by the value of the option impl that picks it; its own
+    # capabilities and options hold
     implementations: Mapping[str, "Backend"] = field(default_factory=dict)
-    # further reasons to refuse given inputs, in words: requirements(q, k, v, causal=..., scale=..., **options) -> list
+    # further reasons to refuse given inputs, in words: requirements(q, k, v, causal=..., scale=...,
+    # **options) -> list
     requirements: Callable[..., list[str]] | None = None
-    operator: bool = field(init=False)  # whether torch.compile, where it may not look inside, takes fn as one operator
+    operator: bool = field(
+        init=False
+    )  # whether torch.compile, where it may not look inside, takes fn as one operator
 
     def __post_init__(self) -> None:
         # a function that someone has put around it, to see what it does, is another one
         object.__setattr__(self, "operator", LOOPS.get(self.name) is self.fn)
         unknown = set(self.features) - FEATURES
         if unknown:
-            raise ValueError(f"backend {self.name!r} declares unknown features {sorted(unknown)}; valid: {', '.join(sorted(FEATURES))}")
+            raise ValueError(
+                f"backend {self.name!r} declares unknown features {sorted(unknown)}; valid: "
+                f"{', '.join(sorted(FEATURES))}"
+            )
 
     def configured(self, **options: Any) -> "Backend":
         """A copy with other options. Raises ValueError for one the backend does not have."""
         if self.implementations and "impl" in options:
             impl = options.pop("impl")
             if impl not in self.implementations:
-                raise ValueError(f"attention={self.name} has no impl={impl}; valid: {', '.join(self.implementations)}")
+                raise ValueError(
+                    f"attention={self.name} has no impl={impl}; valid: "
+                    f"{', '.join(self.implementations)}"
+                )
             return self.implementations[impl].configured(**options)
         for name in options:
             if name not in self.options:
-                has = f"its options: {', '.join(self.options)}" if self.options else "it has no options"
-                raise ValueError(f"attention={self.name} has no option {name!r} (got {name}={options[name]}); {has}")
+                has = (
+                    f"its options: {', '.join(self.options)}"
+                    if self.options
+                    else "it has no options"
+                )
+                raise ValueError(
+                    f"attention={self.name} has no option {name!r} (got {name}={options[name]}); "
+                    f"{has}"
+                )
         for name in ("block_q", "block_kv"):
             size = options.get(name, 1)
             if not isinstance(size, int):
@@ -114,24 +154,48 @@ class Backend:
         return replace(self, options={**self.options, **options})
 
     def unsupported_reasons(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, scale: float | None = None, **optional: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        **optional: Any,
     ) -> list[str]:
         """Why these inputs are refused, one sentence each; empty when they are taken."""
-        (_, num_heads, num_queries, head_dim), num_kv_heads, num_keys = q.shape, k.shape[1], k.shape[2]
+        (_, num_heads, num_queries, head_dim), num_kv_heads, num_keys = (
+            q.shape,
+            k.shape[1],
+            k.shape[2],
+        )
         wanted = {
             "gqa": num_kv_heads != num_heads,
             "non_causal": not causal,
             "cross_length": num_queries != num_keys,
             **{name: optional.get(name) is not None for name in OPTIONAL_ARGUMENTS},
         }
-        reasons = [f"it does not support {name}" for name, needed in wanted.items() if needed and name not in self.features]
+        reasons = [
+            f"it does not support {name}"
+            for name, needed in wanted.items()
+            if needed and name not in self.features
+        ]
         if q.device.type not in self.devices:
-            reasons.append(f"it runs on {' and '.join(self.devices)}, the inputs are on {q.device.type}")
+            reasons.append(
+                f"it runs on {' and '.join(self.devices)}, the inputs are on {q.device.type}"
+            )
         if q.dtype not in self.dtypes:
-            reasons.append(f"it takes {', '.join(_short(dtype) for dtype in self.dtypes)}, the inputs are {_short(q.dtype)}")
+            reasons.append(
+                f"it takes {', '.join(_short(dtype) for dtype in self.dtypes)}, the inputs are "
+                f"{_short(q.dtype)}"
+            )
         if self.head_dims is not None and head_dim not in self.head_dims:
             reasons.append(f"it takes head_dim in {self.head_dims}, the inputs have {head_dim}")
-        if not self.backward and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        if (
+            not self.backward
+            and torch.is_grad_enabled()
+            and any(x.requires_grad for x in (q, k, v))
+        ):
             reasons.append("it has no backward pass and the inputs require gradients")
         if self.requirements is not None and not reasons:
             scale = head_dim**-0.5 if scale is None else scale
@@ -139,17 +203,30 @@ class Backend:
         return reasons
 
     def check_supported(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
-        """Raise one Refusal, a ValueError, with the inputs and every reason where they are refused."""
+        """Raise one Refusal, a ValueError, with the inputs and every reason where they are
+        refused.
+        """
         reasons = self.unsupported_reasons(q, k, v, **arguments)
         if reasons:
             inputs = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {_short(q.dtype)} on {q.device}"
             raise Refusal(f"attention={self.name} cannot take {inputs}: " + "; ".join(reasons))
 
-    def check_model(self, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Raise that ValueError now, for a model's causal self-attention, rather than at its first step."""
+    def check_model(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Raise that ValueError now, for a model's causal self-attention, rather than at its first
+        step.
+        """
         # long enough for kernels that take no sequence of one
         q, kv = (
-            torch.zeros(1, heads, 128, head_dim, dtype=dtype, device=device, requires_grad=True) for heads in (num_heads, num_kv_heads)
+            torch.zeros(1, heads, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
+            for heads in (num_heads, num_kv_heads)
         )
         self.check_supported(q, kv, kv)
 
@@ -179,53 +256,94 @@ def check_inputs(
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ValueError(f"q must be (B, H, N, D) and k, v (B, H_kv, M, D); got {shapes()}")
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"q, k and v must share B and D, and k and v all of their shape; got {shapes()}")
+        raise ValueError(
+            f"q, k and v must share B and D, and k and v all of their shape; got {shapes()}"
+        )
     if min(*q.shape, *k.shape) < 1:
         raise ValueError(f"every dimension must be at least 1; got {shapes()}")
     if q.shape[1] % k.shape[1]:
-        raise ValueError(f"the query heads must be a multiple of the key/value heads; got H={q.shape[1]}, H_kv={k.shape[1]}")
+        raise ValueError(
+            f"the query heads must be a multiple of the key/value heads; got H={q.shape[1]}, "
+            f"H_kv={k.shape[1]}"
+        )
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in ALL_DTYPES:
-        raise ValueError(f"q, k and v must have one floating dtype; got {_short(q.dtype)}, {_short(k.dtype)}, {_short(v.dtype)}")
+        raise ValueError(
+            f"q, k and v must have one floating dtype; got {_short(q.dtype)}, {_short(k.dtype)}, "
+            f"{_short(v.dtype)}"
+        )
     if not (q.device == k.device == v.device):
-        raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device}, {v.device}")
+        raise ValueError(
+            f"q, k and v must be on one device; got {q.device}, {k.device}, {v.device}"
+        )
     if not isinstance(causal, bool):
         raise ValueError(f"{causal=} must be True or False")
     limits, statistics = torch.finfo(statistics_dtype(q)), _short(statistics_dtype(q))
     if scale is not None and not (_is_number(scale) and abs(scale) <= limits.max):
-        raise ValueError(f"{scale=} must be a number that is finite in {statistics}, in which scores are kept")
+        raise ValueError(
+            f"{scale=} must be a number that is finite in {statistics}, in which scores are kept"
+        )
     # one that is larger would take score / softcap below the smallest number
-    if softcap is not None and not (_is_number(softcap) and limits.tiny <= softcap <= limits.eps / limits.tiny):
+    if softcap is not None and not (
+        _is_number(softcap) and limits.tiny <= softcap <= limits.eps / limits.tiny
+    ):
         largest = f"{limits.eps / limits.tiny:.1e}"
-        raise ValueError(f"{softcap=} must be a positive number, at most {largest} as scores are kept in {statistics}; None is no cap")
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1 or not causal):
-        raise ValueError(f"{window=} must be an integer of at least 1 and needs causal=True (got {causal=})")
+        raise ValueError(
+            f"{softcap=} must be a positive number, at most {largest} as scores are kept in "
+            f"{statistics}; None is no cap"
+        )
+    if window is not None and (
+        not isinstance(window, int) or isinstance(window, bool) or window < 1 or not causal
+    ):
+        raise ValueError(
+            f"{window=} must be an integer of at least 1 and needs causal=True (got {causal=})"
+        )
     for name, extra in (("alibi_slopes", alibi_slopes), ("document_ids", document_ids)):
         if extra is not None and not isinstance(extra, Tensor):
             raise ValueError(f"{name} must be a tensor, it is a {type(extra).__name__}")
         if extra is not None and extra.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}; got {extra.device}")
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
-        raise ValueError(f"score_mod must be an attention.ScoreMod, it is a {type(score_mod).__name__}")
+        raise ValueError(
+            f"score_mod must be an attention.ScoreMod, it is a {type(score_mod).__name__}"
+        )
     if score_mod is not None and (softcap is not None or alibi_slopes is not None):
-        raise ValueError("score_mod takes the place of softcap and alibi_slopes: write all of the change into it")
+        raise ValueError(
+            "score_mod takes the place of softcap and alibi_slopes: write all of the change into it"
+        )
     params = None if score_mod is None else score_mod.params
     if params is not None and not isinstance(params, Tensor):
-        raise ValueError(f"a score_mod's params must be a tensor, they are a {type(params).__name__}")
+        raise ValueError(
+            f"a score_mod's params must be a tensor, they are a {type(params).__name__}"
+        )
     for name, constant in (("alibi_slopes", alibi_slopes), ("a score_mod's params", params)):
         if constant is not None and constant.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} must not require a gradient, which attention does not compute: hand in x.detach() for x")
+            raise ValueError(
+                f"{name} must not require a gradient, which attention does not compute: hand in "
+                "x.detach() for x"
+            )
     if alibi_slopes is not None:
         if alibi_slopes.shape != (q.shape[1],):
-            raise ValueError(f"alibi_slopes must have shape (H,) = ({q.shape[1]},); got {tuple(alibi_slopes.shape)}")
+            raise ValueError(
+                f"alibi_slopes must have shape (H,) = ({q.shape[1]},); got "
+                f"{tuple(alibi_slopes.shape)}"
+            )
         if not alibi_slopes.is_floating_point():
             raise ValueError(f"alibi_slopes must be floating; got {_short(alibi_slopes.dtype)}")
     if document_ids is not None:
         if q.shape[2] != k.shape[2]:
-            raise ValueError(f"document_ids need as many queries as keys; got N={q.shape[2]}, M={k.shape[2]}")
+            raise ValueError(
+                f"document_ids need as many queries as keys; got N={q.shape[2]}, M={k.shape[2]}"
+            )
         if document_ids.shape != (q.shape[0], q.shape[2]):
-            raise ValueError(f"document_ids must have shape (B, N) = {(q.shape[0], q.shape[2])}; got {tuple(document_ids.shape)}")
+            raise ValueError(
+                f"document_ids must have shape (B, N) = {(q.shape[0], q.shape[2])}; got "
+                f"{tuple(document_ids.shape)}"
+            )
         if document_ids.dtype not in INTEGERS:
-            raise ValueError(f"document_ids must be of {', '.join(map(_short, INTEGERS))}; got {_short(document_ids.dtype)}")
+            raise ValueError(
+                f"document_ids must be of {', '.join(map(_short, INTEGERS))}; got "
+                f"{_short(document_ids.dtype)}"
+            )
 
 
 def _is_number(x: Any) -> bool:
@@ -235,7 +353,8 @@ def _is_number(x: Any) -> bool:
 def prepared(q: Tensor, k: Tensor, optional: dict[str, Any]) -> dict[str, Any]:
     """Checked optional arguments, as every backend takes them.
 
-    Slopes and params have the statistics' dtype and the device of q. A window is at most as wide as the keys: a wider one hides no more.
+    Slopes and params have the statistics' dtype and the device of q. A window is at most as wide as
+    the keys: a wider one hides no more.
     """
     window, slopes, score_mod = optional["window"], optional["alibi_slopes"], optional["score_mod"]
     dtype = statistics_dtype(q)
@@ -251,15 +370,20 @@ def prepared(q: Tensor, k: Tensor, optional: dict[str, Any]) -> dict[str, Any]:
 def check_output(backend: Backend, q: Tensor, output: Any) -> None:
     """Raise ValueError where a backend did not return what AttentionOutput promises."""
     if not isinstance(output, AttentionOutput):
-        raise ValueError(f"attention={backend.name} must return AttentionOutput(out, lse), it returned {type(output).__name__}")
+        raise ValueError(
+            f"attention={backend.name} must return AttentionOutput(out, lse), it returned "
+            f"{type(output).__name__}"
+        )
     if output.out.shape != q.shape or output.out.dtype != q.dtype:
         raise ValueError(
-            f"attention={backend.name} must return out of shape {tuple(q.shape)} and {_short(q.dtype)}, "
+            f"attention={backend.name} must return out of shape {tuple(q.shape)} and "
+            f"{_short(q.dtype)}, "
             f"it returned {tuple(output.out.shape)} and {_short(output.out.dtype)}"
         )
     lse, dtype = output.lse, statistics_dtype(q)
     if lse is not None and (lse.shape != q.shape[:3] or lse.dtype != dtype):
         raise ValueError(
-            f"attention={backend.name} must return lse of shape {tuple(q.shape[:3])} and {_short(dtype)}, "
+            f"attention={backend.name} must return lse of shape {tuple(q.shape[:3])} and "
+            f"{_short(dtype)}, "
             f"it returned {tuple(lse.shape)} and {_short(lse.dtype)}"
         )

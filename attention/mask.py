@@ -1,7 +1,8 @@
 """Which keys a query sees: one interval lo_i <= j < hi_i a query, both ends non-decreasing in i.
 
-Causal masks, bottom-right alignment, sliding windows, packed documents and ragged tails all take this form, so a tile loop needs
-two integers a row, and knows for a whole tile whether to skip it, to mask it, or neither.
+Causal masks, bottom-right alignment, sliding windows, packed documents and ragged tails all take
+this form, so a tile loop needs two integers a row, and knows for a whole tile whether to skip it,
+to mask it, or neither.
 
     causal, N=4, M=4      causal, N=2, M=4      causal, window=2      documents 0 0 1 1
        1 . . .               1 1 1 .               1 . . .               1 . . .
@@ -19,7 +20,9 @@ from torch import Tensor
 
 
 class QueryTile(NamedTuple):
-    """Rows start:stop of the queries, and the keys any of them sees (first:last) or all of them see (full_first:full_last)."""
+    """Rows start:stop of the queries, and the keys any of them sees (first:last) or all of them see
+    (full_first:full_last).
+    """
 
     start: int
     stop: int
@@ -33,7 +36,9 @@ class QueryTile(NamedTuple):
         return slice(self.start, self.stop)
 
     def key_tiles(self, block_kv: int) -> Iterator[tuple[slice, bool]]:
-        """(keys, needs_mask) for each tile of the fixed grid 0, block_kv, 2 * block_kv, ... that some row of this tile sees."""
+        """(keys, needs_mask) for each tile of the fixed grid 0, block_kv, 2 * block_kv, ... that
+        some row of this tile sees.
+        """
         for j in range(self.first // block_kv * block_kv, self.last, block_kv):
             end = j + block_kv
             yield slice(j, end), j < self.full_first or end > self.full_last
@@ -63,16 +68,27 @@ class VisibleKeys:
 
     def mask(self, rows: slice | None = None, keys: slice | None = None) -> Tensor:
         """Boolean (B or 1, 1, rows, keys), true where the query sees the key; None: all of them."""
-        rows, keys = rows or slice(None), keys or slice(None)  # not as defaults: torch.compile of torch 2.11 cannot take one from there
+        rows, keys = (
+            rows or slice(None),
+            keys or slice(None),
+        )  # not as defaults: torch.compile of torch 2.11 cannot take one from there
         j = torch.arange(self.num_keys, device=self.lo.device)[keys]
         return ((j >= self.lo[:, rows, None]) & (j < self.hi[:, rows, None])).unsqueeze(1)
 
 
-def visible_keys(q: Tensor, k: Tensor, *, causal: bool, window: int | None = None, document_ids: Tensor | None = None) -> VisibleKeys:
+def visible_keys(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool,
+    window: int | None = None,
+    document_ids: Tensor | None = None,
+) -> VisibleKeys:
     """The intervals for q (B, H, N, D) and k (B, H_kv, M, D).
 
-    causal is aligned bottom-right: query i sees key j iff j <= i + (M - N). window=w leaves the w most recent of those.
-    document_ids (B, N): a run of equal ids is a document, and attention stays inside it.
+    causal is aligned bottom-right: query i sees key j iff j <= i + (M - N). window=w leaves the w
+    most recent of those. document_ids (B, N): a run of equal ids is a document, and attention stays
+    inside it.
     """
     num_queries, num_keys = q.shape[2], k.shape[2]
     i = torch.arange(num_queries, device=q.device)[None]  # (1, N)
@@ -82,7 +98,11 @@ def visible_keys(q: Tensor, k: Tensor, *, causal: bool, window: int | None = Non
         lo = (hi - window).clamp(min=0)
     if document_ids is not None:
         change = document_ids[:, 1:] != document_ids[:, :-1]
-        edge = torch.ones_like(change[:, :1]) if num_queries > 1 else torch.ones_like(document_ids, dtype=torch.bool)
+        edge = (
+            torch.ones_like(change[:, :1])
+            if num_queries > 1
+            else torch.ones_like(document_ids, dtype=torch.bool)
+        )
         is_first = torch.cat((edge, change), 1)
         is_last = torch.cat((change, edge), 1)
         start = torch.where(is_first, i, 0).cummax(1).values

@@ -1,6 +1,7 @@
 """The specification: softmax(Q K^T * scale + mask) V, written down as it stands in the papers.
 
-Materialises every score, takes any device and dtype, and is the oracle (in float64) that every other backend is measured against.
+Materialises every score, takes any device and dtype, and is the oracle (in float64) that every
+other backend is measured against.
 """
 
 import torch
@@ -23,14 +24,19 @@ def naive_attention(
     document_ids: Tensor | None = None,
     score_mod: ScoreMod | None = None,
 ) -> AttentionOutput:
-    """Order of the steps: scale, softcap, bias or score_mod, mask, softmax. A row of -inf alone gives out = 0 and lse = -inf."""
+    """Order of the steps: scale, softcap, bias or score_mod, mask, softmax. A row of -inf alone
+    gives out = 0 and lse = -inf.
+    """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)  # (B, H, M, D)
     dtype = statistics_dtype(q)
     scores = q.to(dtype) @ k.to(dtype).mT * scale  # (B, H, N, M)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    i, j = torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2], torch.arange(k.shape[2], device=q.device)
+    i, j = (
+        torch.arange(q.shape[2], device=q.device)[:, None] + k.shape[2] - q.shape[2],
+        torch.arange(k.shape[2], device=q.device),
+    )
     if alibi_slopes is not None:
         scores = scores - alibi_slopes.to(dtype)[:, None, None] * (i - j)
     if score_mod is not None:
@@ -45,4 +51,6 @@ def naive_attention(
     return AttentionOutput(p.to(v.dtype) @ v, lse)
 
 
-NAIVE = Backend("naive", naive_attention, features=FEATURES, breaks=frozenset({"saved bytes", "largest tensor"}))
+NAIVE = Backend(
+    "naive", naive_attention, features=FEATURES, breaks=frozenset({"saved bytes", "largest tensor"})
+)

@@ -1,13 +1,16 @@
-"""Flash attention for one head in NumPy: a second oracle, which shares no line with the rest of the package.
+"""Flash attention for one head in NumPy: a second oracle, which shares no line with the rest of the
+package.
 
-Texts that teach the algorithm write it as functions of three matrices; these are those functions, under the names and with the
-argument order they go by, in float64. They read in the order of the idea: the softmax of a stream, its update, the tile loops, and
-the backward that rebuilds the probabilities from two numbers a row. Milakov & Gimelshein, "Online normalizer calculation for softmax"
-(2018); Dao et al., "FlashAttention" (2022), algorithms 1 and 4.
+Texts that teach the algorithm write it as functions of three matrices; these are those functions,
+under the names and with the argument order they go by, in float64. They read in the order of the
+idea: the softmax of a stream, its update, the tile loops, and the backward that rebuilds the
+probabilities from two numbers a row. Milakov & Gimelshein, "Online normalizer calculation for
+softmax" (2018); Dao et al., "FlashAttention" (2022), algorithms 1 and 4.
 
-Dimensions: Q (N, d), K and V (M, d). The papers' letters: m (N,) is the largest score of a row, l or ell (N,) the sum of
-exp(score - m), S a tile of scores. Scores are Q K^T / sqrt(d). causal is aligned bottom-right: query i sees key j iff
-j <= i + (M - N). A row that sees no key gives O = 0, m = -inf, l = 0 and no gradient.
+Dimensions: Q (N, d), K and V (M, d). The papers' letters: m (N,) is the largest score of a row, l
+or ell (N,) the sum of exp(score - m), S a tile of scores. Scores are Q K^T / sqrt(d). causal is
+aligned bottom-right: query i sees key j iff j <= i + (M - N). A row that sees no key gives O = 0, m
+= -inf, l = 0 and no gradient.
 """
 # ruff: noqa: E741  O and l are the papers' names
 
@@ -28,7 +31,9 @@ class OnlineSoftmaxResult(NamedTuple):
 
 
 def online_softmax(x: ArrayLike, chunk_size: int = 0) -> OnlineSoftmaxResult:
-    """Softmax of a vector x (N,), its maximum and sum found in one pass over chunks. chunk_size=0 takes all of it as one."""
+    """Softmax of a vector x (N,), its maximum and sum found in one pass over chunks. chunk_size=0
+    takes all of it as one.
+    """
     x = np.asarray(x, dtype=np.float64)
     chunks = list(_tiles(len(x), chunk_size if chunk_size > 0 else max(len(x), 1)))
     m, ell = -np.inf, 0.0
@@ -43,10 +48,16 @@ def online_softmax(x: ArrayLike, chunk_size: int = 0) -> OnlineSoftmaxResult:
     return OnlineSoftmaxResult(softmax, float(m), float(ell), len(chunks))
 
 
-def online_softmax_update(m: Array, l: Array, O: Array, S: Array, V: Array) -> tuple[Array, Array, Array]:
-    """m, l (R,) and the unnormalised O (R, d) after a tile of scores S (R, T), -inf where masked, with its values V (T, d)."""
+def online_softmax_update(
+    m: Array, l: Array, O: Array, S: Array, V: Array
+) -> tuple[Array, Array, Array]:
+    """m, l (R,) and the unnormalised O (R, d) after a tile of scores S (R, T), -inf where masked,
+    with its values V (T, d).
+    """
     m_new = np.maximum(m, S.max(axis=1))
-    shift = np.where(m_new == -np.inf, 0.0, m_new)  # -inf - -inf is NaN, in a row that has seen no key
+    shift = np.where(
+        m_new == -np.inf, 0.0, m_new
+    )  # -inf - -inf is NaN, in a row that has seen no key
     alpha = np.exp(m - shift)
     P = np.exp(S - shift[:, None])
     return m_new, alpha * l + P.sum(axis=1), alpha[:, None] * O + P @ V
@@ -62,7 +73,9 @@ def standard_attention(Q: ArrayLike, K: ArrayLike, V: ArrayLike, causal: bool = 
     return P / np.where(l == 0, 1.0, l) @ V
 
 
-def flash_attention(Q: ArrayLike, K: ArrayLike, V: ArrayLike, block_size: int, causal: bool = False) -> Array:
+def flash_attention(
+    Q: ArrayLike, K: ArrayLike, V: ArrayLike, block_size: int, causal: bool = False
+) -> Array:
     """The same output (N, d), from block_size keys at a time; any block_size of at least 1."""
     O, _ = flash_attention_forward(Q, K, V, block_size, causal)
     return O
@@ -91,10 +104,15 @@ def flash_attention_backward(
     block_size: int = 256,
     causal: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """dQ (N, d), dK and dV (M, d) from the forward's O, m and l: P = exp(S - m) / l is rebuilt a tile at a time."""
+    """dQ (N, d), dK and dV (M, d) from the forward's O, m and l: P = exp(S - m) / l is rebuilt a
+    tile at a time.
+    """
     grad_O, Q, K, V, O, m, l = _float64(grad_O, Q, K, V, O, m, l)
     scale = Q.shape[1] ** -0.5
-    m, l = np.where(l == 0, 0.0, m), np.where(l == 0, 1.0, l)  # a row without keys: every exp(-inf) is 0
+    m, l = (
+        np.where(l == 0, 0.0, m),
+        np.where(l == 0, 1.0, l),
+    )  # a row without keys: every exp(-inf) is 0
     delta = (grad_O * O).sum(axis=1)  # sum_j P_ij dP_ij, without P
     dQ, dK, dV = np.zeros_like(Q), np.zeros_like(K), np.zeros_like(V)
     for keys in _tiles(len(K), block_size):
@@ -108,9 +126,16 @@ def flash_attention_backward(
 
 
 def tiled_attention(
-    Q: ArrayLike, K: ArrayLike, V: ArrayLike, block_size_q: int = 32, block_size_kv: int = 32, causal: bool = False
+    Q: ArrayLike,
+    K: ArrayLike,
+    V: ArrayLike,
+    block_size_q: int = 32,
+    block_size_kv: int = 32,
+    causal: bool = False,
 ) -> Array:
-    """The first paper's form: keys in the outer loop, each tile shifted by its own maximum, and O kept normalised throughout."""
+    """The first paper's form: keys in the outer loop, each tile shifted by its own maximum, and O
+    kept normalised throughout.
+    """
     Q, K, V = _float64(Q, K, V)
     O, m, ell = np.zeros((len(Q), V.shape[1])), np.full(len(Q), -np.inf), np.zeros(len(Q))
     for keys in _tiles(len(K), block_size_kv):
@@ -125,7 +150,9 @@ def tiled_attention(
             alpha, beta = np.exp(m[rows] - shift), np.exp(m_block - shift)
             ell_new = alpha * ell[rows] + beta * P.sum(axis=1)
             past = (alpha * ell[rows])[:, None] * O[rows]
-            O[rows] = (past + beta[:, None] * (P @ V[keys])) / np.where(ell_new == 0, 1.0, ell_new)[:, None]
+            O[rows] = (past + beta[:, None] * (P @ V[keys])) / np.where(ell_new == 0, 1.0, ell_new)[
+                :, None
+            ]
             m[rows], ell[rows] = m_new, ell_new
     return O
 

@@ -4,8 +4,9 @@
     row_sum  (l)                sum of exp(score - row_max) so far
     acc      (O, unnormalised)  sum of exp(score - row_max) * value so far
 
-Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3; with the accumulator as in Dao et al.,
-"FlashAttention" (2022), algorithm 1, and "FlashAttention-2" (2023), section 3.1.1, which divides only once, at the end.
+Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3; with the
+accumulator as in Dao et al., "FlashAttention" (2022), algorithm 1, and "FlashAttention-2" (2023),
+section 3.1.1, which divides only once, at the end.
 
 Dimensions: ... leading dims, R query rows, T keys of a tile, D head dim.
 """
@@ -18,7 +19,9 @@ from torch import Tensor
 
 
 def finite(row_max: Tensor) -> Tensor:
-    """The maximum to subtract. A row that has seen no key has -inf, and -inf - -inf is NaN: subtract 0 there instead."""
+    """The maximum to subtract. A row that has seen no key has -inf, and -inf - -inf is NaN:
+    subtract 0 there instead.
+    """
     return torch.where(row_max == -torch.inf, 0.0, row_max)
 
 
@@ -33,7 +36,12 @@ class OnlineSoftmax:
     def empty(cls, q: Tensor, *, dtype: torch.dtype, detach_max: bool = False) -> Self:
         """The state before any key, for rows q (..., R, D). It is the identity of `merge`."""
         row_sum = q.new_zeros((*q.shape[:-1], 1), dtype=dtype)
-        return cls(torch.full_like(row_sum, -torch.inf), row_sum, torch.zeros_like(q, dtype=dtype), detach_max)
+        return cls(
+            torch.full_like(row_sum, -torch.inf),
+            row_sum,
+            torch.zeros_like(q, dtype=dtype),
+            detach_max,
+        )
 
     def next_max(self, tile_max: Tensor) -> Tensor:
         return torch.maximum(self.row_max, tile_max)
@@ -43,7 +51,9 @@ class OnlineSoftmax:
         return torch.exp(self.row_max - finite(next_max))
 
     def update(self, scores: Tensor, v: Tensor) -> Self:
-        """Absorb one tile of scores (..., R, T), -inf where masked, with its values v (..., T, D)."""
+        """Absorb one tile of scores (..., R, T), -inf where masked, with its values v (..., T,
+        D).
+        """
         next_max = self.next_max(scores.amax(-1, keepdim=True))
         if self.detach_max:
             next_max = next_max.detach()
@@ -54,19 +64,29 @@ class OnlineSoftmax:
         return replace(self, row_max=next_max, row_sum=row_sum, acc=acc)
 
     def merge(self, other: Self) -> Self:
-        """The state of the keys of both. Associative and commutative: tiles, splits and ranks combine by it in any order."""
+        """The state of the keys of both. Associative and commutative: tiles, splits and ranks
+        combine by it in any order.
+        """
         next_max = torch.maximum(self.row_max, other.row_max)
         alpha, beta = (torch.exp(state.row_max - finite(next_max)) for state in (self, other))
-        return replace(self, row_max=next_max, row_sum=alpha * self.row_sum + beta * other.row_sum, acc=alpha * self.acc + beta * other.acc)
+        return replace(
+            self,
+            row_max=next_max,
+            row_sum=alpha * self.row_sum + beta * other.row_sum,
+            acc=alpha * self.acc + beta * other.acc,
+        )
 
     def finalize(self) -> tuple[Tensor, Tensor]:
         """out (..., R, D) and lse (..., R); 0 and -inf for a row that saw no key."""
         no_key = self.row_max == -torch.inf
-        # divide by 1 instead of masking afterwards: 0/0 would poison the gradient even of the branch not taken
+        # divide by 1 instead of masking afterwards: 0/0 would poison the gradient even of the
+        # branch not taken
         row_sum = torch.where(no_key, 1.0, self.row_sum)
         return self.acc / row_sum, (self.row_max + torch.log(row_sum)).squeeze(-1)
 
 
 def weighted_sum(p: Tensor, v: Tensor) -> Tensor:
-    """p @ v accumulated in p's dtype, with p first rounded to v's dtype, as a tensor core takes it."""
+    """p @ v accumulated in p's dtype, with p first rounded to v's dtype, as a tensor core takes
+    it.
+    """
     return p.to(v.dtype).to(p.dtype) @ v.to(p.dtype)

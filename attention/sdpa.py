@@ -1,8 +1,9 @@
 """PyTorch's own kernels, as trusted baselines: torch.nn.functional.scaled_dot_product_attention.
 
-`backend=` names the kernel (flash, efficient, cudnn, math); "auto" lets PyTorch choose. A kernel that cannot take the inputs is an
-error with PyTorch's reasons in it, never another kernel. Causal attention of 1 < N < M queries (a prefill in pieces) needs a boolean
-N x M mask here, because PyTorch's own causal flag is aligned to the other corner.
+`backend=` names the kernel (flash, efficient, cudnn, math); "auto" lets PyTorch choose. A kernel
+that cannot take the inputs is an error with PyTorch's reasons in it, never another kernel. Causal
+attention of 1 < N < M queries (a prefill in pieces) needs a boolean N x M mask here, because
+PyTorch's own causal flag is aligned to the other corner.
 """
 
 import warnings
@@ -27,8 +28,9 @@ KERNELS = {
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x as PyTorch's CUDA kernels read it, 16 bytes at a time: they do not check, and a view that starts or steps between such granules
-    ends the process's use of the GPU. A copy where it must be one."""
+    """x as PyTorch's CUDA kernels read it, 16 bytes at a time: they do not check, and a view that
+    starts or steps between such granules ends the process's use of the GPU. A copy where it must be
+    one."""
     if x.device.type != "cuda" or torch.compiler.is_compiling():
         return x
     steps = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
@@ -36,16 +38,24 @@ def aligned(x: Tensor) -> Tensor:
     return x if fine else x.clone(memory_format=torch.contiguous_format)
 
 
-def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, backend: str = "auto") -> AttentionOutput:
+def sdpa_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, backend: str = "auto"
+) -> AttentionOutput:
     """q (B, H, N, D); k, v (B, H_kv, M, D). Returns no lse."""
     num_queries, num_keys = q.shape[2], k.shape[2]
     q, k, v = aligned(q), aligned(k), aligned(v)
-    # PyTorch's is_causal is aligned top-left. The first N - M rows of a longer q see no key: cut off, the rest is square
+    # PyTorch's is_causal is aligned top-left. The first N - M rows of a longer q see no key: cut
+    # off, the rest is square
     no_key = max(num_queries - num_keys, 0) if causal else 0
     q = q[:, :, no_key:]
     is_causal = causal and q.shape[2] > 1
     mask = visible_keys(q, k, causal=True).mask() if is_causal and q.shape[2] < num_keys else None
-    arguments = {"attn_mask": mask, "is_causal": is_causal and mask is None, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    arguments = {
+        "attn_mask": mask,
+        "is_causal": is_causal and mask is None,
+        "scale": scale,
+        "enable_gqa": q.shape[1] != k.shape[1],
+    }
     with nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend]):
         if torch.compiler.is_compiling():
             out = scaled_dot_product_attention(q, k, v, **arguments)
@@ -55,7 +65,9 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: floa
 
 
 def called(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any) -> Tensor:
-    """PyTorch's function. Raises a Refusal, with PyTorch's reasons, where the kernel that was asked for does not take the inputs."""
+    """PyTorch's function. Raises a Refusal, with PyTorch's reasons, where the kernel that was asked
+    for does not take the inputs.
+    """
     try:
         return scaled_dot_product_attention(q, k, v, **arguments)
     except RuntimeError as error:
@@ -65,30 +77,51 @@ def called(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any) -
         raise Refusal(f"attention=sdpa cannot take these inputs: {reason}") from error
 
 
-def _reason(q: Tensor, k: Tensor, v: Tensor, error: RuntimeError, *, backend: str, **arguments: Any) -> str:
-    """PyTorch warns of its reasons before it raises the error that holds none: call it again and listen."""
+def _reason(
+    q: Tensor, k: Tensor, v: Tensor, error: RuntimeError, *, backend: str, **arguments: Any
+) -> str:
+    """PyTorch warns of its reasons before it raises the error that holds none: call it again and
+    listen.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with suppress(RuntimeError):
             scaled_dot_product_attention(q, k, v, **arguments)
     words = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
     # headings, and what it says of the kernels that were not asked for
-    words = [each for each in words if not each.endswith(("not used because:", "has been runtime disabled."))]
+    words = [
+        each
+        for each in words
+        if not each.endswith(("not used because:", "has been runtime disabled."))
+    ]
     # on a CPU PyTorch only says that no kernel was left
-    elsewhere = ["it runs on a GPU alone"] if backend in ("efficient", "cudnn") and q.device.type != "cuda" else []
+    elsewhere = (
+        ["it runs on a GPU alone"]
+        if backend in ("efficient", "cudnn") and q.device.type != "cuda"
+        else []
+    )
     said = "; ".join(words or elsewhere or [str(error)])
-    return f"PyTorch's {backend} kernel refuses them: {said}; attention.backend=auto lets PyTorch choose"
+    return (
+        f"PyTorch's {backend} kernel refuses them: {said}; attention.backend=auto lets "
+        "PyTorch choose"
+    )
 
 
-def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, backend: str) -> list[str]:
-    """Why the chosen kernel does not take these inputs, in PyTorch's words; or what it takes and does wrong."""
+def refusals(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, backend: str
+) -> list[str]:
+    """Why the chosen kernel does not take these inputs, in PyTorch's words; or what it takes and
+    does wrong.
+    """
     if backend != "auto" and backend not in KERNELS:
         return [f"backend={backend} is not one of: auto, {', '.join(KERNELS)}"]
     reasons = []
-    # PyTorch's flash kernel hides a score by -inf before it scales: -inf * 0 is NaN. On a GPU it hides its ragged tails so as well
+    # PyTorch's flash kernel hides a score by -inf before it scales: -inf * 0 is NaN. On a GPU it
+    # hides its ragged tails so as well
     if scale <= 0 and backend in ("auto", "flash") and (causal or q.device.type == "cuda"):
         reasons.append(
-            f"with scale={scale}, which is not positive, PyTorch's flash kernel makes NaN of hidden scores; "
+            f"with scale={scale}, which is not positive, PyTorch's flash kernel makes NaN of "
+            "hidden scores; "
             "attention.backend=math and attention=tiled take it"
         )
     if backend != "auto" and not torch.compiler.is_compiling():
@@ -101,10 +134,18 @@ def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, bac
 
 @cache
 def _tried(
-    backend: str, causal: bool, backward: bool, device: torch.device, dtype: torch.dtype, *layouts: tuple[tuple[int, ...], tuple[int, ...]]
+    backend: str,
+    causal: bool,
+    backward: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    *layouts: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> tuple[str, ...]:
     """The only complete answer is PyTorch's own: try tensors of these shapes and strides, once."""
-    tensors = (torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_() for shape, strides in layouts)
+    tensors = (
+        torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
+        for shape, strides in layouts
+    )
     q, k, v = (x.requires_grad_(backward) for x in tensors)
     with warnings.catch_warnings(), torch.set_grad_enabled(backward):
         warnings.simplefilter("ignore")  # the refusal holds them

@@ -1,16 +1,19 @@
 """The tile loop: attention without the N x M score matrix, in plain PyTorch.
 
-For each tile of queries, walk the tiles of keys it may see, feed each tile of scores to the streaming softmax, throw it away:
+For each tile of queries, walk the tiles of keys it may see, feed each tile of scores to the
+streaming softmax, throw it away:
 
                  keys 0:T  T:2T  2T:3T  3T:4T
     queries 0:R    [ / ]                          /  crossed by the causal diagonal: masked
             R:2R   [   ]  [ / ]                      inside: no mask
            2R:3R   [   ]  [   ]  [ / ]            (nothing drawn: skipped)
 
-The softmax object is a parameter, and so is the order of the loops: the exact twins and the broken variants run through this very
-code. Dao, "FlashAttention-2" (2023), algorithm 1 (forward) and 2 (backward).
+The softmax object is a parameter, and so is the order of the loops: the exact twins and the broken
+variants run through this very code. Dao, "FlashAttention-2" (2023), algorithm 1 (forward) and 2
+(backward).
 
-Dimensions: B batch, H = H_kv * G query heads, N queries, M keys, D head dim; a tile is R = block_q queries by T = block_kv keys.
+Dimensions: B batch, H = H_kv * G query heads, N queries, M keys, D head dim; a tile is R = block_q
+queries by T = block_kv keys.
 """
 
 from collections.abc import Callable
@@ -22,7 +25,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attention.interface import FEATURES, LOOPS, AttentionOutput, Backend, ScoreMod, statistics_dtype
+from attention.interface import (
+    FEATURES,
+    LOOPS,
+    AttentionOutput,
+    Backend,
+    ScoreMod,
+    statistics_dtype,
+)
 from attention.mask import QueryTile, VisibleKeys, visible_keys
 from attention.online_softmax import OnlineSoftmax
 
@@ -46,10 +56,16 @@ class TileLoop:
     detach_max: bool = False
     kv_outer: bool = False
     observer: Observer | None = None
-    known: tuple[Tensor, Tensor] | None = None  # out and lse of the same call, made earlier: only the backward pass is left to do
+    known: tuple[Tensor, Tensor] | None = (
+        None  # out and lse of the same call, made earlier: only the backward pass is left to do
+    )
 
-    def scores(self, q_rows: Tensor, k_keys: Tensor, rows: slice, keys: slice, needs_mask: bool) -> tuple[Tensor, Tensor | None]:
-        """One tile of scores (B, H_kv, G, R, T): scaled, capped, biased, masked. Also how they change with the scaled score, unless 1."""
+    def scores(
+        self, q_rows: Tensor, k_keys: Tensor, rows: slice, keys: slice, needs_mask: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """One tile of scores (B, H_kv, G, R, T): scaled, capped, biased, masked. Also how they
+        change with the scaled score, unless 1.
+        """
         scores = q_rows.to(self.dtype) @ k_keys.to(self.dtype).mT * self.scale
         derivative = None
         if self.softcap is not None:
@@ -65,14 +81,23 @@ class TileLoop:
                 scores = scores - (self.slopes * (i - j)).to(self.dtype)
             else:
                 b = torch.arange(scores.shape[0], device=scores.device).view(-1, 1, 1, 1, 1)
-                h = torch.arange(scores.shape[1] * scores.shape[2], device=scores.device).view(*scores.shape[1:3], 1, 1)
+                h = torch.arange(scores.shape[1] * scores.shape[2], device=scores.device).view(
+                    *scores.shape[1:3], 1, 1
+                )
                 scores, derivative = (x.to(self.dtype) for x in self.score_mod(scores, b, h, i, j))
         if needs_mask:
             scores = scores.masked_fill(~self.visible.mask(rows, keys).unsqueeze(2), -torch.inf)
         return scores, derivative
 
     def absorb(
-        self, state: OnlineSoftmax, tile: QueryTile, keys: slice, needs_mask: bool, q_rows: Tensor, k: Tensor, v: Tensor
+        self,
+        state: OnlineSoftmax,
+        tile: QueryTile,
+        keys: slice,
+        needs_mask: bool,
+        q_rows: Tensor,
+        k: Tensor,
+        v: Tensor,
     ) -> OnlineSoftmax:
         scores, _ = self.scores(q_rows, k[..., keys, :], tile.rows, keys, needs_mask)
         state = state.update(scores, v[..., keys, :])
@@ -80,7 +105,9 @@ class TileLoop:
             self.observer(tile, keys, scores, state)
         return state
 
-    def query_tile(self, q_rows: Tensor, k: Tensor, v: Tensor, tile: QueryTile) -> tuple[Tensor, Tensor]:
+    def query_tile(
+        self, q_rows: Tensor, k: Tensor, v: Tensor, tile: QueryTile
+    ) -> tuple[Tensor, Tensor]:
         """out (B, H_kv, G, R, D) and lse (B, H_kv, G, R) of one tile of queries."""
         state = self.softmax.empty(q_rows, dtype=self.dtype, detach_max=self.detach_max)
         for keys, needs_mask in tile.key_tiles(self.block_kv):
@@ -103,17 +130,35 @@ class TileLoop:
         outs, lses = zip(*outputs, strict=True)
         return torch.cat(outs, -2), torch.cat(lses, -1)
 
-    def forward_kv_outer(self, q: Tensor, k: Tensor, v: Tensor, tiles: list[QueryTile]) -> list[tuple[Tensor, Tensor]]:
-        """Keys in the outer loop, as in the first FlashAttention: every query tile's state stays alive to the end."""
-        states = [self.softmax.empty(q[..., tile.rows, :], dtype=self.dtype, detach_max=self.detach_max) for tile in tiles]
-        steps = [(keys.start, i, keys, needs_mask) for i, tile in enumerate(tiles) for keys, needs_mask in tile.key_tiles(self.block_kv)]
+    def forward_kv_outer(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: list[QueryTile]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Keys in the outer loop, as in the first FlashAttention: every query tile's state stays
+        alive to the end.
+        """
+        states = [
+            self.softmax.empty(q[..., tile.rows, :], dtype=self.dtype, detach_max=self.detach_max)
+            for tile in tiles
+        ]
+        steps = [
+            (keys.start, i, keys, needs_mask)
+            for i, tile in enumerate(tiles)
+            for keys, needs_mask in tile.key_tiles(self.block_kv)
+        ]
         for _, i, keys, needs_mask in sorted(steps, key=lambda step: step[:2]):
-            states[i] = self.absorb(states[i], tiles[i], keys, needs_mask, q[..., tiles[i].rows, :], k, v)
-        return [self.finish(state, q[..., tile.rows, :]) for state, tile in zip(states, tiles, strict=True)]
+            states[i] = self.absorb(
+                states[i], tiles[i], keys, needs_mask, q[..., tiles[i].rows, :], k, v
+            )
+        return [
+            self.finish(state, q[..., tile.rows, :])
+            for state, tile in zip(states, tiles, strict=True)
+        ]
 
 
 class BackwardFromLse(torch.autograd.Function):
-    """The exact backward: p = exp(score - lse) is rebuilt tile by tile from the saved lse, so O(N) is all that is kept."""
+    """The exact backward: p = exp(score - lse) is rebuilt tile by tile from the saved lse, so O(N)
+    is all that is kept.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, loop: TileLoop) -> tuple[Tensor, Tensor]:
@@ -131,10 +176,16 @@ class BackwardFromLse(torch.autograd.Function):
         for tile in loop.visible.query_tiles(loop.block_q):
             rows = tile.rows
             q_rows, do_rows = q[..., rows, :].to(loop.dtype), d_out[..., rows, :].to(loop.dtype)
-            # a row without a key has lse = -inf; exp(score - inf) = 0 keeps it out of every gradient
-            lse_rows = torch.where(lse[..., rows] == -torch.inf, torch.inf, lse[..., rows]).unsqueeze(-1)
-            # sum_j p_j dp_j, from the output alone; what comes in through lse adds to the score gradient with the opposite sign
-            delta = (do_rows * out[..., rows, :].to(loop.dtype)).sum(-1, keepdim=True) - d_lse[..., rows].unsqueeze(-1)
+            # a row without a key has lse = -inf; exp(score - inf) = 0 keeps it out of every
+            # gradient
+            lse_rows = torch.where(
+                lse[..., rows] == -torch.inf, torch.inf, lse[..., rows]
+            ).unsqueeze(-1)
+            # sum_j p_j dp_j, from the output alone; what comes in through lse adds to the score
+            # gradient with the opposite sign
+            delta = (do_rows * out[..., rows, :].to(loop.dtype)).sum(-1, keepdim=True) - d_lse[
+                ..., rows
+            ].unsqueeze(-1)
             dq_rows = torch.zeros_like(q_rows)
             for keys, needs_mask in tile.key_tiles(loop.block_kv):
                 k_keys, v_keys = k[..., keys, :].to(loop.dtype), v[..., keys, :].to(loop.dtype)
@@ -152,9 +203,11 @@ class BackwardFromLse(torch.autograd.Function):
 
 
 class BackwardByRecomputing(torch.autograd.Function):
-    """The true gradient of whatever the softmax object computes: each query tile is run again under autograd.
+    """The true gradient of whatever the softmax object computes: each query tile is run again under
+    autograd.
 
-    Plain autograd through the loop would keep every tile alive, which costs more than the matrix the loop avoids.
+    Plain autograd through the loop would keep every tile alive, which costs more than the matrix
+    the loop avoids.
     """
 
     @staticmethod
@@ -177,7 +230,9 @@ class BackwardByRecomputing(torch.autograd.Function):
             if tile.first >= tile.last:  # no key, no gradient
                 dq_tiles.append(torch.zeros_like(inputs[0]))
                 continue
-            dq_rows, dk_rows, dv_rows = torch.autograd.grad(outputs, inputs, (d_out[..., tile.rows, :], d_lse[..., tile.rows]))
+            dq_rows, dk_rows, dv_rows = torch.autograd.grad(
+                outputs, inputs, (d_out[..., tile.rows, :], d_lse[..., tile.rows])
+            )
             dq_tiles.append(dq_rows)
             dk += dk_rows
             dv += dv_rows
@@ -209,9 +264,10 @@ def tiled_attention(
 ) -> AttentionOutput:
     """Attention by the tile loop. q (B, H, N, D); k, v (B, H_kv, M, D).
 
-    softmax_dtype: "float32" keeps scores and statistics in float32 (float64 for float64 inputs), "input" in q's dtype.
-    exact=False differentiates what `softmax` computes instead of softmax attention, the maximum included unless detach_max.
-    known: out (B, H, N, D) and lse of the same call, made earlier, which it returns; its backward pass is the loop's all the same.
+    softmax_dtype: "float32" keeps scores and statistics in float32 (float64 for float64 inputs),
+    "input" in q's dtype. exact=False differentiates what `softmax` computes instead of softmax
+    attention, the maximum included unless detach_max. known: out (B, H, N, D) and lse of the same
+    call, made earlier, which it returns; its backward pass is the loop's all the same.
     """
     if softmax_dtype not in ("float32", "input"):
         raise ValueError(f'{softmax_dtype=} must be "float32" or "input"')
@@ -221,7 +277,9 @@ def tiled_attention(
         visible=visible_keys(q, k, causal=causal, window=window, document_ids=document_ids),
         scale=scale,
         softcap=softcap,
-        slopes=None if alibi_slopes is None else alibi_slopes.detach().to(statistics_dtype(q)).view(num_kv_heads, groups, 1, 1),
+        slopes=None
+        if alibi_slopes is None
+        else alibi_slopes.detach().to(statistics_dtype(q)).view(num_kv_heads, groups, 1, 1),
         score_mod=score_mod,
         dtype=q.dtype if softmax_dtype == "input" else statistics_dtype(q),
         block_q=block_q,
@@ -248,7 +306,9 @@ def tile_loop_backend(
     function: Callable[..., AttentionOutput] = tiled_attention,
     **variant: Any,
 ) -> Backend:
-    """A Backend that runs the tile loop with something exchanged: `variant` goes to `function`, tiled_attention as a rule."""
+    """A Backend that runs the tile loop with something exchanged: `variant` goes to `function`,
+    tiled_attention as a rule.
+    """
     exact = defect is None
     options: dict[str, Any] = {"block_q": 128, "block_kv": 64, "softmax_dtype": "float32"}
     if not exact:

@@ -1,10 +1,12 @@
-"""A tile loop, step by step: what each tile of keys did to one tile of queries, and which rows came out wrong.
+"""A tile loop, step by step: what each tile of keys did to one tile of queries, and which rows came
+out wrong.
 
-Any backend that takes an observer can be traced, whatever its softmax object does: each update is done again beside the loop, and the
-exponentials it takes are listened to. So `p` and `alpha` are what the code computed, not what it should have computed.
+Any backend that takes an observer can be traced, whatever its softmax object does: each update is
+done again beside the loop, and the exponentials it takes are listened to. So `p` and `alpha` are
+what the code computed, not what it should have computed.
 
-Dimensions: N queries, M keys, D head dim; a tile is R rows by T keys. Everything here is of one sequence and one head: q (1, 1, N, D),
-k and v (1, 1, M, D).
+Dimensions: N queries, M keys, D head dim; a tile is R rows by T keys. Everything here is of one
+sequence and one head: q (1, 1, N, D), k and v (1, 1, M, D).
 """
 
 from collections.abc import Callable
@@ -34,11 +36,15 @@ class Step:
     out: Tensor  # (R, D), what attention over the keys so far comes to, in q's dtype
 
     def broken(self) -> Tensor:
-        """(R,) true where a row has left the finite range, or has seen keys and has nothing to divide by."""
+        """(R,) true where a row has left the finite range, or has seen keys and has nothing to
+        divide by.
+        """
         return torch.stack(list(self.causes().values())).any(0)
 
     def causes(self) -> dict[str, Tensor]:
-        """What can be broken, in the order in which one follows from the other, and (R,) where it is."""
+        """What can be broken, in the order in which one follows from the other, and (R,) where it
+        is.
+        """
         return {
             "scores": not_finite(self.scores, masked=True),
             "p": not_finite(self.p),
@@ -49,7 +55,9 @@ class Step:
 
 
 def not_finite(x: Tensor, *, masked: bool = False) -> Tensor:
-    """(...,) true where a row of x (..., T) holds NaN or infinity; where there is a mask, -inf is the mask's."""
+    """(...,) true where a row of x (..., T) holds NaN or infinity; where there is a mask, -inf is
+    the mask's.
+    """
     return (x.isnan() | (x == torch.inf) | ((x == -torch.inf) & (not masked))).any(-1)
 
 
@@ -67,7 +75,8 @@ def observe(
     backend: Backend,
     **arguments: Any,
 ) -> Tensor:
-    """One call of the backend with an observer of its tiles, each of one head: scores (R, T), a state of (R, 1), (R, 1), (R, D).
+    """One call of the backend with an observer of its tiles, each of one head: scores (R, T), a
+    state of (R, 1), (R, 1), (R, D).
 
     Returns out (N, D). Raises ValueError for a backend that cannot be observed.
     """
@@ -90,7 +99,9 @@ class Exponentials(TorchFunctionMode):
         super().__init__()
         self.results: list[Tensor] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if getattr(func, "__name__", None) in ("exp", "exp2"):
             self.results.append(result)
@@ -98,17 +109,26 @@ class Exponentials(TorchFunctionMode):
 
 
 def listen(state: OnlineSoftmax, scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """p (R, T) and alpha (R,) of one update by scores (R, T) and v (T, D). alpha is 1 where the past is left as it is."""
+    """p (R, T) and alpha (R,) of one update by scores (R, T) and v (T, D). alpha is 1 where the
+    past is left as it is.
+    """
     # one masked key more, so that p never has alpha's shape
-    scores, v = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf), torch.nn.functional.pad(v, (0, 0, 0, 1))
+    scores, v = (
+        torch.nn.functional.pad(scores, (0, 1), value=-torch.inf),
+        torch.nn.functional.pad(v, (0, 0, 0, 1)),
+    )
     with Exponentials() as heard:
         state.update(scores, v)
     p = next(x for x in heard.results if x.shape == scores.shape)
-    alpha = next((x for x in heard.results if x.shape == state.row_max.shape), torch.ones_like(state.row_max))
+    alpha = next(
+        (x for x in heard.results if x.shape == state.row_max.shape), torch.ones_like(state.row_max)
+    )
     return p[:, :-1].to(v.dtype), alpha.squeeze(-1)
 
 
-def record_steps(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, row: int, **arguments: Any) -> tuple[range, list[Step]]:
+def record_steps(
+    q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, row: int, **arguments: Any
+) -> tuple[range, list[Step]]:
     """The rows of the query tile that `row` lies in, and that tile's steps."""
     rows = range(0)
     steps: list[Step] = []
@@ -123,7 +143,18 @@ def record_steps(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, row: int,
             past = type(state).empty(q[0, 0, tile.rows], dtype=scores.dtype)
         p, alpha = listen(past, scores, v[0, 0, keys])
         out = state.finalize()[0].to(q.dtype)
-        steps.append(Step((keys.start, keys.stop), scores, p, alpha, state.row_max.squeeze(-1), state.row_sum.squeeze(-1), state.acc, out))
+        steps.append(
+            Step(
+                (keys.start, keys.stop),
+                scores,
+                p,
+                alpha,
+                state.row_max.squeeze(-1),
+                state.row_sum.squeeze(-1),
+                state.acc,
+                out,
+            )
+        )
         past = state
 
     observe(record, q, k, v, backend, **arguments)
@@ -132,11 +163,16 @@ def record_steps(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, row: int,
 
 @dataclass(frozen=True)
 class Trace:
-    """One call, looked at. `found` and `exact` go over the tiles of keys in the order of the backend; None is a tile that is skipped."""
+    """One call, looked at. `found` and `exact` go over the tiles of keys in the order of the
+    backend; None is a tile that is skipped.
+    """
 
-    # of every query: right; wrong (finite, and not exact attention's output); zero (all of it, where it should not be); inf; NaN
+    # of every query: right; wrong (finite, and not exact attention's output); zero (all of it,
+    # where it should not be); inf; NaN
     fates: list[str]
-    first: tuple[range, tuple[int, int], str, float] | None  # first tile to leave the finite range: queries, keys, what, largest score
+    first: (
+        tuple[range, tuple[int, int], str, float] | None
+    )  # first tile to leave the finite range: queries, keys, what, largest score
     rows: range  # the tile of queries whose steps these are
     row: int  # the query to follow
     tiles: list[tuple[int, int]]  # keys
@@ -145,15 +181,30 @@ class Trace:
     reference: list[Tensor]  # (R, D), softmax attention over the keys so far in float64
     error: list[Tensor]  # (R,), how far the output so far is from that
     exact_error: list[Tensor]
-    breaks: list[int | None]  # of each of `rows`: the step from which on it is broken or further off than rounding explains
+    breaks: list[
+        int | None
+        # of each of `rows`: the step from which on it is broken or further off than rounding
+        # explains
+    ]
 
 
 @torch.no_grad()
-def trace(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, exact: Backend, row: int | None = None, **arguments: Any) -> Trace:
-    """Trace `backend` beside `exact`, which must have the same tiles. `arguments` are what attention() hands to backend.fn.
+def trace(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    backend: Backend,
+    exact: Backend,
+    row: int | None = None,
+    **arguments: Any,
+) -> Trace:
+    """Trace `backend` beside `exact`, which must have the same tiles. `arguments` are what
+    attention() hands to backend.fn.
 
-    row: the query to follow. None takes, of the last tile of queries in which a row leaves the finite range, the row that does first;
-    where all stays finite the row that is furthest off, and where nothing is off the last.
+    row: the query to follow. None takes, of the last tile of queries in which a row leaves the
+    finite range, the row that does first; where all stays finite the row that is furthest off, and
+    where nothing is off the last.
     """
     call, wide = (q, k, v), [x.double() for x in (q, k, v)]
     seen = survey(*call, backend=backend, **arguments)
@@ -163,37 +214,67 @@ def trace(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, exact: Backend, 
         row = _row_to_follow(seen, fates, reference_out)
     rows, found = record_steps(*call, backend=backend, row=row, **arguments)
     tiles = [step.keys for step in found]
-    beside = {step.keys: step for step in record_steps(*call, backend=exact, row=row, **arguments)[1]}
-    true = {step.keys: step.out for step in record_steps(*wide, backend=exact, row=row, **arguments)[1]}
+    beside = {
+        step.keys: step for step in record_steps(*call, backend=exact, row=row, **arguments)[1]
+    }
+    true = {
+        step.keys: step.out for step in record_steps(*wide, backend=exact, row=row, **arguments)[1]
+    }
 
     # where the exact loop skips a tile, what it had before stands
     exact_so_far = _carried({keys: step.out for keys, step in beside.items()}, tiles)
     reference = _carried(true, tiles)
     error, exact_error = (
-        [(x.double() - expected).abs().amax(-1) for x, expected in zip(outs, reference, strict=True)]
+        [
+            (x.double() - expected).abs().amax(-1)
+            for x, expected in zip(outs, reference, strict=True)
+        ]
         for outs in ([step.out for step in found], exact_so_far)
     )
-    bad = torch.stack([step.broken() | ~(off <= budget) for step, off in zip(found, error, strict=True)])
-    breaks = [None if fates[i] == "right" else _start_of_last_run(bad[:, i - rows.start].tolist()) for i in rows]
+    bad = torch.stack(
+        [step.broken() | ~(off <= budget) for step, off in zip(found, error, strict=True)]
+    )
+    breaks = [
+        None if fates[i] == "right" else _start_of_last_run(bad[:, i - rows.start].tolist())
+        for i in rows
+    ]
     first = _first_break(seen, fates, *call, backend=backend, **arguments)
-    return Trace(fates, first, rows, row, tiles, found, [beside.get(keys) for keys in tiles], reference, error, exact_error, breaks)
+    return Trace(
+        fates,
+        first,
+        rows,
+        row,
+        tiles,
+        found,
+        [beside.get(keys) for keys in tiles],
+        reference,
+        error,
+        exact_error,
+        breaks,
+    )
 
 
 def judge(out: Tensor, exact: Tensor, reference: Tensor) -> tuple[list[str], float]:
     """The fate of every row of out (N, D), and how far off is still right.
 
-    That is four times the error of `exact` in the same dtype, and at least four roundings of the largest output.
+    That is four times the error of `exact` in the same dtype, and at least four roundings of the
+    largest output.
     """
     size = reference.abs().amax(-1)
     error, own = ((x.double() - reference).abs().amax(-1) for x in (out, exact))
-    budget = 4 * max(own.nan_to_num(0.0, 0.0).amax().item(), torch.finfo(out.dtype).eps * size.amax().item())
+    budget = 4 * max(
+        own.nan_to_num(0.0, 0.0).amax().item(), torch.finfo(out.dtype).eps * size.amax().item()
+    )
     is_fate = {
         "NaN": out.isnan().any(-1),
         "inf": out.isinf().any(-1),
         "zero": (out == 0).all(-1) & (size > budget),
         "wrong": error > budget,
     }
-    return [next((fate for fate, is_so in is_fate.items() if is_so[i]), "right") for i in range(len(out))], budget
+    return [
+        next((fate for fate, is_so in is_fate.items() if is_so[i]), "right")
+        for i in range(len(out))
+    ], budget
 
 
 @dataclass(frozen=True)
@@ -201,7 +282,9 @@ class Survey:
     """What became of every row of one call."""
 
     out: Tensor  # (N, D)
-    first_break: list[int | None]  # per row: the first key of the tile from which on its sums were broken
+    first_break: list[
+        int | None
+    ]  # per row: the first key of the tile from which on its sums were broken
     query_tiles: list[range]
 
 
@@ -213,7 +296,12 @@ def survey(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: An
     def look(tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
         tiles[tile.start] = range(tile.start, tile.stop)
         row_max, row_sum = state.row_max.squeeze(-1), state.row_sum.squeeze(-1)
-        broken = not_finite(scores, masked=True) | not_finite(state.row_sum) | not_finite(state.acc) | no_weight(row_max, row_sum)
+        broken = (
+            not_finite(scores, masked=True)
+            | not_finite(state.row_sum)
+            | not_finite(state.acc)
+            | no_weight(row_max, row_sum)
+        )
         for i, is_broken in zip(tiles[tile.start], broken.tolist(), strict=True):
             if not is_broken:
                 first_break[i] = None  # it had no weight yet, and has now

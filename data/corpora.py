@@ -1,12 +1,16 @@
-"""Where the documents come from: each source becomes one `datasets` stream of {"path", "text"} rows.
+"""Where the documents come from: each source becomes one `datasets` stream of {"path", "text"}
+rows.
 
-    stdlib        the Python files of the running interpreter's standard library: on every machine, about 9 MB
-    torch_source  the Python files of the installed torch: also on every machine, 46 MB, a third of it in very long files
-    text          data.path=FILE, a folder or a glob; JSON, JSONL and parquet files give one document a row (data.field)
+    stdlib        the Python files of the running interpreter's standard library: on every machine,
+                  about 9 MB
+    torch_source  the Python files of the installed torch: also on every machine, 46 MB, a third of
+                  it in very long files
+    text          data.path=FILE, a folder or a glob; JSON, JSONL and parquet files give one
+                  document a row (data.field)
     hub           data.name=org/name on the Hugging Face hub (data.subset, data.split, data.field)
 
-A row's path names the document inside its corpus ("json/decoder.py", "books.jsonl:17", "17") and decides whether it is held
-out, so it never depends on where the corpus lies on this machine.
+A row's path names the document inside its corpus ("json/decoder.py", "books.jsonl:17", "17") and
+decides whether it is held out, so it never depends on where the corpus lies on this machine.
 """
 
 import hashlib
@@ -28,21 +32,27 @@ Row = dict[str, str]
 
 def subject(config: DataConfig) -> str:
     """What the user typed to choose this corpus."""
-    return {"text": f"data.path={config.path}", "hub": f"data.name={config.name}"}.get(config.source, f"data={config.source}")
+    return {"text": f"data.path={config.path}", "hub": f"data.name={config.name}"}.get(
+        config.source, f"data={config.source}"
+    )
 
 
 def identity(config: DataConfig) -> str:
-    """A hash of all that can be known of the corpus without reading it: a token store is found by it.
+    """A hash of all that can be known of the corpus without reading it: a token store is found by
+    it.
 
-    Files count by place, size and time of change. A hub dataset counts by its name alone: once tokenized it is not asked for
-    again, with or without a network.
+    Files count by place, size and time of change. A hub dataset counts by its name alone: once
+    tokenized it is not asked for again, with or without a network.
     """
     known: list[Any] = [config.source, config.field, config.max_documents]
     if config.source == "hub":
         known += [config.name, config.subset, config.split]
     else:
         root, files = list_files(config)
-        known += [str(root), [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]]
+        known += [
+            str(root),
+            [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files],
+        ]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
@@ -57,7 +67,9 @@ def count_documents(config: DataConfig) -> int | None:
 
 
 def documents(config: DataConfig) -> "IterableDataset":
-    """The corpus as a `datasets` stream with the columns `path` and `text`, in a fixed order and without empty texts."""
+    """The corpus as a `datasets` stream with the columns `path` and `text`, in a fixed order and
+    without empty texts.
+    """
     import datasets
     import huggingface_hub
 
@@ -68,7 +80,11 @@ def documents(config: DataConfig) -> "IterableDataset":
     table = load_from_hub(config) if config.source == "hub" else None
 
     def rows() -> Iterator[Row]:
-        found = local_rows(config) if table is None else table_rows(read_from_hub(table, config), config.field, subject(config))
+        found = (
+            local_rows(config)
+            if table is None
+            else table_rows(read_from_hub(table, config), config.field, subject(config))
+        )
         yield from itertools.islice((row for row in found if row["text"]), config.max_documents)
 
     return datasets.IterableDataset.from_generator(rows)
@@ -86,11 +102,14 @@ def local_rows(config: DataConfig) -> Iterator[Row]:
         try:
             yield {"path": path, "text": read_text(file)}
         except UnicodeDecodeError as error:
-            # a package may hold a file in an old encoding; the user's own files are never dropped silently
+            # a package may hold a file in an old encoding; the user's own files are never dropped
+            # silently
             if config.source == "text":
                 raise ValueError(
-                    f"data.path={config.path}: {file} is not UTF-8 text (byte {error.start}: {error.reason}); "
-                    f"convert it, or leave it out with a glob such as data.path='{file.parent}/*.txt'"
+                    f"data.path={config.path}: {file} is not UTF-8 text (byte {error.start}: "
+                    f"{error.reason}); "
+                    "convert it, or leave it out with a glob such as "
+                    f"data.path='{file.parent}/*.txt'"
                 ) from error
 
 
@@ -98,8 +117,13 @@ def table_rows(table: Iterable[dict[str, Any]], field: str, where: str) -> Itera
     """The texts of one column; a row's path is its number."""
     for index, row in enumerate(table):
         if field not in row:
-            raise ValueError(f"{where} has no column data.field={field}; its columns are: {', '.join(row)}")
+            raise ValueError(
+                f"{where} has no column data.field={field}; its columns are: {', '.join(row)}"
+            )
         text = row[field] or ""  # a missing text is an empty one
         if not isinstance(text, str):
-            raise ValueError(f"{where}: row {index} of data.field={field} is not text but {type(text).__name__}; columns: {', '.join(row)}")
+            raise ValueError(
+                f"{where}: row {index} of data.field={field} is not text but "
+                f"{type(text).__name__}; columns: {', '.join(row)}"
+            )
         yield {"path": str(index), "text": text}

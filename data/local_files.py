@@ -11,15 +11,32 @@ from typing import Any
 
 from config import DataConfig
 
-# installations differ in whether they ship the tests and the bundled tools; encodings and pydoc_data are tables, not programs
-STDLIB_LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "ensurepip", "site-packages", "dist-packages", "encodings", "pydoc_data"}
+# installations differ in whether they ship the tests and the bundled tools; encodings and
+# pydoc_data are tables, not programs
+STDLIB_LEFT_OUT = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "ensurepip",
+    "site-packages",
+    "dist-packages",
+    "encodings",
+    "pydoc_data",
+}
 # written when this copy was built: without them the same version is the same corpus everywhere
 BUILD_RECORDS = ("_sysconfigdata", "config-", "version.py")
-TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}  # suffix -> its reader in `datasets`
+TABLES = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+}  # suffix -> its reader in `datasets`
 
 
 def list_files(config: DataConfig) -> tuple[Path, list[Path]]:
-    """The files of a local corpus in a fixed order, and the folder that their paths are relative to."""
+    """The files of a local corpus in a fixed order, and the folder that their paths are relative
+    to.
+    """
     if config.source == "text":
         files = text_files(config.path)
         return Path(os.path.commonpath([file.parent for file in files])), files
@@ -29,20 +46,34 @@ def list_files(config: DataConfig) -> tuple[Path, list[Path]]:
         # finds the package without importing it
         root, left_out = Path(importlib.util.find_spec("torch").origin).parent, set()
     files = [file for file in walk(root, left_out) if file.suffix == ".py"]
-    return root, [file for file in files if not file.relative_to(root).parts[0].startswith(BUILD_RECORDS)]
+    return root, [
+        file for file in files if not file.relative_to(root).parts[0].startswith(BUILD_RECORDS)
+    ]
 
 
 def walk(folder: Path, left_out: set[str]) -> list[Path]:
-    """All files under a folder, sorted, but for hidden ones, caches, and the folders named in `left_out`."""
+    """All files under a folder, sorted, but for hidden ones, caches, and the folders named in
+    `left_out`.
+    """
 
     def refuse(error: OSError) -> None:
-        raise ValueError(f"the folder {error.filename} cannot be read ({error.strerror})") from error
+        raise ValueError(
+            f"the folder {error.filename} cannot be read ({error.strerror})"
+        ) from error
 
     files = []
     for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if name not in left_out and name != "__pycache__" and not name.startswith(".")]
+        folders[:] = [
+            name
+            for name in folders
+            if name not in left_out and name != "__pycache__" and not name.startswith(".")
+        ]
         # no pipe, no socket, and no link to what is gone
-        files += [Path(parent, name) for name in names if not name.startswith(".") and os.path.isfile(os.path.join(parent, name))]
+        files += [
+            Path(parent, name)
+            for name in names
+            if not name.startswith(".") and os.path.isfile(os.path.join(parent, name))
+        ]
     return sorted(files)
 
 
@@ -52,26 +83,45 @@ def text_files(path: str) -> list[Path]:
     if given.is_dir():
         files = walk(given, left_out=set())
         if not files:
-            raise ValueError(f"data.path={path} is a folder without files; put text files into it or name another folder, file or glob")
+            raise ValueError(
+                f"data.path={path} is a folder without files; put text files into it or name "
+                "another folder, file or glob"
+            )
     elif given.is_file():
         files = [given]
     elif given.exists():
-        raise ValueError(f"data.path={path} is neither a file nor a folder; write what comes through it to a file first")
+        raise ValueError(
+            f"data.path={path} is neither a file nor a folder; write what comes through it "
+            "to a file first"
+        )
     elif glob.has_magic(path):
-        files = sorted(Path(match) for match in glob.glob(str(given), recursive=True) if os.path.isfile(match))
+        files = sorted(
+            Path(match) for match in glob.glob(str(given), recursive=True) if os.path.isfile(match)
+        )
         if not files:
-            raise ValueError(f"data.path={path} matches no file (looked from {Path.cwd()}); '**' goes into folders, as in 'books/**/*.txt'")
+            raise ValueError(
+                f"data.path={path} matches no file (looked from {Path.cwd()}); '**' goes into "
+                "folders, as in 'books/**/*.txt'"
+            )
     else:
-        raise ValueError(f"data.path={path} does not exist (looked from {Path.cwd()}); name a file, a folder or a glob of text files")
+        raise ValueError(
+            f"data.path={path} does not exist (looked from {Path.cwd()}); name a file, a folder "
+            "or a glob of text files"
+        )
     return files
 
 
 def read_text(file: Path) -> str:
-    """A file as text; UnicodeDecodeError where it holds something else, ValueError where it may not be read."""
+    """A file as text; UnicodeDecodeError where it holds something else, ValueError where it may not
+    be read.
+    """
     try:
         raw = file.read_bytes()
     except OSError as error:
-        raise ValueError(f"{file} cannot be read ({error.strerror}); change its permissions or leave it out of data.path") from error
+        raise ValueError(
+            f"{file} cannot be read ({error.strerror}); change its permissions or leave it "
+            "out of data.path"
+        ) from error
     # a NUL is valid UTF-8 and in no text: it is how a binary file, or UTF-16, gives itself away
     if (position := raw.find(b"\0")) >= 0:
         raise UnicodeDecodeError("utf-8", raw, position, position + 1, "NUL")
@@ -87,6 +137,10 @@ def read_table(file: Path) -> Iterator[dict[str, Any]]:
     kind = TABLES[file.suffix]
     try:
         if file.stat().st_size > 0:
-            yield from datasets.load_dataset(kind, data_files=glob.escape(str(file)), split="train", streaming=True)
+            yield from datasets.load_dataset(
+                kind, data_files=glob.escape(str(file)), split="train", streaming=True
+            )
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read as {kind} ({error}); repair it or leave it out of data.path") from error
+        raise ValueError(
+            f"{file} cannot be read as {kind} ({error}); repair it or leave it out of data.path"
+        ) from error

@@ -1,7 +1,7 @@
 """One question, answered within a second: is there any use in asking that server?
 
-The libraries that download vocabularies and datasets retry for half a minute or have no timeout at all. Behind a closed network
-that looks like a hang, so their callers ask here first.
+The libraries that download vocabularies and datasets retry for half a minute or have no timeout at
+all. Behind a closed network that looks like a hang, so their callers ask here first.
 """
 
 import socket
@@ -12,7 +12,9 @@ from urllib.request import getproxies, proxy_bypass
 
 
 def answers(url: str, timeout: float = 1.0) -> bool:
-    """Whether the host of `url`, or the proxy that leads to it, accepts a connection within `timeout` seconds."""
+    """Whether the host of `url`, or the proxy that leads to it, accepts a connection within
+    `timeout` seconds.
+    """
     target = urlsplit(url)
     proxy = getproxies().get(target.scheme)
     if proxy and not proxy_bypass(target.hostname):

@@ -1,7 +1,8 @@
-"""The files of a token store: tokens read by position, and what tells whether a file is still the one that was written.
+"""The files of a token store: tokens read by position, and what tells whether a file is still the
+one that was written.
 
-Nothing is mapped into memory. Where another program truncates a mapped file, the system ends the process with SIGBUS; a read that
-finds no bytes is an OSError that names the file.
+Nothing is mapped into memory. Where another program truncates a mapped file, the system ends the
+process with SIGBUS; a read that finds no bytes is an OSError that names the file.
 """
 
 import os
@@ -14,15 +15,17 @@ import xxhash
 
 CHUNK = 1 << 20  # bytes read at once while a file is checked
 
-# XXH3 finds damage, not forgery, and reads as fast as the page cache gives: on a core with SHA instructions SHA-256 takes six times as
-# long, CRC-32 more than three times
+# XXH3 finds damage, not forgery, and reads as fast as the page cache gives: on a core with SHA
+# instructions SHA-256 takes six times as long, CRC-32 more than three times
 CHECKSUM = "xxh3_128"
 
 
 class TokenFile:
-    """A file of T tokens, of which `tokens.rows(starts, length)` and `tokens[start:stop]` are read from the disk at every call.
+    """A file of T tokens, of which `tokens.rows(starts, length)` and `tokens[start:stop]` are read
+    from the disk at every call.
 
-    The file stays open as long as the object lives: a run goes on reading its store when another process replaces it.
+    The file stays open as long as the object lives: a run goes on reading its store when another
+    process replaces it.
     """
 
     def __init__(self, path: Path, dtype: str) -> None:
@@ -39,12 +42,17 @@ class TokenFile:
         return self.rows(np.array([start]), stop - start)[0]
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """(B, length) read-only: the tokens from each of B starts on. OSError names a file that cannot be read or became shorter."""
+        """(B, length) read-only: the tokens from each of B starts on. OSError names a file that
+        cannot be read or became shorter.
+        """
         size = length * self.dtype.itemsize
         positions = (starts * self.dtype.itemsize).tolist()
         try:
-            # as fast as copying the rows out of a mapped file; reading into the rows of an array takes 1.4 times as long
-            content = b"".join([os.pread(self._descriptor, size, position) for position in positions])
+            # as fast as copying the rows out of a mapped file; reading into the rows of an array
+            # takes 1.4 times as long
+            content = b"".join(
+                [os.pread(self._descriptor, size, position) for position in positions]
+            )
             if len(content) < len(positions) * size:
                 content = b"".join([self._read_on(size, position) for position in positions])
         except OSError as error:
@@ -52,23 +60,37 @@ class TokenFile:
         return np.frombuffer(content, self.dtype).reshape(len(positions), length)
 
     def _read_on(self, size: int, position: int) -> bytes:
-        """That many bytes, where one read may give less; it gives nothing only at the end of the file."""
+        """That many bytes, where one read may give less; it gives nothing only at the end of the
+        file.
+        """
         content = b""
         while len(content) < size:
             more = os.pread(self._descriptor, size - len(content), position + len(content))
             if not more:
-                raise OSError(f"it became shorter than its {self._length:,} tokens while the run read it; the next start builds it again")
+                raise OSError(
+                    f"it became shorter than its {self._length:,} tokens while the run read it; "
+                    "the next start builds it again"
+                )
             content += more
         return content
 
 
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
-    """Size and checksum of these files, under a progress bar that appears after a second where somebody watches."""
+    """Size and checksum of these files, under a progress bar that appears after a second where
+    somebody watches.
+    """
     from tqdm import tqdm
 
     total = sum((folder / name).stat().st_size for name in names)
     found = {}
-    with tqdm(total=total, desc=f"checking {folder.name}", unit="B", unit_scale=True, delay=1, disable=None) as progress:
+    with tqdm(
+        total=total,
+        desc=f"checking {folder.name}",
+        unit="B",
+        unit_scale=True,
+        delay=1,
+        disable=None,
+    ) as progress:
         for name in names:
             checksum, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(CHUNK))
             with open(folder / name, "rb", buffering=0) as file:

@@ -1,19 +1,24 @@
 """A corpus as tokens on disk: written once, checked and read by every run after.
 
-    <cache>/stdlib-1f0c.../  train.bin  val.bin                  flat tokens, <|endoftext|> after every document
-                             train_offsets.npy  val_offsets.npy  int64: document d is tokens[offsets[d]:offsets[d + 1]]
-                             meta.json                           counts, dtype, hashes; size and checksum of the files above
+    <cache>/stdlib-1f0c.../  train.bin  val.bin                  flat tokens, <|endoftext|> after
+                             every document
+                             train_offsets.npy  val_offsets.npy  int64: document d is
+                                                tokens[offsets[d]:offsets[d + 1]]
+                             meta.json                           counts, dtype, hashes; size and
+                             checksum of the files above
 
-The folder is named by what it is built from (the corpus' identity, the tokenizer, the held-out share), so a store is found
-without reading the corpus. Every file is read and checked when a store is opened. A store with anything wrong is built again, with a
-warning that says what was wrong.
+The folder is named by what it is built from (the corpus' identity, the tokenizer, the held-out
+share), so a store is found without reading the corpus. Every file is read and checked when a store
+is opened. A store with anything wrong is built again, with a warning that says what was wrong.
 
-A store is written to unfinished-<uuid>/, pushed to the disk, and renamed when complete. So a killed build is never taken for a store. If
-two processes build the same store, the first to finish wins. The next process that opens any store here removes what killed builds left,
-unless somebody builds: a build holds a lock, which the system releases however the process ends.
+A store is written to unfinished-<uuid>/, pushed to the disk, and renamed when complete. So a killed
+build is never taken for a store. If two processes build the same store, the first to finish wins.
+The next process that opens any store here removes what killed builds left, unless somebody builds:
+a build holds a lock, which the system releases however the process ends.
 
-Held out are whole documents, chosen by a hash of their path: a document stays on its side when others join the corpus, and no
-validation loss comes from the rest of a file the model has read. A corpus of one document is the exception: its end is held out.
+Held out are whole documents, chosen by a hash of their path: a document stays on its side when
+others join the corpus, and no validation loss comes from the rest of a file the model has read. A
+corpus of one document is the exception: its end is held out.
 """
 
 import contextlib
@@ -43,11 +48,13 @@ from data.tokenizer import token_dtype
 log = logging.getLogger("tilegpt")
 
 LAYOUT = 1  # to be raised when the files change their meaning: older stores are then not found
-DOCUMENTS_AT_ONCE = 32  # tiktoken works outside the interpreter's lock: threads tokenize these side by side
+DOCUMENTS_AT_ONCE = (
+    32  # tiktoken works outside the interpreter's lock: threads tokenize these side by side
+)
 HALVES = ("train", "val")
 FILES = ("train.bin", "val.bin", "train_offsets.npy", "val_offsets.npy")
-# in the cache folder: every build holds the first together with the others, and alone what removes dead builds; the second is held
-# alone while a store is put in its place
+# in the cache folder: every build holds the first together with the others, and alone what removes
+# dead builds; the second is held alone while a store is put in its place
 BUILDING, PUBLISHING = ".building.lock", ".publishing.lock"
 
 
@@ -70,13 +77,20 @@ class TokenStore:
 
 def cache_folder(config: DataConfig) -> Path:
     """data.cache_dir, else TILEGPT_CACHE, else ~/.cache/tilegpt."""
-    return Path(config.cache_dir or os.environ.get("TILEGPT_CACHE") or "~/.cache/tilegpt").expanduser()
+    return Path(
+        config.cache_dir or os.environ.get("TILEGPT_CACHE") or "~/.cache/tilegpt"
+    ).expanduser()
 
 
 def open_store(config: DataConfig, tokenizer: Tokenizer) -> TokenStore:
     """The corpus' tokens, built now if this machine does not have them yet, or not whole."""
-    built_from = json.dumps([LAYOUT, corpora.identity(config), tokenizer.fingerprint, config.val_fraction])
-    folder = cache_folder(config) / f"{config.source}-{hashlib.sha256(built_from.encode()).hexdigest()[:16]}"
+    built_from = json.dumps(
+        [LAYOUT, corpora.identity(config), tokenizer.fingerprint, config.val_fraction]
+    )
+    folder = (
+        cache_folder(config)
+        / f"{config.source}-{hashlib.sha256(built_from.encode()).hexdigest()[:16]}"
+    )
     remove_dead_builds(folder.parent)
     try:
         store = load(folder)
@@ -91,7 +105,9 @@ def open_store(config: DataConfig, tokenizer: Tokenizer) -> TokenStore:
 
 
 def load(folder: Path) -> TokenStore | None:
-    """The store in that folder, after every byte of it has been checked; None where there is none, DamagedStore where it is not whole."""
+    """The store in that folder, after every byte of it has been checked; None where there is none,
+    DamagedStore where it is not whole.
+    """
     if not os.path.exists(folder):
         return None
     began = time.perf_counter()
@@ -99,7 +115,10 @@ def load(folder: Path) -> TokenStore | None:
         meta = read_meta(folder)
         verify(folder, meta["files"])
         halves = [
-            Split(TokenFile(folder / f"{name}.bin", meta["dtype"]), np.load(folder / f"{name}_offsets.npy", mmap_mode="r"))
+            Split(
+                TokenFile(folder / f"{name}.bin", meta["dtype"]),
+                np.load(folder / f"{name}_offsets.npy", mmap_mode="r"),
+            )
             for name in HALVES
         ]
     except OSError as error:
@@ -112,7 +131,9 @@ def load(folder: Path) -> TokenStore | None:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """What meta.json says, which is just what was written there for the store of this name; ValueError otherwise."""
+    """What meta.json says, which is just what was written there for the store of this name;
+    ValueError otherwise.
+    """
     try:
         meta = json.loads((folder / "meta.json").read_bytes())
         found = meta_checksum(meta) if isinstance(meta, dict) else None
@@ -158,7 +179,9 @@ def build(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def publish(unfinished: Path, folder: Path) -> None:
-    """Put a complete store in its place: a whole one that is there already stays, a damaged one makes room."""
+    """Put a complete store in its place: a whole one that is there already stays, a damaged one
+    makes room.
+    """
     for path in (*unfinished.iterdir(), unfinished):
         sync(path)
     with lock(folder.parent / PUBLISHING, fcntl.LOCK_EX):
@@ -167,7 +190,9 @@ def publish(unfinished: Path, folder: Path) -> None:
         except OSError as error:
             damaged = unfinished_beside(folder)
             try:
-                if load(folder) is None:  # otherwise another process was faster: its store is as good
+                if (
+                    load(folder) is None
+                ):  # otherwise another process was faster: its store is as good
                     raise error
             except DamagedStore:
                 folder.rename(damaged)
@@ -204,10 +229,14 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def lock(path: Path, how: int) -> Iterator[bool]:
-    """Whether the file is locked in this block. The system unlocks it however the process ends; some file systems have no locks."""
+    """Whether the file is locked in this block. The system unlocks it however the process ends;
+    some file systems have no locks.
+    """
     try:
         file = path.open("a+")
-    except PermissionError:  # another user's, in a folder that several share: enough for most file systems
+    except (
+        PermissionError
+    ):  # another user's, in a folder that several share: enough for most file systems
         if not path.exists():
             raise
         file = path.open()
@@ -225,7 +254,10 @@ def write_store(config: DataConfig, tokenizer: Tokenizer, folder: Path, name: st
     dtype = token_dtype(tokenizer.vocab_size)
     corpus = hashlib.sha256()
     lengths: dict[str, list[int]] = {half: [] for half in HALVES}
-    lowest = (1.0, 0)  # hash and number of the training document that is next in line to be held out
+    lowest = (
+        1.0,
+        0,
+    )  # hash and number of the training document that is next in line to be held out
     with open(folder / "train.bin", "wb") as train_file, open(folder / "val.bin", "wb") as val_file:
         for path, text, tokens in tokenized_documents(config, tokenizer):
             corpus.update(f"{path}\0{text}\0".encode(errors="replace"))
@@ -239,7 +271,10 @@ def write_store(config: DataConfig, tokenizer: Tokenizer, folder: Path, name: st
             file.write(tokens.astype(dtype).tobytes() + dtype.type(tokenizer.end_of_text).tobytes())
             lengths[half].append(len(tokens) + 1)
     if not lengths["train"]:
-        raise ValueError(f"{corpora.subject(config)} holds no text: it is empty, or every document in it is; name a source with text in it")
+        raise ValueError(
+            f"{corpora.subject(config)} holds no text: it is empty, or every document in it is; "
+            "name a source with text in it"
+        )
     held_out = "documents" if len(lengths["train"]) + len(lengths["val"]) > 1 else "end"
     if not lengths["val"]:
         hold_out_one(folder, dtype, lengths, lowest[1], config.val_fraction)
@@ -261,21 +296,36 @@ def write_store(config: DataConfig, tokenizer: Tokenizer, folder: Path, name: st
     (folder / "meta.json").write_text(json.dumps(meta | {"sha256": meta_checksum(meta)}, indent=1))
 
 
-def tokenized_documents(config: DataConfig, tokenizer: Tokenizer) -> Iterator[tuple[str, str, np.ndarray]]:
-    """(path, text, tokens) of every document, under a progress bar that is silent where nobody watches."""
+def tokenized_documents(
+    config: DataConfig, tokenizer: Tokenizer
+) -> Iterator[tuple[str, str, np.ndarray]]:
+    """(path, text, tokens) of every document, under a progress bar that is silent where nobody
+    watches.
+    """
     from tqdm import tqdm
 
     stream = corpora.documents(config).iter(batch_size=DOCUMENTS_AT_ONCE)
-    progress = tqdm(total=corpora.count_documents(config), desc=f"tokenizing {config.source}", unit=" documents", disable=None)
+    progress = tqdm(
+        total=corpora.count_documents(config),
+        desc=f"tokenizing {config.source}",
+        unit=" documents",
+        disable=None,
+    )
     with ThreadPoolExecutor() as threads, progress:
         for rows in stream:
-            for document in zip(rows["path"], rows["text"], threads.map(tokenizer.encode, rows["text"]), strict=True):
+            for document in zip(
+                rows["path"], rows["text"], threads.map(tokenizer.encode, rows["text"]), strict=True
+            ):
                 yield document
                 progress.update()
 
 
-def hold_out_one(folder: Path, dtype: np.dtype, lengths: dict[str, list[int]], document: int, val_fraction: float) -> None:
-    """Give a corpus too small for its hashes a held-out half: that document, or the end of the only one."""
+def hold_out_one(
+    folder: Path, dtype: np.dtype, lengths: dict[str, list[int]], document: int, val_fraction: float
+) -> None:
+    """Give a corpus too small for its hashes a held-out half: that document, or the end of the only
+    one.
+    """
     tokens = np.fromfile(folder / "train.bin", dtype)
     if len(lengths["train"]) > 1:
         start = sum(lengths["train"][:document])
@@ -296,11 +346,14 @@ def hash_of_path(path: str) -> float:
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Say what to do about a full or read-only folder; what goes wrong with reading a corpus is a ValueError already."""
+    """Say what to do about a full or read-only folder; what goes wrong with reading a corpus is a
+    ValueError already.
+    """
     try:
         yield
     except OSError as error:
         raise ValueError(
             f"the token store cannot be written to {folder} ({error.strerror or error}); "
-            "choose a folder with room and write permission: data.cache_dir=FOLDER, or TILEGPT_CACHE=FOLDER"
+            "choose a folder with room and write permission: data.cache_dir=FOLDER, or "
+            "TILEGPT_CACHE=FOLDER"
         ) from error

@@ -1,4 +1,5 @@
-"""What tilegpt adds to Hydra: attention=pkg.module:NAME as a choice, and a sweeper that checks all jobs before the first one starts.
+"""What tilegpt adds to Hydra: attention=pkg.module:NAME as a choice, and a sweeper that checks all
+jobs before the first one starts.
 
 Hydra finds both here, in the package hydra_plugins, as it finds the plugins that pip installs.
 """
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 
 class OwnAttention(ConfigSource):
-    """Choices of the group `attention` that have no file: pkg.module:NAME, and names that this process has register()ed."""
+    """Choices of the group `attention` that have no file: pkg.module:NAME, and names that this
+    process has register()ed.
+    """
 
     @staticmethod
     def scheme() -> str:
@@ -61,18 +64,24 @@ class OwnAttentionPath(SearchPathPlugin):
 
 
 class CheckedSweeper(Sweeper):
-    """Runs every combination of the values, as Hydra's basic sweeper does, and checks all jobs before the first one starts.
+    """Runs every combination of the values, as Hydra's basic sweeper does, and checks all jobs
+    before the first one starts.
 
-    A setting that one job does not read and another does is left out of the first. Jobs that are the same without it run once.
+    A setting that one job does not read and another does is left out of the first. Jobs that are
+    the same without it run once.
     """
 
     def __init__(self, params: DictConfig | None):
         self.params = params or {}
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
         self.hydra_context = hydra_context
         self.config = config
-        self.launcher = Plugins.instance().instantiate_launcher(hydra_context=hydra_context, task_function=task_function, config=config)
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
 
     def sweep(self, arguments: list[str]) -> Any:
         from training.sweep import begin_sweep, finish_sweep, forget_sweep
@@ -101,14 +110,22 @@ class CheckedSweeper(Sweeper):
                 values[key] = [f"{key}={override.get_value_element_as_str()}"]
                 continue
             if not override.is_discrete_sweep():
-                raise SystemExit(f"error: {override.input_line} has no list of values to sweep over; write {key}=choice(A,B)")
+                raise SystemExit(
+                    f"error: {override.input_line} has no list of values to sweep over; write "
+                    f"{key}=choice(A,B)"
+                )
             values[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
             if not values[key]:
-                raise SystemExit(f"error: {override.input_line} has no value to sweep over, so there is no job; write {key}=A,B")
+                raise SystemExit(
+                    f"error: {override.input_line} has no value to sweep over, so there is no "
+                    f"job; write {key}=A,B"
+                )
         return [list(job) for job in product(*values.values())]
 
     def checked(self, jobs: list[list[str]]) -> list[list[str]]:
-        """The jobs to launch, each with what it may leave out. Ends the program, with every reason, where one could not run."""
+        """The jobs to launch, each with what it may leave out. Ends the program, with every reason,
+        where one could not run.
+        """
         from config import key_of
         from model.settings import conditional_settings, is_asked, settle, unread
         from training.interrupt import Stopped
@@ -124,7 +141,9 @@ class CheckedSweeper(Sweeper):
             except (ValueError, KeyboardInterrupt) as error:
                 if isinstance(error, Stopped):  # by a signal, and not by somebody's module
                     raise
-                problems[number] = str(error) or f"{type(error).__name__} was raised while the job was looked at"
+                problems[number] = (
+                    str(error) or f"{type(error).__name__} was raised while the job was looked at"
+                )
 
         read = {key for each in settings.values() for key, found in each.items() if found is None}
         kept: list[list[str]] = []
@@ -133,7 +152,9 @@ class CheckedSweeper(Sweeper):
         for number, config in configs.items():
             job = jobs[number]
             asked = {key_of(override) for override in job}
-            excused = [key for key in unread(settings[number]) if key in read and is_asked(key, asked)]
+            excused = [
+                key for key in unread(settings[number]) if key in read and is_asked(key, asked)
+            ]
             config.left_out = [*config.left_out, *excused]
             try:
                 reasons = settle(config, asked=asked)
@@ -167,7 +188,9 @@ class CheckedSweeper(Sweeper):
         return read_config(composed)
 
     def check(self, config: "RunConfig") -> None:
-        """Raise ValueError for what can be known to go wrong before a job has begun, here and wherever it runs."""
+        """Raise ValueError for what can be known to go wrong before a job has begun, here and
+        wherever it runs.
+        """
         from model.schedule import check_model, check_schedule
         from training.device import pick_device, pick_dtype
         from training.loggers import check_logger
@@ -187,7 +210,16 @@ def refusal(jobs: list[list[str]], problems: dict[int, str]) -> str:
     shared = set.intersection(*map(set, jobs))
     by_reason: dict[str, list[str]] = {}
     for number, reason in problems.items():
-        by_reason.setdefault(reason, []).append(" ".join(unescaped(x) for x in jobs[number] if x not in shared))
-    lines = [f"{', '.join(filter(None, names))}: {reason}".removeprefix(": ") for reason, names in by_reason.items()]
-    count = "no job can" if len(problems) == len(jobs) else f"{len(problems)} of {len(jobs)} jobs cannot"
+        by_reason.setdefault(reason, []).append(
+            " ".join(unescaped(x) for x in jobs[number] if x not in shared)
+        )
+    lines = [
+        f"{', '.join(filter(None, names))}: {reason}".removeprefix(": ")
+        for reason, names in by_reason.items()
+    ]
+    count = (
+        "no job can"
+        if len(problems) == len(jobs)
+        else f"{len(problems)} of {len(jobs)} jobs cannot"
+    )
     return f"error: {count} run, so none was started: " + "\n  ".join(lines)

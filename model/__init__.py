@@ -1,8 +1,19 @@
-"""The GPT: GPT-2's architecture or the modern variations on it, with the attention left to `attention`."""
+"""The GPT: GPT-2's architecture or the modern variations on it, with the attention left to
+`attention`.
+"""
 
 from model.generate import generate, sample_text
 from model.gpt import GPT, ModelOutput, count_parameters
 from model.kv_cache import KVCache
 from model.loss import cross_entropy, linear_cross_entropy
 
-__all__ = ["GPT", "KVCache", "ModelOutput", "count_parameters", "cross_entropy", "generate", "linear_cross_entropy", "sample_text"]
+__all__ = [
+    "GPT",
+    "KVCache",
+    "ModelOutput",
+    "count_parameters",
+    "cross_entropy",
+    "generate",
+    "linear_cross_entropy",
+    "sample_text",
+]

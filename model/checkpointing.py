@@ -1,8 +1,10 @@
-"""What a block keeps for its backward pass, and where: activation checkpointing, sequences in chunks, inputs in the host's memory.
+"""What a block keeps for its backward pass, and where: activation checkpointing, sequences in
+chunks, inputs in the host's memory.
 
-Chen et al. 2016 (arXiv:1604.06174): what is cheap to compute is not kept but computed again when the backward pass needs it. The
-recomputation is PyTorch's (torch.utils.checkpoint, not reentrant), which brings random numbers and autocast back as they were, and which
-torch.compile takes into its graph.
+Chen et al. 2016 (arXiv:1604.06174): what is cheap to compute is not kept but computed again when
+the backward pass needs it. The recomputation is PyTorch's (torch.utils.checkpoint, not reentrant),
+which brings random numbers and autocast back as they were, and which torch.compile takes into its
+graph.
 """
 
 import logging
@@ -18,13 +20,16 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 Result = Tensor | tuple[Tensor, ...]
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 # PyTorch asks there whether a region that keeps its products works in place; ours does not
-logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(
+    lambda record: "context_fn" not in record.getMessage()
+)
 
 
 def recomputed(function: Callable[..., Result], *, dropout: float = 0.0) -> Callable[..., Result]:
     """The same function of tensors, of which autograd keeps the inputs alone.
 
-    Recomputing stops where the last tensor that the backward pass wants is there: a product at the function's end is not done again.
+    Recomputing stops where the last tensor that the backward pass wants is there: a product at the
+    function's end is not done again.
     """
 
     def run(*inputs: Tensor) -> Result:
@@ -35,7 +40,8 @@ def recomputed(function: Callable[..., Result], *, dropout: float = 0.0) -> Call
 
 
 def elementwise_recomputed(function: Callable[..., Result]) -> Callable[..., Result]:
-    """recomputed(function) for a function without dropout that ends with a product, in a compiled graph too.
+    """recomputed(function) for a function without dropout that ends with a product, in a compiled
+    graph too.
 
     There nothing stops before the product, unless it is named as something to keep.
     """
@@ -44,7 +50,13 @@ def elementwise_recomputed(function: Callable[..., Result]) -> Callable[..., Res
         if not torch.compiler.is_compiling():
             return recomputed(function)(*inputs)
         keep_products = partial(create_selective_checkpoint_contexts, PRODUCTS)
-        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=keep_products)
+        return checkpoint(
+            function,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=keep_products,
+        )
 
     return run
 
@@ -52,16 +64,24 @@ def elementwise_recomputed(function: Callable[..., Result]) -> Callable[..., Res
 def in_chunks(function: Callable[..., Result], *inputs: Tensor, size: int | None) -> Result:
     """function(*inputs), over `size` tokens at a time; None takes all at once.
 
-    In every tensor, in and out, the tokens are dimension 1. What function computes for a token must not depend on the others. The
-    results are those of one call, but for the order in which a product may sum, and so are the gradients.
+    In every tensor, in and out, the tokens are dimension 1. What function computes for a token must
+    not depend on the others. The results are those of one call, but for the order in which a
+    product may sum, and so are the gradients.
     """
     if size is None or inputs[0].shape[1] <= size:
         return function(*inputs)
     kind = inputs[0].device.type
-    # autocast would make one 16-bit copy of each weight for all chunks, and add their gradients up in 16 bits
-    with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False):
+    # autocast would make one 16-bit copy of each weight for all chunks, and add their gradients up
+    # in 16 bits
+    with torch.autocast(
+        kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
+    ):
         chunks = [function(*rows) for rows in zip(*(x.split(size, 1) for x in inputs), strict=True)]
-    return torch.cat(chunks, 1) if isinstance(chunks[0], Tensor) else tuple(torch.cat(parts, 1) for parts in zip(*chunks, strict=True))
+    return (
+        torch.cat(chunks, 1)
+        if isinstance(chunks[0], Tensor)
+        else tuple(torch.cat(parts, 1) for parts in zip(*chunks, strict=True))
+    )
 
 
 class OnHost(NamedTuple):
@@ -72,10 +92,12 @@ class OnHost(NamedTuple):
 
 @contextmanager
 def kept_on_host(x: Tensor) -> Iterator[None]:
-    """What autograd keeps of x inside, whole or in parts, it keeps in pinned host memory; on a CPU there is nothing to do.
+    """What autograd keeps of x inside, whole or in parts, it keeps in pinned host memory; on a CPU
+    there is nothing to do.
 
-    The copies are queued on the stream of the computation: what follows waits for them (a block input of GPT-2 at a million tokens takes
-    0.1 s of some seconds), and no memory is used again too early. Not for torch.compile, which decides itself what to keep.
+    The copies are queued on the stream of the computation: what follows waits for them (a block
+    input of GPT-2 at a million tokens takes 0.1 s of some seconds), and no memory is used again too
+    early. Not for torch.compile, which decides itself what to keep.
     """
     copies: dict[Any, Tensor] = {}
     device, storage = x.device, x.untyped_storage().data_ptr()

@@ -1,4 +1,6 @@
-"""Held-out loss and accuracy of one set of weights, under its own attention, exact attention, or any other."""
+"""Held-out loss and accuracy of one set of weights, under its own attention, exact attention, or
+any other.
+"""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -22,18 +24,28 @@ def evaluate(
     accuracy: bool,
     also: Mapping[str, Backend] | None = None,
 ) -> dict[str, float]:
-    """val/loss (nats) and, if asked for, val/accuracy; each also as _exact: the same weights with PyTorch's own attention.
+    """val/loss (nats) and, if asked for, val/accuracy; each also as _exact: the same weights with
+    PyTorch's own attention.
 
-    A loss curve alone does not show a broken attention; the distance between the two does. `also` adds further judges, by the suffix
-    of their columns. Means are over every target that is not -100. inputs, targets and, for attention inside documents, document_ids
-    (B, N) on the CPU.
+    A loss curve alone does not show a broken attention; the distance between the two does. `also`
+    adds further judges, by the suffix of their columns. Means are over every target that is not
+    -100. inputs, targets and, for attention inside documents, document_ids (B, N) on the CPU.
     """
     device = next(model.parameters()).device
     exact = exact_judge(model.config.head_dim, device, documents=document_ids is not None)
     judges = {"": model.backend, "_exact": exact, **(also or {})}
     row = {}
     for suffix, judge in judges.items():
-        loss, right = judged(model, judge, inputs, targets, document_ids, batch_size=batch_size, autocast=autocast, accuracy=accuracy)
+        loss, right = judged(
+            model,
+            judge,
+            inputs,
+            targets,
+            document_ids,
+            batch_size=batch_size,
+            autocast=autocast,
+            accuracy=accuracy,
+        )
         row[f"val/loss{suffix}"] = loss
         if accuracy:
             row[f"val/accuracy{suffix}"] = right
@@ -43,7 +55,8 @@ def evaluate(
 def exact_judge(head_dim: int, device: torch.device, *, documents: bool) -> Backend:
     """PyTorch's own attention: sdpa, or for documents, which that cannot mask, flex on a GPU.
 
-    On a CPU flex would materialise the scores, and it takes no head smaller than 16: our tile loop stands in for it there.
+    On a CPU flex would materialise the scores, and it takes no head smaller than 16: our tile loop
+    stands in for it there.
     """
     if not documents:
         return get_backend("sdpa")
@@ -63,13 +76,18 @@ def judged(
     autocast: AbstractContextManager,
     accuracy: bool,
 ) -> tuple[float, float | None]:
-    """Loss (nats) and, if asked for, accuracy of these weights under the attention `judge`; NaN where the loss is not finite."""
+    """Loss (nats) and, if asked for, accuracy of these weights under the attention `judge`; NaN
+    where the loss is not finite.
+    """
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
     count = int((targets != -100).sum())
     if not count:
-        raise ValueError(f"none of the {targets.numel()} held-out targets counts; take more of them with eval_sequences= or seq_len=")
+        raise ValueError(
+            f"none of the {targets.numel()} held-out targets counts; take more of them with "
+            "eval_sequences= or seq_len="
+        )
     total_loss = total_right = 0.0
     with model.use_backend(judge), autocast:
         batch = [x for x in (inputs, targets, document_ids) if x is not None]

@@ -1,11 +1,14 @@
 """Sampling from a GPT, token by token.
 
-The context never exceeds `model.config.max_seq_len` tokens, the longest the model was made for. When the next token would pass it,
-the context restarts from its most recent half, which takes the positions from 0 on:
+The context never exceeds `model.config.max_seq_len` tokens, the longest the model was made for.
+When the next token would pass it, the context restarts from its most recent half, which takes the
+positions from 0 on:
 
-    max_seq_len = 6:   a b c d e f   ->   e f g   ->   e f g h   ->   e f g h i   ->   e f g h i j   ->   i j k
+    max_seq_len = 6:   a b c d e f   ->   e f g   ->   e f g h   ->   e f g h i   ->   e f g h i j
+                       ->   i j k
 
-A cache is refilled with that half in one pass, so that sampling with and without one read the same context at every token.
+A cache is refilled with that half in one pass, so that sampling with and without one read the same
+context at every token.
 
 Dimensions: B batch, N tokens.
 """
@@ -33,20 +36,29 @@ def generate(
     generator: torch.Generator | None = None,
     use_cache: bool = True,
 ) -> Tensor:
-    """The prompt `tokens` (B, N) int64, N >= 1, with its continuation: (B, N + max_new_tokens), dropout off.
+    """The prompt `tokens` (B, N) int64, N >= 1, with its continuation: (B, N + max_new_tokens),
+    dropout off.
 
-    temperature divides the logits; 0 takes the likeliest token. top_k draws among the k likeliest only. generator must be on the model's
-    device; None draws from PyTorch's own. use_cache=False reads the whole context again for every token: slow, and what the cache is
-    tested against; an attention without the `cross_length` feature needs it. Raises FloatingPointError where the logits are not finite.
+    temperature divides the logits; 0 takes the likeliest token. top_k draws among the k likeliest
+    only. generator must be on the model's device; None draws from PyTorch's own. use_cache=False
+    reads the whole context again for every token: slow, and what the cache is tested against; an
+    attention without the `cross_length` feature needs it. Raises FloatingPointError where the
+    logits are not finite.
     """
     if tokens.shape[1] < 1:
-        raise ValueError(f"the prompt needs at least one token, got tokens of shape {tuple(tokens.shape)}")
+        raise ValueError(
+            f"the prompt needs at least one token, got tokens of shape {tuple(tokens.shape)}"
+        )
     if not temperature >= 0:
         raise ValueError(f"{temperature=} must be at least 0")
     if top_k is not None and top_k < 1:
         raise ValueError(f"{top_k=} must be at least 1")
     max_seq_len = model.config.max_seq_len
-    cache = KVCache(model.config.num_layers, max_len=min(max_seq_len, tokens.shape[1] + max_new_tokens)) if use_cache else None
+    cache = (
+        KVCache(model.config.num_layers, max_len=min(max_seq_len, tokens.shape[1] + max_new_tokens))
+        if use_cache
+        else None
+    )
     training = model.training
     model.eval()
     try:
@@ -58,18 +70,24 @@ def generate(
                     cache.reset()
             unread = start if cache is None else start + cache.length
             logits = model(tokens[:, unread:], cache=cache).logits[:, -1].float()  # (B, vocab_size)
-            next_token = sample_token(logits, temperature=temperature, top_k=top_k, generator=generator)
+            next_token = sample_token(
+                logits, temperature=temperature, top_k=top_k, generator=generator
+            )
             tokens = torch.cat((tokens, next_token), dim=1)
     finally:
         model.train(training)
     return tokens
 
 
-def sample_token(logits: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+def sample_token(
+    logits: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None
+) -> Tensor:
     """One token (B, 1) for each row of logits (B, vocab_size)."""
     # on a GPU, drawing from NaN or inf is an assertion in the kernel, which ends the process
     if not logits.isfinite().all():
-        raise FloatingPointError("the model's logits are not finite: there is nothing to sample from")
+        raise FloatingPointError(
+            "the model's logits are not finite: there is nothing to sample from"
+        )
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     if top_k is not None:
@@ -89,7 +107,9 @@ def sample_text(
     seed: int = 0,
     use_cache: bool | None = None,
 ) -> str:
-    """The prompt with its continuation; an empty prompt starts a document. use_cache=None uses one where the attention can."""
+    """The prompt with its continuation; an empty prompt starts a document. use_cache=None uses one
+    where the attention can.
+    """
     device = next(model.parameters()).device
     encoded = tokenizer.encode(prompt).tolist()
     # in the data an end of text is what precedes a document

@@ -1,4 +1,5 @@
-"""GPT-2's published weights, in the naming and layout that Hugging Face stores them in, renamed to ours.
+"""GPT-2's published weights, in the naming and layout that Hugging Face stores them in, renamed to
+ours.
 
 transformer.h.3.attn.c_attn.weight (C, 3C)   ->   blocks.3.attention.qkv.weight (3C, C)
 """
@@ -10,8 +11,16 @@ from torch import Tensor
 
 from config import ModelConfig
 
-# what a ModelConfig must say for the architecture to be GPT-2's; num_kv_heads must equal num_heads besides
-ARCHITECTURE = dict(positions="learned", norm="layernorm", qk_norm=False, activation="gelu", bias=True, tie_embeddings=True)
+# what a ModelConfig must say for the architecture to be GPT-2's; num_kv_heads must equal num_heads
+# besides
+ARCHITECTURE = dict(
+    positions="learned",
+    norm="layernorm",
+    qk_norm=False,
+    activation="gelu",
+    bias=True,
+    tie_embeddings=True,
+)
 
 # applied in this order to a parameter's name
 RENAMES = (
@@ -38,16 +47,26 @@ def gpt2_name(name: str) -> str:
     return name
 
 
-def from_gpt2(state_dict: Mapping[str, Tensor], parameters: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+def from_gpt2(
+    state_dict: Mapping[str, Tensor], parameters: Mapping[str, Tensor], config: ModelConfig
+) -> dict[str, Tensor]:
     """`state_dict` in our names and layout, for a model with these `parameters`.
 
-    Raises one ValueError that names every missing, unexpected or wrong-shape tensor, or what in `config` is not GPT-2.
+    Raises one ValueError that names every missing, unexpected or wrong-shape tensor, or what in
+    `config` is not GPT-2.
     """
     required = ARCHITECTURE | {"num_kv_heads": config.num_heads}
     found = vars(config) | {"num_kv_heads": config.kv_heads}
-    foreign = [f"{key}={found[key]} (needs {value})" for key, value in required.items() if found[key] != value]
+    foreign = [
+        f"{key}={found[key]} (needs {value})"
+        for key, value in required.items()
+        if found[key] != value
+    ]
     if foreign:
-        raise ValueError(f"GPT-2 weights need GPT-2's architecture, but this model has {', '.join(foreign)}; use model=gpt2")
+        raise ValueError(
+            f"GPT-2 weights need GPT-2's architecture, but this model has {', '.join(foreign)}; "
+            "use model=gpt2"
+        )
 
     theirs = {name.removeprefix("transformer."): tensor for name, tensor in state_dict.items()}
     theirs = {name: tensor for name, tensor in theirs.items() if not name.endswith(BUFFERS)}
@@ -60,12 +79,21 @@ def from_gpt2(state_dict: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
         if tensor is None:
             problems.append(f"missing {gpt2_name(name)}")
         elif tensor.shape != shape:
-            problems.append(f"{gpt2_name(name)} has shape {tuple(tensor.shape)} instead of {tuple(shape)}")
+            problems.append(
+                f"{gpt2_name(name)} has shape {tuple(tensor.shape)} instead of {tuple(shape)}"
+            )
         else:
             converted[name] = tensor.T if transposed else tensor
     problems += [f"unexpected {name}" for name in theirs]
     if problems:
-        raise ValueError(f"this is not the state dict of a GPT-2 of this shape: {'; '.join(problems)}")
-    if output_layer is not None and not torch.equal(output_layer, converted["token_embedding.weight"]):
-        raise ValueError("lm_head.weight differs from wte.weight, but GPT-2's output layer is the token embedding")
+        raise ValueError(
+            f"this is not the state dict of a GPT-2 of this shape: {'; '.join(problems)}"
+        )
+    if output_layer is not None and not torch.equal(
+        output_layer, converted["token_embedding.weight"]
+    ):
+        raise ValueError(
+            "lm_head.weight differs from wte.weight, but GPT-2's output layer is the "
+            "token embedding"
+        )
     return converted

@@ -1,4 +1,5 @@
-"""Keys and values of the tokens already read, so that the next token costs one query instead of the whole context.
+"""Keys and values of the tokens already read, so that the next token costs one query instead of the
+whole context.
 
 Dimensions: B batch, H_kv key/value heads, N new tokens, M tokens so far, D head dim.
 """
@@ -17,7 +18,9 @@ class LayerCache:
         self.v: Tensor | None = None
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v (B, H_kv, N, D) after what is there; return everything so far as views (B, H_kv, M, D)."""
+        """Store k and v (B, H_kv, N, D) after what is there; return everything so far as views (B,
+        H_kv, M, D).
+        """
         if self.k is None or self.v is None:
             batch_size, num_kv_heads, _, head_dim = k.shape
             self.k = k.new_empty(batch_size, num_kv_heads, self.max_len, head_dim)
@@ -31,7 +34,8 @@ class LayerCache:
 class KVCache:
     """Room for `max_len` tokens in every layer.
 
-    Each layer's room is taken whole at its first use, when the dtype (which autocast decides), device and batch size are known.
+    Each layer's room is taken whole at its first use, when the dtype (which autocast decides),
+    device and batch size are known.
     """
 
     def __init__(self, num_layers: int, *, max_len: int):

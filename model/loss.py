@@ -1,13 +1,16 @@
 """The training loss, without the logits of all tokens at once.
 
-The logits of a language model are its largest tensor: tokens x vocabulary, 3.1 GiB in 16 bits for the 32,768 tokens of a GPT-2 step,
-beside which softmax and its gradient want as much again in float32. linear_cross_entropy() takes a chunk of tokens at a time. As soon
-as the logits of a chunk are there, so is their gradient, p - 1 at the target: both products that it enters are done on the spot, and
-the chunk is thrown away. Three products in all, as many as keeping the logits takes, and the backward pass has only to scale the
-results. The idea is that of Liger Kernel's fused linear cross-entropy (Hsu et al., 2024, arXiv:2410.10989). On a GPU the softmax of a
-chunk, its loss and its gradient are one kernel (model/loss_kernel.py).
+The logits of a language model are its largest tensor: tokens x vocabulary, 3.1 GiB in 16 bits for
+the 32,768 tokens of a GPT-2 step, beside which softmax and its gradient want as much again in
+float32. linear_cross_entropy() takes a chunk of tokens at a time. As soon as the logits of a chunk
+are there, so is their gradient, p - 1 at the target: both products that it enters are done on the
+spot, and the chunk is thrown away. Three products in all, as many as keeping the logits takes, and
+the backward pass has only to scale the results. The idea is that of Liger Kernel's fused linear
+cross-entropy (Hsu et al., 2024, arXiv:2410.10989). On a GPU the softmax of a chunk, its loss and
+its gradient are one kernel (model/loss_kernel.py).
 
-Dimensions: B batch, N tokens of a sequence, T = B N tokens of a pass, R tokens of a chunk, C hidden_size.
+Dimensions: B batch, N tokens of a sequence, T = B N tokens of a pass, R tokens of a chunk, C
+hidden_size.
 """
 
 import importlib.util
@@ -18,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100  # the target where no loss is taken
-# logits of a chunk. On a GPU 512 MiB in 16 bits: at GPT-2's vocabulary 4,736 tokens. Half of that made a step of GPT-2 4% slower on an
-# H200; twice as much is no faster.
-# A CPU is at full speed sooner: 16 MiB in float32 take no longer than all at once
+# logits of a chunk. On a GPU 512 MiB in 16 bits: at GPT-2's vocabulary 4,736 tokens. Half of that
+# made a step of GPT-2 4% slower on an H200; twice as much is no faster. A CPU is at full speed
+# sooner: 16 MiB in float32 take no longer than all at once
 CHUNK_LOGITS = {"cuda": 2**28, "cpu": 2**22}
 # looked up once: torch.compile cannot trace the look-up
 TRITON = importlib.util.find_spec("triton") is not None
@@ -30,36 +33,51 @@ ROW_GRANULE = 128  # chunks are multiples of it, so that the products divide int
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean of -log p(target) in nats over the targets that count; 0 where none does.
 
-    logits (B, N, vocab_size) of any floating dtype, targets (B, N) int64 with -100 where no loss is taken; a float32 scalar comes back.
+    logits (B, N, vocab_size) of any floating dtype, targets (B, N) int64 with -100 where no loss is
+    taken; a float32 scalar comes back.
     """
-    total = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    total = F.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
     return total / (targets != IGNORED).sum().clamp(min=1)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """cross_entropy(F.linear(x, weight), targets), the same mean, without holding more logits than a chunk's; once differentiable.
+    """cross_entropy(F.linear(x, weight), targets), the same mean, without holding more logits than
+    a chunk's; once differentiable.
 
-    x (B, N, C), weight (vocab_size, C), targets (B, N) int64 with -100 where no loss is taken; a float32 scalar comes back. The
-    products run in autocast's dtype, softmax and the sum over chunks of weight's gradient in float32 (float64 for float64).
+    x (B, N, C), weight (vocab_size, C), targets (B, N) int64 with -100 where no loss is taken; a
+    float32 scalar comes back. The products run in autocast's dtype, softmax and the sum over chunks
+    of weight's gradient in float32 (float64 for float64).
     """
     kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.promote_types(x.dtype, weight.dtype)
+    dtype = (
+        torch.get_autocast_dtype(kind)
+        if torch.is_autocast_enabled(kind)
+        else torch.promote_types(x.dtype, weight.dtype)
+    )
     with_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    total = LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), dtype, with_gradients)
+    total = LinearCrossEntropy.apply(
+        x.flatten(0, 1), weight, targets.flatten(), dtype, with_gradients
+    )
     return total.float() / (targets != IGNORED).sum().clamp(min=1)
 
 
 def chunk_rows(tokens: int, vocab_size: int, width: int, device: str) -> int:
-    """Tokens of a chunk, R: equal chunks of at most about CHUNK_LOGITS, or of as many logits as x has elements where that is more.
+    """Tokens of a chunk, R: equal chunks of at most about CHUNK_LOGITS, or of as many logits as x
+    has elements where that is more.
 
-    A longer pass has thus no more than vocab_size / width chunks, which torch.compile writes out one by one.
+    A longer pass has thus no more than vocab_size / width chunks, which torch.compile writes out
+    one by one.
     """
     chunks = min(-(-tokens * vocab_size // CHUNK_LOGITS[device]), -(-vocab_size // width))
     return ROW_GRANULE * -(-tokens // (ROW_GRANULE * max(chunks, 1)))
 
 
 def padded_vocab(vocab_size: int, device: str) -> int:
-    """Columns of the logits: on a GPU a multiple of 64. Rows that start off a 16-byte granule cost its products most of their speed."""
+    """Columns of the logits: on a GPU a multiple of 64. Rows that start off a 16-byte granule cost
+    its products most of their speed.
+    """
     return -(-vocab_size // 64) * 64 if device == "cuda" else vocab_size
 
 
@@ -69,9 +87,17 @@ def has_kernel(logits: Tensor) -> bool:
 
 
 # operators: for torch.compile one node each that changes its input
-@torch.library.custom_op("tilegpt::cross_entropy_in_place", mutates_args=("logits",), tags=(torch.Tag.needs_exact_strides,))
-def cross_entropy_in_place(logits: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool) -> Tensor:
-    """-log p(target) of each row, 0 where it is ignored; logits become the gradient: see model/loss_kernel.py."""
+@torch.library.custom_op(
+    "tilegpt::cross_entropy_in_place",
+    mutates_args=("logits",),
+    tags=(torch.Tag.needs_exact_strides,),
+)
+def cross_entropy_in_place(
+    logits: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool
+) -> Tensor:
+    """-log p(target) of each row, 0 where it is ignored; logits become the gradient: see
+    model/loss_kernel.py.
+    """
     from model.loss_kernel import launch
 
     return launch(logits, targets, vocab_size, IGNORED, with_gradients)
@@ -83,13 +109,19 @@ def _(logits: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool) ->
 
 
 def adds_in_place(total: Tensor, a: Tensor) -> bool:
-    """Whether add_product takes them: 16 bits a number into a float32 sum is a product that CUDA's library has, and the CPU's has not."""
+    """Whether add_product takes them: 16 bits a number into a float32 sum is a product that CUDA's
+    library has, and the CPU's has not.
+    """
     return a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) and total.dtype == torch.float32
 
 
-@torch.library.custom_op("tilegpt::add_product", mutates_args=("total",), tags=(torch.Tag.needs_exact_strides,))
+@torch.library.custom_op(
+    "tilegpt::add_product", mutates_args=("total",), tags=(torch.Tag.needs_exact_strides,)
+)
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total (M, N) float32 += a b, for a (M, K) and b (K, N) in 16 bits: no product waits beside the sum, none is rounded."""
+    """total (M, N) float32 += a b, for a (M, K) and b (K, N) in 16 bits: no product waits beside
+    the sum, none is rounded.
+    """
     torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
 
 
@@ -99,14 +131,19 @@ def _(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def introduce_operators() -> None:
-    """To torch.compile, before it meets them: PyTorch 2.11 describes an unknown operator's inputs, what these were made of, and so on.
+    """To torch.compile, before it meets them: PyTorch 2.11 describes an unknown operator's inputs,
+    what these were made of, and so on.
 
-    The operators of the norms have several results each, so that the description doubles with every one of them: when the loss came, a
-    GPT-2 of 12 layers had not been compiled after six minutes. Later releases describe only what they print.
+    The operators of the norms have several results each, so that the description doubles with every
+    one of them: when the loss came, a GPT-2 of 12 layers had not been compiled after six minutes.
+    Later releases describe only what they print.
     """
     from torch._inductor.lowering import lowerings, make_fallback
 
-    for operator in (torch.ops.tilegpt.cross_entropy_in_place.default, torch.ops.tilegpt.add_product.default):
+    for operator in (
+        torch.ops.tilegpt.cross_entropy_in_place.default,
+        torch.ops.tilegpt.add_product.default,
+    ):
         if operator not in lowerings:
             make_fallback(operator)
 
@@ -115,19 +152,33 @@ class LinearCrossEntropy(torch.autograd.Function):
     """The sum of -log p(target), with its gradients made on the way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, with_gradients: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        dtype: torch.dtype,
+        with_gradients: bool,
+    ) -> Tensor:
         """x (T, C), weight (vocab_size, C), targets (T,); dtype: of the products."""
         (tokens, width), vocab_size = x.shape, weight.shape[0]
         rows = chunk_rows(tokens, vocab_size, width, x.device.type)
         padding = padded_vocab(vocab_size, x.device.type) - vocab_size
         w = weight.to(dtype)
         w = F.pad(w, (0, 0, 0, padding)) if padding else w
-        # float16 ends at 65,504, and the gradient of the weights is a sum over the chunk's tokens: x goes into it smaller by a power of
-        # two. The gradient of the logits stays between -1 and 1: it is divided by the number of tokens afterwards, or it would underflow
+        # float16 ends at 65,504, and the gradient of the weights is a sum over the chunk's tokens:
+        # x goes into it smaller by a power of two. The gradient of the logits stays between -1 and
+        # 1: it is divided by the number of tokens afterwards, or it would underflow
         shrink = 2.0 ** -max(0, rows.bit_length() - 10) if dtype == torch.float16 else 1.0
-        total, d_weight, d_x = x.new_zeros((), dtype=torch.promote_types(dtype, torch.float32)), None, []
+        total, d_weight, d_x = (
+            x.new_zeros((), dtype=torch.promote_types(dtype, torch.float32)),
+            None,
+            [],
+        )
         for x_rows, targets_rows in zip(x.to(dtype).split(rows), targets.split(rows), strict=True):
-            loss, d_logits = LinearCrossEntropy.chunk(x_rows, w, targets_rows, vocab_size, total.dtype, with_gradients)
+            loss, d_logits = LinearCrossEntropy.chunk(
+                x_rows, w, targets_rows, vocab_size, total.dtype, with_gradients
+            )
             total = total + loss
             if d_logits is not None:
                 d_x.append(d_logits @ w)
@@ -146,9 +197,16 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def chunk(
-        x: Tensor, w: Tensor, targets: Tensor, vocab_size: int, dtype: torch.dtype, with_gradients: bool
+        x: Tensor,
+        w: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        dtype: torch.dtype,
+        with_gradients: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """The loss of R tokens and its gradient by their logits, (R, vocab_size and padding); dtype: of the softmax."""
+        """The loss of R tokens and its gradient by their logits, (R, vocab_size and padding);
+        dtype: of the softmax.
+        """
         logits = x @ w.mT
         if has_kernel(logits):
             loss = cross_entropy_in_place(logits, targets, vocab_size, with_gradients)
@@ -170,7 +228,12 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError("linear_cross_entropy is only once differentiable: cross_entropy of the logits takes create_graph=True")
+            raise RuntimeError(
+                "linear_cross_entropy is only once differentiable: cross_entropy of the logits "
+                "takes create_graph=True"
+            )
         # copies: whoever keeps the graph may come here again
-        d_x, d_weight = (x.to(dtype, copy=True) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True))
+        d_x, d_weight = (
+            x.to(dtype, copy=True) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
         return d_x.mul_(d_total), d_weight.mul_(d_total / ctx.shrink), None, None, None

@@ -1,6 +1,8 @@
-"""Softmax and cross-entropy of a chunk of logits in one kernel, which leaves the gradient where the logits were.
+"""Softmax and cross-entropy of a chunk of logits in one kernel, which leaves the gradient where the
+logits were.
 
-What torch.compile makes of the same takes two exponentials a logit for the sum where one will do, and a second tensor of the chunk's size.
+What torch.compile makes of the same takes two exponentials a logit for the sum where one will do,
+and a second tensor of the chunk's size.
 
 Dimensions: R tokens of the chunk, V vocabulary.
 """
@@ -30,9 +32,12 @@ def expm1(x):
 
 @triton.jit
 def cross_entropy_kernel(
-    logits_ptr, targets_ptr, loss_ptr, stride, vocab_size, width, IGNORED: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+    logits_ptr, targets_ptr, loss_ptr, stride, vocab_size, width, IGNORED: tl.constexpr,
+    GRADIENT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One row a program: -log p(target), and p, less 1 at the target, in the place of the logits; all zero for an ignored target."""
+    """One row a program: -log p(target), and p, less 1 at the target, in the place of the logits;
+    all zero for an ignored target.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     given = tl.load(targets_ptr + row)
@@ -48,7 +53,9 @@ def cross_entropy_kernel(
         row_max = next_max
     log_sum = tl.log(row_sum)  # not added to row_max, beside which a sure row's would be lost
     # a target that is none has no probability: the loss says so instead of reading elsewhere
-    score = tl.load(logits_ptr + target, mask=(target >= 0) & (target < vocab_size), other=float("nan")).to(tl.float32)
+    score = tl.load(
+        logits_ptr + target, mask=(target >= 0) & (target < vocab_size), other=float("nan")
+    ).to(tl.float32)
     log_p = score - row_max - log_sum
     tl.store(loss_ptr + row, tl.where(given == IGNORED, 0.0, -log_p))
 
@@ -59,19 +66,26 @@ def cross_entropy_kernel(
             columns = start + block
             p = tl.exp(load_logits(logits_ptr, columns, vocab_size, width) - row_max - log_sum)
             gradient = tl.where(given == IGNORED, 0.0, tl.where(columns == target, at_target, p))
-            tl.store(logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=columns < width)
+            tl.store(
+                logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=columns < width
+            )
 
 
-def launch(logits: Tensor, targets: Tensor, vocab_size: int, ignored: int, with_gradients: bool) -> Tensor:
-    """-log p(target) of each row, (R,) float32; with_gradients, logits become its gradient, zero in the columns from vocab_size on.
+def launch(
+    logits: Tensor, targets: Tensor, vocab_size: int, ignored: int, with_gradients: bool
+) -> Tensor:
+    """-log p(target) of each row, (R,) float32; with_gradients, logits become its gradient, zero in
+    the columns from vocab_size on.
 
-    logits (R, V and padding) of float16, bfloat16 or float32, contiguous along V; targets (R,) int64, `ignored` where no loss is taken.
-    Any other target outside the vocabulary makes the loss NaN.
+    logits (R, V and padding) of float16, bfloat16 or float32, contiguous along V; targets (R,)
+    int64, `ignored` where no loss is taken. Any other target outside the vocabulary makes the loss
+    NaN.
     """
     rows, width = logits.shape
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
     cross_entropy_kernel[(rows,)](
         logits, targets, loss, logits.stride(0), vocab_size, width,
-        IGNORED=ignored, GRADIENT=with_gradients, BLOCK=min(BLOCK, triton.next_power_of_2(width)), num_warps=WARPS,
+        IGNORED=ignored, GRADIENT=with_gradients, BLOCK=min(BLOCK, triton.next_power_of_2(width)),
+        num_warps=WARPS,
     )  # fmt: skip
     return loss

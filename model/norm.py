@@ -1,7 +1,8 @@
 """The norms of the residual stream, together with the sums before them.
 
-On a GPU, while training, `x + branch` and its norm are one kernel (model/norm_kernel.py), and so is their backward pass: it takes the
-gradients of both results, and writes those of x and of the branch.
+On a GPU, while training, `x + branch` and its norm are one kernel (model/norm_kernel.py), and so is
+their backward pass: it takes the gradients of both results, and writes those of x and of the
+branch.
 """
 
 from typing import Any
@@ -25,9 +26,11 @@ def build_norm(config: ModelConfig) -> nn.Module:
 
 
 def add_norm(x: Tensor, branch: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """x + branch and norm(x + branch), both (B, N, C); None adds nothing. norm is one of build_norm's.
+    """x + branch and norm(x + branch), both (B, N, C); None adds nothing. norm is one of
+    build_norm's.
 
-    The kernel gives the norm in autocast's dtype, in which a product would take it anyway, PyTorch in x's.
+    The kernel gives the norm in autocast's dtype, in which a product would take it anyway, PyTorch
+    in x's.
     """
     if branch is None:
         return x, norm(x)
@@ -38,8 +41,12 @@ def add_norm(x: Tensor, branch: Tensor | None, norm: nn.Module) -> tuple[Tensor,
     return x, normed
 
 
-def add_norm_product(x: Tensor, branch: Tensor | None, norm: nn.Module, product: nn.Linear) -> tuple[Tensor, Tensor]:
-    """x + branch and product(norm(x + branch)); autograd keeps the sum and not the norm, which the backward kernel writes again."""
+def add_norm_product(
+    x: Tensor, branch: Tensor | None, norm: nn.Module, product: nn.Linear
+) -> tuple[Tensor, Tensor]:
+    """x + branch and product(norm(x + branch)); autograd keeps the sum and not the norm, which the
+    backward kernel writes again.
+    """
     if branch is not None and has_kernel(x, branch):
         return AddNormProduct.apply(x, branch, *arguments(x, norm), product.weight, product.bias)
     x = x if branch is None else x + branch
@@ -55,50 +62,89 @@ def arguments(x: Tensor, norm: nn.Module) -> tuple:
 
 
 def has_kernel(x: Tensor, branch: Tensor) -> bool:
-    """Not without gradients: to a decoding step, a few tokens, an operator of our own costs more than its kernel saves."""
+    """Not without gradients: to a decoding step, a few tokens, an operator of our own costs more
+    than its kernel saves.
+    """
     return TRITON and torch.is_grad_enabled() and x.is_cuda and fits_kernel(x, branch)
 
 
 def fits_kernel(x: Tensor, branch: Tensor) -> bool:
-    return x.dtype != torch.float64 and torch.promote_types(x.dtype, branch.dtype) == x.dtype and x.shape[-1] <= MAX_WIDTH
+    return (
+        x.dtype != torch.float64
+        and torch.promote_types(x.dtype, branch.dtype) == x.dtype
+        and x.shape[-1] <= MAX_WIDTH
+    )
 
 
 # operators: for torch.compile one node each. What they return are tensors of their own, no views
 @torch.library.custom_op("tilegpt::add_norm", mutates_args=())
 def add_norm_operator(
-    x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype
+    x: Tensor,
+    branch: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
-    """x + branch, its norm in dtype, and statistics for the backward pass: see model/norm_kernel.py."""
+    """x + branch, its norm in dtype, and statistics for the backward pass: see
+    model/norm_kernel.py.
+    """
     from model.norm_kernel import forward
 
     return forward(x.contiguous(), branch.contiguous(), weight, bias, eps, centred, dtype)
 
 
 @add_norm_operator.register_fake
-def _(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype) -> list[Tensor]:
+def _(
+    x: Tensor,
+    branch: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+    dtype: torch.dtype,
+) -> list[Tensor]:
     statistics = x.new_empty(2 if centred else 1, x.shape[:-1].numel(), dtype=torch.float32)
     return [x.new_empty(x.shape), x.new_empty(x.shape, dtype=dtype), statistics]
 
 
 @torch.library.custom_op("tilegpt::add_norm_backward", mutates_args=())
 def add_norm_backward(
-    d_total: Tensor | None, d_y: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor, dtype: torch.dtype,
+    d_total: Tensor | None, d_y: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None,
+    statistics: Tensor, dtype: torch.dtype,
     again: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of x, of weight and bias in one, and of a branch in dtype where that is not x's; with `again`, the norm in d_y's."""
+    """The gradients of x, of weight and bias in one, and of a branch in dtype where that is not
+    x's; with `again`, the norm in d_y's.
+    """
     from model.norm_kernel import backward
 
-    return backward(None if d_total is None else d_total.contiguous(), d_y.contiguous(), total, weight, bias, statistics, dtype, again)
+    return backward(
+        None if d_total is None else d_total.contiguous(),
+        d_y.contiguous(),
+        total,
+        weight,
+        bias,
+        statistics,
+        dtype,
+        again,
+    )
 
 
 @add_norm_backward.register_fake
 def _(
-    d_total: Tensor | None, d_y: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor, dtype: torch.dtype,
+    d_total: Tensor | None, d_y: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None,
+    statistics: Tensor, dtype: torch.dtype,
     again: bool,
 ) -> list[Tensor]:  # fmt: skip
     d_parameters = total.new_empty(1 if bias is None else 2, total.shape[-1], dtype=torch.float32)
     more = [dtype] * (dtype != total.dtype) + [d_y.dtype] * again
-    return [torch.empty_like(total), d_parameters, *(torch.empty_like(total, dtype=each) for each in more)]
+    return [
+        torch.empty_like(total),
+        d_parameters,
+        *(torch.empty_like(total, dtype=each) for each in more),
+    ]
 
 
 def _save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
@@ -113,12 +159,18 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, 
     total, weight, bias, statistics = ctx.saved_tensors
     d_total, d_y, _ = gradients
     d_y = torch.zeros_like(total) if d_y is None else d_y
-    d_x, d_parameters, *d_branch = add_norm_backward(d_total, d_y, total, weight, bias, statistics, ctx.dtype, False)
+    d_x, d_parameters, *d_branch = add_norm_backward(
+        d_total, d_y, total, weight, bias, statistics, ctx.dtype, False
+    )
     return d_x, *(d_branch or [d_x]), *_split(d_parameters, weight, bias), None, None, None
 
 
-def _split(d_parameters: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return d_parameters[0].to(weight.dtype), None if bias is None else d_parameters[1].to(bias.dtype)
+def _split(
+    d_parameters: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    return d_parameters[0].to(weight.dtype), None if bias is None else d_parameters[1].to(
+        bias.dtype
+    )
 
 
 add_norm_operator.register_autograd(_backward, setup_context=_save)
@@ -129,7 +181,8 @@ class AddNormProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype,
+        ctx: Any, x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float,
+        centred: bool, dtype: torch.dtype,
         matrix: Tensor, offset: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         total, y, statistics = add_norm_operator(x, branch, weight, bias, eps, centred, dtype)
@@ -142,8 +195,23 @@ class AddNormProduct(torch.autograd.Function):
     def backward(ctx: Any, d_total: Tensor | None, d_out: Tensor) -> tuple[Tensor | None, ...]:
         total, weight, bias, statistics, matrix = ctx.saved_tensors
         d_y = d_out @ matrix.to(d_out.dtype)
-        d_x, d_parameters, *d_branch, y = add_norm_backward(d_total, d_y, total, weight, bias, statistics, ctx.dtype, True)
+        d_x, d_parameters, *d_branch, y = add_norm_backward(
+            d_total, d_y, total, weight, bias, statistics, ctx.dtype, True
+        )
         d_out = d_out.flatten(0, -2)
-        d_offset = None if ctx.offset_dtype is None else d_out.sum(0, dtype=torch.float32).to(ctx.offset_dtype)
+        d_offset = (
+            None
+            if ctx.offset_dtype is None
+            else d_out.sum(0, dtype=torch.float32).to(ctx.offset_dtype)
+        )
         d_matrix = (d_out.mT @ y.flatten(0, -2)).to(matrix.dtype)
-        return d_x, *(d_branch or [d_x]), *_split(d_parameters, weight, bias), None, None, None, d_matrix, d_offset
+        return (
+            d_x,
+            *(d_branch or [d_x]),
+            *_split(d_parameters, weight, bias),
+            None,
+            None,
+            None,
+            d_matrix,
+            d_offset,
+        )

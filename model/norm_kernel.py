@@ -1,7 +1,9 @@
-"""The residual stream's next sum and its norm in one kernel, forward and backward: each tensor crosses the memory once.
+"""The residual stream's next sum and its norm in one kernel, forward and backward: each tensor
+crosses the memory once.
 
-torch.compile, left to itself, adds an old branch again where it wants the sum of an earlier layer, and in the backward pass writes the
-gradient of the sum twice: in a kernel of its own the 16-bit copy that the branch's product takes.
+torch.compile, left to itself, adds an old branch again where it wants the sum of an earlier layer,
+and in the backward pass writes the gradient of the sum twice: in a kernel of its own the 16-bit
+copy that the branch's product takes.
 
 Dimensions: T tokens, C hidden_size.
 """
@@ -13,11 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# of a program: rows of about as many elements as one warp holds; on an H200, 32,768 rows of 768, more rows or warps were no faster
+# of a program: rows of about as many elements as one warp holds; on an H200, 32,768 rows of 768,
+# more rows or warps were no faster
 WARP_ELEMENTS = 1024
-# backward, a program adds up its rows' share of the weight's gradient, so there are no more programs than run at once: so many of one warp
-# on a multiprocessor, each loading its next rows before these are done. Half as many of twice the size took as long, and PyTorch's sum of
-# their shares twice as long
+# backward, a program adds up its rows' share of the weight's gradient, so there are no more
+# programs than run at once: so many of one warp on a multiprocessor, each loading its next rows
+# before these are done. Half as many of twice the size took as long, and PyTorch's sum of their
+# shares twice as long
 PROGRAMS, STAGES = 8, 2
 
 
@@ -46,7 +50,11 @@ def add_norm_kernel(
         total = tl.where(mask, total - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(total * total, 1) / width + eps)
     tl.store(statistics_ptr + first + row, rstd, mask=of_rows)
-    y = total * rstd[:, None] * tl.load(weight_ptr + column, mask=of_columns, other=0.0).to(tl.float32)[None, :]
+    y = (
+        total
+        * rstd[:, None]
+        * tl.load(weight_ptr + column, mask=of_columns, other=0.0).to(tl.float32)[None, :]
+    )
     if bias_ptr is not None:
         y += tl.load(bias_ptr + column, mask=of_columns, other=0.0).to(tl.float32)[None, :]
     tl.store(y_ptr + start + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -54,10 +62,12 @@ def add_norm_kernel(
 
 @triton.jit
 def add_norm_backward_kernel(
-    d_total_ptr, d_y_ptr, total_ptr, weight_ptr, bias_ptr, statistics_ptr, d_x_ptr, d_branch_ptr, y_ptr, partial_ptr, rows, width,
+    d_total_ptr, d_y_ptr, total_ptr, weight_ptr, bias_ptr, statistics_ptr, d_x_ptr, d_branch_ptr,
+    y_ptr, partial_ptr, rows, width,
     CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every so many rows a program: the gradient of x and of the branch, and these rows' share of the weight's and of the bias's.
+    """Every so many rows a program: the gradient of x and of the branch, and these rows' share of
+    the weight's and of the bias's.
 
     With y_ptr, the norm as well.
     """
@@ -68,7 +78,9 @@ def add_norm_backward_kernel(
     d_weight = tl.zeros((BLOCK,), tl.float32)
     d_bias = tl.zeros((BLOCK,), tl.float32)
 
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+    for tile in tl.range(
+        tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES
+    ):
         first = tl.cast(tile, tl.int64) * ROWS
         of_rows = first + row < rows
         mask = of_rows[:, None] & of_columns[None, :]
@@ -96,7 +108,9 @@ def add_norm_backward_kernel(
             d_x += tl.load(d_total_ptr + start + offset, mask=mask, other=0.0).to(tl.float32)
         tl.store(d_x_ptr + start + offset, d_x.to(d_x_ptr.dtype.element_ty), mask=mask)
         if d_branch_ptr is not None:
-            tl.store(d_branch_ptr + start + offset, d_x.to(d_branch_ptr.dtype.element_ty), mask=mask)
+            tl.store(
+                d_branch_ptr + start + offset, d_x.to(d_branch_ptr.dtype.element_ty), mask=mask
+            )
 
     partial_ptr += tl.program_id(0) * (1 if bias_ptr is None else 2) * width
     tl.store(partial_ptr + column, d_weight, mask=of_columns)
@@ -106,42 +120,66 @@ def add_norm_backward_kernel(
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )
 
 
 def constants(width: int) -> dict[str, int]:
     """The kernels', for rows of this length."""
     block = triton.next_power_of_2(width)
-    return {"ROWS": max(1, WARP_ELEMENTS // block), "BLOCK": block, "num_warps": max(1, block // WARP_ELEMENTS)}
+    return {
+        "ROWS": max(1, WARP_ELEMENTS // block),
+        "BLOCK": block,
+        "num_warps": max(1, block // WARP_ELEMENTS),
+    }
 
 
-def forward(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype) -> list[Tensor]:
-    """x + branch, its norm in dtype, and the statistics of each row for backward(): (1, T) float32, 1 / deviation, or (2, T), the mean too.
+def forward(
+    x: Tensor,
+    branch: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """x + branch, its norm in dtype, and the statistics of each row for backward(): (1, T) float32,
+    1 / deviation, or (2, T), the mean too.
 
-    x and branch (..., C), contiguous, weight and bias (C,), each of float16, bfloat16 or float32. centred: LayerNorm, else RMSNorm.
+    x and branch (..., C), contiguous, weight and bias (C,), each of float16, bfloat16 or float32.
+    centred: LayerNorm, else RMSNorm.
     """
     width = x.shape[-1]
     rows, meta = x.numel() // width, constants(width)
     total, y = torch.empty_like(x), torch.empty_like(x, dtype=dtype)
     statistics = x.new_empty(2 if centred else 1, rows, dtype=torch.float32)
     grid = (triton.cdiv(rows, meta["ROWS"]),)
-    add_norm_kernel[grid](x, branch, weight, bias, total, y, statistics, rows, width, eps, CENTRED=centred, **meta)
+    add_norm_kernel[grid](
+        x, branch, weight, bias, total, y, statistics, rows, width, eps, CENTRED=centred, **meta
+    )
     return [total, y, statistics]
 
 
 def backward(
-    d_total: Tensor | None, d_y: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None, statistics: Tensor, dtype: torch.dtype,
+    d_total: Tensor | None, d_y: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None,
+    statistics: Tensor, dtype: torch.dtype,
     again: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradient of x; that of the weight, (1, C) float32, or of weight and bias, (2, C); the first in dtype, where it is another; with
-    `again`, the norm.
+    """The gradient of x; that of the weight, (1, C) float32, or of weight and bias, (2, C); the
+    first in dtype, where it is another; with `again`, the norm.
 
-    d_total, d_y: the gradients of the sum (None is zero) and of its norm, contiguous; dtype: the branch's. Sums over rows are made in the
-    same order every time.
+    d_total, d_y: the gradients of the sum (None is zero) and of its norm, contiguous; dtype: the
+    branch's. Sums over rows are made in the same order every time.
     """
     width = total.shape[-1]
     rows, meta = total.numel() // width, constants(width)
-    programs = min(triton.cdiv(rows, meta["ROWS"]), max(1, PROGRAMS // meta["num_warps"]) * multiprocessors(total.device))
+    programs = min(
+        triton.cdiv(rows, meta["ROWS"]),
+        max(1, PROGRAMS // meta["num_warps"]) * multiprocessors(total.device),
+    )
     d_x = torch.empty_like(total)
     d_branch = None if dtype == total.dtype else torch.empty_like(total, dtype=dtype)
     y = torch.empty_like(d_y) if again else None

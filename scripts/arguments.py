@@ -11,7 +11,9 @@ from config import check_int64
 
 
 def read_settings(options: type, arguments: Iterable[str]) -> dict[str, Any]:
-    """The fields of the dataclass `options` that are given as key=value. Raises ValueError for an unknown key or a wrong type."""
+    """The fields of the dataclass `options` that are given as key=value. Raises ValueError for an
+    unknown key or a wrong type.
+    """
     types = {field.name: next(iter(get_args(field.type)), field.type) for field in fields(options)}
     values = {}
     for argument in arguments:
@@ -19,7 +21,11 @@ def read_settings(options: type, arguments: Iterable[str]) -> dict[str, Any]:
         if not equals or key not in types:
             raise ValueError(f"{argument!r} is not key=value with a key of: {', '.join(types)}")
         try:
-            values[key] = {"true": True, "false": False}[text.lower()] if types[key] is bool else types[key](text)
+            values[key] = (
+                {"true": True, "false": False}[text.lower()]
+                if types[key] is bool
+                else types[key](text)
+            )
         except (KeyError, ValueError):
             raise ValueError(f"{key}={text} is no {types[key].__name__}") from None
         check_int64(key, values[key])
@@ -27,7 +33,9 @@ def read_settings(options: type, arguments: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_backend(text: str) -> Backend:
-    """NAME, NAME:option=value,option=value or pkg.module:BACKEND, with options likewise. Raises ValueError for what is none of them."""
+    """NAME, NAME:option=value,option=value or pkg.module:BACKEND, with options likewise. Raises
+    ValueError for what is none of them.
+    """
     name, _, rest = text.partition(":")
     attribute, _, after = rest.partition(":")
     if name not in BACKENDS and attribute and "=" not in attribute:

@@ -17,16 +17,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attention import Backend, attention
-from training.memory import GIB, cpu_memory_limit, describe_out_of_memory, is_out_of_memory, release_memory
+from training.memory import (
+    GIB,
+    cpu_memory_limit,
+    describe_out_of_memory,
+    is_out_of_memory,
+    release_memory,
+)
 
 FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of any GPU
-SHORTEST_WAIT, LONGEST_WAIT = 0.5e-3, 16e-3  # seconds; a call that needs more of them waits for the GPU itself, or fills its queue
+SHORTEST_WAIT, LONGEST_WAIT = (
+    0.5e-3,
+    16e-3,
+)  # seconds; a call that needs more of them waits for the GPU itself, or fills its queue
 CYCLES_PER_SECOND = 2.5e9  # of a fast GPU: on others the wait is longer than asked for
 ROUNDS = 4
 
 
 class LiveTensors(TorchDispatchMode):
-    """Bytes of the tensors that operators make, while they are alive; tensors made outside do not count."""
+    """Bytes of the tensors that operators make, while they are alive; tensors made outside do not
+    count.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,11 +46,16 @@ class LiveTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        outside = {storage_of(x)._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)} - self.alive.keys()
+        outside = {
+            storage_of(x)._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
+        } - self.alive.keys()
         result = func(*args, **kwargs)
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and storage_of(x)._cdata not in outside:
-                self.alive[storage_of(x)._cdata] = (StorageWeakRef(storage_of(x)), storage_of(x).nbytes())
+                self.alive[storage_of(x)._cdata] = (
+                    StorageWeakRef(storage_of(x)),
+                    storage_of(x).nbytes(),
+                )
         self.peak = max(self.peak, self.bytes)
         return result
 
@@ -54,7 +70,9 @@ def storage_of(x: Tensor) -> torch.UntypedStorage:
 
 
 class MemoryProbe:
-    """Allocated bytes above what is there when it starts, and bytes reserved from a GPU, as `with MemoryProbe(device) as probe`."""
+    """Allocated bytes above what is there when it starts, and bytes reserved from a GPU, as `with
+    MemoryProbe(device) as probe`.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -76,7 +94,11 @@ class MemoryProbe:
 
     @property
     def now(self) -> int:
-        return torch.cuda.memory_allocated(self.device) - self.before if self.device.type == "cuda" else self.live.bytes
+        return (
+            torch.cuda.memory_allocated(self.device) - self.before
+            if self.device.type == "cuda"
+            else self.live.bytes
+        )
 
     def take_peak(self) -> tuple[int, int | None]:
         """The peak since the start or the last call, allocated and (on a GPU) reserved."""
@@ -84,7 +106,10 @@ class MemoryProbe:
             peak, self.live.peak = self.live.peak, self.live.bytes
             return peak, None
         torch.cuda.synchronize(self.device)
-        peaks = torch.cuda.max_memory_allocated(self.device) - self.before, torch.cuda.max_memory_reserved(self.device)
+        peaks = (
+            torch.cuda.max_memory_allocated(self.device) - self.before,
+            torch.cuda.max_memory_reserved(self.device),
+        )
         torch.cuda.reset_peak_memory_stats(self.device)
         return peaks
 
@@ -92,11 +117,13 @@ class MemoryProbe:
 def seconds(
     function: Callable[[], Any], *, repeats: int, device: torch.device, pause_s: float = 0.0
 ) -> tuple[list[float], list[float]]:  # fmt: skip
-    """Time of each of `repeats` calls: the device's, and the host's until the call is queued. On a CPU they are the same.
+    """Time of each of `repeats` calls: the device's, and the host's until the call is queued. On a
+    CPU they are the same.
 
-    On a GPU each call finds an empty L2 cache, and all of it is queued before the GPU comes to it, behind a wait that grows until it is
-    long enough. A call that itself waits for the GPU cannot be queued: its device time has some of the host's in it. pause_s: how long
-    the device rests before each call.
+    On a GPU each call finds an empty L2 cache, and all of it is queued before the GPU comes to it,
+    behind a wait that grows until it is long enough. A call that itself waits for the GPU cannot be
+    queued: its device time has some of the host's in it. pause_s: how long the device rests before
+    each call.
     """
     times, host = [], []
     if device.type == "cpu":
@@ -119,7 +146,9 @@ def seconds(
         called = time.perf_counter()
         function()
         took = time.perf_counter() - called
-        was_late = start.query()  # the GPU has begun already: what it waited for the host would count
+        was_late = (
+            start.query()
+        )  # the GPU has begun already: what it waited for the host would count
         end.record()
         if was_late and wait < LONGEST_WAIT:
             wait *= 2
@@ -131,8 +160,12 @@ def seconds(
 
 
 def pairs(shape: dict[str, Any]) -> float:
-    """Scores of one head that the mask leaves: half of the square under a causal one, as the field counts, or what a window leaves."""
-    length = min(shape.get("documents") or shape["seq_len"], shape["seq_len"])  # what attends to one another
+    """Scores of one head that the mask leaves: half of the square under a causal one, as the field
+    counts, or what a window leaves.
+    """
+    length = min(
+        shape.get("documents") or shape["seq_len"], shape["seq_len"]
+    )  # what attends to one another
     window = min(shape.get("window") or length, length)
     per_document = (window * length - window**2 / 2) if shape["causal"] else length**2
     return per_document * shape["seq_len"] / length
@@ -141,20 +174,34 @@ def pairs(shape: dict[str, Any]) -> float:
 class Call:
     """One attention call on random inputs.
 
-    shape: batch, heads, seq_len, head_dim, causal, and where wanted groups (query heads for each key/value head), window, and documents
-    (tokens of each of the documents packed into a sequence).
+    shape: batch, heads, seq_len, head_dim, causal, and where wanted groups (query heads for each
+    key/value head), window, and documents (tokens of each of the documents packed into a sequence).
     """
 
-    def __init__(self, backend: Backend, shape: dict[str, Any], *, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, backend: Backend, shape: dict[str, Any], *, device: torch.device, dtype: torch.dtype
+    ):
         self.backend, self.device = backend, device
-        batch, heads, length, head_dim = (shape[name] for name in ("batch", "heads", "seq_len", "head_dim"))
+        batch, heads, length, head_dim = (
+            shape[name] for name in ("batch", "heads", "seq_len", "head_dim")
+        )
         kv_heads = heads // shape.get("groups", 1)
-        self.inputs = [torch.randn(batch, n, length, head_dim, device=device, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
-        self.mask: dict[str, Any] = {"causal": shape["causal"]} | {name: shape[name] for name in ("window",) if shape.get(name)}
+        self.inputs = [
+            torch.randn(batch, n, length, head_dim, device=device, dtype=dtype)
+            for n in (heads, kv_heads, kv_heads)
+        ]
+        self.mask: dict[str, Any] = {"causal": shape["causal"]} | {
+            name: shape[name] for name in ("window",) if shape.get(name)
+        }
         if shape.get("documents"):
-            self.mask["document_ids"] = torch.arange(length, device=device).div(shape["documents"], rounding_mode="floor").expand(batch, -1)
+            self.mask["document_ids"] = (
+                torch.arange(length, device=device)
+                .div(shape["documents"], rounding_mode="floor")
+                .expand(batch, -1)
+            )
         self.flops = 4 * batch * heads * head_dim * pairs(shape)  # of the forward pass
-        # a long sequence leaves no room for a gradient that a backend without a backward pass never sees
+        # a long sequence leaves no room for a gradient that a backend without a backward pass never
+        # sees
         brief = (x[:1, :, :128].detach().requires_grad_() for x in self.inputs)
         mask = {name: x[:1, :128] if name == "document_ids" else x for name, x in self.mask.items()}
         self.trainable = not backend.unsupported_reasons(*brief, **mask)
@@ -174,9 +221,11 @@ class Call:
 
 
 class Measurement:
-    """Bytes and seconds of a call: forward without gradients, backward on its own, and training: the two together.
+    """Bytes and seconds of a call: forward without gradients, backward on its own, and training:
+    the two together.
 
-    make() gives the call anew in each of ROUNDS turns, and nothing of it stays in memory: others can have their turns between them.
+    make() gives the call anew in each of ROUNDS turns, and nothing of it stays in memory: others
+    can have their turns between them.
     """
 
     def __init__(self, make: Callable[[], Call], *, repeats: int, pause_s: float = 0.0):
@@ -208,10 +257,14 @@ class Measurement:
                 # long calls need no warm-up of the clocks, and nobody wants to wait for 20 of them
                 self.counts[name] = max(3, min(self.repeats, int(3 / max(once, 1e-6))))
                 self.times[name] = [], []
-            done, due = (self.counts[name] * turns // ROUNDS for turns in (self.turns, self.turns + 1))
+            done, due = (
+                self.counts[name] * turns // ROUNDS for turns in (self.turns, self.turns + 1)
+            )
             if due > done:
                 seconds(function, repeats=max(1, (due - done) // 4), device=call.device)
-                found = seconds(function, repeats=due - done, device=call.device, pause_s=self.pause_s)
+                found = seconds(
+                    function, repeats=due - done, device=call.device, pause_s=self.pause_s
+                )
                 for all_times, times in zip(self.times[name], found, strict=True):
                     all_times += times
         self.turns += 1
@@ -222,7 +275,12 @@ class Measurement:
         row: dict[str, Any] = dict(self.bytes) | ({"pause_s": self.pause_s} if self.pause_s else {})
         for name, (times, host) in self.times.items():
             p20, *_, p80 = quantiles(times, n=5)
-            row |= {f"{name}_seconds": median(times), f"{name}_p20": p20, f"{name}_p80": p80, f"{name}_repeats": len(times)}
+            row |= {
+                f"{name}_seconds": median(times),
+                f"{name}_p20": p20,
+                f"{name}_p80": p80,
+                f"{name}_repeats": len(times),
+            }
             if self.on_gpu:
                 row[f"{name}_host_seconds"] = median(host)
         row["forward_tflops"] = self.flops / row["forward_seconds"] / 1e12
@@ -234,7 +292,9 @@ class Measurement:
 
 
 def measure_memory(call: Call, d_out: Tensor | None) -> dict[str, int | None]:
-    """forward: without gradients. saved: what the graph holds, out included. backward: peak while it runs, the saved included."""
+    """forward: without gradients. saved: what the graph holds, out included. backward: peak while
+    it runs, the saved included.
+    """
     row: dict[str, int | None] = {}
     if call.device.type == "cpu" and call.backend.name == "flex":
         return row  # one operator there, that no dispatch mode can look into
@@ -252,13 +312,17 @@ def measure_memory(call: Call, d_out: Tensor | None) -> dict[str, int | None]:
         row["backward_bytes"], row["backward_reserved_bytes"] = probe.take_peak()
     del out, grads
     row["training_bytes"] = max(forward, row["backward_bytes"])
-    row["training_reserved_bytes"] = None if forward_reserved is None else max(forward_reserved, row["backward_reserved_bytes"])
+    row["training_reserved_bytes"] = (
+        None if forward_reserved is None else max(forward_reserved, row["backward_reserved_bytes"])
+    )
     return row
 
 
 @contextmanager
 def memory_cap(gib: float | None, device: torch.device) -> Iterator[None]:
-    """Let this process have that much of the memory, as if the card were smaller; None leaves it all that is free."""
+    """Let this process have that much of the memory, as if the card were smaller; None leaves it
+    all that is free.
+    """
     release_memory(device)
     if device.type == "cpu":
         with cpu_memory_limit(at_most=None if gib is None else round(gib * GIB)):
@@ -266,7 +330,10 @@ def memory_cap(gib: float | None, device: torch.device) -> Iterator[None]:
         return
     total = torch.cuda.get_device_properties(device).total_memory
     if gib is not None and gib * GIB > total:
-        raise ValueError(f"--memory-gib {gib:g} is more than the {total / GIB:.1f} GiB of {torch.cuda.get_device_name(device)}")
+        raise ValueError(
+            f"--memory-gib {gib:g} is more than the {total / GIB:.1f} GiB of "
+            f"{torch.cuda.get_device_name(device)}"
+        )
     torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else gib * GIB / total)
     try:
         yield
@@ -275,17 +342,30 @@ def memory_cap(gib: float | None, device: torch.device) -> Iterator[None]:
 
 
 def longest(
-    fits: Callable[[int], float | dict], *, start: int, precision: float = 0.12, multiple: int = 64, limit_s: float = 20.0
+    fits: Callable[[int], float | dict],
+    *,
+    start: int,
+    precision: float = 0.12,
+    multiple: int = 64,
+    limit_s: float = 20.0,
 ) -> dict[str, Any]:
-    """The longest length that fits: doubling from `start`, then halving the gap until it is below `precision`.
+    """The longest length that fits: doubling from `start`, then halving the gap until it is below
+    `precision`.
 
-    fits(length) returns the seconds it took, or what is known of the failure. A trial that would take longer than limit_s by the square
-    of the last one's time is not made: limited_by is then "time", and the length is a lower bound.
+    fits(length) returns the seconds it took, or what is known of the failure. A trial that would
+    take longer than limit_s by the square of the last one's time is not made: limited_by is then
+    "time", and the length is a lower bound.
     """
     length, best, failure, first_failure, took = start, 0, None, 0, 0.0
     while True:
         if best and took * (length / best) ** 2 > limit_s:
-            return {"max_seq_len": best, "limited_by": "time", "seconds": took, "oom": failure, "oom_seq_len": first_failure or None}
+            return {
+                "max_seq_len": best,
+                "limited_by": "time",
+                "seconds": took,
+                "oom": failure,
+                "oom_seq_len": first_failure or None,
+            }
         found = fits(length)
         if isinstance(found, dict):
             failure, first_failure = found, length
@@ -295,13 +375,32 @@ def longest(
             length *= 2
             continue
         if first_failure - best <= max(multiple, precision * best) or first_failure <= multiple:
-            return {"max_seq_len": best, "limited_by": "memory", "seconds": took, "oom": failure, "oom_seq_len": first_failure}
+            return {
+                "max_seq_len": best,
+                "limited_by": "memory",
+                "seconds": took,
+                "oom": failure,
+                "oom_seq_len": first_failure,
+            }
         length = max(multiple, (best + first_failure) // 2 // multiple * multiple)
         if length in (best, first_failure):
-            return {"max_seq_len": best, "limited_by": "memory", "seconds": took, "oom": failure, "oom_seq_len": first_failure}
+            return {
+                "max_seq_len": best,
+                "limited_by": "memory",
+                "seconds": took,
+                "oom": failure,
+                "oom_seq_len": first_failure,
+            }
 
 
-def try_length(backend: Backend, shape: dict[str, Any], *, device: torch.device, dtype: torch.dtype, train: bool) -> float | dict:
+def try_length(
+    backend: Backend,
+    shape: dict[str, Any],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    train: bool,
+) -> float | dict:
     """Seconds of one forward, or forward and backward, or the out-of-memory it ended with."""
 
     def run(call: Call) -> float:

@@ -1,4 +1,5 @@
-"""Condense runs into one small JSON file that can be committed: settings, outcome and curves of each, and where they ran.
+"""Condense runs into one small JSON file that can be committed: settings, outcome and curves of
+each, and where they ran.
 
     python -m scripts.collect multirun/DAY/TIME --out results/break_it_cpu.json
 
@@ -14,11 +15,21 @@ from training.interrupt import one_line
 from training.metrics import check_writable, read_metrics, write_file
 from training.sweep import load_json, read_sweep
 
-CURVES = ("train/loss", "val/loss", "val/loss_exact", "val/accuracy", "val/accuracy_exact", "attention/max_score", "grad_norm")
+CURVES = (
+    "train/loss",
+    "val/loss",
+    "val/loss_exact",
+    "val/accuracy",
+    "val/accuracy_exact",
+    "attention/max_score",
+    "grad_norm",
+)
 
 
 def condense(run_dir: Path, columns: tuple[str, ...]) -> dict:
-    """step and the columns, each as one list with null where a row has no such figure; columns without any figure are left out."""
+    """step and the columns, each as one list with null where a row has no such figure; columns
+    without any figure are left out.
+    """
     rows = read_metrics(run_dir / "metrics.jsonl")
     curves = {"step": [row["step"] for row in rows]}
     for name in columns:
@@ -30,10 +41,16 @@ def condense(run_dir: Path, columns: tuple[str, ...]) -> dict:
 
 @one_line("collect")
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="sweeps, runs, or folders of either")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folders", nargs="+", type=Path, metavar="DIR", help="sweeps, runs, or folders of either"
+    )
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--columns", nargs="*", default=CURVES, help="columns of metrics.jsonl to keep")
+    parser.add_argument(
+        "--columns", nargs="*", default=CURVES, help="columns of metrics.jsonl to keep"
+    )
     options = parser.parse_args()
     for folder in options.folders:
         if not folder.is_dir():
@@ -51,7 +68,11 @@ def main() -> None:
         sys.exit(f"collect: no runs in {', '.join(map(str, options.folders))}")
     # runs of one sweep differ in nothing but the command line
     common = (
-        {key: value for key, value in environments[0].items() if all(other.get(key) == value for other in environments)}
+        {
+            key: value
+            for key, value in environments[0].items()
+            if all(other.get(key) == value for other in environments)
+        }
         if environments
         else {}
     )

@@ -1,4 +1,5 @@
-"""Save the comparison of a project's runs as a wandb workspace: attentions beside one another, against tokens, mean and band over seeds.
+"""Save the comparison of a project's runs as a wandb workspace: attentions beside one another,
+against tokens, mean and band over seeds.
 
     python -m scripts.dashboard entity=me project=tilegpt --dry-run
 
@@ -9,8 +10,8 @@ Arguments are key=value as for train.py:
     group    one sweep only: the name of its folder, which its runs have as their group
     name     of the workspace
 
---dry-run prints the workspace as JSON, in the form in which wandb keeps it, and sends nothing. Needs the package wandb-workspaces; never
-asks for a key.
+--dry-run prints the workspace as JSON, in the form in which wandb keeps it, and sends nothing.
+Needs the package wandb-workspaces; never asks for a key.
 """
 
 import argparse
@@ -58,7 +59,11 @@ SECTIONS = {
         Plot("step_tokens_per_sec", "tokens per second, the steps alone"),
     ],
     "Inside": [
-        Plot("attention/max_score", "largest score: exp overflows float16 past 11.09, float32 past 88.72", log_y=True),
+        Plot(
+            "attention/max_score",
+            "largest score: exp overflows float16 past 11.09, float32 past 88.72",
+            log_y=True,
+        ),
         Plot("grad_norm", "gradient norm", log_y=True),
     ],
 }
@@ -72,14 +77,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Save the comparison of a project's runs as a wandb workspace.",
         epilog="example: python -m scripts.dashboard entity=me project=tilegpt --dry-run",
     )
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="entity=, project=, group= (one sweep), name=")
-    parser.add_argument("--dry-run", action="store_true", help="print the workspace as JSON and send nothing")
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="entity=, project=, group= (one sweep), name=",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the workspace as JSON and send nothing"
+    )
     arguments = parser.parse_args(argv)
     try:
         options = read_options(arguments.settings)
         for package in ("wandb", "wandb_workspaces"):
             if not installed(package):
-                raise ValueError(f"the package {package} is missing: pip install wandb-workspaces, or pip install -e '.[dashboard]'")
+                raise ValueError(
+                    f"the package {package} is missing: pip install wandb-workspaces, or pip "
+                    "install -e '.[dashboard]'"
+                )
         workspace = build_workspace(options)
         print(json.dumps(spec(workspace), indent=1) if arguments.dry_run else save(workspace))
     except ValueError as error:
@@ -95,10 +110,14 @@ def read_options(settings: Sequence[str]) -> Options:
     for setting in settings:
         key, _, value = setting.partition("=")
         if key not in Options.__annotations__ or not value:
-            raise ValueError(f"{setting!r} is not key=value with a key of: {', '.join(Options.__annotations__)}")
+            raise ValueError(
+                f"{setting!r} is not key=value with a key of: {', '.join(Options.__annotations__)}"
+            )
         values[key] = value
     if "entity" not in values:
-        raise ValueError("entity=NAME is missing: the wandb user or team that the workspace is saved for")
+        raise ValueError(
+            "entity=NAME is missing: the wandb user or team that the workspace is saved for"
+        )
     return Options(**values)
 
 
@@ -113,18 +132,33 @@ def build_workspace(options: Options) -> Any:
     attention = "attention.name"
 
     def panel(plot: Plot) -> Any:
-        by_attention = {"groupby": wr.Config(attention), "groupby_aggfunc": "mean", "groupby_rangefunc": "minmax"}
-        return wr.LinePlot(title=plot.title, x="tokens", y=[plot.metric], log_y=plot.log_y, **by_attention)
+        by_attention = {
+            "groupby": wr.Config(attention),
+            "groupby_aggfunc": "mean",
+            "groupby_rangefunc": "minmax",
+        }
+        return wr.LinePlot(
+            title=plot.title, x="tokens", y=[plot.metric], log_y=plot.log_y, **by_attention
+        )
 
     sections = {name: [panel(plot) for plot in plots] for name, plots in SECTIONS.items()}
     # one point a run: the figure that shows which attention is linear
-    memory = {"x": wr.Config("seq_len"), "y": wr.SummaryMetric("memory/peak_gib"), "log_x": True, "log_y": True}
-    sections["Memory and speed"].append(wr.ScatterPlot(title="peak memory (GiB) against seq_len", **memory))
+    memory = {
+        "x": wr.Config("seq_len"),
+        "y": wr.SummaryMetric("memory/peak_gib"),
+        "log_x": True,
+        "log_y": True,
+    }
+    sections["Memory and speed"].append(
+        wr.ScatterPlot(title="peak memory (GiB) against seq_len", **memory)
+    )
     return ws.Workspace(
         entity=options.entity,
         project=options.project,
         name=options.name,
-        sections=[ws.Section(name=name, panels=panels, is_open=True) for name, panels in sections.items()],
+        sections=[
+            ws.Section(name=name, panels=panels, is_open=True) for name, panels in sections.items()
+        ],
         # the default of 10 runs is less than a sweep of three attentions and four seeds
         settings=ws.WorkspaceSettings(x_axis="tokens", max_runs=100),
         runset_settings=ws.RunsetSettings(
@@ -142,14 +176,22 @@ def spec(workspace: Any) -> dict[str, Any]:
 
 
 def save(workspace: Any) -> str:
-    """Save and return the address. ValueError without a key, without an answer, or where wandb refuses."""
+    """Save and return the address. ValueError without a key, without an answer, or where wandb
+    refuses.
+    """
     import wandb
 
     settings = wandb.setup().settings
     if not (settings.api_key or has_key(settings.base_url)):
-        raise ValueError("wandb has no API key: wandb login, or WANDB_API_KEY; --dry-run prints the workspace without one")
+        raise ValueError(
+            "wandb has no API key: wandb login, or WANDB_API_KEY; --dry-run prints the "
+            "workspace without one"
+        )
     if not reachable(settings.base_url):
-        raise ValueError(f"wandb's server {settings.base_url} does not answer; --dry-run prints the workspace without it")
+        raise ValueError(
+            f"wandb's server {settings.base_url} does not answer; --dry-run prints the "
+            "workspace without it"
+        )
     outcome: list[str | Exception] = []
 
     def attempt() -> None:
@@ -164,10 +206,16 @@ def save(workspace: Any) -> str:
     thread.start()
     thread.join(SAVE_TIMEOUT)
     if not outcome:
-        raise ValueError(f"wandb's server {settings.base_url} took longer than {SAVE_TIMEOUT:.0f} s; nothing is known to be saved")
+        raise ValueError(
+            f"wandb's server {settings.base_url} took longer than {SAVE_TIMEOUT:.0f} s; nothing "
+            "is known to be saved"
+        )
     if isinstance(outcome[0], Exception):
         reason = (str(outcome[0]) or type(outcome[0]).__name__).splitlines()[0]
-        raise ValueError(f"wandb refused the workspace for entity={workspace.entity} project={workspace.project}: {reason}")
+        raise ValueError(
+            f"wandb refused the workspace for entity={workspace.entity} "
+            f"project={workspace.project}: {reason}"
+        )
     return outcome[0]
 
 

@@ -1,16 +1,18 @@
-"""Kill a training at random moments, fill its disk, damage its checkpoints and its data, and see whether the resumed run ends as if
-nothing had been.
+"""Kill a training at random moments, fill its disk, damage its checkpoints and its data, and see
+whether the resumed run ends as if nothing had been.
 
     python -m scripts.kills --out outputs/kills.json
 
-Every training is a process of its own, `python train.py` on one CPU core. --kills of them are killed (SIGKILL), every other one while
-it saves, and resumed. --harms more have their disk filled while they run (a limit on the size of a file makes a write fail half way),
-or are killed and have a file of their latest checkpoint, of all of them, or metrics.jsonl, overrides.yaml or config.yaml truncated,
-altered or removed. The token store is damaged in the same ways. Its training half may also become zeros, its held-out half a copy of the
-training half, and a run may find its training half truncated while it reads. Weights, optimizer, random state and every computed
-row of metrics.jsonl must then be, to the bit, those of the run that nothing disturbed. Where no whole checkpoint is left, or the
-settings are not known any more, the answer must be one line, and no file of the run may have changed. Ends with 1 where anything else
-happened.
+Every training is a process of its own, `python train.py` on one CPU core. --kills of them are
+killed (SIGKILL), every other one while it saves, and resumed. --harms more have their disk filled
+while they run (a limit on the size of a file makes a write fail half way), or are killed and have a
+file of their latest checkpoint, of all of them, or metrics.jsonl, overrides.yaml or config.yaml
+truncated, altered or removed. The token store is damaged in the same ways. Its training half may
+also become zeros, its held-out half a copy of the training half, and a run may find its training
+half truncated while it reads. Weights, optimizer, random state and every computed row of
+metrics.jsonl must then be, to the bit, those of the run that nothing disturbed. Where no whole
+checkpoint is left, or the settings are not known any more, the answer must be one line, and no file
+of the run may have changed. Ends with 1 where anything else happened.
 """
 
 import argparse
@@ -37,11 +39,14 @@ from training.metrics import ROOT, check_writable, measured_on, read_metrics, wr
 from training.rotation import LATEST, newest_first, step_of
 
 STEPS, EVERY = 200, 10
-# everything that has state: dropout, two passes a step, rows, evaluations and checkpoints out of step with one another, and between
-# them steps that are queued before the one before them is looked at
+# everything that has state: dropout, two passes a step, rows, evaluations and checkpoints out of
+# step with one another, and between them steps that are queued before the one before them is looked
+# at
 RUN = (
-    "device=cpu model.num_layers=2 model.num_heads=2 model.hidden_size=64 model.dropout=0.1 seq_len=32 batch_size=4 tokens_per_step=256 "
-    f"steps={STEPS} log_every=3 eval_every=15 eval_sequences=8 checkpoint_every={EVERY} keep=3 sample_tokens=0 logger=none"
+    "device=cpu model.num_layers=2 model.num_heads=2 model.hidden_size=64 model.dropout=0.1 "
+    "seq_len=32 batch_size=4 tokens_per_step=256 "
+    f"steps={STEPS} log_every=3 eval_every=15 eval_sequences=8 checkpoint_every={EVERY} keep=3 "
+    "sample_tokens=0 logger=none"
 ).split()
 # the beginnings of the names of what differs between two runs that are the same run
 MEASURED = ("seconds", "tokens_per_sec", "step_tokens_per_sec", "mfu", "memory/")
@@ -53,7 +58,14 @@ REBUILT = "it is built again"
 def start(*arguments: str) -> subprocess.Popen:
     command = [sys.executable, "train.py", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str]:
@@ -83,33 +95,59 @@ def state(run_dir: Path) -> dict[str, Any]:
     folder = run_dir / LATEST
     lines = (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
     written = read_metrics(run_dir / "metrics.jsonl")
-    computed = [{key: value for key, value in row.items() if not key.startswith(MEASURED)} for row in written]
+    computed = [
+        {key: value for key, value in row.items() if not key.startswith(MEASURED)}
+        for row in written
+    ]
     training = torch.load(folder / "training.pt", weights_only=True)
-    # a run draws on PyTorch's generators alone: Python's and NumPy's are not seeded, and differ from process to process
+    # a run draws on PyTorch's generators alone: Python's and NumPy's are not seeded, and differ
+    # from process to process
     training["random"] = {name: training["random"][name] for name in ("torch", "cuda")}
-    return {"weights": load_file(folder / "model.safetensors"), "training": training, "metrics": computed, "rows": lines}
+    return {
+        "weights": load_file(folder / "model.safetensors"),
+        "training": training,
+        "metrics": computed,
+        "rows": lines,
+    }
 
 
 def same(a: Any, b: Any) -> bool:
     """Equal to the last bit, through dictionaries, lists and tensors."""
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return (
+            isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        )
     if isinstance(a, (list, tuple)):
         return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(same, a, b))
-    return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    return (
+        isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+        if isinstance(a, torch.Tensor)
+        else a == b
+    )
 
 
 def contents(run_dir: Path) -> dict[str, bytes]:
     """Every file of a run, but for the log of what was said."""
-    return {str(path): path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name != "train.log"}
+    return {
+        str(path): path.read_bytes()
+        for path in run_dir.rglob("*")
+        if path.is_file() and path.name != "train.log"
+    }
 
 
 def is_one_line(output: str) -> bool:
-    return "Traceback" not in output and sum(line.startswith("error: ") for line in output.splitlines()) == 1
+    return (
+        "Traceback" not in output
+        and sum(line.startswith("error: ") for line in output.splitlines()) == 1
+    )
 
 
-def killed(run_dir: Path, moment: random.Random, *, saving: bool, earliest: int = 1) -> dict[str, Any]:
-    """Start a run and kill it: after a random row of metrics, or in the save that comes after it. Says when that was."""
+def killed(
+    run_dir: Path, moment: random.Random, *, saving: bool, earliest: int = 1
+) -> dict[str, Any]:
+    """Start a run and kill it: after a random row of metrics, or in the save that comes after it.
+    Says when that was.
+    """
     target = moment.randint(earliest, STEPS - 2 * EVERY)
     process = start(*RUN, f"hydra.run.dir={run_dir}")
     wait_for(process, lambda: reached(run_dir) >= target)
@@ -125,7 +163,9 @@ def killed(run_dir: Path, moment: random.Random, *, saving: bool, earliest: int 
         "step": reached(run_dir),
         "checkpoint": step_of(last) if last else None,
         # what a save leaves that did not come to its end
-        "in_a_save": (run_dir / f"{LATEST}.tmp").exists() or not (run_dir / LATEST).exists() and last is not None,
+        "in_a_save": (run_dir / f"{LATEST}.tmp").exists()
+        or not (run_dir / LATEST).exists()
+        and last is not None,
     }
 
 
@@ -139,7 +179,9 @@ def judged(run_dir: Path, straight: dict[str, Any], *, said: str = "") -> str:
     return IDENTICAL if same(state(run_dir), straight) else "another run"
 
 
-def kill(run_dir: Path, straight: dict[str, Any], moment: random.Random, *, saving: bool) -> dict[str, Any]:
+def kill(
+    run_dir: Path, straight: dict[str, Any], moment: random.Random, *, saving: bool
+) -> dict[str, Any]:
     found = killed(run_dir, moment, saving=saving)
     if found["checkpoint"] is not None:
         return found | {"outcome": judged(run_dir, straight)}
@@ -150,18 +192,26 @@ def kill(run_dir: Path, straight: dict[str, Any], moment: random.Random, *, savi
 
 
 def fill_disk(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
-    """From a random moment on, no file of the process may grow beyond a random size, less than a checkpoint's."""
+    """From a random moment on, no file of the process may grow beyond a random size, less than a
+    checkpoint's.
+    """
     process = start(*RUN, f"hydra.run.dir={run_dir}")
     target = moment.randint(EVERY + 2, STEPS - 2 * EVERY)
     wait_for(process, lambda: reached(run_dir) >= target)
     limit = moment.randint(100_000, (run_dir / LATEST / "training.pt").stat().st_size - 1)
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    resource.prlimit(
+        process.pid, resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    )
     found = {"harm": "disk full", "step": reached(run_dir), "bytes": limit}
     return found | failed_and_resumed(process, run_dir, straight)
 
 
-def truncate_store(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
-    """At a random moment, cut the training tokens off somewhere in their first half: one of the next windows lies beyond."""
+def truncate_store(
+    run_dir: Path, straight: dict[str, Any], moment: random.Random
+) -> dict[str, Any]:
+    """At a random moment, cut the training tokens off somewhere in their first half: one of the
+    next windows lies beyond.
+    """
     process = start(*RUN, f"hydra.run.dir={run_dir}")
     target = moment.randint(EVERY + 2, STEPS - 2 * EVERY)
     wait_for(process, lambda: reached(run_dir) >= target)
@@ -173,12 +223,24 @@ def truncate_store(run_dir: Path, straight: dict[str, Any], moment: random.Rando
 
 
 def failed_and_resumed(
-    process: subprocess.Popen, run_dir: Path, straight: dict[str, Any], *, named: str = "", said: str = ""
+    process: subprocess.Popen,
+    run_dir: Path,
+    straight: dict[str, Any],
+    *,
+    named: str = "",
+    said: str = "",
 ) -> dict[str, Any]:
-    """A run that must end with one line, which holds `named` and how to resume, and what came of resuming it."""
+    """A run that must end with one line, which holds `named` and how to resume, and what came of
+    resuming it.
+    """
     code, output = finish(process)
     found = {"checkpoint": step_of(newest_first(run_dir)[0])}
-    if code != 1 or not is_one_line(output) or named not in output or f"resume={run_dir}" not in output:
+    if (
+        code != 1
+        or not is_one_line(output)
+        or named not in output
+        or f"resume={run_dir}" not in output
+    ):
         return found | {"outcome": f"ended with {code}: {output.strip().splitlines()[-1]}"}
     return found | {"outcome": judged(run_dir, straight, said=said)}
 
@@ -210,7 +272,9 @@ def store_of(run_dir: Path) -> Path:
 
 
 def damage_tokens(folder: Path, moment: random.Random) -> str:
-    """Damage a file of this token store, or both halves as damage() does not: at their full length. Says what was done."""
+    """Damage a file of this token store, or both halves as damage() does not: at their full length.
+    Says what was done.
+    """
     train, val = folder / "train.bin", folder / "val.bin"
     how = moment.choice(["zeros", "swapped", "a file"])
     if how == "zeros":
@@ -237,7 +301,10 @@ def damage_latest(run_dir: Path, straight: dict[str, Any], moment: random.Random
 
 def damage_all(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
     found = killed(run_dir, moment, saving=False, earliest=3 * EVERY)
-    found |= {"harm": "all damaged", "what": [damage(folder.iterdir(), moment) for folder in newest_first(run_dir)]}
+    found |= {
+        "harm": "all damaged",
+        "what": [damage(folder.iterdir(), moment) for folder in newest_first(run_dir)],
+    }
     return found | {"outcome": refused(run_dir) or "resumed"}
 
 
@@ -245,7 +312,10 @@ def damage_record(run_dir: Path, straight: dict[str, Any], moment: random.Random
     found = killed(run_dir, moment, saving=False, earliest=3 * EVERY)
     files = [run_dir / name for name in ("metrics.jsonl", "overrides.yaml", "config.yaml")]
     found |= {"harm": "record damaged", "what": damage(files, moment)}
-    return found | {"outcome": refused(run_dir) or (IDENTICAL if same(state(run_dir), straight) else "another run")}
+    return found | {
+        "outcome": refused(run_dir)
+        or (IDENTICAL if same(state(run_dir), straight) else "another run")
+    }
 
 
 def refused(run_dir: Path) -> str | None:
@@ -258,7 +328,16 @@ def refused(run_dir: Path) -> str | None:
     return REFUSED if unharmed else f"ended with {code}: {output.strip().splitlines()[-1]}"
 
 
-HARMS = (fill_disk, damage_latest, damage_store, fill_disk, damage_latest, truncate_store, damage_all, damage_record)
+HARMS = (
+    fill_disk,
+    damage_latest,
+    damage_store,
+    fill_disk,
+    damage_latest,
+    truncate_store,
+    damage_all,
+    damage_record,
+)
 
 
 def measure(folder: Path, *, kills: int, harms: int, seed: int) -> dict[str, Any]:
@@ -286,11 +365,23 @@ def measure(folder: Path, *, kills: int, harms: int, seed: int) -> dict[str, Any
 
 @one_line("kills")
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20, help="runs to kill (20)")
-    parser.add_argument("--harms", type=int, default=30, help="runs whose disk fills up or whose files are damaged (30)")
+    parser.add_argument(
+        "--harms",
+        type=int,
+        default=30,
+        help="runs whose disk fills up or whose files are damaged (30)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
-    parser.add_argument("--out", type=Path, default=Path("outputs/kills.json"), help="the result (outputs/kills.json)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("outputs/kills.json"),
+        help="the result (outputs/kills.json)",
+    )
     options = parser.parse_args()
     if min(options.kills, options.harms) < 0:
         sys.exit(f"kills: --kills {options.kills} --harms {options.harms} must be at least 0")
@@ -298,11 +389,16 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="tilegpt-kills-"))
     result = measure(folder, kills=options.kills, harms=options.harms, seed=options.seed)
     where = measured_on("cpu")
-    outcomes = {name: dict(Counter(found["outcome"] for found in result[name])) for name in ("kills", "harms")}
+    outcomes = {
+        name: dict(Counter(found["outcome"] for found in result[name]))
+        for name in ("kills", "harms")
+    }
     write_json(options.out, {"environment": where, **result, "outcomes": outcomes})
     print(f"{options.out}: kills {outcomes['kills']}, harms {outcomes['harms']}")
     # what nobody expected stays to be looked at
-    if any(outcome not in (IDENTICAL, REFUSED) for counts in outcomes.values() for outcome in counts):
+    if any(
+        outcome not in (IDENTICAL, REFUSED) for counts in outcomes.values() for outcome in counts
+    ):
         sys.exit(f"kills: a run did not survive; its folder is below {folder}")
     shutil.rmtree(folder)
 

@@ -1,18 +1,25 @@
-"""Where a training step goes: a torch.profiler trace of N real steps, and a table of their parts that adds up to the step.
+"""Where a training step goes: a torch.profiler trace of N real steps, and a table of their parts
+that adds up to the step.
 
     python -m scripts.profile device=cpu seq_len=128 batch_size=4 steps=2
 
-Takes train.py's own settings (attention=, model=, seq_len=, batch_size=, optim=, dtype=, compile=, experiment=, ...), and of its own:
+Takes train.py's own settings (attention=, model=, seq_len=, batch_size=, optim=, dtype=, compile=,
+experiment=, ...), and of its own:
 
     steps    steps of the table (10)
     warmup   steps before them, of which the first compiles (5)
-    nsys     true: no trace and no table, but every range and operator as an NVTX range, and cudaProfilerStart around the steps:
-             nsys profile -t cuda,nvtx -c cudaProfilerApi python -m scripts.profile nsys=true ...  (false)
-    out      a folder for trace.json.gz (chrome://tracing, ui.perfetto.dev) and profile.json (outputs/profile)
+    nsys     true: no trace and no table, but every range and operator as an NVTX range, and
+             cudaProfilerStart around the steps:
+             nsys profile -t cuda,nvtx -c cudaProfilerApi python -m scripts.profile nsys=true ...
+             (false)
+    out      a folder for trace.json.gz (chrome://tracing, ui.perfetto.dev) and profile.json
+             (outputs/profile)
 
-On a GPU the table is of its time: kernels, and between them what it waited for: data, or the host. On a CPU it is of operators, and
-between them Python. Recording slows a step down, on a CPU most: "unrecorded" is the same step without it. Where attention is made of
-plain operators and compiled (naive), what it does besides products of stacked matrices is fused with other things and counts there.
+On a GPU the table is of its time: kernels, and between them what it waited for: data, or the host.
+On a CPU it is of operators, and between them Python. Recording slows a step down, on a CPU most:
+"unrecorded" is the same step without it. Where attention is made of plain operators and compiled
+(naive), what it does besides products of stacked matrices is fused with other things and counts
+there.
 """
 
 import contextlib
@@ -29,8 +36,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# read when torch is loaded: threads that wait sleep, as in train.py, and the profiler says no word of its own
-os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KINETO_LOG_LEVEL": "6"} | os.environ
+# read when torch is loaded: threads that wait sleep, as in train.py, and the profiler says no word
+# of its own
+os.environ |= {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+    "KINETO_LOG_LEVEL": "6",
+} | os.environ
 
 import torch
 import torch._inductor.config
@@ -77,7 +89,9 @@ def read_options(arguments: list[str]) -> Options:
         raise ValueError(f"nsys={own['nsys']} must be true or false")
     if not own["out"]:
         raise ValueError("out= names no folder")
-    return Options(int(own["steps"]), int(own["warmup"]), own["nsys"] == "true", Path(own["out"]), overrides)
+    return Options(
+        int(own["steps"]), int(own["warmup"]), own["nsys"] == "true", Path(own["out"]), overrides
+    )
 
 
 def in_a_range(backend: Backend) -> Backend:
@@ -99,18 +113,26 @@ class Job(NamedTuple):
 
 @contextlib.contextmanager
 def build(config: RunConfig) -> Iterator[Job]:
-    """What train.py builds, and its step without what is done only now and then: rows of metrics, evaluation, checkpoints.
+    """What train.py builds, and its step without what is done only now and then: rows of metrics,
+    evaluation, checkpoints.
 
-    As there, a step queues the next one where the optimizer can judge a step for itself, before it is looked at.
+    As there, a step queues the next one where the optimizer can judge a step for itself, before it
+    is looked at.
 
     Raises ValueError for what has nothing to do with one step.
     """
     if config.resume:
-        raise ValueError(f"resume={config.resume}: a step of a new model takes as long; leave it out")
+        raise ValueError(
+            f"resume={config.resume}: a step of a new model takes as long; leave it out"
+        )
     if config.batch_size == "auto":
-        raise ValueError("batch_size=auto: name the number that train.py found, it prints it at the start")
+        raise ValueError(
+            "batch_size=auto: name the number that train.py found, it prints it at the start"
+        )
     device = pick_device(config.device)
-    torch._inductor.config.cpp.enable_kernel_profile = True  # what is compiled for a CPU would not show otherwise
+    torch._inductor.config.cpp.enable_kernel_profile = (
+        True  # what is compiled for a CPU would not show otherwise
+    )
     set_deterministic(config.deterministic)
     dtype = pick_dtype(config.dtype, device)
     autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
@@ -125,11 +147,20 @@ def build(config: RunConfig) -> Iterator[Job]:
     compiled = step_model is not model
     if not compiled:  # a range would break the graph
         model.backend = in_a_range(backends[0])
-    facts = {"device": device.type, "dtype": str(dtype).removeprefix("torch."), "compiled": compiled}
+    facts = {
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "compiled": compiled,
+    }
     facts |= describe(backends, device=device, dtype=dtype, head_dim=config.model.head_dim)
 
     with Prefetcher(data, config.sequences_per_step, config.batch_size, device) as batches:
-        how = {"optimizer": optimizer, "scaler": scaler, "autocast": autocast, "grad_clip": optim.grad_clip}
+        how = {
+            "optimizer": optimizer,
+            "scaler": scaler,
+            "autocast": autocast,
+            "grad_clip": optim.grad_clip,
+        }
         ahead: Queued | None = None
 
         def queue(number: int, before: Queued | None = None) -> Queued:
@@ -145,7 +176,10 @@ def build(config: RunConfig) -> Iterator[Job]:
             with record_function(OPTIMIZER):
                 loss, grad_norm = now.figures()
                 if not (math.isfinite(loss) and (scaler.is_enabled() or math.isfinite(grad_norm))):
-                    raise ValueError(f"step {number}: the loss is {loss} and the gradient's norm {grad_norm}: nothing to measure")
+                    raise ValueError(
+                        f"step {number}: the loss is {loss} and the gradient's norm {grad_norm}: "
+                        "nothing to measure"
+                    )
                 if not now.updated:
                     scaler.step(optimizer)
                     scaler.update()
@@ -159,7 +193,9 @@ def wait(device: torch.device) -> None:
 
 
 def unrecorded_ms(job: Job, first: int, steps: int) -> list[float]:
-    """Milliseconds of each of `steps` steps without the profiler: between the ends of what they queue on a GPU, by the clock on a CPU."""
+    """Milliseconds of each of `steps` steps without the profiler: between the ends of what they
+    queue on a GPU, by the clock on a CPU.
+    """
     on_gpu = job.device.type == "cuda"
     wait(job.device)
 
@@ -175,19 +211,28 @@ def unrecorded_ms(job: Job, first: int, steps: int) -> list[float]:
         job.step(number)
         stamps.append(stamp())
     wait(job.device)
-    return [start.elapsed_time(stop) if on_gpu else 1000 * (stop - start) for start, stop in itertools.pairwise(stamps)]
+    return [
+        start.elapsed_time(stop) if on_gpu else 1000 * (stop - start)
+        for start, stop in itertools.pairwise(stamps)
+    ]
 
 
 def record(job: Job, first: int, steps: int, path: Path) -> None:
-    """Write the trace of `steps` steps, each a range. Two are lost: the profiler starts up in the first, the last ends the one before."""
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if job.device.type == "cuda" else [])
+    """Write the trace of `steps` steps, each a range. Two are lost: the profiler starts up in the
+    first, the last ends the one before.
+    """
+    activities = [ProfilerActivity.CPU] + (
+        [ProfilerActivity.CUDA] if job.device.type == "cuda" else []
+    )
     plan = schedule(wait=0, warmup=1, active=steps + 1, repeat=1)
 
     def write(profiler: profile) -> None:
         profiler.export_chrome_trace(str(path))
 
     # without acc_events torch 2.11 warns of a second cycle, which there is not
-    with profile(activities=activities, schedule=plan, on_trace_ready=write, acc_events=True) as profiler:
+    with profile(
+        activities=activities, schedule=plan, on_trace_ready=write, acc_events=True
+    ) as profiler:
         for number in range(first, first + steps + 2):
             with record_function(STEP):
                 job.step(number)
@@ -205,11 +250,20 @@ def for_nsys(job: Job, first: int, steps: int) -> None:
 
 
 def summarise(parts: list[dict[str, float]]) -> list[dict[str, Any]]:
-    """One row a part, and the step last: mean and standard deviation over the steps in ms, and its share of the step."""
-    columns = {part: [each[part] for each in parts] for part in PARTS} | {"step": [sum(each.values()) for each in parts]}
+    """One row a part, and the step last: mean and standard deviation over the steps in ms, and its
+    share of the step.
+    """
+    columns = {part: [each[part] for each in parts] for part in PARTS} | {
+        "step": [sum(each.values()) for each in parts]
+    }
     total = statistics.fmean(columns["step"])
     return [
-        {"part": part, "ms": statistics.fmean(ms), "stdev_ms": spread(ms), "share": statistics.fmean(ms) / total}
+        {
+            "part": part,
+            "ms": statistics.fmean(ms),
+            "stdev_ms": spread(ms),
+            "share": statistics.fmean(ms) / total,
+        }
         for part, ms in columns.items()
     ]
 
@@ -239,8 +293,15 @@ def main() -> None:
         trace, summary = options.out / "trace.json.gz", options.out / "profile.json"
         check_writable(summary)
         with build(config) as job:
-            print(f"model={config.model.name}, attention={job.facts['attention']}, {job.facts['dtype']} on {job.device.type}, ", end="")
-            print(f"{config.sequences_per_step} x {config.seq_len} tokens a step{', compiled' if job.facts['compiled'] else ''}\n")
+            print(
+                f"model={config.model.name}, attention={job.facts['attention']}, "
+                f"{job.facts['dtype']} on {job.device.type}, ",
+                end="",
+            )
+            print(
+                f"{config.sequences_per_step} x {config.seq_len} tokens a "
+                f"step{', compiled' if job.facts['compiled'] else ''}\n"
+            )
             for number in range(options.warmup):
                 job.step(number)
             if options.nsys:
@@ -248,7 +309,9 @@ def main() -> None:
                 return
             unrecorded = unrecorded_ms(job, options.warmup, options.steps)
             record(job, options.warmup + options.steps, options.steps, trace)
-        parts, on_gpu = parts_of_steps(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
+        parts, on_gpu = parts_of_steps(
+            json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        )
     except (ValueError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise
@@ -264,7 +327,9 @@ def main() -> None:
             "environment": measured_on(job.device),
             "overrides": options.overrides,
             "model": asdict(config.model),
-            **{key: getattr(config, key) for key in ("seq_len", "batch_size", "accumulation_steps")},
+            **{
+                key: getattr(config, key) for key in ("seq_len", "batch_size", "accumulation_steps")
+            },
             "optim": config.optim.name,
             **job.facts,
             "n": options.steps,

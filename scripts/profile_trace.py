@@ -1,10 +1,13 @@
-"""From a torch.profiler trace to the parts of a training step: which of them each moment of a step belongs to.
+"""From a torch.profiler trace to the parts of a training step: which of them each moment of a step
+belongs to.
 
-On a GPU the time is the device's: each kernel, less what ran beside an earlier one, and between kernels the host's. On a CPU it is
-the own time of each operator, and between operators Python's; data and optimizer have theirs with them. Either way the parts add up.
+On a GPU the time is the device's: each kernel, less what ran beside an earlier one, and between
+kernels the host's. On a CPU it is the own time of each operator, and between operators Python's;
+data and optimizer have theirs with them. Either way the parts add up.
 
-A kernel belongs to a part by its name, or by the operators and ranges inside which the host launched it. An operator of the backward
-pass also counts as inside those of the forward pass whose gradient it computes: the profiler numbers both alike.
+A kernel belongs to a part by its name, or by the operators and ranges inside which the host
+launched it. An operator of the backward pass also counts as inside those of the forward pass whose
+gradient it computes: the profiler numbers both alike.
 """
 
 import re
@@ -13,15 +16,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-FORWARD, BACKWARD, PRODUCTS, ELEMENTWISE, LOSS = "attention forward", "attention backward", "matrix products", "norms, elementwise", "loss"
+FORWARD, BACKWARD, PRODUCTS, ELEMENTWISE, LOSS = (
+    "attention forward",
+    "attention backward",
+    "matrix products",
+    "norms, elementwise",
+    "loss",
+)
 OPTIMIZER, DATA, OTHER, GAPS = "optimizer", "data", "other", "host gaps"
 PARTS = (FORWARD, BACKWARD, PRODUCTS, ELEMENTWISE, LOSS, OPTIMIZER, DATA, OTHER, GAPS)
 
 STEP = "step"  # the range of one step
-ATTENTION = "attention call"  # the range of one attention call, where the model runs operator by operator
+ATTENTION = (
+    "attention call"  # the range of one attention call, where the model runs operator by operator
+)
 PHASES = (DATA, "forward", "backward", OPTIMIZER)  # the ranges within a step
 
-# kernels of attention: ours, FlashAttention's, PyTorch's memory-efficient ones, cuDNN's with its helpers, FlexAttention's
+# kernels of attention: ours, FlashAttention's, PyTorch's memory-efficient ones, cuDNN's with its
+# helpers, FlexAttention's
 ATTENTION_KERNELS = re.compile(
     r"^(intervals|forward|query_ranges|delta|dkdv|dq|dkdvdq|backward)_kernel|flash_?(fwd|bwd|att)|fmha|_sdpa_|compute_dot_do_o"
     r"|convert_dq|flex_attention"
@@ -29,12 +41,16 @@ ATTENTION_KERNELS = re.compile(
 BACKWARD_KERNELS = re.compile(
     r"^(query_ranges|delta|dkdv|dq|dkdvdq|backward)_kernel|bwd|backward|bprop|cutlassb_|compute_dot_do_o|convert_dq|fmha_reduce"
 )
-# operators of attention. Only an attention of plain operators multiplies batches of matrices: everything else here is one matrix
+# operators of attention. Only an attention of plain operators multiplies batches of matrices:
+# everything else here is one matrix
 ATTENTION_OPS = re.compile(
-    r"^attention call$|::_?flash_attention|::tile_loop|scaled_dot_product|::_(efficient|cudnn)_attention|flex_attention|^aten::bmm$"
+    r"^attention call$|::_?flash_attention|::tile_loop|scaled_dot_product"
+    r"|::_(efficient|cudnn)_attention|flex_attention|^aten::bmm$"
 )
 PRODUCT_KERNELS = re.compile(r"gemm|nvjet|gemv|splitk|cutlass|cublas|^triton_(tem|mm)_")
-PRODUCT_OPS = re.compile(r"^(aten|mkldnn|mkl)::(addmm|mm|matmul|linear|_linear|_mkl_linear|_linear_pointwise|addmv|mv)(_|$)|^mkl(dnn)?::")
+PRODUCT_OPS = re.compile(
+    r"^(aten|mkldnn|mkl)::(addmm|mm|matmul|linear|_linear|_mkl_linear|_linear_pointwise|addmv|mv)(_|$)|^mkl(dnn)?::"
+)
 LOSS_NAMES = re.compile(r"log_?softmax|nll_?loss|cross_?entropy|logsumexp")
 OPTIMIZER_NAMES = re.compile(r"fusedadam|_fused_adam|fusedoptimizer")
 
@@ -47,7 +63,9 @@ class Range:
     start: float  # microseconds
     stop: float
     thread: Any
-    sequence: int | None = None  # the number that an operator of the forward pass shares with its gradient's
+    sequence: int | None = (
+        None  # the number that an operator of the forward pass shares with its gradient's
+    )
     parent: "Range | None" = None
     inside: float = 0.0  # microseconds spent in its children
 
@@ -60,23 +78,35 @@ class Range:
         return found
 
 
-def part_of(kernel: str, operators: Sequence[str], gradient_of: Sequence[str] = (), phase: str = "") -> str:
+def part_of(
+    kernel: str, operators: Sequence[str], gradient_of: Sequence[str] = (), phase: str = ""
+) -> str:
     """The part that a kernel belongs to, or an operator where `kernel` is "".
 
-    operators: the names that it was launched in, innermost first. gradient_of: those of the forward pass whose gradient it computes.
-    phase: the name in PHASES in whose range it was launched, "" where that is unknown.
+    operators: the names that it was launched in, innermost first. gradient_of: those of the forward
+    pass whose gradient it computes. phase: the name in PHASES in whose range it was launched, ""
+    where that is unknown.
     """
     name, lower = kernel.lower(), [operator.lower() for operator in operators]
-    if phase == DATA or name.startswith("memcpy htod"):  # read ahead, a batch is copied during any phase
+    if phase == DATA or name.startswith(
+        "memcpy htod"
+    ):  # read ahead, a batch is copied during any phase
         return DATA
-    if phase == OPTIMIZER or OPTIMIZER_NAMES.search(name) or any(OPTIMIZER_NAMES.search(each) for each in lower):
+    if (
+        phase == OPTIMIZER
+        or OPTIMIZER_NAMES.search(name)
+        or any(OPTIMIZER_NAMES.search(each) for each in lower)
+    ):
         return OPTIMIZER
     if ATTENTION_KERNELS.search(name):
         return BACKWARD if BACKWARD_KERNELS.search(name) else FORWARD
     calls = [each for each in lower if ATTENTION_OPS.search(each)]
     if calls:
-        # a call that is repeated during the backward pass is a forward pass all the same; without its range it cannot be told
-        backward = any("backward" in each for each in calls) or (phase == "backward" and ATTENTION not in calls)
+        # a call that is repeated during the backward pass is a forward pass all the same; without
+        # its range it cannot be told
+        backward = any("backward" in each for each in calls) or (
+            phase == "backward" and ATTENTION not in calls
+        )
         return BACKWARD if backward else FORWARD
     if any(ATTENTION_OPS.search(each.lower()) for each in gradient_of):
         return BACKWARD
@@ -92,8 +122,12 @@ class Trace:
     """The host's ranges by thread, the kernels, and where each was launched."""
 
     ranges: dict[Any, list[Range]] = field(default_factory=dict)  # of a thread, by start
-    launches: dict[int, tuple[Any, float]] = field(default_factory=dict)  # correlation: thread and time
-    kernels: list[tuple[str, float, float, int | None]] = field(default_factory=list)  # name, start, stop, correlation
+    launches: dict[int, tuple[Any, float]] = field(
+        default_factory=dict
+    )  # correlation: thread and time
+    kernels: list[tuple[str, float, float, int | None]] = field(
+        default_factory=list
+    )  # name, start, stop, correlation
     made_by: dict[int, Range] = field(default_factory=dict)  # sequence number: the forward operator
 
     @classmethod
@@ -103,11 +137,17 @@ class Trace:
         for event in events:
             if event.get("ph") != "X" or "dur" not in event:
                 continue
-            start, stop, arguments = float(event["ts"]), float(event["ts"]) + float(event["dur"]), event.get("args", {})
+            start, stop, arguments = (
+                float(event["ts"]),
+                float(event["ts"]) + float(event["dur"]),
+                event.get("args", {}),
+            )
             match event.get("cat"):
                 case "cpu_op" | "user_annotation":
                     sequence = arguments.get("Sequence number")
-                    trace.ranges.setdefault(event["tid"], []).append(Range(event["name"], start, stop, event["tid"], sequence))
+                    trace.ranges.setdefault(event["tid"], []).append(
+                        Range(event["name"], start, stop, event["tid"], sequence)
+                    )
                 case "cuda_runtime" | "cuda_driver":
                     trace.launches.setdefault(arguments.get("correlation"), (event["tid"], start))
                 case "kernel" | "gpu_memcpy" | "gpu_memset":
@@ -116,7 +156,8 @@ class Trace:
             ranges.sort(key=lambda each: (each.start, -each.stop))
             _nest(ranges)
         trace.kernels.sort(key=lambda kernel: kernel[1])
-        # of the operators that carry a number in the forward pass, the last to start has made the node of the graph
+        # of the operators that carry a number in the forward pass, the last to start has made the
+        # node of the graph
         for ranges in trace.ranges.values():
             for each in ranges:
                 if each.sequence is not None and each.sequence >= 0 and not _in_backward(each):
@@ -126,7 +167,10 @@ class Trace:
         return trace
 
     def steps(self) -> list[Range]:
-        return sorted((each for ranges in self.ranges.values() for each in ranges if each.name == STEP), key=lambda each: each.start)
+        return sorted(
+            (each for ranges in self.ranges.values() for each in ranges if each.name == STEP),
+            key=lambda each: each.start,
+        )
 
     def at(self, thread: Any, time: float) -> Range | None:
         """The innermost range of a thread at a time."""
@@ -142,11 +186,15 @@ class Trace:
         sequence = next((each.sequence for each in operators if _is_gradient(each)), None)
         made_by = self.made_by.get(sequence) if sequence is not None else None
         names = [each.name for each in operators]
-        return part_of(kernel, names, [each.name for each in made_by.stack()] if made_by else [], phase)
+        return part_of(
+            kernel, names, [each.name for each in made_by.stack()] if made_by else [], phase
+        )
 
 
 def _nest(ranges: list[Range]) -> None:
-    """Find each range's parent, and add its time to it. `ranges` are of one thread, by start, the longer first."""
+    """Find each range's parent, and add its time to it. `ranges` are of one thread, by start, the
+    longer first.
+    """
     open_ranges: list[Range] = []
     for each in ranges:
         while open_ranges and open_ranges[-1].stop <= each.start:
@@ -166,7 +214,8 @@ def _in_backward(each: Range) -> bool:
 
 
 def parts_of_steps(events: Iterable[dict[str, Any]]) -> tuple[list[dict[str, float]], bool]:
-    """Milliseconds of each part, step by step, and whether they are a GPU's. The last step of a GPU's trace only ends the one before.
+    """Milliseconds of each part, step by step, and whether they are a GPU's. The last step of a
+    GPU's trace only ends the one before.
 
     Raises ValueError for a trace without steps.
     """
@@ -184,7 +233,9 @@ def _of_cpu(trace: Trace, steps: list[Range]) -> list[dict[str, float]]:
         for each in trace.ranges[step.thread]:
             if step.start <= each.start < step.stop:
                 phase = _phase(each.stack())
-                parts[_part_on_cpu(trace, each, phase)] += (each.stop - each.start - each.inside) / 1000
+                parts[_part_on_cpu(trace, each, phase)] += (
+                    each.stop - each.start - each.inside
+                ) / 1000
         found.append(parts)
     return found
 
@@ -192,8 +243,11 @@ def _of_cpu(trace: Trace, steps: list[Range]) -> list[dict[str, float]]:
 def _part_on_cpu(trace: Trace, each: Range, phase: str) -> str:
     if phase in (DATA, OPTIMIZER):
         return phase
-    # what is no operator (a range, a node of the autograd graph, a function in Python) spends its own time in Python
-    is_operator = re.match(r"\w+::|graph_\d+_cpp_", each.name) and not each.name.startswith("autograd::")
+    # what is no operator (a range, a node of the autograd graph, a function in Python) spends its
+    # own time in Python
+    is_operator = re.match(r"\w+::|graph_\d+_cpp_", each.name) and not each.name.startswith(
+        "autograd::"
+    )
     return trace.part("", each, phase) if is_operator else GAPS
 
 
@@ -204,8 +258,9 @@ def _phase(stack: Iterable[Range]) -> str:
 def _of_gpu(trace: Trace, steps: list[Range]) -> list[dict[str, float]]:
     main = steps[0].thread
     starts = [step.start for step in steps]
-    # a step begins on the GPU where the first kernel that its forward pass launches does; a copy of its batch may run beside the step
-    # before, and what was launched before the recording is of no step that it knows
+    # a step begins on the GPU where the first kernel that its forward pass launches does; a copy of
+    # its batch may run beside the step before, and what was launched before the recording is of no
+    # step that it knows
     begins: dict[int, float] = {}
     placed = []
     for name, start, stop, correlation in trace.kernels:

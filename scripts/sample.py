@@ -1,6 +1,7 @@
 """Let a trained run write: a prompt, and what the model makes of it.
 
-    python -m scripts.sample run="$(ls -dt outputs/*/*/checkpoint | head -1 | xargs dirname)" prompt="def main("
+    python -m scripts.sample run="$(ls -dt outputs/*/*/checkpoint | head -1 | xargs dirname)"
+    prompt="def main("
 
 Arguments are key=value as for train.py; every key but `run` has a default:
 
@@ -51,7 +52,9 @@ class Options:
 
 
 def read_options(arguments: list[str]) -> Options:
-    """Options from key=value arguments. Raises ValueError for an unknown key, a value of the wrong type or a missing run."""
+    """Options from key=value arguments. Raises ValueError for an unknown key, a value of the wrong
+    type or a missing run.
+    """
     values = read_settings(Options, arguments)
     if "run" not in values:
         raise ValueError("run=DIR is missing: the directory of a run, as in run=outputs/DATE/TIME")
@@ -72,21 +75,31 @@ def read_config(run: Path) -> RunConfig:
             hint = f"; the run ended before it began: {str(reason).splitlines()[0]}"
         raise ValueError(f"{run} is no run directory: it has no config.yaml{hint}")
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path)))
+        return OmegaConf.to_object(
+            OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path))
+        )
     except (OmegaConfBaseException, YAMLError) as error:
-        raise ValueError(f"{path} is not the configuration of a run: {str(error).splitlines()[0]}") from error
+        raise ValueError(
+            f"{path} is not the configuration of a run: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def sample(options: Options) -> str:
     config = replace(read_config(options.run), device=options.device)
     if config.data.source == "last_write":
-        raise ValueError(f"{options.run} was trained on last_write, whose tokens stand for no text: there is nothing to write")
+        raise ValueError(
+            f"{options.run} was trained on last_write, whose tokens stand for no text: there is "
+            "nothing to write"
+        )
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     trained_with, wanted = config.attention, options.attention
     if wanted not in (None, trained_with.name):
         backend = get_backend(wanted)
-        print(f"attention={wanted}; the run was trained with attention={trained_with.name}", file=sys.stderr)
+        print(
+            f"attention={wanted}; the run was trained with attention={trained_with.name}",
+            file=sys.stderr,
+        )
     else:
         # the one the run had come to, where it changed its attention
         backend = backend_after(chosen_attention(trained_with), read_meta(options.run)["step"])

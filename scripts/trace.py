@@ -1,18 +1,23 @@
-"""Watch one attention call tile by tile: what each tile adds, how the sums are corrected, and where a broken one breaks.
+"""Watch one attention call tile by tile: what each tile adds, how the sums are corrected, and where
+a broken one breaks.
 
     python -m scripts.trace attention=no_max dtype=fp16 inputs=large
 
-Prints the tiles of one tile of queries and writes a page that replays them, exact beside broken. Arguments are key=value as for
-train.py; every key has a default, and the first thing to look at is an example of eight keys that can be followed by hand:
+Prints the tiles of one tile of queries and writes a page that replays them, exact beside broken.
+Arguments are key=value as for train.py; every key has a default, and the first thing to look at is
+an example of eight keys that can be followed by hand:
 
-    attention      a tile loop: its name, or pkg.module:NAME for your own (no_rescale; with run=, the run's)
+    attention      a tile loop: its name, or pkg.module:NAME for your own (no_rescale; with run=,
+                   the run's)
     dtype          fp32, bf16 or fp16, of q, k and v (fp32; with run=, what the run computes in)
     softmax_dtype  float32, or input to keep scores and sums in dtype too (float32)
-    inputs         worked, or random ones: normal, large, growing, spike, huge, negative, up, down, ties, ones (worked)
+    inputs         worked, or random ones: normal, large, growing, spike, huge, negative, up, down,
+                   ties, ones (worked)
     seq_len        queries and keys of random inputs (128)
     head_dim       of random inputs (16)
     seed           of random inputs (0)
-    causal         whether a query sees only the keys up to its own (true; false for the worked example)
+    causal         whether a query sees only the keys up to its own (true; false for the worked
+                   example)
     block_q        queries of a tile (16; 4)
     block_kv       keys of a tile (16; 4; with run=, the run's)
     row            the query to follow (the first that breaks in the last tile of queries that does)
@@ -108,25 +113,48 @@ class Call(NamedTuple):
 
 
 def read_options(arguments: list[str]) -> Options:
-    """Options from key=value arguments. Raises ValueError for an unknown key or value, and for keys that do not go together."""
+    """Options from key=value arguments. Raises ValueError for an unknown key or value, and for keys
+    that do not go together.
+    """
     values = read_settings(Options, arguments)
     options = Options(**values)
     # the capture of a trained model has a shape of its own; run=DIR takes one of any model
     inputs = ("worked", *(name for name in ADVERSARIAL if name != "trained"))
-    for key, valid in (("dtype", DTYPES), ("inputs", inputs), ("softmax_dtype", ("float32", "input")), ("device", ("auto", "cpu", "cuda"))):
+    for key, valid in (
+        ("dtype", DTYPES),
+        ("inputs", inputs),
+        ("softmax_dtype", ("float32", "input")),
+        ("device", ("auto", "cpu", "cuda")),
+    ):
         if key in values and values[key] not in valid:
             raise ValueError(f"{key}={values[key]} is not one of: {', '.join(valid)}")
-    for key, minimum in (("seq_len", 1), ("head_dim", 1), ("block_q", 1), ("block_kv", 1), ("layer", 0), ("head", 0), ("sequence", 0)):
+    for key, minimum in (
+        ("seq_len", 1),
+        ("head_dim", 1),
+        ("block_q", 1),
+        ("block_kv", 1),
+        ("layer", 0),
+        ("head", 0),
+        ("sequence", 0),
+    ):
         if values.get(key, minimum) < minimum:
             raise ValueError(f"{key}={values[key]} must be at least {minimum}")
     if not options.out.parent.is_dir():
         raise ValueError(f"out={options.out}: there is no folder {options.out.parent}")
     if options.run is not None:
-        _refuse(values, ("inputs", "seq_len", "head_dim", "seed", "causal"), f"run={options.run} brings its own q, k and v")
+        _refuse(
+            values,
+            ("inputs", "seq_len", "head_dim", "seed", "causal"),
+            f"run={options.run} brings its own q, k and v",
+        )
     else:
         _refuse(values, ("layer", "head", "sequence"), "they belong to a run: give run=DIR too")
         if options.inputs in (None, "worked"):
-            _refuse(values, ("seq_len", "head_dim", "seed"), "the worked example has 8 queries of head_dim 4: ask for other inputs=")
+            _refuse(
+                values,
+                ("seq_len", "head_dim", "seed"),
+                "the worked example has 8 queries of head_dim 4: ask for other inputs=",
+            )
     return options
 
 
@@ -137,13 +165,15 @@ def _refuse(values: dict[str, Any], keys: tuple[str, ...], reason: str) -> None:
 
 
 def worked_example() -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (1, 1, 8, 4): two tiles of four keys, in which the first query's scores are WORKED_SCORES.
+    """q, k, v (1, 1, 8, 4): two tiles of four keys, in which the first query's scores are
+    WORKED_SCORES.
 
     The columns of v make an output readable: see WORKED_COLUMNS.
     """
     q = torch.tensor(WORKED_Q, dtype=torch.float64)
     k = q.flip(0)
-    # the first query is (1, 0, 0.5, -0.3) and scores are divided by sqrt(4): solve for the first column
+    # the first query is (1, 0, 0.5, -0.3) and scores are divided by sqrt(4): solve for the first
+    # column
     k[:, 0] = 2 * torch.tensor(WORKED_SCORES, dtype=torch.float64) - k[:, 1:] @ q[0, 1:]
     position = torch.arange(8, dtype=torch.float64)
     v = torch.stack((position < 4, position >= 4, position / 7, torch.ones(8)), 1).to(torch.float64)
@@ -154,7 +184,19 @@ def made_call(options: Options) -> Call:
     device, dtype = pick_device(options.device), DTYPES[options.dtype or "fp32"]
     if options.inputs in (None, "worked"):
         q, k, v = (x.to(device, dtype) for x in worked_example())
-        return Call(q, k, v, bool(options.causal), 0.5, "the worked example", "no_rescale", 4, 4, 0, WORKED_COLUMNS)
+        return Call(
+            q,
+            k,
+            v,
+            bool(options.causal),
+            0.5,
+            "the worked example",
+            "no_rescale",
+            4,
+            4,
+            0,
+            WORKED_COLUMNS,
+        )
     seq_len, head_dim = options.seq_len or 128, options.head_dim or 16
     case = Case(1, 1, 1, seq_len, seq_len, head_dim, inputs=options.inputs, seed=options.seed or 0)
     (q, k, v), *_ = case.make(dtype, str(device))
@@ -168,10 +210,18 @@ def captured_call(options: Options) -> Call:
     layer, head, sequence = options.layer or 0, options.head or 0, options.sequence or 0
     config = replace(read_config(options.run), device=options.device)
     if config.data.documents:
-        raise ValueError(f"run={options.run} was trained with data.documents=true, and the replay knows no masks between documents")
-    for key, asked, has in (("layer", layer, config.model.num_layers), ("head", head, config.model.num_heads)):
+        raise ValueError(
+            f"run={options.run} was trained with data.documents=true, and the replay knows no "
+            "masks between documents"
+        )
+    for key, asked, has in (
+        ("layer", layer, config.model.num_layers),
+        ("head", head, config.model.num_heads),
+    ):
         if asked >= has:
-            raise ValueError(f"{key}={asked} is not in {options.run}, which has {key}s 0 to {has - 1}")
+            raise ValueError(
+                f"{key}={asked} is not in {options.run}, which has {key}s 0 to {has - 1}"
+            )
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     # the one the run had come to, where it changed its attention
@@ -179,7 +229,9 @@ def captured_call(options: Options) -> Call:
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     model = GPT(config.model, vocab_size=data.vocab_size, backend=backend).to(device).eval()
     meta = load_model_state(options.run, model)
-    inputs = data.val_batch(max(config.eval_sequences, sequence + 1)).inputs[sequence : sequence + 1]
+    inputs = data.val_batch(max(config.eval_sequences, sequence + 1)).inputs[
+        sequence : sequence + 1
+    ]
 
     calls: list[tuple[Tensor, Tensor, Tensor, dict[str, Any]]] = []
 
@@ -187,18 +239,33 @@ def captured_call(options: Options) -> Call:
         calls.append((q, k, v, arguments))
         return backend.fn(q, k, v, **arguments)
 
-    with model.use_backend(replace(backend, fn=capture, traceable=False)), torch.autocast(device.type, dtype, dtype != torch.float32):
+    with (
+        model.use_backend(replace(backend, fn=capture, traceable=False)),
+        torch.autocast(device.type, dtype, dtype != torch.float32),
+    ):
         model(inputs.to(device))
     q, k, v, arguments = calls[layer]
     kv_head = head * k.shape[1] // q.shape[1]
     q, k, v = q[:, head : head + 1], k[:, kv_head : kv_head + 1], v[:, kv_head : kv_head + 1]
     if not all(x.isfinite().all() for x in (q, k, v)):
-        broken = next(i for i, call in enumerate(calls) if not all(x.isfinite().all() for x in call[:3]))
-        cause = f"layer={broken - 1} may show why" if broken else "the weights themselves are not finite"
-        raise ValueError(f"q, k and v of layer={layer} head={head} hold NaN or infinity before attention sees them: {cause}")
+        broken = next(
+            i for i, call in enumerate(calls) if not all(x.isfinite().all() for x in call[:3])
+        )
+        cause = (
+            f"layer={broken - 1} may show why"
+            if broken
+            else "the weights themselves are not finite"
+        )
+        raise ValueError(
+            f"q, k and v of layer={layer} head={head} hold NaN or infinity before attention sees "
+            f"them: {cause}"
+        )
     if options.dtype is not None:
         q, k, v = (x.to(DTYPES[options.dtype]) for x in (q, k, v))
-    source = f"layer {layer}, head {head} of {options.run} after {meta['step']} steps, held-out sequence {sequence}"
+    source = (
+        f"layer {layer}, head {head} of {options.run} after {meta['step']} steps, held-out "
+        f"sequence {sequence}"
+    )
     block_kv = backend.options.get("block_kv") or BACKENDS["tiled"].options["block_kv"]
     name = config.attention.backend_name
     return Call(q, k, v, arguments["causal"], arguments["scale"], source, name, 16, block_kv)
@@ -209,14 +276,22 @@ def pick_backend(name: str, **options: Any) -> Backend:
     backend = get_backend(name)
     if not backend.observable:
         traceable = ", ".join(name for name, backend in BACKENDS.items() if backend.observable)
-        raise ValueError(f"attention={name} shows nothing of its tiles while it runs; these can be traced: {traceable}")
+        raise ValueError(
+            f"attention={name} shows nothing of its tiles while it runs; these can be "
+            f"traced: {traceable}"
+        )
     return backend.configured(**options)
 
 
 def look(options: Options) -> tuple[Call, Backend, Trace]:
-    """Make or capture the inputs, and trace the backend on them beside the exact loop with the same tiles."""
+    """Make or capture the inputs, and trace the backend on them beside the exact loop with the same
+    tiles.
+    """
     call = captured_call(options) if options.run is not None else made_call(options)
-    tiles = {"block_q": options.block_q or call.block_q, "block_kv": options.block_kv or call.block_kv}
+    tiles = {
+        "block_q": options.block_q or call.block_q,
+        "block_kv": options.block_kv or call.block_kv,
+    }
     shared = tiles | {"softmax_dtype": options.softmax_dtype}
     backend = pick_backend(options.attention or call.attention, **shared)
     row = call.row if options.row is None else options.row
@@ -224,15 +299,31 @@ def look(options: Options) -> tuple[Call, Backend, Trace]:
         raise ValueError(f"row={row} is not one of the {call.q.shape[2]} queries")
     backend.check_supported(call.q, call.k, call.v, causal=call.causal)
     exact = get_backend("tiled", **shared)
-    return call, backend, trace(call.q, call.k, call.v, backend=backend, exact=exact, row=row, causal=call.causal, scale=call.scale)
+    return (
+        call,
+        backend,
+        trace(
+            call.q,
+            call.k,
+            call.v,
+            backend=backend,
+            exact=exact,
+            row=row,
+            causal=call.causal,
+            scale=call.scale,
+        ),
+    )
 
 
 def headline(call: Call, backend: Backend) -> str:
     options = backend.options
     (*_, num_queries, head_dim), dtype = call.q.shape, str(call.q.dtype).removeprefix("torch.")
     return (
-        f"attention={backend.name} in {dtype}{' throughout' if options.get('softmax_dtype') == 'input' else ''}, {call.source}: "
-        f"{num_queries} queries and keys of head_dim {head_dim}{', causal' if call.causal else ''}, "
+        f"attention={backend.name} in "
+        f"{dtype}{' throughout' if options.get('softmax_dtype') == 'input' else ''}, "
+        f"{call.source}: "
+        f"{num_queries} queries and keys of head_dim "
+        f"{head_dim}{', causal' if call.causal else ''}, "
         f"tiles of {options['block_q']} queries by {options['block_kv']} keys"
     )
 
@@ -244,14 +335,19 @@ def verdict(found: Trace, dtype: torch.dtype) -> str:
         return "Every row is as close to exact attention as rounding allows."
     words = {"wrong": "finite but wrong", "zero": "exact zeros"}
     named = [(count, words.get(fate, fate)) for fate, count in counts.most_common()]
-    fates = ": " + ", ".join(f"{count} {fate}" for count, fate in named) if len(named) > 1 else f": {named[0][1]}"
+    fates = (
+        ": " + ", ".join(f"{count} {fate}" for count, fate in named)
+        if len(named) > 1
+        else f": {named[0][1]}"
+    )
     text = f"{counts.total()} of {len(found.fates)} rows come out wrong{fates}."
     if found.first is None:
         return text + " Nothing leaves the finite range."
     queries, keys, cause, score = found.first
     why = CAUSES[cause].format(dtype=str(dtype).removeprefix("torch."))
     return (
-        f"{text} The first tile to leave the finite range is that of queries {queries.start}:{queries.stop} and keys {keys[0]}:{keys[1]}, "
+        f"{text} The first tile to leave the finite range is that of queries "
+        f"{queries.start}:{queries.stop} and keys {keys[0]}:{keys[1]}, "
         f"whose largest score is {score:.2f}: {why}."
     )
 
@@ -261,14 +357,24 @@ def table(found: Trace) -> str:
     i = found.row - found.rows.start
     lines = [
         f"query {found.row}, of the tile of queries {found.rows.start}:{found.rows.stop}",
-        f"{'keys':>11} {'max score':>10} {'largest p':>10} {'row_max':>10} {'row_sum':>10} {'correction':>10} {'|acc|':>10}"
+        f"{'keys':>11} {'max score':>10} {'largest p':>10} {'row_max':>10} {'row_sum':>10} "
+        f"{'correction':>10} {'|acc|':>10}"
         f" {'|output|':>10} {'error':>10} {'of tiled':>10}",
     ]
     for n, (keys, step) in enumerate(zip(found.tiles, found.found, strict=True)):
-        figures = (step.scores[i].amax(), step.p[i].amax(), step.row_max[i], step.row_sum[i], step.alpha[i], step.acc[i].abs().amax())
+        figures = (
+            step.scores[i].amax(),
+            step.p[i].amax(),
+            step.row_max[i],
+            step.row_sum[i],
+            step.alpha[i],
+            step.acc[i].abs().amax(),
+        )
         figures += (step.out[i].abs().amax(), found.error[n][i], found.exact_error[n][i])
         mark = "  <- breaks" if n == found.breaks[i] else ""
-        lines.append(f"{keys[0]:>5}:{keys[1]:<5} " + " ".join(f"{x.item():>10.4g}" for x in figures) + mark)
+        lines.append(
+            f"{keys[0]:>5}:{keys[1]:<5} " + " ".join(f"{x.item():>10.4g}" for x in figures) + mark
+        )
     return "\n".join(lines)
 
 
@@ -282,7 +388,11 @@ def main() -> None:
         check_writable(options.out)
         with cpu_memory_limit():
             call, backend, found = look(options)
-        text = {"headline": headline(call, backend), "verdict": verdict(found, call.q.dtype), "defect": backend.defect}
+        text = {
+            "headline": headline(call, backend),
+            "verdict": verdict(found, call.q.dtype),
+            "defect": backend.defect,
+        }
         page = render_page(
             found,
             backend=backend,
@@ -300,7 +410,11 @@ def main() -> None:
         if options.seq_len is None or not is_out_of_memory(error):
             raise
         asked = describe_out_of_memory(error, "cpu")["asked_gib"]
-        needs = f" needs {asked:,.0f} GiB at once, which are not free" if asked else " needs more memory than is free"
+        needs = (
+            f" needs {asked:,.0f} GiB at once, which are not free"
+            if asked
+            else " needs more memory than is free"
+        )
         sys.exit(f"trace: seq_len={options.seq_len}{needs}; ask for fewer tokens")
 
 

@@ -1,4 +1,6 @@
-"""The HTML page of scripts/trace.py: trace.html with the numbers of a trace in it. Needs nothing but a browser."""
+"""The HTML page of scripts/trace.py: trace.html with the numbers of a trace in it. Needs nothing
+but a browser.
+"""
 
 import json
 from pathlib import Path
@@ -16,11 +18,18 @@ TEMPLATE = Path(__file__).with_name("trace.html")
 
 
 def render_page(
-    found: Trace, *, backend: Backend, dtype: torch.dtype, command: str, columns: tuple[str, ...] | None, **text: str | None
+    found: Trace,
+    *,
+    backend: Backend,
+    dtype: torch.dtype,
+    command: str,
+    columns: tuple[str, ...] | None,
+    **text: str | None,
 ) -> str:
     """The page. `columns` names the entries of an output row.
 
-    A tile of queries with too many numbers is cut to the rows around the one to follow. Raises ValueError where that one has too many.
+    A tile of queries with too many numbers is cut to the rows around the one to follow. Raises
+    ValueError where that one has too many.
     """
     rows = rows_that_fit(found)
     kept = slice(rows.start - found.rows.start, rows.stop - found.rows.start)
@@ -58,7 +67,8 @@ def rows_that_fit(found: Trace) -> range:
     count = min(len(found.rows), MAX_NUMBERS // of_a_row)
     if count < 1:
         raise ValueError(
-            f"one query over {found.tiles[-1][1]} keys is {of_a_row:,} numbers, more than the {MAX_NUMBERS:,} that a page shows: "
+            f"one query over {found.tiles[-1][1]} keys is {of_a_row:,} numbers, more than the "
+            f"{MAX_NUMBERS:,} that a page shows: "
             "follow an earlier row, or take a shorter seq_len"
         )
     start = min(max(found.row - count // 2, found.rows.start), found.rows.stop - count)
@@ -79,7 +89,11 @@ def lane(step: Step | None, error: Tensor, kept: slice) -> dict[str, Any] | None
         "acc": numbers(step.acc[kept].abs().amax(-1)),
         "out": numbers(step.out[kept]),
         "error": numbers(error[kept]),
-        "causes": {name: where[kept].int().tolist() for name, where in step.causes().items() if where[kept].any()},
+        "causes": {
+            name: where[kept].int().tolist()
+            for name, where in step.causes().items()
+            if where[kept].any()
+        },
     }
 
 

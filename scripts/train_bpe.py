@@ -1,14 +1,16 @@
-"""Train the byte-pair vocabulary that `tokenizer=bpe` reads: pure Python, deterministic, seconds on one core.
+"""Train the byte-pair vocabulary that `tokenizer=bpe` reads: pure Python, deterministic, seconds on
+one core.
 
     python -m scripts.train_bpe --vocab-size 4096 --out /tmp/bpe_4096.tiktoken
 
-Without options it learns 8,192 ranks and writes them where `tokenizer=bpe` reads them, data/bpe_8192.tiktoken.
-Byte-pair encoding (Sennrich et al., 2016, arXiv:1508.07909): start from the 256 bytes; again and again, give the most
-frequent pair of neighbouring tokens a token of its own. Neighbours are counted inside pre-tokens only (words, numbers,
-runs of punctuation or space, split by `data.tokenizer.PATTERN`), so no token ever spans two words.
+Without options it learns 8,192 ranks and writes them where `tokenizer=bpe` reads them,
+data/bpe_8192.tiktoken. Byte-pair encoding (Sennrich et al., 2016, arXiv:1508.07909): start from the
+256 bytes; again and again, give the most frequent pair of neighbouring tokens a token of its own.
+Neighbours are counted inside pre-tokens only (words, numbers, runs of punctuation or space, split
+by `data.tokenizer.PATTERN`), so no token ever spans two words.
 
-Text repeats itself, so every distinct pre-token is kept once with its count, and one merge touches only the pre-tokens that
-hold the pair:
+Text repeats itself, so every distinct pre-token is kept once with its count, and one merge touches
+only the pre-tokens that hold the pair:
 
     counts = {"the": 9, "then": 2}      pairs  t h: 11   h e: 11   e n: 2
     merge (t, h) -> 256                 pairs  256 e: 11           e n: 2      (h e is gone)
@@ -56,14 +58,18 @@ def merge_pair(word: list[int], pair: Pair, new: int) -> list[int]:
 
 def check_vocab_size(vocab_size: int) -> None:
     if vocab_size < 256:
-        raise ValueError(f"--vocab-size {vocab_size} must be at least 256: every byte has a rank, so that any text can be encoded")
+        raise ValueError(
+            f"--vocab-size {vocab_size} must be at least 256: every byte has a rank, so that any "
+            "text can be encoded"
+        )
 
 
 def train(pretokens: Counter[bytes], vocab_size: int) -> list[bytes]:
-    """The vocabulary in rank order: 256 bytes, then one token a merge; fewer than `vocab_size` when nothing is left to merge.
+    """The vocabulary in rank order: 256 bytes, then one token a merge; fewer than `vocab_size` when
+    nothing is left to merge.
 
-    The most frequent pair is merged first, and among equals the one with the smallest ranks: the result depends on the counts
-    alone, not on the order in which the text was read.
+    The most frequent pair is merged first, and among equals the one with the smallest ranks: the
+    result depends on the counts alone, not on the order in which the text was read.
     """
     check_vocab_size(vocab_size)
     vocab = [bytes([value]) for value in range(256)]
@@ -75,7 +81,8 @@ def train(pretokens: Counter[bytes], vocab_size: int) -> list[bytes]:
         for pair in pairwise(word):
             pair_counts[pair] += word_counts[index]
             words_with[pair].add(index)
-    # a pair's count only falls after the merge that created it, so an outdated entry is too high: it surfaces early and is put back
+    # a pair's count only falls after the merge that created it, so an outdated entry is too high:
+    # it surfaces early and is put back
     heap = [(-count, pair) for pair, count in pair_counts.items()]
     heapq.heapify(heap)
     while heap and len(vocab) < vocab_size:
@@ -112,10 +119,22 @@ def rank_lines(vocab: list[bytes]) -> Iterator[str]:
 def main() -> None:
     summary, example = __doc__.strip().split("\n\n")[:2]
     parser = argparse.ArgumentParser(
-        description=summary, epilog=f"example:\n  {example.strip()}", formatter_class=argparse.RawDescriptionHelpFormatter
+        description=summary,
+        epilog=f"example:\n  {example.strip()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--vocab-size", type=int, default=8192, help="ranks to learn, the 256 bytes included (default 8192)")
-    parser.add_argument("--out", type=Path, default=RANKS_FILE, help="file to write (default: the one tokenizer=bpe reads)")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        default=8192,
+        help="ranks to learn, the 256 bytes included (default 8192)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=RANKS_FILE,
+        help="file to write (default: the one tokenizer=bpe reads)",
+    )
     arguments = parser.parse_args()
     try:
         check_vocab_size(arguments.vocab_size)

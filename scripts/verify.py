@@ -1,17 +1,22 @@
-"""Hold a backend, or all of them, to the properties of attention: the matrix, and whether it is as it should be.
+"""Hold a backend, or all of them, to the properties of attention: the matrix, and whether it is as
+it should be.
 
     python -m scripts.verify attention=tiled
 
-Green: every check of the property stays in its budget, which is relative to naive attention's own error against float64. Red: one does
-not. A broken backend documents what it is red in. The exit code is 0 where every cell is green, red as documented, or refused by the
-backend. Arguments are key=value, and all have a default:
+Green: every check of the property stays in its budget, which is relative to naive attention's own
+error against float64. Red: one does not. A broken backend documents what it is red in. The exit
+code is 0 where every cell is green, red as documented, or refused by the backend. Arguments are
+key=value, and all have a default:
 
-    attention  a name, pkg.module:BACKEND, either with options as in tiled:block_q=16,block_kv=32, several with commas between, or all (all)
+    attention  a name, pkg.module:BACKEND, either with options as in tiled:block_q=16,block_kv=32,
+               several with commas between, or all (all)
     device     auto, cpu or cuda (auto)
-    dtype      fp32, bf16, fp16, several with commas between, or auto: fp32 on a CPU, all three on a GPU (auto)
+    dtype      fp32, bf16, fp16, several with commas between, or auto: fp32 on a CPU, all three on a
+               GPU (auto)
     cases      random shapes besides the adversarial inputs (100)
     seed       of the random shapes (0)
-    out        write every cell to this JSON file; the columns of other backends in it stay, if they were measured alike
+    out        write every cell to this JSON file; the columns of other backends in it stay, if they
+               were measured alike
 
 Triton runs on a CPU where TRITON_INTERPRET=1 is set (minutes).
 """
@@ -55,7 +60,9 @@ class Options:
 
 
 def read_options(arguments: list[str]) -> Options:
-    """Options from key=value arguments. Raises ValueError for an unknown key or a value of the wrong type."""
+    """Options from key=value arguments. Raises ValueError for an unknown key or a value of the
+    wrong type.
+    """
     options = Options(**read_settings(Options, arguments))
     if options.cases < 0 or options.seed < 0:
         raise ValueError(f"cases={options.cases} and seed={options.seed} must be at least 0")
@@ -65,7 +72,9 @@ def read_options(arguments: list[str]) -> Options:
 
 
 def pick_backends(text: str, device: torch.device) -> dict[str, Backend]:
-    """Column to backend. What a backend also has in kernels that run on this device gets a column of its own."""
+    """Column to backend. What a backend also has in kernels that run on this device gets a column
+    of its own.
+    """
     # at the commas between backends, not between the options of one
     names = list(BACKENDS) if text == "all" else re.split(r",(?![^,:=]*=)", text)
     found = {}
@@ -102,11 +111,19 @@ def as_json(cell: Cell, dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
-def verify(backend: Backend, dtypes: list[torch.dtype], options: Options, device: torch.device) -> dict[str, Any]:
+def verify(
+    backend: Backend, dtypes: list[torch.dtype], options: Options, device: torch.device
+) -> dict[str, Any]:
     """One column: its cells of every dtype, and what was tried for them."""
     start, cells = time.perf_counter(), []
     tried = {"random": 0, "adversarial": 0, "checks": 0}
-    bar = tqdm(total=len(dtypes) * len(PROPERTIES), desc=backend.name, unit="property", leave=False, disable=None)  # at a terminal
+    bar = tqdm(
+        total=len(dtypes) * len(PROPERTIES),
+        desc=backend.name,
+        unit="property",
+        leave=False,
+        disable=None,
+    )  # at a terminal
     for dtype in dtypes:
         subject = Subject(backend, device.type, dtype, options.cases, options.seed)
         with warnings.catch_warnings():
@@ -123,7 +140,11 @@ def verify(backend: Backend, dtypes: list[torch.dtype], options: Options, device
         tried["adversarial"] += sum(case.seed == 0 for case in taken)
         tried["checks"] += sum(cell.checks for cell in column)
     bar.close()
-    multiples = [cell["worst_multiple"] for cell in cells if cell["status"] == "green" and cell["worst_multiple"] is not None]
+    multiples = [
+        cell["worst_multiple"]
+        for cell in cells
+        if cell["status"] == "green" and cell["worst_multiple"] is not None
+    ]
     return {
         "exact": backend.exact,
         "defect": backend.defect,
@@ -136,7 +157,9 @@ def verify(backend: Backend, dtypes: list[torch.dtype], options: Options, device
 
 
 def mark(cells: list[dict[str, Any]]) -> str:
-    """One property of one backend, over its dtypes: + green, x red as documented, ! not as documented, . not applicable."""
+    """One property of one backend, over its dtypes: + green, x red as documented, ! not as
+    documented, . not applicable.
+    """
     if not all(cell["ok"] for cell in cells):
         return "!"
     statuses = {cell["status"] for cell in cells}
@@ -153,18 +176,30 @@ def matrix(columns: dict[str, dict[str, Any]]) -> str:
     # a target's module would make the heading long
     names = [name.rpartition(":")[2] for name in columns]
     height = max(map(len, names))
-    lines = [" " * width + "  ".join(name.rjust(height)[row] for name in names).rstrip() for row in range(height)]
-    lines += [name.ljust(width) + "  ".join(mark(cells_of(column, name)) for column in columns.values()) for name in PROPERTIES]
+    lines = [
+        " " * width + "  ".join(name.rjust(height)[row] for name in names).rstrip()
+        for row in range(height)
+    ]
+    lines += [
+        name.ljust(width) + "  ".join(mark(cells_of(column, name)) for column in columns.values())
+        for name in PROPERTIES
+    ]
     return "\n".join(lines)
 
 
 def remarks(columns: dict[str, dict[str, Any]]) -> list[str]:
-    """What the marks leave open: every cell that is not as documented, and who was not verified at all."""
+    """What the marks leave open: every cell that is not as documented, and who was not verified at
+    all.
+    """
     lines = []
     for name, column in columns.items():
         for cell in column["cells"]:
             if not cell["ok"]:
-                what = f"red, {cell['note']}" if cell["status"] == "red" else "green, but the backend documents it as red"
+                what = (
+                    f"red, {cell['note']}"
+                    if cell["status"] == "red"
+                    else "green, but the backend documents it as red"
+                )
                 lines.append(f"! {name}, {cell['property']}, {cell['dtype']}: {what}")
         if not_verified(column):
             lines.append(f". {name}: {column['cells'][0]['note']}")
@@ -175,7 +210,12 @@ def not_verified(column: dict[str, Any]) -> bool:
     return all(cell["status"] == "n/a" for cell in column["cells"])
 
 
-def write(options: Options, columns: dict[str, dict[str, Any]], dtypes: list[torch.dtype], device: torch.device) -> None:
+def write(
+    options: Options,
+    columns: dict[str, dict[str, Any]],
+    dtypes: list[torch.dtype],
+    device: torch.device,
+) -> None:
     where = measured_on(device)
     head = {
         "environment": where,
@@ -184,15 +224,24 @@ def write(options: Options, columns: dict[str, dict[str, Any]], dtypes: list[tor
         "random_cases": {"number": options.cases, "seed": options.seed},
         "properties": {name: check.__doc__ for name, check in PROPERTIES.items()},
     }
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no such file yet, or another
+    with contextlib.suppress(
+        OSError, ValueError, KeyError, TypeError
+    ):  # no such file yet, or another
         before = json.loads(options.out.read_text())
         # writing the file may be the very change that makes the working tree dirty
         before["environment"]["dirty"] = where["dirty"]
         if {name: before.get(name) for name in head} == head:
             columns = before["backends"] | columns
     order = list(BACKENDS)
-    # in the table's order, implementations behind what they implement, and the user's own at the end
-    names = sorted(columns, key=lambda name: (order.index(name.split(" (")[0]) if name.split(" (")[0] in order else len(order), name))
+    # in the table's order, implementations behind what they implement, and the user's own at the
+    # end
+    names = sorted(
+        columns,
+        key=lambda name: (
+            order.index(name.split(" (")[0]) if name.split(" (")[0] in order else len(order),
+            name,
+        ),
+    )
     write_json(options.out, head | {"backends": {name: columns[name] for name in names}})
 
 
@@ -201,7 +250,9 @@ def main() -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic, read at its first call
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # what cuBLAS needs to be deterministic, read at its first call
     try:
         options = read_options(sys.argv[1:])
         device = pick_device(options.device)
@@ -216,18 +267,29 @@ def main() -> None:
     else:
         from torch import _dynamo
 
-        _dynamo.config.recompile_limit = 1000  # flex is compiled for every kind of case, and must not stop being
+        _dynamo.config.recompile_limit = (
+            1000  # flex is compiled for every kind of case, and must not stop being
+        )
     columns: dict[str, dict[str, Any]] = {}
     for name, backend in backends.items():
         columns[name] = verify(backend, dtypes, options, device)
         print(f"{name}: {columns[name]['seconds']} s", file=sys.stderr, flush=True)
         if options.out is not None:
             write(options, columns, dtypes, device)
-    print(matrix(columns), "", "+ green   x red, as documented   ! not as documented   . refused by the backend", "", sep="\n")
+    print(
+        matrix(columns),
+        "",
+        "+ green   x red, as documented   ! not as documented   . refused by the backend",
+        "",
+        sep="\n",
+    )
     for name, column in columns.items():
         worst, tried = column["worst_multiple_of_naive"], column["tried"]
         if worst is not None:
-            cases = f"{tried['adversarial']} fixed and {tried['random']} random cases, {tried['checks']} checks"
+            cases = (
+                f"{tried['adversarial']} fixed and {tried['random']} random cases, "
+                f"{tried['checks']} checks"
+            )
             print(f"{name:<16} {cases}; worst green error {worst:.2f} x naive's own or a rounding")
     print(*remarks(columns), sep="\n")
     wrong = sum(not cell["ok"] for column in columns.values() for cell in column["cells"])

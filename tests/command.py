@@ -1,6 +1,8 @@
-"""`python train.py ...` for tests: in this process where that is as good, in one of its own where signals and memory count.
+"""`python train.py ...` for tests: in this process where that is as good, in one of its own where
+signals and memory count.
 
-`run` executes train.py as the interpreter would, with its command line and its exit code, and saves the seconds of importing torch.
+`run` executes train.py as the interpreter would, with its command line and its exit code, and saves
+the seconds of importing torch.
 """
 
 import atexit
@@ -41,7 +43,15 @@ TINY = (
 )
 
 # what differs between two runs that are the same run
-MEASURED = ("seconds", "tokens_per_sec", "step_tokens_per_sec", "mfu", "mfu_causal", "memory/peak_gib", "memory/reserved_gib")
+MEASURED = (
+    "seconds",
+    "tokens_per_sec",
+    "step_tokens_per_sec",
+    "mfu",
+    "mfu_causal",
+    "memory/peak_gib",
+    "memory/reserved_gib",
+)
 
 
 class Done(NamedTuple):
@@ -49,7 +59,9 @@ class Done(NamedTuple):
     output: str  # stdout and stderr together
 
     def complaint(self) -> str:
-        """The one line with which a run is refused. Fails where it was not refused, or not in one line, or with a traceback."""
+        """The one line with which a run is refused. Fails where it was not refused, or not in one
+        line, or with a traceback.
+        """
         assert self.code not in (0, None) and "Traceback" not in self.output, self.output
         lines = [line for line in self.output.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1, self.output
@@ -127,7 +139,9 @@ def finish(process: subprocess.Popen) -> Done:
 def wait_for_rows(process: subprocess.Popen, run_dir: Path, count: int) -> None:
     """Until metrics.jsonl has that many rows, or the process ends."""
     path = run_dir / "metrics.jsonl"
-    while process.poll() is None and not (path.exists() and path.read_bytes().count(b"\n") >= count):
+    while process.poll() is None and not (
+        path.exists() and path.read_bytes().count(b"\n") >= count
+    ):
         time.sleep(0.001)
 
 
@@ -138,7 +152,10 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def computed(run_dir: Path) -> list[dict[str, Any]]:
     """The rows without what was measured: the same for two runs that computed the same."""
-    return [{key: value for key, value in row.items() if key not in MEASURED} for row in metrics(run_dir)]
+    return [
+        {key: value for key, value in row.items() if key not in MEASURED}
+        for row in metrics(run_dir)
+    ]
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
@@ -179,7 +196,9 @@ def checkpoint(run_dir: Path) -> dict[str, Any]:
 def same(a: Any, b: Any) -> bool:
     """Equal to the last bit, through dictionaries, lists and tensors."""
     if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        return (
+            isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        )
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b

@@ -1,4 +1,6 @@
-"""Shared by all tests: Triton's interpreter where there is no GPU, the gpu marker, the conformance report, the kill matrix."""
+"""Shared by all tests: Triton's interpreter where there is no GPU, the gpu marker, the conformance
+report, the kill matrix.
+"""
 
 import json
 import os
@@ -27,8 +29,18 @@ KILLS = pytest.StashKey[list]()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--conformance-report", type=Path, metavar="FILE", help="write every conformance case with its errors to FILE (JSON)")
-    parser.addoption("--kill-matrix", type=Path, metavar="FILE", help="write which property catches which mutant to FILE (JSON)")
+    parser.addoption(
+        "--conformance-report",
+        type=Path,
+        metavar="FILE",
+        help="write every conformance case with its errors to FILE (JSON)",
+    )
+    parser.addoption(
+        "--kill-matrix",
+        type=Path,
+        metavar="FILE",
+        help="write which property catches which mutant to FILE (JSON)",
+    )
 
 
 def pytest_configure(config):
@@ -57,7 +69,9 @@ def conformance_record(request):
 
 @pytest.fixture
 def kill_record(request):
-    """Call it with one mutant's row, which then stands in the matrix; None where no matrix is asked for."""
+    """Call it with one mutant's row, which then stands in the matrix; None where no matrix is asked
+    for.
+    """
     return request.config.stash[KILLS].append if request.config.getoption("--kill-matrix") else None
 
 
@@ -98,5 +112,7 @@ def write_conformance(path: Path, rows: list[dict]) -> None:
         }
     brief = [{key: value for key, value in row.items() if key != "tensors"} for row in rows]
     lines = ",\n".join(json.dumps(row) for row in brief)
-    head = json.dumps({"environment": measured_on(device), "summary": summary}, indent=1).removesuffix("\n}")
+    head = json.dumps(
+        {"environment": measured_on(device), "summary": summary}, indent=1
+    ).removesuffix("\n}")
     path.write_text(f'{head},\n "cases": [\n{lines}\n]\n}}\n')

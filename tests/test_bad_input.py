@@ -1,4 +1,6 @@
-"""Whatever a user gets wrong: one clear line that names the value and the way out, an exit code that is not 0, and nothing lost."""
+"""Whatever a user gets wrong: one clear line that names the value and the way out, an exit code
+that is not 0, and nothing lost.
+"""
 
 import errno
 import os
@@ -14,7 +16,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.command import ROOT, TINY, checkpoint, contents, index, metrics, run, same, summary, tiny, tiny_sweep
+from tests.command import (
+    ROOT,
+    TINY,
+    checkpoint,
+    contents,
+    index,
+    metrics,
+    run,
+    same,
+    summary,
+    tiny,
+    tiny_sweep,
+)
 from training.device import pick_dtype
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the obstacle is Linux's")
@@ -54,7 +68,10 @@ REFUSED = {
     "data": (["data=wiki"], ["data/wiki", "stdlib", "last_write"]),
     "experiment": (["experiment=everything"], ["experiment/everything", "break_it"]),
     "key": (["sead=1"], ["sead=1: there is no key 'sead'; did you mean seed?"]),
-    "key-of-a-group": (["attention.block_k=4"], ["no key 'attention.block_k'; did you mean attention.block_kv?"]),
+    "key-of-a-group": (
+        ["attention.block_k=4"],
+        ["no key 'attention.block_k'; did you mean attention.block_kv?"],
+    ),
     "key-without-its-group": (["lr=1e-3"], ["no key 'lr'; did you mean optim.lr?"]),
     "key-like-no-other": (["xyz=1"], ["no key 'xyz'; python train.py --cfg job shows all keys"]),
     "key-with-dashes": (["--eval_every=20"], ["write eval_every=20, without dashes"]),
@@ -63,7 +80,10 @@ REFUSED = {
     "seq_len-negative": (["seq_len=-8"], ["seq_len=-8 must be at least 1"]),
     "seq_len-fraction": (["seq_len=1.5"], ["seq_len=1.5", "Integer"]),
     "seq_len-word": (["seq_len=long"], ["seq_len=long", "Integer"]),
-    "seq_len-beyond-positions": (["model.max_seq_len=16"], ["seq_len=32", "model.max_seq_len=16", "leave model.max_seq_len unset"]),
+    "seq_len-beyond-positions": (
+        ["model.max_seq_len=16"],
+        ["seq_len=32", "model.max_seq_len=16", "leave model.max_seq_len unset"],
+    ),
     "num_heads": (["model.num_heads=3"], ["model.hidden_size=32", "model.num_heads=3"]),
     "num_kv_heads": (["model.num_kv_heads=3"], ["model.num_heads=2", "model.num_kv_heads=3"]),
     "tokens_per_step": (["tokens_per_step=100"], ["tokens_per_step=100", "4 * 32 = 128"]),
@@ -72,40 +92,104 @@ REFUSED = {
     "init_std": (["model.init_std=-1"], ["model.init_std=-1"]),
     "rope_theta": (["model.positions=rope", "model.rope_theta=0"], ["model.rope_theta=0"]),
     "dtype": (["dtype=fp8"], ["dtype=fp8", "bf16"]),
-    "softmax_dtype": (["attention.softmax_dtype=fp8"], ["softmax_dtype", "fp8", "float32", "input"]),
+    "softmax_dtype": (
+        ["attention.softmax_dtype=fp8"],
+        ["softmax_dtype", "fp8", "float32", "input"],
+    ),
     "device": (["device=tpu"], ["device=tpu", "cuda"]),
     "block_kv-word": (
-        ["attention.switch_at=2", "attention.switch_to=tiled", "+attention.switch_options.block_kv=abc"],
+        [
+            "attention.switch_at=2",
+            "attention.switch_to=tiled",
+            "+attention.switch_options.block_kv=abc",
+        ],
         ["attention.switch_to=tiled: block_kv=abc must be a whole number"],
     ),
     "block_q": (["attention.block_q=0"], ["attention.block_q=0 must be at least 1"]),
-    "block_kv": (["attention=no_rescale", "attention.block_kv=-1"], ["attention.block_kv=-1 must be at least 1"]),
-    "option-it-lacks": (["attention=naive", "attention.block_q=8"], ["attention=naive", "block_q=8", "no options"]),
-    "sdpa-kernel": (["attention=sdpa", "attention.backend=fastest"], ["backend=fastest", "efficient"]),
-    "sdpa-kernel-it-lacks": (["attention=sdpa", "attention.backend=cudnn"], ["attention=sdpa", "cudnn", "attention.backend=auto"]),
+    "block_kv": (
+        ["attention=no_rescale", "attention.block_kv=-1"],
+        ["attention.block_kv=-1 must be at least 1"],
+    ),
+    "option-it-lacks": (
+        ["attention=naive", "attention.block_q=8"],
+        ["attention=naive", "block_q=8", "no options"],
+    ),
+    "sdpa-kernel": (
+        ["attention=sdpa", "attention.backend=fastest"],
+        ["backend=fastest", "efficient"],
+    ),
+    "sdpa-kernel-it-lacks": (
+        ["attention=sdpa", "attention.backend=cudnn"],
+        ["attention=sdpa", "cudnn", "attention.backend=auto"],
+    ),
     "flex": (["attention=flex"], ["attention=flex", "attention=tiled"]),
-    "head_dim": (["attention=triton", "model.hidden_size=1024"], ["attention=triton", "head_dim", "512", "1, 257"]),
-    "custom-without-target": (["attention=custom"], ["attention=custom", "attention.target=pkg.module:BACKEND"]),
-    "target-without-custom": (["attention.target=no.such:X"], ["attention.target=no.such:X has no effect", "add attention=custom"]),
+    "head_dim": (
+        ["attention=triton", "model.hidden_size=1024"],
+        ["attention=triton", "head_dim", "512", "1, 257"],
+    ),
+    "custom-without-target": (
+        ["attention=custom"],
+        ["attention=custom", "attention.target=pkg.module:BACKEND"],
+    ),
+    "target-without-custom": (
+        ["attention.target=no.such:X"],
+        ["attention.target=no.such:X has no effect", "add attention=custom"],
+    ),
     "own-no-module": (["attention=no.such:X"], ["attention=no.such:X", "No module named"]),
-    "data-path": (["data.path=books"], ["data.path=books has no effect: data=stdlib does not read it", "add data=text"]),
+    "data-path": (
+        ["data.path=books"],
+        ["data.path=books has no effect: data=stdlib does not read it", "add data=text"],
+    ),
     "data-name": (["data.name=org/name"], ["data.name=org/name has no effect", "add data=hub"]),
     "data-field": (["data.field=body"], ["data.field=body has no effect", "data=text or data=hub"]),
-    "momentum": (["optim.momentum=0.5"], ["optim.momentum=0.5 has no effect: optim=adamw", "add optim=muon"]),
-    "rope_theta-without-rope": (["model.rope_theta=500"], ["model.rope_theta=500.0 has no effect", "add model.positions=rope"]),
-    "min_lr-of-a-constant": (["optim.schedule=constant", "optim.min_lr=0"], ["optim.min_lr=0.0 has no effect", "optim.schedule=cosine"]),
-    "tokenizer-of-no-text": (["data=last_write", "tokenizer=bpe"], ["tokenizer.name=bpe has no effect: data=last_write", "data=text"]),
-    "own-option": (["attention=tests.user_backends:RIGHT", "+attention.options.a=2"], ["attention.options.a=2 has no effect"]),
-    "target-no-module": (["attention=custom", "attention.target=no.such:X"], ["attention=no.such:X", "No module named"]),
-    "target-no-name": (["attention=custom", "attention.target=no.such"], ["attention=no.such", "pkg.module:NAME"]),
-    "target-no-backend": (["attention=custom", BACKENDS_OF_A_USER + "naive"], ["tests.user_backends:naive", "attention.Backend"]),
-    "dtype-a-backend-lacks": (["attention=custom", BACKENDS_OF_A_USER + "RIGHT_IN_FP32", "dtype=fp16"], ["float16", "float32"]),
+    "momentum": (
+        ["optim.momentum=0.5"],
+        ["optim.momentum=0.5 has no effect: optim=adamw", "add optim=muon"],
+    ),
+    "rope_theta-without-rope": (
+        ["model.rope_theta=500"],
+        ["model.rope_theta=500.0 has no effect", "add model.positions=rope"],
+    ),
+    "min_lr-of-a-constant": (
+        ["optim.schedule=constant", "optim.min_lr=0"],
+        ["optim.min_lr=0.0 has no effect", "optim.schedule=cosine"],
+    ),
+    "tokenizer-of-no-text": (
+        ["data=last_write", "tokenizer=bpe"],
+        ["tokenizer.name=bpe has no effect: data=last_write", "data=text"],
+    ),
+    "own-option": (
+        ["attention=tests.user_backends:RIGHT", "+attention.options.a=2"],
+        ["attention.options.a=2 has no effect"],
+    ),
+    "target-no-module": (
+        ["attention=custom", "attention.target=no.such:X"],
+        ["attention=no.such:X", "No module named"],
+    ),
+    "target-no-name": (
+        ["attention=custom", "attention.target=no.such"],
+        ["attention=no.such", "pkg.module:NAME"],
+    ),
+    "target-no-backend": (
+        ["attention=custom", BACKENDS_OF_A_USER + "naive"],
+        ["tests.user_backends:naive", "attention.Backend"],
+    ),
+    "dtype-a-backend-lacks": (
+        ["attention=custom", BACKENDS_OF_A_USER + "RIGHT_IN_FP32", "dtype=fp16"],
+        ["float16", "float32"],
+    ),
     "user-shape": (
         ["attention=custom", BACKENDS_OF_A_USER + "WRONG_SHAPE"],
         ["attention=tests.user_backends:WRONG_SHAPE", "must return out of shape"],
     ),
-    "user-dtype": (["attention=custom", BACKENDS_OF_A_USER + "WRONG_DTYPE"], ["attention=tests.user_backends:WRONG_DTYPE", "float64"]),
-    "user-nan": (["attention=custom", BACKENDS_OF_A_USER + "NAN"], ["attention=tests.user_backends:NAN", "NaN"]),
+    "user-dtype": (
+        ["attention=custom", BACKENDS_OF_A_USER + "WRONG_DTYPE"],
+        ["attention=tests.user_backends:WRONG_DTYPE", "float64"],
+    ),
+    "user-nan": (
+        ["attention=custom", BACKENDS_OF_A_USER + "NAN"],
+        ["attention=tests.user_backends:NAN", "NaN"],
+    ),
     "user-bare-tensor": (
         ["attention=custom", BACKENDS_OF_A_USER + "BARE_TENSOR"],
         ["attention=tests.user_backends:BARE_TENSOR", "AttentionOutput(out, lse)"],
@@ -132,17 +216,42 @@ REFUSED = {
     ),
     "user-ctrl-c": (
         ["attention=custom", BACKENDS_OF_A_USER + "PRESSES_CTRL_C"],
-        ["KeyboardInterrupt() was raised in", "user_backends.py, line", "raise an exception of another type"],
+        [
+            "KeyboardInterrupt() was raised in",
+            "user_backends.py, line",
+            "raise an exception of another type",
+        ],
     ),
-    "seed-of-65-bits": (["seed=18446744073709551616"], ["seed=18446744073709551616 is no 64-bit integer", "less than 2**63"]),
+    "seed-of-65-bits": (
+        ["seed=18446744073709551616"],
+        ["seed=18446744073709551616 is no 64-bit integer", "less than 2**63"],
+    ),
     "seed-negative": (["seed=-1"], ["seed=-1 must be at least 0"]),
-    "batch_size-of-80-bits": (["batch_size=1000000000000000000000000"], ["batch_size=1000000000000000000000000 is no 64-bit integer"]),
-    "option-of-65-bits": (["attention.block_q=18446744073709551616"], ["attention.block_q=18446744073709551616 is no 64-bit integer"]),
-    "resolver": (["seed=${nope:1}"], ["seed=${nope:1}: Unsupported interpolation type nope; write the value itself"]),
-    "interpolation": (["attention.block_q=${nope}"], ["attention.block_q=${nope}: Interpolation key 'nope' not found"]),
-    "syntax": (["attention=tiled:block_q={a: ["], ["cannot read 'attention=tiled:block_q={a: ['", "write 'attention="]),
+    "batch_size-of-80-bits": (
+        ["batch_size=1000000000000000000000000"],
+        ["batch_size=1000000000000000000000000 is no 64-bit integer"],
+    ),
+    "option-of-65-bits": (
+        ["attention.block_q=18446744073709551616"],
+        ["attention.block_q=18446744073709551616 is no 64-bit integer"],
+    ),
+    "resolver": (
+        ["seed=${nope:1}"],
+        ["seed=${nope:1}: Unsupported interpolation type nope; write the value itself"],
+    ),
+    "interpolation": (
+        ["attention.block_q=${nope}"],
+        ["attention.block_q=${nope}: Interpolation key 'nope' not found"],
+    ),
+    "syntax": (
+        ["attention=tiled:block_q={a: ["],
+        ["cannot read 'attention=tiled:block_q={a: ['", "write 'attention="],
+    ),
     "no-setting": (["words"], ["cannot read 'words'", "write key=value"]),
-    "data-missing": (["data=text", "data.path=/no/such.txt"], ["data.path=/no/such.txt does not exist"]),
+    "data-missing": (
+        ["data=text", "data.path=/no/such.txt"],
+        ["data.path=/no/such.txt does not exist"],
+    ),
     "data-unnamed": (["data=text"], ["data.path=FILE"]),
     "last_write-too-short": (["data=last_write", "seq_len=1"], ["seq_len=1"]),
     "logger": (["logger=trackio"], ["pip install -e '.[trackio]'"]),
@@ -162,11 +271,17 @@ def test_refused_in_one_line(tmp_path, overrides, said):
 
 @pytest.mark.parametrize("raised", ["SystemExit(3)", "KeyboardInterrupt"])
 def test_a_module_of_a_user_that_ends_the_program(tmp_path, monkeypatch, raised):
-    """A regression test: it ended a whole sweep without a word, and KeyboardInterrupt passed for Ctrl-C."""
+    """A regression test: it ended a whole sweep without a word, and KeyboardInterrupt passed for
+    Ctrl-C.
+    """
     (tmp_path / "ends.py").write_text(f"raise {raised}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    answer = run(*tiny(tmp_path / "run", "attention=custom", "attention.target=ends:BACKEND")).complaint()
-    assert raised.partition("(")[0] in answer and ("attention=ends:BACKEND" in answer or str(tmp_path / "ends.py") in answer)
+    answer = run(
+        *tiny(tmp_path / "run", "attention=custom", "attention.target=ends:BACKEND")
+    ).complaint()
+    assert raised.partition("(")[0] in answer and (
+        "attention=ends:BACKEND" in answer or str(tmp_path / "ends.py") in answer
+    )
     assert summary(tmp_path / "run")["status"] == "failed"
 
 
@@ -176,19 +291,29 @@ def test_a_value_may_follow_another(tmp_path):
     assert "eval_sequences: 4" in (tmp_path / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize(("told", "said"), [("bogus", "WANDB_MODE=bogus is not one of"), ("shared", "WANDB_MODE=shared lets several")])
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [("bogus", "WANDB_MODE=bogus is not one of"), ("shared", "WANDB_MODE=shared lets several")],
+)
 def test_a_wandb_mode_that_no_run_has(tmp_path, told, said):
     assert said in run(*tiny(tmp_path, "logger=wandb"), WANDB_MODE=told).complaint()
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_a_backend_that_says_it_is_not_exact_may_train(tmp_path):
-    assert run(*tiny(tmp_path / "a", "attention=custom", BACKENDS_OF_A_USER + "WRONG_AND_SAYS_SO")).code == 0
+    assert (
+        run(
+            *tiny(tmp_path / "a", "attention=custom", BACKENDS_OF_A_USER + "WRONG_AND_SAYS_SO")
+        ).code
+        == 0
+    )
     assert run(*tiny(tmp_path / "b", "attention=custom", BACKENDS_OF_A_USER + "RIGHT")).code == 0
 
 
 def test_a_backend_is_handed_the_arguments_it_has_names_for(tmp_path):
-    """A regression test: the comparison with exact attention left out those that were not in use."""
+    """A regression test: the comparison with exact attention left out those that were not in
+    use.
+    """
     assert run(*tiny(tmp_path, "attention=custom", BACKENDS_OF_A_USER + "WINDOWED")).code == 0
     assert metrics(tmp_path)[-1]["attention/out_error"] < 1e-5
 
@@ -197,35 +322,54 @@ def test_a_command_to_resume_is_quoted_for_the_shell(run_dir):
     strange = run_dir.rename(run_dir.with_name("it's a run"))
     answer = run(*tiny(strange)[:-1], f'hydra.run.dir="{strange}"').complaint()
     command = re.search(r"go on with it by (.*), or choose another hydra.run.dir", answer)[1]
-    assert shlex.split(command) == [f"resume={strange}"] and run(*shlex.split(command), "steps=5").code == 0
+    assert (
+        shlex.split(command) == [f"resume={strange}"]
+        and run(*shlex.split(command), "steps=5").code == 0
+    )
 
 
 def test_a_folder_that_cannot_be_written_to_is_not_said_to_hold_a_run(tmp_path):
     (tmp_path / "file").touch()
     answer = run(*tiny(tmp_path / "file")).complaint()
-    assert "cannot be written to" in answer and "choose another hydra.run.dir" in answer and "resume" not in answer
+    assert (
+        "cannot be written to" in answer
+        and "choose another hydra.run.dir" in answer
+        and "resume" not in answer
+    )
 
 
 def test_triton_without_a_gpu_names_the_interpreter_and_tiled(tmp_path):
     answer = run(*tiny(tmp_path, "attention=triton"), TRITON_INTERPRET="0").complaint()
-    assert "needs a GPU" in answer and "TRITON_INTERPRET=1" in answer and "attention=tiled" in answer
-    answer = run(*tiny(tmp_path, "attention=no_max", "attention.impl=triton"), TRITON_INTERPRET="0").complaint()
+    assert (
+        "needs a GPU" in answer and "TRITON_INTERPRET=1" in answer and "attention=tiled" in answer
+    )
+    answer = run(
+        *tiny(tmp_path, "attention=no_max", "attention.impl=triton"), TRITON_INTERPRET="0"
+    ).complaint()
     assert "needs a GPU" in answer and "or use attention.impl=tiled" in answer
 
 
 def test_a_dtype_or_device_that_is_not_there(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "device=cpu" in run(*tiny(tmp_path, "device=cuda")).complaint()
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    with pytest.raises(ValueError, match="dtype=bf16, but Tesla T4 has no bfloat16; use dtype=fp16 or dtype=fp32"):
+    with pytest.raises(
+        ValueError, match="dtype=bf16, but Tesla T4 has no bfloat16; use dtype=fp16 or dtype=fp32"
+    ):
         pick_dtype("bf16", torch.device("cuda"))
     assert pick_dtype("auto", torch.device("cuda")) == torch.float32
 
 
 @pytest.mark.parametrize(
     "raw, said",
-    [(b"", "holds no text"), (b"words\0\xff\xfe", "is not UTF-8 text"), (b"too short", "seq_len=32 needs 33 tokens")],
+    [
+        (b"", "holds no text"),
+        (b"words\0\xff\xfe", "is not UTF-8 text"),
+        (b"too short", "seq_len=32 needs 33 tokens"),
+    ],
     ids=["empty", "binary", "short"],
 )
 def test_a_text_that_cannot_be_trained_on(tmp_path, raw, said):
@@ -236,18 +380,28 @@ def test_a_text_that_cannot_be_trained_on(tmp_path, raw, said):
     assert "seq_len=0 or less" not in answer, "no way out"
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or not Path("/proc/1/mem").exists(), reason="needs a file that nobody may read")
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or not Path("/proc/1/mem").exists(),
+    reason="needs a file that nobody may read",
+)
 def test_an_unreadable_text(tmp_path):
     # permissions do not stop root; the memory of another process does
     answer = run(*tiny(tmp_path / "run", "data=text", "data.path=/proc/1/mem")).complaint()
     assert "/proc/1/mem cannot be read" in answer
 
 
-@pytest.mark.parametrize("overrides", [["tokenizer=gpt2"], ["data=hub", "data.name=nobody/nothing"]], ids=["gpt2", "hub"])
+@pytest.mark.parametrize(
+    "overrides", [["tokenizer=gpt2"], ["data=hub", "data.name=nobody/nothing"]], ids=["gpt2", "hub"]
+)
 def test_no_network_is_said_at_once(tmp_path, overrides):
     closed = "http://127.0.0.1:9"
     begin = time.perf_counter()
-    done = run(*tiny(tmp_path, *overrides), HTTPS_PROXY=closed, https_proxy=closed, TIKTOKEN_CACHE_DIR=str(tmp_path))
+    done = run(
+        *tiny(tmp_path, *overrides),
+        HTTPS_PROXY=closed,
+        https_proxy=closed,
+        TIKTOKEN_CACHE_DIR=str(tmp_path),
+    )
     answer = done.complaint()
     assert overrides[-1].partition("=")[2] in answer and "need no network" in answer
     # the tests switch the hub off before they start
@@ -257,7 +411,9 @@ def test_no_network_is_said_at_once(tmp_path, overrides):
 
 def test_one_tile_makes_no_rescale_exact_and_says_so(tmp_path):
     done = run(*tiny(tmp_path, "attention=no_rescale", "attention.block_kv=32"))
-    assert done.code == 0 and "block_kv=32 covers seq_len=32: no_rescale is exact here" in done.output
+    assert (
+        done.code == 0 and "block_kv=32 covers seq_len=32: no_rescale is exact here" in done.output
+    )
 
 
 # the output folder
@@ -274,11 +430,17 @@ def test_a_folder_that_cannot_be(folder, arguments, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["run", "sweep"])
-@pytest.mark.parametrize("folder", ["", ".", "..", str(ROOT), "${nope:1}"], ids=["empty", "here", "above", "ours", "nothing"])
+@pytest.mark.parametrize(
+    "folder",
+    ["", ".", "..", str(ROOT), "${nope:1}"],
+    ids=["empty", "here", "above", "ours", "nothing"],
+)
 def test_a_folder_that_is_not_the_runs_own(kind, folder):
     """A regression test: an empty hydra.run.dir wrote the run between the files of this program."""
     before = sorted(os.listdir(ROOT))
-    answer = run(*(["-m"] if kind == "sweep" else []), *TINY, f"hydra.{kind}.dir={folder}").complaint()
+    answer = run(
+        *(["-m"] if kind == "sweep" else []), *TINY, f"hydra.{kind}.dir={folder}"
+    ).complaint()
     assert f"error: hydra.{kind}.dir" in answer and f"as hydra.{kind}.dir=outputs/NAME" in answer
     assert sorted(os.listdir(ROOT)) == before
 
@@ -323,7 +485,11 @@ def test_a_disk_that_is_full_from_the_start(arguments, tmp_path):
 def test_a_cache_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     answer = run(*tiny(tmp_path / "run"), TILEGPT_CACHE=str(tmp_path / "file/cache")).complaint()
-    assert "file/cache" in answer and "data.cache_dir=FOLDER" in answer and "TILEGPT_CACHE=FOLDER" in answer
+    assert (
+        "file/cache" in answer
+        and "data.cache_dir=FOLDER" in answer
+        and "TILEGPT_CACHE=FOLDER" in answer
+    )
 
 
 @linux
@@ -333,17 +499,26 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint(run_dir):
     with largest_file(120_000):
         answer = run(f"resume={run_dir}", "steps=8", "checkpoint_every=6").complaint()
     assert f"cannot write a checkpoint to {run_dir}" in answer and "GiB free" in answer
-    assert "training.pt could not be written whole; free some space there; go on with: python train.py resume=" in answer
-    assert f"resume={run_dir}" in answer and "enforce" not in answer and "unexpected pos" not in answer
+    assert (
+        "training.pt could not be written whole; free some space there; go on with: python "
+        "train.py resume=" in answer
+    )
+    assert (
+        f"resume={run_dir}" in answer and "enforce" not in answer and "unexpected pos" not in answer
+    )
     assert same(checkpoint(run_dir), before)
-    assert run(f"resume={run_dir}", "steps=8").code == 0 and [row["step"] for row in metrics(run_dir)] == list(range(9))
+    assert run(f"resume={run_dir}", "steps=8").code == 0 and [
+        row["step"] for row in metrics(run_dir)
+    ] == list(range(9))
 
 
 @linux
 def test_a_disk_that_fills_up_before_the_first_checkpoint(tmp_path):
     with largest_file(120_000):
         answer = run(*tiny(tmp_path)).complaint()
-    assert f"cannot write a checkpoint to {tmp_path}" in answer and "free some space there" in answer
+    assert (
+        f"cannot write a checkpoint to {tmp_path}" in answer and "free some space there" in answer
+    )
     assert "resume=" not in answer, "there is nothing to go on with"
 
 

@@ -1,4 +1,6 @@
-"""Every choice in conf/ composes into the schema, every nonsense is refused in words, and a resumed run asks for what it asked before."""
+"""Every choice in conf/ composes into the schema, every nonsense is refused in words, and a resumed
+run asks for what it asked before.
+"""
 
 from dataclasses import fields, is_dataclass
 from itertools import product
@@ -26,7 +28,11 @@ from config import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-CHOICES = [(file.parent.name, file.stem) for file in sorted((ROOT / "conf").glob("*/*.yaml")) if file.parent.name != "experiment"]
+CHOICES = [
+    (file.parent.name, file.stem)
+    for file in sorted((ROOT / "conf").glob("*/*.yaml"))
+    if file.parent.name != "experiment"
+]
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "conf/experiment").glob("*.yaml"))
 # what a choice cannot do without
 NEEDED = {
@@ -54,9 +60,14 @@ def test_choice_composes(choice):
     assert isinstance(config, RunConfig)
     # every level came out as its dataclass, so every __post_init__ has run
     for field in fields(RunConfig):
-        assert not is_dataclass(field.default_factory) or isinstance(getattr(config, field.name), field.default_factory)
+        assert not is_dataclass(field.default_factory) or isinstance(
+            getattr(config, field.name), field.default_factory
+        )
     assert getattr(getattr(config, group), "source" if group == "data" else "name") == name
-    assert f"# python train.py {group}={name}" in (ROOT / "conf" / group / f"{name}.yaml").read_text().splitlines()[0]
+    assert (
+        f"# python train.py {group}={name}"
+        in (ROOT / "conf" / group / f"{name}.yaml").read_text().splitlines()[0]
+    )
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=ids)
@@ -64,9 +75,12 @@ def test_choice_says_only_what_differs_from_the_schema(choice):
     group, name = choice
     schema = OmegaConf.to_container(OmegaConf.structured(type(getattr(RunConfig(), group))))
     said = yaml.safe_load((ROOT / "conf" / group / f"{name}.yaml").read_text())
-    # the choice's own name, what follows another key, and what must be null whatever the schema says
+    # the choice's own name, what follows another key, and what must be null whatever the schema
+    # says
     on_purpose = {"name", "source", "max_seq_len", "num_kv_heads"}
-    assert not [key for key, value in said.items() if schema[key] == value and key not in on_purpose]
+    assert not [
+        key for key, value in said.items() if schema[key] == value and key not in on_purpose
+    ]
 
 
 def test_every_backend_is_a_choice():
@@ -75,21 +89,35 @@ def test_every_backend_is_a_choice():
 
 def test_the_default_run():
     config = composed()
-    assert (config.attention.name, config.model.name, config.data.source, config.tokenizer.name) == ("tiled", "tiny", "stdlib", "byte")
-    assert (config.optim.name, config.logger.name, config.accumulation_steps) == ("adamw", "wandb", 1)
+    assert (
+        config.attention.name,
+        config.model.name,
+        config.data.source,
+        config.tokenizer.name,
+    ) == ("tiled", "tiny", "stdlib", "byte")
+    assert (config.optim.name, config.logger.name, config.accumulation_steps) == (
+        "adamw",
+        "wandb",
+        1,
+    )
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_run_of_an_experiment_composes(name):
     """The run, or the sweep it asks for, job by job, as Hydra would."""
     lines = (ROOT / f"conf/experiment/{name}.yaml").read_text().splitlines()
-    assert lines[0] == "# @package _global_" and lines[1].startswith(f"# python train.py experiment={name}")
+    assert lines[0] == "# @package _global_" and lines[1].startswith(
+        f"# python train.py experiment={name}"
+    )
     hydra = composed(f"experiment={name}", whole=True).hydra
     if hydra.mode is None:
         assert composed(f"experiment={name}").attention.name
         return
     assert hydra.mode.name == "MULTIRUN"
-    swept = [[f"{key}={value}" for value in str(values).split(",")] for key, values in hydra.sweeper.params.items()]
+    swept = [
+        [f"{key}={value}" for value in str(values).split(",")]
+        for key, values in hydra.sweeper.params.items()
+    ]
     jobs = [composed(f"experiment={name}", *overrides) for overrides in product(*swept)]
     assert len(jobs) == len({str(job) for job in jobs}) > 2
 
@@ -101,13 +129,17 @@ def test_max_seq_len_follows_seq_len_unless_set():
         composed("model.max_seq_len=100")
 
 
-@pytest.mark.parametrize("override", ["seqlen=3", "model.width=3", "attention.tile=3", "optim.learning_rate=1"])
+@pytest.mark.parametrize(
+    "override", ["seqlen=3", "model.width=3", "attention.tile=3", "optim.learning_rate=1"]
+)
 def test_a_misspelt_key_is_refused(override):
     with pytest.raises(ConfigCompositionException, match=f"'{override.partition('=')[0]}'"):
         composed(override)
 
 
-@pytest.mark.parametrize("override", ["seq_len=long", "steps=1.5", "deterministic=twice", "model.bias=maybe"])
+@pytest.mark.parametrize(
+    "override", ["seq_len=long", "steps=1.5", "deterministic=twice", "model.bias=maybe"]
+)
 def test_a_value_of_the_wrong_type_is_refused(override):
     with pytest.raises(ConfigCompositionException, match=override.partition("=")[0]):
         composed(override)
@@ -122,17 +154,33 @@ MODEL = {"hidden_size": 64, "num_heads": 4}
 REFUSED = [
     (AttentionConfig, {"block_q": 0}, "attention.block_q=0 must be at least 1"),
     (AttentionConfig, {"block_kv": -1}, "attention.block_kv=-1 must be at least 1"),
-    (AttentionConfig, {"name": "custom"}, "attention=custom needs attention.target=pkg.module:BACKEND"),
+    (
+        AttentionConfig,
+        {"name": "custom"},
+        "attention=custom needs attention.target=pkg.module:BACKEND",
+    ),
     (ModelConfig, {"num_layers": 0}, "model.num_layers=0 must be at least 1"),
     (ModelConfig, {"num_heads": 0}, "model.num_heads=0 must be at least 1"),
     (ModelConfig, {"hidden_size": 0}, "model.hidden_size=0 must be at least 1"),
-    (ModelConfig, {"hidden_size": 66, "num_heads": 4}, "model.hidden_size=66 is not a multiple of model.num_heads=4"),
-    (ModelConfig, MODEL | {"num_kv_heads": 3}, "model.num_heads=4 is not a multiple of model.num_kv_heads=3"),
+    (
+        ModelConfig,
+        {"hidden_size": 66, "num_heads": 4},
+        "model.hidden_size=66 is not a multiple of model.num_heads=4",
+    ),
+    (
+        ModelConfig,
+        MODEL | {"num_kv_heads": 3},
+        "model.num_heads=4 is not a multiple of model.num_kv_heads=3",
+    ),
     (ModelConfig, MODEL | {"num_kv_heads": 0}, "model.num_kv_heads=0 must be at least 1"),
     (ModelConfig, {"positions": "alibi"}, "model.positions=alibi is not one of: learned, rope"),
     (ModelConfig, {"norm": "batch"}, "model.norm=batch is not one of: layernorm, rmsnorm"),
     (ModelConfig, {"activation": "relu"}, "model.activation=relu is not one of: gelu, swiglu"),
-    (ModelConfig, {"positions": "rope", "hidden_size": 12, "num_heads": 4}, "needs an even head_dim, got 3"),
+    (
+        ModelConfig,
+        {"positions": "rope", "hidden_size": 12, "num_heads": 4},
+        "needs an even head_dim, got 3",
+    ),
     (ModelConfig, {"dropout": 1.0}, "model.dropout=1.0 must be in"),
     (DataConfig, {"source": "web"}, "data.source=web is not one of: stdlib"),
     (DataConfig, {"source": "text"}, "data=text needs data.path"),
@@ -150,24 +198,41 @@ REFUSED = [
     (OptimConfig, {"min_lr": -1.0}, "optim.min_lr=-1.0 must be at least 0"),
     (OptimConfig, {"warmup_steps": -1}, "optim.warmup_steps=-1 must be at least 0"),
     (OptimConfig, {"beta1": 1.0}, "optim.beta1=1.0 must be in"),
-    (AttentionConfig, {"name": "triton", "kernel": "fast"}, "attention.kernel=fast is not one of: auto, portable, hopper"),
+    (
+        AttentionConfig,
+        {"name": "triton", "kernel": "fast"},
+        "attention.kernel=fast is not one of: auto, portable, hopper",
+    ),
     (OptimConfig, {"beta2": -0.1}, "optim.beta2=-0.1 must be in"),
     (LoggerConfig, {"name": "mlflow"}, "logger.name=mlflow is not one of: wandb"),
     (LoggerConfig, {"mode": "on"}, "logger.mode=on is not one of: auto"),
     (RunConfig, {"device": "tpu"}, "device=tpu is not one of: auto, cpu, cuda"),
     (RunConfig, {"dtype": "float32"}, "dtype=float32 is not one of: auto, fp32, bf16, fp16"),
     (RunConfig, {"compile": "maybe"}, "compile=maybe is not one of: auto, true, false"),
-    *((RunConfig, {key: 0}, f"{key}=0 must be at least 1") for key in ("seq_len", "steps", "batch_size", "log_every")),
+    *(
+        (RunConfig, {key: 0}, f"{key}=0 must be at least 1")
+        for key in ("seq_len", "steps", "batch_size", "log_every")
+    ),
     *((RunConfig, {key: -1}, f"{key}=-1 must be at least 0") for key in ("seed", "sample_tokens")),
     (RunConfig, {"seq_len": 512}, "seq_len=512 is longer than model.max_seq_len=256 allows"),
-    (RunConfig, {"batch_size": "many"}, "batch_size=many is neither a number of sequences nor auto"),
+    (
+        RunConfig,
+        {"batch_size": "many"},
+        "batch_size=many is neither a number of sequences nor auto",
+    ),
     (RunConfig, {"batch_size": "auto"}, "batch_size=auto needs tokens_per_step=N"),
-    (RunConfig, {"tokens_per_step": 5000}, "tokens_per_step=5000 is not a positive multiple of batch_size * seq_len = 16 * 256 = 4096"),
+    (
+        RunConfig,
+        {"tokens_per_step": 5000},
+        "tokens_per_step=5000 is not a positive multiple of batch_size * seq_len = 16 * 256 = 4096",
+    ),
     (RunConfig, {"tokens_per_step": 0}, "tokens_per_step=0 is not a positive multiple"),
 ]
 
 
-@pytest.mark.parametrize(("schema", "settings", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+@pytest.mark.parametrize(
+    ("schema", "settings", "message"), REFUSED, ids=[message for *_, message in REFUSED]
+)
 def test_refused(schema, settings, message):
     with pytest.raises(ValueError) as refused:
         schema(**settings)
@@ -177,7 +242,11 @@ def test_refused(schema, settings, message):
 def test_what_follows_from_the_fields():
     assert ModelConfig(**MODEL).kv_heads == 4 and ModelConfig(**MODEL, num_kv_heads=2).kv_heads == 2
     assert ModelConfig(**MODEL).head_dim == 16
-    assert [RunConfig(compile=value).compile for value in (True, False, "auto")] == ["true", "false", "auto"]
+    assert [RunConfig(compile=value).compile for value in (True, False, "auto")] == [
+        "true",
+        "false",
+        "auto",
+    ]
     run = RunConfig(batch_size=2, seq_len=8, tokens_per_step=48)
     assert (run.accumulation_steps, run.sequences_per_step) == (3, 6)
     assert AttentionConfig(block_q=4, detach_max=False, options={"mine": 1}).backend_options() == {
@@ -190,7 +259,10 @@ def test_what_follows_from_the_fields():
 
 def test_learning_rate_follows_the_width_unless_set():
     wide = RunConfig(model=ModelConfig(hidden_size=768, num_heads=12))
-    assert (wide.optimizer().lr, wide.optimizer().min_lr) == (pytest.approx(5e-4), pytest.approx(5e-5))
+    assert (wide.optimizer().lr, wide.optimizer().min_lr) == (
+        pytest.approx(5e-4),
+        pytest.approx(5e-5),
+    )
     chosen = RunConfig(optim=OptimConfig(lr=2e-3, min_lr=0.0))
     assert (chosen.optimizer().lr, chosen.optimizer().min_lr) == (2e-3, 0.0)
     assert wide.optim.lr is None  # the setting itself stays what it was
@@ -200,11 +272,15 @@ def test_learning_rate_follows_the_width_unless_set():
 def run_dir(tmp_path):
     folder = tmp_path / "a run, with = in its name"
     folder.mkdir()
-    (folder / "overrides.yaml").write_text(yaml.safe_dump(["attention=sdpa", "seq_len=64", "+attention.options.mine=1", "~logger"]))
+    (folder / "overrides.yaml").write_text(
+        yaml.safe_dump(["attention=sdpa", "seq_len=64", "+attention.options.mine=1", "~logger"])
+    )
     return folder
 
 
-@pytest.mark.parametrize("arguments", [[], ["-m", "seq_len=3"], ["resume=null"]], ids=["none", "sweep", "null"])
+@pytest.mark.parametrize(
+    "arguments", [[], ["-m", "seq_len=3"], ["resume=null"]], ids=["none", "sweep", "null"]
+)
 def test_without_resume_nothing_is_replayed(arguments):
     assert replay_overrides(arguments) == arguments
 
@@ -216,19 +292,37 @@ def test_the_flag_of_a_sweep_may_stand_between_the_settings():
 
 def test_resume_replays_what_the_run_was_asked_for(run_dir):
     old = ["attention=sdpa", "seq_len=64", "+attention.options.mine=1", "~logger"]
-    own = [f"resume='{run_dir}'", f"hydra.run.dir='{run_dir}'", "hydra.mode=RUN", "hydra.output_subdir=null"]
+    own = [
+        f"resume='{run_dir}'",
+        f"hydra.run.dir='{run_dir}'",
+        "hydra.mode=RUN",
+        "hydra.output_subdir=null",
+    ]
     assert replay_overrides([f"resume='{run_dir}'"]) == old + own
     # what is asked for now stands after resume=
-    assert replay_overrides([f'resume="{run_dir}"', "steps=9"]) == [*old, own[0], "steps=9", *own[1:]]
+    assert replay_overrides([f'resume="{run_dir}"', "steps=9"]) == [
+        *old,
+        own[0],
+        "steps=9",
+        *own[1:],
+    ]
     # Hydra's own options come first, with their values
     options = ["--config-dir", "my_conf", "-cn", "mine", "--debug"]
-    assert replay_overrides(["steps=9", *options[:2], f"resume={run_dir}", *options[2:]]) == [*options, *old, own[0], "steps=9", *own[1:]]
+    assert replay_overrides(["steps=9", *options[:2], f"resume={run_dir}", *options[2:]]) == [
+        *options,
+        *old,
+        own[0],
+        "steps=9",
+        *own[1:],
+    ]
     # what is given now counts, whatever sign it carries
     new = ["attention=tiled", "++attention.options.mine=2", "logger=none"]
     assert replay_overrides([*new, f"resume={run_dir}"]) == ["seq_len=64", own[0], *new, *own[1:]]
     # and Hydra reads the path back
     parsed = OverridesParser.create().parse_overrides(replay_overrides([f"resume={run_dir}"]))
-    assert {override.key_or_group: override.value() for override in parsed}["resume"] == str(run_dir)
+    assert {override.key_or_group: override.value() for override in parsed}["resume"] == str(
+        run_dir
+    )
 
 
 def kept(run_dir: Path, *new: str) -> list[str]:
@@ -249,20 +343,45 @@ def test_another_attention_does_not_inherit_the_options_of_the_first(tmp_path):
 
 
 def test_other_data_do_not_inherit_the_place_of_the_first(tmp_path):
-    old = ["data=text", "data.path=books", "data.val_fraction=0.1", "data.documents=true", "seq_len=64"]
+    old = [
+        "data=text",
+        "data.path=books",
+        "data.val_fraction=0.1",
+        "data.documents=true",
+        "seq_len=64",
+    ]
     (tmp_path / "overrides.yaml").write_text(yaml.safe_dump(old))
     assert kept(tmp_path, "data=stdlib") == old[2:]
     assert kept(tmp_path, "data=text") == old[1:]
 
 
 def test_a_backend_of_ones_own_gives_way_to_another_attention(tmp_path):
-    old = ["attention=custom", "attention.target=pkg.module:MINE", "+attention.options.sharpness=2", "seq_len=64"]
+    old = [
+        "attention=custom",
+        "attention.target=pkg.module:MINE",
+        "+attention.options.sharpness=2",
+        "seq_len=64",
+    ]
     (tmp_path / "overrides.yaml").write_text(yaml.safe_dump(old))
     assert kept(tmp_path, "attention=sdpa") == ["seq_len=64"]
 
 
 @pytest.mark.parametrize(
-    "text", ["", "it's", "a\\b", "C:\\", "\\'", "\\\\'x", "''", "a, b = {c: [d]}", "${e}", "\\\\", "f\\'g\\"], ids=repr
+    "text",
+    [
+        "",
+        "it's",
+        "a\\b",
+        "C:\\",
+        "\\'",
+        "\\\\'x",
+        "''",
+        "a, b = {c: [d]}",
+        "${e}",
+        "\\\\",
+        "f\\'g\\",
+    ],
+    ids=repr,
 )
 def test_hydra_reads_back_what_is_quoted(text):
     """A regression test: a backslash in the middle of a setting was doubled in the way out."""

@@ -1,4 +1,6 @@
-"""What a signal, a closed stream or a failure after the last step does to a run: its summary says what was trained."""
+"""What a signal, a closed stream or a failure after the last step does to a run: its summary says
+what was trained.
+"""
 
 import os
 import signal
@@ -9,7 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import ROOT, checkpoint, contents, environment, index, metrics, run, summary, tiny, tiny_sweep
+from tests.command import (
+    ROOT,
+    checkpoint,
+    contents,
+    environment,
+    index,
+    metrics,
+    run,
+    summary,
+    tiny,
+    tiny_sweep,
+)
 
 posix = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell and its signals")
 hangs_up = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="the platform has no SIGHUP")
@@ -40,7 +53,9 @@ AFTER = {
 @posix
 @pytest.mark.parametrize("place, signals", AFTER.items(), ids=AFTER)
 def test_a_signal_after_the_last_step_leaves_a_completed_run(monkeypatch, tmp_path, place, signals):
-    """A regression test: Ctrl-C lost the summary while it was written, and before that made a completed run an interrupted one."""
+    """A regression test: Ctrl-C lost the summary while it was written, and before that made a
+    completed run an interrupted one.
+    """
     if place == "os.fsync":  # of the summary alone: a checkpoint calls it too
         write_json = import_module("training.outcome").write_json
 
@@ -58,7 +73,10 @@ def test_a_signal_after_the_last_step_leaves_a_completed_run(monkeypatch, tmp_pa
     assert (result["status"], result["stopped"], result["steps_done"]) == ("completed", True, 4)
 
     before = contents(tmp_path)
-    assert "has done 4 steps of steps=4; ask for more with steps=N" in run(f"resume={tmp_path}").complaint()
+    assert (
+        "has done 4 steps of steps=4; ask for more with steps=N"
+        in run(f"resume={tmp_path}").complaint()
+    )
     assert contents(tmp_path) == before
     monkeypatch.undo()
     assert run(f"resume={tmp_path}", "steps=5").code == 0
@@ -69,16 +87,26 @@ def test_ctrl_c_after_a_job_ends_its_sweep(monkeypatch, tmp_path):
     """The job is completed, the others are listed."""
     send_at(monkeypatch, "training.plot.draw_loss_curve", signal.SIGINT)
     done = run(*tiny_sweep(tmp_path, "seed=0,1,2", "eval_every=0"))
-    assert done.code == 130 and [row["status"] for row in index(tmp_path)] == ["completed", "not started", "not started"]
+    assert done.code == 130 and [row["status"] for row in index(tmp_path)] == [
+        "completed",
+        "not started",
+        "not started",
+    ]
     table = (tmp_path / "table.txt").read_text()
     assert "completed" in table and table in done.output
 
 
 @posix
-@pytest.mark.parametrize("names", [["SIGHUP"], ["SIGHUP", "SIGHUP"], ["SIGTERM", "SIGTERM"]], ids=",".join)
+@pytest.mark.parametrize(
+    "names", [["SIGHUP"], ["SIGHUP", "SIGHUP"], ["SIGTERM", "SIGTERM"]], ids=",".join
+)
 def test_a_closed_terminal_saves_first(monkeypatch, tmp_path, names):
-    """It sends SIGHUP twice, itself and by its shell; a run that is told twice to end still saves."""
-    send_at(monkeypatch, "training.step.compute_gradients", *(signal.Signals[name] for name in names))
+    """It sends SIGHUP twice, itself and by its shell; a run that is told twice to end still
+    saves.
+    """
+    send_at(
+        monkeypatch, "training.step.compute_gradients", *(signal.Signals[name] for name in names)
+    )
     assert run(*tiny(tmp_path, "steps=50")).code == 130
     assert summary(tmp_path)["status"] == "interrupted"
     assert summary(tmp_path)["steps_done"] == checkpoint(tmp_path)["step"] < 50
@@ -99,7 +127,10 @@ def test_under_nohup_a_run_goes_on(monkeypatch, tmp_path):
 def test_a_summary_is_written_before_the_logger_ends(monkeypatch, tmp_path):
     """An upload may take minutes, and a job scheduler kills without asking."""
     seen = []
-    monkeypatch.setattr("training.loggers.Logger.finish", lambda self, exit_code: seen.append(summary(tmp_path)["status"]))
+    monkeypatch.setattr(
+        "training.loggers.Logger.finish",
+        lambda self, exit_code: seen.append(summary(tmp_path)["status"]),
+    )
     assert run(*tiny(tmp_path)).code == 0 and seen == ["completed"]
 
 
@@ -113,59 +144,104 @@ def test_a_killed_end_of_a_run_is_not_written_as_failed(tmp_path):
 
 @pytest.mark.parametrize("name", ["a$b_{$", "$\\frac{$", "100%_$x^2$"])
 def test_a_name_is_no_formula(tmp_path, name):
-    """A regression test: matplotlib read mathematics in the title, and the curve and the sample were lost."""
-    done = run(*tiny(tmp_path, "sample_tokens=4", "model.name='" + name.replace("\\", "\\\\") + "'"))
+    """A regression test: matplotlib read mathematics in the title, and the curve and the sample
+    were lost.
+    """
+    done = run(
+        *tiny(tmp_path, "sample_tokens=4", "model.name='" + name.replace("\\", "\\\\") + "'")
+    )
     assert done.code == 0 and "error" not in done.output, done.output
     assert (tmp_path / "loss_curve.png").exists() and (tmp_path / "sample.txt").exists()
 
 
-@pytest.mark.parametrize("place, lost", [("training.plot.draw_loss_curve", "loss curve"), ("model.sample_text", "sample")])
-def test_what_fails_after_the_training_is_said_and_costs_nothing_else(monkeypatch, tmp_path, place, lost):
-    """A regression test: without a curve there was no sample either, and the summary had no word about it."""
+@pytest.mark.parametrize(
+    "place, lost",
+    [("training.plot.draw_loss_curve", "loss curve"), ("model.sample_text", "sample")],
+)
+def test_what_fails_after_the_training_is_said_and_costs_nothing_else(
+    monkeypatch, tmp_path, place, lost
+):
+    """A regression test: without a curve there was no sample either, and the summary had no word
+    about it.
+    """
 
     def fails(*arguments, **options):
         raise RuntimeError("the pen is dry\nand more")
 
     monkeypatch.setattr(place, fails)
     done = run(*tiny(tmp_path, "sample_tokens=4"))
-    assert done.code == 0 and f"error after the training: no {lost}: the pen is dry\n" in done.output
-    assert summary(tmp_path)["status"] == "completed" and summary(tmp_path)["error"] == f"no {lost}: the pen is dry"
-    assert (tmp_path / "sample.txt").exists() == (lost != "sample") and (tmp_path / "loss_curve.png").exists() == (lost == "sample")
+    assert (
+        done.code == 0 and f"error after the training: no {lost}: the pen is dry\n" in done.output
+    )
+    assert (
+        summary(tmp_path)["status"] == "completed"
+        and summary(tmp_path)["error"] == f"no {lost}: the pen is dry"
+    )
+    assert (tmp_path / "sample.txt").exists() == (lost != "sample") and (
+        tmp_path / "loss_curve.png"
+    ).exists() == (lost == "sample")
     assert f"completed: no {lost}" in done.output.splitlines()[-1], "nor has the table"
 
 
 @posix
-@pytest.mark.parametrize("shell", ["2>&-", ">&-", ">&- 2>&- <&-", "| head -1", ">/dev/full", ">/dev/full 2>/dev/full"])
+@pytest.mark.parametrize(
+    "shell", ["2>&-", ">&-", ">&- 2>&- <&-", "| head -1", ">/dev/full", ">/dev/full 2>/dev/full"]
+)
 def test_a_stream_that_is_closed(tmp_path, shell):
-    """A regression test: without stderr no step was made; without stdout there were tracebacks and no table."""
+    """A regression test: without stderr no step was made; without stdout there were tracebacks and
+    no table.
+    """
     if "/dev/full" in shell and not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
-    command = subprocess.list2cmdline([sys.executable, "train.py", *tiny(tmp_path / "run", "eval_every=0")])
+    command = subprocess.list2cmdline(
+        [sys.executable, "train.py", *tiny(tmp_path / "run", "eval_every=0")]
+    )
     script = f"{command} {shell}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
-        ["bash", "-c", script], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100
+        ["bash", "-c", script],
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
     )
     assert done.returncode == 0 and "rror" not in done.stdout, done.stdout
-    assert summary(tmp_path / "run")["status"] == "completed" and len(metrics(tmp_path / "run")) == 4
+    assert (
+        summary(tmp_path / "run")["status"] == "completed" and len(metrics(tmp_path / "run")) == 4
+    )
     told = (tmp_path / "run/train.log").read_text()
-    assert "4/4  train/loss" in told and "attention  status" in told and "tiled      completed" in told
+    assert (
+        "4/4  train/loss" in told and "attention  status" in told and "tiled      completed" in told
+    )
 
 
 @posix
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_an_answer_that_cannot_be_printed_is_a_failure():
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "train.py", "--cfg", "job"], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=100)
+        done = subprocess.run(
+            [sys.executable, "train.py", "--cfg", "job"],
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=100,
+        )
     assert done.returncode != 0 and b"No space left" in done.stderr
 
 
 @pytest.mark.parametrize("rank, said", [("0", True), ("1", False), (None, True)])
 def test_several_processes_are_refused_before_anything_is_written(tmp_path, rank, said):
-    """A regression test: two processes trained the same run, or the second died by the lock with the wrong advice."""
+    """A regression test: two processes trained the same run, or the second died by the lock with
+    the wrong advice.
+    """
     variables = {"WORLD_SIZE": "2"} | ({"RANK": rank} if rank else {})
     done = run(*tiny(tmp_path / "run"), **variables)
     assert done.code == 1 and not (tmp_path / "run").exists()
-    assert done.output.startswith("error: WORLD_SIZE=2") == said and ("CUDA_VISIBLE_DEVICES" in done.output) == said
+    assert (
+        done.output.startswith("error: WORLD_SIZE=2") == said
+        and ("CUDA_VISIBLE_DEVICES" in done.output) == said
+    )
     assert len(done.output.splitlines()) == said
 
 

@@ -9,11 +9,19 @@ import yaml
 from attention import get_backend
 from tests.command import ROOT, TINY, finish, index, start, summary
 
-RECIPES = {path.stem: path.read_text() for path in sorted((ROOT / "conf/experiment").glob("*.yaml"))}
+RECIPES = {
+    path.stem: path.read_text() for path in sorted((ROOT / "conf/experiment").glob("*.yaml"))
+}
 SWEEPS = {name: text for name, text in RECIPES.items() if "MULTIRUN" in text}
 # what a run of one recipe needs to stay as small as the others, and offline
 SMALL = {
-    "gpt2_124m": ["data=stdlib", "data.val_fraction=0.05", "tokenizer=byte", "tokenizer.vocab_size=320", "tokens_per_step=64"],
+    "gpt2_124m": [
+        "data=stdlib",
+        "data.val_fraction=0.05",
+        "tokenizer=byte",
+        "tokenizer.vocab_size=320",
+        "tokens_per_step=64",
+    ],
     "million_tokens": ["tokenizer.vocab_size=320", "model.chunk_tokens=8"],
 }
 
@@ -35,24 +43,44 @@ def test_recipe_of_one_run(name, tmp_path):
 
 @pytest.mark.parametrize("name", SWEEPS)
 def test_recipe_of_a_sweep(name, tmp_path):
-    swept = {key: str(values).split(",") for key, values in yaml.safe_load(SWEEPS[name])["hydra"]["sweeper"]["params"].items()}
-    # one seed tells as much as three; lengths are the recipe's point in one of them, and stay several
+    swept = {
+        key: str(values).split(",")
+        for key, values in yaml.safe_load(SWEEPS[name])["hydra"]["sweeper"]["params"].items()
+    }
+    # one seed tells as much as three; lengths are the recipe's point in one of them, and stay
+    # several
     seq_lens = ["32", "64"] if "seq_len" in swept else []
-    smaller = [*(["seed=0"] if "seed" in swept else []), *([f"seq_len={','.join(seq_lens)}"] if seq_lens else [])]
+    smaller = [
+        *(["seed=0"] if "seed" in swept else []),
+        *([f"seq_len={','.join(seq_lens)}"] if seq_lens else []),
+    ]
     smaller += ["attention.switch_at=null,1"] if "attention.switch_at" in swept else []
     shrunk = [x for x in TINY if x.partition("=")[0] not in ("seq_len", "steps", "batch_size")]
     q = torch.zeros(1, 1, 1, 16)
-    if "triton" in swept.get("attention", []) and get_backend("triton").unsupported_reasons(q, q, q):
+    if "triton" in swept.get("attention", []) and get_backend("triton").unsupported_reasons(
+        q, q, q
+    ):
         # no interpreter here, as with a GPU
         swept["attention"].remove("triton")
         smaller.append(f"attention={','.join(swept['attention'])}")
     done = finish(
-        start(f"experiment={name}", *shrunk, *smaller, "batch_size=1", "steps=2", f"hydra.sweep.dir={tmp_path}", TRITON_INTERPRET="1")
+        start(
+            f"experiment={name}",
+            *shrunk,
+            *smaller,
+            "batch_size=1",
+            "steps=2",
+            f"hydra.sweep.dir={tmp_path}",
+            TRITON_INTERPRET="1",
+        )
     )
     assert done.code == 0 and "Traceback" not in done.output, done.output
 
     expected = {
-        key: {"seed": ["0"], "seq_len": seq_lens, "attention.switch_at": ["None", "1"]}.get(key, values) for key, values in swept.items()
+        key: {"seed": ["0"], "seq_len": seq_lens, "attention.switch_at": ["None", "1"]}.get(
+            key, values
+        )
+        for key, values in swept.items()
     }
     rows = index(tmp_path)
     assert len(rows) == math.prod(map(len, expected.values()))

@@ -1,7 +1,8 @@
-"""Which package may import which, read from the source of every file; and what a fresh process loads.
+"""Which package may import which, read from the source of every file; and what a fresh process
+loads.
 
-The heart imports torch and numpy; data, model and training do not know of each other, but for the schema; what is optional or slow to
-import is imported where it is used.
+The heart imports torch and numpy; data, model and training do not know of each other, but for the
+schema; what is optional or slow to import is imported where it is used.
 """
 
 import ast
@@ -14,15 +15,42 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = {"attention", "config", "data", "hydra_plugins", "model", "scripts", "training", "train", "tests"}
+OURS = {
+    "attention",
+    "config",
+    "data",
+    "hydra_plugins",
+    "model",
+    "scripts",
+    "training",
+    "train",
+    "tests",
+}
 # what a package may import of ours, besides itself
-MAY_IMPORT = {"config": set(), "attention": set(), "data": {"config"}, "model": {"attention", "config"}, "training": {"config"}}
+MAY_IMPORT = {
+    "config": set(),
+    "attention": set(),
+    "data": {"config"},
+    "model": {"attention", "config"},
+    "training": {"config"},
+}
 # modules of attention that everything in it may import, and what single ones may import besides
 SHARED = {"interface", "mask", "online_softmax"}
 ALSO = {"twins": {"tiled"}, "defects": {"tiled", "kernels"}, "diagnose": {"tiled", "naive"}}
-# they judge backends, so they stand above them: nothing in attention imports them, and they call attention() as anyone does
+# they judge backends, so they stand above them: nothing in attention imports them, and they call
+# attention() as anyone does
 JUDGES = {"conformance", "footprint", "properties", "subject"}
-LAZY = {"triton", "wandb", "wandb_workspaces", "datasets", "huggingface_hub", "tiktoken", "matplotlib", "tensorboard", "trackio"}
+LAZY = {
+    "triton",
+    "wandb",
+    "wandb_workspaces",
+    "datasets",
+    "huggingface_hub",
+    "tiktoken",
+    "matplotlib",
+    "tensorboard",
+    "trackio",
+}
 LAZY |= {"transformers"}
 
 
@@ -51,11 +79,21 @@ def imports_of(file: Path) -> Iterator[Import]:
                     yield Import(relative, child.lineno, alias.name, (), at_import)
             elif isinstance(child, ast.ImportFrom):
                 assert child.level == 0, f"{relative}:{child.lineno} is a relative import"
-                yield Import(relative, child.lineno, child.module, tuple(alias.name for alias in child.names), at_import)
+                yield Import(
+                    relative,
+                    child.lineno,
+                    child.module,
+                    tuple(alias.name for alias in child.names),
+                    at_import,
+                )
             elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
                 continue  # never runs
             else:
-                yield from walk(child, at_import and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+                yield from walk(
+                    child,
+                    at_import
+                    and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)),
+                )
 
     yield from walk(ast.parse(file.read_text()), True)
 
@@ -65,7 +103,11 @@ def sources(*names: str) -> list[Path]:
     return [
         file
         for name in names
-        for file in ([ROOT / f"{name}.py"] if (ROOT / f"{name}.py").exists() else sorted((ROOT / name).rglob("*.py")))
+        for file in (
+            [ROOT / f"{name}.py"]
+            if (ROOT / f"{name}.py").exists()
+            else sorted((ROOT / name).rglob("*.py"))
+        )
     ]
 
 
@@ -80,7 +122,11 @@ def refuse(found: list[Import]) -> None:
 
 
 def test_every_folder_with_code_is_walked():
-    folders = {file.parent.relative_to(ROOT).parts[0] for file in ROOT.glob("*/*.py") if not file.parent.name.startswith(".")}
+    folders = {
+        file.parent.relative_to(ROOT).parts[0]
+        for file in ROOT.glob("*/*.py")
+        if not file.parent.name.startswith(".")
+    }
     assert folders <= OURS, "a new package needs its line in MAY_IMPORT"
 
 
@@ -90,8 +136,16 @@ def test_direction(package):
 
 
 def test_attention_needs_torch_and_numpy_only():
-    foreign = {x for x in imports("attention") if x.top not in {*sys.stdlib_module_names, "torch", "numpy", "attention"}}
-    in_kernels = {x for x in foreign if x.top == "triton" and x.file.parts[1] == "kernels" and x.file.name != "__init__.py"}
+    foreign = {
+        x
+        for x in imports("attention")
+        if x.top not in {*sys.stdlib_module_names, "torch", "numpy", "attention"}
+    }
+    in_kernels = {
+        x
+        for x in foreign
+        if x.top == "triton" and x.file.parts[1] == "kernels" and x.file.name != "__init__.py"
+    }
     assert in_kernels, "the kernels import triton"
     refuse(sorted(foreign - in_kernels))
 
@@ -105,7 +159,9 @@ def test_backends_do_not_import_one_another():
         used = x.module.split(".")[1:2]
         assert used, f"{x}: only a submodule can be imported from inside the package"
         own_folder = module == "kernels" == used[0]
-        assert own_folder or used[0] in (SHARED if module not in SHARED else SHARED - {module}) | ALSO.get(module, set()), x
+        assert own_folder or used[0] in (
+            SHARED if module not in SHARED else SHARED - {module}
+        ) | ALSO.get(module, set()), x
 
 
 def test_model_knows_attention_by_its_public_names():
@@ -113,35 +169,79 @@ def test_model_knows_attention_by_its_public_names():
 
     found = [x for x in imports("model") if x.top == "attention"]
     assert found
-    refuse([x for x in found if x.module != "attention" or not set(x.names) <= set(attention.__all__)])
+    refuse(
+        [x for x in found if x.module != "attention" or not set(x.names) <= set(attention.__all__)]
+    )
 
 
 def test_hydra_stays_at_the_edge():
-    allowed = {Path("train.py"), Path("config.py"), Path("training/sweep.py"), Path("training/command_line.py")}
-    refuse([x for x in imports("attention", "config", "data", "model", "training", "train") if x.top == "hydra" and x.file not in allowed])
+    allowed = {
+        Path("train.py"),
+        Path("config.py"),
+        Path("training/sweep.py"),
+        Path("training/command_line.py"),
+    }
+    refuse(
+        [
+            x
+            for x in imports("attention", "config", "data", "model", "training", "train")
+            if x.top == "hydra" and x.file not in allowed
+        ]
+    )
     refuse([x for x in imports("attention", "data", "model", "training") if x.top == "omegaconf"])
 
 
 def test_what_is_optional_or_slow_is_imported_where_it_is_used():
-    names = ("forward.py", "backward.py", "softmax.py", "defects.py", "score_mods.py", "op.py", "intervals.py", "offline.py")
-    names += tuple(f"hopper/{name}.py" for name in ("primitives", "forward", "backward", "around", "launch", "offline"))
-    kernels = {Path("attention/kernels") / name for name in names} | {Path(f"model/{name}_kernel.py") for name in ("loss", "norm")}
+    names = (
+        "forward.py",
+        "backward.py",
+        "softmax.py",
+        "defects.py",
+        "score_mods.py",
+        "op.py",
+        "intervals.py",
+        "offline.py",
+    )
+    names += tuple(
+        f"hopper/{name}.py"
+        for name in ("primitives", "forward", "backward", "around", "launch", "offline")
+    )
+    kernels = {Path("attention/kernels") / name for name in names} | {
+        Path(f"model/{name}_kernel.py") for name in ("loss", "norm")
+    }
     found = [x for x in imports(*OURS - {"tests"}) if x.at_import and x.top in LAZY]
     refuse([x for x in found if not (x.top == "triton" and x.file in kernels)])
     # a mistyped key is answered before torch is loaded
-    refuse([x for x in imports("train", "config") if x.at_import and x.top in {"torch", "numpy", "attention", "data", "model", "training"}])
+    refuse(
+        [
+            x
+            for x in imports("train", "config")
+            if x.at_import and x.top in {"torch", "numpy", "attention", "data", "model", "training"}
+        ]
+    )
 
 
 def loaded(code: str, *arguments: str) -> set[str]:
     """The top-level modules that a fresh process has imported after running `code`."""
-    end = "print('\\nLOADED', *{name.partition('.')[0] for name, module in sys.modules.items() if module is not None})"
-    command = [sys.executable, "-c", f"import sys, atexit\natexit.register(lambda: {end})\n{code}", *arguments]
+    end = (
+        "print('\\nLOADED', *{name.partition('.')[0] for name, module in sys.modules.items() if "
+        "module is not None})"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys, atexit\natexit.register(lambda: {end})\n{code}",
+        *arguments,
+    ]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
     return set(run.stdout.splitlines()[-1].removeprefix("LOADED ").split())
 
 
-TRAIN = "import runpy; sys.argv = ['train.py', *sys.argv[1:]]; runpy.run_path('train.py', run_name='__main__')"
+TRAIN = (
+    "import runpy; sys.argv = ['train.py', *sys.argv[1:]]; runpy.run_path('train.py', "
+    "run_name='__main__')"
+)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +254,14 @@ TRAIN = "import runpy; sys.argv = ['train.py', *sys.argv[1:]]; runpy.run_path('t
         (TRAIN, ["--help"], {"hydra"}, LAZY | {"torch"}),
         (TRAIN, ["--cfg", "job", "attention=triton"], {"hydra"}, LAZY),
     ],
-    ids=["import-attention", "import-model", "import-data", "config", "train-help", "train-cfg-job"],
+    ids=[
+        "import-attention",
+        "import-model",
+        "import-data",
+        "config",
+        "train-help",
+        "train-cfg-job",
+    ],
 )
 def test_a_fresh_process_loads(code, arguments, needed, refused):
     found = loaded(code, *arguments)
@@ -164,6 +271,7 @@ def test_a_fresh_process_loads(code, arguments, needed, refused):
 
 def test_attention_works_where_triton_is_absent():
     code = (
-        "sys.modules['triton'] = None\nimport torch, attention\nq = torch.ones(1, 1, 4, 16)\nattention.attention(q, q, q, backend='tiled')"
+        "sys.modules['triton'] = None\nimport torch, attention\nq = torch.ones(1, 1, 4, "
+        "16)\nattention.attention(q, q, q, backend='tiled')"
     )
     assert "triton" not in loaded(code)

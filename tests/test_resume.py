@@ -1,4 +1,6 @@
-"""Interrupted, killed and resumed: the same run to the last bit, or a refusal that costs nothing."""
+"""Interrupted, killed and resumed: the same run to the last bit, or a refusal that costs
+nothing.
+"""
 
 import errno
 import hashlib
@@ -19,11 +21,24 @@ import torch
 
 import training.checkpoint
 from data.batches import TextData
-from tests.command import checkpoint, computed, contents, finish, metrics, run, same, start, summary, tiny, wait_for_rows
+from tests.command import (
+    checkpoint,
+    computed,
+    contents,
+    finish,
+    metrics,
+    run,
+    same,
+    start,
+    summary,
+    tiny,
+    wait_for_rows,
+)
 from training.checkpoint import Checkpoints, read_meta
 from training.rotation import step_of
 
-# everything that has state: two passes a step, dropout, and rows, evaluations and checkpoints out of step with one another
+# everything that has state: two passes a step, dropout, and rows, evaluations and checkpoints out
+# of step with one another
 STATEFUL = ("model.dropout=0.1", "data.documents=true", "tokens_per_step=256")
 STATEFUL += ("steps=12", "log_every=3", "eval_every=5", "checkpoint_every=4")
 
@@ -51,7 +66,9 @@ def straight(tmp_path_factory) -> dict[str, Path]:
 
 
 def send_at_step(monkeypatch, step: int, *signals: signal.Signals) -> None:
-    """Let this process get the signals while it prepares that step, counted from 0, for the first time."""
+    """Let this process get the signals while it prepares that step, counted from 0, for the first
+    time.
+    """
     train_batch, pending = TextData.train_batch, list(signals)
 
     def patched(self, at: int, num_sequences: int):
@@ -67,8 +84,12 @@ def send_at_step(monkeypatch, step: int, *signals: signal.Signals) -> None:
     [("fp32", "SIGINT", 0), ("fp32", "SIGTERM", 6), ("fp32", "SIGINT", 10), ("fp16", "SIGINT", 6)],
     ids=str,
 )
-def test_interrupted_and_resumed_is_the_same_run(straight, monkeypatch, tmp_path, dtype, name, step):
-    """To the last bit: weights, optimizer, loss scale, random state, and every row that was computed, none lost and none twice."""
+def test_interrupted_and_resumed_is_the_same_run(
+    straight, monkeypatch, tmp_path, dtype, name, step
+):
+    """To the last bit: weights, optimizer, loss scale, random state, and every row that was
+    computed, none lost and none twice.
+    """
     send_at_step(monkeypatch, step, signal.Signals[name])
     stopped = run(*tiny(tmp_path, *STATEFUL, f"dtype={dtype}"))
     assert stopped.code == 130 and f"interrupted after step {step + 1}" in stopped.output
@@ -83,7 +104,9 @@ def test_interrupted_and_resumed_is_the_same_run(straight, monkeypatch, tmp_path
 
 
 def test_written_in_the_background_it_is_the_same_run(straight, monkeypatch, tmp_path):
-    """As on a GPU. The interrupted run ends when its checkpoint is on disk, and the next step does not get into it."""
+    """As on a GPU. The interrupted run ends when its checkpoint is on disk, and the next step does
+    not get into it.
+    """
     monkeypatch.setattr(training.checkpoint, "Checkpoints", partial(Checkpoints, background=True))
     send_at_step(monkeypatch, 6, signal.SIGTERM)
     assert run(*tiny(tmp_path, *STATEFUL)).code == 130
@@ -93,8 +116,12 @@ def test_written_in_the_background_it_is_the_same_run(straight, monkeypatch, tmp
     assert computed(tmp_path) == computed(straight["fp32"])
 
 
-def test_a_write_that_fails_in_the_background_is_said_and_loses_nothing(straight, monkeypatch, tmp_path):
-    """The disk is full at the second checkpoint, that of a best evaluation; the third has to wait for it, and finds out."""
+def test_a_write_that_fails_in_the_background_is_said_and_loses_nothing(
+    straight, monkeypatch, tmp_path
+):
+    """The disk is full at the second checkpoint, that of a best evaluation; the third has to wait
+    for it, and finds out.
+    """
     monkeypatch.setattr(training.checkpoint, "Checkpoints", partial(Checkpoints, background=True))
     rotate, steps = training.checkpoint.rotate, []
 
@@ -106,7 +133,11 @@ def test_a_write_that_fails_in_the_background_is_said_and_loses_nothing(straight
 
     monkeypatch.setattr(training.checkpoint, "rotate", full)
     answer = run(*tiny(tmp_path, *STATEFUL)).complaint()
-    assert f"cannot write a checkpoint to {tmp_path}" in answer and "No space left" in answer and f"resume={tmp_path}" in answer
+    assert (
+        f"cannot write a checkpoint to {tmp_path}" in answer
+        and "No space left" in answer
+        and f"resume={tmp_path}" in answer
+    )
     assert steps == [4, 5] and checkpoint(tmp_path)["step"] == 4
     assert run(f"resume={tmp_path}").code == 0
     assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
@@ -127,7 +158,9 @@ def test_ctrl_c_twice_stops_at_once_and_keeps_the_checkpoint(straight, monkeypat
     stopped = run(*tiny(tmp_path, *STATEFUL))
     assert stopped.code == 130 and "Traceback" not in stopped.output
     assert "the steps since the last checkpoint are lost" in stopped.output
-    assert summary(tmp_path)["status"] == "interrupted" and checkpoint(tmp_path)["step"] == 5  # the last evaluation, the best so far
+    assert (
+        summary(tmp_path)["status"] == "interrupted" and checkpoint(tmp_path)["step"] == 5
+    )  # the last evaluation, the best so far
     assert run(f"resume={tmp_path}").code == 0
     assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
     assert computed(tmp_path) == computed(straight["fp32"])
@@ -137,7 +170,10 @@ def test_a_resumed_run_that_is_stopped_before_its_first_row_says_so(run_dir, mon
     send_at_step(monkeypatch, 5, signal.SIGINT)
     assert run(f"resume={run_dir}", "steps=20", "log_every=10").code == 130
     result = summary(run_dir)
-    assert result["status"] == "interrupted" and result["steps_done"] == checkpoint(run_dir)["step"] == 6
+    assert (
+        result["status"] == "interrupted"
+        and result["steps_done"] == checkpoint(run_dir)["step"] == 6
+    )
 
 
 def test_killed_at_random_and_resumed_is_the_same_run(tmp_path):
@@ -145,16 +181,29 @@ def test_killed_at_random_and_resumed_is_the_same_run(tmp_path):
     assert run(*tiny(tmp_path / "straight", *overrides)).code == 0
     moments = sorted(random.sample(range(8, 65), 2))
     for number, rows in enumerate(moments):
-        process = start(*([f"resume={tmp_path / 'killed'}"] if number else tiny(tmp_path / "killed", *overrides)))
+        process = start(
+            *(
+                [f"resume={tmp_path / 'killed'}"]
+                if number
+                else tiny(tmp_path / "killed", *overrides)
+            )
+        )
         wait_for_rows(process, tmp_path / "killed", rows)
         time.sleep(random.uniform(0, 0.01))
         process.kill()
         assert finish(process).code == -signal.SIGKILL, f"it was over before its row {rows}"
     done = run(f"resume={tmp_path / 'killed'}")
     assert done.code == 0, f"killed at rows {moments}: {done.output}"
-    assert same(checkpoint(tmp_path / "killed"), checkpoint(tmp_path / "straight")), f"killed at rows {moments}"
-    assert computed(tmp_path / "killed") == computed(tmp_path / "straight"), f"killed at rows {moments}"
-    assert not list((tmp_path / "killed").glob("*.tmp")) and len(list((tmp_path / "killed/checkpoints").iterdir())) == 1
+    assert same(checkpoint(tmp_path / "killed"), checkpoint(tmp_path / "straight")), (
+        f"killed at rows {moments}"
+    )
+    assert computed(tmp_path / "killed") == computed(tmp_path / "straight"), (
+        f"killed at rows {moments}"
+    )
+    assert (
+        not list((tmp_path / "killed").glob("*.tmp"))
+        and len(list((tmp_path / "killed/checkpoints").iterdir())) == 1
+    )
 
 
 def test_a_folder_that_another_process_writes_to(tmp_path):
@@ -164,25 +213,34 @@ def test_a_folder_that_another_process_writes_to(tmp_path):
         time.sleep(0.001)
     refusal = f"another process is writing to {tmp_path} right now"
     assert refusal in run(*tiny(tmp_path, "seed=1")).complaint()
-    assert refusal in run("-m", *tiny(tmp_path, "seed=1,2"), f"hydra.sweep.dir={tmp_path}").complaint()
+    assert (
+        refusal in run("-m", *tiny(tmp_path, "seed=1,2"), f"hydra.sweep.dir={tmp_path}").complaint()
+    )
     wait_for_rows(process, tmp_path, 8)
     assert refusal in run(f"resume={tmp_path}").complaint()
     process.kill()
     assert finish(process).code == -signal.SIGKILL
     steps = read_meta(tmp_path)["step"] + 2
     assert run(f"resume={tmp_path}", f"steps={steps}").code == 0
-    assert summary(tmp_path)["seed"] == 0 and [row["step"] for row in metrics(tmp_path)] == list(range(steps + 1))
+    assert summary(tmp_path)["seed"] == 0 and [row["step"] for row in metrics(tmp_path)] == list(
+        range(steps + 1)
+    )
 
 
 def test_looking_more_often_changes_nothing(straight, tmp_path):
     """Rows, evaluations and checkpoints draw no random numbers of the run's."""
-    assert run(*tiny(tmp_path, *STATEFUL, "log_every=1", "eval_every=1", "checkpoint_every=1")).code == 0
+    assert (
+        run(*tiny(tmp_path, *STATEFUL, "log_every=1", "eval_every=1", "checkpoint_every=1")).code
+        == 0
+    )
     assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
 
 
 def test_ctrl_c_before_the_run_began(monkeypatch, tmp_path):
     # while Hydra writes down its configuration, say
-    monkeypatch.setattr("hydra.core.utils._save_config", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(
+        "hydra.core.utils._save_config", lambda *_: os.kill(os.getpid(), signal.SIGINT)
+    )
     done = run(*tiny(tmp_path))
     assert done.code == 130 and "Traceback" not in done.output, done.output
 
@@ -245,15 +303,27 @@ CRAFTED = {
     "val_loss": ({"val_loss": ["low"]}, "val_loss is not a number"),
     "files-list": ({"files": []}, "files is not"),
     "files-number": ({"files": {"model.safetensors": 5}}, "files is not"),
-    "files-elsewhere": ({"files": {"../metrics.jsonl": {"bytes": 1, "sha256": ""}}}, "files is not"),
+    "files-elsewhere": (
+        {"files": {"../metrics.jsonl": {"bytes": 1, "sha256": ""}}},
+        "files is not",
+    ),
     "files-none": ({"files": {}}, "it lacks model.safetensors, training.pt"),
     "config-number": ({"config": 5}, "config is not the settings"),
     "config-empty": ({"config": {}}, "optim.name is None in the checkpoint"),
-    "config-model": ({"config": {"model": [], "optim": {}, "attention": {"name": "tiled"}}}, "config is not the settings"),
+    "config-model": (
+        {"config": {"model": [], "optim": {}, "attention": {"name": "tiled"}}},
+        "config is not the settings",
+    ),
     "starts-number": ({"starts": 5}, "starts is not"),
     "starts-of-numbers": ({"starts": [5]}, "starts is not"),
-    "starts-attention": ({"starts": [{"step": 0, "attention": [[0]], "changed": {}}]}, "starts is not"),
-    "starts-changed": ({"starts": [{"step": 0, "attention": [[0, "tiled"]], "changed": {"seed": 1}}]}, "starts is not"),
+    "starts-attention": (
+        {"starts": [{"step": 0, "attention": [[0]], "changed": {}}]},
+        "starts is not",
+    ),
+    "starts-changed": (
+        {"starts": [{"step": 0, "attention": [[0, "tiled"]], "changed": {"seed": 1}}]},
+        "starts is not",
+    ),
 }
 
 
@@ -270,7 +340,11 @@ def test_a_crafted_meta_is_refused_in_one_line(run_dir, change, said):
     assert contents(run_dir) == before
 
 
-@pytest.mark.parametrize("change", [{"val_loss": ["low"]}, {"starts": [5]}, {"step": "four"}], ids=["val_loss", "starts", "step"])
+@pytest.mark.parametrize(
+    "change",
+    [{"val_loss": ["low"]}, {"starts": [5]}, {"step": "four"}],
+    ids=["val_loss", "starts", "step"],
+)
 def test_an_earlier_checkpoint_of_any_form_stops_no_run(tmp_path, change):
     assert run(*tiny(tmp_path, "steps=6", "checkpoint_every=2", "keep=3")).code == 0
     rewritten(tmp_path / "checkpoints/step-000002", change)
@@ -294,7 +368,12 @@ def test_a_crafted_state_is_refused_and_not_run(run_dir, tmp_path, kind):
     """A regression test: a traceback of PyTorch's; it never ran what it holds."""
     path = run_dir / "checkpoint/training.pt"
     state = torch.load(path, weights_only=True)
-    crafted = {"list": [1, 2], "empty": {}, "optimizer": state | {"optimizer": 5}, "random": state | {"random": {"python": 3}}}
+    crafted = {
+        "list": [1, 2],
+        "empty": {},
+        "optimizer": state | {"optimizer": 5},
+        "random": state | {"random": {"python": 3}},
+    }
     if kind == "pickle":
         path.write_bytes(pickle.dumps(Harm(tmp_path / "harm")))
     elif kind == "words":
@@ -302,10 +381,18 @@ def test_a_crafted_state_is_refused_and_not_run(run_dir, tmp_path, kind):
     else:
         torch.save(crafted[kind], path)
     size, sha256 = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
-    rewritten(run_dir / "checkpoint", lambda meta: meta | {"files": meta["files"] | {"training.pt": {"bytes": size, "sha256": sha256}}})
+    rewritten(
+        run_dir / "checkpoint",
+        lambda meta: (
+            meta | {"files": meta["files"] | {"training.pt": {"bytes": size, "sha256": sha256}}}
+        ),
+    )
     before = contents(run_dir)
     answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert f"{path} does not hold what this program writes, and nothing in it was run" in answer and "go on with: " not in answer
+    assert (
+        f"{path} does not hold what this program writes, and nothing in it was run" in answer
+        and "go on with: " not in answer
+    )
     assert contents(run_dir) == before and not (tmp_path / "harm").exists()
 
 
@@ -313,7 +400,12 @@ def test_weights_that_are_none_are_refused(run_dir):
     path = run_dir / "checkpoint/model.safetensors"
     path.write_bytes(b"words that are no weights")
     size, sha256 = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
-    rewritten(run_dir / "checkpoint", lambda meta: meta | {"files": meta["files"] | {path.name: {"bytes": size, "sha256": sha256}}})
+    rewritten(
+        run_dir / "checkpoint",
+        lambda meta: (
+            meta | {"files": meta["files"] | {path.name: {"bytes": size, "sha256": sha256}}}
+        ),
+    )
     assert f"{path} holds no weights" in run(f"resume={run_dir}", "steps=6").complaint()
 
 
@@ -323,43 +415,79 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(straight, tmp
     truncate(tmp_path / "checkpoint/training.pt")
     done = run(f"resume={tmp_path}")
     said = [line for line in done.output.splitlines() if "going on from step 10 with" in line]
-    assert done.code == 0 and len(said) == 1 and str(tmp_path / "checkpoint/training.pt") in said[0] and "is truncated" in said[0]
+    assert (
+        done.code == 0
+        and len(said) == 1
+        and str(tmp_path / "checkpoint/training.pt") in said[0]
+        and "is truncated" in said[0]
+    )
     assert same(checkpoint(tmp_path), checkpoint(straight["fp32"]))
     assert computed(tmp_path) == computed(straight["fp32"])
 
 
 def best_and_evaluated(run_dir: Path) -> tuple[int, dict[int, float]]:
-    """The step of checkpoint.best, and val/loss by step of all evaluations but the first, of weights that learnt nothing."""
-    held_out = {row["step"]: row["val/loss"] for row in metrics(run_dir) if "val/loss" in row and row["step"] > 0}
+    """The step of checkpoint.best, and val/loss by step of all evaluations but the first, of
+    weights that learnt nothing.
+    """
+    held_out = {
+        row["step"]: row["val/loss"]
+        for row in metrics(run_dir)
+        if "val/loss" in row and row["step"] > 0
+    }
     best = read_meta(run_dir / "checkpoint.best")
     assert best["val_loss"] == held_out[best["step"]]
     return best["step"], held_out
 
 
 def test_the_last_checkpoints_and_the_best_stay(tmp_path):
-    assert run(*tiny(tmp_path, "steps=12", "checkpoint_every=2", "eval_every=4", "keep=3")).code == 0
+    assert (
+        run(*tiny(tmp_path, "steps=12", "checkpoint_every=2", "eval_every=4", "keep=3")).code == 0
+    )
     best, held_out = best_and_evaluated(tmp_path)
     assert held_out[best] == min(held_out.values()) and read_meta(tmp_path)["step"] == 12
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000008", "step-000010"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-000008",
+        "step-000010",
+    ]
 
 
 def test_the_best_is_that_of_all_evaluations(tmp_path):
-    """Also where none of their steps is one of checkpoint_every, and across a resume. The learning rate makes the loss go up and down."""
-    rates = ("optim.lr=0.1", "optim.schedule=constant", "optim.warmup_steps=0", "checkpoint_every=1000", "eval_every=2")
+    """Also where none of their steps is one of checkpoint_every, and across a resume. The learning
+    rate makes the loss go up and down.
+    """
+    rates = (
+        "optim.lr=0.1",
+        "optim.schedule=constant",
+        "optim.warmup_steps=0",
+        "checkpoint_every=1000",
+        "eval_every=2",
+    )
     for steps, resume in ((10, ()), (22, (f"resume={tmp_path}",))):
         assert run(*(resume or tiny(tmp_path, *rates)), f"steps={steps}").code == 0
         best, held_out = best_and_evaluated(tmp_path)
         assert len(held_out) == steps // 2 and held_out[best] == min(held_out.values())
         losses = list(held_out.values())
-        assert losses != sorted(losses) and losses != sorted(losses, reverse=True), "nothing to choose from"
+        assert losses != sorted(losses) and losses != sorted(losses, reverse=True), (
+            "nothing to choose from"
+        )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["tiled", "sdpa", "triton"])
 def test_a_deterministic_run_on_a_gpu_is_the_same_run(monkeypatch, tmp_path, attention):
-    """deterministic=true, interrupted and resumed: compiled, in bfloat16, with dropout, to the last bit."""
-    overrides = (*STATEFUL, "device=cuda", "dtype=bf16", "deterministic=true", f"attention={attention}")
-    overrides += ("data.documents=false",) if attention == "sdpa" else ()  # it has no document masks
+    """deterministic=true, interrupted and resumed: compiled, in bfloat16, with dropout, to the last
+    bit.
+    """
+    overrides = (
+        *STATEFUL,
+        "device=cuda",
+        "dtype=bf16",
+        "deterministic=true",
+        f"attention={attention}",
+    )
+    overrides += (
+        ("data.documents=false",) if attention == "sdpa" else ()
+    )  # it has no document masks
     try:
         assert run(*tiny(tmp_path / "straight", *overrides)).code == 0
         send_at_step(monkeypatch, 6, signal.SIGTERM)
@@ -377,7 +505,10 @@ def test_a_deterministic_run_on_a_gpu_is_the_same_run(monkeypatch, tmp_path, att
         ([], "has done 4 steps of steps=4; ask for more with steps=N"),
         (["steps=3"], "has done 4 steps of steps=3"),
         (["steps=6", "model.num_layers=2"], "model.num_layers is 1 in the checkpoint and 2 now"),
-        (["steps=6", "model.num_heads=4", "model.bias=false"], "model.num_heads is 2 in the checkpoint and 4 now"),
+        (
+            ["steps=6", "model.num_heads=4", "model.bias=false"],
+            "model.num_heads is 2 in the checkpoint and 4 now",
+        ),
         (["steps=6", "tokenizer=bpe"], "vocab_size is 257 in the checkpoint and"),
         (["steps=6", "seq_len=64"], "model.max_seq_len is 32 in the checkpoint and 64 now"),
     ],
@@ -401,33 +532,52 @@ def books(tmp_path) -> Path:
 
 
 def test_changed_data_are_refused(tmp_path, books):
-    """Under the same settings the run would not be the one it says it is. Asked for, it goes on, and says so."""
+    """Under the same settings the run would not be the one it says it is. Asked for, it goes on,
+    and says so.
+    """
     run_dir = tmp_path / "run"
     assert run(*tiny(run_dir, "data=text", f"data.path={books}")).code == 0
     before, fingerprint = contents(run_dir), summary(run_dir)["data"]
     books.write_text("sphinx of black quartz, judge my vow\n\n" * 300)
     answer = run(f"resume={run_dir}", "steps=6").complaint()
-    found = re.search(rf"the data have changed since: data=text had the fingerprint {fingerprint} and has (\w+) now", answer)
+    found = re.search(
+        rf"the data have changed since: data=text had the fingerprint {fingerprint} and has "
+        r"(\w+) now",
+        answer,
+    )
     assert found and f"add data.fingerprint={found[1]}" in answer
     assert contents(run_dir) == before
 
     assert run(f"resume={run_dir}", "steps=6", f"data.fingerprint={found[1]}").code == 0
     first, second = summary(run_dir)["starts"]
     assert (first["data"], second["data"]) == (fingerprint, found[1])
-    assert (second["step"], second["changed"]) == (4, {"data.fingerprint": [None, found[1]], "steps": [4, 6]})
+    assert (second["step"], second["changed"]) == (
+        4,
+        {"data.fingerprint": [None, found[1]], "steps": [4, 6]},
+    )
     books.write_text("pack my box with five dozen liquor jugs\n\n" * 300)
     answer = run(f"resume={run_dir}", "steps=8").complaint()
     assert (
-        f"data.fingerprint={found[1]} is asked for, and data=text has" in answer and "data.fingerprint=null takes what is there" in answer
+        f"data.fingerprint={found[1]} is asked for, and data=text has" in answer
+        and "data.fingerprint=null takes what is there" in answer
     )
     assert run(f"resume={run_dir}", "steps=8", "data.fingerprint=null").code == 0
 
 
 def test_other_data_can_be_asked_for(tmp_path, books):
-    assert run(*tiny(tmp_path / "run", "data=text", f"data.path={books}", "data.val_fraction=0.1")).code == 0
+    assert (
+        run(
+            *tiny(tmp_path / "run", "data=text", f"data.path={books}", "data.val_fraction=0.1")
+        ).code
+        == 0
+    )
     assert run(f"resume={tmp_path / 'run'}", "steps=6", "data=stdlib").code == 0
     changed = summary(tmp_path / "run")["starts"][1]["changed"]
-    assert changed == {"data.source": ["text", "stdlib"], "data.path": [str(books), None], "steps": [4, 6]}
+    assert changed == {
+        "data.source": ["text", "stdlib"],
+        "data.path": [str(books), None],
+        "steps": [4, 6],
+    }
     assert "val_fraction: 0.1" in (tmp_path / "run/config.yaml").read_text()
 
 
@@ -448,7 +598,11 @@ def test_damaged_overrides_are_refused(run_dir, content, said):
     (run_dir / "overrides.yaml").write_bytes(content)
     before = contents(run_dir)
     answer = run(f"resume={run_dir}", "steps=6").complaint()
-    assert f"{run_dir}/overrides.yaml is damaged: " in answer and said in answer and f"{run_dir}/config.yaml" in answer
+    assert (
+        f"{run_dir}/overrides.yaml is damaged: " in answer
+        and said in answer
+        and f"{run_dir}/config.yaml" in answer
+    )
     assert contents(run_dir) == before
 
 
@@ -487,18 +641,28 @@ def test_all_of_them_are_named_with_one_way_out(run_dir, books):
     way_out = re.search(r"to go on as before add (.*), or else ", answer)[1]
     assert run(f"resume={run_dir}", "steps=6", *shlex.split(way_out)).code == 0
     config = (run_dir / "config.yaml").read_text()
-    assert "seed: 1" in config and "seq_len: 32" in config and strange.name in config.replace("''", "'")
+    assert (
+        "seed: 1" in config
+        and "seq_len: 32" in config
+        and strange.name in config.replace("''", "'")
+    )
 
 
 def test_what_is_asked_for_is_never_refused(tmp_path):
-    """Regression tests: what stood in overrides.yaml as well, in these very words, did not count; and a NaN differs from itself."""
+    """Regression tests: what stood in overrides.yaml as well, in these very words, did not count;
+    and a NaN differs from itself.
+    """
     assert run(*tiny(tmp_path, "batch_size=auto", "tokens_per_step=128")).code == 0
     assert run(f"resume={tmp_path}", "steps=5", "batch_size=auto").code == 0
     recorded = tmp_path / "overrides.yaml"
     recorded.write_text(recorded.read_text().replace("log_every=1", "log_every=2"))
     assert "log_every was 1 and is 2" in run(f"resume={tmp_path}", "steps=6").complaint()
     assert run(f"resume={tmp_path}", "steps=6", "log_every=2").code == 0
-    custom = ("attention=custom", "attention.target=tests.user_backends:WITH_AN_OPTION", "+attention.options.a=nan")
+    custom = (
+        "attention=custom",
+        "attention.target=tests.user_backends:WITH_AN_OPTION",
+        "+attention.options.a=nan",
+    )
     assert run(*tiny(tmp_path / "nan", *custom)).code == 0
     assert run(f"resume={tmp_path / 'nan'}", "steps=5").code == 0
 
@@ -520,11 +684,18 @@ def test_a_run_of_an_earlier_version_keeps_its_history(tmp_path):
     assert run(*tiny(tmp_path, "attention.switch_at=2", "attention.switch_to=sdpa")).code == 0
     path = tmp_path / "checkpoint/meta.json"
     meta = json.loads(path.read_text())
-    del meta["starts"], meta["config"]["data"]["fingerprint"], meta["files"]["metrics.jsonl"], meta["sha256"]
+    del (
+        meta["starts"],
+        meta["config"]["data"]["fingerprint"],
+        meta["files"]["metrics.jsonl"],
+        meta["sha256"],
+    )
     path.write_text(json.dumps(meta))
     (tmp_path / "checkpoint/metrics.jsonl").unlink()
     done = run(f"resume={tmp_path}", "attention=naive", "attention.switch_at=null", "steps=6")
-    assert done.code == 0 and "tiled, sdpa after step 2, naive after step 4" in done.output, done.output
+    assert done.code == 0 and "tiled, sdpa after step 2, naive after step 4" in done.output, (
+        done.output
+    )
     assert [row["step"] for row in metrics(tmp_path)] == list(range(7))
     assert summary(tmp_path)["wall_seconds"] == summary(tmp_path)["starts"][1]["seconds"]
 
@@ -533,13 +704,21 @@ def test_a_logger_that_is_not_installed_costs_nothing(run_dir, monkeypatch):
     """A regression test: the finished run was a failed one after it."""
     monkeypatch.setattr("training.loggers.installed", lambda package: False)
     before = contents(run_dir)
-    assert "logger=tensorboard needs pip install" in run(f"resume={run_dir}", "steps=6", "logger=tensorboard").complaint()
+    assert (
+        "logger=tensorboard needs pip install"
+        in run(f"resume={run_dir}", "steps=6", "logger=tensorboard").complaint()
+    )
     assert contents(run_dir) == before
 
 
 def test_the_best_on_other_data_is_no_measure(tmp_path, books):
     """Of a text that is easier, say."""
-    assert run(*tiny(tmp_path / "run", "data=text", f"data.path={books}", "optim.lr=0.03", "steps=20")).code == 0
+    assert (
+        run(
+            *tiny(tmp_path / "run", "data=text", f"data.path={books}", "optim.lr=0.03", "steps=20")
+        ).code
+        == 0
+    )
     easy = read_meta(tmp_path / "run/checkpoint.best")["val_loss"]
     # until there is another, it stays
     assert run(f"resume={tmp_path / 'run'}", "data=stdlib", "steps=21", "eval_every=0").code == 0
@@ -569,10 +748,21 @@ def test_damaged_metrics_are_put_back(straight, monkeypatch, tmp_path, harm):
         path.unlink()
     else:
         whole = b"".join(lines)
-        altered = {"altered": whole.replace(b'"lr": ', b'"lr": 1', 1), "step": b'{"step": "five", "tokens": 3}\n' + b"".join(lines[1:])}
-        path.write_bytes((altered | {"cut": whole[:300], "emptied": b"", "hole": b"".join(lines[:1] + lines[2:])})[harm])
+        altered = {
+            "altered": whole.replace(b'"lr": ', b'"lr": 1', 1),
+            "step": b'{"step": "five", "tokens": 3}\n' + b"".join(lines[1:]),
+        }
+        path.write_bytes(
+            (
+                altered
+                | {"cut": whole[:300], "emptied": b"", "hole": b"".join(lines[:1] + lines[2:])}
+            )[harm]
+        )
     done = run(f"resume={tmp_path}")
-    assert done.code == 0 and done.output.count(f"{path} was damaged: its rows up to step 7 are put back") == 1, done.output
+    assert (
+        done.code == 0
+        and done.output.count(f"{path} was damaged: its rows up to step 7 are put back") == 1
+    ), done.output
     assert computed(tmp_path) == computed(straight["fp32"])
 
 
@@ -583,32 +773,57 @@ def test_every_start_is_recorded(run_dir):
     assert 0 < first["seconds"] == summary(run_dir)["wall_seconds"]
     assert run(f"resume={run_dir}", "attention=sdpa", "steps=6").code == 0
     then, second = summary(run_dir)["starts"]
-    assert second["attention"] == [[4, "sdpa"]] and second["changed"] == {"attention.name": ["tiled", "sdpa"], "steps": [4, 6]}
+    assert second["attention"] == [[4, "sdpa"]] and second["changed"] == {
+        "attention.name": ["tiled", "sdpa"],
+        "steps": [4, 6],
+    }
     # to the checkpoint that the second went on from
     assert then == first | {"seconds": then["seconds"]} and 0 < then["seconds"] < first["seconds"]
     assert summary(run_dir)["wall_seconds"] == then["seconds"] + second["seconds"]
     seconds = [row["seconds"] for row in metrics(run_dir)]
-    assert seconds == sorted(seconds) and seconds[-2] > then["seconds"] and seconds[-1] < summary(run_dir)["wall_seconds"]
+    assert (
+        seconds == sorted(seconds)
+        and seconds[-2] > then["seconds"]
+        and seconds[-1] < summary(run_dir)["wall_seconds"]
+    )
     # the speed is the second start's alone: its two steps by its time
     a_step = summary(run_dir)["tokens"] / 6
     until_last_row = sum(a_step / row["tokens_per_sec"] for row in metrics(run_dir)[-2:])
-    assert 2 * a_step / second["seconds"] < summary(run_dir)["tokens_per_sec"] < 2 * a_step / until_last_row
+    assert (
+        2 * a_step / second["seconds"]
+        < summary(run_dir)["tokens_per_sec"]
+        < 2 * a_step / until_last_row
+    )
     assert [start["step"] for start in read_meta(run_dir)["starts"]] == [0, 4]
 
 
 def test_a_switch_in_the_past_cannot_be_asked_for(run_dir):
     before = contents(run_dir)
-    answer = run(f"resume={run_dir}", "steps=6", "attention.switch_at=2", "attention.switch_to=sdpa").complaint()
-    assert "attention.switch_at=2 lies behind step 4" in answer and "attention.switch_at=null" in answer
+    answer = run(
+        f"resume={run_dir}", "steps=6", "attention.switch_at=2", "attention.switch_to=sdpa"
+    ).complaint()
+    assert (
+        "attention.switch_at=2 lies behind step 4" in answer
+        and "attention.switch_at=null" in answer
+    )
     assert contents(run_dir) == before
 
 
 def test_a_switched_run_goes_on_under_a_third_attention(tmp_path):
     """Not under the second by a switch that was, nor without a word."""
     assert run(*tiny(tmp_path, "attention.switch_at=2", "attention.switch_to=sdpa")).code == 0
-    assert "attention.switch_at=2 lies behind step 4" in run(f"resume={tmp_path}", "steps=6", "attention=naive").complaint()
-    assert run(f"resume={tmp_path}", "steps=6", "attention=naive", "attention.switch_at=null").code == 0
-    assert [start["attention"] for start in summary(tmp_path)["starts"]] == [[[0, "tiled"], [2, "sdpa"]], [[4, "naive"]]]
+    assert (
+        "attention.switch_at=2 lies behind step 4"
+        in run(f"resume={tmp_path}", "steps=6", "attention=naive").complaint()
+    )
+    assert (
+        run(f"resume={tmp_path}", "steps=6", "attention=naive", "attention.switch_at=null").code
+        == 0
+    )
+    assert [start["attention"] for start in summary(tmp_path)["starts"]] == [
+        [[0, "tiled"], [2, "sdpa"]],
+        [[4, "naive"]],
+    ]
 
 
 def test_what_is_no_run_cannot_be_resumed(run_dir, tmp_path):
@@ -627,8 +842,14 @@ def test_a_folder_of_any_name_can_be_resumed(tmp_path):
 
 
 def test_what_a_resume_replays_stays_what_was_asked_for(run_dir):
-    """A regression test: batch_size=... was added at every start, and so to the name that a logger shows."""
-    asked_for = [line for line in (run_dir / "overrides.yaml").read_text().splitlines() if not line.startswith("- steps=")]
+    """A regression test: batch_size=... was added at every start, and so to the name that a logger
+    shows.
+    """
+    asked_for = [
+        line
+        for line in (run_dir / "overrides.yaml").read_text().splitlines()
+        if not line.startswith("- steps=")
+    ]
     for steps in (5, 6):
         assert run(f"resume={run_dir}", f"steps={steps}").code == 0
     assert (run_dir / "overrides.yaml").read_text().splitlines() == [*asked_for, "- steps=6"]

@@ -1,6 +1,8 @@
-"""Every Triton kernel of the project under NVIDIA's compute-sanitizer: memory outside its tensors, races in shared memory.
+"""Every Triton kernel of the project under NVIDIA's compute-sanitizer: memory outside its tensors,
+races in shared memory.
 
-As a program, `python tests/test_sanitizer.py portable,hopper,model`, it makes the calls that the test watches.
+As a program, `python tests/test_sanitizer.py portable,hopper,model`, it makes the calls that the
+test watches.
 """
 
 import os
@@ -24,22 +26,45 @@ CALLS = [
     {"window": 70},
     {"documents": 60},
 ]
-# What racecheck reports of the Hopper kernels although it is ordered (docs/hopper.md says how): numbers that a warp stores and one of its
-# threads then hands over at a barrier in memory, and what Triton's own code for divided warps keeps in shared memory.
+# What racecheck reports of the Hopper kernels although it is ordered (docs/hopper.md says how):
+# numbers that a warp stores and one of its threads then hands over at a barrier in memory, and what
+# Triton's own code for divided warps keeps in shared memory.
 ORDERED = ("_rows.index(item % STAGES).store(", "def forward_kernel(", "def backward_kernel(")
-ORDERED_IN_THE_BACKWARD = ("word.store(", "word.load(")  # nothing is reported of the word that the forward has in common with it
-PORTABLE_CALLS = [{"dtype": torch.float32}, {"softcap": 5.0}, {"num_queries": 130, "num_keys": 130, "head_dim": 256}]
+ORDERED_IN_THE_BACKWARD = (
+    "word.store(",
+    "word.load(",
+)  # nothing is reported of the word that the forward has in common with it
+PORTABLE_CALLS = [
+    {"dtype": torch.float32},
+    {"softcap": 5.0},
+    {"num_queries": 130, "num_keys": 130, "head_dim": 256},
+]
 
 
-def call(kernel: str, head_dim: int = 64, num_queries: int = 200, num_keys: int = 200, num_kv_heads: int = 2, **options: object) -> None:
+def call(
+    kernel: str,
+    head_dim: int = 64,
+    num_queries: int = 200,
+    num_keys: int = 200,
+    num_kv_heads: int = 2,
+    **options: object,
+) -> None:
     """One attention, forward and backward."""
     dtype = options.pop("dtype", torch.bfloat16)
     if size := options.pop("documents", None):
         options["document_ids"] = torch.arange(num_keys, device="cuda").expand(1, -1) // size
-    shapes = ((1, heads, length, head_dim) for heads, length in ((2, num_queries), (num_kv_heads, num_keys), (num_kv_heads, num_keys)))
-    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes)
+    shapes = (
+        (1, heads, length, head_dim)
+        for heads, length in ((2, num_queries), (num_kv_heads, num_keys), (num_kv_heads, num_keys))
+    )
+    q, k, v = (
+        torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes
+    )
     out = attention(q, k, v, backend=get_backend("triton", kernel=kernel), **options).out
-    assert all(x.isfinite().all() for x in (out, *torch.autograd.grad(out, (q, k, v), torch.randn_like(out))))
+    assert all(
+        x.isfinite().all()
+        for x in (out, *torch.autograd.grad(out, (q, k, v), torch.randn_like(out)))
+    )
 
 
 def model_kernels() -> None:
@@ -47,12 +72,20 @@ def model_kernels() -> None:
     from model import loss_kernel, norm_kernel
 
     logits = torch.randn(40, 1008, device="cuda", dtype=torch.bfloat16)
-    assert loss_kernel.launch(logits, torch.arange(40, device="cuda"), 1000, -100, True).isfinite().all()
+    assert (
+        loss_kernel.launch(logits, torch.arange(40, device="cuda"), 1000, -100, True)
+        .isfinite()
+        .all()
+    )
     x, branch = torch.randn(2, 40, 100, device="cuda")
     weight, bias = torch.ones(2, 100, device="cuda")
-    total, y, statistics = norm_kernel.forward(x, branch.bfloat16(), weight, bias, 1e-5, True, torch.bfloat16)
+    total, y, statistics = norm_kernel.forward(
+        x, branch.bfloat16(), weight, bias, 1e-5, True, torch.bfloat16
+    )
     for again in (False, True):
-        gradients = norm_kernel.backward(x, y, total, weight, bias, statistics, torch.bfloat16, again)
+        gradients = norm_kernel.backward(
+            x, y, total, weight, bias, statistics, torch.bfloat16, again
+        )
         assert all(gradient.isfinite().all() for gradient in gradients)
 
 
@@ -72,45 +105,73 @@ def unexplained(report: str, folder: Path) -> list[str]:
     """The reported pairs of accesses of which neither is in a line of ORDERED."""
     pairs = re.split(r"(?=Error: Race reported)", report)[1:]
     lines = [
-        [(folder / name).read_text().splitlines()[int(number) - 1] for name, number in re.findall(r" in (\w+\.py):(\d+)", pair)]
+        [
+            (folder / name).read_text().splitlines()[int(number) - 1]
+            for name, number in re.findall(r" in (\w+\.py):(\d+)", pair)
+        ]
         for pair in pairs
     ]
-    ordered = [ORDERED + (ORDERED_IN_THE_BACKWARD if "backward_kernel" in pair else ()) for pair in pairs]
+    ordered = [
+        ORDERED + (ORDERED_IN_THE_BACKWARD if "backward_kernel" in pair else ()) for pair in pairs
+    ]
     found = zip(pairs, lines, ordered, strict=True)
-    return [pair for pair, sources, known in found if not any(each in line for line in sources for each in known)]
+    return [
+        pair
+        for pair, sources, known in found
+        if not any(each in line for line in sources for each in known)
+    ]
 
 
 def test_a_word_is_ordered_in_the_backward_alone():
     folder = ROOT / "attention" / "kernels" / "hopper"
     source = (folder / "primitives.py").read_text().splitlines()
-    word, other = (next(i for i, line in enumerate(source, 1) if text in line) for text in ("word.store(", "mbarrier.expect("))
+    word, other = (
+        next(i for i, line in enumerate(source, 1) if text in line)
+        for text in ("word.store(", "mbarrier.expect(")
+    )
 
     def report(kernel: str, line: int) -> str:
-        return f"Error: Race reported between Write access at {kernel}+0x10 in primitives.py:{line}\n and Read access in forward.py:1\n"
+        return (
+            f"Error: Race reported between Write access at {kernel}+0x10 in "
+            f"primitives.py:{line}\n and Read access in forward.py:1\n"
+        )
 
     assert not unexplained(report("backward_kernel", word), folder)
-    for kernel, line in (("forward_kernel", word), ("forward_kernel", other), ("backward_kernel", other)):
+    for kernel, line in (
+        ("forward_kernel", word),
+        ("forward_kernel", other),
+        ("backward_kernel", other),
+    ):
         assert len(unexplained(report(kernel, line), folder)) == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not installed (it comes with the CUDA toolkit)")
+@pytest.mark.skipif(
+    shutil.which("compute-sanitizer") is None,
+    reason="compute-sanitizer is not installed (it comes with the CUDA toolkit)",
+)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 @pytest.mark.parametrize("what", ["portable,model", "hopper"])
 def test_the_sanitizer_finds_nothing(what, tool):
-    if what == "hopper" and (why := obstacle(device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=64)):
+    if what == "hopper" and (
+        why := obstacle(device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=64)
+    ):
         pytest.skip(why)
     # each tensor an allocation of its own, past whose end nothing else lies
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = ["compute-sanitizer", "--tool", tool, sys.executable, __file__, what]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     if what == "hopper" and tool == "racecheck":
         assert "RACECHECK SUMMARY" in done.stdout
         assert not unexplained(done.stdout, ROOT / "attention" / "kernels" / "hopper")
     else:
-        assert ("0 errors" if tool == "memcheck" else "0 hazards") in done.stdout, done.stdout[-3000:]
+        assert ("0 errors" if tool == "memcheck" else "0 hazards") in done.stdout, done.stdout[
+            -3000:
+        ]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Several runs from one command: the index, the table, the exit code, and that no job harms another."""
+"""Several runs from one command: the index, the table, the exit code, and that no job harms
+another.
+"""
 
 import importlib.util
 import json
@@ -13,10 +15,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.command import computed, environment, finish, index, metrics, run, start, summary, tiny, tiny_sweep, wait_for_rows
+from tests.command import (
+    computed,
+    environment,
+    finish,
+    index,
+    metrics,
+    run,
+    start,
+    summary,
+    tiny,
+    tiny_sweep,
+    wait_for_rows,
+)
 from training.sweep import read_sweep
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="only there does a process have a limit of memory")
+linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="only there does a process have a limit of memory"
+)
 
 # the scores grow past what float16 holds
 DIVERGES = ("attention=no_max", "dtype=fp16", "optim.lr=0.05", "optim.warmup_steps=1", "steps=40")
@@ -28,7 +44,9 @@ ATTENTIONS, SEEDS = ("naive", "tiled", "sdpa", "no_max", "no_rescale"), (0, 1)
 def sweep(tmp_path_factory):
     """Ten jobs: five attentions, two seeds."""
     folder = tmp_path_factory.mktemp("sweep")
-    return folder, run(*tiny_sweep(folder, "attention=naive,tiled,sdpa,no_max,no_rescale", "seed=0,1"))
+    return folder, run(
+        *tiny_sweep(folder, "attention=naive,tiled,sdpa,no_max,no_rescale", "seed=0,1")
+    )
 
 
 def table(output: str) -> list[list[str]]:
@@ -36,7 +54,10 @@ def table(output: str) -> list[list[str]]:
     lines = output.splitlines()
     (rule,) = (number for number, line in enumerate(lines) if line and set(line) == {"-"})
     rows = [lines[rule - 1], *lines[rule + 1 :]]
-    return [line.split() for line in rows[: rows.index(next(line for line in rows if line.startswith("/")))]]
+    return [
+        line.split()
+        for line in rows[: rows.index(next(line for line in rows if line.startswith("/")))]
+    ]
 
 
 def test_every_job_is_in_the_index_and_in_the_table(sweep):
@@ -48,8 +69,21 @@ def test_every_job_is_in_the_index_and_in_the_table(sweep):
         (number, attention, seed, "completed") for number, (attention, seed) in enumerate(jobs)
     ]
     header, *lines = table(done.output)
-    assert header == ["attention", "seed", "status", "val/loss", "val/loss_exact", "tokens/s", "steps", "alone", "peak", "GiB"]
-    assert [line[:3] for line in lines] == [[attention, str(seed), "completed"] for attention, seed in jobs]
+    assert header == [
+        "attention",
+        "seed",
+        "status",
+        "val/loss",
+        "val/loss_exact",
+        "tokens/s",
+        "steps",
+        "alone",
+        "peak",
+        "GiB",
+    ]
+    assert [line[:3] for line in lines] == [
+        [attention, str(seed), "completed"] for attention, seed in jobs
+    ]
     for line, row in zip(lines, rows, strict=True):
         assert line[3:5] == [f"{row['val/loss']:.4f}", f"{row['val/loss_exact']:.4f}"]
         assert {key: row[key] for key in ("val/loss", "steps_done", "tokens")} == {
@@ -59,7 +93,10 @@ def test_every_job_is_in_the_index_and_in_the_table(sweep):
 
 def test_every_variant_of_a_seed_gets_the_same_batches(sweep):
     folder, _ = sweep
-    losses = {(row["attention"], row["seed"]): [x["train/loss"] for x in metrics(folder / row["dir"])[1:]] for row in index(folder)}
+    losses = {
+        (row["attention"], row["seed"]): [x["train/loss"] for x in metrics(folder / row["dir"])[1:]]
+        for row in index(folder)
+    }
     for attention in ATTENTIONS:
         for seed in SEEDS:
             # four steps do not bring out a defect yet
@@ -90,8 +127,15 @@ def test_a_failed_job_costs_the_exit_code_and_nothing_else(tmp_path):
     books = f"data.path={tmp_path}/book.txt,{tmp_path}/no_such.txt,{tmp_path}/*.txt"
     done = run(*tiny_sweep(tmp_path / "sweep", "data=text", books, "steps=2"))
     assert done.code == 1 and "Traceback" not in done.output
-    assert [row["status"] for row in index(tmp_path / "sweep")] == ["completed", "failed", "completed"]
-    assert f"data.path={tmp_path}/no_such.txt: failed: data.path={tmp_path}/no_such.txt does not exist" in done.output
+    assert [row["status"] for row in index(tmp_path / "sweep")] == [
+        "completed",
+        "failed",
+        "completed",
+    ]
+    assert (
+        f"data.path={tmp_path}/no_such.txt: failed: data.path={tmp_path}/no_such.txt does not exist"
+        in done.output
+    )
 
 
 OWN = "tests.user_backends:RIGHT"
@@ -99,7 +143,9 @@ OWN = "tests.user_backends:RIGHT"
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """Attentions with and without the option block_kv, two of a user's own among them, beside two values of it."""
+    """Attentions with and without the option block_kv, two of a user's own among them, beside two
+    values of it.
+    """
     folder = tmp_path_factory.mktemp("mixed")
     own = "attention.target=tests.user_backends:RIGHT_IN_FP32"
     names = f"attention=naive,tiled,{OWN},custom"
@@ -123,7 +169,9 @@ def test_an_option_that_one_attention_lacks_is_left_out_of_it(mixed):
     assert header[:4] == ["attention", "block_kv", "target", "status"]
     expected = [("naive", "-"), ("tiled", "16"), ("tiled", "8"), (OWN, "-"), ("custom", "-")]
     assert [tuple(line[:2]) for line in lines[:5]] == expected
-    (remark,) = (line for line in done.output.splitlines() if line.startswith("attention=naive: completed: "))
+    (remark,) = (
+        line for line in done.output.splitlines() if line.startswith("attention=naive: completed: ")
+    )
     assert "without attention.block_kv: attention=naive has no option block_kv" in remark
 
 
@@ -132,27 +180,52 @@ def test_a_job_without_an_option_can_go_on(mixed, tmp_path):
     done = run(f"resume={tmp_path / 'sweep/0'}", "steps=2")
     assert done.code == 0 and summary(tmp_path / "sweep/0")["steps_done"] == 2, done.output
     # as another attention, which has the option, it reads it
-    done = run(f"resume={tmp_path / 'sweep/0'}", "attention=tiled", "attention.block_kv=8", "steps=3")
-    assert done.code == 0 and "block_kv" not in summary(tmp_path / "sweep/0").get("left_out", {}), done.output
+    done = run(
+        f"resume={tmp_path / 'sweep/0'}", "attention=tiled", "attention.block_kv=8", "steps=3"
+    )
+    assert done.code == 0 and "block_kv" not in summary(tmp_path / "sweep/0").get("left_out", {}), (
+        done.output
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["attention=naive,sdpa", "attention.block_kv=16"], "no job can run, so none was started: attention=naive: attention.block_kv=16"),
-        (["attention.block_kv=16,0"], "1 of 2 jobs cannot run, so none was started: attention.block_kv=0: attention.block_kv=0 must be"),
+        (
+            ["attention=naive,sdpa", "attention.block_kv=16"],
+            "no job can run, so none was started: attention=naive: attention.block_kv=16",
+        ),
+        (
+            ["attention.block_kv=16,0"],
+            "1 of 2 jobs cannot run, so none was started: attention.block_kv=0: "
+            "attention.block_kv=0 must be",
+        ),
         (["attention=tiled,no.such:X"], "attention=no.such:X cannot be loaded"),
         (["attention=tiled,custom"], "attention=custom needs attention.target"),
         (
             ["attention=tiled,tests.user_backends:WRONG"],
-            "attention=tests.user_backends:WRONG: attention=tests.user_backends:WRONG says exact=True",
+            "attention=tests.user_backends:WRONG: attention=tests.user_backends:WRONG "
+            "says exact=True",
         ),
         (["optim.lr=interval(0,1)"], "optim.lr=interval(0,1) has no list of values to sweep over"),
-        (["seed=0,1", "logger=trackio"], "no job can run, so none was started: seed=0, seed=1: logger=trackio needs pip install"),
+        (
+            ["seed=0,1", "logger=trackio"],
+            "no job can run, so none was started: seed=0, seed=1: logger=trackio needs pip install",
+        ),
         (["data=stdlib,torch_source", "data.path=books"], "data.path=books has no effect"),
         (["model.num_heads=1,3"], "model.num_heads=3: model.hidden_size=32 is not a multiple"),
     ],
-    ids=["option-of-none", "value", "own", "custom", "probe", "interval", "logger", "data", "model"],
+    ids=[
+        "option-of-none",
+        "value",
+        "own",
+        "custom",
+        "probe",
+        "interval",
+        "logger",
+        "data",
+        "model",
+    ],
 )
 def test_a_job_that_cannot_run_is_known_before_any_has_begun(tmp_path, overrides, said):
     done = run(*tiny_sweep(tmp_path / "sweep", *overrides))
@@ -168,9 +241,14 @@ def test_a_module_that_raises_ctrl_c_is_named(tmp_path, monkeypatch):
 
 
 def test_a_sweep_over_a_pattern(tmp_path):
-    """A regression test: the pattern was read without the choices that it stands for, and the folder was neither made nor locked."""
+    """A regression test: the pattern was read without the choices that it stands for, and the
+    folder was neither made nor locked.
+    """
     done = run(*tiny_sweep(tmp_path, "attention=glob(no_*,[no_scale])", "steps=1"))
-    assert [row["attention"] for row in index(tmp_path)] == ["no_max", "no_rescale"] and done.code == 0, done.output
+    assert [row["attention"] for row in index(tmp_path)] == [
+        "no_max",
+        "no_rescale",
+    ] and done.code == 0, done.output
 
 
 def test_two_attentions_of_ones_own_that_call_themselves_alike(tmp_path, monkeypatch):
@@ -198,7 +276,10 @@ def test_a_setting_of_another_group_is_left_out_too(tmp_path):
 
 def test_the_options_of_a_recipe_are_left_out_of_other_attentions(tmp_path):
     """A regression test: attention=naive failed on the tiles that experiment=break_it sets."""
-    done = run("experiment=break_it", *tiny_sweep(tmp_path, "attention=naive,sdpa", "seed=0", "steps=1")[1:])
+    done = run(
+        "experiment=break_it",
+        *tiny_sweep(tmp_path, "attention=naive,sdpa", "seed=0", "steps=1")[1:],
+    )
     assert done.code == 0, done.output
     assert [(row["status"], sorted(row["left_out"])) for row in index(tmp_path)] == [
         ("completed", ["attention.block_kv", "attention.block_q"])
@@ -209,7 +290,11 @@ def test_the_options_of_a_recipe_are_left_out_of_other_attentions(tmp_path):
 def test_jobs_in_processes_of_their_own(tmp_path, launcher):
     """A regression test: the callback could not be pickled."""
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
-    done = finish(start(*tiny_sweep(tmp_path, f"attention=naive,{OWN}", "steps=1", f"hydra/launcher={launcher}")))
+    done = finish(
+        start(
+            *tiny_sweep(tmp_path, f"attention=naive,{OWN}", "steps=1", f"hydra/launcher={launcher}")
+        )
+    )
     assert done.code == 0 and "Traceback" not in done.output, done.output
     assert [(row["job"], row["attention"], row["status"]) for row in index(tmp_path)] == [
         (0, "naive", "completed"),
@@ -222,13 +307,19 @@ def test_another_sweeper_minimises_val_loss(tmp_path):
     """A regression test: main returned a dictionary, which Optuna cannot compare."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     trials = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1")
-    swept = ("attention=choice(naive,tiled)", "attention.block_kv=16", "optim.lr=choice(1e-2,1e-5)", "steps=8")
+    swept = (
+        "attention=choice(naive,tiled)",
+        "attention.block_kv=16",
+        "optim.lr=choice(1e-2,1e-5)",
+        "steps=8",
+    )
     done = finish(start(*tiny_sweep(tmp_path, *swept, *trials)))
     assert done.code == 0 and "Traceback" not in done.output, done.output
     rows = index(tmp_path)
     assert [row["status"] for row in rows] == ["completed"] * 3
     assert f"Best value: {min(row['val/loss'] for row in rows)}" in done.output
-    # such a sweeper chooses its jobs as it goes: whether another one reads an option cannot be known
+    # such a sweeper chooses its jobs as it goes: whether another one reads an option cannot be
+    # known
     assert all(("left_out" in row) == (row["attention"] == "naive") for row in rows)
 
 
@@ -237,7 +328,9 @@ def test_shell_completion():
     done = run("-sc", "install=bash")
     assert done.code == 0 and "hydra_bash_completion" in done.output
     line = "python train.py attention=no_"
-    done = finish(start("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)), COMP_CWORD="2"))
+    done = finish(
+        start("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)), COMP_CWORD="2")
+    )
     assert done.output.split() == ["attention=no_max", "attention=no_rescale", "attention=no_scale"]
 
 
@@ -252,13 +345,23 @@ def test_diverged_and_completed_jobs_make_a_whole_sweep(tmp_path):
     assert done.code == 0, done.output
     rows = index(tmp_path)
     assert [row["status"] for row in rows] == ["diverged", "completed"]
-    assert f"attention=no_max: diverged at step {rows[0]['first_bad_step']}: {rows[0]['diagnosis']['message']}" in done.output
+    assert (
+        f"attention=no_max: diverged at step {rows[0]['first_bad_step']}: "
+        f"{rows[0]['diagnosis']['message']}" in done.output
+    )
 
 
 @linux
 def test_out_of_memory_is_a_result_and_leaves_nothing_behind(tmp_path):
     """A failed job's exception would keep its frames alive, and they its tensors."""
-    shape = ("attention=naive", "model.hidden_size=128", "model.num_heads=8", "batch_size=1", "eval_sequences=1", "steps=2")
+    shape = (
+        "attention=naive",
+        "model.hidden_size=128",
+        "model.num_heads=8",
+        "batch_size=1",
+        "eval_sequences=1",
+        "steps=2",
+    )
     done = finish(start(*tiny_sweep(tmp_path, *shape, "seq_len=32,200000,48")))
     assert done.code == 0 and "Traceback" not in done.output, done.output
     before, failed, after = index(tmp_path)
@@ -267,15 +370,21 @@ def test_out_of_memory_is_a_result_and_leaves_nothing_behind(tmp_path):
     assert failed["oom"]["asked_gib"] == pytest.approx(8 * 200_000**2 * 4 / 1024**3, rel=0.01)
     assert failed["oom"]["free_gib"] < failed["oom"]["asked_gib"] < failed["oom"]["predicted_gib"]
     assert "memory/peak_gib" not in failed  # no step was done, so none was measured
-    # what the failed job held when it failed: 0.1 GiB each of position embeddings, residual stream, q, k and v, and more
+    # what the failed job held when it failed: 0.1 GiB each of position embeddings, residual stream,
+    # q, k and v, and more
     assert after["memory/peak_gib"] - before["memory/peak_gib"] < 0.1
-    assert failed["memory/at_start_gib"] > 0 and abs(after["memory/at_start_gib"] - failed["memory/at_start_gib"]) < 0.1
+    assert (
+        failed["memory/at_start_gib"] > 0
+        and abs(after["memory/at_start_gib"] - failed["memory/at_start_gib"]) < 0.1
+    )
 
 
 @linux
 @pytest.mark.skipif(torch.cuda.is_available(), reason="once CUDA runs there is no limit")
 def test_memory_is_limited_wherever_the_model_runs(monkeypatch, tmp_path):
-    """The evaluation before the first step is as large as a step: without a limit the kernel would kill the sweep there."""
+    """The evaluation before the first step is as large as a step: without a limit the kernel would
+    kill the sweep there.
+    """
     import resource
 
     from model import GPT
@@ -294,15 +403,26 @@ def test_memory_is_limited_wherever_the_model_runs(monkeypatch, tmp_path):
 
 def test_ctrl_c_stops_the_sweep_and_the_job_can_go_on(tmp_path):
     """As a terminal sends it: to every process of the group."""
-    process = start(*tiny_sweep(tmp_path, "seed=0,1,2", "steps=5000", "eval_every=5000"), new_group=True)
+    process = start(
+        *tiny_sweep(tmp_path, "seed=0,1,2", "steps=5000", "eval_every=5000"), new_group=True
+    )
     wait_for_rows(process, tmp_path / "0", 20)
     os.killpg(process.pid, signal.SIGINT)
     done = finish(process)
     assert done.code == 130 and "Traceback" not in done.output, done.output
-    assert [row["status"] for row in index(tmp_path)] == ["interrupted", "not started", "not started"]
+    assert [row["status"] for row in index(tmp_path)] == [
+        "interrupted",
+        "not started",
+        "not started",
+    ]
     assert table(done.output)[1][1:3] == ["interrupted", "-"], "it shows the loss of step 0"
-    commands = [line.strip() for line in done.output.splitlines() if line.startswith("  python train.py ")]
-    assert "2 of 3 jobs not started" in done.output and [row["command"] for row in index(tmp_path)[1:]] == commands
+    commands = [
+        line.strip() for line in done.output.splitlines() if line.startswith("  python train.py ")
+    ]
+    assert (
+        "2 of 3 jobs not started" in done.output
+        and [row["command"] for row in index(tmp_path)[1:]] == commands
+    )
     assert not (tmp_path / "1").exists()
     # one of them runs later, and then belongs to the sweep
     assert run(*shlex.split(commands[0])[2:], "steps=2", "eval_every=1").code == 0
@@ -315,7 +435,11 @@ def test_ctrl_c_stops_the_sweep_and_the_job_can_go_on(tmp_path):
 
 @pytest.mark.parametrize(
     "moment, overrides",
-    [("training.plot.draw_loss_curve", []), ("training.plot.draw_loss_curve", DIVERGES), ("data.build_data", [])],
+    [
+        ("training.plot.draw_loss_curve", []),
+        ("training.plot.draw_loss_curve", DIVERGES),
+        ("data.build_data", []),
+    ],
     ids=["completed", "diverged", "before"],
 )
 def test_ctrl_c_outside_the_loop_stops_the_sweep_too(monkeypatch, tmp_path, moment, overrides):
@@ -331,10 +455,18 @@ def test_ctrl_c_outside_the_loop_stops_the_sweep_too(monkeypatch, tmp_path, mome
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_wandb_has_the_whole_sweep_in_one_folder_and_every_row_of_it(tmp_path):
-    """Read back by wandb's own tool; with an account whose server does not answer, which costs a warning and no more."""
-    account = {"WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": "https://nosuch.invalid", "WANDB_MODE": "online"}
+    """Read back by wandb's own tool; with an account whose server does not answer, which costs a
+    warning and no more.
+    """
+    account = {
+        "WANDB_API_KEY": "a" * 40,
+        "WANDB_BASE_URL": "https://nosuch.invalid",
+        "WANDB_MODE": "online",
+    }
     sweep = tmp_path / "sweep"
-    done = finish(start(*tiny_sweep(sweep, *DIVERGES, "attention=tiled,no_max", "logger=wandb"), **account))
+    done = finish(
+        start(*tiny_sweep(sweep, *DIVERGES, "attention=tiled,no_max", "logger=wandb"), **account)
+    )
     assert done.code == 0 and "Traceback" not in done.output, done.output
     assert done.output.count("nosuch.invalid does not answer; this run is logged offline") == 2
     assert [row["status"] for row in index(sweep)] == ["completed", "diverged"]
@@ -346,26 +478,40 @@ def test_wandb_has_the_whole_sweep_in_one_folder_and_every_row_of_it(tmp_path):
         assert f"wandb sync {log}" in done.output
         records = inspect(log)
         history = [record["history"]["item"] for record in records if record["type"] == "history"]
-        read_back = [{key: value for key, value in item.items() if not key.startswith("_")} for item in history]
+        read_back = [
+            {key: value for key, value in item.items() if not key.startswith("_")}
+            for item in history
+        ]
         assert read_back == [as_wandb_has_it(row) for row in metrics(sweep / job)]
         started = next(record["run"] for record in records if record["type"] == "run")
         assert (started["run_group"], started["job_type"]) == ("sweep", "train")
-        assert started["display_name"].startswith("device=cpu,") and f"attention={['tiled', 'no_max'][int(job)]}" in started["display_name"]
+        assert (
+            started["display_name"].startswith("device=cpu,")
+            and f"attention={['tiled', 'no_max'][int(job)]}" in started["display_name"]
+        )
     # one of them goes on alone, in a folder that has all of it
     assert finish(start(f"resume={sweep / '0'}", "steps=41")).code == 0
-    assert not (sweep / "0/wandb").exists() and len(list((sweep / "wandb").glob("offline-run-*"))) == 2
-    (log,) = (sweep / "wandb").glob(f"offline-run-*-{(sweep / '0/wandb_id.txt').read_text().strip()}")
+    assert (
+        not (sweep / "0/wandb").exists() and len(list((sweep / "wandb").glob("offline-run-*"))) == 2
+    )
+    (log,) = (sweep / "wandb").glob(
+        f"offline-run-*-{(sweep / '0/wandb_id.txt').read_text().strip()}"
+    )
     history = [record["history"]["item"] for record in inspect(log) if record["type"] == "history"]
     assert [item["step"] for item in history] == [row["step"] for row in metrics(sweep / "0")]
 
 
 def inspect(log: Path) -> list[dict]:
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(log)]
-    text = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True, timeout=100).stdout
+    text = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, check=True, timeout=100
+    ).stdout
     return [json.loads(line) for line in text.splitlines()]
 
 
 def as_wandb_has_it(row: dict) -> dict:
     """A row of metrics.jsonl without what was not measured; NaN is a string there."""
     names = row.get("nonfinite", [])
-    return {key: value for key, value in row.items() if value is not None and key != "nonfinite"} | dict.fromkeys(names, "NaN")
+    return {
+        key: value for key, value in row.items() if value is not None and key != "nonfinite"
+    } | dict.fromkeys(names, "NaN")

@@ -10,9 +10,22 @@ from tests.command import checkpoint, computed, metrics, run, same, start, summa
 from tests.command import finish as finish_process
 
 # several tiles, and scores sharp enough that a broken attention shows
-BROKEN = ("attention=no_rescale", "attention.block_kv=4", "optim.lr=0.02", "optim.schedule=constant", "optim.warmup_steps=1")
+BROKEN = (
+    "attention=no_rescale",
+    "attention.block_kv=4",
+    "optim.lr=0.02",
+    "optim.schedule=constant",
+    "optim.warmup_steps=1",
+)
 TO_EXACT = ("attention.switch_at=20", "attention.switch_to=tiled")
-RECIPE = (*BROKEN, "steps=30", "log_every=3", "eval_every=25", "checkpoint_every=5", "model.dropout=0.1")
+RECIPE = (
+    *BROKEN,
+    "steps=30",
+    "log_every=3",
+    "eval_every=25",
+    "checkpoint_every=5",
+    "model.dropout=0.1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +82,16 @@ def test_comparison_with_exact_attention_sees_the_defect(broken):
 def test_the_switch_is_recorded_everywhere(switched):
     run_dir, done = switched
     result = summary(run_dir)
-    assert (result["attention"], result["defect"], result["options"]["block_kv"]) == ("no_rescale", True, 4)
-    assert (result["switch_at"], result["switch_to"], result["switch_options"]["block_kv"]) == (20, "tiled", 64)
+    assert (result["attention"], result["defect"], result["options"]["block_kv"]) == (
+        "no_rescale",
+        True,
+        4,
+    )
+    assert (result["switch_at"], result["switch_to"], result["switch_options"]["block_kv"]) == (
+        20,
+        "tiled",
+        64,
+    )
     assert result["val/loss_switched"] == by_step(metrics(run_dir))[20]["val/loss_switched"]
     config = (run_dir / "config.yaml").read_text()
     assert "switch_at: 20" in config and "switch_to: tiled" in config
@@ -80,7 +101,11 @@ def test_the_switch_is_recorded_everywhere(switched):
 
 def test_a_switch_to_the_same_attention_changes_nothing(broken, tmp_path):
     """The control: what changes a run is the other attention, not the switch."""
-    again = ("attention.switch_at=20", "attention.switch_to=no_rescale", "+attention.switch_options.block_kv=4")
+    again = (
+        "attention.switch_at=20",
+        "attention.switch_to=no_rescale",
+        "+attention.switch_options.block_kv=4",
+    )
     assert run(*tiny(tmp_path, *RECIPE, *again)).code == 0
     assert same(checkpoint(tmp_path), checkpoint(broken))
     ours, theirs = by_step(computed(tmp_path)), by_step(computed(broken))
@@ -90,7 +115,9 @@ def test_a_switch_to_the_same_attention_changes_nothing(broken, tmp_path):
 
 @pytest.mark.parametrize("step", [7, 19, 26], ids=["before", "at-the-switch", "after"])
 def test_interrupted_and_resumed_is_the_same_run(switched, monkeypatch, tmp_path, step):
-    """To the last bit. The signal comes while step `step` + 1 is prepared, which is still done, and saved."""
+    """To the last bit. The signal comes while step `step` + 1 is prepared, which is still done, and
+    saved.
+    """
     train_batch, pending = TextData.train_batch, [signal.SIGINT]
 
     def patched(self, at: int, num_sequences: int):
@@ -111,12 +138,28 @@ def test_interrupted_and_resumed_is_the_same_run(switched, monkeypatch, tmp_path
     ("overrides", "said"),
     [
         (["attention.switch_at=2"], "attention.switch_at=2 needs attention.switch_to=NAME"),
-        (["attention.switch_at=0", "attention.switch_to=naive"], "attention.switch_at=0 must lie between 0 and steps=4"),
-        (["attention.switch_at=4", "attention.switch_to=naive"], "attention.switch_at=4 must lie between 0 and steps=4"),
-        (["attention.switch_at=-1", "attention.switch_to=naive"], "attention.switch_at=-1 must lie between 0 and steps=4"),
-        (["attention.switch_at=2", "attention.switch_to=flashy"], "attention.switch_to=flashy: attention=flashy is not known; valid: "),
         (
-            ["attention.switch_at=2", "attention.switch_to=naive", "+attention.switch_options.block_kv=4"],
+            ["attention.switch_at=0", "attention.switch_to=naive"],
+            "attention.switch_at=0 must lie between 0 and steps=4",
+        ),
+        (
+            ["attention.switch_at=4", "attention.switch_to=naive"],
+            "attention.switch_at=4 must lie between 0 and steps=4",
+        ),
+        (
+            ["attention.switch_at=-1", "attention.switch_to=naive"],
+            "attention.switch_at=-1 must lie between 0 and steps=4",
+        ),
+        (
+            ["attention.switch_at=2", "attention.switch_to=flashy"],
+            "attention.switch_to=flashy: attention=flashy is not known; valid: ",
+        ),
+        (
+            [
+                "attention.switch_at=2",
+                "attention.switch_to=naive",
+                "+attention.switch_options.block_kv=4",
+            ],
             "attention.switch_to=naive: attention=naive has no option 'block_kv'",
         ),
         (["+attention.switch_options.block_kv=4"], "needs attention.switch_to=NAME"),
@@ -130,13 +173,22 @@ def test_refused_in_one_line(tmp_path, overrides, said):
 
 def test_a_target_without_a_step_is_said_to_do_nothing(tmp_path):
     done = run(*tiny(tmp_path, "attention.switch_to=naive"))
-    assert done.code == 0 and "attention.switch_to=naive without attention.switch_at=STEP: this run keeps its attention" in done.output
+    assert (
+        done.code == 0
+        and (
+            "attention.switch_to=naive without attention.switch_at=STEP: this run keeps "
+            "its attention"
+        )
+        in done.output
+    )
     assert "switch_to" not in summary(tmp_path)
 
 
 @pytest.mark.gpu
 def test_the_compiled_model_switches_too(tmp_path):
-    """On a GPU, from an attention that stays one operator of the graph to one that torch.compile looks into."""
+    """On a GPU, from an attention that stays one operator of the graph to one that torch.compile
+    looks into.
+    """
     overrides = ("device=cuda", "dtype=fp32", "attention.switch_to=sdpa", "attention.switch_at=20")
     done = finish_process(start(*tiny(tmp_path, *RECIPE, *overrides)))
     assert done.code == 0, done.output

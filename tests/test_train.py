@@ -1,4 +1,6 @@
-"""One run, from the command line to the files it leaves, and back again: interrupted, killed, resumed."""
+"""One run, from the command line to the files it leaves, and back again: interrupted, killed,
+resumed.
+"""
 
 import json
 import math
@@ -26,7 +28,13 @@ from training.metrics import MetricsFile
 
 def trains_on_a_cpu(backend: Backend) -> bool:
     try:
-        backend.check_model(num_heads=2, num_kv_heads=2, head_dim=16, dtype=torch.float32, device=torch.device("cpu"))
+        backend.check_model(
+            num_heads=2,
+            num_kv_heads=2,
+            head_dim=16,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
     except ValueError:
         return False
     return True
@@ -41,31 +49,55 @@ def learned(tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("learned")
     done = run(*tiny(run_dir, "steps=60", "eval_every=20", "sample_tokens=16"))
     assert done.code == 0, done.output
-    said = [line.split()[1] for line in done.output.splitlines() if line.startswith("step ") and " val/loss " in line]
+    said = [
+        line.split()[1]
+        for line in done.output.splitlines()
+        if line.startswith("step ") and " val/loss " in line
+    ]
     assert said == ["0/60", "20/60", "40/60", "60/60"]
     return run_dir
 
 
 @pytest.fixture(scope="session")
 def exact_runs(tmp_path_factory) -> dict[str, Path]:
-    """Ten steps under each exact attention (two under Triton's interpreter, which is slow), otherwise the same."""
+    """Ten steps under each exact attention (two under Triton's interpreter, which is slow),
+    otherwise the same.
+    """
     folder = tmp_path_factory.mktemp("exact")
     for name in EXACT:
-        done = run(*tiny(folder / name, f"attention={name}", f"steps={2 if name == 'triton' else 10}", "optim.schedule=constant"))
+        done = run(
+            *tiny(
+                folder / name,
+                f"attention={name}",
+                f"steps={2 if name == 'triton' else 10}",
+                "optim.schedule=constant",
+            )
+        )
         assert done.code == 0, done.output
     return {name: folder / name for name in EXACT}
 
 
 def test_a_run_directory_holds_what_the_readme_says(learned):
     names = {path.name for path in learned.iterdir()}
-    assert names >= {"config.yaml", "env.json", "metrics.jsonl", "summary.json", "checkpoint", "loss_curve.png", "sample.txt"}
+    assert names >= {
+        "config.yaml",
+        "env.json",
+        "metrics.jsonl",
+        "summary.json",
+        "checkpoint",
+        "loss_curve.png",
+        "sample.txt",
+    }
     assert not [name for name in names if "tmp" in name or name.endswith(".old")]
     assert (learned / "loss_curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     text = (learned / "sample.txt").read_text()
     assert text.startswith("def ") and len(text) > len("def ")
     env = strict_json((learned / "env.json").read_text())
     assert {"commit", "dirty", "versions", "hardware", "data_fingerprint"} <= env.keys()
-    assert env["versions"]["torch"] == torch.__version__.partition("+")[0] or env["versions"]["torch"] == torch.__version__
+    assert (
+        env["versions"]["torch"] == torch.__version__.partition("+")[0]
+        or env["versions"]["torch"] == torch.__version__
+    )
 
 
 def test_metric_names_and_steps(learned):
@@ -73,9 +105,22 @@ def test_metric_names_and_steps(learned):
     assert [row["step"] for row in rows] == list(range(61))
     assert [row["tokens"] for row in rows] == [step * 4 * 32 for step in range(61)]
     validation = {"val/loss", "val/loss_exact"}
-    trained = {"train/loss", "lr", "grad_norm", "tokens_per_sec", "step_tokens_per_sec", "mfu", "mfu_causal", "attention/max_score"}
+    trained = {
+        "train/loss",
+        "lr",
+        "grad_norm",
+        "tokens_per_sec",
+        "step_tokens_per_sec",
+        "mfu",
+        "mfu_causal",
+        "attention/max_score",
+    }
     trained |= {"memory/peak_gib", "memory/reserved_gib"}
-    compared = {f"attention/{tensor}_{figure}" for tensor in ("out", "dq", "dk", "dv") for figure in ("error", "cosine")}
+    compared = {
+        f"attention/{tensor}_{figure}"
+        for tensor in ("out", "dq", "dk", "dv")
+        for figure in ("error", "cosine")
+    }
     for row in rows:
         evaluated = row["step"] % 20 == 0
         expected = (trained if row["step"] else set()) | (validation if evaluated else set())
@@ -83,11 +128,18 @@ def test_metric_names_and_steps(learned):
         assert row.keys() == expected | {"step", "tokens", "seconds"}
     # neither has a meaning on a CPU, and the clock starts after the warm-up
     assert all(row.get("mfu") is None and row.get("memory/reserved_gib") is None for row in rows)
-    assert rows[-1]["step_tokens_per_sec"] > rows[-1]["tokens_per_sec"] > 0 and rows[-1]["memory/peak_gib"] > 0.05
+    assert (
+        rows[-1]["step_tokens_per_sec"] > rows[-1]["tokens_per_sec"] > 0
+        and rows[-1]["memory/peak_gib"] > 0.05
+    )
 
 
-def test_the_speed_is_by_the_wall_clock_and_that_of_the_steps_stands_beside_it(tmp_path, monkeypatch):
-    """It left out what a row of metrics costs, which took more time than the steps. Each part takes 0.1 s here, at its own step."""
+def test_the_speed_is_by_the_wall_clock_and_that_of_the_steps_stands_beside_it(
+    tmp_path, monkeypatch
+):
+    """It left out what a row of metrics costs, which took more time than the steps. Each part takes
+    0.1 s here, at its own step.
+    """
     stamps, write, save = {}, MetricsFile.write, Checkpoints.save
 
     def slow(function):
@@ -112,7 +164,10 @@ def test_the_speed_is_by_the_wall_clock_and_that_of_the_steps_stands_beside_it(t
     monkeypatch.setattr("model.evaluate.evaluate", slow(evaluate))
     monkeypatch.setattr("training.loggers.Logger.log", logged)
     began = time.time()
-    assert run(*tiny(tmp_path, "steps=14", "log_every=4", "eval_every=6", "checkpoint_every=7")).code == 0
+    assert (
+        run(*tiny(tmp_path, "steps=14", "log_every=4", "eval_every=6", "checkpoint_every=7")).code
+        == 0
+    )
     rows, result = metrics(tmp_path), summary(tmp_path)
     assert [row["step"] for row in rows] == [0, 4, 6, 8, 12, 14]
     for before, after in pairwise(rows):
@@ -120,8 +175,12 @@ def test_the_speed_is_by_the_wall_clock_and_that_of_the_steps_stands_beside_it(t
         by_stamps = tokens / (stamps[after["step"]] - since)
         assert after["tokens_per_sec"] == pytest.approx(by_stamps, rel=0.05)
         if before["step"]:
-            assert after["tokens_per_sec"] == pytest.approx(tokens / (after["seconds"] - before["seconds"]))
-    assert result["tokens_per_sec"] == pytest.approx(14 * 128 / (stamps["saved"] - stamps["first step"]), rel=0.05)
+            assert after["tokens_per_sec"] == pytest.approx(
+                tokens / (after["seconds"] - before["seconds"])
+            )
+    assert result["tokens_per_sec"] == pytest.approx(
+        14 * 128 / (stamps["saved"] - stamps["first step"]), rel=0.05
+    )
     assert result["step_tokens_per_sec"] > 4 * result["tokens_per_sec"]
     assert rows[-1]["step_tokens_per_sec"] > 4 * rows[-1]["tokens_per_sec"]
     assert rows[-1]["seconds"] < result["wall_seconds"] < time.time() - began
@@ -137,10 +196,17 @@ def test_learns(learned):
 
 def test_summary_is_the_last_row_and_the_outcome(learned):
     result, last = summary(learned), metrics(learned)[-1]
-    assert result["status"] == "completed" and result["attention"] == "tiled" and not result["defect"]
+    assert (
+        result["status"] == "completed" and result["attention"] == "tiled" and not result["defect"]
+    )
     assert (result["steps_done"], result["tokens"]) == (60, 60 * 4 * 32)
-    assert (result["val/loss"], result["val/loss_exact"]) == (last["val/loss"], last["val/loss_exact"])
-    assert "memory/predicted_gib" not in result, "tensors alone, beside the peak of the whole process"
+    assert (result["val/loss"], result["val/loss_exact"]) == (
+        last["val/loss"],
+        last["val/loss_exact"],
+    )
+    assert "memory/predicted_gib" not in result, (
+        "tensors alone, beside the peak of the whole process"
+    )
     assert result["max_score"] == max(row["attention/max_score"] for row in metrics(learned)[1:])
     assert checkpoint(learned)["step"] == 60
 
@@ -148,8 +214,12 @@ def test_summary_is_the_last_row_and_the_outcome(learned):
 def test_config_yaml_is_the_run(learned):
     register()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        asked = OmegaConf.to_object(compose("config", tiny(learned, "steps=60", "eval_every=20", "sample_tokens=16")[:-1]))
-    loaded = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(learned / "config.yaml")))
+        asked = OmegaConf.to_object(
+            compose("config", tiny(learned, "steps=60", "eval_every=20", "sample_tokens=16")[:-1])
+        )
+    loaded = OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(learned / "config.yaml"))
+    )
     assert loaded == asked
     assert "${" not in (learned / "config.yaml").read_text()
 
@@ -163,7 +233,9 @@ def test_an_exact_attention_is_judged_exact(exact_runs, name):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_every_exact_attention_sees_the_same_batches(exact_runs, name):
-    ours, naive = ([row["train/loss"] for row in metrics(exact_runs[other])[1:]] for other in (name, "naive"))
+    ours, naive = (
+        [row["train/loss"] for row in metrics(exact_runs[other])[1:]] for other in (name, "naive")
+    )
     # triton's schedule is the same: it does not depend on the number of steps
     assert ours[:10] == pytest.approx(naive[: len(ours)], abs=1e-4)
 
@@ -178,14 +250,21 @@ def test_accumulated_passes_are_one_large_one(tmp_path):
 
 def test_another_seed_is_another_run(exact_runs, tmp_path):
     assert run(*tiny(tmp_path, "seed=1", "steps=1")).code == 0
-    assert abs(metrics(tmp_path)[1]["train/loss"] - metrics(exact_runs["tiled"])[1]["train/loss"]) > 1e-3
+    assert (
+        abs(metrics(tmp_path)[1]["train/loss"] - metrics(exact_runs["tiled"])[1]["train/loss"])
+        > 1e-3
+    )
 
 
 def test_no_rescale_over_several_tiles_is_judged_broken(tmp_path):
     done = run(*tiny(tmp_path, "attention=no_rescale", "attention.block_kv=4", "steps=60"))
-    assert done.code == 0 and "broken on purpose" in done.output and "is exact here" not in done.output
+    assert (
+        done.code == 0 and "broken on purpose" in done.output and "is exact here" not in done.output
+    )
     rows = metrics(tmp_path)
-    assert rows[0]["val/loss"] == pytest.approx(rows[0]["val/loss_exact"], abs=1e-3)  # untrained, all scores are about 0
+    assert rows[0]["val/loss"] == pytest.approx(
+        rows[0]["val/loss_exact"], abs=1e-3
+    )  # untrained, all scores are about 0
     assert abs(rows[-1]["val/loss"] - rows[-1]["val/loss_exact"]) > 1e-3
 
 
@@ -193,7 +272,14 @@ def test_no_rescale_over_several_tiles_is_judged_broken(tmp_path):
 def diverged(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("diverged")
     tiles = ("attention.block_q=8", "attention.block_kv=8")
-    recipe = ("attention=no_max", "dtype=fp16", "optim.lr=0.05", "optim.warmup_steps=1", "model.num_layers=2", *tiles)
+    recipe = (
+        "attention=no_max",
+        "dtype=fp16",
+        "optim.lr=0.05",
+        "optim.warmup_steps=1",
+        "model.num_layers=2",
+        *tiles,
+    )
     return run_dir, run(*tiny(run_dir, *recipe, "steps=60"))
 
 
@@ -203,28 +289,48 @@ def test_divergence_is_a_result_with_a_diagnosis(diverged):
     result, rows = summary(run_dir), metrics(run_dir)
     assert result["status"] == "diverged" and 1 < result["first_bad_step"] == rows[-1]["step"] < 60
     card = result["diagnosis"]
-    assert card["step"] == result["first_bad_step"] and card["layer"] in (0, 1) and card["head"] in (0, 1) and 0 <= card["sequence"] < 4
+    assert (
+        card["step"] == result["first_bad_step"]
+        and card["layer"] in (0, 1)
+        and card["head"] in (0, 1)
+        and 0 <= card["sequence"] < 4
+    )
     assert card["tensor"] in ("row_sum", "acc") and card["fate"] in ("NaN", "inf", "zero")
     (first, last), (first_key, last_key) = card["queries"], card["keys"]
-    assert first % 8 == first_key % 8 == 0 and last - first == last_key - first_key == 8 and last_key <= last <= 32
+    assert (
+        first % 8 == first_key % 8 == 0
+        and last - first == last_key - first_key == 8
+        and last_key <= last <= 32
+    )
     assert first <= card["row"] < last
     assert card["message"] == (
-        f"layer {card['layer']}, head {card['head']}: {card['tensor']} leaves the finite range in the tile of queries {first}:{last} "
-        f"and keys {first_key}:{last_key}, whose largest score is {card['tile_max_score']:.2f}; out is {card['fate']} there"
+        f"layer {card['layer']}, head {card['head']}: {card['tensor']} leaves the finite range in "
+        f"the tile of queries {first}:{last} "
+        f"and keys {first_key}:{last_key}, whose largest score is {card['tile_max_score']:.2f}; "
+        f"out is {card['fate']} there"
     )
     assert f"the run diverged: {card['message']}" in done.output
     assert rows[-1]["train/loss"] is None and "train/loss" in rows[-1]["nonfinite"]
 
 
 def test_divergence_is_announced_by_the_score(diverged):
-    """The score that is logged is at least the one the diagnosis names, in whichever sequence of the batch it was."""
+    """The score that is logged is at least the one the diagnosis names, in whichever sequence of
+    the batch it was.
+    """
     run_dir, done = diverged
     rows = metrics(run_dir)[1:]
     card = summary(run_dir)["diagnosis"]
-    assert card["tile_max_score"] > 11.09 and rows[-1]["attention/max_score"] == card["max_score"] >= card["tile_max_score"]
+    assert (
+        card["tile_max_score"] > 11.09
+        and rows[-1]["attention/max_score"] == card["max_score"] >= card["tile_max_score"]
+    )
     assert card["history"] == [[row["step"], row["attention/max_score"]] for row in rows]
     crossed = next(row["step"] for row in rows if row["attention/max_score"] > 11.09)
-    assert (card["float16_overflow_step"], card["bfloat16_overflow_step"], card["float32_overflow_step"]) == (crossed, None, None)
+    assert (
+        card["float16_overflow_step"],
+        card["bfloat16_overflow_step"],
+        card["float32_overflow_step"],
+    ) == (crossed, None, None)
     assert summary(run_dir)["float16_overflow_step"] == crossed
     warnings = [line for line in done.output.splitlines() if "passed 11.09 (float16)" in line]
     assert len(warnings) == 1 and warnings[0].startswith(f"step {crossed}: attention/max_score ")
@@ -237,35 +343,54 @@ def test_the_weights_of_a_diverged_run_are_those_before_the_bad_step(diverged, t
     assert math.isfinite(result["val/loss_exact"]) and result["val/loss_exact"] < math.log(257)
     # so the run can go on where the broken attention gave up
     shutil.copytree(run_dir, tmp_path / "run")
-    done = run(f"resume={tmp_path / 'run'}", "attention=tiled", f"steps={result['first_bad_step'] + 2}")
+    done = run(
+        f"resume={tmp_path / 'run'}", "attention=tiled", f"steps={result['first_bad_step'] + 2}"
+    )
     assert done.code == 0 and summary(tmp_path / "run")["status"] == "completed"
 
 
 def seconds_of_the_processor(command: list[str]) -> tuple[float, str]:
     """What a process and its children take, whatever runs beside them; and what it prints."""
     before = os.times()
-    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=100).stdout
+    output = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=100
+    ).stdout
     after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system, output
+    return (
+        after.children_user + after.children_system - before.children_user - before.children_system,
+        output,
+    )
 
 
 def test_help_is_quick_and_lists_the_groups():
     help_seconds, output = seconds_of_the_processor([sys.executable, "train.py", "--help"])
-    # relative to Hydra itself, as a machine may be slow, or busy; torch alone would take as much again
+    # relative to Hydra itself, as a machine may be slow, or busy; torch alone would take as much
+    # again
     hydra_seconds, _ = seconds_of_the_processor([sys.executable, "-c", "import hydra"])
     assert 0 < help_seconds < 12 * hydra_seconds
-    for group in (path for path in (ROOT / "conf").iterdir() if path.is_dir() and path.name != "hydra"):
-        assert f"{group.name}: {', '.join(sorted(path.stem for path in group.glob('*.yaml')))}" in output
+    for group in (
+        path for path in (ROOT / "conf").iterdir() if path.is_dir() and path.name != "hydra"
+    ):
+        assert (
+            f"{group.name}: {', '.join(sorted(path.stem for path in group.glob('*.yaml')))}"
+            in output
+        )
 
 
 def test_the_resolved_config_can_be_printed():
     done = run("--cfg", "job", "--resolve", "seq_len=48")
     assert done.code == 0 and OmegaConf.create(done.output).model.max_seq_len == 48
-    assert json.loads(json.dumps(OmegaConf.to_container(OmegaConf.create(done.output)))).keys() >= {"attention", "model", "data"}
+    assert json.loads(json.dumps(OmegaConf.to_container(OmegaConf.create(done.output)))).keys() >= {
+        "attention",
+        "model",
+        "data",
+    }
 
 
 def test_batch_size_auto_is_the_same_training(tmp_path):
-    """As many sequences a pass as fit, here all of the step's; what was found is what a resumed run uses."""
+    """As many sequences a pass as fit, here all of the step's; what was found is what a resumed run
+    uses.
+    """
     done = run(*tiny(tmp_path / "auto", "batch_size=auto", "tokens_per_step=256"))
     assert done.code == 0 and "batch_size=auto" in (tmp_path / "auto" / "train.log").read_text()
     assert OmegaConf.load(tmp_path / "auto" / "config.yaml").batch_size == 8
@@ -281,29 +406,40 @@ def test_a_row_without_a_loss_has_its_memory_too(tmp_path):
     done = run(*tiny(tmp_path, "eval_every=1", "log_every=3"))
     rows = metrics(tmp_path)
     assert [row["step"] for row in rows if "train/loss" in row] == [3, 4]
-    assert all(row["memory/peak_gib"] > 0.05 for row in rows[1:]) and "memory/peak_gib" not in rows[0]
+    assert (
+        all(row["memory/peak_gib"] > 0.05 for row in rows[1:]) and "memory/peak_gib" not in rows[0]
+    )
     assert summary(tmp_path)["memory/peak_gib"] == max(row["memory/peak_gib"] for row in rows[1:])
     # a single run has its table as a sweep has
     header, _, line = done.output.splitlines()[-3:]
-    assert header.split()[:2] == ["attention", "status"] and line.split()[:2] == ["tiled", "completed"]
+    assert header.split()[:2] == ["attention", "status"] and line.split()[:2] == [
+        "tiled",
+        "completed",
+    ]
 
 
 def test_eval_every_0_trains_without_an_evaluation(tmp_path):
     done = run(*tiny(tmp_path, "eval_every=0"))
     assert done.code == 0 and "4/4  train/loss" in done.output
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
-    assert not any(name.startswith(("val/", "attention/out")) for row in metrics(tmp_path) for name in row)
+    assert not any(
+        name.startswith(("val/", "attention/out")) for row in metrics(tmp_path) for name in row
+    )
     assert summary(tmp_path)["status"] == "completed"
 
 
 def test_of_other_packages_only_warnings_are_shown(tmp_path, monkeypatch):
-    """A reader of the log has no use for the versions that a library found, or for its new cache of fonts."""
+    """A reader of the log has no use for the versions that a library found, or for its new cache of
+    fonts.
+    """
     (tmp_path / "talkative.py").write_text(
         "import logging\nfrom tests.user_backends import RIGHT as BACKEND\n"
         "log = logging.getLogger(__name__)\nlog.info('a remark')\nlog.warning('a warning')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    done = run(*tiny(tmp_path / "run", "attention=custom", "attention.target=talkative:BACKEND", "steps=1"))
+    done = run(
+        *tiny(tmp_path / "run", "attention=custom", "attention.target=talkative:BACKEND", "steps=1")
+    )
     assert done.code == 0, done.output
     for text in (done.output, (tmp_path / "run/train.log").read_text()):
         assert "a warning" in text and "step     1/1" in text and "a remark" not in text

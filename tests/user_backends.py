@@ -52,7 +52,9 @@ def presses_ctrl_c(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOut
     raise KeyboardInterrupt
 
 
-def windowed(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: int | None) -> AttentionOutput:
+def windowed(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: int | None
+) -> AttentionOutput:
     return naive(q, k, v, causal=causal, scale=scale, window=window)
 
 

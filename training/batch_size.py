@@ -1,6 +1,7 @@
 """batch_size=auto: the largest pass that fits into memory, by calculation and then by trying it.
 
-Works on any `nn.Module` called as model(inputs, targets) that returns an object with a loss. B sequences, N = seq_len.
+Works on any `nn.Module` called as model(inputs, targets) that returns an object with a loss. B
+sequences, N = seq_len.
 """
 
 import logging
@@ -16,7 +17,8 @@ from training.memory import GIB, LINUX, available_bytes, is_out_of_memory, relea
 
 log = logging.getLogger("tilegpt")
 
-# the calculation has been within 3 % of what was measured, and an allocator cannot use its last blocks
+# the calculation has been within 3 % of what was measured, and an allocator cannot use its last
+# blocks
 USABLE = 0.93
 
 
@@ -28,11 +30,13 @@ def largest_batch(
     device: torch.device,
     held_bytes: float = 0,
 ) -> RunConfig:
-    """`config` with the largest batch_size that fits and divides the sequences of a step, so that its passes make it up exactly.
+    """`config` with the largest batch_size that fits and divides the sequences of a step, so that
+    its passes make it up exactly.
 
-    predicted_bytes(config) is the peak of a pass by calculation; attempt(B) does one and may run out of memory, after which the next
-    smaller divisor is tried. One sequence is tried whatever the calculation says; the error of that attempt is raised. held_bytes: what
-    the calculation counts and is in memory already, the weights.
+    predicted_bytes(config) is the peak of a pass by calculation; attempt(B) does one and may run
+    out of memory, after which the next smaller divisor is tried. One sequence is tried whatever the
+    calculation says; the error of that attempt is raised. held_bytes: what the calculation counts
+    and is in memory already, the weights.
     """
     sequences_per_step = config.sequences_per_step
     usable = USABLE * (free_bytes(device) + held_bytes)
@@ -47,19 +51,34 @@ def largest_batch(
         except Exception as error:
             if size == 1 or not is_out_of_memory(error):
                 raise
-            log.warning(f"batch_size={size} was predicted to take {predicted / GIB:.1f} GiB and does not fit; trying less")
+            log.warning(
+                f"batch_size={size} was predicted to take {predicted / GIB:.1f} GiB and does not "
+                "fit; trying less"
+            )
         else:
-            log.info(f"batch_size=auto: {size} sequences a pass, {sized.accumulation_steps} passes a step")
+            log.info(
+                f"batch_size=auto: {size} sequences a pass, {sized.accumulation_steps} "
+                "passes a step"
+            )
             return sized
         # outside the handler: the error held on to the tensors of the attempt
         release_memory(device)
     raise AssertionError("one sequence either fits or raises")
 
 
-def try_pass(model: nn.Module, batch_size: int, *, seq_len: int, autocast: AbstractContextManager, device: torch.device) -> None:
-    """Two forward and backward passes of B = batch_size sequences, with room kept for what AdamW will hold; leaves no gradients behind.
+def try_pass(
+    model: nn.Module,
+    batch_size: int,
+    *,
+    seq_len: int,
+    autocast: AbstractContextManager,
+    device: torch.device,
+) -> None:
+    """Two forward and backward passes of B = batch_size sequences, with room kept for what AdamW
+    will hold; leaves no gradients behind.
 
-    The second meets the gradients of the first, as accumulation does. Random numbers are drawn aside.
+    The second meets the gradients of the first, as accumulation does. Random numbers are drawn
+    aside.
     """
     tokens = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=device)
     moments = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
@@ -78,5 +97,9 @@ def try_pass(model: nn.Module, batch_size: int, *, seq_len: int, autocast: Abstr
 def free_bytes(device: torch.device) -> float:
     """Memory this process can still take, with what PyTorch's allocator holds unused."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
     return available_bytes() if LINUX else float("inf")

@@ -1,4 +1,6 @@
-"""From the shell to Hydra: what is refused before anything is written, and what a process needs before its first job."""
+"""From the shell to Hydra: what is refused before anything is written, and what a process needs
+before its first job.
+"""
 
 import os
 import shlex
@@ -12,7 +14,18 @@ from training.interrupt import Ending
 from training.streams import keep_streams
 
 # options of Hydra that print and run nothing: what they print is all there is
-ANSWERS = ("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
+ANSWERS = (
+    "--help",
+    "-h",
+    "--hydra-help",
+    "--version",
+    "--cfg",
+    "-c",
+    "--info",
+    "-i",
+    "--shell-completion",
+    "-sc",
+)
 
 
 def start(main: Callable[[], Any]) -> None:
@@ -30,16 +43,22 @@ def start(main: Callable[[], Any]) -> None:
 
 
 def refuse_several_processes() -> None:
-    """End each process that torchrun started: they would train the same run, each on its own. The first one says so."""
+    """End each process that torchrun started: they would train the same run, each on its own. The
+    first one says so.
+    """
     told = os.environ.get("WORLD_SIZE", "")
     if not told.isdecimal() or int(told) < 2:
         return
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(2)  # torchrun stops them all when the first one ends: that shall be the one that speaks
+        time.sleep(
+            2
+        )  # torchrun stops them all when the first one ends: that shall be the one that speaks
         sys.exit(1)
     sys.exit(
-        f"error: WORLD_SIZE={told}, but a run is trained by one process on one GPU: start python train.py without torchrun, "
-        "or a run or sweep of its own for each GPU with CUDA_VISIBLE_DEVICES=0, CUDA_VISIBLE_DEVICES=1 and so on"
+        f"error: WORLD_SIZE={told}, but a run is trained by one process on one GPU: start python "
+        "train.py without torchrun, "
+        "or a run or sweep of its own for each GPU with CUDA_VISIBLE_DEVICES=0, "
+        "CUDA_VISIBLE_DEVICES=1 and so on"
     )
 
 
@@ -53,6 +72,16 @@ def refuse_unreadable(overrides: list[str]) -> None:
             OverridesParser.create().parse_override(override)
         except HydraException as error:
             key, equals, value = override.partition("=")
-            reason = next(line for line in str(error).splitlines() if not line.startswith("Error parsing override"))
-            way_out = f"if the value is text, write {shlex.quote(f'{key}={quoted(value)}')}" if equals else "write key=value"
-            raise SystemExit(f"error: Hydra cannot read {override!r} ({reason}); {way_out}") from None
+            reason = next(
+                line
+                for line in str(error).splitlines()
+                if not line.startswith("Error parsing override")
+            )
+            way_out = (
+                f"if the value is text, write {shlex.quote(f'{key}={quoted(value)}')}"
+                if equals
+                else "write key=value"
+            )
+            raise SystemExit(
+                f"error: Hydra cannot read {override!r} ({reason}); {way_out}"
+            ) from None

@@ -10,24 +10,34 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def pick_device(name: str) -> torch.device:
     """auto is a GPU where PyTorch sees one. Raises ValueError for cuda without one."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but PyTorch sees no GPU here; use device=cpu, or device=auto to take what there is")
+        raise ValueError(
+            "device=cuda, but PyTorch sees no GPU here; use device=cpu, or device=auto to take "
+            "what there is"
+        )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of the matrix products. auto is bfloat16 on a GPU that has it, else float32; raises ValueError where it lacks."""
+    """The dtype of the matrix products. auto is bfloat16 on a GPU that has it, else float32; raises
+    ValueError where it lacks.
+    """
     # emulated bfloat16 would only be slow: it counts as missing
     has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" and has_bf16 else torch.float32
     if name == "bf16" and not has_bf16:
-        raise ValueError(f"dtype=bf16, but {torch.cuda.get_device_name(device)} has no bfloat16; use dtype=fp16 or dtype=fp32")
+        raise ValueError(
+            f"dtype=bf16, but {torch.cuda.get_device_name(device)} has no bfloat16; use "
+            "dtype=fp16 or dtype=fp32"
+        )
     return DTYPES[name]
 
 
 def set_deterministic(deterministic: bool) -> None:
-    """Ask PyTorch for deterministic kernels, or no longer; before the first product, when cuBLAS reads what it needs for it."""
+    """Ask PyTorch for deterministic kernels, or no longer; before the first product, when cuBLAS
+    reads what it needs for it.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)

@@ -1,4 +1,6 @@
-"""Ctrl-C, SIGTERM and SIGHUP: a training saves first, and nothing comes between a run and its summary. A script ends in one line."""
+"""Ctrl-C, SIGTERM and SIGHUP: a training saves first, and nothing comes between a run and its
+summary. A script ends in one line.
+"""
 
 import os
 import signal
@@ -10,7 +12,9 @@ from types import FrameType
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal ends what was going on. A KeyboardInterrupt of another kind was raised by somebody's code."""
+    """A signal ends what was going on. A KeyboardInterrupt of another kind was raised by somebody's
+    code.
+    """
 
 
 class Signals:
@@ -29,9 +33,11 @@ class Signals:
 
 
 class Interrupt(Signals):
-    """While steps are made: `requested` turns true at the first signal. A second Ctrl-C stops at once, without saving.
+    """While steps are made: `requested` turns true at the first signal. A second Ctrl-C stops at
+    once, without saving.
 
-    A second signal of another kind does not: a terminal that is closed sends SIGHUP twice, once by itself and once by its shell.
+    A second signal of another kind does not: a terminal that is closed sends SIGHUP twice, once by
+    itself and once by its shell.
     """
 
     requested = False
@@ -43,7 +49,9 @@ class Interrupt(Signals):
 
 
 class Ending(Signals):
-    """Around a run: a signal raises Stopped, until `held` is set. From then on it is `noted`, and raised where the context ends."""
+    """Around a run: a signal raises Stopped, until `held` is set. From then on it is `noted`, and
+    raised where the context ends.
+    """
 
     held = False
     noted = False
@@ -71,7 +79,8 @@ def _answered() -> list[signal.Signals]:
 
 @contextmanager
 def one_line(script: str) -> Iterator[None]:
-    """Decorates a script's main(): what ends it early is said in one line, with exit code 130 after Ctrl-C and 1 otherwise.
+    """Decorates a script's main(): what ends it early is said in one line, with exit code 130 after
+    Ctrl-C and 1 otherwise.
 
     What has been written by then stays.
     """

@@ -1,10 +1,12 @@
 """Where metrics go besides metrics.jsonl: wandb, TensorBoard, Trackio, or nowhere.
 
-A logger mirrors what is already on disk, so it never stops a training: the first failure becomes one warning, and from then on
-the logger is silent. Tokens are the x axis everywhere, since runs of a sweep differ in batch size and sequence length.
+A logger mirrors what is already on disk, so it never stops a training: the first failure becomes
+one warning, and from then on the logger is silent. Tokens are the x axis everywhere, since runs of
+a sweep differ in batch size and sequence length.
 
-A run that was killed may have logged rows after its last checkpoint, which the resumed run writes again, and may have lost some
-before it. So a resumed logger is brought in line with metrics.jsonl, and then has every row once.
+A run that was killed may have logged rows after its last checkpoint, which the resumed run writes
+again, and may have lost some before it. So a resumed logger is brought in line with metrics.jsonl,
+and then has every row once.
 """
 
 import contextlib
@@ -30,7 +32,8 @@ from training.metrics import read_metrics
 
 log = logging.getLogger("tilegpt")
 
-# seconds: to reach wandb's server at all, to start an online run there, and to upload what is left at the end
+# seconds: to reach wandb's server at all, to start an online run there, and to upload what is left
+# at the end
 PROBE_TIMEOUT, INIT_TIMEOUT, FINISH_TIMEOUT = 2.0, 20, 120.0
 
 
@@ -47,20 +50,31 @@ def build_logger(
 ) -> "Logger":
     """The logger that `config` names.
 
-    `wandb_dir` is the folder that gets wandb's own `wandb/` folder: one for all runs of a sweep. Raises ValueError where
-    logger=tensorboard or logger=trackio is not installed; whatever else goes wrong is a warning.
+    `wandb_dir` is the folder that gets wandb's own `wandb/` folder: one for all runs of a sweep.
+    Raises ValueError where logger=tensorboard or logger=trackio is not installed; whatever else
+    goes wrong is a warning.
     """
     check_logger(config)
     # the rows that the run goes on after
     rows = read_metrics(run_dir / "metrics.jsonl") if resume else []
     if config.name == "wandb":
         return WandbLogger(
-            config, rows, run_dir=run_dir, wandb_dir=wandb_dir, name=name, group=group, tags=tags, run_config=run_config, resume=resume
+            config,
+            rows,
+            run_dir=run_dir,
+            wandb_dir=wandb_dir,
+            name=name,
+            group=group,
+            tags=tags,
+            run_config=run_config,
+            resume=resume,
         )
     if config.name == "tensorboard":
         return TensorboardLogger(rows, run_dir=run_dir)
     if config.name == "trackio":
-        return TrackioLogger(config, rows, name=name, group=group, run_config=run_config, resume=resume)
+        return TrackioLogger(
+            config, rows, name=name, group=group, run_config=run_config, resume=resume
+        )
     return Logger()
 
 
@@ -73,10 +87,15 @@ def quietly(method: Callable) -> Callable:
             return
         try:
             method(self, *args, **kwargs)
-        # a logger may fail in any way a network, a server or a library can, and none of them may cost the run
+        # a logger may fail in any way a network, a server or a library can, and none of them may
+        # cost the run
         except Exception as error:
             self.active = False
-            log.warning("%s stopped logging (%s); metrics.jsonl goes on", type(self).__name__, _first_line(error))
+            log.warning(
+                "%s stopped logging (%s); metrics.jsonl goes on",
+                type(self).__name__,
+                _first_line(error),
+            )
 
     return wrapper
 
@@ -97,17 +116,21 @@ class Logger:
         """End the run."""
 
     def _replay(self, rows: list[dict[str, Any]]) -> None:
-        """Log what metrics.jsonl has. The file says of a NaN or an infinity only that it was one."""
+        """Log what metrics.jsonl has. The file says of a NaN or an infinity only that it was
+        one.
+        """
         for row in rows:
             values = {key: value for key, value in row.items() if key != "nonfinite"}
             self.log(values | dict.fromkeys(row.get("nonfinite", ()), math.nan), row["tokens"])
 
 
 class WandbLogger(Logger):
-    """Weights & Biases: online where a key is configured and the server answers, else offline. Never prompts, never waits long.
+    """Weights & Biases: online where a key is configured and the server answers, else offline.
+    Never prompts, never waits long.
 
-    wandb's step is the number of the row in metrics.jsonl. A resumed online run leaves out the rows that the server has. A resumed
-    offline run is written anew, whole, and takes the place of its folder that was not uploaded yet.
+    wandb's step is the number of the row in metrics.jsonl. A resumed online run leaves out the rows
+    that the server has. A resumed offline run is written anew, whole, and takes the place of its
+    folder that was not uploaded yet.
     """
 
     def __init__(self, config: LoggerConfig, rows: list[dict[str, Any]], **run: Any):
@@ -136,7 +159,9 @@ class WandbLogger(Logger):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
         if os.environ.get("WANDB_MODE") not in (*MODES, *FORMER_MODES):
-            os.environ.pop("WANDB_MODE", None)  # an empty one, or one that logger.mode overrules: wandb would not start
+            os.environ.pop(
+                "WANDB_MODE", None
+            )  # an empty one, or one that logger.mode overrules: wandb would not start
         import wandb
 
         id_file = Path(run_dir) / "wandb_id.txt"
@@ -161,7 +186,12 @@ class WandbLogger(Logger):
                 mode=mode,
                 # without this a second run of the same process would be the first one
                 reinit="finish_previous",
-                settings=wandb.Settings(init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT, console="off", silent=True),
+                settings=wandb.Settings(
+                    init_timeout=INIT_TIMEOUT,
+                    finish_timeout=FINISH_TIMEOUT,
+                    console="off",
+                    silent=True,
+                ),
             )
 
         mode = _wandb_mode(config)
@@ -170,8 +200,11 @@ class WandbLogger(Logger):
         except Exception as error:
             if mode != "online":
                 raise
-            log.warning("wandb refused an online run (%s); this run is logged offline", _first_line(error))
-            # the failed start keeps its id, and leaves a folder that would be uploaded as an empty run
+            log.warning(
+                "wandb refused an online run (%s); this run is logged offline", _first_line(error)
+            )
+            # the failed start keeps its id, and leaves a folder that would be uploaded as an empty
+            # run
             for leftover in (Path(wandb_dir) / "wandb").glob(f"run-*-{run_id}"):
                 shutil.rmtree(leftover, ignore_errors=True)
             mode, run_id = "offline", _new_id()
@@ -181,10 +214,16 @@ class WandbLogger(Logger):
         self._replay(rows)
         for folder in (Path(wandb_dir) / "wandb").glob(f"offline-run-*-{run_id}"):
             # *.synced is wandb's mark of what was uploaded
-            if self.active and folder.name != Path(self._run.dir).parent.name and not list(folder.glob("*.synced")):
+            if (
+                self.active
+                and folder.name != Path(self._run.dir).parent.name
+                and not list(folder.glob("*.synced"))
+            ):
                 shutil.rmtree(folder, ignore_errors=True)
         if mode != "disabled":
-            self.url_or_hint = self._run.url if mode == "online" else f"wandb sync {Path(self._run.dir).parent}"
+            self.url_or_hint = (
+                self._run.url if mode == "online" else f"wandb sync {Path(self._run.dir).parent}"
+            )
 
     @quietly
     def log(self, metrics: dict[str, float | None], tokens: int) -> None:
@@ -231,7 +270,9 @@ class TensorboardLogger(Logger):
 
     @quietly
     def summary(self, values: dict[str, Any]) -> None:
-        self._writer.add_text("summary", "\n".join(f"    {key}: {value}" for key, value in values.items()))
+        self._writer.add_text(
+            "summary", "\n".join(f"    {key}: {value}" for key, value in values.items())
+        )
 
     @quietly
     def finish(self, exit_code: int) -> None:
@@ -247,11 +288,24 @@ class TrackioLogger(Logger):
 
     @quietly
     def _start(
-        self, config: LoggerConfig, rows: list[dict[str, Any]], *, name: str, group: str | None, run_config: dict[str, Any], resume: bool
+        self,
+        config: LoggerConfig,
+        rows: list[dict[str, Any]],
+        *,
+        name: str,
+        group: str | None,
+        run_config: dict[str, Any],
+        resume: bool,
     ) -> None:
         import trackio
 
-        self._run = trackio.init(project=config.project, name=name, group=group, config=run_config, resume="allow" if resume else "never")
+        self._run = trackio.init(
+            project=config.project,
+            name=name,
+            group=group,
+            config=run_config,
+            resume="allow" if resume else "never",
+        )
         # Trackio has no other way to tell how far a run has come
         self._next_tokens = self._run._next_step
         self._replay(rows)
@@ -260,7 +314,11 @@ class TrackioLogger(Logger):
     def log(self, metrics: dict[str, float | None], tokens: int) -> None:
         if tokens < self._next_tokens:
             return
-        row = {key: value for key, value in metrics.items() if value is not None and math.isfinite(value)}
+        row = {
+            key: value
+            for key, value in metrics.items()
+            if value is not None and math.isfinite(value)
+        }
         self._run.log(row | {"tokens": tokens}, step=tokens)
 
     @quietly
@@ -269,14 +327,15 @@ class TrackioLogger(Logger):
 
 
 def installed(package: str) -> bool:
-    # a folder of that name in the working directory, such as ./wandb with earlier runs, imports too, but has no file of its own
+    # a folder of that name in the working directory, such as ./wandb with earlier runs, imports
+    # too, but has no file of its own
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def check_logger(config: LoggerConfig) -> None:
-    """Raise ValueError for a logger that was asked for and is not there (wandb, the default, is a warning later), or for a WANDB_MODE
-    that no run has.
+    """Raise ValueError for a logger that was asked for and is not there (wandb, the default, is a
+    warning later), or for a WANDB_MODE that no run has.
     """
     if config.name in ("tensorboard", "trackio") and not installed(config.name):
         raise ValueError(f"logger={config.name} needs pip install -e '.[{config.name}]'")
@@ -294,15 +353,22 @@ FORMER_MODES = {"dryrun": "offline", "run": "online"}
 
 
 def _asked_mode(config: LoggerConfig) -> str:
-    """auto, online, offline or disabled: what the config says, else what WANDB_MODE says. Raises ValueError for another one."""
+    """auto, online, offline or disabled: what the config says, else what WANDB_MODE says. Raises
+    ValueError for another one.
+    """
     told = os.environ.get("WANDB_MODE", "")
     if config.mode != "auto" or not told:
         return config.mode
     wanted = FORMER_MODES.get(told, told)
     if wanted == "shared":
-        raise ValueError("WANDB_MODE=shared lets several processes write one run, and a run here is one process; set WANDB_MODE=online")
+        raise ValueError(
+            "WANDB_MODE=shared lets several processes write one run, and a run here is one "
+            "process; set WANDB_MODE=online"
+        )
     if wanted not in MODES:
-        raise ValueError(f"WANDB_MODE={told} is not one of: {', '.join(MODES)}; set one of these, or unset it")
+        raise ValueError(
+            f"WANDB_MODE={told} is not one of: {', '.join(MODES)}; set one of these, or unset it"
+        )
     return wanted
 
 
@@ -316,10 +382,14 @@ def _wandb_mode(config: LoggerConfig) -> str:
     settings = wandb.setup().settings
     if not (settings.api_key or has_key(settings.base_url)):
         if wanted != "auto":
-            log.warning("wandb has no API key (wandb login, or WANDB_API_KEY); this run is logged offline")
+            log.warning(
+                "wandb has no API key (wandb login, or WANDB_API_KEY); this run is logged offline"
+            )
         return "offline"
     if not reachable(settings.base_url):
-        log.warning("wandb's server %s does not answer; this run is logged offline", settings.base_url)
+        log.warning(
+            "wandb's server %s does not answer; this run is logged offline", settings.base_url
+        )
         return "offline"
     return "online"
 
@@ -345,7 +415,8 @@ def has_key(base_url: str) -> bool:
 
 
 def reachable(base_url: str) -> bool:
-    """Whether a connection to the server, or to the proxy in front of it, opens within PROBE_TIMEOUT seconds.
+    """Whether a connection to the server, or to the proxy in front of it, opens within
+    PROBE_TIMEOUT seconds.
 
     wandb itself retries a dead network for as long as init_timeout allows.
     """

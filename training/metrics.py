@@ -1,7 +1,8 @@
 """The numbers of a run: its files on disk, its speed, and where it ran.
 
-metrics.jsonl grows row by row; summary.json and env.json are written at once. All three are strict JSON: NaN and infinity,
-which JSON lacks, become null, and the names of those values are listed beside them as "nonfinite".
+metrics.jsonl grows row by row; summary.json and env.json are written at once. All three are strict
+JSON: NaN and infinity, which JSON lacks, become null, and the names of those values are listed
+beside them as "nonfinite".
 """
 
 import contextlib
@@ -26,11 +27,21 @@ from tqdm import tqdm
 
 log = logging.getLogger("tilegpt")
 
-PACKAGES = ("torch", "triton", "numpy", "hydra-core", "datasets", "tiktoken", "safetensors", "wandb")
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "hydra-core",
+    "datasets",
+    "tiktoken",
+    "safetensors",
+    "wandb",
+)
 ROOT = Path(__file__).resolve().parent.parent
 
-# dense peak of the matrix units for 16-bit floats with float32 accumulation, in FLOP/s, from NVIDIA's data sheets (the sparse
-# figure halved where only that is printed); the first entry whose words are in the device's name counts
+# dense peak of the matrix units for 16-bit floats with float32 accumulation, in FLOP/s, from
+# NVIDIA's data sheets (the sparse figure halved where only that is printed); the first entry whose
+# words are in the device's name counts
 PEAK_FLOPS = {
     "B200": 2250e12,
     "GH200": 989e12,
@@ -81,17 +92,22 @@ class MetricsFile:
     def go_back_to(self, step: int, saved: Path) -> None:
         """Drop the rows of later steps, and a torn last line: what a resumed run writes again.
 
-        `saved`: the copy in the checkpoint of that step, whose rows count where there is one. This file may have been damaged since.
+        `saved`: the copy in the checkpoint of that step, whose rows count where there is one. This
+        file may have been damaged since.
         """
         rows = [row for row in read_metrics(self.path) if row["step"] <= step]
         if saved.is_file() and (before := read_metrics(saved)) != rows:
-            log.warning(f"{self.path} was damaged: its rows up to step {step} are put back from {saved}")
+            log.warning(
+                f"{self.path} was damaged: its rows up to step {step} are put back from {saved}"
+            )
             rows = before
         write_file(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; none where the file is missing, and without lines that were torn or damaged."""
+    """The rows of a metrics.jsonl; none where the file is missing, and without lines that were torn
+    or damaged.
+    """
     try:
         lines = Path(path).read_text(errors="replace").splitlines()
     except FileNotFoundError:
@@ -115,13 +131,17 @@ def write_json(path: Path, obj: dict[str, Any]) -> None:
 def strict(obj: dict[str, Any]) -> dict[str, Any]:
     """`obj` with null for every NaN and infinity, and a list "nonfinite" of the names that had one.
 
-    {"loss": nan, "oom": {"free": inf}} -> {"loss": None, "oom": {"free": None}, "nonfinite": ["loss", "oom.free"]}
+    {"loss": nan, "oom": {"free": inf}} -> {"loss": None, "oom": {"free": None}, "nonfinite":
+    ["loss", "oom.free"]}
     """
     nonfinite: list[str] = []
 
     def clean(value: Any, name: str) -> Any:
         if isinstance(value, dict):
-            return {key: clean(item, f"{name}.{key}" if name else str(key)) for key, item in value.items()}
+            return {
+                key: clean(item, f"{name}.{key}" if name else str(key))
+                for key, item in value.items()
+            }
         if isinstance(value, (list, tuple)):
             return [clean(item, f"{name}[{i}]") for i, item in enumerate(value)]
         if isinstance(value, float) and not math.isfinite(value):
@@ -134,7 +154,9 @@ def strict(obj: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """The old file or the new one, whole. Raises OSError with the path where it cannot be written."""
+    """The old file or the new one, whole. Raises OSError with the path where it cannot be
+    written.
+    """
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -150,7 +172,8 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Find out before the work whether its file can be written: make the folder, try a block beside the file and leave nothing there.
+    """Find out before the work whether its file can be written: make the folder, try a block beside
+    the file and leave nothing there.
 
     Raises OSError in one line, with the path and the way out.
     """
@@ -162,11 +185,15 @@ def check_writable(path: Path) -> None:
         with tempfile.TemporaryFile(dir=path.parent, buffering=0) as file:
             file.write(bytes(4096))
     except OSError as error:
-        raise OSError(f"{path} cannot be written: {error.strerror or error}; name another file") from error
+        raise OSError(
+            f"{path} cannot be written: {error.strerror or error}; name another file"
+        ) from error
 
 
 def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float | None:
-    """Dense peak of a known GPU in FLOP/s, for bfloat16 and float16; None for other types, for a CPU and for an unknown GPU."""
+    """Dense peak of a known GPU in FLOP/s, for bfloat16 and float16; None for other types, for a
+    CPU and for an unknown GPU.
+    """
     device = torch.device(device)
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
@@ -174,30 +201,41 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float | None:
 
 
 def data_sheet(table: dict[str, float], device_name: str) -> float | None:
-    """The entry of PEAK_FLOPS or PEAK_BANDWIDTH for a GPU as PyTorch names it; None for an unknown one."""
+    """The entry of PEAK_FLOPS or PEAK_BANDWIDTH for a GPU as PyTorch names it; None for an unknown
+    one.
+    """
     # the parts for laptops share a name with faster ones
     if "Laptop" in device_name:
         return None
-    return next((peak for words, peak in table.items() if re.search(rf"\b{words}\b", device_name)), None)
+    return next(
+        (peak for words, peak in table.items() if re.search(rf"\b{words}\b", device_name)), None
+    )
 
 
 class WallClock:
-    """What a user waits for. A run has two speeds, in every row of metrics after the first step and in summary.json:
+    """What a user waits for. A run has two speeds, in every row of metrics after the first step and
+    in summary.json:
 
-    tokens_per_sec        by the wall clock, with everything in it. In a row: the tokens trained since the row before, divided by the
-                          seconds since that row was written. These hold steps, compilation, metrics and evaluation of this row, and
-                          logging and checkpoint of the row before. In the summary: from the first step to the end of the training.
-    step_tokens_per_sec   the steps alone, by which variants are compared: see Throughput, which makes mfu of it too.
+    tokens_per_sec        by the wall clock, with everything in it. In a row: the tokens trained
+                          since the row before, divided by the seconds since that row was written.
+                          These hold steps, compilation, metrics and evaluation of this row, and
+                          logging and checkpoint of the row before. In the summary: from the first
+                          step to the end of the training.
+    step_tokens_per_sec   the steps alone, by which variants are compared: see Throughput, which
+                          makes mfu of it too.
 
-    seconds, in a row, is the time since the run began, start-up and earlier starts included, as wall_seconds in the summary counts it.
-    So tokens_per_sec is the difference of tokens divided by that of seconds, row by row; the first row of each start counts from its
-    first step, with or without a row of step 0. Of a resumed run both speeds in the summary are its newest start's, which ran where
-    env.json says.
+    seconds, in a row, is the time since the run began, start-up and earlier starts included, as
+    wall_seconds in the summary counts it. So tokens_per_sec is the difference of tokens divided by
+    that of seconds, row by row; the first row of each start counts from its first step, with or
+    without a row of step 0. Of a resumed run both speeds in the summary are its newest start's,
+    which ran where env.json says.
 
-    clock.begin(tokens)                             # before the first step; earlier starts have trained `tokens`
+    clock.begin(tokens)                             # before the first step; earlier starts have
+                                                    trained `tokens`
     for step in ...: train(); row |= clock.row(tokens)
 
-    The tokens are those of steps whose loss the host has waited for, never those of a step that is only queued.
+    The tokens are those of steps whose loss the host has waited for, never those of a step that is
+    only queued.
     """
 
     def __init__(self, *, seconds: float = 0.0, clock: Callable[[], float] = time.perf_counter):
@@ -226,15 +264,17 @@ class WallClock:
 
 
 class Throughput:
-    """step_tokens_per_sec: tokens per second of the steps alone, without the first ones (compilation, warm-up) and what is in paused().
+    """step_tokens_per_sec: tokens per second of the steps alone, without the first ones
+    (compilation, warm-up) and what is in paused().
 
     for step in ...:
         train(); throughput.step(tokens)
         with throughput.paused(): evaluate()
         row |= throughput.row()
 
-    flops_per_token: named counts of one token's FLOPs, each reported by its name as a share of `peak` FLOP/s. On a GPU nothing here
-    waits for it until a number is asked for: the clock is read by events that its stream reaches in turn.
+    flops_per_token: named counts of one token's FLOPs, each reported by its name as a share of
+    `peak` FLOP/s. On a GPU nothing here waits for it until a number is asked for: the clock is read
+    by events that its stream reaches in turn.
     """
 
     def __init__(
@@ -254,7 +294,9 @@ class Throughput:
         self.tokens = 0
         self._cold = warmup_steps  # steps that will not count
         self._seconds = 0.0
-        self._stretches: list[tuple[Any, Any]] = []  # starts and stops of the clock that are not in _seconds yet
+        self._stretches: list[
+            tuple[Any, Any]
+        ] = []  # starts and stops of the clock that are not in _seconds yet
         self._since: Any = None  # when the clock last started; None while it stands
         self._window = (0, 0.0)  # tokens and seconds at the last window()
 
@@ -268,7 +310,9 @@ class Throughput:
             self._since = self._now()
 
     def warm_up(self) -> None:
-        """The next steps are slow like the first ones: another attention, for one, is compiled in them."""
+        """The next steps are slow like the first ones: another attention, for one, is compiled in
+        them.
+        """
         self.pause()
         self._cold = self.warmup_steps
 
@@ -295,15 +339,24 @@ class Throughput:
         return self.tokens / self._elapsed() if self.tokens else None
 
     def window(self) -> float | None:
-        """Average since the last call, for one row of metrics; None where no step was measured. To be called between two steps."""
+        """Average since the last call, for one row of metrics; None where no step was measured. To
+        be called between two steps.
+        """
         tokens, seconds = self._window
         self._window = (self.tokens, self._elapsed())
-        return (self.tokens - tokens) / (self._window[1] - seconds) if self.tokens > tokens else None
+        return (
+            (self.tokens - tokens) / (self._window[1] - seconds) if self.tokens > tokens else None
+        )
 
     def row(self) -> dict[str, float | None]:
-        """window() as step_tokens_per_sec, and by each name of flops_per_token the share of the peak; None where one is not known."""
+        """window() as step_tokens_per_sec, and by each name of flops_per_token the share of the
+        peak; None where one is not known.
+        """
         speed = self.window()
-        shares = {name: speed * flops / self.peak if speed and self.peak else None for name, flops in self.flops_per_token.items()}
+        shares = {
+            name: speed * flops / self.peak if speed and self.peak else None
+            for name, flops in self.flops_per_token.items()
+        }
         return {"step_tokens_per_sec": speed, **shares}
 
     def _elapsed(self) -> float:
@@ -348,23 +401,35 @@ class Progress:
         self.tokens_per_step = tokens_per_step
         self.every = every
         self.clock = clock
-        self._since: tuple[int, float] | None = None  # step and time at which the clock of the time left started
+        self._since: tuple[int, float] | None = (
+            None  # step and time at which the clock of the time left started
+        )
         self._said = first_step, clock()  # step and time of the last line
 
     def step(self, step: int) -> bool:
-        """Count `step` as done; whether the last line is `every` seconds old. The first step, which compiles, starts the clock."""
+        """Count `step` as done; whether the last line is `every` seconds old. The first step, which
+        compiles, starts the clock.
+        """
         now = self.clock()
         self._since = self._since or (step, now)
         return now - self._said[1] >= self.every
 
     def line(self, step: int, row: dict[str, Any]) -> str:
-        """The losses of a row of metrics, the speed since the last line by the wall clock, and the time left where it is known."""
+        """The losses of a row of metrics, the speed since the last line by the wall clock, and the
+        time left where it is known.
+        """
         (said_step, said), now = self._said, self.clock()
         self._said = step, now
         parts = [f"step {step:>5}/{self.steps}"]
-        parts += [f"{name} {value:.4f}" for name, value in row.items() if name == "train/loss" or name.startswith("val/")]
+        parts += [
+            f"{name} {value:.4f}"
+            for name, value in row.items()
+            if name == "train/loss" or name.startswith("val/")
+        ]
         if step > said_step:
-            parts.append(f"{(step - said_step) * self.tokens_per_step / (now - said):,.0f} tokens/s")
+            parts.append(
+                f"{(step - said_step) * self.tokens_per_step / (now - said):,.0f} tokens/s"
+            )
         if self._since and self._since[0] < step < self.steps:
             seconds = (now - self._since[1]) / (step - self._since[0]) * (self.steps - step)
             parts.append(f"{tqdm.format_interval(seconds)} left")
@@ -372,11 +437,14 @@ class Progress:
 
 
 def environment(data_fingerprint: str, device: torch.device | str) -> dict[str, Any]:
-    """Commit, versions, hardware, command line and data of this run. What does not exist here is None."""
+    """Commit, versions, hardware, command line and data of this run. What does not exist here is
+    None.
+    """
     return {
         "data_fingerprint": data_fingerprint,
         **_git(),
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+        "versions": {"python": platform.python_version()}
+        | {name: _version(name) for name in PACKAGES},
         "hardware": {
             "cpu": _cpu_model(),
             "cpu_cores": os.cpu_count(),
@@ -390,8 +458,14 @@ def environment(data_fingerprint: str, device: torch.device | str) -> dict[str, 
 
 
 def measured_on(device: torch.device | str) -> dict[str, Any]:
-    """environment() of a measurement that is no run: without a command line, which may hold paths of the machine, and without data."""
-    return {key: value for key, value in environment("", device).items() if key not in ("command", "data_fingerprint")}
+    """environment() of a measurement that is no run: without a command line, which may hold paths
+    of the machine, and without data.
+    """
+    return {
+        key: value
+        for key, value in environment("", device).items()
+        if key not in ("command", "data_fingerprint")
+    }
 
 
 def _git() -> dict[str, Any]:
@@ -399,7 +473,8 @@ def _git() -> dict[str, Any]:
     if told := os.environ.get("TILEGPT_COMMIT"):
         return {"commit": told, "dirty": None}
     top = _output("git", "-C", str(ROOT), "rev-parse", "--show-toplevel")
-    # a copy without .git that lies inside somebody's own repository must not report that one's commit
+    # a copy without .git that lies inside somebody's own repository must not report that one's
+    # commit
     if top is None or Path(top).resolve() != ROOT:
         return {"commit": None, "dirty": None}
     return {
@@ -418,7 +493,9 @@ def _version(package: str) -> str | None:
 
 def _cpu_model() -> str:
     try:
-        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        match = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
     except OSError:
         match = None
     return match[1] if match else platform.processor() or platform.machine()
@@ -440,13 +517,18 @@ def _gpu(device: torch.device) -> dict[str, Any]:
         "gpu_count": torch.cuda.device_count(),
         "compute_capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
-        "driver": (_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").split("\n")[0] or None,
+        "driver": (
+            _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or ""
+        ).split("\n")[0]
+        or None,
     }
 
 
 def _output(*command: str) -> str | None:
     """What a command prints, or None where it is missing, fails or hangs."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

@@ -16,7 +16,9 @@ FUSED_DEVICES = ("cpu", "cuda")
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> "torch.optim.AdamW | MuonAndAdamW":
-    """AdamW over every trainable parameter; with name=muon, Muon for the matrices of model.blocks and AdamW for the rest."""
+    """AdamW over every trainable parameter; with name=muon, Muon for the matrices of model.blocks
+    and AdamW for the rest.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if config.name == "adamw":
         return build_adamw(parameters, config)
@@ -38,7 +40,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> "torch.optim.AdamW
 def build_adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only.
 
-    Biases and the gains of normalisation layers have one dimension: decaying them pulls the layer towards zero output.
+    Biases and the gains of normalisation layers have one dimension: decaying them pulls the layer
+    towards zero output.
     """
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -46,34 +49,48 @@ def build_adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.op
     ]
     fused = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in parameters)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=fused,
     )
 
 
 class Muon(torch.optim.Muon):
-    """PyTorch's Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), which replaces a matrix's momentum by its nearest
-    orthogonal matrix, for weights that stack several matrices: each is made orthogonal by itself.
+    """PyTorch's Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), which replaces a
+    matrix's momentum by its nearest orthogonal matrix, for weights that stack several matrices:
+    each is made orthogonal by itself.
 
-    A group's "rows" are the rows of each matrix of the stack, or empty for a weight that is one matrix. q, k and v only share a weight
-    so that one product computes all three; made orthogonal as one, the largest would set the scale of the others.
+    A group's "rows" are the rows of each matrix of the stack, or empty for a weight that is one
+    matrix. q, k and v only share a weight so that one product computes all three; made orthogonal
+    as one, the largest would set the scale of the others.
 
-    With adjust_lr_fn="match_rms_adamw" (Liu et al. 2025, arXiv:2502.16982) an update is as large as AdamW's usually are, so one
-    learning rate and one weight decay serve both.
+    With adjust_lr_fn="match_rms_adamw" (Liu et al. 2025, arXiv:2502.16982) an update is as large as
+    AdamW's usually are, so one learning rate and one weight decay serve both.
     """
 
-    def _init_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], momenta: list[Tensor]) -> bool:
+    def _init_group(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        momenta: list[Tensor],
+    ) -> bool:
         has_complex = super()._init_group(group, params, grads, momenta)
         if group["rows"]:
             for tensors in (params, grads, momenta):
-                tensors[:] = [matrix for stack in tensors for matrix in stack.split(group["rows"])]  # views: written in place
+                tensors[:] = [
+                    matrix for stack in tensors for matrix in stack.split(group["rows"])
+                ]  # views: written in place
         return has_complex
 
 
 class MuonAndAdamW:
     """Two optimizers, each with parameters of its own, that training sees as one.
 
-    It has what the loop, GradScaler (which looks at the gradients of param_groups, and skips step() for both) and checkpoints use
-    of a torch.optim.Optimizer.
+    It has what the loop, GradScaler (which looks at the gradients of param_groups, and skips step()
+    for both) and checkpoints use of a torch.optim.Optimizer.
     """
 
     def __init__(self, muon: Muon, adamw: torch.optim.AdamW):
@@ -94,19 +111,27 @@ class MuonAndAdamW:
     def state_dict(self) -> dict[str, Any]:
         """param_groups of both, as any optimizer's, and state under each name."""
         muon, adamw = self.muon.state_dict(), self.adamw.state_dict()
-        return {"state": {"muon": muon["state"], "adamw": adamw["state"]}, "param_groups": muon["param_groups"] + adamw["param_groups"]}
+        return {
+            "state": {"muon": muon["state"], "adamw": adamw["state"]},
+            "param_groups": muon["param_groups"] + adamw["param_groups"],
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises ValueError for the state of another optimizer, or of other parameters."""
         state, groups = state_dict["state"], state_dict["param_groups"]
         if state.keys() != {"muon", "adamw"} or len(groups) != len(self.param_groups):
-            raise ValueError("the saved state is not of muon and these groups of parameters; set optim= as it was")
+            raise ValueError(
+                "the saved state is not of muon and these groups of parameters; set "
+                "optim= as it was"
+            )
         mine = len(self.muon.param_groups)
         self.muon.load_state_dict({"state": state["muon"], "param_groups": groups[:mine]})
         self.adamw.load_state_dict({"state": state["adamw"], "param_groups": groups[mine:]})
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimConfig) -> float:
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimConfig
+) -> float:
     """Give every group of parameters learning_rate() of this step, and return it."""
     lr = learning_rate(step, steps, config)
     for group in optimizer.param_groups:
@@ -117,8 +142,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, c
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """The learning rate of one step, counted from 0, in a run of `steps`.
 
-    A linear warm-up over min(warmup_steps, steps / 10) whose first step is not zero; then a cosine that reaches min_lr at the
-    last step, or lr throughout with schedule=constant.
+    A linear warm-up over min(warmup_steps, steps / 10) whose first step is not zero; then a cosine
+    that reaches min_lr at the last step, or lr throughout with schedule=constant.
     """
     warmup_steps = min(config.warmup_steps, max(1, steps // 10))
     if step < warmup_steps:

@@ -18,7 +18,9 @@ def plain_text() -> Iterator[None]:
 
 @plain_text()
 def draw_loss_curve(run_dir: Path, *, title: str) -> Path | None:
-    """RUN/loss_curve.png: train and held-out loss against tokens. None where there is nothing to draw."""
+    """RUN/loss_curve.png: train and held-out loss against tokens. None where there is nothing to
+    draw.
+    """
     import matplotlib
 
     matplotlib.use("Agg")  # a run has no screen

@@ -2,10 +2,12 @@
 
     RUN/checkpoint/                 the latest
     RUN/checkpoints/step-000400/    the ones before it, keep - 1 of them
-    RUN/checkpoint.best/            the one with the lowest val/loss: a step whose evaluation finds a new lowest is saved, too
+    RUN/checkpoint.best/            the one with the lowest val/loss: a step whose evaluation finds
+                                    a new lowest is saved, too
 
-The best is made of hard links, which take no room while the same checkpoint stands elsewhere. Steps that a run has gone back
-behind, because its latest checkpoint was damaged, go with the next save, as their rows of metrics have gone.
+The best is made of hard links, which take no room while the same checkpoint stands elsewhere. Steps
+that a run has gone back behind, because its latest checkpoint was damaged, go with the next save,
+as their rows of metrics have gone.
 """
 
 import contextlib
@@ -22,16 +24,22 @@ LATEST, EARLIER, BEST, META = "checkpoint", "checkpoints", "checkpoint.best", "m
 
 
 def newest_first(run_dir: Path) -> list[Path]:
-    """The folders with a checkpoint of the run, whole or not, the latest first. The folder of a checkpoint stands for itself."""
+    """The folders with a checkpoint of the run, whole or not, the latest first. The folder of a
+    checkpoint stands for itself.
+    """
     run_dir = Path(run_dir)
     if (run_dir / META).is_file():
         return [run_dir]
-    others = sorted([*run_dir.glob(BEST), *run_dir.glob(f"{EARLIER}/step-*")], key=step_of, reverse=True)
+    others = sorted(
+        [*run_dir.glob(BEST), *run_dir.glob(f"{EARLIER}/step-*")], key=step_of, reverse=True
+    )
     return [run_dir / LATEST, *others] if (run_dir / LATEST).is_dir() else others
 
 
 def run_of(folder: Path) -> Path:
-    """The run directory that the folder of a checkpoint lies in; a run directory stands for itself."""
+    """The run directory that the folder of a checkpoint lies in; a run directory stands for
+    itself.
+    """
     folder = Path(folder)
     if not (folder / META).is_file():
         return folder
@@ -39,7 +47,8 @@ def run_of(folder: Path) -> Path:
 
 
 def rotate(fresh: Path, run_dir: Path, *, keep: int) -> Path:
-    """Make the folder `fresh` the latest checkpoint, and drop what is neither among the last `keep` nor the best.
+    """Make the folder `fresh` the latest checkpoint, and drop what is neither among the last `keep`
+    nor the best.
 
     Two renames: whenever the process dies, a whole checkpoint stands under one of the names above.
     """
@@ -56,7 +65,9 @@ def rotate(fresh: Path, run_dir: Path, *, keep: int) -> Path:
     past = _before(step, earlier)
     data = _data(latest)
     # losses on other data, which a resumed run may have changed to, are no measure
-    lowest = _lowest(folder for folder in [*_before(step, [best]), *past, latest] if _data(folder) == data)
+    lowest = _lowest(
+        folder for folder in [*_before(step, [best]), *past, latest] if _data(folder) == data
+    )
     if lowest is not None and lowest != best:
         _link(lowest, best)
     elif lowest is None and not _before(step, [best]):
@@ -69,8 +80,12 @@ def rotate(fresh: Path, run_dir: Path, *, keep: int) -> Path:
 
 
 def best_val_loss(run_dir: Path, *, before: int, data: str | None = None) -> float:
-    """The lowest val/loss of the checkpoints of earlier steps on this data; infinity where none was evaluated."""
-    lowest = _lowest(folder for folder in _before(before, newest_first(run_dir)) if _data(folder) == data)
+    """The lowest val/loss of the checkpoints of earlier steps on this data; infinity where none was
+    evaluated.
+    """
+    lowest = _lowest(
+        folder for folder in _before(before, newest_first(run_dir)) if _data(folder) == data
+    )
     return math.inf if lowest is None else _val_loss(lowest)
 
 
@@ -79,11 +94,15 @@ def _before(step: int, folders: Iterable[Path]) -> list[Path]:
 
 
 def _lowest(folders: Iterable[Path]) -> Path | None:
-    return min((folder for folder in folders if _val_loss(folder) is not None), key=_val_loss, default=None)
+    return min(
+        (folder for folder in folders if _val_loss(folder) is not None), key=_val_loss, default=None
+    )
 
 
 def step_of(folder: Path) -> int:
-    """The step of a checkpoint's folder, from its name or its meta.json; -1 where neither says it."""
+    """The step of a checkpoint's folder, from its name or its meta.json; -1 where neither says
+    it.
+    """
     if match := re.fullmatch(r"step-(\d+)", folder.name):
         return int(match[1])
     step = meta_of(folder).get("step")
@@ -101,7 +120,9 @@ def _data(folder: Path) -> str | None:
 
 
 def meta_of(folder: Path) -> dict[str, Any]:
-    """What the meta.json of a checkpoint says; empty where it cannot be read or is not in its form. Not verified."""
+    """What the meta.json of a checkpoint says; empty where it cannot be read or is not in its form.
+    Not verified.
+    """
     try:
         meta = parse(folder / META)
     except (OSError, ValueError):
@@ -119,7 +140,14 @@ def parse(path: Path) -> Any:
 
 def misfit(meta: dict[str, Any]) -> str | None:
     """What a meta.json has in another form than a checkpoint gives it."""
-    return next((f"{key} is not {words}" for key, (is_right, words) in FORM.items() if key in meta and not is_right(meta[key])), None)
+    return next(
+        (
+            f"{key} is not {words}"
+            for key, (is_right, words) in FORM.items()
+            if key in meta and not is_right(meta[key])
+        ),
+        None,
+    )
 
 
 def _is_count(value: Any) -> bool:
@@ -128,23 +156,39 @@ def _is_count(value: Any) -> bool:
 
 def _are_files(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        Path(name).name == name and isinstance(file, dict) and _is_count(file.get("bytes")) and isinstance(file.get("sha256"), str)
+        Path(name).name == name
+        and isinstance(file, dict)
+        and _is_count(file.get("bytes"))
+        and isinstance(file.get("sha256"), str)
         for name, file in value.items()
     )
 
 
 def _is_start(value: Any) -> bool:
-    if not isinstance(value, dict) or not _is_count(value.get("step")) or not isinstance(value.get("changed"), dict):
+    if (
+        not isinstance(value, dict)
+        or not _is_count(value.get("step"))
+        or not isinstance(value.get("changed"), dict)
+    ):
         return False
     attention, seconds = value.get("attention"), value.get("seconds", 0)
-    pairs = isinstance(attention, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in attention)
+    pairs = isinstance(attention, list) and all(
+        isinstance(pair, list) and len(pair) == 2 for pair in attention
+    )
     changed = all(isinstance(pair, list) and len(pair) == 2 for pair in value["changed"].values())
     named = pairs and all(_is_count(step) and isinstance(name, str) for step, name in attention)
-    return changed and named and isinstance(seconds, (int, float)) and isinstance(value.get("data", ""), str)
+    return (
+        changed
+        and named
+        and isinstance(seconds, (int, float))
+        and isinstance(value.get("data", ""), str)
+    )
 
 
 def _is_config(value: Any) -> bool:
-    if not isinstance(value, dict) or not all(isinstance(value.get(group, {}), dict) for group in ("attention", "model", "optim")):
+    if not isinstance(value, dict) or not all(
+        isinstance(value.get(group, {}), dict) for group in ("attention", "model", "optim")
+    ):
         return False
     chosen = value.get("attention", {})
     switch_at = chosen.get("switch_at")
@@ -158,7 +202,10 @@ FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
     "val_loss": (lambda value: value is None or type(value) in (int, float), "a number"),
     "files": (_are_files, "the size and SHA-256 of files by their names"),
     "config": (_is_config, "the settings of a run"),
-    "starts": (lambda value: isinstance(value, list) and all(map(_is_start, value)), "the list of a run's starts"),
+    "starts": (
+        lambda value: isinstance(value, list) and all(map(_is_start, value)),
+        "the list of a run's starts",
+    ),
 }
 
 

@@ -29,15 +29,24 @@ def queue_step(
     before: Queued | None = None,
     **how: Any,
 ) -> Queued:
-    """Queue the gradients of a step and, if `update` and the device can tell a step that went wrong, what the optimizer makes of them.
+    """Queue the gradients of a step and, if `update` and the device can tell a step that went
+    wrong, what the optimizer makes of them.
 
-    Thus the next step can be queued before the host has looked at this one, and the device never waits for the host. It is then the
-    `before` of the next, which moves no weights if either of the two went wrong. how: what compute_gradients takes.
+    Thus the next step can be queued before the host has looked at this one, and the device never
+    waits for the host. It is then the `before` of the next, which moves no weights if either of the
+    two went wrong. how: what compute_gradients takes.
     """
-    found = torch.stack(compute_gradients(step_model, passes, optimizer=optimizer, scaler=scaler, **how))
+    found = torch.stack(
+        compute_gradients(step_model, passes, optimizer=optimizer, scaler=scaler, **how)
+    )
     figures = on_its_way(found)
     decisive = found if before is None else torch.cat((before.found, found))
-    return Queued(passes, found, figures, update and update_if_finite(decisive, optimizer=optimizer, scaler=scaler))
+    return Queued(
+        passes,
+        found,
+        figures,
+        update and update_if_finite(decisive, optimizer=optimizer, scaler=scaler),
+    )
 
 
 def compute_gradients(
@@ -49,11 +58,12 @@ def compute_gradients(
     autocast: AbstractContextManager,
     grad_clip: float,
 ) -> tuple[Tensor, Tensor]:
-    """The mean loss of the passes of one step and the global norm of its gradients, both on the device and not waited for.
+    """The mean loss of the passes of one step and the global norm of its gradients, both on the
+    device and not waited for.
 
-    The gradients lie in the parameters, clipped to `grad_clip` (not where it is 0 or their norm not finite); the norm is that of before.
-    A pass is what step_model takes: inputs, targets, ... The ranges that it names show in a profiler's trace and cost microseconds
-    without one.
+    The gradients lie in the parameters, clipped to `grad_clip` (not where it is 0 or their norm not
+    finite); the norm is that of before. A pass is what step_model takes: inputs, targets, ... The
+    ranges that it names show in a profiler's trace and cost microseconds without one.
     """
     optimizer.zero_grad(set_to_none=True)
     loss = 0.0
@@ -65,14 +75,21 @@ def compute_gradients(
         loss = loss + micro_loss.detach() / len(passes)
     with record_function("optimizer"):
         scaler.unscale_(optimizer)
-        norm = nn.utils.get_total_norm(parameter.grad for parameter in step_model.parameters() if parameter.grad is not None)
-        # a factor made of a norm that is not finite would leave no gradient finite, and nobody could tell where it began
-        nn.utils.clip_grads_with_norm_(step_model.parameters(), grad_clip or math.inf, norm.nan_to_num(nan=0.0, posinf=0.0))
+        norm = nn.utils.get_total_norm(
+            parameter.grad for parameter in step_model.parameters() if parameter.grad is not None
+        )
+        # a factor made of a norm that is not finite would leave no gradient finite, and nobody
+        # could tell where it began
+        nn.utils.clip_grads_with_norm_(
+            step_model.parameters(), grad_clip or math.inf, norm.nan_to_num(nan=0.0, posinf=0.0)
+        )
         return loss, norm
 
 
 def on_its_way(x: Tensor) -> Callable[[], list[float]]:
-    """Start copying x to the host; what comes back waits for the copy, but not for what is queued on the GPU after it."""
+    """Start copying x to the host; what comes back waits for the copy, but not for what is queued
+    on the GPU after it.
+    """
     if x.device.type != "cuda":
         return x.tolist
     host, arrived = torch.empty_like(x, device="cpu", pin_memory=True), torch.cuda.Event()
@@ -86,13 +103,19 @@ def on_its_way(x: Tensor) -> Callable[[], list[float]]:
     return wait
 
 
-def update_if_finite(found: Tensor, *, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> bool:
-    """Queue the optimizer's step behind the gradients; False where it cannot judge for itself, and nothing was done.
+def update_if_finite(
+    found: Tensor, *, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+) -> bool:
+    """Queue the optimizer's step behind the gradients; False where it cannot judge for itself, and
+    nothing was done.
 
-    found: what decides, losses and norms, on the device. If one is not finite, weights and moments stay as they are. PyTorch's fused
-    AdamW has this for GradScaler, which judges for itself where it is enabled.
+    found: what decides, losses and norms, on the device. If one is not finite, weights and moments
+    stay as they are. PyTorch's fused AdamW has this for GradScaler, which judges for itself where
+    it is enabled.
     """
-    if scaler.is_enabled() or not (isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]):
+    if scaler.is_enabled() or not (
+        isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]
+    ):
         return False
     optimizer.grad_scale, optimizer.found_inf = None, (~found.isfinite()).any().float()
     try:

@@ -1,8 +1,9 @@
 """A sweep as a whole: its index, its table, its exit code.
 
-`SweepSummary` is a Hydra callback (conf/config.yaml names it under hydra.callbacks). SWEEP/index.jsonl has one line a job, from the
-start; the callback fills it in and prints the table at the end. Diverged and out-of-memory runs are results and leave the exit code at 0;
-a failed one makes it 1.
+`SweepSummary` is a Hydra callback (conf/config.yaml names it under hydra.callbacks).
+SWEEP/index.jsonl has one line a job, from the start; the callback fills it in and prints the table
+at the end. Diverged and out-of-memory runs are results and leave the exit code at 0; a failed one
+makes it 1.
 """
 
 import contextlib
@@ -34,10 +35,11 @@ OTHER_FOLDERS = ("wandb", "checkpoint", "report_figures", "tensorboard")
 
 
 class SweepSummary(Callback):
-    """Locks the folders, keeps index.jsonl, prints the table, and sets the exit code of the process.
+    """Locks the folders, keeps index.jsonl, prints the table, and sets the exit code of the
+    process.
 
-    The exit code leaves as SystemExit, because Hydra turns every ordinary exception of a callback into a warning and
-    returns nothing from its main function.
+    The exit code leaves as SystemExit, because Hydra turns every ordinary exception of a callback
+    into a warning and returns nothing from its main function.
     """
 
     folder: Path | None = None  # of the sweep; None in a single run
@@ -54,8 +56,14 @@ class SweepSummary(Callback):
         folder = own_folder(config, "run")
         # of a name that is too long pathlib raises an error
         saved = os.path.isdir(folder / LATEST)
-        go_on = f"go on with it by {shlex.quote(f'resume={folder}')}" if saved else "delete it, as it saved nothing"
-        self.locks[folder] = claim(folder, None if config.resume else "metrics.jsonl", "hydra.run.dir", f"{go_on}, or ")
+        go_on = (
+            f"go on with it by {shlex.quote(f'resume={folder}')}"
+            if saved
+            else "delete it, as it saved nothing"
+        )
+        self.locks[folder] = claim(
+            folder, None if config.resume else "metrics.jsonl", "hydra.run.dir", f"{go_on}, or "
+        )
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
         self.folder = own_folder(config, "sweep").absolute()
@@ -64,7 +72,9 @@ class SweepSummary(Callback):
 
     def on_job_start(self, config: Any, **kwargs: Any) -> None:
         if self.folder is not None:
-            from training.memory import in_use_gib  # torch is loaded by the first job, not before a sweep is known to be one
+            from training.memory import (
+                in_use_gib,
+            )  # torch is loaded by the first job, not before a sweep is known to be one
 
             folder = Path(config.hydra.runtime.output_dir)
             self.locks[folder] = claim(folder, "metrics.jsonl", "hydra.sweep.subdir")
@@ -74,7 +84,9 @@ class SweepSummary(Callback):
         if self.folder is None:
             return
         run_dir = Path(job_return.hydra_cfg.hydra.runtime.output_dir)
-        row = {"job": config.hydra.job.num, "overrides": list(job_return.overrides)} | read_run(run_dir)
+        row = {"job": config.hydra.job.num, "overrides": list(job_return.overrides)} | read_run(
+            run_dir
+        )
         row["memory/at_start_gib"] = self.at_start_gib  # what the jobs before left
         if job_return.status.name == "FAILED":
             row |= {"status": "failed", "error": str(job_return._return_value)}
@@ -94,18 +106,32 @@ class SweepSummary(Callback):
         result = job_return._return_value
         status, stopped = getattr(result, "status", None), getattr(result, "stopped", False)
         if status == "completed":
-            log.info(f"\n{summary_table([read_run(Path(config.hydra.run.dir))])}")  # which goes to train.log too
+            log.info(
+                f"\n{summary_table([read_run(Path(config.hydra.run.dir))])}"
+            )  # which goes to train.log too
         if status in ("failed", "interrupted") or stopped:
             raise SystemExit(1 if status == "failed" else 130)
 
 
 def begin_sweep(folder: Path, jobs: list[list[str]]) -> None:
-    """Write index.jsonl with every job as not started, and the command that runs it alone in its place."""
+    """Write index.jsonl with every job as not started, and the command that runs it alone in its
+    place.
+    """
     rows = []
     for job, overrides in enumerate(jobs):
         # an experiment may ask for a sweep, but this is one of its jobs
-        command = shlex.join(["python", "train.py", *overrides, "hydra.mode=RUN", f"hydra.run.dir={folder.absolute() / str(job)}"])
-        rows.append({"job": job, "overrides": overrides, "status": "not started", "command": command})
+        command = shlex.join(
+            [
+                "python",
+                "train.py",
+                *overrides,
+                "hydra.mode=RUN",
+                f"hydra.run.dir={folder.absolute() / str(job)}",
+            ]
+        )
+        rows.append(
+            {"job": job, "overrides": overrides, "status": "not started", "command": command}
+        )
     _write_index(folder, rows)
 
 
@@ -116,7 +142,9 @@ def forget_sweep(folder: Path) -> None:
 
 
 def write_index_row(folder: Path, row: dict[str, Any]) -> None:
-    """Put a job's line into index.jsonl in place of the one it had. Jobs that end together, in several processes, take turns."""
+    """Put a job's line into index.jsonl in place of the one it had. Jobs that end together, in
+    several processes, take turns.
+    """
     with (folder / ".index.lock").open("a") as turn:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.lockf(turn, fcntl.LOCK_EX)
@@ -138,7 +166,10 @@ def finish_sweep(folder: Path, code: int) -> NoReturn:
     print(f"\n{table}")
     missing = not_started(folder)
     if missing:
-        print(f"{len(missing)} of {len(_index_rows(folder))} jobs not started; each runs in its place in the sweep with:")
+        print(
+            f"{len(missing)} of {len(_index_rows(folder))} jobs not started; each runs in its "
+            "place in the sweep with:"
+        )
     for row in missing:
         print(f"  {row['command']}")
     print(f"{folder}\nreport: python -m scripts.report {shlex.quote(str(folder))}")
@@ -146,24 +177,33 @@ def finish_sweep(folder: Path, code: int) -> NoReturn:
 
 
 def own_folder(config: Any, kind: str) -> Path:
-    """hydra.run.dir or hydra.sweep.dir. Ends the program where it is the current folder, this program's or one above that."""
+    """hydra.run.dir or hydra.sweep.dir. Ends the program where it is the current folder, this
+    program's or one above that.
+    """
     key = f"hydra.{kind}.dir"
     try:
         folder = config.hydra[kind].dir
     except ValueError as error:  # an interpolation that leads nowhere
-        raise SystemExit(f"error: {key}: {str(error).splitlines()[0]}; name a folder, as {key}=outputs/NAME") from None
+        raise SystemExit(
+            f"error: {key}: {str(error).splitlines()[0]}; name a folder, as {key}=outputs/NAME"
+        ) from None
     place, ours = Path(os.path.realpath(folder)), Path(__file__).resolve().parent.parent
     going_on = kind == "run" and config.resume
     if not going_on and (place == Path.cwd() or place == ours or place in ours.parents):
-        raise SystemExit(f"error: {key}={folder} is {place}, which holds other files; name a folder of its own, as {key}=outputs/NAME")
+        raise SystemExit(
+            f"error: {key}={folder} is {place}, which holds other files; name a folder of its "
+            f"own, as {key}=outputs/NAME"
+        )
     return Path(folder)
 
 
 def claim(folder: Path, mark: str | None, key: str, go_on: str = "") -> IO:
-    """Make and lock the folder of a run or sweep, before Hydra writes to it. Ends the program where it cannot be.
+    """Make and lock the folder of a run or sweep, before Hydra writes to it. Ends the program where
+    it cannot be.
 
-    A folder that holds the file `mark` is refused: there is a run already. None where that is wanted, to go on with it. `key` is the
-    setting that names the folder, `go_on` another way out for a folder in use.
+    A folder that holds the file `mark` is refused: there is a run already. None where that is
+    wanted, to go on with it. `key` is the setting that names the folder, `go_on` another way out
+    for a folder in use.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,20 +211,29 @@ def claim(folder: Path, mark: str | None, key: str, go_on: str = "") -> IO:
             file.write(bytes(2**16))
         file = lock(folder)
     except OSError as error:
-        raise SystemExit(f"error: the folder {folder} cannot be written to: {error}; choose another {key}") from None
+        raise SystemExit(
+            f"error: the folder {folder} cannot be written to: {error}; choose another {key}"
+        ) from None
     # only now: the process that held the lock before may have finished its run
     if mark and (folder / mark).exists():
-        raise SystemExit(f"error: {folder} holds a run or sweep already; {go_on}choose another {key}")
+        raise SystemExit(
+            f"error: {folder} holds a run or sweep already; {go_on}choose another {key}"
+        )
     return file
 
 
 def lock(folder: Path) -> IO:
-    """Keep every other process out of the folder until the file is closed. The system unlocks it however this process ends."""
+    """Keep every other process out of the folder until the file is closed. The system unlocks it
+    however this process ends.
+    """
     file = (folder / LOCK).open("a")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        answer = f"error: another process is writing to {folder} right now; start again, or choose another hydra.run.dir or hydra.sweep.dir"
+        answer = (
+            f"error: another process is writing to {folder} right now; start again, or choose "
+            "another hydra.run.dir or hydra.sweep.dir"
+        )
         raise SystemExit(answer) from None
     except OSError:  # a file system without locks
         pass
@@ -192,15 +241,17 @@ def lock(folder: Path) -> IO:
 
 
 def exit_code(rows: list[dict[str, Any]]) -> int:
-    """1 where a run failed, else 0: divergence and lack of memory are what a sweep sets out to find."""
+    """1 where a run failed, else 0: divergence and lack of memory are what a sweep sets out to
+    find.
+    """
     return int(any(row["status"] == "failed" for row in rows))
 
 
 def read_sweep(folder: Path) -> list[dict[str, Any]]:
     """Every run below `folder`, in order: a run directory, a sweep, or a folder of either.
 
-    A run is its summary.json plus "dir" and "status"; one that never wrote it is "unfinished", with what its index line,
-    config and metrics still tell.
+    A run is its summary.json plus "dir" and "status"; one that never wrote it is "unfinished", with
+    what its index line, config and metrics still tell.
     """
     rows = []
     for run_dir in _run_dirs(Path(folder)):
@@ -214,9 +265,15 @@ def read_sweep(folder: Path) -> list[dict[str, Any]]:
 
 
 def not_started(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a sweep's index for the jobs that an interruption left out and that nobody has run since."""
+    """The lines of a sweep's index for the jobs that an interruption left out and that nobody has
+    run since.
+    """
     rows = _index_rows(Path(folder))
-    return [row for row in rows if row.get("status") == "not started" and not (Path(folder) / str(row.get("job"))).is_dir()]
+    return [
+        row
+        for row in rows
+        if row.get("status") == "not started" and not (Path(folder) / str(row.get("job"))).is_dir()
+    ]
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
@@ -226,7 +283,9 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         rows = read_metrics(run_dir / "metrics.jsonl")
     except OSError:
         rows = []
-    evaluated = {"evaluated_step": max((row["step"] for row in rows if "val/loss" in row), default=None)}
+    evaluated = {
+        "evaluated_step": max((row["step"] for row in rows if "val/loss" in row), default=None)
+    }
     summary = load_json(run_dir / "summary.json")
     if "status" in summary:
         return summary | evaluated | {"dir": str(run_dir)}
@@ -241,10 +300,20 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         **evaluated,
         **{
             key: last.get(key)
-            for key in ("tokens", "val/loss", "val/loss_exact", "tokens_per_sec", "step_tokens_per_sec", "memory/peak_gib")
+            for key in (
+                "tokens",
+                "val/loss",
+                "val/loss_exact",
+                "tokens_per_sec",
+                "step_tokens_per_sec",
+                "memory/peak_gib",
+            )
         },
     }
-    return {key: value for key, value in known.items() if value is not None} | {"status": "unfinished", "dir": str(run_dir)}
+    return {key: value for key, value in known.items() if value is not None} | {
+        "status": "unfinished",
+        "dir": str(run_dir),
+    }
 
 
 def summary_table(rows: list[dict[str, Any]]) -> str:
@@ -255,7 +324,8 @@ def summary_table(rows: list[dict[str, Any]]) -> str:
         attention  seed  status     val/loss  val/loss_exact  tokens/s  steps alone  peak GiB
         tiled      0     completed    1.7345          1.7345    12,410       15,725      0.36
 
-    tokens/s is by the wall clock; beside it that of the steps alone, by which variants are compared. See training.metrics.WallClock.
+    tokens/s is by the wall clock; beside it that of the steps alone, by which variants are
+    compared. See training.metrics.WallClock.
     """
     columns = {
         "status": ("status", "{}"),
@@ -269,25 +339,35 @@ def summary_table(rows: list[dict[str, Any]]) -> str:
     }
     # accuracy is a figure of the synthetic task alone
     if not any(row.get("val/accuracy") is not None for row in rows):
-        columns = {title: column for title, column in columns.items() if "accuracy" not in column[0]}
+        columns = {
+            title: column for title, column in columns.items() if "accuracy" not in column[0]
+        }
     settings = differing_settings(rows)
     names = list(dict.fromkeys(key for setting in settings for key in setting))
     table = [[key.rpartition(".")[2] for key in names] + list(columns)]
     for row, setting in zip(rows, settings, strict=True):
         # the peak of what came before is not that of a run which ran out of memory
         hidden = ("val/",) * is_stale(row) + ("memory/peak_gib",) * (row["status"] == "oom")
-        known = {key: value for key, value in row.items() if value is not None and not key.startswith(hidden)}
+        known = {
+            key: value
+            for key, value in row.items()
+            if value is not None and not key.startswith(hidden)
+        }
         cells = [form.format(known[key]) if key in known else "-" for key, form in columns.values()]
         table.append([setting.get(name, "-") for name in names] + cells)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     text = len(names) + 1  # settings and status are words, the rest are numbers
     lines = [
-        "  ".join(cell.ljust(width) if i < text else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True)))
+        "  ".join(
+            cell.ljust(width) if i < text else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
         for line in table
     ]
     lines.insert(1, "-" * len(lines[0]))
     remarks = [
-        f"{' '.join(f'{key}={value}' for key, value in setting.items())}: {row['status']}{when(row)}: {remark(row)}"
+        f"{' '.join(f'{key}={value}' for key, value in setting.items())}: "
+        f"{row['status']}{when(row)}: {remark(row)}"
         for row, setting in zip(rows, settings, strict=True)
         if remark(row)
     ]
@@ -295,21 +375,38 @@ def summary_table(rows: list[dict[str, Any]]) -> str:
 
 
 def is_stale(row: dict[str, Any]) -> bool:
-    """Whether a run has gone on since its last evaluation, which is then not the result of the steps that were done."""
+    """Whether a run has gone on since its last evaluation, which is then not the result of the
+    steps that were done.
+    """
     evaluated, done = row.get("evaluated_step"), row.get("steps_done")
     return isinstance(evaluated, int) and isinstance(done, int) and evaluated < done
 
 
 def differing_settings(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """For each run its attention, seq_len, seed and overrides, less what all runs share; the attention alone if that is all."""
+    """For each run its attention, seq_len, seed and overrides, less what all runs share; the
+    attention alone if that is all.
+    """
     settings = []
     for row in rows:
         pairs = [override.lstrip("+").partition("=") for override in row.get("overrides") or []]
-        known = {key: str(row[key]) for key in ("attention", "seq_len", "seed") if row.get(key) is not None}
+        known = {
+            key: str(row[key])
+            for key in ("attention", "seq_len", "seed")
+            if row.get(key) is not None
+        }
         changed = {"attention": attention_in_words(row)} if len(attention_steps(row)) > 1 else {}
         unread = {"resume", "left_out", *(row.get("left_out") or {})}
-        settings.append(known | {key: unescaped(value) for key, _, value in pairs if key not in unread} | changed)
-    shared = {key for setting in settings for key in setting if len({other.get(key) for other in settings}) == 1}
+        settings.append(
+            known
+            | {key: unescaped(value) for key, _, value in pairs if key not in unread}
+            | changed
+        )
+    shared = {
+        key
+        for setting in settings
+        for key in setting
+        if len({other.get(key) for other in settings}) == 1
+    }
     return [
         {key: value for key, value in setting.items() if key not in shared}
         or {"attention": setting.get("attention", Path(row["dir"]).name)}
@@ -322,13 +419,19 @@ def when(row: dict[str, Any]) -> str:
 
 
 def remark(row: dict[str, Any]) -> str:
-    """Why a run ended as it did, and what a resume changed, in one line; empty for a run that simply completed."""
+    """Why a run ended as it did, and what a resume changed, in one line; empty for a run that
+    simply completed.
+    """
     oom, diagnosis = row.get("oom") or {}, row.get("diagnosis")
     # a sentence alone in runs of earlier versions
     diagnosis = diagnosis.get("message") if isinstance(diagnosis, dict) else diagnosis
     reason = diagnosis or row.get("error") or oom.get("message") or ""
     left_out = [f"without {key}: {why}" for key, why in (row.get("left_out") or {}).items()]
-    return "; ".join(said for said in (str(reason).strip().split("\n")[0], *left_out, changes_in_words(row)) if said)
+    return "; ".join(
+        said
+        for said in (str(reason).strip().split("\n")[0], *left_out, changes_in_words(row))
+        if said
+    )
 
 
 def _run_dirs(folder: Path) -> Iterator[Path]:
@@ -336,15 +439,26 @@ def _run_dirs(folder: Path) -> Iterator[Path]:
     if any((folder / name).is_file() for name in RUN_FILES) or folder.name in _index(folder.parent):
         yield folder
         return
-    below = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".") and path.name not in OTHER_FOLDERS]
+    below = [
+        path
+        for path in folder.iterdir()
+        if path.is_dir() and not path.name.startswith(".") and path.name not in OTHER_FOLDERS
+    ]
     # 2 before 10
-    for path in sorted(below, key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]):
+    for path in sorted(
+        below,
+        key=lambda path: [
+            int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)
+        ],
+    ):
         yield from _run_dirs(path)
 
 
 def _index(folder: Path) -> dict[str, dict[str, Any]]:
     """The lines of a sweep's index.jsonl by the name of the run's folder."""
-    return {Path(row["dir"]).name: row for row in _index_rows(folder) if isinstance(row.get("dir"), str)}
+    return {
+        Path(row["dir"]).name: row for row in _index_rows(folder) if isinstance(row.get("dir"), str)
+    }
 
 
 def _index_rows(folder: Path) -> list[dict[str, Any]]:
@@ -375,11 +489,17 @@ def own_overrides() -> list[str]:
     """What this job was given on the command line, without what resume= adds."""
     from hydra.core.hydra_config import HydraConfig
 
-    return [override for override in as_written(HydraConfig.get().overrides.task) if not override.startswith("resume=")]
+    return [
+        override
+        for override in as_written(HydraConfig.get().overrides.task)
+        if not override.startswith("resume=")
+    ]
 
 
 def asked_keys() -> set[str]:
-    """The keys of this job's command line; none where another sweeper chose the job, which cannot know what each choice reads."""
+    """The keys of this job's command line; none where another sweeper chose the job, which cannot
+    know what each choice reads.
+    """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -389,24 +509,40 @@ def asked_keys() -> set[str]:
 
 
 def asked_now() -> list[str]:
-    """Of a resumed run's overrides, those of this very command line; config.replay_overrides() puts them after resume=."""
+    """Of a resumed run's overrides, those of this very command line; config.replay_overrides() puts
+    them after resume=.
+    """
     from hydra.core.hydra_config import HydraConfig
 
     overrides = as_written(HydraConfig.get().overrides.task)
-    return overrides[max((i for i, override in enumerate(overrides) if override.startswith("resume=")), default=-1) + 1 :]
+    return overrides[
+        max(
+            (i for i, override in enumerate(overrides) if override.startswith("resume=")),
+            default=-1,
+        )
+        + 1 :
+    ]
 
 
 def searched_folders() -> list[str]:
-    """The override that adds what --config-dir or hydra.searchpath had Hydra look through, if there was any."""
+    """The override that adds what --config-dir or hydra.searchpath had Hydra look through, if there
+    was any.
+    """
     from hydra.core.hydra_config import HydraConfig
 
-    paths = [source.path for source in HydraConfig.get().runtime.config_sources if "command-line" in source.provider]
+    paths = [
+        source.path
+        for source in HydraConfig.get().runtime.config_sources
+        if "command-line" in source.provider
+    ]
     folders = [quoted(f"file://{path}") for path in dict.fromkeys(paths) if path]
     return [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
 
 
 def job_names(run_dir: Path) -> dict[str, Any]:
-    """How a logger names this job: after its overrides, grouped with the other jobs of its sweep, in one wandb folder with them."""
+    """How a logger names this job: after its overrides, grouped with the other jobs of its sweep,
+    in one wandb folder with them.
+    """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -414,7 +550,8 @@ def job_names(run_dir: Path) -> dict[str, Any]:
     # a job that is resumed alone, or runs later than the others, still belongs to its sweep
     in_sweep = job.mode == RunMode.MULTIRUN or (run_dir.parent / INDEX).is_file()
     return {
-        "name": ",".join(unescaped(each) for each in own_overrides() if key_of(each) != "left_out") or "default",
+        "name": ",".join(unescaped(each) for each in own_overrides() if key_of(each) != "left_out")
+        or "default",
         "group": run_dir.parent.name if in_sweep else None,
         "wandb_dir": run_dir.parent if in_sweep else run_dir,
     }

@@ -1,4 +1,6 @@
-"""The Triton flash-attention: declared here, imported only when it is first used, so that `import attention` works without Triton."""
+"""The Triton flash-attention: declared here, imported only when it is first used, so that `import
+attention` works without Triton.
+"""
 
 import importlib.util
 import os
@@ -36,9 +38,11 @@ def triton_attention(
     block_kv: int = 0,
     kernel: str = "portable",
 ) -> AttentionOutput:
-    """q (B, H, N, D); k, v (B, H_kv, M, D), any strides. block_q, block_kv: a tile size, or 0 for the one tuned for the device.
+    """q (B, H, N, D); k, v (B, H_kv, M, D), any strides. block_q, block_kv: a tile size, or 0 for
+    the one tuned for the device.
 
-    kernel: "portable", "hopper", or "auto" for whichever the device and the inputs allow; see attention/kernels/choice.py.
+    kernel: "portable", "hopper", or "auto" for whichever the device and the inputs allow; see
+    attention/kernels/choice.py.
     """
     from attention.kernels.intervals import intervals
     from attention.kernels.op import FlashAttention, flash_attention
@@ -47,23 +51,44 @@ def triton_attention(
     mod = ""
     if window is not None or document_ids is not None:
         lo, hi = intervals(document_ids, q.shape[2], k.shape[2], causal, window, q.device)
-    shipped = {name: value for name, value in (("softcap", softcap), ("alibi", alibi_slopes)) if value is not None}
+    shipped = {
+        name: value
+        for name, value in (("softcap", softcap), ("alibi", alibi_slopes))
+        if value is not None
+    }
     if shipped:
         mod = f"attention.kernels.score_mods:{'_'.join(shipped)}"
-        params = torch.cat([torch.as_tensor(value, dtype=torch.float32, device=q.device).reshape(-1) for value in shipped.values()])
+        params = torch.cat(
+            [
+                torch.as_tensor(value, dtype=torch.float32, device=q.device).reshape(-1)
+                for value in shipped.values()
+            ]
+        )
     elif score_mod is not None:
         if score_mod.kernel is None:
-            raise Refusal("attention=triton needs the score_mod as a @triton.jit function too: ScoreMod(fn, kernel='pkg.module:NAME')")
+            raise Refusal(
+                "attention=triton needs the score_mod as a @triton.jit function too: ScoreMod(fn, "
+                "kernel='pkg.module:NAME')"
+            )
         mod = score_mod.kernel
-        params = None if score_mod.params is None else score_mod.params.to(q.device, torch.float32).contiguous()
+        params = (
+            None
+            if score_mod.params is None
+            else score_mod.params.to(q.device, torch.float32).contiguous()
+        )
     eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     function = FlashAttention.apply if eager else flash_attention
-    out, lse = function(q, k, v, lo, hi, params, causal, scale, mod, softmax, block_q, block_kv, kernel)
+    out, lse = function(
+        q, k, v, lo, hi, params, causal, scale, mod, softmax, block_q, block_kv, kernel
+    )
     return AttentionOutput(out, lse)
 
 
-def broken_triton_attention(*tensors: Tensor, softmax: str, detach_max: bool, impl: str, **arguments: Any) -> AttentionOutput:
-    """A defect at the kernels' speed, with the gradient of what it computes; what a kernel saves as lse is not its log-sum-exp.
+def broken_triton_attention(
+    *tensors: Tensor, softmax: str, detach_max: bool, impl: str, **arguments: Any
+) -> AttentionOutput:
+    """A defect at the kernels' speed, with the gradient of what it computes; what a kernel saves as
+    lse is not its log-sum-exp.
 
     impl stands among the options for the record.
     """
@@ -73,19 +98,32 @@ def broken_triton_attention(*tensors: Tensor, softmax: str, detach_max: bool, im
     return AttentionOutput(triton_attention(*tensors, softmax=softmax, **arguments).out)
 
 
-def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **options: Any) -> list[str]:
+def refusals(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **options: Any
+) -> list[str]:
     in_pytorch = "attention.impl=tiled" if "impl" in options else "attention=tiled"
     if not INSTALLED:
-        return [f"Triton is not installed here (pip install triton, Linux only); {in_pytorch} is the same loop in plain PyTorch"]
+        return [
+            f"Triton is not installed here (pip install triton, Linux only); {in_pytorch} is the "
+            "same loop in plain PyTorch"
+        ]
     if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return [
-            "Triton needs a GPU; set TRITON_INTERPRET=1 before the start to run its kernels in the interpreter (slow, for tests), "
+            "Triton needs a GPU; set TRITON_INTERPRET=1 before the start to run its kernels in "
+            "the interpreter (slow, for tests), "
             f"or use {in_pytorch}, the same loop in plain PyTorch"
         ]
     # what torch.compile cannot look into was asked before it came
     asked = not torch.compiler.is_compiling()
-    if asked and q.device.type == "cpu" and NumpyVersion(version("triton")) < "3.7.0" and NumpyVersion(numpy.__version__) >= "2.4.0":
-        broken = f"the interpreter of Triton {version('triton')} fails with numpy {numpy.__version__}"
+    if (
+        asked
+        and q.device.type == "cpu"
+        and NumpyVersion(version("triton")) < "3.7.0"
+        and NumpyVersion(numpy.__version__) >= "2.4.0"
+    ):
+        broken = (
+            f"the interpreter of Triton {version('triton')} fails with numpy {numpy.__version__}"
+        )
         return [f"{broken}; pip install 'numpy<2.4' or 'triton>=3.7'"]
     kernel = options.get("kernel", "portable")
     if kernel not in KERNELS:
@@ -93,21 +131,33 @@ def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **o
     if asked and kernel == "hopper":
         against = obstacle(device=q.device, dtype=q.dtype, head_dim=q.shape[-1], scale=scale)
         if against:
-            return [f"kernel=hopper asks for kernels that cannot run here: {against}; kernel=auto takes the portable ones there"]
+            return [
+                f"kernel=hopper asks for kernels that cannot run here: {against}; kernel=auto "
+                "takes the portable ones there"
+            ]
     return [
-        f"a kernel's tile has {', '.join(map(str, TILE_SIZES))} rows and keys, not {name}={options[name]}"
+        f"a kernel's tile has {', '.join(map(str, TILE_SIZES))} rows and keys, not "
+        f"{name}={options[name]}"
         for name in ("block_q", "block_kv")
         if options.get(name) and options[name] not in TILE_SIZES
     ]
 
 
-def kernel_choice(backend: Backend, *, device: torch.device, dtype: torch.dtype, head_dim: int) -> Choice | None:
-    """Which kernels a backend runs for such inputs and why, for a run's log; None for a backend that has no option kernel.
+def kernel_choice(
+    backend: Backend, *, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> Choice | None:
+    """Which kernels a backend runs for such inputs and why, for a run's log; None for a backend
+    that has no option kernel.
 
-    A softcap, ALiBi, a score_mod or a scale that is not positive takes the portable kernels in any case.
+    A softcap, ALiBi, a score_mod or a scale that is not positive takes the portable kernels in any
+    case.
     """
     kernel = backend.options.get("kernel")
-    return None if kernel is None else choose_kernel(kernel, device=device, dtype=dtype, head_dim=head_dim)
+    return (
+        None
+        if kernel is None
+        else choose_kernel(kernel, device=device, dtype=dtype, head_dim=head_dim)
+    )
 
 
 TRITON = Backend(
@@ -115,14 +165,28 @@ TRITON = Backend(
     triton_attention,
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     head_dims=range(1, 257),
-    features=frozenset({"gqa", "non_causal", "cross_length", "window", "softcap", "alibi_slopes", "document_ids", "score_mod", "lse"}),
+    features=frozenset(
+        {
+            "gqa",
+            "non_causal",
+            "cross_length",
+            "window",
+            "softcap",
+            "alibi_slopes",
+            "document_ids",
+            "score_mod",
+            "lse",
+        }
+    ),
     options={"kernel": "auto"},
     requirements=refusals,
 )
 
 
 def broken_triton_backend(name: str, defect: str) -> Backend:
-    """attention=NAME attention.impl=triton: the softmax of that name in the kernels, in tiles of block_kv keys as in the tile loop."""
+    """attention=NAME attention.impl=triton: the softmax of that name in the kernels, in tiles of
+    block_kv keys as in the tile loop.
+    """
     return Backend(
         name,
         partial(broken_triton_attention, softmax=name),

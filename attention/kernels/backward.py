@@ -1,34 +1,58 @@
-"""The backward kernels: p = exp(score - lse) is rebuilt tile by tile, so the forward saves out and lse and nothing else.
+"""The backward kernels: p = exp(score - lse) is rebuilt tile by tile, so the forward saves out and
+lse and nothing else.
 
-delta = rowsum(d_out * out) first; then two kernels without atomics, so that the result does not depend on the order in which programs
-run: dk, dv (one program owns BLOCK_KV keys and walks the queries that see them, for every query head of its group) and dq (one program
-owns BLOCK_Q queries and walks the keys they see). Dao, "FlashAttention-2" (2023), algorithm 2.
+delta = rowsum(d_out * out) first; then two kernels without atomics, so that the result does not
+depend on the order in which programs run: dk, dv (one program owns BLOCK_KV keys and walks the
+queries that see them, for every query head of its group) and dq (one program owns BLOCK_Q queries
+and walks the keys they see). Dao, "FlashAttention-2" (2023), algorithm 2.
 
-Dimensions: H query heads, N queries, M keys, D head dim (padded to BLOCK_D); a tile is BLOCK_Q queries by BLOCK_KV keys.
+Dimensions: H query heads, N queries, M keys, D head dim (padded to BLOCK_D); a tile is BLOCK_Q
+queries by BLOCK_KV keys.
 """
 
 import triton
 import triton.language as tl
 
-from attention.kernels.forward import edge_tile, key_ranges, load_interval, load_tile, place, scores_of, store_tile
+from attention.kernels.forward import (
+    edge_tile,
+    key_ranges,
+    load_interval,
+    load_tile,
+    place,
+    scores_of,
+    store_tile,
+)
 
 
 @triton.jit
 def delta_of(
-    rows, out_ptr, do_ptr, d_lse_ptr, stride_ob, stride_oh, stride_on, stride_dob, stride_doh, stride_don, batch_head, num_heads, N,
+    rows, out_ptr, do_ptr, d_lse_ptr, stride_ob, stride_oh, stride_on, stride_dob, stride_doh,
+    stride_don, batch_head, num_heads, N,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """rowsum(d_out * out) = sum_j p_j dp_j, from the output alone; what comes in through lse adds to ds with the opposite sign."""
+    """rowsum(d_out * out) = sum_j p_j dp_j, from the output alone; what comes in through lse adds
+    to ds with the opposite sign.
+    """
     batch = tl.cast(batch_head // num_heads, tl.int64)
     head = tl.cast(batch_head % num_heads, tl.int64)
     column = tl.arange(0, BLOCK_D)
     mask = (rows < N)[:, None] & (column < D)[None, :]
     row = tl.cast(rows, tl.int64)[:, None]
-    out = tl.load(out_ptr + batch * stride_ob + head * stride_oh + row * stride_on + column[None, :], mask=mask, other=0.0)
-    do = tl.load(do_ptr + batch * stride_dob + head * stride_doh + row * stride_don + column[None, :], mask=mask, other=0.0)
+    out = tl.load(
+        out_ptr + batch * stride_ob + head * stride_oh + row * stride_on + column[None, :],
+        mask=mask,
+        other=0.0,
+    )
+    do = tl.load(
+        do_ptr + batch * stride_dob + head * stride_doh + row * stride_don + column[None, :],
+        mask=mask,
+        other=0.0,
+    )
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     if d_lse_ptr is not None:
-        delta -= tl.load(d_lse_ptr + tl.cast(batch_head, tl.int64) * N + rows, mask=rows < N, other=0.0)
+        delta -= tl.load(
+            d_lse_ptr + tl.cast(batch_head, tl.int64) * N + rows, mask=rows < N, other=0.0
+        )
     return delta
 
 
@@ -41,7 +65,8 @@ def delta_kernel(
     rows = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     batch_head = tl.program_id(1)
     delta = delta_of(
-        rows, out_ptr, do_ptr, d_lse_ptr, stride_ob, stride_oh, stride_on, stride_dob, stride_doh, stride_don, batch_head, num_heads, N,
+        rows, out_ptr, do_ptr, d_lse_ptr, stride_ob, stride_oh, stride_on, stride_dob, stride_doh,
+        stride_don, batch_head, num_heads, N,
         D, BLOCK_D,
     )  # fmt: skip
     tl.store(delta_ptr + tl.cast(batch_head, tl.int64) * N + rows, delta, mask=rows < N)
@@ -68,12 +93,15 @@ def load_lse_log2(ptr, start, limit, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_query_tile(
-    dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch, head, start_q, keys, N, M, scale, scale_log2,
+    dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch, head,
+    start_q, keys, N, M, scale, scale_log2,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, MASKED: tl.constexpr, SCORE_MOD: tl.constexpr,
-    PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What the queries start_q : start_q + BLOCK_Q add to dk and dv. Scores are transposed (keys, queries): p and ds then feed the next
-    product as they are, and no result of a product is ever transposed."""
+    """What the queries start_q : start_q + BLOCK_Q add to dk and dv. Scores are transposed (keys,
+    queries): p and ds then feed the next product as they are, and no result of a product is ever
+    transposed."""
     q = load_tile(q_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
     lse = load_lse_log2(lse_ptr, start_q, N, BLOCK_Q)
     rows = start_q + tl.arange(0, BLOCK_Q)
@@ -97,12 +125,16 @@ def add_query_tile(
 
 @triton.jit
 def walk_queries(
-    dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch, head, num_heads, keys,
+    dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch, head,
+    num_heads, keys,
     first, full_first, full_last, last, N, M, scale, scale_log2,
-    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr, PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
+    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr,
+    PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All that one query head adds to dk and dv: queries first : last see some of these keys, full_first : full_last all of them."""
+    """All that one query head adds to dk and dv: queries first : last see some of these keys,
+    full_first : full_last all of them.
+    """
     row_offset = tl.cast(batch * num_heads + head, tl.int64) * N
     lse_ptr += row_offset
     delta_ptr += row_offset
@@ -110,24 +142,34 @@ def walk_queries(
         # without INTERVALS there is no right edge, and these are the queries before full_first
         start_q = edge_tile(step, full_first, full_last, True) if INTERVALS else step
         dk, dv = add_query_tile(
-            dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch, head, start_q, keys, N, M, scale,
-            scale_log2, CAUSAL, INTERVALS, True, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q, BLOCK_D, PRECISION,
+            dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch,
+            head, start_q, keys, N, M, scale,
+            scale_log2, CAUSAL, INTERVALS, True, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q,
+            BLOCK_D, PRECISION,
         )  # fmt: skip
     for start_q in tl.range(full_first, full_last, BLOCK_Q):
         dk, dv = add_query_tile(
-            dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch, head, start_q, keys, N, M, scale,
-            scale_log2, CAUSAL, INTERVALS, False, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q, BLOCK_D, PRECISION,
+            dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch,
+            head, start_q, keys, N, M, scale,
+            scale_log2, CAUSAL, INTERVALS, False, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q,
+            BLOCK_D, PRECISION,
         )  # fmt: skip
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["section"])  # it follows from the lengths: none of them shall compile anew
+@triton.jit(
+    do_not_specialize=["section"]
+)  # it follows from the lengths: none of them shall compile anew
 def dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, lo_ptr, hi_ptr, ranges_ptr, params_ptr,
-    stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn, stride_interval, stride_ranges,
+    q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, lo_ptr, hi_ptr,
+    ranges_ptr, params_ptr,
+    stride_dkb, stride_dkh, stride_dkn, stride_dvb, stride_dvh, stride_dvn, stride_interval,
+    stride_ranges,
     num_kv_heads, batch_kv_heads, section, N, M, scale, scale_log2, GROUPS: tl.constexpr,
-    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr, PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr,
+    PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     # the first keys are seen by the most queries: longest first
     tile, batch_head = place(tl.program_id(0), tl.cdiv(M, BLOCK_KV), batch_kv_heads, section)
@@ -151,7 +193,9 @@ def dkdv_kernel(
         ranges_ptr += batch * stride_ranges + tile * 4
         first = tl.load(ranges_ptr) // BLOCK_Q * BLOCK_Q
         last = tl.load(ranges_ptr + 3)
-        full_first = tl.minimum(tl.cdiv(tl.load(ranges_ptr + 1), BLOCK_Q), tl.cdiv(last, BLOCK_Q)) * BLOCK_Q
+        full_first = (
+            tl.minimum(tl.cdiv(tl.load(ranges_ptr + 1), BLOCK_Q), tl.cdiv(last, BLOCK_Q)) * BLOCK_Q
+        )
         full_last = tl.load(ranges_ptr + 2)
         # past the last query nothing is masked: its p is 0
         full_last = tl.where(full_last == N, N + BLOCK_Q - 1, full_last) // BLOCK_Q * BLOCK_Q
@@ -167,16 +211,20 @@ def dkdv_kernel(
     if GROUPS == 1:
         # not a loop of one: it would take registers that the tile needs
         dk, dv = walk_queries(
-            dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch, kv_head, num_kv_heads, keys,
+            dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch,
+            kv_head, num_kv_heads, keys,
             first, full_first, full_last, last, N, M, scale, scale_log2,
             CAUSAL, INTERVALS, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q, BLOCK_D, PRECISION,
         )  # fmt: skip
     else:
         for group in tl.range(0, GROUPS):
             dk, dv = walk_queries(
-                dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch, kv_head * GROUPS + group,
-                num_kv_heads * GROUPS, keys, first, full_first, full_last, last, N, M, scale, scale_log2,
-                CAUSAL, INTERVALS, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q, BLOCK_D, PRECISION,
+                dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr,
+                batch, kv_head * GROUPS + group,
+                num_kv_heads * GROUPS, keys, first, full_first, full_last, last, N, M, scale,
+                scale_log2,
+                CAUSAL, INTERVALS, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_Q, BLOCK_D,
+                PRECISION,
             )  # fmt: skip
     dk_ptr += tl.cast(batch, tl.int64) * stride_dkb + tl.cast(kv_head, tl.int64) * stride_dkh
     dv_ptr += tl.cast(batch, tl.int64) * stride_dvb + tl.cast(kv_head, tl.int64) * stride_dvh
@@ -186,15 +234,18 @@ def dkdv_kernel(
 
 @triton.jit
 def add_key_tile(
-    dq, q, do, lse, delta, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
+    dq, q, do, lse, delta, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale,
+    scale_log2, params_ptr,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, MASKED: tl.constexpr, SCORE_MOD: tl.constexpr,
-    PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr, BLOCK_KV: tl.constexpr,
+    BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What the keys start : start + BLOCK_KV add to dq."""
     k = load_tile(k_desc, batch, kv_head, start, BLOCK_KV, BLOCK_D)
     keys = start + tl.arange(0, BLOCK_KV)
     scores, derivative = scores_of(
-        tl.dot(q, tl.trans(k), input_precision=PRECISION), position[:, None], keys[None, :], lo[:, None], hi[:, None],
+        tl.dot(q, tl.trans(k), input_precision=PRECISION), position[:, None], keys[None, :], lo[:,
+        None], hi[:, None],
         batch, head, M, scale, scale_log2, params_ptr, CAUSAL, INTERVALS, MASKED, SCORE_MOD,
     )  # fmt: skip
     p = PROBABILITY(scores, lse[:, None], 1)
@@ -206,13 +257,17 @@ def add_key_tile(
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["section"])  # it follows from the lengths: none of them shall compile anew
+@triton.jit(
+    do_not_specialize=["section"]
+)  # it follows from the lengths: none of them shall compile anew
 def dq_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, dq_ptr, lo_ptr, hi_ptr, params_ptr,
     stride_dqb, stride_dqh, stride_dqn, stride_interval,
     num_heads, groups, batch_heads, section, N, M, scale, scale_log2,
-    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr, PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr,
+    PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(N, BLOCK_Q)
     tile, batch_head = place(tl.program_id(0), num_tiles, batch_heads, section)
@@ -233,17 +288,23 @@ def dq_kernel(
     delta = load_rows(delta_ptr + row_offset, start_q, N, 0.0, BLOCK_Q)
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
-    first, full_first, full_last, last = key_ranges(start_q, lo_ptr, hi_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV)
+    first, full_first, full_last, last = key_ranges(
+        start_q, lo_ptr, hi_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV
+    )
     for start in tl.range(full_first, full_last, BLOCK_KV):
         dq = add_key_tile(
-            dq, q, do, lse, delta, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
-            CAUSAL, INTERVALS, False, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_KV, BLOCK_D, PRECISION,
+            dq, q, do, lse, delta, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi,
+            M, scale, scale_log2, params_ptr,
+            CAUSAL, INTERVALS, False, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_KV, BLOCK_D,
+            PRECISION,
         )  # fmt: skip
     for step in tl.range(first, last - (full_last - full_first), BLOCK_KV):
         start = edge_tile(step, full_first, full_last, INTERVALS)
         dq = add_key_tile(
-            dq, q, do, lse, delta, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
-            CAUSAL, INTERVALS, True, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_KV, BLOCK_D, PRECISION,
+            dq, q, do, lse, delta, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi,
+            M, scale, scale_log2, params_ptr,
+            CAUSAL, INTERVALS, True, SCORE_MOD, PROBABILITY, SCORE_GRADIENT, BLOCK_KV, BLOCK_D,
+            PRECISION,
         )  # fmt: skip
     dq_ptr += tl.cast(batch, tl.int64) * stride_dqb + tl.cast(head, tl.int64) * stride_dqh
     store_tile(dq_ptr, stride_dqn, start_q, N, dq * scale, D, BLOCK_Q, BLOCK_D)

@@ -1,4 +1,6 @@
-"""Which kernels attention=triton runs: the portable pair, or the ones written for Hopper. Importing this does not import Triton."""
+"""Which kernels attention=triton runs: the portable pair, or the ones written for Hopper. Importing
+this does not import Triton.
+"""
 
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -26,13 +28,19 @@ def obstacle_of_the_place(device: torch.device) -> str:
         return f"they run on NVIDIA's Hopper GPUs, the inputs are on {device.type}"
     capability = torch.cuda.get_device_capability(device)
     if capability != (9, 0):
-        return f"they run on NVIDIA's Hopper GPUs (sm_90), this one is sm_{capability[0]}{capability[1]}"
+        return (
+            "they run on NVIDIA's Hopper GPUs (sm_90), this one is "
+            f"sm_{capability[0]}{capability[1]}"
+        )
     try:
         installed = version("triton")
     except PackageNotFoundError:
         installed = "unknown"
     if ".".join(installed.split(".")[:2]) not in TRITON_RELEASES:
-        return f"they are written in Gluon as Triton {' and '.join(TRITON_RELEASES)} has it, this is Triton {installed}"
+        return (
+            f"they are written in Gluon as Triton {' and '.join(TRITON_RELEASES)} has it, this is "
+            f"Triton {installed}"
+        )
     return ""
 
 
@@ -46,7 +54,9 @@ def obstacle(
     softmax: str = "online",
     tile: int = 0,
 ) -> str:
-    """Why the Hopper kernels cannot take such inputs; "" where they can. score_mod, softmax, tile: as flash_attention takes them."""
+    """Why the Hopper kernels cannot take such inputs; "" where they can. score_mod, softmax, tile:
+    as flash_attention takes them.
+    """
     if place := obstacle_of_the_place(device):
         return place
     if dtype not in (torch.bfloat16, torch.float16):
@@ -63,12 +73,21 @@ def obstacle(
 
 
 def choose_kernel(kernel: str, **inputs) -> Choice:
-    """What runs for kernel=auto, portable or hopper with the inputs that obstacle() names. Raises ValueError where hopper cannot."""
+    """What runs for kernel=auto, portable or hopper with the inputs that obstacle() names. Raises
+    ValueError where hopper cannot.
+    """
     if kernel == "portable":
         return Choice("portable", "asked for")
     against = obstacle(**inputs)
     if kernel == "hopper":
         if against:
-            raise ValueError(f"attention.kernel=hopper cannot run: {against}; attention.kernel=auto takes the portable kernels there")
+            raise ValueError(
+                f"attention.kernel=hopper cannot run: {against}; attention.kernel=auto takes the "
+                "portable kernels there"
+            )
         return Choice("hopper", "asked for")
-    return Choice("portable", f"not the Hopper kernels: {against}") if against else Choice("hopper", "the device and the inputs allow it")
+    return (
+        Choice("portable", f"not the Hopper kernels: {against}")
+        if against
+        else Choice("hopper", "the device and the inputs allow it")
+    )

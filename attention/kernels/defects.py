@@ -1,6 +1,8 @@
-"""The broken softmaxes of attention/defects.py as steps for the kernels: see attention/kernels/softmax.py.
+"""The broken softmaxes of attention/defects.py as steps for the kernels: see
+attention/kernels/softmax.py.
 
-Their state marks a row that has seen a key with row_max = 0, so that the lse a kernel saves is log(row_sum).
+Their state marks a row that has seen a key with row_max = 0, so that the lse a kernel saves is
+log(row_sum).
 """
 
 import triton
@@ -30,7 +32,9 @@ def tile_local_probability(scores, lse, AXIS: tl.constexpr):
 
 @triton.jit
 def through_max_gradient(p, dp, delta, scores, AXIS: tl.constexpr):
-    """The subtracted maximum does not cancel here: its gradient is the negative sum of its tile's, shared by the keys that attain it."""
+    """The subtracted maximum does not cancel here: its gradient is the negative sum of its tile's,
+    shared by the keys that attain it.
+    """
     ds = p * (dp - delta)
     attains = (scores == tl.expand_dims(tl.max(scores, AXIS), AXIS)).to(tl.float32)
     share = tl.sum(ds, AXIS) / tl.sum(attains, AXIS)

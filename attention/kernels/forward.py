@@ -1,13 +1,15 @@
 """The forward kernel: one program owns BLOCK_Q queries of one head and streams the keys past them.
 
-It is the tile loop of attention/tiled.py with the streaming softmax of attention/online_softmax.py written into it, names included.
-Scores live in the base-2 domain (scale * log2(e) is folded in), because the GPU's exponential is a power of two.
-Dao, "FlashAttention-2" (2023), algorithm 1.
+It is the tile loop of attention/tiled.py with the streaming softmax of attention/online_softmax.py
+written into it, names included. Scores live in the base-2 domain (scale * log2(e) is folded in),
+because the GPU's exponential is a power of two. Dao, "FlashAttention-2" (2023), algorithm 1.
 
-Query i sees the keys lo[i] <= j < hi[i], as in attention/mask.py. With INTERVALS both ends are loaded; otherwise lo is 0, and hi follows
-from CAUSAL. A program's keys are those that every row sees, and the masked tiles at both edges of them.
+Query i sees the keys lo[i] <= j < hi[i], as in attention/mask.py. With INTERVALS both ends are
+loaded; otherwise lo is 0, and hi follows from CAUSAL. A program's keys are those that every row
+sees, and the masked tiles at both edges of them.
 
-Dimensions: H query heads, N queries, M keys, D head dim (padded to BLOCK_D); a tile is BLOCK_Q queries by BLOCK_KV keys.
+Dimensions: H query heads, N queries, M keys, D head dim (padded to BLOCK_D); a tile is BLOCK_Q
+queries by BLOCK_KV keys.
 """
 
 import triton
@@ -16,16 +18,18 @@ import triton.language as tl
 
 @triton.jit
 def place(pid, num_tiles, num_heads, section):
-    """tile, head: what a program owns of num_heads heads (of the whole batch) of num_tiles tiles each.
+    """tile, head: what a program owns of num_heads heads (of the whole batch) of num_tiles tiles
+    each.
 
-    Programs start in order of pid, about as many at a time as the GPU has multiprocessors. Heads are taken in sections whose other tensors
-    the L2 cache holds, and in a section every head's first tile, then every head's second: 6 heads of 2 tiles in sections of 4 are
+    Programs start in order of pid, about as many at a time as the GPU has multiprocessors. Heads
+    are taken in sections whose other tensors the L2 cache holds, and in a section every head's
+    first tile, then every head's second: 6 heads of 2 tiles in sections of 4 are
 
         tile  0 0 1 1  0 0 0 0 1 1 1 1
         head  0 1 0 1  2 3 4 5 2 3 4 5
 
-    A section with fewer heads is the first: were it the last, its first tiles, the longest under a causal mask, would have too few short
-    ones after them to keep every multiprocessor busy.
+    A section with fewer heads is the first: were it the last, its first tiles, the longest under a
+    causal mask, would have too few short ones after them to keep every multiprocessor busy.
     """
     left_over = num_heads - (tl.cdiv(num_heads, section) - 1) * section
     later = pid - left_over * num_tiles  # negative in the first section
@@ -37,23 +41,31 @@ def place(pid, num_tiles, num_heads, section):
 
 @triton.jit
 def load_tile(desc, batch, head, start, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows start : start + BLOCK_N of one head as (BLOCK_N, BLOCK_D), zero past the tensor's rows and columns."""
+    """Rows start : start + BLOCK_N of one head as (BLOCK_N, BLOCK_D), zero past the tensor's rows
+    and columns.
+    """
     return desc.load([batch, head, start, 0]).reshape(BLOCK_N, BLOCK_D)
 
 
 @triton.jit
-def store_tile(ptr, stride_n, start, limit, tile, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def store_tile(
+    ptr, stride_n, start, limit, tile, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):
     # the offset of the tile needs 64 bits, those inside it do not
     ptr += tl.cast(start, tl.int64) * stride_n
     row = tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_D)
     mask = (start + row < limit)[:, None] & (column < D)[None, :]
-    tl.store(ptr + row[:, None] * stride_n + column[None, :], tile.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(
+        ptr + row[:, None] * stride_n + column[None, :], tile.to(ptr.dtype.element_ty), mask=mask
+    )
 
 
 @triton.jit
 def load_interval(lo_ptr, hi_ptr, rows, N, INTERVALS: tl.constexpr):
-    """lo and hi of these rows; rows past the end see nothing. Without INTERVALS they are not used."""
+    """lo and hi of these rows; rows past the end see nothing. Without INTERVALS they are not
+    used.
+    """
     lo = rows
     hi = rows
     if INTERVALS:
@@ -67,8 +79,8 @@ def key_ranges(
     start_q, lo_ptr, hi_ptr, N, M,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """first, full_first, full_last, last: some row of the query tile sees keys first : last, every row full_first : full_last. All but
-    last are multiples of BLOCK_KV."""
+    """first, full_first, full_last, last: some row of the query tile sees keys first : last, every
+    row full_first : full_last. All but last are multiples of BLOCK_KV."""
     first = 0
     full_first = 0
     full_last = M
@@ -78,7 +90,10 @@ def key_ranges(
         bottom = tl.minimum(start_q + BLOCK_Q, N) - 1
         first = tl.load(lo_ptr + start_q) // BLOCK_KV * BLOCK_KV
         last = tl.load(hi_ptr + bottom)
-        full_first = tl.minimum(tl.cdiv(tl.load(lo_ptr + bottom), BLOCK_KV), tl.cdiv(last, BLOCK_KV)) * BLOCK_KV
+        full_first = (
+            tl.minimum(tl.cdiv(tl.load(lo_ptr + bottom), BLOCK_KV), tl.cdiv(last, BLOCK_KV))
+            * BLOCK_KV
+        )
         full_first = tl.maximum(first, full_first)
         full_last = tl.load(hi_ptr + start_q)
     elif CAUSAL:
@@ -90,8 +105,9 @@ def key_ranges(
 
 @triton.jit
 def edge_tile(step, full_first, full_last, INTERVALS: tl.constexpr):
-    """Where the masked tiles start, which are those before full_first and those from full_last on: one loop takes both edges, because
-    a third copy of the loop's body makes the compiler serialise its products."""
+    """Where the masked tiles start, which are those before full_first and those from full_last on:
+    one loop takes both edges, because a third copy of the loop's body makes the compiler serialise
+    its products."""
     start = step + (full_last - full_first)
     if INTERVALS:  # otherwise there is no left edge
         start = tl.where(step < full_first, step, start)
@@ -103,9 +119,11 @@ def scores_of(
     product, i, j, lo, hi, batch, head, M, scale, scale_log2, params_ptr,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, MASKED: tl.constexpr, SCORE_MOD: tl.constexpr,
 ):  # fmt: skip
-    """Scores in base 2 from q k^T, -inf where masked; and the derivative of the score modifier, where there is one.
+    """Scores in base 2 from q k^T, -inf where masked; and the derivative of the score modifier,
+    where there is one.
 
-    i: positions of the queries among the keys; j: keys; lo, hi: the queries' intervals. All broadcast to the tile.
+    i: positions of the queries among the keys; j: keys; lo, hi: the queries' intervals. All
+    broadcast to the tile.
     """
     derivative = 1.0
     if SCORE_MOD is None:
@@ -126,15 +144,18 @@ def scores_of(
 
 @triton.jit
 def absorb_tile(
-    row_max, row_sum, acc, q, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
-    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, MASKED: tl.constexpr, SCORE_MOD: tl.constexpr, MOVE_MAX: tl.constexpr,
+    row_max, row_sum, acc, q, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M,
+    scale, scale_log2, params_ptr,
+    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, MASKED: tl.constexpr, SCORE_MOD: tl.constexpr,
+    MOVE_MAX: tl.constexpr,
     BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """OnlineSoftmax.update for the keys start : start + BLOCK_KV."""
     k = load_tile(k_desc, batch, kv_head, start, BLOCK_KV, BLOCK_D)
     keys = start + tl.arange(0, BLOCK_KV)
     scores, _ = scores_of(
-        tl.dot(q, tl.trans(k), input_precision=PRECISION), position[:, None], keys[None, :], lo[:, None], hi[:, None],
+        tl.dot(q, tl.trans(k), input_precision=PRECISION), position[:, None], keys[None, :], lo[:,
+        None], hi[:, None],
         batch, head, M, scale, scale_log2, params_ptr, CAUSAL, INTERVALS, MASKED, SCORE_MOD,
     )  # fmt: skip
     row_max, shift, alpha = MOVE_MAX(row_max, tl.max(scores, 1), MASKED)
@@ -145,15 +166,19 @@ def absorb_tile(
     return row_max, row_sum, acc
 
 
-@triton.jit(do_not_specialize=["section"])  # it follows from the lengths: none of them shall compile anew
+@triton.jit(
+    do_not_specialize=["section"]
+)  # it follows from the lengths: none of them shall compile anew
 def forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, lo_ptr, hi_ptr, params_ptr,
     stride_ob, stride_oh, stride_on, stride_interval,
     num_heads, groups, batch_heads, section, N, M, scale, scale_log2,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr, MOVE_MAX: tl.constexpr,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # the last query tiles first: under a causal mask they are the longest, and short ones fill the gaps at the end
+    # the last query tiles first: under a causal mask they are the longest, and short ones fill the
+    # gaps at the end
     num_tiles = tl.cdiv(N, BLOCK_Q)
     tile, batch_head = place(tl.program_id(0), num_tiles, batch_heads, section)
     start_q = (num_tiles - 1 - tile) * BLOCK_Q
@@ -171,16 +196,20 @@ def forward_kernel(
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
-    first, full_first, full_last, last = key_ranges(start_q, lo_ptr, hi_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV)
+    first, full_first, full_last, last = key_ranges(
+        start_q, lo_ptr, hi_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV
+    )
     for start in tl.range(full_first, full_last, BLOCK_KV):
         row_max, row_sum, acc = absorb_tile(
-            row_max, row_sum, acc, q, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
+            row_max, row_sum, acc, q, k_desc, v_desc, batch, head, kv_head, start, position, lo,
+            hi, M, scale, scale_log2, params_ptr,
             CAUSAL, INTERVALS, False, SCORE_MOD, MOVE_MAX, BLOCK_KV, BLOCK_D, PRECISION,
         )  # fmt: skip
     for step in tl.range(first, last - (full_last - full_first), BLOCK_KV):
         start = edge_tile(step, full_first, full_last, INTERVALS)
         row_max, row_sum, acc = absorb_tile(
-            row_max, row_sum, acc, q, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M, scale, scale_log2, params_ptr,
+            row_max, row_sum, acc, q, k_desc, v_desc, batch, head, kv_head, start, position, lo,
+            hi, M, scale, scale_log2, params_ptr,
             CAUSAL, INTERVALS, True, SCORE_MOD, MOVE_MAX, BLOCK_KV, BLOCK_D, PRECISION,
         )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""The intervals of attention/mask.py in one launch, where PyTorch takes about twenty; and what the backward makes of them, in another.
+"""The intervals of attention/mask.py in one launch, where PyTorch takes about twenty; and what the
+backward makes of them, in another.
 
 Dimensions: B batch, N queries, M keys.
 """
@@ -22,7 +23,10 @@ class Blocks(NamedTuple):
 
 
 # the interpreter scans rows one by one
-GPU, INTERPRETER = Blocks(rows=1024, search=4096, num_warps=8), Blocks(rows=64, search=512, num_warps=1)
+GPU, INTERPRETER = (
+    Blocks(rows=1024, search=4096, num_warps=8),
+    Blocks(rows=64, search=512, num_warps=1),
+)
 BOUNDS = 128  # of a program of query_ranges_kernel
 
 
@@ -42,10 +46,14 @@ def smaller(a, b):
 
 @triton.jit
 def is_edge(ids_ptr, stride_n, at, N):
-    """Whether a document ends before position `at`, or a sequence does: 0, N and what lies outside them count."""
+    """Whether a document ends before position `at`, or a sequence does: 0, N and what lies outside
+    them count.
+    """
     inside = (at > 0) & (at < N)
     ids_ptr += tl.cast(at, tl.int64) * stride_n
-    return (inside == 0) | (tl.load(ids_ptr, mask=inside, other=0) != tl.load(ids_ptr - stride_n, mask=inside, other=0))
+    return (inside == 0) | (
+        tl.load(ids_ptr, mask=inside, other=0) != tl.load(ids_ptr - stride_n, mask=inside, other=0)
+    )
 
 
 @triton.jit(do_not_specialize=["N", "M", "window"])  # no length shall compile anew
@@ -53,8 +61,9 @@ def intervals_kernel(
     ids_ptr, lo_ptr, hi_ptr, stride_ids_b, stride_ids_n, N, M, window,
     CAUSAL: tl.constexpr, BLOCK: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK rows of one sequence. A document may begin before them, or end after them: it looks there, SEARCH positions at a
-    time, until it finds the edge; backwards no farther than the first row sees without documents."""
+    """One program: BLOCK rows of one sequence. A document may begin before them, or end after them:
+    it looks there, SEARCH positions at a time, until it finds the edge; backwards no farther than
+    the first row sees without documents."""
     begin = tl.program_id(0) * BLOCK
     batch = tl.cast(tl.program_id(1), tl.int64)
     rows = begin + tl.arange(0, BLOCK)
@@ -62,7 +71,9 @@ def intervals_kernel(
     lo = tl.maximum(hi - window, 0)
     if ids_ptr is not None:
         ids_ptr += batch * stride_ids_b
-        start = tl.associative_scan(tl.where(is_edge(ids_ptr, stride_ids_n, rows, N), rows, -1), 0, larger)
+        start = tl.associative_scan(
+            tl.where(is_edge(ids_ptr, stride_ids_n, rows, N), rows, -1), 0, larger
+        )
         searched, least, found = begin, tl.min(lo), -1
         while (found < 0) & (searched > least):
             searched -= SEARCH
@@ -70,7 +81,12 @@ def intervals_kernel(
             found = tl.max(tl.where(is_edge(ids_ptr, stride_ids_n, at, N), at, -1))
         lo = tl.maximum(lo, tl.maximum(start, found))
         if not CAUSAL:  # otherwise, as N = M, no row sees past itself
-            end = tl.associative_scan(tl.where(is_edge(ids_ptr, stride_ids_n, rows + 1, N), rows + 1, N), 0, smaller, reverse=True)
+            end = tl.associative_scan(
+                tl.where(is_edge(ids_ptr, stride_ids_n, rows + 1, N), rows + 1, N),
+                0,
+                smaller,
+                reverse=True,
+            )
             searched, found = begin + BLOCK, N
             while (found == N) & (searched < N):
                 at = searched + 1 + tl.arange(0, SEARCH)
@@ -84,9 +100,15 @@ def intervals_kernel(
 
 @torch.library.custom_op("tilegpt::intervals", mutates_args=())
 def intervals(
-    document_ids: Tensor | None, num_queries: int, num_keys: int, causal: bool, window: int | None, device: torch.device
+    document_ids: Tensor | None,
+    num_queries: int,
+    num_keys: int,
+    causal: bool,
+    window: int | None,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """lo and hi (B or 1, N) int32, as visible_keys() of attention/mask.py defines them. document_ids (B, N) need N = M.
+    """lo and hi (B or 1, N) int32, as visible_keys() of attention/mask.py defines them.
+    document_ids (B, N) need N = M.
 
     It does not take q or k: a compiler then sees that all layers ask for the same, and asks once.
     """
@@ -94,27 +116,41 @@ def intervals(
     blocks = blocks_for(device)
     ids_strides = (0, 0) if document_ids is None else document_ids.stride()
     intervals_kernel[(tiles_of(num_queries, blocks.rows), len(lo))](
-        document_ids, lo, hi, *ids_strides, num_queries, num_keys, num_keys if window is None else window,
+        document_ids, lo, hi, *ids_strides, num_queries, num_keys,
+        num_keys if window is None else window,
         CAUSAL=causal, BLOCK=blocks.rows, SEARCH=blocks.search, num_warps=blocks.num_warps,
     )  # fmt: skip
     return lo, hi
 
 
-def empty_intervals(document_ids: Tensor | None, num_queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def empty_intervals(
+    document_ids: Tensor | None, num_queries: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     shape = (1 if document_ids is None else document_ids.shape[0], num_queries)
-    return torch.empty(shape, dtype=torch.int32, device=device), torch.empty(shape, dtype=torch.int32, device=device)
+    return torch.empty(shape, dtype=torch.int32, device=device), torch.empty(
+        shape, dtype=torch.int32, device=device
+    )
 
 
 @intervals.register_fake
 def _(
-    document_ids: Tensor | None, num_queries: int, num_keys: int, causal: bool, window: int | None, device: torch.device
+    document_ids: Tensor | None,
+    num_queries: int,
+    num_keys: int,
+    causal: bool,
+    window: int | None,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     return empty_intervals(document_ids, num_queries, device)
 
 
 @triton.jit(do_not_specialize=["N", "bounds", "step"])
-def query_ranges_kernel(lo_ptr, hi_ptr, ranges_ptr, stride_interval, N, bounds, step, BLOCK_KV, BLOCK: tl.constexpr):
-    """One program: BLOCK of a sequence's bounds, four for each tile of keys. step: the largest power of two up to N."""
+def query_ranges_kernel(
+    lo_ptr, hi_ptr, ranges_ptr, stride_interval, N, bounds, step, BLOCK_KV, BLOCK: tl.constexpr
+):
+    """One program: BLOCK of a sequence's bounds, four for each tile of keys. step: the largest
+    power of two up to N.
+    """
     batch = tl.cast(tl.program_id(1), tl.int64)
     bound = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     start = bound // 4 * BLOCK_KV
@@ -131,12 +167,22 @@ def query_ranges_kernel(lo_ptr, hi_ptr, ranges_ptr, stride_interval, N, bounds, 
 
 
 def query_ranges(lo: Tensor, hi: Tensor, num_keys: int, block_kv: int) -> Tensor:
-    """(B or 1, tiles, 4) int32: for each tile of keys the queries first : last that see some of them, and full_first : full_last that see
-    all. lo, hi (B or 1, N) are non-decreasing, so each is a search: the first query with hi > start of the tile, the first with hi >= its
-    stop, the number with lo <= start and the number with lo < stop. The order is first, full_first, full_last, last."""
+    """(B or 1, tiles, 4) int32: for each tile of keys the queries first : last that see some of
+    them, and full_first : full_last that see all. lo, hi (B or 1, N) are non-decreasing, so each is
+    a search: the first query with hi > start of the tile, the first with hi >= its stop, the number
+    with lo <= start and the number with lo < stop. The order is first, full_first, full_last, last.
+    """
     (batch, num_queries), tiles = lo.shape, tiles_of(num_keys, block_kv)
     ranges = lo.new_empty(batch, tiles, 4)
     query_ranges_kernel[(tiles_of(4 * tiles, BOUNDS), batch)](
-        lo, hi, ranges, batch_stride(lo), num_queries, 4 * tiles, 1 << (num_queries.bit_length() - 1), block_kv, BLOCK=BOUNDS
+        lo,
+        hi,
+        ranges,
+        batch_stride(lo),
+        num_queries,
+        4 * tiles,
+        1 << (num_queries.bit_length() - 1),
+        block_kv,
+        BLOCK=BOUNDS,
     )
     return ranges

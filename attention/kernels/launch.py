@@ -1,8 +1,9 @@
-"""Which tiles a kernel runs with: a table by device, dtype and head dim, so that no first call stalls on autotuning.
+"""Which tiles a kernel runs with: a table by device, dtype and head dim, so that no first call
+stalls on autotuning.
 
-tiles.json holds it, a table a compute capability: kernel -> padded head dim -> [block_q, block_kv, num_warps, num_stages]. The kernel
-dkdv_general is dkdv with intervals, a score modifier or grouped heads, which take registers. `python -m scripts.tune` measures a table on
-the device that is there.
+tiles.json holds it, a table a compute capability: kernel -> padded head dim -> [block_q, block_kv,
+num_warps, num_stages]. The kernel dkdv_general is dkdv with intervals, a score modifier or grouped
+heads, which take registers. `python -m scripts.tune` measures a table on the device that is there.
 """
 
 import json
@@ -48,7 +49,9 @@ def tables() -> dict[str, dict[str, Any]]:
 
 @cache
 def table_for(capability: tuple[int, int], shared_memory: int) -> dict[str, Any]:
-    """The table of that compute capability; of one that has none, the largest whose tiles fit into a program's shared memory (bytes)."""
+    """The table of that compute capability; of one that has none, the largest whose tiles fit into
+    a program's shared memory (bytes).
+    """
     own = tables().get(f"sm_{capability[0]}{capability[1]}")
     if own is not None:
         return own
@@ -56,7 +59,8 @@ def table_for(capability: tuple[int, int], shared_memory: int) -> dict[str, Any]
     if not fitting:
         least = min(table["shared_memory"] for table in tables().values())
         raise ValueError(
-            f"attention=triton needs {least} bytes of shared memory a program, this GPU has {shared_memory}: use attention=sdpa"
+            f"attention=triton needs {least} bytes of shared memory a program, this GPU has "
+            f"{shared_memory}: use attention=sdpa"
         )
     return max(fitting, key=lambda table: table["shared_memory"])
 
@@ -73,10 +77,11 @@ def tiles_of(length: int, block: int) -> int:
 
 
 def section_of(device: torch.device, streamed: int, *, heads: int = 1, equal: bool) -> int:
-    """How many heads are worked on at a time, so that what they stream stays in the L2 cache: `streamed` bytes, which `heads` heads share.
+    """How many heads are worked on at a time, so that what they stream stays in the L2 cache:
+    `streamed` bytes, which `heads` heads share.
 
-    equal: whether all programs have equally much to do. Where they have not, several heads at a time let the longest programs of all of
-    them come first.
+    equal: whether all programs have equally much to do. Where they have not, several heads at a
+    time let the longest programs of all of them come first.
     """
     if equal:
         return heads
@@ -94,7 +99,9 @@ def bytes_of_a_head(x: Tensor) -> int:
 def descriptor_strides(x: Tensor) -> list[int]:
     """Strides of x (B, H, N, D) for a tensor descriptor."""
     # that of a dimension of size 1 is never used, but it is checked
-    return [stride if size > 1 else 16 for size, stride in zip(x.shape, x.stride()[:3], strict=False)] + [1]
+    return [
+        stride if size > 1 else 16 for size, stride in zip(x.shape, x.stride()[:3], strict=False)
+    ] + [1]
 
 
 def batch_stride(x: Tensor | None) -> int:
@@ -102,12 +109,27 @@ def batch_stride(x: Tensor | None) -> int:
     return 0 if x is None or x.shape[0] == 1 else x.stride(0)
 
 
-def pick_tile(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device, *, block_q: int = 0, block_kv: int = 0) -> Tile:
-    """The table's tile, or one of block_q by block_kv: a defect depends on where its tiles of keys end, so there they are the user's."""
+def pick_tile(
+    kernel: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    block_q: int = 0,
+    block_kv: int = 0,
+) -> Tile:
+    """The table's tile, or one of block_q by block_kv: a defect depends on where its tiles of keys
+    end, so there they are the user's.
+    """
     if block_q and block_kv:
         if kernel.startswith("dkdv"):
             block_q = min(block_q, 64 if head_dim <= 64 else 32)  # what the registers hold
-        return Tile(block_q, block_kv, num_warps=8 if block_q * block_kv > 64 * 64 else 4, num_stages=2 if dtype.itemsize == 2 else 1)
+        return Tile(
+            block_q,
+            block_kv,
+            num_warps=8 if block_q * block_kv > 64 * 64 else 4,
+            num_stages=2 if dtype.itemsize == 2 else 1,
+        )
     if device.type == "cpu":
         return INTERPRETER
     gpu = properties(device)

@@ -1,6 +1,8 @@
-"""Compile a kernel without running it, with Triton's own compiler and ptxas: registers, spills, shared memory. No GPU is needed.
+"""Compile a kernel without running it, with Triton's own compiler and ptxas: registers, spills,
+shared memory. No GPU is needed.
 
-    python -m attention.kernels.offline forward bf16 64 causal,intervals 128 64 4 3     a line of JSON a variant
+    python -m attention.kernels.offline forward bf16 64 causal,intervals 128 64 4 3     a line of
+    JSON a variant
 
 Not under TRITON_INTERPRET=1, where there is nothing to compile.
 """
@@ -46,10 +48,18 @@ def signature(
     constants = {
         "CAUSAL": variant != "full",
         "INTERVALS": variant == "intervals",
-        "SCORE_MOD": op.find_score_mod("attention.kernels.score_mods:softcap_alibi" if variant == "score_mod" else ""),
+        "SCORE_MOD": op.find_score_mod(
+            "attention.kernels.score_mods:softcap_alibi" if variant == "score_mod" else ""
+        ),
         "GROUPS": 4 if variant == "grouped" else 1,
         **{name.upper(): step for name, step in softmax._asdict().items()},
-        **{"D": head_dim, "BLOCK_Q": block_q, "BLOCK_KV": block_kv, "BLOCK_D": block_d, "PRECISION": "ieee"},
+        **{
+            "D": head_dim,
+            "BLOCK_Q": block_q,
+            "BLOCK_KV": block_kv,
+            "BLOCK_D": block_d,
+            "PRECISION": "ieee",
+        },
         **({} if variant == "intervals" else dict.fromkeys(("lo_ptr", "hi_ptr", "ranges_ptr"))),
         **({} if variant == "score_mod" else {"params_ptr": None}),
     }
@@ -58,9 +68,14 @@ def signature(
         if name in constants:
             types[name], values[i,] = "constexpr", constants[name]
         elif name.endswith("_desc"):
-            types[name] = f"tensordesc<{dtype}[1, 1, {block_q if name in ('q_desc', 'do_desc') else block_kv}, {block_d}]>"
+            types[name] = (
+                f"tensordesc<{dtype}[1, 1, "
+                f"{block_q if name in ('q_desc', 'do_desc') else block_kv}, {block_d}]>"
+            )
         elif name.endswith("_ptr"):
-            types[name] = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "params_ptr": "*fp32"}.get(name, f"*{dtype}")
+            types[name] = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "params_ptr": "*fp32"}.get(
+                name, f"*{dtype}"
+            )
             if name in ("lo_ptr", "hi_ptr", "ranges_ptr"):
                 types[name] = "*i32"
         else:
@@ -85,21 +100,39 @@ def assemble(ptx: str, capability: int) -> Assembled:
         file = Path(folder) / "kernel.ptx"
         file.write_text(ptx)
         architecture = f"sm_{capability}a" if capability >= 90 else f"sm_{capability}"
-        command = [get_ptxas(capability).path, "-v", f"--gpu-name={architecture}", file, "-o", file.with_suffix(".cubin")]
+        command = [
+            get_ptxas(capability).path,
+            "-v",
+            f"--gpu-name={architecture}",
+            file,
+            "-o",
+            file.with_suffix(".cubin"),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         said = done.stderr
         if done.returncode:
             raise RuntimeError(f"ptxas refuses it ({done.returncode}): {said or done.stdout}")
         cubin = file.with_suffix(".cubin").read_bytes()
     figures = (
-        int(re.search(pattern, said)[1]) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes stack frame")
+        int(re.search(pattern, said)[1])
+        for pattern in (
+            r"Used (\d+) registers",
+            r"(\d+) bytes spill stores",
+            r"(\d+) bytes stack frame",
+        )
     )
     return Assembled(cubin, *figures, sorted(set(re.findall(r"C75\d\d", said))))
 
 
-def compile_tile(kernel: str, dtype: str, head_dim: int, variant: str, tile: Tile, *, capability: int = 90) -> Compiled:
-    """dtype as Triton writes it: bf16, fp16 or fp32. Raises what Triton raises where the tile cannot be compiled."""
-    types, values, aligned = signature(kernel, dtype, head_dim, variant, tile.block_q, tile.block_kv)
+def compile_tile(
+    kernel: str, dtype: str, head_dim: int, variant: str, tile: Tile, *, capability: int = 90
+) -> Compiled:
+    """dtype as Triton writes it: bf16, fp16 or fp32. Raises what Triton raises where the tile
+    cannot be compiled.
+    """
+    types, values, aligned = signature(
+        kernel, dtype, head_dim, variant, tile.block_q, tile.block_kv
+    )
     source = ASTSource(KERNELS[kernel], types, constexprs=values, attrs=aligned)
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -110,7 +143,11 @@ def compile_tile(kernel: str, dtype: str, head_dim: int, variant: str, tile: Til
 def main() -> None:
     kernel, dtype, head_dim, variants, *tile = sys.argv[1:]
     for variant in variants.split(","):
-        print(json.dumps(compile_tile(kernel, dtype, int(head_dim), variant, Tile(*map(int, tile)))._asdict()))
+        print(
+            json.dumps(
+                compile_tile(kernel, dtype, int(head_dim), variant, Tile(*map(int, tile)))._asdict()
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The Triton flash-attention as PyTorch operators: torch.compile keeps them whole, autograd differentiates through them.
+"""The Triton flash-attention as PyTorch operators: torch.compile keeps them whole, autograd
+differentiates through them.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -18,7 +19,15 @@ from attention.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from attention.kernels.choice import choose_kernel
 from attention.kernels.forward import forward_kernel
 from attention.kernels.intervals import query_ranges
-from attention.kernels.launch import batch_stride, bytes_of_a_head, descriptor_strides, padded_head_dim, pick_tile, section_of, tiles_of
+from attention.kernels.launch import (
+    batch_stride,
+    bytes_of_a_head,
+    descriptor_strides,
+    padded_head_dim,
+    pick_tile,
+    section_of,
+    tiles_of,
+)
 from attention.kernels.softmax import ONLINE
 
 # an operator takes names, not functions
@@ -32,17 +41,24 @@ DELTA_BLOCK_Q = 32
 
 
 def empty_heads(like: Tensor) -> Tensor:
-    """Memory for (B, H, N, D) laid out as (B, N, H, D): merging the heads afterwards copies nothing."""
+    """Memory for (B, H, N, D) laid out as (B, N, H, D): merging the heads afterwards copies
+    nothing.
+    """
     batch, num_heads, length, head_dim = like.shape
     return like.new_empty(batch, length, num_heads, head_dim).transpose(1, 2)
 
 
 def is_packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether they lie as the parts of one projection (B, N, H + 2 H_kv, D): their gradients should lie so too."""
+    """Whether they lie as the parts of one projection (B, N, H + 2 H_kv, D): their gradients should
+    lie so too.
+    """
     _, num_heads, length, head_dim = q.shape
     row = (num_heads + 2 * k.shape[1]) * head_dim
     # the sizes last: where they are symbols, comparing them costs a guard
-    return q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, row, 1) and k.shape[2] == length
+    return (
+        q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, row, 1)
+        and k.shape[2] == length
+    )
 
 
 def empty_gradients(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> list[Tensor]:
@@ -57,20 +73,27 @@ def unpacked(gradients: list[Tensor], num_heads: int, num_kv_heads: int) -> list
     """dq, dk, dv (B, H or H_kv, N, D) from what flash_attention_backward returns."""
     if len(gradients) == 3:
         return gradients
-    return [x.transpose(1, 2) for x in gradients[0].split((num_heads, num_kv_heads, num_kv_heads), dim=2)]
+    return [
+        x.transpose(1, 2)
+        for x in gradients[0].split((num_heads, num_kv_heads, num_kv_heads), dim=2)
+    ]
 
 
 def readable(x: Tensor) -> Tensor:
-    """x as a tensor descriptor can point at it: contiguous along D, every other stride a positive multiple of 16 bytes.
+    """x as a tensor descriptor can point at it: contiguous along D, every other stride a positive
+    multiple of 16 bytes.
 
-    A view of a packed qkv projection is readable as it is; what is not is copied. The interpreter computes bfloat16 on raw bits, so
-    there x becomes float32.
+    A view of a packed qkv projection is readable as it is; what is not is copied. The interpreter
+    computes bfloat16 on raw bits, so there x becomes float32.
     """
     if x.is_cpu and x.dtype == torch.bfloat16:
         x = x.float()
     granule = 16 // x.element_size()
     *outer, last = x.stride()
-    aligned = [size == 1 or (stride > 0 and stride % granule == 0) for size, stride in zip(x.shape, outer, strict=False)]
+    aligned = [
+        size == 1 or (stride > 0 and stride % granule == 0)
+        for size, stride in zip(x.shape, outer, strict=False)
+    ]
     if last == 1 and all(aligned) and x.data_ptr() % 16 == 0:
         return x
     head_dim = x.shape[-1]
@@ -79,7 +102,9 @@ def readable(x: Tensor) -> Tensor:
 
 def descriptor(x: Tensor, block: int) -> TensorDescriptor:
     """x (B, H, N, D) for loads of `block` rows of one head, zero where they pass its end."""
-    return TensorDescriptor(x, list(x.shape), descriptor_strides(x), [1, 1, block, padded_head_dim(x.shape[-1])])
+    return TensorDescriptor(
+        x, list(x.shape), descriptor_strides(x), [1, 1, block, padded_head_dim(x.shape[-1])]
+    )
 
 
 @cache
@@ -91,10 +116,21 @@ def find_score_mod(name: str) -> triton.JITFunction | None:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"the score_mod's kernel={name} must read pkg.module:NAME of a @triton.jit function: {error}") from error
+        raise ValueError(
+            f"the score_mod's kernel={name} must read pkg.module:NAME of a @triton.jit "
+            f"function: {error}"
+        ) from error
 
 
-def constants(kernel: str, q: Tensor, causal: bool, lo: Tensor | None, score_mod: str, block_q: int, block_kv: int) -> dict[str, Any]:
+def constants(
+    kernel: str,
+    q: Tensor,
+    causal: bool,
+    lo: Tensor | None,
+    score_mod: str,
+    block_q: int,
+    block_kv: int,
+) -> dict[str, Any]:
     head_dim = q.shape[-1]
     tile = pick_tile(kernel, head_dim, q.dtype, q.device, block_q=block_q, block_kv=block_kv)
     return {
@@ -114,10 +150,20 @@ def constants(kernel: str, q: Tensor, causal: bool, lo: Tensor | None, score_mod
 
 @lru_cache
 def runs_hopper(
-    kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int, scale: float, score_mod: str, softmax: str, tile: int
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    scale: float,
+    score_mod: str,
+    softmax: str,
+    tile: int,
 ) -> bool:
     inputs = {"device": device, "dtype": dtype, "head_dim": head_dim, "scale": scale}
-    return choose_kernel(kernel, **inputs, score_mod=score_mod, softmax=softmax, tile=tile).kernel == "hopper"
+    return (
+        choose_kernel(kernel, **inputs, score_mod=score_mod, softmax=softmax, tile=tile).kernel
+        == "hopper"
+    )
 
 
 @torch.library.custom_op("tilegpt::flash_attention", mutates_args=())
@@ -138,16 +184,20 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, N, D) and lse (B, H, N) float32 for q (B, H, N, D); k, v (B, H_kv, M, D).
 
-    lo, hi: (B or 1, N) int32, the interval of keys each query sees; without them all, or by `causal`. score_mod: pkg.module:NAME of a
-    @triton.jit function or "", params (float32) its numbers. softmax: a name in SOFTMAXES. block_q, block_kv: the tile, or 0 for the
-    table's. kernel_choice: auto, portable or hopper, see choice.py (`kernel` is the name of an argument of inductor's own).
+    lo, hi: (B or 1, N) int32, the interval of keys each query sees; without them all, or by
+    `causal`. score_mod: pkg.module:NAME of a @triton.jit function or "", params (float32) its
+    numbers. softmax: a name in SOFTMAXES. block_q, block_kv: the tile, or 0 for the table's.
+    kernel_choice: auto, portable or hopper, see choice.py (`kernel` is the name of an argument of
+    inductor's own).
     """
     dtype = q.dtype
     q, k, v = readable(q), readable(k), readable(v)
     (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
     out = empty_heads(q)
     lse = q.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
-    if runs_hopper(kernel_choice, q.device, q.dtype, head_dim, scale, score_mod, softmax, block_q or block_kv):
+    if runs_hopper(
+        kernel_choice, q.device, q.dtype, head_dim, scale, score_mod, softmax, block_q or block_kv
+    ):
         from attention.kernels.hopper import launch as hopper
 
         hopper.forward(q, k, v, out, lse, lo, hi, causal=causal, scale=scale)
@@ -156,10 +206,12 @@ def flash_attention(
     meta = constants("forward", q, causal, lo, score_mod, block_q, block_kv)
     grid = (tiles_of(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
     forward_kernel[grid](
-        descriptor(q, meta["BLOCK_Q"]), descriptor(k, meta["BLOCK_KV"]), descriptor(v, meta["BLOCK_KV"]), out, lse, lo, hi, params,
+        descriptor(q, meta["BLOCK_Q"]), descriptor(k, meta["BLOCK_KV"]), descriptor(v,
+        meta["BLOCK_KV"]), out, lse, lo, hi, params,
         *out.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
         section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=equal),
-        num_queries, num_keys, scale, scale * math.log2(math.e), MOVE_MAX=SOFTMAXES[softmax].move_max, **meta,
+        num_queries, num_keys, scale, scale * math.log2(math.e),
+        MOVE_MAX=SOFTMAXES[softmax].move_max, **meta,
     )  # fmt: skip
     return out.to(dtype), lse
 
@@ -192,27 +244,33 @@ def flash_attention_backward(
 ) -> list[Tensor]:
     """dq, dk, dv, in the dtypes and shapes of q, k, v, from what flash_attention took and gave.
 
-    packed, for N = M: the one tensor (B, N, H + 2 H_kv, D) that unpacked() sees them in. A compiler can then see that the gradient of a
-    projection to q, k and v lies there already; views of one tensor are nothing that an operator may return.
+    packed, for N = M: the one tensor (B, N, H + 2 H_kv, D) that unpacked() sees them in. A compiler
+    can then see that the gradient of a projection to q, k and v lies there already; views of one
+    tensor are nothing that an operator may return.
     """
     dtype = q.dtype
     d_out, q, k, v, out = readable(d_out), readable(q), readable(k), readable(v), readable(out)
     (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
     gradients = empty_gradients(q, k, v, packed)
     dq, dk, dv = unpacked(gradients, num_heads, num_kv_heads)
-    hopper_runs = runs_hopper(kernel_choice, q.device, q.dtype, head_dim, scale, score_mod, softmax, block_q or block_kv)
+    hopper_runs = runs_hopper(
+        kernel_choice, q.device, q.dtype, head_dim, scale, score_mod, softmax, block_q or block_kv
+    )
     if hopper_runs and not torch.are_deterministic_algorithms_enabled():
         from attention.kernels.hopper import launch as hopper
 
         ranges = None if lo is None else query_ranges(lo, hi, num_keys, hopper.BLOCK_KV)
-        hopper.backward(d_out, d_lse, q, k, v, out, lse, dq, dk, dv, lo, hi, ranges, causal=causal, scale=scale)
+        hopper.backward(
+            d_out, d_lse, q, k, v, out, lse, dq, dk, dv, lo, hi, ranges, causal=causal, scale=scale
+        )
         return gradients
     groups, equal = num_heads // num_kv_heads, not causal and lo is None
     sizes = (num_queries, num_keys, scale, scale * math.log2(math.e))
 
     delta = torch.empty_like(lse)
     delta_kernel[(tiles_of(num_queries, DELTA_BLOCK_Q), batch * num_heads)](
-        out, d_out, None if d_lse is None else d_lse.contiguous(), delta, *out.stride()[:3], *d_out.stride()[:3], num_heads, num_queries,
+        out, d_out, None if d_lse is None else d_lse.contiguous(), delta, *out.stride()[:3],
+        *d_out.stride()[:3], num_heads, num_queries,
         D=head_dim, BLOCK_Q=DELTA_BLOCK_Q, BLOCK_D=padded_head_dim(head_dim),
     )  # fmt: skip
 
@@ -221,21 +279,27 @@ def flash_attention_backward(
         return [*(descriptor(x, meta[block]) for x, block in tensors), lse, delta]
 
     choice = (q, causal, lo, score_mod, block_q, block_kv)
-    steps = {"PROBABILITY": SOFTMAXES[softmax].probability, "SCORE_GRADIENT": SOFTMAXES[softmax].score_gradient}
+    steps = {
+        "PROBABILITY": SOFTMAXES[softmax].probability,
+        "SCORE_GRADIENT": SOFTMAXES[softmax].score_gradient,
+    }
     plain = groups == 1 and lo is None and not score_mod
     meta = constants("dkdv" if plain else "dkdv_general", *choice) | steps
     ranges = None if lo is None else query_ranges(lo, hi, num_keys, meta["BLOCK_KV"])
     grid = (tiles_of(num_keys, meta["BLOCK_KV"]) * batch * num_kv_heads,)
     dkdv_kernel[grid](
-        *inputs(meta), dk, dv, lo, hi, ranges, params, *dk.stride()[:3], *dv.stride()[:3], batch_stride(lo), batch_stride(ranges),
-        num_kv_heads, batch * num_kv_heads, section_of(q.device, groups * 2 * bytes_of_a_head(q), equal=equal),
+        *inputs(meta), dk, dv, lo, hi, ranges, params, *dk.stride()[:3], *dv.stride()[:3],
+        batch_stride(lo), batch_stride(ranges),
+        num_kv_heads, batch * num_kv_heads, section_of(q.device, groups * 2 * bytes_of_a_head(q),
+        equal=equal),
         *sizes, GROUPS=groups, **meta,
     )  # fmt: skip
 
     meta = constants("dq", *choice) | steps
     grid = (tiles_of(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
     dq_kernel[grid](
-        *inputs(meta), dq, lo, hi, params, *dq.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
+        *inputs(meta), dq, lo, hi, params, *dq.stride()[:3], batch_stride(lo), num_heads, groups,
+        batch * num_heads,
         section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=equal), *sizes, **meta,
     )  # fmt: skip
     return [x.to(dtype) for x in gradients]
@@ -243,8 +307,10 @@ def flash_attention_backward(
 
 @flash_attention_backward.register_fake
 def _(
-    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lo: Tensor | None, hi: Tensor | None,
-    params: Tensor | None, causal: bool, scale: float, score_mod: str, softmax: str, block_q: int, block_kv: int,
+    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    lo: Tensor | None, hi: Tensor | None,
+    params: Tensor | None, causal: bool, scale: float, score_mod: str, softmax: str, block_q: int,
+    block_kv: int,
     kernel_choice: str = "portable", packed: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     return empty_gradients(q, k, v, packed)
@@ -260,7 +326,9 @@ def _save(ctx, inputs, output) -> None:
 def _backward(ctx, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, *others = ctx.saved_tensors
     d_out = torch.zeros_like(out) if d_out is None else d_out
-    gradients = flash_attention_backward(d_out, d_lse, q, k, v, out, *others, *ctx.settings, packed=ctx.packed)
+    gradients = flash_attention_backward(
+        d_out, d_lse, q, k, v, out, *others, *ctx.settings, packed=ctx.packed
+    )
     return *unpacked(gradients, q.shape[1], k.shape[1]), *([None] * (3 + len(ctx.settings)))
 
 
@@ -268,7 +336,9 @@ flash_attention.register_autograd(_backward, setup_context=_save)
 
 
 class FlashAttention(torch.autograd.Function):
-    """The same gradient for eager mode: the registered one looks at the schema anew in each call, which takes 50 microseconds."""
+    """The same gradient for eager mode: the registered one looks at the schema anew in each call,
+    which takes 50 microseconds.
+    """
 
     @staticmethod
     def forward(ctx, *inputs: Any) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
 """Changes of a score before the mask: what is done to it, and the derivative of that.
 
-mod(score, b, h, i, j, params_ptr) -> (changed score, d changed / d score), elementwise on a tile in float32; score is already scaled.
-b, h: batch and query head. i, j: position of the query among the keys, and of the key; broadcastable to the tile, either may run along
-the rows. params_ptr: float32 numbers of the modifier's own.
+mod(score, b, h, i, j, params_ptr) -> (changed score, d changed / d score), elementwise on a tile in
+float32; score is already scaled. b, h: batch and query head. i, j: position of the query among the
+keys, and of the key; broadcastable to the tile, either may run along the rows. params_ptr: float32
+numbers of the modifier's own.
 """
 
 import triton
@@ -11,10 +12,11 @@ import triton.language as tl
 
 @triton.jit
 def tanh(x):
-    """tanh(x) and its derivative in float32, both to a few roundings of their own size, on every device and in the interpreter.
+    """tanh(x) and its derivative in float32, both to a few roundings of their own size, on every
+    device and in the interpreter.
 
-    Far from 0 they are (1 - e) / (1 + e) and 4 e / (1 + e)^2 with e = exp(-2 |x|). Near 0 the difference would cancel: there tanh is the
-    polynomial of the Cephes library (tanhf, 1.3e-7).
+    Far from 0 they are (1 - e) / (1 + e) and 4 e / (1 + e)^2 with e = exp(-2 |x|). Near 0 the
+    difference would cancel: there tanh is the polynomial of the Cephes library (tanhf, 1.3e-7).
     """
     e = tl.exp2(tl.abs(x) * -2.8853900817779268)
     r = 1 / (1 + e)
@@ -52,6 +54,10 @@ def softcap_alibi(score, b, h, i, j, params_ptr):
 
 @triton.jit
 def every_index(score, b, h, i, j, params_ptr):
-    """The kernel of every_index() in attention/conformance.py, which holds backends to what they hand on; params: one slope a head."""
+    """The kernel of every_index() in attention/conformance.py, which holds backends to what they
+    hand on; params: one slope a head.
+    """
     gain = 1.0 / (1 + b)
-    return gain * (score + score * score / 8) - tl.load(params_ptr + h) * (i - j), gain * (1 + score / 4)
+    return gain * (score + score * score / 8) - tl.load(params_ptr + h) * (i - j), gain * (
+        1 + score / 4
+    )

@@ -1,11 +1,14 @@
-"""The steps of the streaming softmax that a kernel is given, so that a broken softmax shares every other line with the exact one.
+"""The steps of the streaming softmax that a kernel is given, so that a broken softmax shares every
+other line with the exact one.
 
-They are the methods of attention/online_softmax.py in the base-2 domain: row_max and the scores are scores * log2(e), because the GPU's
-exponential is a power of two. A softmax is three functions:
+They are the methods of attention/online_softmax.py in the base-2 domain: row_max and the scores are
+scores * log2(e), because the GPU's exponential is a power of two. A softmax is three functions:
 
-    move_max(row_max, tile_max, MASKED) -> next_max, shift, alpha   what to subtract from this tile, and what the past sums are worth
-    probability(scores, lse, AXIS) -> p                             the weights, rebuilt in the backward pass; keys lie along AXIS
-    score_gradient(p, dp, delta, scores, AXIS) -> ds                from the gradient of the weights to that of the scores
+    move_max(row_max, tile_max, MASKED) -> next_max, shift,
+    alpha   what to subtract from this tile, and what the past sums are worth
+    probability(scores, lse, AXIS) -> p                             the weights, rebuilt in the
+    backward pass; keys lie along AXIS score_gradient(p, dp, delta, scores,
+    AXIS) -> ds                from the gradient of the weights to that of the scores
 """
 
 from typing import NamedTuple
@@ -24,7 +27,9 @@ class Softmax(NamedTuple):
 
 @triton.jit
 def finite(row_max, MASKED: tl.constexpr):
-    """The maximum to subtract. A row that has seen no key has -inf, and -inf - -inf is NaN: subtract 0 there instead."""
+    """The maximum to subtract. A row that has seen no key has -inf, and -inf - -inf is NaN:
+    subtract 0 there instead.
+    """
     if MASKED:
         row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
     return row_max

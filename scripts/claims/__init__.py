@@ -1,4 +1,6 @@
-"""Every claim the five documents make about attention, measured; see scripts.claims.claim for what a claim is."""
+"""Every claim the five documents make about attention, measured; see scripts.claims.claim for what
+a claim is.
+"""
 
 from importlib import import_module
 
@@ -7,5 +9,17 @@ from scripts.claims.claim import CLAIMS
 __all__ = ["CLAIMS"]
 
 # importing them fills CLAIMS, in the order of the pages
-for _topic in ("exactness", "examples", "masks", "overflow", "rescaling", "sizes", "alive", "traffic", "chips", "speed", "training"):
+for _topic in (
+    "exactness",
+    "examples",
+    "masks",
+    "overflow",
+    "rescaling",
+    "sizes",
+    "alive",
+    "traffic",
+    "chips",
+    "speed",
+    "training",
+):
     import_module(f"scripts.claims.{_topic}")

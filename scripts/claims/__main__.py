@@ -2,9 +2,10 @@
 
     python -m scripts.claims run=causal_as_printed
 
-Without arguments it measures all claims a CPU can (about two minutes on one core), writes results/claims.json, docs/claims.md and
-docs/questions.md: files that git tracks, whose figures are then this machine's. Claims about GPUs and trainings are read from the other
-files of results/. Arguments are key=value:
+Without arguments it measures all claims a CPU can (about two minutes on one core), writes
+results/claims.json, docs/claims.md and docs/questions.md: files that git tracks, whose figures are
+then this machine's. Claims about GPUs and trainings are read from the other files of results/.
+Arguments are key=value:
 
     run     names of claims with commas between: measure these, print what was found, write nothing
     render  true: measure nothing, write the two pages from results/
@@ -26,7 +27,10 @@ def main() -> None:
     options = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
     unknown = set(options) - {"run", "render"}
     if unknown or options.get("render", "true") not in ("true", "false"):
-        sys.exit(f"claims: {' '.join(sys.argv[1:])!r} is not understood; valid: run=NAME,NAME or render=true")
+        sys.exit(
+            f"claims: {' '.join(sys.argv[1:])!r} is not understood; valid: run=NAME,NAME "
+            "or render=true"
+        )
 
     import torch
 
@@ -51,7 +55,9 @@ def main() -> None:
             figures[name] = own
         measured, verdict = found(claim, own)
         if "run" in options:
-            print(f"{name}: {verdict}\n  the {claim.documents.replace(', ', ', the ')}: {claim.says}")
+            print(
+                f"{name}: {verdict}\n  the {claim.documents.replace(', ', ', the ')}: {claim.says}"
+            )
             print(f"  holds if {claim.criterion}\n  {measured}")
         else:
             print(f"{name}: {verdict} ({time.perf_counter() - start:.1f} s)", flush=True)
@@ -66,9 +72,20 @@ def main() -> None:
     try:
         write_pages()
     except FileNotFoundError as error:
-        sys.exit(f"claims: {Path(error.filename).name} is missing; measure first: python -m scripts.claims")
-    changed = [str(path.relative_to(RESULTS.parent)) for path, text in before.items() if path.read_text() != text]
-    print(f"changed: {' '.join(changed)}; git restore brings the committed ones back" if changed else "no file has changed")
+        sys.exit(
+            f"claims: {Path(error.filename).name} is missing; measure first: python -m "
+            "scripts.claims"
+        )
+    changed = [
+        str(path.relative_to(RESULTS.parent))
+        for path, text in before.items()
+        if path.read_text() != text
+    ]
+    print(
+        f"changed: {' '.join(changed)}; git restore brings the committed ones back"
+        if changed
+        else "no file has changed"
+    )
 
 
 if __name__ == "__main__":

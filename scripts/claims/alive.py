@@ -20,13 +20,18 @@ from scripts.claims.sizes import GIB, MIB, nbytes
 
 
 def weigh(function: Callable[..., object], *given: Tensor) -> Figures:
-    """Bytes that function(*given) takes above what it is given: the largest tensor, and the most alive together."""
+    """Bytes that function(*given) takes above what it is given: the largest tensor, and the most
+    alive together.
+    """
     with Scale() as scale:
         for x in given:
             x.detach()  # weighed from the start, so that it can be subtracted
         kept = function(*given)
     del kept
-    return {"largest": scale.largest, "peak": scale.peak - sum(x.untyped_storage().nbytes() for x in given)}
+    return {
+        "largest": scale.largest,
+        "peak": scale.peak - sum(x.untyped_storage().nbytes() for x in given),
+    }
 
 
 def kept_for_backward(function: Callable[..., Tensor], *given: Tensor) -> int:
@@ -46,10 +51,15 @@ def kept_for_backward(function: Callable[..., Tensor], *given: Tensor) -> int:
 
 
 def panels(q: Tensor, k: Tensor, v: Tensor, block: int = 256) -> Tensor:
-    """The guide's form: all queries against one block of keys at a time, statistics in the inputs' dtype."""
+    """The guide's form: all queries against one block of keys at a time, statistics in the inputs'
+    dtype.
+    """
     state = OnlineSoftmax.empty(q, dtype=q.dtype)
     for start in range(0, k.shape[2], block):
-        state = state.update(q @ k[:, :, start : start + block].mT * q.shape[-1] ** -0.5, v[:, :, start : start + block])
+        state = state.update(
+            q @ k[:, :, start : start + block].mT * q.shape[-1] ** -0.5,
+            v[:, :, start : start + block],
+        )
     return state.finalize()[0]
 
 
@@ -62,12 +72,22 @@ def through_the_loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @claim(
     "chapter",
-    says="On a card of 8 GB the naive forward pass (2 sequences, 8 heads of 64, float16) runs out of memory at 4,096 or 8,192 tokens; its "
+    says="On a card of 8 GB the naive forward pass (2 sequences, 8 heads of 64, float16) runs out "
+    "of memory at 4,096 or 8,192 tokens; its "
     "curve leaves the chart between 2K and 4K.",
-    criterion="the bytes alive above the inputs, measured on a short sequence and scaled by N^2, pass 8 GiB there",
-    measured="GiB alive at 4,096 / 8,192 / 16,384 tokens: forward {forward}; with backward {training}",
-    because="The chapter's 1 GB a tensor is twice what it is. A kernel that keeps its scores in float32 doubles these figures.",
-    verdict=lambda f: HOLDS if f["forward"]["8192"] > 8 else only_if("the backward pass counts") if f["training"]["8192"] > 8 else FAILS,
+    criterion="the bytes alive above the inputs, measured on a short sequence and scaled by N^2, "
+    "pass 8 GiB there",
+    measured="GiB alive at 4,096 / 8,192 / 16,384 tokens: forward {forward}; with "
+    "backward {training}",
+    because="The chapter's 1 GB a tensor is twice what it is. A kernel that keeps its scores in "
+    "float32 doubles these figures.",
+    verdict=lambda f: (
+        HOLDS
+        if f["forward"]["8192"] > 8
+        else only_if("the backward pass counts")
+        if f["training"]["8192"] > 8
+        else FAILS
+    ),
     tiny={"length": 256},
 )
 def wall_of_8_gigabytes(length: int = 512) -> Figures:
@@ -85,11 +105,16 @@ def wall_of_8_gigabytes(length: int = 512) -> Figures:
 @claim(
     "chapter, guide, deep dive",
     says="A tiled forward pass in plain PyTorch makes memory linear in the length.",
-    criterion="bytes alive in the forward pass, and bytes kept for the backward pass, grow like N^1.15 or less",
-    measured="the forward pass grows like N^{forward:.2f}. What is kept for the backward pass: under plain autograd N^{autograd:.2f}, with "
-    "the project's recomputing backward N^{recomputing:.2f}, naive N^{naive:.2f}. At {longest:,} tokens plain autograd through the loop "
+    criterion="bytes alive in the forward pass, and bytes kept for the backward pass, grow like "
+    "N^1.15 or less",
+    measured="the forward pass grows like N^{forward:.2f}. What is kept for the "
+    "backward pass: under "
+    "plain autograd N^{autograd:.2f}, with "
+    "the project's recomputing backward N^{recomputing:.2f}, naive N^{naive:.2f}. At {longest:,} "
+    "tokens plain autograd through the loop "
     "(tiles of 64) keeps {kept:.1f} times what naive keeps",
-    because="Autograd keeps every tile. It takes a backward pass that computes them again from the log-sum-exp.",
+    because="Autograd keeps every tile. It takes a backward pass that computes them again from "
+    "the log-sum-exp.",
     verdict=lambda f: (
         HOLDS
         if max(f["forward"], f["autograd"]) <= 1.15
@@ -115,7 +140,9 @@ def linear_memory(lengths: tuple[int, ...] = (256, 512, 1024)) -> Figures:
             kept[name][length] = kept_for_backward(function, q, k, v)
     longest = max(lengths)
     ratio = kept["autograd"][longest] / kept["naive"][longest]
-    return {"forward": growth(forward), "kept": ratio, "longest": longest} | {name: growth(sizes) for name, sizes in kept.items()}
+    return {"forward": growth(forward), "kept": ratio, "longest": longest} | {
+        name: growth(sizes) for name, sizes in kept.items()
+    }
 
 
 @claim(
@@ -138,7 +165,9 @@ def less_memory_at_every_length() -> Figures:
     ratio = {}
     for length in (32, 64, 128, 256, 512, 1024):
         q, k, v = inputs(0, 1, 2, length, 64)
-        ratio[str(length)] = weigh(through_the_loop, q, k, v)["peak"] / weigh(textbook, q, k, v)["peak"]
+        ratio[str(length)] = (
+            weigh(through_the_loop, q, k, v)["peak"] / weigh(textbook, q, k, v)["peak"]
+        )
     return {"ratio": ratio}
 
 
@@ -174,18 +203,29 @@ def largest_intermediate(lengths: tuple[int, ...] = (128, 256, 512, 1024)) -> Fi
     "guide",
     says="Its loop over key blocks needs O(B^2) for the scores of a tile.",
     criterion="the largest intermediate of that loop does not grow with the length",
-    measured="it grows like N^{exponent:.2f}: at 2,048 tokens one block of scores is {share:.0%} of the full table",
-    because="The queries are not tiled there: each step holds a panel of N x B. Still linear in N, but not B^2.",
+    measured="it grows like N^{exponent:.2f}: at 2,048 tokens one block of scores is "
+    "{share:.0%} of "
+    "the full table",
+    because="The queries are not tiled there: each step holds a panel of N x B. Still linear in "
+    "N, but not B^2.",
     verdict=lambda f: verdict(f["exponent"] < 0.15),
     tiny={"lengths": (512, 1024)},
 )
 def panel_of_scores(lengths: tuple[int, ...] = (512, 1024, 2048)) -> Figures:
     sizes = {length: weigh(panels, *inputs(0, 1, 1, length, 16))["largest"] for length in lengths}
     longest = max(lengths)
-    return {"exponent": growth(sizes), "share": sizes[longest] / nbytes(longest, longest, dtype=torch.float32)}
+    return {
+        "exponent": growth(sizes),
+        "share": sizes[longest] / nbytes(longest, longest, dtype=torch.float32),
+    }
 
 
-GUIDE_TABLE = {"2048": (3.1, 0.5), "4096": (12.4, 1.0), "8192": (math.inf, 2.0), "65536": (math.inf, 16.8)}
+GUIDE_TABLE = {
+    "2048": (3.1, 0.5),
+    "4096": (12.4, 1.0),
+    "8192": (math.inf, 2.0),
+    "65536": (math.inf, 16.8),
+}
 
 
 def near(found: float, said: float) -> bool:
@@ -195,13 +235,20 @@ def near(found: float, said: float) -> bool:
 
 @claim(
     "guide",
-    says="With 32 heads of 64 in float16, standard attention takes 3.1 GB at 2,048 tokens, 12.4 GB at 4,096 and more than 40 GB at 8,192; "
+    says="With 32 heads of 64 in float16, standard attention takes 3.1 GB at 2,048 tokens, 12.4 GB "
+    "at 4,096 and more than 40 GB at 8,192; "
     "its tiled form 0.5, 1.0 and 2.0 GB, 16.8 GB at 65,536.",
-    criterion="every figure is right within a factor of 1.5, from the bytes alive in its own two functions",
-    measured="standard GB by length: {standard}; tiled: {tiled}. The longest standard run that 40 GB hold: {longest:,} tokens",
+    criterion="every figure is right within a factor of 1.5, from the bytes alive in its own "
+    "two functions",
+    measured="standard GB by length: {standard}; tiled: {tiled}. The longest standard "
+    "run that 40 GB "
+    "hold: {longest:,} tokens",
     because="Measured on two heads and short sequences and scaled; inputs included.",
     verdict=lambda f: verdict(
-        all(near(f["standard"][n], standard) and near(f["tiled"][n], tiled) for n, (standard, tiled) in GUIDE_TABLE.items())
+        all(
+            near(f["standard"][n], standard) and near(f["tiled"][n], tiled)
+            for n, (standard, tiled) in GUIDE_TABLE.items()
+        )
     ),
     tiny={"length": 512},
 )
@@ -223,7 +270,9 @@ def memory_table_of_the_guide(length: int = 1024) -> Figures:
 @claim(
     "guide",
     says="Multi-query attention cuts the memory of k and v by the number of heads.",
-    criterion="the bytes of k and v, and the result of 8 query heads over one shared head, are those of 8 copies of that head",
+    criterion="the bytes of k and v, and the result of 8 query heads over one shared head, "
+    "are those of "
+    "8 copies of that head",
     measured="{factor:.0f} times less for 8 heads; the results differ by {difference:.0e}",
     verdict=lambda f: verdict(f["factor"] == 8 and f["difference"] < 1e-6),
     tiny={},
@@ -234,14 +283,18 @@ def multi_query() -> Figures:
     copies = [x.expand_as(q).contiguous() for x in shared]
     backend = get_backend("tiled", block_q=32, block_kv=32)
     few, many = (attention(q, *kv, backend=backend).out for kv in (shared, copies))
-    return {"factor": sum(x.nbytes for x in copies) / sum(x.nbytes for x in shared), "difference": (few - many).abs().max().item()}
+    return {
+        "factor": sum(x.nbytes for x in copies) / sum(x.nbytes for x in shared),
+        "difference": (few - many).abs().max().item(),
+    }
 
 
 @claim(
     "deep dive",
     says="In decoding the scores take O(L) anyway, so flash attention saves little memory there.",
     criterion="naive's scores of one query over L keys grow like L, and are smaller than the cache",
-    measured="they grow like L^{exponent:.2f}; at 4,096 keys they take {share:.1%} of the bytes of k and v",
+    measured="they grow like L^{exponent:.2f}; at 4,096 keys they take {share:.1%} of the "
+    "bytes of k and v",
     verdict=lambda f: verdict(f["exponent"] < 1.15 and f["share"] < 1),
     tiny={"lengths": (512, 1024)},
 )
@@ -258,9 +311,13 @@ def decoding_memory(lengths: tuple[int, ...] = (1024, 2048, 4096)) -> Figures:
     "notebook",
     says="Its benchmark compares the memory of the two forms.",
     criterion="both are given the same inputs and only their own memory counts",
-    measured="naive is called on float32 copies of float16 inputs, which makes its peak {inflated:.1f} times what it takes in float16; the "
+    measured="naive is called on float32 copies of float16 inputs, which makes its peak "
+    "{inflated:.1f} "
+    "times what it takes in float16; the "
     "causal streaming form computes {tiles} tiles where {needed} hold a visible score",
-    because="The peak counter also includes whatever is alive at the start. Subtract that, and give both the same dtype.",
+    because="The peak counter also includes whatever is alive at the start. Subtract "
+    "that, and give "
+    "both the same dtype.",
     verdict=lambda f: verdict(f["inflated"] < 1.1 and f["tiles"] == f["needed"]),
     tiny={"length": 512},
 )
@@ -269,11 +326,17 @@ def benchmark_of_the_notebook(length: int = 1024) -> Figures:
     copies = weigh(lambda *qkv: textbook(*(x.float() for x in qkv)), q, k, v)["peak"]
     plain = weigh(textbook, q, k, v)["peak"]
     tiles = visible_keys(q, k, causal=True).query_tiles(128)
-    return {"inflated": copies / plain, "tiles": len(tiles) ** 2, "needed": sum(len(list(tile.key_tiles(128))) for tile in tiles)}
+    return {
+        "inflated": copies / plain,
+        "tiles": len(tiles) ** 2,
+        "needed": sum(len(list(tile.key_tiles(128))) for tile in tiles),
+    }
 
 
 def memory_rows() -> dict[str, dict[int, Figures]]:
-    """Rows of results/memory_h200.json by backend (of its variants the first) and length; those out of memory have the key oom."""
+    """Rows of results/memory_h200.json by backend (of its variants the first) and length; those out
+    of memory have the key oom.
+    """
     rows: dict[str, dict[int, Figures]] = {}
     for row in recorded("memory_h200")["rows"]:
         rows.setdefault(row["attention"].split(":")[0], {}).setdefault(row["seq_len"], row)
@@ -284,9 +347,12 @@ def memory_rows() -> dict[str, dict[int, Figures]]:
     "guide",
     says="At 4,096 tokens flash attention takes less than half the memory of standard attention.",
     criterion="its peak above the inputs is below half of naive's, forward and with backward",
-    measured="on an H200, 16 heads of 64, bfloat16: naive {naive:,.0f} MiB forward and {naive_training:,.0f} with backward, the Triton "
+    measured="on an H200, 16 heads of 64, bfloat16: naive {naive:,.0f} MiB forward and "
+    "{naive_training:,.0f} with backward, the Triton "
     "kernels {triton:,.0f} and {triton_training:,.0f}",
-    verdict=lambda f: verdict(f["triton"] < f["naive"] / 2 and f["triton_training"] < f["naive_training"] / 2),
+    verdict=lambda f: verdict(
+        f["triton"] < f["naive"] / 2 and f["triton_training"] < f["naive_training"] / 2
+    ),
     reads="memory_h200",
 )
 def half_the_memory() -> Figures:
@@ -301,9 +367,12 @@ def half_the_memory() -> Figures:
 @claim(
     "chapter, guide",
     says="Tiled attention moves the wall out by a factor of ten or more.",
-    criterion="the length at which it takes what naive takes at its last length is at least ten times that length",
-    measured="on an H200 naive runs at {fits:,} tokens ({gib:.1f} GiB with backward) and fails at {fails:,}; the Triton kernels take "
-    "{triton_gib:.2f} GiB at {longest:,} and, growing like N^{exponent:.2f}, would take naive's {gib:.1f} GiB at a length {factor:.0f} "
+    criterion="the length at which it takes what naive takes at its last length is at least ten "
+    "times that length",
+    measured="on an H200 naive runs at {fits:,} tokens ({gib:.1f} GiB with backward) and fails at "
+    "{fails:,}; the Triton kernels take "
+    "{triton_gib:.2f} GiB at {longest:,} and, growing like N^{exponent:.2f}, would take naive's "
+    "{gib:.1f} GiB at a length {factor:.0f} "
     "times naive's last",
     verdict=lambda f: verdict(f["factor"] >= 10),
     reads="memory_h200",
@@ -318,7 +387,9 @@ def wall_moves_out() -> Figures:
     reach = longest * (naive / triton[longest]) ** (1 / exponent)
 
     def tenth(name: str) -> int:
-        """The first length tried at which a backend takes less than a tenth of what naive takes there."""
+        """The first length tried at which a backend takes less than a tenth of what naive takes
+        there.
+        """
         own = {n: row["training_bytes"] for n, row in rows[name].items() if n <= fits}
         return min(n for n, size in own.items() if size < rows["naive"][n]["training_bytes"] / 10)
 
@@ -339,42 +410,65 @@ def wall_moves_out() -> Figures:
 
 
 def longest_rows(memory_gib: float) -> dict[str, Figures]:
-    """Rows of results/longest_h200.json for a card held to that much memory, by backend and pass, as "naive forward".
+    """Rows of results/longest_h200.json for a card held to that much memory, by backend and pass,
+    as "naive forward".
 
-    Raises FileNotFoundError, as for a file that is not there, where one of the two backends has not been measured.
+    Raises FileNotFoundError, as for a file that is not there, where one of the two backends has not
+    been measured.
     """
     rows = [row for row in recorded("longest_h200")["rows"] if row["memory_gib"] == memory_gib]
     found = {f"{row['attention'].split(':')[0]} {row['pass']}": row for row in rows}
     if not {"naive forward", "triton forward"} <= found.keys():
-        raise FileNotFoundError(f"results/longest_h200.json holds no naive and triton with {memory_gib} GiB")
+        raise FileNotFoundError(
+            f"results/longest_h200.json holds no naive and triton with {memory_gib} GiB"
+        )
     return found
 
 
 @claim(
     "chapter",
-    says="The same on a GPU: with 8 GB, naive attention (2 sequences, 8 heads of 64, float16) is at its end by 8,192 tokens.",
-    criterion="on an H200 held to 8 GiB the longest naive forward pass is shorter than 8,192 tokens",
-    measured="longest forward pass: naive {naive:,} tokens, the Triton kernels {triton:,}; forward and backward {naive_training:,} and "
+    says="The same on a GPU: with 8 GB, naive attention (2 sequences, 8 heads of 64, float16) is "
+    "at its end by 8,192 tokens.",
+    criterion="on an H200 held to 8 GiB the longest naive forward pass is shorter "
+    "than 8,192 tokens",
+    measured="longest forward pass: naive {naive:,} tokens, the Triton kernels "
+    "{triton:,}; forward and "
+    "backward {naive_training:,} and "
     "{triton_training:,}",
-    because="The project's naive keeps scores in float32, twice the bytes of the chapter's float16; the bytes alone, above, say 16,384.",
+    because="The project's naive keeps scores in float32, twice the bytes of the "
+    "chapter's float16; "
+    "the bytes alone, above, say 16,384.",
     verdict=lambda f: verdict(f["naive"] < 8192),
     reads="longest_h200",
 )
 def wall_of_8_gigabytes_on_a_gpu() -> Figures:
     rows = longest_rows(8)
-    names = {"naive": "naive forward", "triton": "triton forward", "naive_training": "naive training", "triton_training": "triton training"}
+    names = {
+        "naive": "naive forward",
+        "triton": "triton forward",
+        "naive_training": "naive training",
+        "triton_training": "triton training",
+    }
     return {name: rows[key]["max_seq_len"] for name, key in names.items()}
 
 
 @claim(
     "guide",
-    says="On a card of 40 GB with 32 heads of 64 in float16, standard attention reaches 4,096 tokens and flash attention 65,536.",
-    criterion="the longest forward passes on an H200 held to 40 GiB are those within a factor of 1.5",
+    says="On a card of 40 GB with 32 heads of 64 in float16, standard attention reaches 4,096 "
+    "tokens and flash attention 65,536.",
+    criterion="the longest forward passes on an H200 held to 40 GiB are those within a "
+    "factor of 1.5",
     measured="naive {naive:,} tokens, the Triton kernels {triton:,} (ended by {limit})",
-    verdict=lambda f: verdict(1 / 1.5 <= f["naive"] / 4096 <= 1.5 and 1 / 1.5 <= f["triton"] / 65536 <= 1.5),
+    verdict=lambda f: verdict(
+        1 / 1.5 <= f["naive"] / 4096 <= 1.5 and 1 / 1.5 <= f["triton"] / 65536 <= 1.5
+    ),
     reads="longest_h200",
 )
 def longest_on_40_gigabytes() -> Figures:
     rows = longest_rows(40)
     naive, triton = rows["naive forward"], rows["triton forward"]
-    return {"naive": naive["max_seq_len"], "triton": triton["max_seq_len"], "limit": triton["limited_by"]}
+    return {
+        "naive": naive["max_seq_len"],
+        "triton": triton["max_seq_len"],
+        "limit": triton["limited_by"],
+    }

@@ -1,4 +1,5 @@
-"""What a claim is: who makes it, what decides, the function that measures it, the verdict computed from its figures.
+"""What a claim is: who makes it, what decides, the function that measures it, the verdict computed
+from its figures.
 
 The five documents about flash attention that this project answers:
 
@@ -45,19 +46,27 @@ class Claim:
     verdict: Callable[[Figures], str]
     measured: str  # the figures in a sentence: a format string over them
     because: str = ""  # why, where the verdict needs it
-    reads: str | None = None  # a file of results/ that holds the figures, when a run or a GPU made them
+    reads: str | None = (
+        None  # a file of results/ that holds the figures, when a run or a GPU made them
+    )
     also: str = ""  # another command of the project that shows it
-    tiny: Figures | None = None  # smaller arguments of `measure` with the same verdict, for the tests; None: it times
+    tiny: Figures | None = (
+        None  # smaller arguments of `measure` with the same verdict, for the tests; None: it times
+    )
 
 
 CLAIMS: dict[str, Claim] = {}
 
 
-def claim(documents: str, **words: Any) -> Callable[[Callable[..., Figures]], Callable[..., Figures]]:
+def claim(
+    documents: str, **words: Any
+) -> Callable[[Callable[..., Figures]], Callable[..., Figures]]:
     """Put the measuring function below it into CLAIMS, under its name."""
 
     def add(measure: Callable[..., Figures]) -> Callable[..., Figures]:
-        assert measure.__name__ not in CLAIMS and set(documents.split(", ")) <= set(DOCUMENTS), measure.__name__
+        assert measure.__name__ not in CLAIMS and set(documents.split(", ")) <= set(DOCUMENTS), (
+            measure.__name__
+        )
         CLAIMS[measure.__name__] = Claim(measure.__name__, documents, measure=measure, **words)
         return measure
 
@@ -77,7 +86,9 @@ def growth(sizes: dict[int, float]) -> float:
 
 
 class Shown:
-    """A figure inside a sentence: {x:.2f} of a spread reads "median (min to max, n=5)", of a dict "key: value, ..."."""
+    """A figure inside a sentence: {x:.2f} of a spread reads "median (min to max, n=5)", of a dict
+    "key: value, ...".
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -91,7 +102,9 @@ class Shown:
         if isinstance(value, str):
             return value
         if isinstance(value, dict) and value.keys() == {"n", "min", "median", "max"}:
-            low, middle, high = (format(Shown(value[name]), form) for name in ("min", "median", "max"))
+            low, middle, high = (
+                format(Shown(value[name]), form) for name in ("min", "median", "max")
+            )
             return middle if low == high else f"{middle} ({low} to {high}, n={value['n']})"
         if isinstance(value, dict):
             return ", ".join(f"{key}: {Shown(item):{form}}" for key, item in value.items())
@@ -107,7 +120,9 @@ class Shown:
 def cells(template: str, figures: Figures) -> dict[str, str]:
     """What a template of one figure that is a dict, {name[figure]:.1f}, shows for each key."""
     ((_, field, form, _),) = Formatter().parse(template)
-    shown = Formatter().get_field(field, (), {name: Shown(value) for name, value in figures.items()})[0]
+    shown = Formatter().get_field(
+        field, (), {name: Shown(value) for name, value in figures.items()}
+    )[0]
     return {key: format(shown[key], form) for key in shown.value}
 
 

@@ -11,14 +11,18 @@ from attention import Backend, attention, get_backend
 STEP_4 = (2, 4, 256, 32)  # B, H, N, D of the chapter's own check
 
 
-def inputs(seed: int, *shape: int, std: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    seed: int, *shape: int, std: float = 1.0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
     """q and k of that standard deviation, so that scores have std**2; v of 1."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
     return (q * std).to(dtype), (k * std).to(dtype), v.to(dtype)
 
 
-def run(name: str | Backend, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, **options) -> Tensor:
+def run(
+    name: str | Backend, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, **options
+) -> Tensor:
     """out of that backend; block=T stands for block_q=T and block_kv=T."""
     if "block" in options:
         options["block_q"] = options["block_kv"] = options.pop("block")

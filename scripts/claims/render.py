@@ -1,11 +1,24 @@
-"""docs/claims.md and docs/questions.md, from results/claims.json and the other files of results/. Measures nothing."""
+"""docs/claims.md and docs/questions.md, from results/claims.json and the other files of results/.
+Measures nothing.
+"""
 
 from collections import Counter
 from pathlib import Path
 
 from scripts.claims import CLAIMS
 from scripts.claims.asked import ASKED
-from scripts.claims.claim import DOCUMENTS, FAILS, HOLDS, NOT_TESTABLE, RESULTS, Claim, Figures, cells, recorded, sentence
+from scripts.claims.claim import (
+    DOCUMENTS,
+    FAILS,
+    HOLDS,
+    NOT_TESTABLE,
+    RESULTS,
+    Claim,
+    Figures,
+    cells,
+    recorded,
+    sentence,
+)
 from scripts.claims.questions import CHECKLIST, QUESTIONS
 from scripts.results.tables import provenance, table
 
@@ -13,20 +26,30 @@ DOCS = RESULTS.parent / "docs"
 NOT_YET = "not measured yet"
 # how the files of results/ that claims read were made
 MADE_BY = {
-    "memory_h200": "python -m scripts.benchmark --attention naive triton triton:kernel=portable sdpa:backend=flash sdpa:backend=cudnn "
-    "sdpa:backend=efficient tiled:block_q=2048,block_kv=2048 --seq-len 1024 2048 4096 8192 16384 32768 65536 131072 --dtype bf16 "
+    "memory_h200": "python -m scripts.benchmark --attention naive triton triton:kernel=portable "
+    "sdpa:backend=flash sdpa:backend=cudnn "
+    "sdpa:backend=efficient tiled:block_q=2048,block_kv=2048 --seq-len 1024 2048 4096 8192 16384 "
+    "32768 65536 131072 --dtype bf16 "
     "--out results/memory_h200.json",
-    "longest_h200": "python -m scripts.benchmark --max-length --attention naive triton --batch 2 --heads 8 --full --dtype fp16 "
-    "--memory-gib 8 --out results/longest_h200.json && python -m scripts.benchmark --max-length --attention naive triton --heads 32 "
+    "longest_h200": "python -m scripts.benchmark --max-length --attention naive triton "
+    "--batch 2 --heads 8 "
+    "--full --dtype fp16 "
+    "--memory-gib 8 --out results/longest_h200.json && python -m scripts.benchmark --max-length "
+    "--attention naive triton --heads 32 "
     "--full --dtype fp16 --memory-gib 24 40 --append --out results/longest_h200.json",
-    "tile_speed_h200": "python -m scripts.benchmark --attention naive triton tiled:block_q=64,block_kv=64 tiled:block_q=256,block_kv=256 "
-    "tiled:block_q=1024,block_kv=1024 tiled:block_q=2048,block_kv=2048 --seq-len 1024 2048 4096 8192 --batch 2 --heads 8 --full --dtype "
+    "tile_speed_h200": "python -m scripts.benchmark --attention naive triton "
+    "tiled:block_q=64,block_kv=64 "
+    "tiled:block_q=256,block_kv=256 "
+    "tiled:block_q=1024,block_kv=1024 tiled:block_q=2048,block_kv=2048 --seq-len 1024 2048 4096 "
+    "8192 --batch 2 --heads 8 --full --dtype "
     "fp16 --out results/tile_speed_h200.json",
 }
 
 
 def figures_of(claim: Claim) -> Figures | None:
-    """Its figures: from results/claims.json, or from the file it reads. None where that has not been measured."""
+    """Its figures: from results/claims.json, or from the file it reads. None where that has not
+    been measured.
+    """
     try:
         return claim.measure() if claim.reads else recorded("claims")["claims"].get(claim.name)
     except FileNotFoundError:
@@ -54,15 +77,25 @@ def claims_page() -> str:
         measured, verdict = found(claim, all_figures[claim.name])
         counts["holds only if" if verdict.startswith("holds only if") else verdict] += 1
         first, *others = claim.documents.split(", ")
-        says = claim.says + (f" (Also: the {', the '.join(others)}.)" if others else "") + f" *Holds if* {claim.criterion}."
+        says = (
+            claim.says
+            + (f" (Also: the {', the '.join(others)}.)" if others else "")
+            + f" *Holds if* {claim.criterion}."
+        )
         where = f"`results/{claim.reads}.json`: " if claim.reads else ""
         commands = f"`{command(claim.name)}`" + (f" `{claim.also}`" if claim.also else "")
         rows[first].append([cell(says), cell(where + measured), f"**{verdict}**", commands])
     parts = [INTRO, provenance(recorded("claims")), tally(counts)]
     for document, own in rows.items():
         parts += [f"## The {document}", table(["claim", "measured", "verdict", "test it"], own)]
-    parts += ["## Where the recorded figures come from", table(["file of results/", "measured", "by"], sources())]
-    parts += ["## What they ask to be built", table(["asked by", "what", "where"], [[*row[:2], f"`{row[2]}`"] for row in ASKED])]
+    parts += [
+        "## Where the recorded figures come from",
+        table(["file of results/", "measured", "by"], sources()),
+    ]
+    parts += [
+        "## What they ask to be built",
+        table(["asked by", "what", "where"], [[*row[:2], f"`{row[2]}`"] for row in ASKED]),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -76,13 +109,22 @@ def sources() -> list[list[str]]:
             rows.append([f"`{name}.json`", NOT_YET, f"`{MADE_BY[name]}`"])
             continue
         runs = data.get("runs")
-        how = f"`python train.py {' '.join(runs[0]['overrides'])}` and {len(runs) - 1} more runs" if runs else f"`{MADE_BY[name]}`"
+        how = (
+            f"`python train.py {' '.join(runs[0]['overrides'])}` and {len(runs) - 1} more runs"
+            if runs
+            else f"`{MADE_BY[name]}`"
+        )
         rows.append([f"`{name}.json`", provenance(data).removeprefix("Measured on "), how])
     return rows
 
 
 def tally(counts: Counter[str]) -> str:
-    words = {HOLDS: "hold", FAILS: "do not", "holds only if": "hold only under a condition", NOT_TESTABLE: "cannot be tested here"}
+    words = {
+        HOLDS: "hold",
+        FAILS: "do not",
+        "holds only if": "hold only under a condition",
+        NOT_TESTABLE: "cannot be tested here",
+    }
     parts = [f"{counts[verdict]} {word}" for verdict, word in words.items()]
     waiting = f" Still to be measured: {counts[NOT_YET]}." if counts[NOT_YET] else ""
     return f"Of {counts.total()} claims {', '.join(parts)}.{waiting}"
@@ -94,7 +136,8 @@ def cell(text: str) -> str:
 
 INTRO = """# What five documents claim about attention, and what was measured
 
-Generated by `python -m scripts.claims`. Five documents that teach flash attention served as the starting point of this project:
+Generated by `python -m scripts.claims`. Five documents that teach flash attention served as the
+starting point of this project:
 
 - **the chapter**, a book chapter that builds tiled attention in PyTorch and breaks it on purpose
 - **the notebook**, from naive attention to a streaming softmax in PyTorch
@@ -102,15 +145,17 @@ Generated by `python -m scripts.claims`. Five documents that teach flash attenti
 - **the guide**, a project guide with phases, benchmarks, pitfalls and interview questions
 - **the deep dive**, a derivation in NumPy with complexity, CUDA and quick checks
 
-Their claims stand here in our words, each with what decides it, what was measured, and the verdict computed from that. A range reads
-median (smallest to largest, n). Errors are largest absolute differences to float64 attention of the same rounded inputs unless they say
-relative. Inputs are random, q, k and v of standard deviation 1, unless a claim says otherwise. Sizes and rates of chips are from NVIDIA's
-documents (model/traffic.py, training/metrics.py, scripts/claims/chips.py)."""
+Their claims stand here in our words, each with what decides it, what was measured, and the verdict
+computed from that. A range reads median (smallest to largest, n). Errors are largest absolute
+differences to float64 attention of the same rounded inputs unless they say relative. Inputs are
+random, q, k and v of standard deviation 1, unless a claim says otherwise. Sizes and rates of chips
+are from NVIDIA's documents (model/traffic.py, training/metrics.py, scripts/claims/chips.py)."""
 
 QUESTIONS_INTRO = """# The documents' questions, answered from runs
 
-Generated by `python -m scripts.claims` from the figures of [claims.md](claims.md), which also says what the five documents are. Every
-number here was measured; the command below an answer measures it again."""
+Generated by `python -m scripts.claims` from the figures of [claims.md](claims.md), which also says
+what the five documents are. Every number here was measured; the command below an answer measures it
+again."""
 
 
 def questions_page() -> str:
@@ -126,11 +171,23 @@ def questions_page() -> str:
             else:
                 figures = {name: all_figures[name] for name in question.uses}
                 answer = sentence(question.answer, figures)
-            rows = {} if missing else {label: cells(template, figures) for label, template in question.rows}
+            rows = (
+                {}
+                if missing
+                else {label: cells(template, figures) for label, template in question.rows}
+            )
             keys = list(dict.fromkeys(key for row in rows.values() for key in row))
             parts += [f"### {question.asks}", answer]
             parts += (
-                [table([question.keys, *keys], [[label, *(row.get(key, "-") for key in keys)] for label, row in rows.items()])]
+                [
+                    table(
+                        [question.keys, *keys],
+                        [
+                            [label, *(row.get(key, "-") for key in keys)]
+                            for label, row in rows.items()
+                        ],
+                    )
+                ]
                 if rows
                 else []
             )

@@ -21,7 +21,10 @@ def nbytes(*shape: int, dtype: torch.dtype = torch.float16) -> int:
     tiny={},
 )
 def score_table() -> Figures:
-    return {"entries": torch.empty(4096, 4096, device="meta").numel(), "megabytes": nbytes(4096, 4096) / 1e6}
+    return {
+        "entries": torch.empty(4096, 4096, device="meta").numel(),
+        "megabytes": nbytes(4096, 4096) / 1e6,
+    }
 
 
 @claim(
@@ -31,7 +34,11 @@ def score_table() -> Figures:
     measured="{float16:.2f} GiB; {float32:.2f} GiB in float32",
     because="It is 1 GiB in float32, or for scores and weights together.",
     verdict=lambda f: (
-        verdict(0.95 <= f["float16"] <= 1.1) if f["float16"] >= 0.95 else only_if("it is float32") if 0.95 <= f["float32"] <= 1.1 else FAILS
+        verdict(0.95 <= f["float16"] <= 1.1)
+        if f["float16"] >= 0.95
+        else only_if("it is float32")
+        if 0.95 <= f["float32"] <= 1.1
+        else FAILS
     ),
     tiny={},
 )
@@ -42,7 +49,8 @@ def one_gigabyte() -> Figures:
 
 @claim(
     "chapter",
-    says="With 8 sequences and 8 heads in float16, a layer's scores take 128 MB at 1,024 tokens and 2 GB at 4,096; six layers 12 GB.",
+    says="With 8 sequences and 8 heads in float16, a layer's scores take 128 MB at 1,024 tokens "
+    "and 2 GB at 4,096; six layers 12 GB.",
     criterion="all three, as MiB and GiB",
     measured="{short:.0f} MiB, {long:.0f} GiB, {layers:.0f} GiB",
     because="If one of scores and weights is kept a layer, as training does.",
@@ -56,7 +64,8 @@ def scores_of_a_model() -> Figures:
 
 @claim(
     "deep dive",
-    says="At 8,192 tokens in float16 S takes 128 MB a head; 32 heads, 32 layers and 32 sequences of S and P 8 TB; one head with 32 "
+    says="At 8,192 tokens in float16 S takes 128 MB a head; 32 heads, 32 layers and 32 sequences "
+    "of S and P 8 TB; one head with 32 "
     "sequences at 32,768 tokens 128 GB.",
     criterion="all three, as MiB, TiB and GiB",
     measured="{head:.0f} MiB, {model:.0f} TiB, {long:.0f} GiB",
@@ -66,15 +75,21 @@ def scores_of_a_model() -> Figures:
 )
 def eight_terabytes() -> Figures:
     head = nbytes(8192, 8192)
-    return {"head": head / MIB, "model": 2 * head * 32**3 / 2**40, "long": 2 * nbytes(32, 32768, 32768) / GIB}
+    return {
+        "head": head / MIB,
+        "model": 2 * head * 32**3 / 2**40,
+        "long": 2 * nbytes(32, 32768, 32768) / GIB,
+    }
 
 
 @claim(
     "deep dive",
-    says="At 1,024 tokens, d = 64 and blocks of 32 in float32: standard 8.25 MB, statistics 16 KB, tiled 280 KB in all, 30 times less; at "
+    says="At 1,024 tokens, d = 64 and blocks of 32 in float32: standard 8.25 MB, statistics 16 KB, "
+    "tiled 280 KB in all, 30 times less; at "
     "4,096 tokens 130 MB against 1.1 MB.",
     criterion="every figure is right to 10%",
-    measured="standard {standard:.2f} MiB, statistics {statistics:.0f} KiB, tiled {tiled:.0f} KiB, {ratio:.0f} times less; at 4,096 tokens "
+    measured="standard {standard:.2f} MiB, statistics {statistics:.0f} KiB, tiled {tiled:.0f} KiB, "
+    "{ratio:.0f} times less; at 4,096 tokens "
     "{standard_4096:.0f} MiB against {tiled_4096:.2f} MiB",
     because="16 KB of statistics are two float64 numbers a row; the table says float32.",
     verdict=lambda f: (
@@ -88,13 +103,19 @@ def eight_terabytes() -> Figures:
 )
 def memory_table_of_the_deep_dive() -> Figures:
     def standard(length: int) -> int:
-        return 2 * nbytes(length, length, dtype=torch.float32) + nbytes(length, 64, dtype=torch.float32)
+        return 2 * nbytes(length, length, dtype=torch.float32) + nbytes(
+            length, 64, dtype=torch.float32
+        )
 
     def statistics(length: int) -> int:
         return 2 * nbytes(length, dtype=torch.float32)
 
     def tiled(length: int) -> int:
-        return 2 * nbytes(32, 32, dtype=torch.float32) + statistics(length) + nbytes(length, 64, dtype=torch.float32)
+        return (
+            2 * nbytes(32, 32, dtype=torch.float32)
+            + statistics(length)
+            + nbytes(length, 64, dtype=torch.float32)
+        )
 
     return {
         "standard": standard(1024) / MIB,
@@ -113,9 +134,11 @@ def table_is_right(f: Figures) -> bool:
 
 @claim(
     "guide",
-    says="At 100,000 tokens the attention matrix of a head takes 20 GB in float16, flash attention 12 MB.",
+    says="At 100,000 tokens the attention matrix of a head takes 20 GB in float16, flash "
+    "attention 12 MB.",
     criterion="20 GB and 12 MB to 10%",
-    measured="{matrix:.0f} GB; one tensor of q, k, v or out {tensor:.1f} MB, the four together {four:.1f} MB",
+    measured="{matrix:.0f} GB; one tensor of q, k, v or out {tensor:.1f} MB, the four together "
+    "{four:.1f} MB",
     because="12.8 MB is one of the four tensors.",
     verdict=lambda f: (
         only_if("one of q, k, v and out is counted")

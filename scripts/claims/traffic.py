@@ -14,11 +14,15 @@ from scripts.claims.claim import FAILS, HOLDS, Figures, claim, growth, only_if, 
 from scripts.claims.inputs import STEP_4, exact, inputs, largest, run
 
 
-def traffic(length: int, head_dim: int, block_q: int, block_kv: int, *, keys_outer: bool = False) -> Figures:
-    """Elements moved between memory and chip for one head, if tiles stay on the chip and nothing is cached: counted tile by tile.
+def traffic(
+    length: int, head_dim: int, block_q: int, block_kv: int, *, keys_outer: bool = False
+) -> Figures:
+    """Elements moved between memory and chip for one head, if tiles stay on the chip and nothing is
+    cached: counted tile by tile.
 
-    Queries outer: q and out move once, k and v once for every tile of queries. Keys outer: k and v move once, and q, out (read and
-    written), row_max and row_sum (read and written) once for every tile of keys.
+    Queries outer: q and out move once, k and v once for every tile of queries. Keys outer: k and v
+    move once, and q, out (read and written), row_max and row_sum (read and written) once for every
+    tile of keys.
     """
     moved = {"q and out": 0, "k and v": 0, "statistics": 0}
     seen: set[tuple[str, int]] = set()
@@ -44,7 +48,9 @@ def traffic(length: int, head_dim: int, block_q: int, block_kv: int, *, keys_out
 
 
 def standard_traffic(length: int, head_dim: int) -> int:
-    """Elements of three kernels: scores (read q, k, write S), softmax (read S, write P), output (read P, v, write out)."""
+    """Elements of three kernels: scores (read q, k, write S), softmax (read S, write P), output
+    (read P, v, write out).
+    """
     return 4 * length * length + 4 * length * head_dim
 
 
@@ -52,8 +58,11 @@ def standard_traffic(length: int, head_dim: int) -> int:
     "guide, deep dive",
     says="Flash attention reads Q, K and V once and writes the output once: 4 N d elements.",
     criterion="the counted traffic is within 1.5 times 4 N d, and linear in N",
-    measured="at 4,096 tokens of 64, tiles of 128 queries: {times:.0f} times 4 N d; it grows like N^{exponent:.2f}",
-    because="k and v are read again for every tile of queries. The traffic is quadratic, divided by the size of a tile.",
+    measured="at 4,096 tokens of 64, tiles of 128 queries: {times:.0f} times 4 N d; it grows like "
+    "N^{exponent:.2f}",
+    because="k and v are read again for every tile of queries. The traffic is "
+    "quadratic, divided by "
+    "the size of a tile.",
     verdict=lambda f: verdict(f["times"] <= 1.5 and f["exponent"] < 1.15),
     tiny={"lengths": (512, 1024)},
     also="python -m scripts.plan model=gpt2 seq_len=8192 attention=naive,triton gpu=a100-40",
@@ -67,9 +76,11 @@ def traffic_is_linear(lengths: tuple[int, ...] = (1024, 2048, 4096)) -> Figures:
 @claim(
     "guide",
     says="Tiling and fusion cut the traffic to memory by 9.",
-    criterion="the counted traffic of the forward pass is 8 to 10 times less than that of three kernels",
+    criterion="the counted traffic of the forward pass is 8 to 10 times less than that of "
+    "three kernels",
     measured="at 4,096 tokens: {times} times less, by head dim and queries of a tile",
-    because="The paper's 9 is for GPT-2 medium, forward and backward together. The factor is the tile's: about twice its queries over d.",
+    because="The paper's 9 is for GPT-2 medium, forward and backward together. The factor is the "
+    "tile's: about twice its queries over d.",
     verdict=lambda f: (
         HOLDS
         if all(8 <= x <= 10 for x in f["times"].values())
@@ -82,14 +93,18 @@ def traffic_is_linear(lengths: tuple[int, ...] = (1024, 2048, 4096)) -> Figures:
 def nine_times_less(length: int = 4096) -> Figures:
     times = {}
     for head_dim, block_q in ((64, 64), (64, 128), (64, 256), (64, 512), (128, 128)):
-        times[f"d {head_dim}, {block_q} queries"] = standard_traffic(length, head_dim) / traffic(length, head_dim, block_q, 128)["all"]
+        times[f"d {head_dim}, {block_q} queries"] = (
+            standard_traffic(length, head_dim) / traffic(length, head_dim, block_q, 128)["all"]
+        )
     return {"times": times}
 
 
 @claim(
     "deep dive",
-    says="The accesses to memory of FlashAttention grow like N^2 d / M, M being the size of the fast memory.",
-    criterion="with tiles that fill a fixed M, doubling d doubles the traffic (exponent of d between 0.8 and 1.2)",
+    says="The accesses to memory of FlashAttention grow like N^2 d / M, M being the size of "
+    "the fast memory.",
+    criterion="with tiles that fill a fixed M, doubling d doubles the traffic (exponent of d "
+    "between 0.8 and 1.2)",
     measured="the traffic grows like d^{exponent:.2f}",
     because="It is N^2 d^2 / M: a larger d also makes the tiles smaller.",
     verdict=lambda f: verdict(0.8 <= f["exponent"] <= 1.2),
@@ -97,17 +112,27 @@ def nine_times_less(length: int = 4096) -> Figures:
 )
 def traffic_in_d(length: int = 2048) -> Figures:
     fast = 4 * 32 * 128  # elements: q, k, v and out tiles of 32 at d = 128
-    rereads = {head_dim: traffic(length, head_dim, fast // (4 * head_dim), fast // (4 * head_dim))["k and v"] for head_dim in (32, 64, 128)}
+    rereads = {
+        head_dim: traffic(length, head_dim, fast // (4 * head_dim), fast // (4 * head_dim))[
+            "k and v"
+        ]
+        for head_dim in (32, 64, 128)
+    }
     return {"exponent": growth(rereads)}
 
 
 @claim(
     "deep dive",
-    says="Keys in the outer loop is the right order, because it reads K and V only once; queries outer is a pitfall.",
+    says="Keys in the outer loop is the right order, because it reads K and V only once; queries "
+    "outer is a pitfall.",
     criterion="with keys outer fewer elements move",
-    measured="at 2,048 tokens of 64 and tiles of 64: {queries:,} elements with queries outer, {keys:,} with keys outer; outputs differ by "
+    measured="at 2,048 tokens of 64 and tiles of 64: {queries:,} elements with queries "
+    "outer, {keys:,} "
+    "with keys outer; outputs differ by "
     "{difference:.0e}",
-    because="With keys outer, q, the output and the statistics go in and out once for every tile of keys. FlashAttention-2 turned the "
+    because="With keys outer, q, the output and the statistics go in and out once for "
+    "every tile of "
+    "keys. FlashAttention-2 turned the "
     "loops.",
     verdict=lambda f: verdict(f["keys"] < f["queries"]),
     tiny={"length": 512},
@@ -125,10 +150,15 @@ def order_of_the_loops(length: int = 2048) -> Figures:
 
 @claim(
     "deep dive",
-    says="On a GPU the loop over K/V blocks becomes the grid: one thread block for each, looping over the queries and updating the output.",
+    says="On a GPU the loop over K/V blocks becomes the grid: one thread block for each, looping "
+    "over the queries and updating the output.",
     criterion="two such blocks that update a row at the same time leave the right output",
-    measured="when each of two blocks reads the state before the other has written it, the relative error is {error:.2f}",
-    because="Both update the same rows, so the last to write wins. FlashAttention-1 keeps that loop inside one thread block; splits over "
+    measured="when each of two blocks reads the state before the other has written it, "
+    "the relative "
+    "error is {error:.2f}",
+    because="Both update the same rows, so the last to write wins. FlashAttention-1 "
+    "keeps that loop "
+    "inside one thread block; splits over "
     "the keys need a merge at the end (here {merged:.0e}).",
     verdict=lambda f: verdict(f["error"] < 1e-3),
     tiny={},
@@ -138,13 +168,17 @@ def grid_over_keys() -> Figures:
     truth = exact(q, k, v)
     empty = OnlineSoftmax.empty(q, dtype=torch.float32)
     scores, values = (q @ k.mT * q.shape[-1] ** -0.5).split(128, -1), v.split(128, -2)
-    first, last = (empty.update(*tile) for tile in zip(scores, values, strict=True))  # each from the state it read: the empty one
+    first, last = (
+        empty.update(*tile) for tile in zip(scores, values, strict=True)
+    )  # each from the state it read: the empty one
     error = (last.finalize()[0].double() - truth).norm() / truth.norm()
     return {"error": error.item(), "merged": largest(first.merge(last).finalize()[0] - truth)}
 
 
 def rescalings(length: int, head_dim: int, block_kv: int) -> int:
-    """Multiplications by alpha for one head, counted tile by tile: every element of acc and of row_sum."""
+    """Multiplications by alpha for one head, counted tile by tile: every element of acc and of
+    row_sum.
+    """
     count = 0
 
     def observe(tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
@@ -159,10 +193,15 @@ def rescalings(length: int, head_dim: int, block_kv: int) -> int:
 
 @claim(
     "guide, deep dive",
-    says="Flash attention does more arithmetic than standard attention; the guide says twice as much, for the bookkeeping of the softmax.",
-    criterion="matrix products and rescaling together, forward and backward, are 1.8 to 2.2 times naive's",
-    measured="forward {forward:.2f} times, of which rescaling {rescaling:.1%} (tiles of 64); forward and backward {training:.2f} times",
-    because="The forward products are the same. The backward computes the scores once more: seven products instead of six.",
+    says="Flash attention does more arithmetic than standard attention; the guide says twice as "
+    "much, for the bookkeeping of the softmax.",
+    criterion="matrix products and rescaling together, forward and backward, are 1.8 to 2.2 "
+    "times naive's",
+    measured="forward {forward:.2f} times, of which rescaling {rescaling:.1%} (tiles of "
+    "64); forward "
+    "and backward {training:.2f} times",
+    because="The forward products are the same. The backward computes the scores once more: seven "
+    "products instead of six.",
     verdict=lambda f: verdict(1.8 <= f["training"] <= 2.2),
     tiny={"length": 128},
 )
@@ -170,7 +209,10 @@ def twice_the_arithmetic(length: int = 512) -> Figures:
     q, k, v = (x.requires_grad_() for x in inputs(0, 1, 2, length, 64))
     rescaled = rescalings(length, 64, 64)
     found: dict[str, dict[str, float]] = {}
-    for name, backend in (("naive", get_backend("naive")), ("tiled", get_backend("tiled", block_q=64, block_kv=64))):
+    for name, backend in (
+        ("naive", get_backend("naive")),
+        ("tiled", get_backend("tiled", block_q=64, block_kv=64)),
+    ):
         with FlopCounterMode(display=False) as counter:
             out = attention(q, k, v, backend=backend, causal=False).out
             forward = counter.get_total_flops()
@@ -203,7 +245,8 @@ def cost_of_rescaling() -> Figures:
 
 @claim(
     "deep dive",
-    says="Flash attention does not reduce the arithmetic: the matrix products of the forward pass are the same.",
+    says="Flash attention does not reduce the arithmetic: the matrix products of the forward pass "
+    "are the same.",
     criterion="a counter of matrix-product FLOP gives the same number for both",
     measured="naive {naive:,}, tiled {tiled:,}",
     verdict=lambda f: verdict(f["naive"] == f["tiled"]),

@@ -1,8 +1,9 @@
 """Report on the runs of a sweep: one self-contained HTML page, and the same as Markdown.
 
-Reads what training left on disk and measures nothing itself. Loss under each run's own attention beside the loss of the same weights
-under exact attention, memory and speed, how runs broke, DIR/cross_eval.json where scripts.cross_eval wrote one, and where the
-numbers come from. Writes DIR/report.html, DIR/report.md and the Markdown's figures, DIR/report_figures/.
+Reads what training left on disk and measures nothing itself. Loss under each run's own attention
+beside the loss of the same weights under exact attention, memory and speed, how runs broke,
+DIR/cross_eval.json where scripts.cross_eval wrote one, and where the numbers come from. Writes
+DIR/report.html, DIR/report.md and the Markdown's figures, DIR/report_figures/.
 
     python -m scripts.report multirun/2026-01-31_12-00-00
 """
@@ -26,16 +27,26 @@ from training.sweep import not_started
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.report",
-        description="Report on the runs of a sweep: one self-contained HTML page, and the same as Markdown.",
+        description="Report on the runs of a sweep: one self-contained HTML page, and the "
+        "same as Markdown.",
         epilog="example: python -m scripts.report multirun/* --out comparison.html",
     )
-    parser.add_argument("dirs", nargs="+", type=Path, metavar="DIR", help="a sweep, a run, or a folder of either")
-    parser.add_argument("--out", type=Path, metavar="FILE.html", help="where to write (default: report.html in the first DIR)")
+    parser.add_argument(
+        "dirs", nargs="+", type=Path, metavar="DIR", help="a sweep, a run, or a folder of either"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE.html",
+        help="where to write (default: report.html in the first DIR)",
+    )
     arguments = parser.parse_args(argv)
     out = arguments.out or arguments.dirs[0] / "report.html"
     try:
         if out.suffix != ".html" or out.is_dir():
-            raise ValueError(f"--out {out} is not a name for an HTML file; give one that ends in .html")
+            raise ValueError(
+                f"--out {out} is not a name for an HTML file; give one that ends in .html"
+            )
         runs = load_runs(arguments.dirs)
         check_writable(out)
         left_out = sum(len(not_started(folder)) for folder in arguments.dirs)
@@ -43,12 +54,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
-    print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}: {out} and {out.with_suffix('.md').name}")
+    print(
+        f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}: {out} and "
+        f"{out.with_suffix('.md').name}"
+    )
     return 0
 
 
-def write_report(runs: list[Run], cross_eval: list[Table | Text], out: Path, *, left_out: int = 0) -> None:
-    """The page, the Markdown beside it, and the Markdown's figures in a folder of their own. left_out: jobs that were never started."""
+def write_report(
+    runs: list[Run], cross_eval: list[Table | Text], out: Path, *, left_out: int = 0
+) -> None:
+    """The page, the Markdown beside it, and the Markdown's figures in a folder of their own.
+    left_out: jobs that were never started.
+    """
     title, sections = parts.title(runs), build_report(runs, cross_eval, left_out=left_out)
     folder = out.with_name(f"{out.stem}_figures")
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +81,9 @@ def write_report(runs: list[Run], cross_eval: list[Table | Text], out: Path, *, 
     write_file(out.with_suffix(".md"), render_markdown(title, sections, folder.name))
 
 
-def build_report(runs: list[Run], cross_eval: list[Table | Text], *, left_out: int = 0) -> list[Section]:
+def build_report(
+    runs: list[Run], cross_eval: list[Table | Text], *, left_out: int = 0
+) -> list[Section]:
     """Every section that has something to say."""
     styles = variant_styles(runs)
     order = list(styles)
@@ -75,16 +95,27 @@ def build_report(runs: list[Run], cross_eval: list[Table | Text], *, left_out: i
         Section("Variants", [parts.variant_table(runs, styles)]),
         Section("Loss", parts.curve_figures(runs, styles)),
         Section("Trained under, evaluated under", cross_eval),
-        Section("Diverged", [parts.diverged_card(run, place, styles[run.variant]) for place, run in enumerate(diverged)]),
+        Section(
+            "Diverged",
+            [
+                parts.diverged_card(run, place, styles[run.variant])
+                for place, run in enumerate(diverged)
+            ],
+        ),
         Section("Out of memory", [parts.oom_table(ended(runs, "oom"))]),
-        Section("Not completed", [parts.broken_table(ended(runs, "failed", "interrupted", "unfinished"))]),
+        Section(
+            "Not completed",
+            [parts.broken_table(ended(runs, "failed", "interrupted", "unfinished"))],
+        ),
         Section("Memory and speed", parts.cost_figures(runs, styles)),
         Section("What else was logged", parts.other_figures(runs, styles)),
         Section("Every run", [parts.run_table(runs)]),
         Section("Where the numbers come from", [parts.provenance(runs)]),
     ]
     for section in sections:
-        section.blocks = [block for block in section.blocks if not (isinstance(block, Table) and not block.rows)]
+        section.blocks = [
+            block for block in section.blocks if not (isinstance(block, Table) and not block.rows)
+        ]
     return [section for section in sections if section.blocks]
 
 

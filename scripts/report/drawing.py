@@ -1,7 +1,8 @@
 """The look of a report's figures, and their way to the page.
 
-A figure is drawn once, in the colours of light paper. In its SVG those colours become the page's CSS variables: the same picture
-follows the reader from light to dark and onto white paper. The Markdown file gets a PNG.
+A figure is drawn once, in the colours of light paper. In its SVG those colours become the page's
+CSS variables: the same picture follows the reader from light to dark and onto white paper. The
+Markdown file gets a PNG.
 """
 
 import io
@@ -12,7 +13,8 @@ from typing import Any, NamedTuple
 
 from scripts.report.runs import Run, in_order
 
-# Okabe and Ito's colours for every kind of colour vision, without the yellow that vanishes on white; beside each its twin on dark paper
+# Okabe and Ito's colours for every kind of colour vision, without the yellow that vanishes on
+# white; beside each its twin on dark paper
 PALETTE = {
     "#0072b2": "#4aa8e0",
     "#e69f00": "#f0b840",
@@ -24,7 +26,9 @@ PALETTE = {
     "#7a5cc4": "#a993ea",
 }
 INK, SOFT, GRID, PAPER = "#1c1c1e", "#6a6a70", "#e4e4e8", "#ffffff"
-VARIABLES = {INK: "--ink", SOFT: "--soft", GRID: "--grid", PAPER: "--paper"} | {color: f"--series-{i}" for i, color in enumerate(PALETTE)}
+VARIABLES = {INK: "--ink", SOFT: "--soft", GRID: "--grid", PAPER: "--paper"} | {
+    color: f"--series-{i}" for i, color in enumerate(PALETTE)
+}
 # without the marks of a diverged run (X) and of one that ran out of memory (s)
 MARKERS = "oD^vPh*<>p"
 
@@ -54,29 +58,50 @@ class Style:
 
 
 def variant_styles(runs: list[Run]) -> dict[str, Style]:
-    """One colour and marker a variant; defects last and dashed; exact ones, whose curves coincide, from wide below to narrow on top."""
-    # a run that failed at once does not say that its attention is a defect; another of the same attention does
+    """One colour and marker a variant; defects last and dashed; exact ones, whose curves coincide,
+    from wide below to narrow on top.
+    """
+    # a run that failed at once does not say that its attention is a defect; another of the same
+    # attention does
     defects = {run.summary.get("attention") for run in runs if run.is_defect}
     is_defect = {run.variant: run.summary.get("attention") in defects for run in runs}
     exact = len(is_defect) - sum(is_defect.values())
     colors, styles = list(PALETTE), {}
-    for i, variant in enumerate(sorted(is_defect, key=lambda variant: (is_defect[variant], in_order(variant)))):
+    for i, variant in enumerate(
+        sorted(is_defect, key=lambda variant: (is_defect[variant], in_order(variant)))
+    ):
         styles[variant] = Style(
             color=colors[i % len(colors)],
             marker=MARKERS[i % len(MARKERS)],
             linestyle=(0, (4, 2)) if is_defect[variant] else "-",
-            linewidth=1.7 if is_defect[variant] else 1.5 + 2.5 * (exact - 1 - i) / max(1, exact - 1),
+            linewidth=1.7
+            if is_defect[variant]
+            else 1.5 + 2.5 * (exact - 1 - i) / max(1, exact - 1),
         )
     return styles
 
 
 def render(name: str, draw: Callable[[], Any]) -> Drawing:
-    """Draw a matplotlib figure under the report's look. `name` keeps its ids apart from those of other drawings."""
+    """Draw a matplotlib figure under the report's look. `name` keeps its ids apart from those of
+    other drawings.
+    """
     import matplotlib
 
     look = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
-    look |= {"axes.edgecolor": SOFT, "grid.color": GRID, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
-    look |= {"axes.grid": True, "axes.titlelocation": "left", "axes.titlesize": 10.5, "legend.frameon": False, "font.size": 10}
+    look |= {
+        "axes.edgecolor": SOFT,
+        "grid.color": GRID,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+    }
+    look |= {
+        "axes.grid": True,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 10.5,
+        "legend.frameon": False,
+        "font.size": 10,
+    }
     look |= {"xtick.color": SOFT, "ytick.color": SOFT}
     # letters stay letters: they can be searched, copied and read aloud
     look |= {"svg.fonttype": "none", "svg.hashsalt": name}
@@ -88,7 +113,9 @@ def render(name: str, draw: Callable[[], Any]) -> Drawing:
         figure.draw_without_rendering()
         figure.set_layout_engine("none")
         svg, png = io.StringIO(), io.BytesIO()
-        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(
+            svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
         figure.savefig(png, format="png", dpi=150)
     text = svg.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
@@ -101,10 +128,21 @@ def legend(figure: Any, styles: dict[str, Style], marks: dict[str, str]) -> None
     """The variants, and what the marks (by their meaning) on the curves say."""
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], **style.line | {"linewidth": 2, "markersize": 6}, label=variant) for variant, style in styles.items()]
+    handles = [
+        Line2D([], [], **style.line | {"linewidth": 2, "markersize": 6}, label=variant)
+        for variant, style in styles.items()
+    ]
     look = {"color": INK, "linestyle": "", "markersize": 8}
-    handles += [Line2D([], [], **look, marker=marker, label=meaning) for meaning, marker in marks.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), handlelength=3, fontsize=9)
+    handles += [
+        Line2D([], [], **look, marker=marker, label=meaning) for meaning, marker in marks.items()
+    ]
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=min(4, len(handles)),
+        handlelength=3,
+        fontsize=9,
+    )
 
 
 def short(value: float, _: Any = None) -> str:

@@ -1,4 +1,6 @@
-"""The figures of a report. Each function returns a matplotlib figure; scripts/report/drawing.py takes it to the page."""
+"""The figures of a report. Each function returns a matplotlib figure; scripts/report/drawing.py
+takes it to the page.
+"""
 
 import math
 from collections.abc import Sequence
@@ -20,13 +22,23 @@ def curve_lengths(runs: list[Run], *metrics: str) -> list[int]:
     return sorted({run.seq_len for run in runs if not set(metrics).isdisjoint(run.logged)})
 
 
-def draw_curves(runs: list[Run], styles: dict[str, Style], metric: str, train_metric: str | None) -> Any:
-    """A row a sequence length: on the left each variant as it computes, on the right the same weights under exact attention."""
+def draw_curves(
+    runs: list[Run], styles: dict[str, Style], metric: str, train_metric: str | None
+) -> Any:
+    """A row a sequence length: on the left each variant as it computes, on the right the same
+    weights under exact attention.
+    """
     from matplotlib.figure import Figure
 
     lengths = curve_lengths(runs, metric, *([train_metric] if train_metric else []))
-    columns = [metric, f"{metric}_exact"] if any(run.curve(f"{metric}_exact") for run in runs) else [metric]
-    figure = Figure(figsize=(9.6, (3.5 if len(lengths) < 4 else 2.7) * len(lengths) + 0.4), layout="constrained")
+    columns = (
+        [metric, f"{metric}_exact"]
+        if any(run.curve(f"{metric}_exact") for run in runs)
+        else [metric]
+    )
+    figure = Figure(
+        figsize=(9.6, (3.5 if len(lengths) < 4 else 2.7) * len(lengths) + 0.4), layout="constrained"
+    )
     grid = figure.subplots(len(lengths), len(columns), sharey="row", sharex="row", squeeze=False)
     for row, seq_len in zip(grid, lengths, strict=True):
         here = [run for run in runs if run.seq_len == seq_len]
@@ -36,10 +48,14 @@ def draw_curves(runs: list[Run], styles: dict[str, Style], metric: str, train_me
                 if train_metric and axes is row[0]:
                     mean, _, rest = over_seeds([run.curve(train_metric) for run in group])
                     for curve in [mean, *rest]:
-                        axes.plot(*_xy(curve), color=style.color, alpha=0.3, linewidth=0.8, zorder=1)
+                        axes.plot(
+                            *_xy(curve), color=style.color, alpha=0.3, linewidth=0.8, zorder=1
+                        )
                 draw_seeds(axes, [run.curve(column) for run in group], style)
                 for tokens in set().union(*(run.switches for run in group)):
-                    axes.axvline(tokens, color=style.color, linewidth=1, linestyle=(0, (1, 2)), zorder=2)
+                    axes.axvline(
+                        tokens, color=style.color, linewidth=1, linestyle=(0, (1, 2)), zorder=2
+                    )
             axes.set_xlabel("training tokens")
             axes.xaxis.set_major_formatter(short)
         _limit(row[0], here, metric, train_metric)
@@ -55,10 +71,14 @@ def draw_curves(runs: list[Run], styles: dict[str, Style], metric: str, train_me
     return figure
 
 
-def over_seeds(curves: list[dict[float, float]]) -> tuple[dict[float, float], dict[float, tuple[float, float]], list[dict[float, float]]]:
-    """Of the curves of several seeds the mean, the lowest and highest value, and what is left of each curve after that.
+def over_seeds(
+    curves: list[dict[float, float]],
+) -> tuple[dict[float, float], dict[float, tuple[float, float]], list[dict[float, float]]]:
+    """Of the curves of several seeds the mean, the lowest and highest value, and what is left of
+    each curve after that.
 
-    Mean and band end with the first seed that ends: a mean over those that are left would change its meaning on the way.
+    Mean and band end with the first seed that ends: a mean over those that are left would change
+    its meaning on the way.
     """
     curves = [curve for curve in curves if curve]
     if len(curves) < 2:
@@ -67,30 +87,59 @@ def over_seeds(curves: list[dict[float, float]]) -> tuple[dict[float, float], di
     if len(common) < 2:
         return {}, {}, curves
     values = {tokens: [curve[tokens] for curve in curves] for tokens in common}
-    rest = [{tokens: value for tokens, value in curve.items() if tokens >= common[-1]} for curve in curves]
+    rest = [
+        {tokens: value for tokens, value in curve.items() if tokens >= common[-1]}
+        for curve in curves
+    ]
     mean = {tokens: sum(x) / len(x) for tokens, x in values.items()}
-    return mean, {tokens: (min(x), max(x)) for tokens, x in values.items()}, [curve for curve in rest if len(curve) > 1]
+    return (
+        mean,
+        {tokens: (min(x), max(x)) for tokens, x in values.items()},
+        [curve for curve in rest if len(curve) > 1],
+    )
 
 
 def draw_seeds(axes: Any, curves: list[dict[float, float]], style: Style) -> None:
-    """One seed: a line. Several: their mean, a band around it, and each of those that last longer as a thin line."""
+    """One seed: a line. Several: their mean, a band around it, and each of those that last longer
+    as a thin line.
+    """
     mean, band, rest = over_seeds(curves)
     if band:
-        axes.fill_between(list(band), *zip(*band.values(), strict=True), color=style.color, alpha=0.2, linewidth=0, zorder=2)
+        axes.fill_between(
+            list(band),
+            *zip(*band.values(), strict=True),
+            color=style.color,
+            alpha=0.2,
+            linewidth=0,
+            zorder=2,
+        )
     for curve in rest:
-        axes.plot(*_xy(curve), color=style.color, linestyle=style.linestyle, linewidth=0.9, zorder=3)
+        axes.plot(
+            *_xy(curve), color=style.color, linestyle=style.linestyle, linewidth=0.9, zorder=3
+        )
     if mean:
         axes.plot(*_xy(mean), **style.line, markevery=max(1, len(mean) // 12), zorder=3)
 
 
 def _mark_end(axes: Any, run: Run, curve: dict[float, float], style: Style) -> None:
-    """A cross where a diverged run had its last finite value; a square where memory ran out on the way."""
+    """A cross where a diverged run had its last finite value; a square where memory ran out on the
+    way.
+    """
     if curve and run.status in ("diverged", "oom"):
         tokens = max(curve)
         marker = "X" if run.status == "diverged" else "s"
         # a curve that shot up has its mark at the upper edge
         height = min(curve[tokens], axes.get_ylim()[1])
-        axes.plot([tokens], [height], marker, color=style.color, markeredgecolor=INK, markersize=10, zorder=5, clip_on=False)
+        axes.plot(
+            [tokens],
+            [height],
+            marker,
+            color=style.color,
+            markeredgecolor=INK,
+            markersize=10,
+            zorder=5,
+            clip_on=False,
+        )
 
 
 def _end_marks(runs: list[Run]) -> dict[str, str]:
@@ -105,11 +154,26 @@ def _limit(axes: Any, runs: list[Run], metric: str, train_metric: str | None) ->
     if "accuracy" in metric:
         axes.set_ylim(-0.02, 1.02)
         return
-    held_out = [list(run.curve(name).values()) for run in runs for name in (metric, f"{metric}_exact") if run.status != "diverged"]
-    everything = [list(run.curve(name).values()) for run in runs for name in (metric, f"{metric}_exact", train_metric) if name]
+    held_out = [
+        list(run.curve(name).values())
+        for run in runs
+        for name in (metric, f"{metric}_exact")
+        if run.status != "diverged"
+    ]
+    everything = [
+        list(run.curve(name).values())
+        for run in runs
+        for name in (metric, f"{metric}_exact", train_metric)
+        if name
+    ]
     # the first value of a curve is the untrained model's
-    learnt = [values[1:] for values in held_out if len(values) > 1] or [values[1:2] or values for values in everything]
-    bottom, top = min(x for values in everything for x in values), max(x for values in learnt for x in values)
+    learnt = [values[1:] for values in held_out if len(values) > 1] or [
+        values[1:2] or values for values in everything
+    ]
+    bottom, top = (
+        min(x for values in everything for x in values),
+        max(x for values in learnt for x in values),
+    )
     axes.set_ylim(bottom - 0.05 * (top - bottom or 1), top + 0.06 * (top - bottom or 1))
 
 
@@ -123,14 +187,20 @@ def draw_others(runs: list[Run], styles: dict[str, Style]) -> Any:
     """A small panel a metric (and sequence length): mean and band over seeds."""
     from matplotlib.figure import Figure
 
-    panels = [(metric, seq_len) for metric in other_metrics(runs) for seq_len in curve_lengths(runs, metric)]
+    panels = [
+        (metric, seq_len)
+        for metric in other_metrics(runs)
+        for seq_len in curve_lengths(runs, metric)
+    ]
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(9.6 if columns > 1 else 5, 2.5 * rows + 0.4), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     lengths = {seq_len for _, seq_len in panels}
     for axes, (metric, seq_len) in zip(grid, panels, strict=False):
-        here = [run for run in runs if run.seq_len == seq_len and len(run.curve(metric)) >= MIN_POINTS]
+        here = [
+            run for run in runs if run.seq_len == seq_len and len(run.curve(metric)) >= MIN_POINTS
+        ]
         for variant, style in styles.items():
             draw_seeds(axes, [run.curve(metric) for run in here if run.variant == variant], style)
         values = [value for run in here for value in run.curve(metric).values()]
@@ -161,14 +231,26 @@ def _scale(axes: Any, values: Sequence[float]) -> None:
 
 
 def draw_limits(axes: Any, largest: float) -> None:
-    """Lines at the scores past which exp overflows: the one of float16 and, once that is passed, the one of float32 and bfloat16."""
+    """Lines at the scores past which exp overflows: the one of float16 and, once that is passed,
+    the one of float32 and bfloat16.
+    """
     axes.axhline(FLOAT16_LIMIT, color=SOFT, linewidth=0.9, linestyle=(0, (2, 2)))
-    look = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "fontsize": 7.5, "color": SOFT, "va": "top"}
+    look = {
+        "xycoords": ("axes fraction", "data"),
+        "textcoords": "offset points",
+        "fontsize": 7.5,
+        "color": SOFT,
+        "va": "top",
+    }
     # scores grow: below the higher line there is room on the left
-    axes.annotate(f"{FLOAT16_LIMIT:.2f} float16", (0.99, FLOAT16_LIMIT), xytext=(0, -3), ha="right", **look)
+    axes.annotate(
+        f"{FLOAT16_LIMIT:.2f} float16", (0.99, FLOAT16_LIMIT), xytext=(0, -3), ha="right", **look
+    )
     if largest > FLOAT16_LIMIT:
         axes.axhline(FLOAT32_LIMIT, color=SOFT, linewidth=0.9, linestyle=(0, (2, 2)))
-        axes.annotate(f"{FLOAT32_LIMIT:.2f} float32, bfloat16", (0.01, FLOAT32_LIMIT), xytext=(0, -3), **look)
+        axes.annotate(
+            f"{FLOAT32_LIMIT:.2f} float32, bfloat16", (0.01, FLOAT32_LIMIT), xytext=(0, -3), **look
+        )
 
 
 def draw_history(history: dict[float, float], bad_step: float | None, style: Style) -> Any:
@@ -178,7 +260,13 @@ def draw_history(history: dict[float, float], bad_step: float | None, style: Sty
 
     figure = Figure(figsize=(4.4, 1.9), layout="constrained")
     axes = figure.subplots()
-    axes.plot(*_xy(history), color=style.color, linewidth=1.6, marker="o" if len(history) < 12 else None, markersize=3)
+    axes.plot(
+        *_xy(history),
+        color=style.color,
+        linewidth=1.6,
+        marker="o" if len(history) < 12 else None,
+        markersize=3,
+    )
     _scale(axes, list(history.values()))
     draw_limits(axes, max(history.values()))
     if bad_step is not None:
@@ -191,22 +279,35 @@ def draw_history(history: dict[float, float], bad_step: float | None, style: Sty
 
 
 def cost_lengths(runs: list[Run]) -> list[int]:
-    """Sequence lengths with a peak, a speed or a lack of memory to draw; a run that failed at once has none."""
-    known = [run for run in runs if run.peak_gib is not None or run.status == "oom" or run.figure("step_tokens_per_sec")]
+    """Sequence lengths with a peak, a speed or a lack of memory to draw; a run that failed at once
+    has none.
+    """
+    known = [
+        run
+        for run in runs
+        if run.peak_gib is not None or run.status == "oom" or run.figure("step_tokens_per_sec")
+    ]
     return sorted({run.seq_len for run in known if run.seq_len})
 
 
 def draw_cost(runs: list[Run], styles: dict[str, Style]) -> Any:
-    """Peak memory and speed: against the sequence length where there are several, else a bar a variant."""
+    """Peak memory and speed: against the sequence length where there are several, else a bar a
+    variant.
+    """
     lengths = cost_lengths(runs)
     runs = [run for run in runs if run.seq_len in lengths]
     speeds = [run.figure("step_tokens_per_sec") for run in runs]
-    figures = {"peak memory (GiB)": [run.peak_gib for run in runs], "tokens per second, the steps alone": speeds}
+    figures = {
+        "peak memory (GiB)": [run.peak_gib for run in runs],
+        "tokens per second, the steps alone": speeds,
+    }
     figures = {title: values for title, values in figures.items() if any(values)}
     return (_draw_cost_lines if len(lengths) > 1 else _draw_cost_bars)(runs, styles, figures)
 
 
-def _draw_cost_lines(runs: list[Run], styles: dict[str, Style], figures: dict[str, list[float | None]]) -> Any:
+def _draw_cost_lines(
+    runs: list[Run], styles: dict[str, Style], figures: dict[str, list[float | None]]
+) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
@@ -220,13 +321,28 @@ def _draw_cost_lines(runs: list[Run], styles: dict[str, Style], figures: dict[st
         # the crosses stand between the axes and the title
         axes.set_title(title, pad=26 if crossed else 6)
         for i, (variant, style) in enumerate(styles.items()):
-            mean = {n: _mean(x for run, x in zip(runs, values, strict=True) if (run.variant, run.seq_len) == (variant, n)) for n in lengths}
+            mean = {
+                n: _mean(
+                    x
+                    for run, x in zip(runs, values, strict=True)
+                    if (run.variant, run.seq_len) == (variant, n)
+                )
+                for n in lengths
+            }
             axes.plot(*_xy({n: value for n, value in mean.items() if value}), **style.line)
             for n in lengths if crossed else ():
                 if (variant, n) in out_of_memory:
                     # the height is a share of the picture: memory that was not there has no amount
                     height = 1.03 + 0.035 * (i % 3)
-                    axes.plot([n], [height], "X", color=style.color, markersize=9, transform=axes.get_xaxis_transform(), clip_on=False)
+                    axes.plot(
+                        [n],
+                        [height],
+                        "X",
+                        color=style.color,
+                        markersize=9,
+                        transform=axes.get_xaxis_transform(),
+                        clip_on=False,
+                    )
         axes.xaxis.set_major_locator(FixedLocator(lengths))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:,.0f}"))
         axes.xaxis.set_minor_locator(NullLocator())
@@ -240,25 +356,45 @@ def _draw_cost_lines(runs: list[Run], styles: dict[str, Style], figures: dict[st
     return figure
 
 
-def _draw_cost_bars(runs: list[Run], styles: dict[str, Style], figures: dict[str, list[float | None]]) -> Any:
+def _draw_cost_bars(
+    runs: list[Run], styles: dict[str, Style], figures: dict[str, list[float | None]]
+) -> Any:
     from matplotlib.figure import Figure
 
     variants = [variant for variant in styles if any(run.variant == variant for run in runs)]
-    figure = Figure(figsize=(9.6 if len(figures) > 1 else 6.4, 0.9 + 0.34 * len(variants)), layout="constrained")
+    figure = Figure(
+        figsize=(9.6 if len(figures) > 1 else 6.4, 0.9 + 0.34 * len(variants)), layout="constrained"
+    )
     grid = figure.subplots(1, len(figures), squeeze=False, sharey=True)[0]
     for axes, (title, values) in zip(grid, figures.items(), strict=True):
         longest = max(value for value in values if value is not None)
         for place, variant in enumerate(variants):
-            group = [(run, value) for run, value in zip(runs, values, strict=True) if run.variant == variant]
+            group = [
+                (run, value)
+                for run, value in zip(runs, values, strict=True)
+                if run.variant == variant
+            ]
             known = [value for _, value in group if value is not None]
             mean = _mean(known)
             if mean is not None:
                 hatch = None if styles[variant].linestyle == "-" else "////"
-                axes.barh(place, mean, height=0.7, color=styles[variant].color, hatch=hatch, edgecolor=PAPER, linewidth=0)
+                axes.barh(
+                    place,
+                    mean,
+                    height=0.7,
+                    color=styles[variant].color,
+                    hatch=hatch,
+                    edgecolor=PAPER,
+                    linewidth=0,
+                )
             if len(known) > 1:
                 axes.plot([min(known), max(known)], [place, place], color=INK, linewidth=1.2)
                 axes.plot(known, [place] * len(known), "o", color=INK, markersize=2.5)
-            label = short(mean) if mean is not None else ", ".join(sorted({run.status for run, _ in group}))
+            label = (
+                short(mean)
+                if mean is not None
+                else ", ".join(sorted({run.status for run, _ in group}))
+            )
             axes.text(max([0, *known]) + 0.015 * longest, place, label, va="center", fontsize=9)
         axes.set(title=title, xlim=(0, 1.14 * longest))
         axes.xaxis.set_major_formatter(short)

@@ -22,23 +22,40 @@ def cross_blocks(dirs: Sequence[Path]) -> list[Table | Text]:
                 build_matrices(found)
                 rows += found
                 if older := trained_on(folder, found):
-                    text = f"cross_eval.json is older than the checkpoints of {', '.join(older)}: run cross_eval again."
+                    text = (
+                        f"cross_eval.json is older than the checkpoints of {', '.join(older)}: "
+                        "run cross_eval again."
+                    )
                     blocks.append(Text(text, warning=True))
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 # without the reason: it would name a path of this machine
-                text = "cross_eval.json cannot be read: it is not what scripts.cross_eval writes, or only half of it; run that again."
+                text = (
+                    "cross_eval.json cannot be read: it is not what scripts.cross_eval writes, or "
+                    "only half of it; run that again."
+                )
                 blocks.append(Text(text, warning=True))
     if not rows:
         return blocks
-    about = "A row a training, a column an attention that its weights are evaluated under; means and standard deviations over runs. "
-    blocks.append(Text(about + "The stronger the colour, the worse; framed: the attention of the training."))
+    about = (
+        "A row a training, a column an attention that its weights are evaluated under; means and "
+        "standard deviations over runs. "
+    )
+    blocks.append(
+        Text(about + "The stronger the colour, the worse; framed: the attention of the training.")
+    )
     blocks += map(_table, build_matrices(rows))
-    reasons = dict.fromkeys(f"{row['evaluated_under']['name']} {row['status']}" for row in rows if str(row["status"]).startswith("refused"))
+    reasons = dict.fromkeys(
+        f"{row['evaluated_under']['name']} {row['status']}"
+        for row in rows
+        if str(row["status"]).startswith("refused")
+    )
     return blocks + [Text(reason) for reason in reasons]
 
 
 def trained_on(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
-    """The runs of the rows, below `folder`, whose weights have been trained on since they were judged."""
+    """The runs of the rows, below `folder`, whose weights have been trained on since they were
+    judged.
+    """
     found = []
     for run, step in dict.fromkeys((row["run"], row.get("step")) for row in rows):
         # a single run's file lies in its own folder
@@ -46,17 +63,32 @@ def trained_on(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
         summary = load_json(run_dir / "summary.json")
         # a diverged run has done more steps than its checkpoint; a copy may come without it
         now = load_json(run_dir / "checkpoint" / "meta.json").get("step", summary.get("steps_done"))
-        if (run_dir != folder or run == folder.resolve().name) and step is not None and now not in (None, step):
+        if (
+            (run_dir != folder or run == folder.resolve().name)
+            and step is not None
+            and now not in (None, step)
+        ):
             found.append(f"{run} (step {now}, judged at {step})")
     return found
 
 
 def _table(matrix: Matrix) -> Table:
-    means = {(label, x): fmean(cell.values) for label, row in matrix.cells.items() for x, cell in enumerate(row) if cell.values}
+    means = {
+        (label, x): fmean(cell.values)
+        for label, row in matrix.cells.items()
+        for x, cell in enumerate(row)
+        if cell.values
+    }
     low, high = matrix.scale
     # a high loss is bad, and so is a low accuracy
-    badness = {key: (value - low if matrix.metric == "loss" else high - value) / (high - low) for key, value in means.items()}
-    rows = [[label, *(cell.text(matrix.form) if any(cell) else "-" for cell in row)] for label, row in matrix.cells.items()]
+    badness = {
+        key: (value - low if matrix.metric == "loss" else high - value) / (high - low)
+        for key, value in means.items()
+    }
+    rows = [
+        [label, *(cell.text(matrix.form) if any(cell) else "-" for cell in row)]
+        for label, row in matrix.cells.items()
+    ]
     places = range(len(matrix.judges))
     return Table(
         [matrix.metric, *matrix.judges],

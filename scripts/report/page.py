@@ -1,7 +1,7 @@
 """How a report is written down: the same blocks as one self-contained HTML page and as Markdown.
 
-The page holds everything in one file and asks nothing of a network: for a phone as for a screen, light, dark or printed. All text
-passes through one function a language, which escapes it.
+The page holds everything in one file and asks nothing of a network: for a phone as for a screen,
+light, dark or printed. All text passes through one function a language, which escapes it.
 """
 
 import re
@@ -54,7 +54,8 @@ class Section:
 def _style() -> str:
     """page.css, and the colours of the figures as variables: on light paper, on dark."""
     light, dark = (
-        ":root { " + " ".join(f"--series-{i}: {color};" for i, color in enumerate(colors)) + " }" for colors in (PALETTE, PALETTE.values())
+        ":root { " + " ".join(f"--series-{i}: {color};" for i, color in enumerate(colors)) + " }"
+        for colors in (PALETTE, PALETTE.values())
     )
     rules = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     return f"{rules}{light}\n@media screen and (prefers-color-scheme: dark) {{ {dark} }}\n"
@@ -84,15 +85,25 @@ def _html(block: Text | Figure | Table | Card) -> str:
         case Table():
             return _html_table(block)
         case Card():
-            facts = "".join(f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>" for key, value in block.facts.items())
-            text = f"<h3>{escape(block.title)}</h3><p>{escape(block.sentence)}</p>" + (f"<dl>{facts}</dl>" if facts else "")
-            return f'<div class="card"><div>{text}</div>{_svg(block.figure) if block.figure else ""}</div>'
+            facts = "".join(
+                f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>"
+                for key, value in block.facts.items()
+            )
+            text = f"<h3>{escape(block.title)}</h3><p>{escape(block.sentence)}</p>" + (
+                f"<dl>{facts}</dl>" if facts else ""
+            )
+            figure = _svg(block.figure) if block.figure else ""
+            return f'<div class="card"><div>{text}</div>{figure}</div>'
 
 
 def _svg(figure: Figure) -> str:
-    # never larger than drawn, so that letters keep their size; a large one scrolls rather than shrink until nobody can read it
+    # never larger than drawn, so that letters keep their size; a large one scrolls rather than
+    # shrink until nobody can read it
     width = float(re.search(r'width="([\d.]+)pt"', figure.drawing.svg)[1])
-    attributes = f'role="img" aria-label="{escape(figure.title)}" style="max-width: {width}pt; min-width: {432 if width > 432 else 0}pt"'
+    attributes = (
+        f'role="img" aria-label="{escape(figure.title)}" style="max-width: {width}pt; min-width: '
+        f'{432 if width > 432 else 0}pt"'
+    )
     return f'<div class="wide">{figure.drawing.svg.replace("<svg", f"<svg {attributes}", 1)}</div>'
 
 
@@ -110,13 +121,18 @@ def _html_table(table: Table) -> str:
         framed = ' class="framed"' if table.framed and place in table.framed[row] else ""
         return framed + (f' style="--share: {share:.3f}"' if share is not None else "")
 
-    head = "".join(f'<th scope="col"{classes(i)}>{escape(text)}</th>' for i, text in enumerate(table.head))
+    head = "".join(
+        f'<th scope="col"{classes(i)}>{escape(text)}</th>' for i, text in enumerate(table.head)
+    )
     body = "".join(
-        "<tr>" + "".join(f"<td{classes(i)}{heat(n, i)}>{escape(text)}</td>" for i, text in enumerate(row)) + "</tr>"
+        "<tr>"
+        + "".join(f"<td{classes(i)}{heat(n, i)}>{escape(text)}</td>" for i, text in enumerate(row))
+        + "</tr>"
         for n, row in enumerate(table.rows)
     )
     kind = ' class="heat"' if table.shares else ""
-    return f'<div class="wide"><table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    table = f"<table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="wide">{table}</div>'
 
 
 def render_markdown(title: str, sections: list[Section], figures: str) -> str:
@@ -133,15 +149,30 @@ def _markdown(block: Text | Figure | Table | Card, figures: str) -> str:
         case Text():
             return f"> {_plain(block.text)}" if block.warning else _plain(block.text)
         case Figure():
-            return f"![{_plain(block.title)}](<{figures}/{block.name}.png>)" + (f"\n\n{_plain(block.caption)}" if block.caption else "")
+            return f"![{_plain(block.title)}](<{figures}/{block.name}.png>)" + (
+                f"\n\n{_plain(block.caption)}" if block.caption else ""
+            )
         case Table():
-            rule = [":---" if i < block.words or (block.notes and i == len(block.head) - 1) else "---:" for i in range(len(block.head))]
-            lines = [[_plain(cell) for cell in block.head], rule, *([_plain(cell) for cell in row] for row in block.rows)]
+            rule = [
+                ":---" if i < block.words or (block.notes and i == len(block.head) - 1) else "---:"
+                for i in range(len(block.head))
+            ]
+            lines = [
+                [_plain(cell) for cell in block.head],
+                rule,
+                *([_plain(cell) for cell in row] for row in block.rows),
+            ]
             return "\n".join(f"| {' | '.join(line)} |" for line in lines)
         case Card():
-            facts = "".join(f"\n- {_plain(key)}: {_plain(value)}" for key, value in block.facts.items())
+            facts = "".join(
+                f"\n- {_plain(key)}: {_plain(value)}" for key, value in block.facts.items()
+            )
             figure = f"\n\n{_markdown(block.figure, figures)}" if block.figure else ""
-            return f"### {_plain(block.title)}\n\n{_plain(block.sentence)}" + (f"\n{facts}" if facts else "") + figure
+            return (
+                f"### {_plain(block.title)}\n\n{_plain(block.sentence)}"
+                + (f"\n{facts}" if facts else "")
+                + figure
+            )
 
 
 def _plain(text: str) -> str:

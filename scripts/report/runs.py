@@ -16,7 +16,9 @@ MIN_POINTS = 5  # of a curve worth drawing: runs of three steps, made to measure
 
 
 def number(value: Any) -> float | None:
-    """`value` where it is a number that training could have written, else None: a half-written or foreign file may hold anything."""
+    """`value` where it is a number that training could have written, else None: a half-written or
+    foreign file may hold anything.
+    """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # also false for NaN; nothing is computed beyond float32's range
     return value if is_number and abs(value) < 3.5e38 else None
@@ -35,7 +37,9 @@ class Run:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     env: dict[str, Any] = field(default_factory=dict)
     place: str = ""  # its folder, relative to the folder reported on
-    variant: str = ""  # what is compared: the attention, and every other override in which the runs differ
+    variant: str = (
+        ""  # what is compared: the attention, and every other override in which the runs differ
+    )
     damage: str = ""  # what is missing of its files, or of what is in them
     name: str = ""  # the variant, seq_len and seed: no two runs of a report share one
 
@@ -58,14 +62,19 @@ class Run:
 
     @property
     def peak_gib(self) -> float | None:
-        """Peak memory of training; None for a run that ran out of it, whose peak is that of what came before."""
+        """Peak memory of training; None for a run that ran out of it, whose peak is that of what
+        came before.
+        """
         return self.figure("memory/peak_gib") if self.status != "oom" else None
 
     @property
     def switches(self) -> set[float]:
         """Training tokens after which another attention took over."""
         points = [(number(row.get("step")) or 0, number(row.get("tokens"))) for row in self.metrics]
-        first = [next((tokens for at, tokens in points if at >= step), None) for step, _ in attention_steps(self.summary)[1:]]
+        first = [
+            next((tokens for at, tokens in points if at >= step), None)
+            for step, _ in attention_steps(self.summary)[1:]
+        ]
         return {tokens for tokens in first if tokens is not None}
 
     @cached_property
@@ -77,7 +86,13 @@ class Run:
     def curve(self, metric: str) -> dict[float, float]:
         """Values by tokens. What was not finite is not in the file as a number, and not here."""
         points = ((number(row.get("tokens")), number(row.get(metric))) for row in self.metrics)
-        return dict(sorted((tokens, value) for tokens, value in points if tokens is not None and value is not None))
+        return dict(
+            sorted(
+                (tokens, value)
+                for tokens, value in points
+                if tokens is not None and value is not None
+            )
+        )
 
 
 def ended(runs: Iterable[Run], *statuses: str) -> list[Run]:
@@ -92,7 +107,10 @@ def load_runs(dirs: Sequence[Path]) -> list[Run]:
     # a run below two of the folders counts once
     summaries = {Path(row["dir"]).resolve(): row for folder in dirs for row in read_sweep(folder)}
     if not summaries:
-        raise ValueError(f"no runs below {', '.join(map(str, dirs))}: a run is a folder with a summary.json or a metrics.jsonl")
+        raise ValueError(
+            f"no runs below {', '.join(map(str, dirs))}: a run is a folder with a summary.json or "
+            "a metrics.jsonl"
+        )
     runs = [_load(path, row) for path, row in summaries.items()]
     for run, variant in zip(runs, _variants(runs), strict=True):
         run.variant = variant
@@ -107,31 +125,49 @@ def load_runs(dirs: Sequence[Path]) -> list[Run]:
 def _load(path: Path, summary: dict[str, Any]) -> Run:
     # what is not of its kind counts as absent: everything below may rely on these
     overrides = summary.get("overrides")
-    summary["overrides"] = [x for x in overrides if isinstance(x, str)] if isinstance(overrides, list) else []
+    summary["overrides"] = (
+        [x for x in overrides if isinstance(x, str)] if isinstance(overrides, list) else []
+    )
     for key, kind in (("attention", str), ("oom", dict)):
         if not isinstance(summary.get(key), kind):
             summary.pop(key, None)
-    if summary["status"] != "completed" and is_stale(summary):  # a completed run has evaluated its last step
+    if summary["status"] != "completed" and is_stale(
+        summary
+    ):  # a completed run has evaluated its last step
         summary = {key: value for key, value in summary.items() if not key.startswith("val/")}
     try:
         metrics = read_metrics(path / "metrics.jsonl")
     except OSError as error:
         metrics = []
         summary.setdefault("error", f"metrics.jsonl cannot be read: {error.strerror}")
-    return Run(summary, metrics, load_json(path / "env.json"), damage="; ".join(_damages(path, summary, metrics)))
+    return Run(
+        summary,
+        metrics,
+        load_json(path / "env.json"),
+        damage="; ".join(_damages(path, summary, metrics)),
+    )
 
 
 def _damages(path: Path, summary: dict[str, Any], metrics: list[dict[str, Any]]) -> Iterator[str]:
-    """What a run's files lack that training wrote; a line in the sweep's index may still say how it ended."""
+    """What a run's files lack that training wrote; a line in the sweep's index may still say how it
+    ended.
+    """
     ran = summary["status"] not in ("failed", "unfinished", "oom")
-    if "status" not in load_json(path / "summary.json") and (ran or (path / "summary.json").exists()):
+    if "status" not in load_json(path / "summary.json") and (
+        ran or (path / "summary.json").exists()
+    ):
         yield f"summary.json is {'unreadable' if (path / 'summary.json').exists() else 'missing'}"
     if not ran:
         return
-    lines = (path / "metrics.jsonl").read_bytes().count(b"\n") if (path / "metrics.jsonl").is_file() else 0
+    lines = (
+        (path / "metrics.jsonl").read_bytes().count(b"\n")
+        if (path / "metrics.jsonl").is_file()
+        else 0
+    )
     steps = [int(step) for row in metrics if (step := number(row.get("step"))) is not None]
     done = number(summary.get("steps_done")) or 0
-    # the last step need not be logged, but it is no further from the last row than rows are from one another
+    # the last step need not be logged, but it is no further from the last row than rows are from
+    # one another
     usual = max((b - a for a, b in pairwise(steps)), default=0)
     if not steps and done:
         yield "metrics.jsonl is empty or missing"
@@ -143,27 +179,54 @@ def _damages(path: Path, summary: dict[str, Any], metrics: list[dict[str, Any]])
 
 def _given(run: Run, key: str) -> str | None:
     """What the command line said of a key, if it did."""
-    return next((value for name, _, value in (x.partition("=") for x in run.summary["overrides"]) if name == key), None)
+    return next(
+        (
+            value
+            for name, _, value in (x.partition("=") for x in run.summary["overrides"])
+            if name == key
+        ),
+        None,
+    )
 
 
 def _variants(runs: list[Run]) -> list[str]:
     # a run that was resumed for more steps is no other variant
     resumed = [run for run in runs if _given(run, "resume")]
     steps = {_given(run, "steps") for run in runs if run not in resumed}
-    dropped = {"attention", "seq_len", "seed"} | ({"steps"} if resumed and len(steps) < 2 else set())
+    dropped = {"attention", "seq_len", "seed"} | (
+        {"steps"} if resumed and len(steps) < 2 else set()
+    )
     names = []
     for run, setting in zip(runs, differing_settings([run.summary for run in runs]), strict=True):
-        told = {"attention.switch_at", "attention.switch_to"} if len(attention_steps(run.summary)) > 1 else set()
-        others = [f"{key.rpartition('.')[2]}={value}" for key, value in setting.items() if key not in dropped | told]
-        attention = attention_in_words(run.summary) if run.summary.get("attention") else Path(run.summary["dir"]).name
+        told = (
+            {"attention.switch_at", "attention.switch_to"}
+            if len(attention_steps(run.summary)) > 1
+            else set()
+        )
+        others = [
+            f"{key.rpartition('.')[2]}={value}"
+            for key, value in setting.items()
+            if key not in dropped | told
+        ]
+        attention = (
+            attention_in_words(run.summary)
+            if run.summary.get("attention")
+            else Path(run.summary["dir"]).name
+        )
         names.append(" ".join([attention, *others]))
     return names
 
 
 def _name(runs: list[Run]) -> None:
-    several = {key: len({str(run.summary.get(key)) for run in runs}) > 1 for key in ("seq_len", "seed")}
+    several = {
+        key: len({str(run.summary.get(key)) for run in runs}) > 1 for key in ("seq_len", "seed")
+    }
     for run in runs:
-        told = [f"{key}={run.summary[key]}" for key in several if several[key] and run.summary.get(key) is not None]
+        told = [
+            f"{key}={run.summary[key]}"
+            for key in several
+            if several[key] and run.summary.get(key) is not None
+        ]
         run.name = " ".join([run.variant, *told])
     names = [run.name for run in runs]
     for run in runs:

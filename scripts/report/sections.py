@@ -1,4 +1,6 @@
-"""What a report says: one function a section, from the runs to blocks of text, tables and figures."""
+"""What a report says: one function a section, from the runs to blocks of text, tables and
+figures.
+"""
 
 import math
 from collections.abc import Iterable
@@ -23,7 +25,8 @@ from training.sweep import remark
 
 GIB = "{:.2f} GiB"
 SPEEDS = (
-    "The speed drawn is that of the steps alone, without warm-up, metrics, evaluation and checkpoints. "
+    "The speed drawn is that of the steps alone, without warm-up, metrics, evaluation and "
+    "checkpoints. "
     "In the tables it stands beside tokens/s, which is by the wall clock with all of these."
 )
 HELD_OUT = ("val/loss", "val/loss_exact", "val/accuracy")
@@ -36,22 +39,35 @@ def title(runs: list[Run]) -> str:
 
 
 def at_a_glance(runs: list[Run]) -> list[str]:
-    variants, seeds = len({run.variant for run in runs}), len({str(run.summary.get("seed")) for run in runs})
-    shape = f"{_count(len(runs), 'run')} of {_count(variants, 'variant')}" + (f" and {_count(seeds, 'seed')}" if seeds > 1 else "")
+    variants, seeds = (
+        len({run.variant for run in runs}),
+        len({str(run.summary.get("seed")) for run in runs}),
+    )
+    shape = f"{_count(len(runs), 'run')} of {_count(variants, 'variant')}" + (
+        f" and {_count(seeds, 'seed')}" if seeds > 1 else ""
+    )
     texts = [f"{shape}: {_outcomes(runs)}."]
     gaps = {run: gap for run in ended(runs, "completed") if (gap := _gap(run)) is not None}
-    means = {variant: fmean(gap for run, gap in gaps.items() if run.variant == variant) for variant in {run.variant for run in gaps}}
+    means = {
+        variant: fmean(gap for run, gap in gaps.items() if run.variant == variant)
+        for variant in {run.variant for run in gaps}
+    }
     if not means:
         return texts
     if all(abs(gap) < 0.0005 for gap in gaps.values()):
         return [
             *texts,
-            "In every completed run the held-out loss is the same under exact attention as under the run's own, to three decimals.",
+            "In every completed run the held-out loss is the same under exact attention as under "
+            "the run's own, to three decimals.",
         ]
     widest = max(means, key=lambda variant: abs(means[variant]))
-    own, exact = (fmean(run.figure(name) for run in gaps if run.variant == widest) for name in ("val/loss", "val/loss_exact"))
+    own, exact = (
+        fmean(run.figure(name) for run in gaps if run.variant == widest)
+        for name in ("val/loss", "val/loss_exact")
+    )
     texts.append(
-        f"The widest gap between a variant's own held-out loss and that of the same weights under exact attention is {widest}'s: "
+        "The widest gap between a variant's own held-out loss and that of the same weights under "
+        f"exact attention is {widest}'s: "
         f"{own:.3f} against {exact:.3f} nats per token."
     )
     return texts
@@ -60,11 +76,16 @@ def at_a_glance(runs: list[Run]) -> list[str]:
 def warnings(runs: list[Run], *, left_out: int = 0) -> list[str]:
     found = []
     if left_out:
-        found.append(f"{_count(left_out, 'job')} of the sweep never started: index.jsonl has the commands.")
+        found.append(
+            f"{_count(left_out, 'job')} of the sweep never started: index.jsonl has the commands."
+        )
     corpora = {str(run.env["data_fingerprint"]) for run in runs if run.env.get("data_fingerprint")}
     if len(corpora) > 1:
         # the fingerprint is of the tokenizer too
-        found.append("These runs read different data or tokenizers: curves compare only where the data fingerprint is the same.")
+        found.append(
+            "These runs read different data or tokenizers: curves compare only where the data "
+            "fingerprint is the same."
+        )
     machines = {
         str([hardware.get(name) for name in ("cpu", "gpu")])
         for run in runs
@@ -73,15 +94,26 @@ def warnings(runs: list[Run], *, left_out: int = 0) -> list[str]:
     if len(machines) > 1:
         found.append(f"The speeds were measured on {len(machines)} different machines.")
     found += [f"Damaged: {run.name}: {run.damage}." for run in runs if run.damage]
-    found += [f"{run.name} was {changes}." for run in runs if (changes := changes_in_words(run.summary))]
-    for status, meaning in (("failed", "failed"), ("unfinished", "ended without a summary"), ("interrupted", "were interrupted")):
+    found += [
+        f"{run.name} was {changes}." for run in runs if (changes := changes_in_words(run.summary))
+    ]
+    for status, meaning in (
+        ("failed", "failed"),
+        ("unfinished", "ended without a summary"),
+        ("interrupted", "were interrupted"),
+    ):
         if count := len(ended(runs, status)):
-            found.append(f"{count} of {_count(len(runs), 'run')} {meaning}: means of variants leave them out.")
+            found.append(
+                f"{count} of {_count(len(runs), 'run')} {meaning}: means of variants leave them "
+                "out."
+            )
     return found
 
 
 def variant_table(runs: list[Run], styles: dict[str, Style]) -> Table:
-    """A row a variant and sequence length: means over its completed runs, with the standard deviation over seeds."""
+    """A row a variant and sequence length: means over its completed runs, with the standard
+    deviation over seeds.
+    """
     lengths = sorted({run.seq_len for run in runs})
     columns = [
         ("own val/loss", "{:.3f}", lambda run: run.figure("val/loss")),
@@ -93,15 +125,29 @@ def variant_table(runs: list[Run], styles: dict[str, Style]) -> Table:
         ("steps alone", "{:,.0f}", lambda run: run.figure("step_tokens_per_sec")),
         ("peak GiB", "{:.2f}", lambda run: run.peak_gib),
     ]
-    head = ["variant", *(["seq_len"] if len(lengths) > 1 else []), "runs", "steps", *(name for name, _, _ in columns)]
+    head = [
+        "variant",
+        *(["seq_len"] if len(lengths) > 1 else []),
+        "runs",
+        "steps",
+        *(name for name, _, _ in columns),
+    ]
     rows = []
     for variant in styles:
         for seq_len in lengths:
             group = [run for run in runs if (run.variant, run.seq_len) == (variant, seq_len)]
             completed = ended(group, "completed")
             if group:
-                steps = sorted({f"{run.figure('steps_done'):,.0f}" for run in completed if run.figure("steps_done") is not None})
-                cells = [spread([figure(run) for run in completed], form) for _, form, figure in columns]
+                steps = sorted(
+                    {
+                        f"{run.figure('steps_done'):,.0f}"
+                        for run in completed
+                        if run.figure("steps_done") is not None
+                    }
+                )
+                cells = [
+                    spread([figure(run) for run in completed], form) for _, form, figure in columns
+                ]
                 length = [f"{seq_len:,}" if seq_len else "-"] if len(lengths) > 1 else []
                 rows.append([variant, *length, _outcomes(group), ", ".join(steps) or "-", *cells])
     return _without_empty(Table(head, rows, words=head.index("runs") + 1))
@@ -110,13 +156,22 @@ def variant_table(runs: list[Run], styles: dict[str, Style]) -> Table:
 def curve_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Text]:
     """The figures, and a line where there is nothing to draw."""
     several = len({(run.variant, run.seq_len) for run in runs}) < len(runs)
-    seeds = " Lines are means over seeds, bands reach from the lowest to the highest; where a seed ends early, the others go on thin."
+    seeds = (
+        " Lines are means over seeds, bands reach from the lowest to the highest; where a seed "
+        "ends early, the others go on thin."
+    )
     caption = (
-        "Marked lines: held-out loss. Faint lines: training loss. Dashed: an attention that is wrong on purpose. A wrong attention can "
+        "Marked lines: held-out loss. Faint lines: training loss. Dashed: an attention that is "
+        "wrong on purpose. A wrong attention can "
         "look healthy under itself; under exact attention its weights are judged." + seeds * several
     )
     figures: list[Figure | Text] = []
-    if not any(row.get("step") and number(row.get(name)) is not None for run in runs for row in run.metrics for name in HELD_OUT):
+    if not any(
+        row.get("step") and number(row.get(name)) is not None
+        for run in runs
+        for row in run.metrics
+        for name in HELD_OUT
+    ):
         figures.append(Text("No evaluation after step 0: there is no held-out loss to show."))
     elif not curve_lengths(runs, "val/loss", "train/loss", "val/accuracy"):
         figures.append(Text(f"No curve: no run has logged a loss {MIN_POINTS} times."))
@@ -132,26 +187,48 @@ def curve_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Te
 
 def cost_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Text]:
     lengths = cost_lengths(runs)
-    if not any(run.peak_gib or run.figure("step_tokens_per_sec") for run in runs if run.seq_len in lengths):
+    if not any(
+        run.peak_gib or run.figure("step_tokens_per_sec") for run in runs if run.seq_len in lengths
+    ):
         return [Text("No run has measured its memory or its speed.")]
     shape = (
-        "Both axes are logarithmic: a line of slope 2 grows with the square of the length, one of slope 1 with the length. A cross above "
+        "Both axes are logarithmic: a line of slope 2 grows with the square of the length, one of "
+        "slope 1 with the length. A cross above "
         "the frame: out of memory. "
         if len(lengths) > 1
-        else f"At seq_len={lengths[0]:,}. Means over seeds, each seed as a dot. Hatched: wrong on purpose. "
+        else (
+            f"At seq_len={lengths[0]:,}. Means over seeds, each seed as a dot. Hatched: wrong on "
+            "purpose. "
+        )
     )
     with_speed = any(run.figure("step_tokens_per_sec") for run in runs)
     on_cpu = any(run.summary.get("device") == "cpu" for run in runs)
     caption = shape + with_speed * f"{SPEEDS} "
     caption += on_cpu * "On a CPU peak memory is that of the whole process, libraries included."
-    return [Figure("cost", "peak memory and training speed", caption, render("cost", lambda: draw_cost(runs, styles)))]
+    return [
+        Figure(
+            "cost",
+            "peak memory and training speed",
+            caption,
+            render("cost", lambda: draw_cost(runs, styles)),
+        )
+    ]
 
 
 def other_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure]:
     if not other_metrics(runs):
         return []
-    caption = "Against training tokens. A logarithmic scale where values span more than a factor of 30."
-    return [Figure("others", "other metrics against training tokens", caption, render("others", lambda: draw_others(runs, styles)))]
+    caption = (
+        "Against training tokens. A logarithmic scale where values span more than a factor of 30."
+    )
+    return [
+        Figure(
+            "others",
+            "other metrics against training tokens",
+            caption,
+            render("others", lambda: draw_others(runs, styles)),
+        )
+    ]
 
 
 def diverged_card(run: Run, place: int, style: Style) -> Card:
@@ -159,8 +236,16 @@ def diverged_card(run: Run, place: int, style: Style) -> Card:
     diagnosis = run.summary.get("diagnosis")
     known = diagnosis if isinstance(diagnosis, dict) else {}
     history = score_history(known, run)
-    facts = {key.replace("_", " "): _fact(value) for key, value in known.items() if key not in ("message", "history")}
-    facts |= {key: ":".join(map(str, known[key])) for key in ("queries", "keys") if isinstance(known.get(key), list)}
+    facts = {
+        key.replace("_", " "): _fact(value)
+        for key, value in known.items()
+        if key not in ("message", "history")
+    }
+    facts |= {
+        key: ":".join(map(str, known[key]))
+        for key in ("queries", "keys")
+        if isinstance(known.get(key), list)
+    }
     facts.setdefault("step", _fact(run.summary.get("first_bad_step")))
     facts.setdefault("dtype", _fact(run.summary.get("dtype")))
     if not any("max score" in key for key in facts):
@@ -173,11 +258,18 @@ def diverged_card(run: Run, place: int, style: Style) -> Card:
     if len(history) > 1:
         drawing = render(f"scores_{place}", lambda: draw_history(history, step, style))
         figure = Figure(f"scores_{place}", f"largest score of {run.name} by step", "", drawing)
-    return Card(run.name, _sentence(run), {key: value for key, value in facts.items() if value != "-"}, figure)
+    return Card(
+        run.name,
+        _sentence(run),
+        {key: value for key, value in facts.items() if value != "-"},
+        figure,
+    )
 
 
 def score_history(diagnosis: dict[str, Any], run: Run) -> dict[float, float]:
-    """Largest score by step: the diagnosis' own history as pairs, or rows with a step and a score; else what the run logged."""
+    """Largest score by step: the diagnosis' own history as pairs, or rows with a step and a score;
+    else what the run logged.
+    """
     points = []
     for entry in diagnosis.get("history") or ():
         if isinstance(entry, dict):
@@ -185,7 +277,11 @@ def score_history(diagnosis: dict[str, Any], run: Run) -> dict[float, float]:
         if isinstance(entry, (list, tuple)) and len(entry) == 2:
             points.append(entry)
     points = points or [(row.get("step"), row.get("attention/max_score")) for row in run.metrics]
-    return {step: score for step, score in points if number(step) is not None and number(score) is not None}
+    return {
+        step: score
+        for step, score in points
+        if number(step) is not None and number(score) is not None
+    }
 
 
 def oom_table(runs: list[Run]) -> Table:
@@ -194,14 +290,31 @@ def oom_table(runs: list[Run]) -> Table:
         oom = run.summary.get("oom", {})
         predicted = number(oom.get("predicted_gib")) or run.figure("memory/predicted_gib")
         gib = [number(oom.get(key)) for key in ("asked_gib", "free_gib", "total_gib")] + [predicted]
-        rows.append([run.name, *(GIB.format(value) if value is not None else "-" for value in gib), _sentence(run)])
+        rows.append(
+            [
+                run.name,
+                *(GIB.format(value) if value is not None else "-" for value in gib),
+                _sentence(run),
+            ]
+        )
     head = ["run", "asked", "free", "total", "predicted", "message"]
     return _without_empty(Table(head, rows, notes=True))
 
 
 def broken_table(runs: list[Run]) -> Table:
-    rows = [[run.name, run.status, _cell(run.figure("steps_done"), "{:,.0f}"), run.place, _sentence(run)] for run in runs]
-    return _without_empty(Table(["run", "status", "steps", "folder", "message"], rows, words=2, notes=True))
+    rows = [
+        [
+            run.name,
+            run.status,
+            _cell(run.figure("steps_done"), "{:,.0f}"),
+            run.place,
+            _sentence(run),
+        ]
+        for run in runs
+    ]
+    return _without_empty(
+        Table(["run", "status", "steps", "folder", "message"], rows, words=2, notes=True)
+    )
 
 
 def run_table(runs: list[Run]) -> Table:
@@ -217,12 +330,22 @@ def run_table(runs: list[Run]) -> Table:
         "peak GiB": ("memory/peak_gib", "{:.2f}"),
         "bad step": ("first_bad_step", "{:.0f}"),
     }
-    rows = [[run.name, run.status, run.place, *(_cell(run.figure(key), form) for key, form in columns.values())] for run in runs]
+    rows = [
+        [
+            run.name,
+            run.status,
+            run.place,
+            *(_cell(run.figure(key), form) for key, form in columns.values()),
+        ]
+        for run in runs
+    ]
     return _without_empty(Table(["run", "status", "folder", *columns], rows, words=3))
 
 
 def provenance(runs: list[Run]) -> Table:
-    """What all runs share, a line a group; below it every fact in which they differ, each value with the runs that have it."""
+    """What all runs share, a line a group; below it every fact in which they differ, each value
+    with the runs that have it.
+    """
     facts = [_environment(run) for run in runs]
     shared: dict[str, list[str]] = {}
     differing = []
@@ -235,15 +358,25 @@ def provenance(runs: list[Run]) -> Table:
             continue
         # the value most runs have needs no list of them
         most = max(values.values(), key=len)
-        told = [f"{value}: {', '.join(names) if names is not most else _count(len(names), 'run')}" for value, names in values.items()]
+        told = [
+            f"{value}: {', '.join(names) if names is not most else _count(len(names), 'run')}"
+            for value, names in values.items()
+        ]
         differing.append([f"{group}: {key}" if key else group, "; ".join(told)])
-    return Table(["fact", "value"], [[group, ", ".join(told)] for group, told in shared.items()] + differing, notes=True)
+    return Table(
+        ["fact", "value"],
+        [[group, ", ".join(told)] for group, told in shared.items()] + differing,
+        notes=True,
+    )
 
 
 def _environment(run: Run) -> dict[tuple[str, str], str]:
     """Group and name of a fact, with its value."""
     changed = " with uncommitted changes" if run.env.get("dirty") else ""
-    facts = {("commit", ""): f"{run.env.get('commit') or 'unknown'}{changed}", ("data fingerprint", ""): run.env.get("data_fingerprint")}
+    facts = {
+        ("commit", ""): f"{run.env.get('commit') or 'unknown'}{changed}",
+        ("data fingerprint", ""): run.env.get("data_fingerprint"),
+    }
     facts |= {("settings", key): run.summary.get(key) for key in ("device", "dtype", "compiled")}
     for group in ("hardware", "versions"):
         known = run.env[group] if isinstance(run.env.get(group), dict) else {}
@@ -307,7 +440,11 @@ def _count(number_of: int, noun: str) -> str:
 
 def _without_empty(table: Table) -> Table:
     """The table less the columns in which no row has anything."""
-    kept = [i for i in range(len(table.head)) if i == 0 or any(row[i] not in ("", "-") for row in table.rows)]
+    kept = [
+        i
+        for i in range(len(table.head))
+        if i == 0 or any(row[i] not in ("", "-") for row in table.rows)
+    ]
     return Table(
         [table.head[i] for i in kept],
         [[row[i] for i in kept] for row in table.rows],

@@ -1,1 +1,3 @@
-"""python -m scripts.results: the pictures and tables of results/, drawn from the JSON files there."""
+"""python -m scripts.results: the pictures and tables of results/, drawn from the JSON files
+there.
+"""

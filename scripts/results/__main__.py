@@ -1,9 +1,11 @@
-"""Draw the committed measurements: results/*.json to results/*.png and the tables of results/README.md.
+"""Draw the committed measurements: results/*.json to results/*.png and the tables of
+results/README.md.
 
     python -m scripts.results
 
-Only reads results/*.json; measures nothing. Every table says where and on what its figures were measured. Rewrites tracked files:
-results/README.md and the pictures in it, docs/claims.md and docs/questions.md.
+Only reads results/*.json; measures nothing. Every table says where and on what its figures were
+measured. Rewrites tracked files: results/README.md and the pictures in it, docs/claims.md and
+docs/questions.md.
 """
 
 import argparse
@@ -42,7 +44,9 @@ SECTIONS = {
 
 def main() -> None:
     # it takes no arguments: --help must not write, nor must a mistyped one
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,6 @@
-"""What every section of results/README.md is made with: reading, tables, and where and on what a figure was measured."""
+"""What every section of results/README.md is made with: reading, tables, and where and on what a
+figure was measured.
+"""
 
 import json
 import re
@@ -23,11 +25,18 @@ def provenance(data: dict[str, Any]) -> str:
     environment = data["environment"]
     hardware, versions = environment["hardware"], environment["versions"]
     chip = hardware["gpu"] or f"{hardware['cpu']}, {hardware['cpu_cores']} cores"
-    packages = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "flash-attn-4", "python") if versions.get(name))
+    packages = ", ".join(
+        f"{name} {versions[name]}"
+        for name in ("torch", "triton", "flash-attn-4", "python")
+        if versions.get(name)
+    )
     # runs of one table may come from several commits; then each says its own
     runs = data.get("runs") or data.get("speed") or [{}]
     commits = {run.get("commit") or environment.get("commit") or "unknown" for run in runs}
-    return f"Measured on {chip}; {packages}; commit {', '.join(sorted(commit[:7] for commit in commits))}."
+    return (
+        f"Measured on {chip}; {packages}; commit "
+        f"{', '.join(sorted(commit[:7] for commit in commits))}."
+    )
 
 
 def table(head: list[str], rows: Iterable[list[Any]]) -> str:
@@ -47,7 +56,9 @@ def spread(values: list[float], form: str = "{:.3f}") -> str:
 
 
 def rounded(value: float) -> str:
-    """Three digits of a small figure, one decimal of a large one: 0.523, 1.5, 52.3, 1,024, 2,048.1."""
+    """Three digits of a small figure, one decimal of a large one: 0.523, 1.5, 52.3, 1,024,
+    2,048.1.
+    """
     return f"{value:.3g}" if abs(value) < 10 else f"{value:,.1f}".removesuffix(".0")
 
 
@@ -56,7 +67,9 @@ def plain(name: str) -> str:
     return re.sub(r"[:,]\w+=", " ", name)
 
 
-def groups(runs: list[dict[str, Any]], key: Callable[[dict[str, Any]], Any]) -> dict[Any, list[dict[str, Any]]]:
+def groups(
+    runs: list[dict[str, Any]], key: Callable[[dict[str, Any]], Any]
+) -> dict[Any, list[dict[str, Any]]]:
     found: dict[Any, list[dict[str, Any]]] = {}
     for run in runs:
         found.setdefault(key(run), []).append(run)

@@ -1,18 +1,24 @@
-"""Runs Gluon kernels on the CPU, where Triton has no interpreter for them: each partition is a thread, each barrier a condition.
+"""Runs Gluon kernels on the CPU, where Triton has no interpreter for them: each partition is a
+thread, each barrier a condition.
 
-    hopper = load_kernels()                       # attention/kernels/hopper once more, in this interpreter's Gluon
+    hopper = load_kernels()                       # attention/kernels/hopper once more, in this
+                                                  interpreter's Gluon
     hopper["launch"].forward(q, k, v, out, ...)
 
-Of what the hardware does asynchronously it takes the worst case, so that an error in the protocol fails every time and not now and then:
+Of what the hardware does asynchronously it takes the worst case, so that an error in the protocol
+fails every time and not now and then:
 
 - a box that is being loaded is NaN until nothing else can go on, and boxes come in any order;
-- a product reads its operands when it is issued and again when it is waited for, and both must be the same;
+- a product reads its operands when it is issued and again when it is waited for, and both must
+  be the same;
 - a box that is being stored is read when it is issued and again when it is waited for, likewise;
-- shared memory starts as NaN, and what a thread wrote to it must be fenced before a product or a store reads it;
+- shared memory starts as NaN, and what a thread wrote to it must be fenced before a product or a
+  store reads it;
 - where all wait and nothing is on its way, that is a deadlock, and who waits for what.
 
-Layouts, registers and the order of single instructions are the compiler's business: see test_hopper.py for those. Where instructions are
-written for several of a thread's numbers at once, those of its scores are meant.
+Layouts, registers and the order of single instructions are the compiler's business: see
+test_hopper.py for those. Where instructions are written for several of a thread's numbers at once,
+those of its scores are meant.
 """
 
 import math
@@ -116,15 +122,26 @@ class Pointer:
 
     def locations(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
         where = torch.as_tensor(self.offset)
-        inside = torch.ones_like(where, dtype=torch.bool) if mask is None else raw(mask).broadcast_to(where.shape)
-        check(bool(((where >= 0) & (where < self.base.numel()))[inside].all()), f"an address outside a tensor of {tuple(self.base.shape)}")
+        inside = (
+            torch.ones_like(where, dtype=torch.bool)
+            if mask is None
+            else raw(mask).broadcast_to(where.shape)
+        )
+        check(
+            bool(((where >= 0) & (where < self.base.numel()))[inside].all()),
+            f"an address outside a tensor of {tuple(self.base.shape)}",
+        )
         return where, inside
 
 
 def load(pointer: Pointer, mask: Any = None, other: float = 0) -> Value:
     where, inside = pointer.locations(mask)
     flat = pointer.base.view(-1)
-    return Value(torch.where(inside, flat[torch.where(inside, where, 0)], torch.tensor(other, dtype=flat.dtype)))
+    return Value(
+        torch.where(
+            inside, flat[torch.where(inside, where, 0)], torch.tensor(other, dtype=flat.dtype)
+        )
+    )
 
 
 def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
@@ -146,18 +163,38 @@ def atomic_add(pointer: Pointer, value: int) -> Value:
 class Descriptor:
     """Of a tensor in global memory, for boxes of one shape."""
 
-    def __init__(self, base: torch.Tensor, shape: list[int], strides: list[int], block_shape: list[int], layout: Any):
-        check(base.data_ptr() % 16 == 0 and strides[-1] == 1, "a descriptor's tensor must be aligned and contiguous in its last dimension")
-        check(all(stride * base.element_size() % 16 == 0 for stride in strides[:-1]), f"strides {strides} are not multiples of 16 bytes")
-        self.tensor = base.detach().as_strided(shape, [stride if size > 1 else 0 for size, stride in zip(shape, strides, strict=True)])
+    def __init__(
+        self,
+        base: torch.Tensor,
+        shape: list[int],
+        strides: list[int],
+        block_shape: list[int],
+        layout: Any,
+    ):
+        check(
+            base.data_ptr() % 16 == 0 and strides[-1] == 1,
+            "a descriptor's tensor must be aligned and contiguous in its last dimension",
+        )
+        check(
+            all(stride * base.element_size() % 16 == 0 for stride in strides[:-1]),
+            f"strides {strides} are not multiples of 16 bytes",
+        )
+        self.tensor = base.detach().as_strided(
+            shape, [stride if size > 1 else 0 for size, stride in zip(shape, strides, strict=True)]
+        )
         self.dtype, self.layout = base.dtype, layout
-        self.block_type = types.SimpleNamespace(shape=block_shape, nbytes=math.prod(block_shape) * base.element_size())
+        self.block_type = types.SimpleNamespace(
+            shape=block_shape, nbytes=math.prod(block_shape) * base.element_size()
+        )
 
     def box(self, coordinates: list) -> tuple[torch.Tensor, tuple[slice, ...]]:
         """The part of the box inside the tensor, and where in the box it lies."""
         start = [int(raw(x)) for x in coordinates]
         check(min(start) >= 0, f"a box at {start} starts before the tensor")
-        inside = [max(0, min(size, x + block) - x) for x, block, size in zip(start, self.block_type.shape, self.tensor.shape, strict=True)]
+        inside = [
+            max(0, min(size, x + block) - x)
+            for x, block, size in zip(start, self.block_type.shape, self.tensor.shape, strict=True)
+        ]
         part = self.tensor[tuple(slice(x, x + n) for x, n in zip(start, inside, strict=True))]
         return part, tuple(slice(0, n) for n in inside)
 
@@ -191,27 +228,38 @@ class Shared:
         return Value(self.data.clone())
 
     def store(self, value: Value) -> None:
-        check(self.data.shape == value.data.shape and self.data.dtype == value.data.dtype, f"{value.shape} stored to {self.data.shape}")
+        check(
+            self.data.shape == value.data.shape and self.data.dtype == value.data.dtype,
+            f"{value.shape} stored to {self.data.shape}",
+        )
         self.data.copy_(value.data)
         with here.program.changed:
             here.program.unfenced.append((here.partition, *self.extent()))
 
     def extent(self) -> tuple[int, int]:
         """Addresses."""
-        last = sum((size - 1) * stride for size, stride in zip(self.data.shape, self.data.stride(), strict=True))
+        last = sum(
+            (size - 1) * stride
+            for size, stride in zip(self.data.shape, self.data.stride(), strict=True)
+        )
         first = self.data.data_ptr()
         return first, first + (last + 1) * self.data.element_size()
 
     def read_by_hardware(self) -> torch.Tensor:
         first, last = self.extent()
         for partition, start, stop in here.program.unfenced:
-            check(stop <= first or start >= last, f"{here.partition} gives the hardware what {partition} wrote without a fence")
+            check(
+                stop <= first or start >= last,
+                f"{here.partition} gives the hardware what {partition} wrote without a fence",
+            )
         return self.data.clone()
 
 
 def fence_async_shared() -> None:
     with here.program.changed:
-        here.program.unfenced = [entry for entry in here.program.unfenced if entry[0] != here.partition]
+        here.program.unfenced = [
+            entry for entry in here.program.unfenced if entry[0] != here.partition
+        ]
 
 
 class Barrier:
@@ -252,12 +300,17 @@ def arrive(shared: Shared) -> None:
 def wait(shared: Shared, phase: Any, pred: Any = True) -> None:
     if raw(pred):
         barrier, phase = barrier_at(shared), int(raw(phase))
-        here.program.wait_until(lambda: barrier.phase != phase, f"phase {phase} of a barrier of {barrier.count}")
+        here.program.wait_until(
+            lambda: barrier.phase != phase, f"phase {phase} of a barrier of {barrier.count}"
+        )
 
 
 def await_copy(desc: Descriptor, coordinates: list, barrier: Shared, destination: Shared) -> None:
     part, inside = desc.box(coordinates)
-    check(list(destination.data.shape) == list(desc.block_type.shape), f"a box of {desc.block_type.shape} into {destination.data.shape}")
+    check(
+        list(destination.data.shape) == list(desc.block_type.shape),
+        f"a box of {desc.block_type.shape} into {destination.data.shape}",
+    )
     destination.data.fill_(math.nan)
 
     def finish() -> None:
@@ -276,7 +329,10 @@ def start_store(desc: Descriptor, coordinates: list, source: Shared, *, add: boo
     issued = source.read_by_hardware()
 
     def finish() -> None:
-        check(torch.equal(source.read_by_hardware().nan_to_num(), issued.nan_to_num()), "a buffer was written while it was being stored")
+        check(
+            torch.equal(source.read_by_hardware().nan_to_num(), issued.nan_to_num()),
+            "a buffer was written while it was being stored",
+        )
         with ATOMIC:
             part.copy_(part + issued[inside] if add else issued[inside])
 
@@ -301,19 +357,28 @@ class Product:
         self.issued = self.operands()
 
     def operands(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.a.read_by_hardware() if isinstance(self.a, Shared) else self.a.data, self.b.read_by_hardware()
+        return self.a.read_by_hardware() if isinstance(
+            self.a, Shared
+        ) else self.a.data, self.b.read_by_hardware()
 
     def finish(self) -> None:
         a, b = self.operands()
         for x, y in zip((a, b), self.issued, strict=True):
-            check(unchanged(x, y), "an operand changed, or was NaN, between a product's issue and its wait")
+            check(
+                unchanged(x, y),
+                "an operand changed, or was NaN, between a product's issue and its wait",
+            )
         check(a.dtype == b.dtype and a.dtype.itemsize == 2, f"a product of {a.dtype} and {b.dtype}")
         self.data = a.float() @ b.float()
         if self.use_acc:
-            self.data = self.data + raw(self.acc if isinstance(self.acc, Value) else Value(self.acc.data))
+            self.data = self.data + raw(
+                self.acc if isinstance(self.acc, Value) else Value(self.acc.data)
+            )
 
 
-def warpgroup_mma(a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Product:
+def warpgroup_mma(
+    a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False
+) -> Product:
     assert is_async
     product = Product(a, b, acc, use_acc)
     here.products.append(product)
@@ -323,13 +388,18 @@ def warpgroup_mma(a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async
 def warpgroup_mma_wait(outstanding: int, deps: tuple) -> Any:
     while len(here.products) > outstanding:
         here.products.pop(0).finish()
-    check(all(not isinstance(x, Product) or x.data is not None for x in deps), "a product is used that was not waited for")
+    check(
+        all(not isinstance(x, Product) or x.data is not None for x in deps),
+        "a product is used that was not waited for",
+    )
     results = tuple(Value(x.data) for x in deps)
     return results if len(results) > 1 else results[0]
 
 
 class NamedBarriers:
-    """bar.sync and bar.arrive: a barrier opens when as many threads have come as all of them say."""
+    """bar.sync and bar.arrive: a barrier opens when as many threads have come as all of them
+    say.
+    """
 
     def __init__(self, program: "Program"):
         self.program, self.present, self.generation = program, {}, {}
@@ -337,14 +407,21 @@ class NamedBarriers:
     def come(self, number: int, expected: int, *, stay: bool) -> None:
         with self.program.changed:
             generation = self.generation.get(number, 0)
-            self.present[number] = self.present.get(number, 0) + self.program.threads[here.partition]
-            check(self.present[number] <= expected, f"more than {expected} threads at named barrier {number}")
+            self.present[number] = (
+                self.present.get(number, 0) + self.program.threads[here.partition]
+            )
+            check(
+                self.present[number] <= expected,
+                f"more than {expected} threads at named barrier {number}",
+            )
             if self.present[number] == expected:
                 self.present[number] = 0
                 self.generation[number] = generation + 1
                 self.program.changed.notify_all()
         if stay:
-            self.program.wait_until(lambda: self.generation.get(number, 0) != generation, f"named barrier {number}")
+            self.program.wait_until(
+                lambda: self.generation.get(number, 0) != generation, f"named barrier {number}"
+            )
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -361,18 +438,24 @@ PTX = {
     "add.rn.ftz.f32": torch.add,
     "sub.rn.ftz.f32": torch.sub,
     "fma.rn.ftz.f32": lambda x, y, z: (x.double() * y.double() + z.double()).float(),
-    "fma.rn.ftz.sat.f32": lambda x, y, z: (x.double() * y.double() + z.double()).clamp(0, 1).nan_to_num(0).float(),
+    "fma.rn.ftz.sat.f32": lambda x, y, z: (
+        (x.double() * y.double() + z.double()).clamp(0, 1).nan_to_num(0).float()
+    ),
     "shl.b32": lambda x, places: number(bits(x) << places),
     "add.s32": lambda x, y: number(bits(x) + bits(y)),
     "mul.rn.f32": torch.mul,
     "setp.neu.f32": torch.ne,
     "setp.neu.or.f32": lambda x, y, p: (x != y) | p,
-    "vote.sync.any.pred": lambda p, _: p.reshape(4, 32).any(1, keepdim=True).expand(4, 32).flatten(),
+    "vote.sync.any.pred": lambda p, _: (
+        p.reshape(4, 32).any(1, keepdim=True).expand(4, 32).flatten()
+    ),
 }
 
 
 def by_thread(x: torch.Tensor) -> torch.Tensor:
-    """(128 threads, numbers): 64 rows as four warps hold them, two numbers of a row, two of the row eight further down, and so on."""
+    """(128 threads, numbers): 64 rows as four warps hold them, two numbers of a row, two of the row
+    eight further down, and so on.
+    """
     return x.reshape(4, 2, 8, x.shape[1] // 8, 4, 2).permute(0, 2, 4, 3, 1, 5).reshape(128, -1)
 
 
@@ -381,10 +464,17 @@ def from_threads(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def run_ptx(code: str, arguments: list[torch.Tensor], pack: int) -> torch.Tensor:
-    """PTX for `pack` of a thread's numbers at once: the result's are $0 ..., behind them those of each argument."""
+    """PTX for `pack` of a thread's numbers at once: the result's are $0 ..., behind them those of
+    each argument.
+    """
     shape = arguments[0].shape
-    check(all(x.dtype == torch.float32 and len(x) == 64 for x in arguments), f"{code[:20]}... of {[tuple(x.shape) for x in arguments]}")
-    numbers = torch.stack([by_thread(x.expand(shape)) for x in arguments])  # (arguments, threads, numbers)
+    check(
+        all(x.dtype == torch.float32 and len(x) == 64 for x in arguments),
+        f"{code[:20]}... of {[tuple(x.shape) for x in arguments]}",
+    )
+    numbers = torch.stack(
+        [by_thread(x.expand(shape)) for x in arguments]
+    )  # (arguments, threads, numbers)
     result = torch.empty_like(numbers[0])
     for begin in range(0, numbers.shape[2], pack):
         part = numbers[:, :, begin : begin + pack]
@@ -413,16 +503,23 @@ def run_block(code: str, registers: dict[str, torch.Tensor]) -> None:
         if name == "@!p":
             check(operands[0] == "bra.uni", f"no such branch: {line}")
             taken = ~registers["p"]
-            check(torch.equal(taken, taken.reshape(4, 32)[:, :1].expand(4, 32).flatten()), "threads of a warp part at a uniform branch")
+            check(
+                torch.equal(taken, taken.reshape(4, 32)[:, :1].expand(4, 32).flatten()),
+                "threads of a warp part at a uniform branch",
+            )
             skipped = skipped | taken
         elif name:
             check(name in PTX, f"no such instruction: {line}")
             target, *operands = operands
             found = PTX[name](*map(operand, operands))
-            registers[target] = torch.where(skipped, registers[target], found) if target in registers else found
+            registers[target] = (
+                torch.where(skipped, registers[target], found) if target in registers else found
+            )
 
 
-def inline_asm(code: str, constraints: str, arguments: list, dtype: Any, *, is_pure: bool, pack: int) -> Value:
+def inline_asm(
+    code: str, constraints: str, arguments: list, dtype: Any, *, is_pure: bool, pack: int
+) -> Value:
     """The few instructions that the kernels write themselves."""
     if found := re.match(r"bar\.(sync|arrive) \$1, (\d+);", code):
         here.program.named.come(int(raw(arguments[0])), int(found[2]), stay=found[1] == "sync")
@@ -432,14 +529,23 @@ def inline_asm(code: str, constraints: str, arguments: list, dtype: Any, *, is_p
         return Value(0)
     if code.startswith("{.reg") and pack > 1:
         wanted = ["r"] * pack if "ex2" in code else [*map(str, range(pack)), *["f"] * pack]
-        check(constraints == ",".join([f"={wanted[-1]}"] * pack + wanted), f"{pack} numbers and {constraints}")
+        check(
+            constraints == ",".join([f"={wanted[-1]}"] * pack + wanted),
+            f"{pack} numbers and {constraints}",
+        )
         return Value(run_ptx(code, [raw(argument) for argument in arguments], pack))
     if code == "mov.b32 $0, $1;":
         return Value(raw(arguments[0]))
     if found := re.match(r"cvt\.rn\.b?f16x2\.f32 \$0, \$2, \$1;", code):
-        check(pack == 2 and (dtype == torch.bfloat16) == ("bf16" in found[0]), f"{code} gives {dtype}")
+        check(
+            pack == 2 and (dtype == torch.bfloat16) == ("bf16" in found[0]), f"{code} gives {dtype}"
+        )
         return arguments[0].to(dtype)
-    found = re.fullmatch(r"\{\.reg \.pred p; setp\.lt\.s32 p, \$2, \$3; selp\.f32 \$0, \$1, 0f(00000000|FF800000), p;\}", code)
+    found = re.fullmatch(
+        r"\{\.reg \.pred p; setp\.lt\.s32 p, \$2, \$3; selp\.f32 \$0, \$1, 0f(00000000|FF800000), "
+        r"p;\}",
+        code,
+    )
     check(found is not None, f"no such instruction: {code}")
     x, a, b = (torch.as_tensor(raw(argument)) for argument in arguments)
     return Value(torch.where(a < b, x, 0.0 if found[1] == "00000000" else -math.inf))
@@ -469,14 +575,19 @@ class Program:
 
     def stuck(self) -> bool:
         """Every partition waits, and none for what has happened."""
-        return len(self.waiting) >= self.partitions and not any(condition() for condition, _ in self.waiting.values())
+        return len(self.waiting) >= self.partitions and not any(
+            condition() for condition, _ in self.waiting.values()
+        )
 
     def run(self, name: str, function: Callable, arguments: tuple = ()) -> None:
         here.program, here.partition, here.stores, here.products = self, name, [], []
         try:
             with torch.no_grad():
                 function(*arguments)
-            check(not here.stores and not here.products, f"{name} ends with stores or products under way")
+            check(
+                not here.stores and not here.products,
+                f"{name} ends with stores or products under way",
+            )
         except BaseException as error:
             with self.changed:
                 self.errors.append(error)
@@ -488,20 +599,38 @@ class Program:
     def copy_engine(self) -> None:
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self.over or self.errors or self.partitions and self.stuck())
+                self.changed.wait_for(
+                    lambda: self.over or self.errors or self.partitions and self.stuck()
+                )
                 if self.over or self.errors:
                     return
                 waits = ", ".join(f"{name} for {what}" for name, (_, what) in self.waiting.items())
                 check(bool(self.copies), f"deadlock in program {self.number}: {waits}")
                 self.copies.pop(random.randrange(len(self.copies)))()
 
-    def specialize(self, partitions: list[tuple[Callable, tuple]], num_warps: list[int], num_registers: list[int]) -> None:
-        check(len(partitions) - 1 == len(num_warps) == len(num_registers), "every partition but the first needs its warps and registers")
+    def specialize(
+        self,
+        partitions: list[tuple[Callable, tuple]],
+        num_warps: list[int],
+        num_registers: list[int],
+    ) -> None:
+        check(
+            len(partitions) - 1 == len(num_warps) == len(num_registers),
+            "every partition but the first needs its warps and registers",
+        )
         names = [f"{function.__name__} {i}" for i, (function, _) in enumerate(partitions)]
-        here.program.unfenced = [entry for entry in here.program.unfenced if entry[0] != here.partition]
-        self.threads = {name: 32 * warps for name, warps in zip(names, (self.num_warps, *num_warps), strict=True)}
+        here.program.unfenced = [
+            entry for entry in here.program.unfenced if entry[0] != here.partition
+        ]
+        self.threads = {
+            name: 32 * warps
+            for name, warps in zip(names, (self.num_warps, *num_warps), strict=True)
+        }
         self.partitions += len(partitions)
-        threads = [threading.Thread(target=self.run, args=(name, *each)) for name, each in zip(names, partitions, strict=True)]
+        threads = [
+            threading.Thread(target=self.run, args=(name, *each))
+            for name, each in zip(names, partitions, strict=True)
+        ]
         engine = threading.Thread(target=self.run, args=("copy engine", self.copy_engine))
         for thread in (*threads, engine):
             thread.start()
@@ -514,8 +643,12 @@ class Program:
 
 
 def allocate_shared_memory(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-    memory = torch.full([int(raw(size)) for size in shape], math.nan if dtype.is_floating_point else -7, dtype=dtype)
-    here.program.__dict__.setdefault("memory", []).append(memory)  # addresses stay taken while the program runs
+    memory = torch.full(
+        [int(raw(size)) for size in shape], math.nan if dtype.is_floating_point else -7, dtype=dtype
+    )
+    here.program.__dict__.setdefault("memory", []).append(
+        memory
+    )  # addresses stay taken while the program runs
     return Shared(memory)
 
 
@@ -532,19 +665,32 @@ class Kernel:
         return types.MethodType(self, instance) if instance is not None else self
 
     def __getitem__(self, grid: tuple[int]) -> Callable:
-        return lambda *arguments, num_warps, **constants: self.launch(int(grid[0]), arguments, constants, num_warps)
+        return lambda *arguments, num_warps, **constants: self.launch(
+            int(grid[0]), arguments, constants, num_warps
+        )
 
     def launch(self, grid: int, arguments: tuple, constants: dict, num_warps: int) -> None:
-        arguments = tuple(Pointer(x.detach()) if isinstance(x, torch.Tensor) else Value(x) if isinstance(x, int) else x for x in arguments)
+        arguments = tuple(
+            Pointer(x.detach())
+            if isinstance(x, torch.Tensor)
+            else Value(x)
+            if isinstance(x, int)
+            else x
+            for x in arguments
+        )
         programs = [Program(number, grid, num_warps) for number in range(grid)]
         body = lambda: self.function(*arguments, **constants)  # noqa: E731
-        threads = [threading.Thread(target=program.run, args=("main", body)) for program in programs]
+        threads = [
+            threading.Thread(target=program.run, args=("main", body)) for program in programs
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         for program in programs:
-            for error in sorted(program.errors, key=lambda error: str(error) == "another partition failed"):
+            for error in sorted(
+                program.errors, key=lambda error: str(error) == "another partition failed"
+            ):
                 raise error
 
 
@@ -557,14 +703,22 @@ def fake_gluon() -> dict[str, types.ModuleType]:
     layout = lambda *_: None  # noqa: E731
     language = {
         "constexpr": lambda value: value,
-        **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int32", "int64")},
-        **{name: lifted(getattr(torch, name)) for name in ("exp2", "log2", "zeros_like", "maximum", "minimum", "where")},
+        **{
+            name: getattr(torch, name)
+            for name in ("float32", "float16", "bfloat16", "int32", "int64")
+        },
+        **{
+            name: lifted(getattr(torch, name))
+            for name in ("exp2", "log2", "zeros_like", "maximum", "minimum", "where")
+        },
         "max": lambda x, axis: Value(raw(x).amax(axis)),
         "sum": lambda x, axis: Value(raw(x).sum(axis)),
         "cdiv": lambda x, y: (x + (y - 1)) // y,
         "arange": lambda start, stop, layout: Value(torch.arange(start, stop)),
         "zeros": lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
-        "full": lambda shape, value, dtype, layout: Value(torch.full(shape, raw(value), dtype=dtype)),
+        "full": lambda shape, value, dtype, layout: Value(
+            torch.full(shape, raw(value), dtype=dtype)
+        ),
         "expand_dims": lambda x, axis: Value(raw(x).unsqueeze(axis)),
         "convert_layout": lambda x, layout: x,
         "to_tensor": Value,
@@ -580,10 +734,25 @@ def fake_gluon() -> dict[str, types.ModuleType]:
         "allocate_shared_memory": allocate_shared_memory,
         "shared_memory_descriptor": Shared,
         "warp_specialize": lambda *arguments: here.program.specialize(*arguments),
-        **dict.fromkeys(("SliceLayout", "BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "SwizzledSharedLayout"), layout),
+        **dict.fromkeys(
+            (
+                "SliceLayout",
+                "BlockedLayout",
+                "DotOperandLayout",
+                "NVMMADistributedLayout",
+                "SwizzledSharedLayout",
+            ),
+            layout,
+        ),
         "NVMMASharedLayout": types.SimpleNamespace(get_default_for=layout),
     }
-    barrier = {"init": init, "expect": expect, "arrive": arrive, "wait": wait, "MBarrierLayout": layout}
+    barrier = {
+        "init": init,
+        "expect": expect,
+        "arrive": arrive,
+        "wait": wait,
+        "MBarrierLayout": layout,
+    }
     stores = {"async_copy_global_to_shared": await_copy, "store_wait": store_wait}
     stores["async_copy_shared_to_global"] = lambda *arguments: start_store(*arguments, add=False)
     hopper = {
@@ -638,7 +807,8 @@ def replaced(modules: dict[str, types.ModuleType]):
 
 
 def load_kernels(edit: tuple[str, str, str] | None = None) -> dict[str, types.ModuleType]:
-    """attention/kernels/hopper, run against this interpreter: primitives, forward, backward and launch.
+    """attention/kernels/hopper, run against this interpreter: primitives, forward, backward and
+    launch.
 
     edit: (module, old, new), a change of its source, for a test that breaks it.
     """
@@ -646,7 +816,9 @@ def load_kernels(edit: tuple[str, str, str] | None = None) -> dict[str, types.Mo
 
     ours, prefix = {}, "attention.kernels.hopper."
     names = ("primitives", "forward", "backward", "launch")
-    with replaced(fake_gluon() | {prefix + name: types.ModuleType(prefix + name) for name in names}):
+    with replaced(
+        fake_gluon() | {prefix + name: types.ModuleType(prefix + name) for name in names}
+    ):
         for name in names:
             file = FOLDER / f"{name}.py"
             source = file.read_text()

@@ -1,4 +1,5 @@
-"""Every exact backend of the table, over shapes, masks, dtypes and adversarial inputs, within the budget.
+"""Every exact backend of the table, over shapes, masks, dtypes and adversarial inputs, within the
+budget.
 
 A new backend gets these tests by being in the table.
 """
@@ -27,13 +28,22 @@ CASES = [
     Case(num_queries=1, num_keys=1),
     Case(num_queries=17, num_keys=17, head_dim=40),
     *(Case(inputs=name) for name in ("large", "growing", "spike", "negative", "ties")),
-    Case(optional={"window": 9}),  # whole tiles to the left are out of sight, a row's first visible tile is partly masked
+    Case(
+        optional={"window": 9}
+    ),  # whole tiles to the left are out of sight, a row's first visible tile is partly masked
     Case(num_queries=33, num_keys=70, optional={"window": 40}),
     Case(num_queries=70, num_keys=33, optional={"window": 5}),
     Case(optional={"softcap": 2.0}, inputs="large"),
     # scores far below the cap: tanh as 1 - 2 / (1 + e) lost what is left of them
     *(
-        Case(num_heads=3, num_kv_heads=3, num_queries=16, num_keys=16, head_dim=32, optional={"softcap": softcap, "window": 64})
+        Case(
+            num_heads=3,
+            num_kv_heads=3,
+            num_queries=16,
+            num_keys=16,
+            head_dim=32,
+            optional={"softcap": softcap, "window": 64},
+        )
         for softcap in (20.0, 100.0)
     ),
     Case(num_heads=4, num_kv_heads=2, optional={"alibi_slopes": True}),
@@ -46,17 +56,31 @@ CASES = [
 ]
 
 GPU_CASES = [
-    Case(batch=2, num_heads=num_heads, num_kv_heads=num_kv_heads, num_queries=n, num_keys=m, head_dim=d, causal=causal, inputs=inputs)
+    Case(
+        batch=2,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        num_queries=n,
+        num_keys=m,
+        head_dim=d,
+        causal=causal,
+        inputs=inputs,
+    )
     for num_heads, num_kv_heads in ((4, 4), (8, 2))
     for n, m in ((257, 257), (1024, 1024), (129, 600), (600, 129), (1, 777))
     for d in (16, 40, 64, 128, 256)
     for causal in (True, False)
     for inputs in ("normal", "spike")
-] + [Case(num_queries=513, num_keys=513, head_dim=64, inputs=inputs) for inputs in ("large", "growing", "negative", "ties")]
+] + [
+    Case(num_queries=513, num_keys=513, head_dim=64, inputs=inputs)
+    for inputs in ("large", "growing", "negative", "ties")
+]
 
 
 def configured(backend: Backend) -> Backend:
-    return backend.configured(**{name: size for name, size in TILES.items() if name in backend.options})
+    return backend.configured(
+        **{name: size for name, size in TILES.items() if name in backend.options}
+    )
 
 
 def table(*names: str) -> list[Backend]:
@@ -69,10 +93,17 @@ def parameters(cases: list[Case], backends: list[Backend]) -> list:
     for backend in map(configured, backends):
         for case in cases:
             for dtype in backend.dtypes:
-                in_reach = case.features() <= backend.features and (backend.head_dims is None or case.head_dim in backend.head_dims)
-                # tiles, masks and tails are the same code for every dtype: the half-precision runs keep to the plain cases
+                in_reach = case.features() <= backend.features and (
+                    backend.head_dims is None or case.head_dim in backend.head_dims
+                )
+                # tiles, masks and tails are the same code for every dtype: the half-precision runs
+                # keep to the plain cases
                 if in_reach and (dtype in (torch.float64, torch.float32) or not case.optional):
-                    found.append(pytest.param(backend, case, dtype, id=f"{backend.name}-{case}-{SHORT[dtype]}"))
+                    found.append(
+                        pytest.param(
+                            backend, case, dtype, id=f"{backend.name}-{case}-{SHORT[dtype]}"
+                        )
+                    )
     return found
 
 
@@ -80,13 +111,18 @@ EXACT = [name for name, backend in BACKENDS.items() if backend.exact and name !=
 # PyTorch's FlexAttention has no backward on the CPU
 ON_CPU = [name for name in EXACT if name != "flex"]
 # on a Hopper GPU `triton` is other kernels for the dtypes and head dims that these can take
-PORTABLE = replace(BACKENDS["triton"].configured(kernel="portable"), name="triton (portable)", dtypes=(torch.bfloat16, torch.float16))
+PORTABLE = replace(
+    BACKENDS["triton"].configured(kernel="portable"),
+    name="triton (portable)",
+    dtypes=(torch.bfloat16, torch.float16),
+)
 
 
 def check(row: dict, record) -> None:
     record(row)
     assert row["ok"], "\n".join(
-        f"{name}: error {x['error']:.3g}, naive {x['naive']:.3g}, budget {x['budget']:.3g}" for name, x in row["tensors"].items()
+        f"{name}: error {x['error']:.3g}, naive {x['naive']:.3g}, budget {x['budget']:.3g}"
+        for name, x in row["tensors"].items()
     )
 
 

@@ -1,4 +1,5 @@
-"""Looking inside: the largest score, the first tile that leaves the finite range, the recorder that watches a model's calls.
+"""Looking inside: the largest score, the first tile that leaves the finite range, the recorder that
+watches a model's calls.
 
 Dimensions: N queries, M keys.
 """
@@ -8,7 +9,17 @@ import math
 import pytest
 import torch
 
-from attention import BACKENDS, LIMITS, Recorder, attention, compare_with_exact, diagnose, find_breakdown, get_backend, max_score
+from attention import (
+    BACKENDS,
+    LIMITS,
+    Recorder,
+    attention,
+    compare_with_exact,
+    diagnose,
+    find_breakdown,
+    get_backend,
+    max_score,
+)
 
 TILES = {"block_q": 16, "block_kv": 8}
 
@@ -17,7 +28,9 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def with_one_score(score: float, query: int, key: int, *, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def with_one_score(
+    score: float, query: int, key: int, *, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     """q, k, v of 64 tokens whose scores are 0, but for one query and key; at scale 1."""
     q, k = torch.zeros(1, 2, 64, 16, dtype=dtype), torch.zeros(1, 2, 64, 16, dtype=dtype)
     q[:, 1, query, 0] = 1
@@ -26,7 +39,9 @@ def with_one_score(score: float, query: int, key: int, *, dtype: torch.dtype = t
 
 
 def breakdown(tensors, name: str, **arguments):
-    return find_breakdown(*tensors, backend=get_backend(name, **TILES), causal=True, scale=1.0, **arguments)
+    return find_breakdown(
+        *tensors, backend=get_backend(name, **TILES), causal=True, scale=1.0, **arguments
+    )
 
 
 def test_limits_are_where_exp_overflows():
@@ -36,19 +51,25 @@ def test_limits_are_where_exp_overflows():
         torch.float32: 88.72,
     }
     for dtype, limit in LIMITS.items():
-        below, above = torch.tensor([limit * 0.995, limit * 1.005], dtype=torch.float64).exp().to(dtype)
+        below, above = (
+            torch.tensor([limit * 0.995, limit * 1.005], dtype=torch.float64).exp().to(dtype)
+        )
         assert below.isfinite() and above.isinf()
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize(("num_queries", "num_keys"), [(300, 300), (20, 1200), (40, 15), (1, 1)], ids=lambda n: str(n))
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys"), [(300, 300), (20, 1200), (40, 15), (1, 1)], ids=lambda n: str(n)
+)
 def test_max_score_is_the_dense_maximum(causal, num_queries, num_keys):
     """Also where the largest score of all stands in the future, and must not count."""
     q, k = random(2, 4, num_queries, 16), random(2, 2, num_keys, 16, seed=1)
     k[:, :, -1] *= 30
     scores = q @ k.repeat_interleave(2, 1).mT * 0.5
     if causal:
-        scores = scores.tril(num_keys - num_queries).masked_fill(~torch.ones_like(scores).tril(num_keys - num_queries).bool(), -math.inf)
+        scores = scores.tril(num_keys - num_queries).masked_fill(
+            ~torch.ones_like(scores).tril(num_keys - num_queries).bool(), -math.inf
+        )
     torch.testing.assert_close(max_score(q, k, causal=causal, scale=0.5), scores.max())
 
 
@@ -59,7 +80,10 @@ ASKED = {
     "window": {"window": 7},
     "wide-window": {"window": 150},
     "documents": {"document_ids": torch.tensor([[0] * 3 + [1] * 140 + [2] * 57, [5] * 200])},
-    "window-documents": {"window": 30, "document_ids": torch.tensor([[0] * 90 + [1] * 110, [0] * 1 + [1] * 199])},
+    "window-documents": {
+        "window": 30,
+        "document_ids": torch.tensor([[0] * 90 + [1] * 110, [0] * 1 + [1] * 199]),
+    },
     "negative-scale": {"scale": -0.3},
     "no-scale": {"scale": 0.0},
     "softcap": {"softcap": 2.0},
@@ -67,11 +91,15 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["fp32", "fp64", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["fp32", "fp64", "bf16"]
+)
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1], ids=lambda heads: f"Hkv{heads}")
 @pytest.mark.parametrize("rows", [200, 64, 1], ids=lambda rows: f"{rows}rows")
 @pytest.mark.parametrize("name", ASKED)
-def test_max_score_is_that_of_the_tile_loop_in_pieces_of_any_size(monkeypatch, name, rows, num_kv_heads, dtype):
+def test_max_score_is_that_of_the_tile_loop_in_pieces_of_any_size(
+    monkeypatch, name, rows, num_kv_heads, dtype
+):
     asked = {"scale": 0.25} | ASKED[name]
     q, k = random(2, 4, 200, 16, dtype=dtype), random(2, num_kv_heads, 200, 16, seed=1, dtype=dtype)
     k[:, :, -1] *= 30  # under a causal mask, the last query alone sees it
@@ -85,16 +113,24 @@ def test_max_score_is_that_of_the_tile_loop_in_pieces_of_any_size(monkeypatch, n
 
 @pytest.mark.parametrize("rows", [40, 8], ids=lambda rows: f"{rows}rows")
 def test_max_score_leaves_out_queries_without_a_key(monkeypatch, rows):
-    """More queries than keys: of 40 queries the first 25 see none, and a piece of them has no score."""
+    """More queries than keys: of 40 queries the first 25 see none, and a piece of them has no
+    score.
+    """
     q, k = random(1, 2, 40, 16), random(1, 2, 15, 16, seed=1)
     monkeypatch.setitem(diagnose.PIECE_SCORES, "cpu", rows * 2 * 15)
     torch.testing.assert_close(max_score(q, k), max_score(q[:, :, 25:], k))
 
 
 def test_max_score_multiplies_in_large_pieces_and_never_all_at_once(monkeypatch):
-    """It was a loop of tiles: on an H200 90 ms a layer of GPT-2 at 8,192 tokens, more than ten training steps a row of metrics."""
+    """It was a loop of tiles: on an H200 90 ms a layer of GPT-2 at 8,192 tokens, more than ten
+    training steps a row of metrics.
+    """
     sizes, bmm = [], torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda *tensors, **how: sizes.append(bmm(*tensors, **how).numel()) or bmm(*tensors, **how))
+    monkeypatch.setattr(
+        torch,
+        "bmm",
+        lambda *tensors, **how: sizes.append(bmm(*tensors, **how).numel()) or bmm(*tensors, **how),
+    )
     q, k = random(1, 4, 2048, 16), random(1, 4, 2048, 16, seed=1)
     max_score(q, k)
     assert max(sizes) <= diagnose.PIECE_SCORES["cpu"] < 4 * 2048 * 2048
@@ -114,12 +150,16 @@ def test_max_score_is_not_finite_where_a_score_that_counts_is_not(bad):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
 @pytest.mark.parametrize("num_kv_heads", [4, 2], ids=lambda heads: f"Hkv{heads}")
 def test_max_score_of_a_gpu_sums_in_float32(dtype, num_kv_heads):
     q, k = (random(2, heads, 300, 64, seed=heads, dtype=dtype) for heads in (4, num_kv_heads))
     expected = max_score(q.double(), k.double())
-    torch.testing.assert_close(max_score(q.cuda(), k.cuda()).cpu().double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        max_score(q.cuda(), k.cuda()).cpu().double(), expected, rtol=1e-5, atol=0
+    )
 
 
 def test_max_score_has_attentions_default_scale():
@@ -136,20 +176,40 @@ def test_healthy(name):
 
 @pytest.mark.parametrize(
     ("dtype", "score", "tensor"),
-    [(torch.float32, 90.0, "row_sum"), (torch.bfloat16, 90.0, "row_sum"), (torch.float16, 12.0, "acc")],
+    [
+        (torch.float32, 90.0, "row_sum"),
+        (torch.bfloat16, 90.0, "row_sum"),
+        (torch.float16, 12.0, "acc"),
+    ],
     ids=["fp32", "bf16", "fp16"],
 )
 def test_no_max_past_its_limit(dtype, score, tensor):
     """In float16 the sums stay finite: it is p, rounded for the product with v, that overflows."""
     found = breakdown(with_one_score(score, 40, 21, dtype=dtype), "no_max")
-    assert (found.tensor, found.queries, found.keys, found.max_score) == (tensor, (32, 48), (16, 24), score)
-    assert (found.sequence, found.head, found.row, found.fate) == (0, 1, 40, "NaN" if tensor == "row_sum" else "inf")
-    assert str(found) == f"{tensor} leaves the finite range in the tile of queries 32:48 and keys 16:24, whose largest score is {score:.2f}"
+    assert (found.tensor, found.queries, found.keys, found.max_score) == (
+        tensor,
+        (32, 48),
+        (16, 24),
+        score,
+    )
+    assert (found.sequence, found.head, found.row, found.fate) == (
+        0,
+        1,
+        40,
+        "NaN" if tensor == "row_sum" else "inf",
+    )
+    assert (
+        str(found)
+        == f"{tensor} leaves the finite range in the tile of queries 32:48 and keys 16:24, whose "
+        f"largest score is {score:.2f}"
+    )
     assert breakdown(with_one_score(score, 40, 21, dtype=dtype), "tiled") is None
 
 
 def test_a_sum_that_overflows_alone_leaves_zeros():
-    """No NaN anywhere: every score is 86, far from overflow, and so is acc; only the sum of 64 exponentials is too large."""
+    """No NaN anywhere: every score is 86, far from overflow, and so is acc; only the sum of 64
+    exponentials is too large.
+    """
     q, k, v = (torch.full((2, 4, 64, 16), x) for x in (1.0, 86 / 16, 1e-3))
     found = breakdown([q, k, v], "no_max")
     assert (found.tensor, found.fate, found.sequence, found.head) == ("row_sum", "zero", 0, 0)
@@ -159,7 +219,9 @@ def test_a_sum_that_overflows_alone_leaves_zeros():
 
 def test_the_query_head_is_named_where_heads_share_keys():
     q, k, v = with_one_score(90.0, 40, 21)
-    q = torch.cat((torch.zeros_like(q), q), 1).repeat(2, 1, 1, 1)  # (2, 4, N, D): head 3 of the two that share key/value head 1
+    q = torch.cat((torch.zeros_like(q), q), 1).repeat(
+        2, 1, 1, 1
+    )  # (2, 4, N, D): head 3 of the two that share key/value head 1
     q[0] = 0
     found = breakdown([q, k.repeat(2, 1, 1, 1), v.repeat(2, 1, 1, 1)], "no_max")
     assert (found.sequence, found.head, found.row, found.max_score) == (1, 3, 40, 90.0)
@@ -197,14 +259,28 @@ def test_an_output_that_no_tile_explains():
     """zero_init_max divides 0 by 0 at the very end; naive has no tiles to look into."""
     q, k, v = (torch.full((1, 1, 4, 16), x) for x in (1.0, -30.0, 1.0))
     found = breakdown([q, k, v], "zero_init_max")
-    assert (found.tensor, found.queries, found.head, found.row, found.fate) == ("out", None, 0, 0, "NaN")
+    assert (found.tensor, found.queries, found.head, found.row, found.fate) == (
+        "out",
+        None,
+        0,
+        0,
+        "NaN",
+    )
     q, k, v = with_one_score(1.0, 3, 2)
-    assert find_breakdown(1e25 * q, 1e25 * k, v, backend=get_backend("naive"), causal=True, scale=1.0).tensor == "out"
+    assert (
+        find_breakdown(
+            1e25 * q, 1e25 * k, v, backend=get_backend("naive"), causal=True, scale=1.0
+        ).tensor
+        == "out"
+    )
 
 
 def test_recorder_keeps_one_entry_a_call_and_changes_nothing():
     recorder = Recorder(get_backend("tiled", **TILES), look_for_breakdowns=True)
-    calls = [[random(1, 2, 40, 16, seed=3 * call + i).requires_grad_() for i in range(3)] for call in range(3)]
+    calls = [
+        [random(1, 2, 40, 16, seed=3 * call + i).requires_grad_() for i in range(3)]
+        for call in range(3)
+    ]
     for q, k, v in calls:
         out, lse = attention(q, k, v, backend=recorder.backend, scale=0.1, window=7)
         expected = attention(q, k, v, backend=get_backend("tiled", **TILES), scale=0.1, window=7)
@@ -218,7 +294,9 @@ def test_recorder_keeps_one_entry_a_call_and_changes_nothing():
 
 def test_recorder_looks_for_breakdowns_only_when_asked():
     bad = with_one_score(90.0, 40, 21)
-    quiet, curious = (Recorder(get_backend("no_max", **TILES), look_for_breakdowns=look) for look in (False, True))
+    quiet, curious = (
+        Recorder(get_backend("no_max", **TILES), look_for_breakdowns=look) for look in (False, True)
+    )
     for recorder in (quiet, curious):
         for tensors in (bad, with_one_score(1.0, 40, 21)):
             attention(*tensors, backend=recorder.backend, scale=1.0)
@@ -243,24 +321,40 @@ def test_recorder_sees_the_scores_a_defect_really_works_with():
     torch.testing.assert_close(recorder.max_scores[0], max_score(q, k, scale=1.0))
 
 
-def for_comparison(num_heads: int, num_kv_heads: int, length: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def for_comparison(
+    num_heads: int, num_kv_heads: int, length: int, dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
     """q, k, v, d_out with head dim 16."""
-    return [random(1, h, length, 16, seed=i, dtype=dtype) for i, h in enumerate((num_heads, num_kv_heads, num_kv_heads, num_heads))]
+    return [
+        random(1, h, length, 16, seed=i, dtype=dtype)
+        for i, h in enumerate((num_heads, num_kv_heads, num_kv_heads, num_heads))
+    ]
 
 
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (4, 1)], ids=lambda heads: f"H{heads[0]}-Hkv{heads[1]}")
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "heads", [(2, 2), (4, 2), (4, 1)], ids=lambda heads: f"H{heads[0]}-Hkv{heads[1]}"
+)
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"]
+)
 @pytest.mark.parametrize("name", ["naive", "tiled", "sdpa"])
 def test_exact_backends_are_near_exact(name, dtype, bound, heads):
     row = compare_with_exact(*for_comparison(*heads, 150, dtype), backend=get_backend(name))
-    assert row.keys() == {f"{tensor}_{figure}" for tensor in ("out", "dq", "dk", "dv") for figure in ("error", "cosine")}
+    assert row.keys() == {
+        f"{tensor}_{figure}"
+        for tensor in ("out", "dq", "dk", "dv")
+        for figure in ("error", "cosine")
+    }
     for tensor in ("out", "dq", "dk", "dv"):
-        # float32 arithmetic cannot be right to the last bit: an error of 0 would mean that something was compared with itself
+        # float32 arithmetic cannot be right to the last bit: an error of 0 would mean that
+        # something was compared with itself
         assert 0 < row[f"{tensor}_error"] < bound and row[f"{tensor}_cosine"] > 1 - bound
 
 
 def test_a_defect_is_as_far_as_autograd_in_float64_says():
-    """no_rescale against naive, both in float64 and over all queries, with the figures written out once more."""
+    """no_rescale against naive, both in float64 and over all queries, with the figures written out
+    once more.
+    """
     q, k, v, d_out = (x.double() for x in for_comparison(2, 2, 60))
     results = []
     for backend in (get_backend("no_rescale", **TILES), "naive"):
@@ -269,21 +363,31 @@ def test_a_defect_is_as_far_as_autograd_in_float64_says():
         results.append([out.detach(), *torch.autograd.grad(out, inputs, d_out)])
     row = compare_with_exact(q, k, v, d_out, backend=get_backend("no_rescale", **TILES), scale=0.3)
     for name, x, exact in zip(("out", "dq", "dk", "dv"), *results, strict=True):
-        assert row[f"{name}_error"] == pytest.approx((((x - exact) ** 2).sum() / (exact**2).sum()).sqrt().item(), rel=1e-9)
-        assert row[f"{name}_cosine"] == pytest.approx(torch.cosine_similarity(x.flatten(), exact.flatten(), 0).item(), rel=1e-9)
+        assert row[f"{name}_error"] == pytest.approx(
+            (((x - exact) ** 2).sum() / (exact**2).sum()).sqrt().item(), rel=1e-9
+        )
+        assert row[f"{name}_cosine"] == pytest.approx(
+            torch.cosine_similarity(x.flatten(), exact.flatten(), 0).item(), rel=1e-9
+        )
         assert row[f"{name}_error"] > 0.05
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=lambda heads: f"H{heads[0]}-Hkv{heads[1]}")
 def test_a_long_sequence_is_compared_in_its_last_queries(monkeypatch, heads):
-    """As if only they had been asked for: with the other queries' gradients at 0, nothing else can be seen."""
+    """As if only they had been asked for: with the other queries' gradients at 0, nothing else can
+    be seen.
+    """
     q, k, v, d_out = for_comparison(*heads, 100)
     rows = 20
-    monkeypatch.setattr("attention.diagnose.REFERENCE_SCORES", rows * heads[0] // heads[1] * 100 + 50)
+    monkeypatch.setattr(
+        "attention.diagnose.REFERENCE_SCORES", rows * heads[0] // heads[1] * 100 + 50
+    )
     row = compare_with_exact(q, k, v, d_out, backend=get_backend("tiled", **TILES))
     assert max(value for name, value in row.items() if name.endswith("_error")) < 2e-6
     row = compare_with_exact(q, k, v, d_out, backend=get_backend("no_rescale", **TILES))
-    last = compare_with_exact(q[:, :, -rows:], k, v, d_out[:, :, -rows:], backend=get_backend("no_rescale", **TILES))
+    last = compare_with_exact(
+        q[:, :, -rows:], k, v, d_out[:, :, -rows:], backend=get_backend("no_rescale", **TILES)
+    )
     assert row == pytest.approx(last, rel=1e-4) and row["out_error"] > 0.05
 
 
@@ -311,7 +415,10 @@ def test_recording_the_largest_score_keeps_no_graph_alive():
     recorder = Recorder(get_backend("no_rescale", **TILES))
     q, k, v = (random(1, 2, 40, 16, seed=i).requires_grad_() for i in range(3))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attention.diagnose.TileMaxima.largest", lambda self: seen.append(self) or torch.stack(self.values).amax())
+        patch.setattr(
+            "attention.diagnose.TileMaxima.largest",
+            lambda self: seen.append(self) or torch.stack(self.values).amax(),
+        )
         attention(q, k, v, backend=recorder.backend).out.sum().backward()
     (maxima,) = seen
     assert len(maxima.values) > 20 and not any(value.requires_grad for value in maxima.values)

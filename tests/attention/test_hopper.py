@@ -1,4 +1,5 @@
-"""The Hopper kernels: their numbers and their protocol in an interpreter, their machine code without a GPU, and all of it on one.
+"""The Hopper kernels: their numbers and their protocol in an interpreter, their machine code
+without a GPU, and all of it on one.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -28,7 +29,10 @@ from gluon_interpreter import COUNTERS, Failure, load_kernels  # noqa: E402
 from test_conformance import CASES, GPU_CASES, check  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the plain Triton kernels around the Hopper ones are compiled here")
+INTERPRETED = pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="the plain Triton kernels around the Hopper ones are compiled here",
+)
 
 
 # in the interpreter
@@ -41,7 +45,17 @@ def launcher(edit: tuple[str, str, str] | None = None):
 
 class Interpreted(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, launch, causal: bool, scale: float, lo: Tensor | None, hi: Tensor | None, q: Tensor, k: Tensor, v: Tensor):
+    def forward(
+        ctx,
+        launch,
+        causal: bool,
+        scale: float,
+        lo: Tensor | None,
+        hi: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ):
         out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
         launch.forward(q, k, v, out, lse, lo, hi, causal=causal, scale=scale)
         ctx.save_for_backward(lo, hi, q, k, v, out, lse)
@@ -55,14 +69,41 @@ class Interpreted(torch.autograd.Function):
 
         lo, hi, q, k, v, out, lse = ctx.saved_tensors
         launch, causal, scale = ctx.settings
-        grads = unpacked([x.fill_(torch.nan) for x in empty_gradients(q, k, v, is_packed(q, k, v))], q.shape[1], k.shape[1])
+        grads = unpacked(
+            [x.fill_(torch.nan) for x in empty_gradients(q, k, v, is_packed(q, k, v))],
+            q.shape[1],
+            k.shape[1],
+        )
         ranges = None if lo is None else query_ranges(lo, hi, k.shape[2], launch.BLOCK_KV)
-        launch.backward(d_out.contiguous(), d_lse, q, k, v, out, lse, *grads, lo, hi, ranges, causal=causal, scale=scale)
+        launch.backward(
+            d_out.contiguous(),
+            d_lse,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            *grads,
+            lo,
+            hi,
+            ranges,
+            causal=causal,
+            scale=scale,
+        )
         return None, None, None, None, None, *grads
 
 
 def interpreted_backend(edit: tuple[str, str, str] | None = None) -> Backend:
-    def function(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window=None, document_ids=None) -> AttentionOutput:
+    def function(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        window=None,
+        document_ids=None,
+    ) -> AttentionOutput:
         lo = hi = None
         if window is not None or document_ids is not None:
             visible = visible_keys(q, k, causal=causal, window=window, document_ids=document_ids)
@@ -73,7 +114,8 @@ def interpreted_backend(edit: tuple[str, str, str] | None = None) -> Backend:
     return Backend("hopper-interpreted", function, features=features)
 
 
-# several blocks of queries, several tiles of keys, and more work than the interpreter's two programs
+# several blocks of queries, several tiles of keys, and more work than the interpreter's two
+# programs
 INTERPRETED_CASES = [
     Case(batch=2, num_heads=2, num_queries=400, num_keys=400, head_dim=64),
     Case(batch=1, num_heads=4, num_kv_heads=2, num_queries=290, num_keys=290, head_dim=128),
@@ -86,18 +128,65 @@ INTERPRETED_CASES = [
     Case(num_queries=300, num_keys=130, head_dim=128, num_kv_heads=1),
     Case(num_queries=1, num_keys=200, head_dim=64),
     Case(num_queries=1, num_keys=1, head_dim=128),
-    *(Case(num_queries=200, num_keys=200, head_dim=64, inputs=name) for name in ("large", "growing", "spike", "negative", "ties")),
-    Case(num_queries=200, num_keys=200, head_dim=64, inputs="negative", causal=False),  # masked scores are 0, far above all others
+    *(
+        Case(num_queries=200, num_keys=200, head_dim=64, inputs=name)
+        for name in ("large", "growing", "spike", "negative", "ties")
+    ),
+    Case(
+        num_queries=200, num_keys=200, head_dim=64, inputs="negative", causal=False
+    ),  # masked scores are 0, far above all others
     Case(num_queries=450, num_keys=450, head_dim=64, optional={"window": 100}),
-    Case(num_queries=130, num_keys=400, head_dim=128, num_kv_heads=1, optional={"window": 40}),  # no query sees the first keys
+    Case(
+        num_queries=130, num_keys=400, head_dim=128, num_kv_heads=1, optional={"window": 40}
+    ),  # no query sees the first keys
     Case(num_queries=128, num_keys=400, head_dim=64, optional={"window": 40}),
-    *(Case(num_heads=4, num_kv_heads=2, num_queries=600, num_keys=600, head_dim=size, optional={"window": 300}) for size in (64, 128)),
+    *(
+        Case(
+            num_heads=4,
+            num_kv_heads=2,
+            num_queries=600,
+            num_keys=600,
+            head_dim=size,
+            optional={"window": 300},
+        )
+        for size in (64, 128)
+    ),
     Case(num_queries=300, num_keys=130, head_dim=64, optional={"window": 5}),
     # of eight blocks of keys the first six are seen by no query
-    *(Case(num_heads=6, num_kv_heads=3, num_queries=130, num_keys=900, head_dim=size, optional={"window": 40}) for size in (64, 128)),
-    Case(batch=2, num_queries=400, num_keys=400, head_dim=64, num_kv_heads=1, optional={"document_ids": True}),
-    Case(batch=2, num_queries=270, num_keys=270, head_dim=128, causal=False, optional={"document_ids": True}),
-    Case(batch=2, num_queries=400, num_keys=400, head_dim=128, optional={"document_ids": True, "window": 30}),
+    *(
+        Case(
+            num_heads=6,
+            num_kv_heads=3,
+            num_queries=130,
+            num_keys=900,
+            head_dim=size,
+            optional={"window": 40},
+        )
+        for size in (64, 128)
+    ),
+    Case(
+        batch=2,
+        num_queries=400,
+        num_keys=400,
+        head_dim=64,
+        num_kv_heads=1,
+        optional={"document_ids": True},
+    ),
+    Case(
+        batch=2,
+        num_queries=270,
+        num_keys=270,
+        head_dim=128,
+        causal=False,
+        optional={"document_ids": True},
+    ),
+    Case(
+        batch=2,
+        num_queries=400,
+        num_keys=400,
+        head_dim=128,
+        optional={"document_ids": True, "window": 30},
+    ),
 ]
 
 
@@ -119,16 +208,26 @@ def test_interpreted_as_long_sequences(case, monkeypatch):
 
 @INTERPRETED
 def test_heads_of_an_incomplete_section_are_computed(monkeypatch):
-    """Three heads in sections of two: found by a launch whose last section pointed past the last head."""
+    """Three heads in sections of two: found by a launch whose last section pointed past the last
+    head.
+    """
     launch = launcher()
     monkeypatch.setattr(launch, "section_of", lambda *_, **__: 2)
     backend = interpreted_backend()
-    row = compare(backend, Case(num_heads=3, num_kv_heads=3, num_queries=200, num_keys=200, head_dim=64), torch.float16, "cpu")
+    row = compare(
+        backend,
+        Case(num_heads=3, num_kv_heads=3, num_queries=200, num_keys=200, head_dim=64),
+        torch.float16,
+        "cpu",
+    )
     assert row["ok"], row
 
 
-def compare_packed(backend: Backend, projected: Tensor, num_kv_heads: int, **optional: object) -> None:
-    """Attention of the parts of one projection (B, N, H + 2 H_kv, D) and of copies of them, and its gradients.
+def compare_packed(
+    backend: Backend, projected: Tensor, num_kv_heads: int, **optional: object
+) -> None:
+    """Attention of the parts of one projection (B, N, H + 2 H_kv, D) and of copies of them, and its
+    gradients.
 
     dq adds up in any order, so of its numbers in 16 bits some are rounded to the other side.
     """
@@ -138,12 +237,29 @@ def compare_packed(backend: Backend, projected: Tensor, num_kv_heads: int, **opt
     results = []
     for tensors in (views, copies):
         out, lse = attention(*tensors, backend=backend, **optional)
-        results.append([out.detach(), lse.detach(), *torch.autograd.grad((out * out).sum() + lse.sum(), tensors)])
+        results.append(
+            [
+                out.detach(),
+                lse.detach(),
+                *torch.autograd.grad((out * out).sum() + lse.sum(), tensors),
+            ]
+        )
     (*found, dq, dk, dv), (*expected, expected_dq, expected_dk, expected_dv) = results
-    assert all(torch.equal(x, y) for x, y in zip((*found, dk, dv), (*expected, expected_dk, expected_dv), strict=True))
-    assert (dq - expected_dq).float().norm() <= torch.finfo(dq.dtype).eps * expected_dq.float().norm()
-    assert [(x.stride(), x.storage_offset()) for x in (dq, dk, dv)] == [(x.stride(), x.storage_offset()) for x in views]
-    assert len({x.untyped_storage().data_ptr() for x in (dq, dk, dv)}) == 1 < len({x.data_ptr() for x in (dq, dk, dv)})
+    assert all(
+        torch.equal(x, y)
+        for x, y in zip((*found, dk, dv), (*expected, expected_dk, expected_dv), strict=True)
+    )
+    assert (dq - expected_dq).float().norm() <= torch.finfo(
+        dq.dtype
+    ).eps * expected_dq.float().norm()
+    assert [(x.stride(), x.storage_offset()) for x in (dq, dk, dv)] == [
+        (x.stride(), x.storage_offset()) for x in views
+    ]
+    assert (
+        len({x.untyped_storage().data_ptr() for x in (dq, dk, dv)})
+        == 1
+        < len({x.data_ptr() for x in (dq, dk, dv)})
+    )
 
 
 @INTERPRETED
@@ -157,16 +273,34 @@ def test_parts_of_a_projection_are_read_and_written_where_they_are(num_kv_heads,
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("where", ["q", "k", "v", "d_out"])
 def test_nan_is_not_lost_in_a_polynomial(where, causal, monkeypatch):
-    """One number of one row: it spoils what it spoils where all exponentials are exp2's, but for dv of some keys."""
-    monkeypatch.setattr(gluon_interpreter, "unchanged", lambda x, y: torch.equal(x.view(torch.int16), y.view(torch.int16)))
+    """One number of one row: it spoils what it spoils where all exponentials are exp2's, but for dv
+    of some keys.
+    """
+    monkeypatch.setattr(
+        gluon_interpreter,
+        "unchanged",
+        lambda x, y: torch.equal(x.view(torch.int16), y.view(torch.int16)),
+    )
     alike = interpreted_backend(("backward", "p = exp2_by_two_units(x)", "p = gl.exp2(x)"))
-    for row in (3, 72, 199):  # the last key is seen by one query alone; of row 72, half of the exponentials are the polynomial's
+    for row in (
+        3,
+        72,
+        199,
+        # the last key is seen by one query alone; of row 72, half of the exponentials are the
+        # polynomial's
+    ):
         tensors = {name: torch.randn(1, 1, 200, 64).half() for name in ("q", "k", "v", "d_out")}
         tensors[where][0, 0, row, 5] = torch.nan
         grads = []
         for backend in (interpreted_backend(), alike):
             q, k, v = (tensors[name].clone().requires_grad_() for name in "qkv")
-            grads.append(torch.autograd.grad(attention(q, k, v, backend=backend, causal=causal).out, (q, k, v), tensors["d_out"]))
+            grads.append(
+                torch.autograd.grad(
+                    attention(q, k, v, backend=backend, causal=causal).out,
+                    (q, k, v),
+                    tensors["d_out"],
+                )
+            )
         found, expected = ([x.isfinite() for x in each] for each in grads)
         assert all(torch.equal(x, y) for x, y in zip(found[:2], expected[:2], strict=True))
         assert (found[2] >= expected[2]).all() and (~found[2]).sum() >= 0.45 * (~expected[2]).sum()
@@ -180,12 +314,16 @@ def test_exponentials_by_polynomial():
     x[:, 8], x[:, 17] = -torch.inf, torch.nan
     with torch.no_grad():
         p = load_kernels()["primitives"].exp2_by_two_units(gluon_interpreter.Value(x)).data
-    exact = torch.where(x < -126, 0, x.double().exp2())  # below the smallest normal number the units give 0, or next to it
+    exact = torch.where(
+        x < -126, 0, x.double().exp2()
+    )  # below the smallest normal number the units give 0, or next to it
     usual = x > -126
     error = (p.double() / exact - 1).abs()[usual]
     assert 0.9e-4 < error.max() < 1.1e-4
     assert (error > 1e-6).double().mean() == pytest.approx(1 / 8, abs=0.02)
-    assert (p[:, 8] == 0).all() and p[:, 17].isnan().sum() == 32  # the other half are the polynomial's
+    assert (p[:, 8] == 0).all() and p[
+        :, 17
+    ].isnan().sum() == 32  # the other half are the polynomial's
     assert (p[x < -126] < 2.0**-125).all() and (p[x < -127.1].abs() <= 2.0**-126).all()
 
 
@@ -197,26 +335,40 @@ def test_an_accumulator_is_rescaled_where_any_row_of_a_warp_asks_for_it(head_dim
     for row in (None, 0, 8, 29, 63):
         if row is not None:
             alpha[row] = 0.5
-        assert torch.equal(rescaled(gluon_interpreter.Value(acc), gluon_interpreter.Value(alpha)).data, acc * alpha)
+        assert torch.equal(
+            rescaled(gluon_interpreter.Value(acc), gluon_interpreter.Value(alpha)).data, acc * alpha
+        )
 
 
 # what the interpreter would be worth nothing without: it sees a protocol that is wrong
 ERRORS = {
     "v-released-before-its-product": (
         "forward",
-        "            acc, p = warpgroup_mma_wait(0, deps=(acc_pending, p))\n            v_ring.release(item - 2)",
+        "            acc, p = warpgroup_mma_wait(0, deps=(acc_pending, p))\n            "
+        "v_ring.release(item - 2)",
         "            v_ring.release(item - 2)\n"
         "            __import__('time').sleep(0.02)\n"
         "            acc, p = warpgroup_mma_wait(0, deps=(acc_pending, p))",
         "an operand changed",
     ),
-    "v-not-awaited": ("forward", "            v_ring.await_full(item - 1)\n", "", "an operand changed, or was NaN"),
+    "v-not-awaited": (
+        "forward",
+        "            v_ring.await_full(item - 1)\n",
+        "",
+        "an operand changed, or was NaN",
+    ),
     "v-not-released": ("forward", "            v_ring.release(item - 2)\n", "", "deadlock"),
     "out-not-fenced": ("forward", "        fence_async_shared()\n", "", "without a fence"),
-    "out-overwritten": ("forward", "        tma.store_wait(0)\n        acc", "        acc", "written while it was being stored"),
+    "out-overwritten": (
+        "forward",
+        "        tma.store_wait(0)\n        acc",
+        "        acc",
+        "written while it was being stored",
+    ),
     "turn-not-passed": (
         "forward",
-        "        begin_turn(consumer, TURNS)\n        end_turn(consumer, CONSUMERS, TURNS)\n        item += 1",
+        "        begin_turn(consumer, TURNS)\n        end_turn(consumer, CONSUMERS, TURNS)\n    "
+        "    item += 1",
         "        item += 1",
         "deadlock|more than 256 threads",
     ),
@@ -226,12 +378,28 @@ ERRORS = {
         "            dq_pending",
         "an operand changed|without a fence",
     ),
-    "ds-not-fenced": ("backward", "            fence_async_shared()\n            dv_pending", "            dv_pending", "without a fence"),
-    "dq-tile-not-awaited": ("backward", "            await_own_stores()\n", "", "written while it was being stored"),
-    "dp-used-before-its-wait": ("backward", "PARTS + part - 1, deps=(dp_pending", "PARTS + part, deps=(dp_pending", "not waited for"),
+    "ds-not-fenced": (
+        "backward",
+        "            fence_async_shared()\n            dv_pending",
+        "            dv_pending",
+        "without a fence",
+    ),
+    "dq-tile-not-awaited": (
+        "backward",
+        "            await_own_stores()\n",
+        "",
+        "written while it was being stored",
+    ),
+    "dp-used-before-its-wait": (
+        "backward",
+        "PARTS + part - 1, deps=(dp_pending",
+        "PARTS + part, deps=(dp_pending",
+        "not waited for",
+    ),
     "q-released-before-its-product": (
         "backward",
-        "            dk = warpgroup_mma_wait(0, deps=(dk_pending,))\n            q_ring.release(item)",
+        "            dk = warpgroup_mma_wait(0, deps=(dk_pending,))\n            "
+        "q_ring.release(item)",
         "            q_ring.release(item)\n"
         "            __import__('time').sleep(0.02)\n"
         "            dk = warpgroup_mma_wait(0, deps=(dk_pending,))",
@@ -251,7 +419,12 @@ ERRORS = {
         "without a fence",
     ),
     "keys-not-released": ("backward", "    k_ring.release(visit)\n", "", "deadlock"),
-    "values-not-released": ("backward", "v = v.load(FIXED)\n        v_ring.release(visit)", "v = v.load(FIXED)", "deadlock"),
+    "values-not-released": (
+        "backward",
+        "v = v.load(FIXED)\n        v_ring.release(visit)",
+        "v = v.load(FIXED)",
+        "deadlock",
+    ),
     "block-not-released": ("backward", "    block_ring.release(visit)\n", "", "deadlock"),
     "dq-used-before-its-wait": (
         "backward",
@@ -313,9 +486,15 @@ def test_what_the_hopper_kernels_take(change, reason, on_an_h200):
 @pytest.mark.parametrize(
     ("where", "reason"),
     [
-        (lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0)), "sm_90"),
+        (
+            lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0)),
+            "sm_90",
+        ),
         (lambda patch: patch.setattr(torch.version, "cuda", None), "NVIDIA"),
-        (lambda patch: patch.setattr(choice, "version", lambda name: "3.9.0"), "Triton 3.6 has it, this is Triton 3.9.0"),
+        (
+            lambda patch: patch.setattr(choice, "version", lambda name: "3.9.0"),
+            "Triton 3.6 has it, this is Triton 3.9.0",
+        ),
     ],
     ids=["A100", "not-NVIDIA", "another-Triton"],
 )
@@ -333,7 +512,9 @@ def test_the_choice_and_its_reason(on_an_h200):
         "not the Hopper kernels: they take head_dim 64 and 128, the inputs have 96",
     )
     with pytest.raises(
-        ValueError, match="attention.kernel=hopper cannot run: they take head_dim 64 and 128, the inputs have 96; attention.kernel=auto"
+        ValueError,
+        match="attention.kernel=hopper cannot run: they take head_dim 64 and 128, the inputs have "
+        "96; attention.kernel=auto",
     ):
         choose_kernel("hopper", **H200 | {"head_dim": 96})
 
@@ -343,13 +524,17 @@ def test_what_a_run_writes_into_its_log(on_an_h200):
     for option, kernel in (("portable", "portable"), ("hopper", "hopper")):
         assert kernel_choice(get_backend("triton", kernel=option), **H200) == (kernel, "asked for")
     assert kernel_choice(get_backend("triton"), **H200).kernel == "hopper"
-    assert "float32" in kernel_choice(get_backend("triton"), **H200 | {"dtype": torch.float32}).reason
+    assert (
+        "float32" in kernel_choice(get_backend("triton"), **H200 | {"dtype": torch.float32}).reason
+    )
 
 
 @INTERPRETED
 def test_a_refusal_names_the_reason_and_the_way_out():
     q = torch.zeros(1, 1, 4, 64)
-    with pytest.raises(ValueError, match="kernel=hopper .* inputs are on cpu; kernel=auto takes the portable ones"):
+    with pytest.raises(
+        ValueError, match="kernel=hopper .* inputs are on cpu; kernel=auto takes the portable ones"
+    ):
         attention(q, q, q, backend=get_backend("triton", kernel="hopper"))
     with pytest.raises(ValueError, match="kernel=fast is not one of: auto, portable, hopper"):
         attention(q, q, q, backend=get_backend("triton", kernel="fast"))
@@ -367,7 +552,15 @@ SPILLS = {
 
 def compiled(kernel: str, dtype: str, head_dim: int, variants: str) -> list[dict]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "attention.kernels.hopper.offline", kernel, dtype, str(head_dim), variants]
+    command = [
+        sys.executable,
+        "-m",
+        "attention.kernels.hopper.offline",
+        kernel,
+        dtype,
+        str(head_dim),
+        variants,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -384,20 +577,33 @@ def check_machine_code(kernel: str, dtype: str, head_dim: int, variants: str) ->
         assert row["warnings"] == [], row
         assert row["spilled"] <= SPILLS.get((kernel, head_dim), (0, 0))[newer], row
         assert row["products"] >= 48, row
-        if (kernel, head_dim) == ("forward", 128):  # nearly all exponentials of a thread's 64 scores run beside the output's product
+        if (kernel, head_dim) == (
+            "forward",
+            128,
+        ):  # nearly all exponentials of a thread's 64 scores run beside the output's product
             assert min(row["overlapped"]) >= 60, row
 
 
-SHORT_DIFFERS = {("forward", 64), ("backward", 128)}  # elsewhere short sequences are computed as long ones
+SHORT_DIFFERS = {
+    ("forward", 64),
+    ("backward", 128),
+}  # elsewhere short sequences are computed as long ones
 FIRST = ("causal", "short")
-COMPILER = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler, not a GPU")
+COMPILER = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton's compiler, not a GPU"
+)
 
 
 @COMPILER
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
 def test_sm_90_compiles(kernel, head_dim):
-    check_machine_code(kernel, "bf16", head_dim, ",".join(FIRST if (kernel, head_dim) in SHORT_DIFFERS else FIRST[:1]))
+    check_machine_code(
+        kernel,
+        "bf16",
+        head_dim,
+        ",".join(FIRST if (kernel, head_dim) in SHORT_DIFFERS else FIRST[:1]),
+    )
 
 
 @COMPILER
@@ -408,26 +614,47 @@ def test_sm_90_compiles(kernel, head_dim):
 def test_sm_90_compiles_the_other_variants(kernel, head_dim, dtype):
     from attention.kernels.hopper.offline import VARIANTS
 
-    names = [name for name in VARIANTS if name not in FIRST and ((kernel, head_dim) in SHORT_DIFFERS or "short" not in name)]
-    check_machine_code(kernel, dtype, head_dim, ",".join(names if dtype == "bf16" else ("causal", "intervals")))
+    names = [
+        name
+        for name in VARIANTS
+        if name not in FIRST and ((kernel, head_dim) in SHORT_DIFFERS or "short" not in name)
+    ]
+    check_machine_code(
+        kernel, dtype, head_dim, ",".join(names if dtype == "bf16" else ("causal", "intervals"))
+    )
 
 
 # on the device
 
 HOPPER = BACKENDS["triton"].configured(kernel="hopper")
 ON_HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or bool(obstacle(**H200)), reason="needs a Hopper GPU and the Triton that the kernels are written for"
+    not torch.cuda.is_available() or bool(obstacle(**H200)),
+    reason="needs a Hopper GPU and the Triton that the kernels are written for",
 )
-SMALL = [replace(case, head_dim=64) for case in CASES if not {"softcap", "alibi_slopes"} & set(case.optional)]
+SMALL = [
+    replace(case, head_dim=64)
+    for case in CASES
+    if not {"softcap", "alibi_slopes"} & set(case.optional)
+]
 DEVICE_CASES = [
     *SMALL,
     *INTERPRETED_CASES,
     *(case for case in GPU_CASES if case.head_dim in (64, 128)),
-    Case(batch=4, num_heads=64, num_kv_heads=64, num_queries=320, num_keys=320, head_dim=64),  # more pieces of work than programs
+    Case(
+        batch=4, num_heads=64, num_kv_heads=64, num_queries=320, num_keys=320, head_dim=64
+    ),  # more pieces of work than programs
     Case(batch=2, num_heads=70, num_kv_heads=70, num_queries=192, num_keys=192, head_dim=128),
     Case(batch=8, num_heads=32, num_kv_heads=8, num_queries=640, num_keys=640, head_dim=128),
     *(
-        Case(batch=4, num_heads=48, num_kv_heads=48, num_queries=130, num_keys=900, head_dim=size, optional={"window": 40})
+        Case(
+            batch=4,
+            num_heads=48,
+            num_kv_heads=48,
+            num_queries=130,
+            num_keys=900,
+            head_dim=size,
+            optional={"window": 40},
+        )
         for size in (64, 128)
     ),
 ]
@@ -442,7 +669,9 @@ def test_conformance(case, dtype, conformance_record):
 
 
 def random(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to("cuda", torch.bfloat16)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(
+        "cuda", torch.bfloat16
+    )
 
 
 @pytest.mark.gpu
@@ -451,7 +680,9 @@ def random(*shape: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_same_bits_fifty_times(head_dim, optional):
     """The forward, and dk and dv; dq adds up in any order."""
-    q, k, v = (random(2, heads, 2000, head_dim, seed=heads).requires_grad_() for heads in (16, 4, 4))
+    q, k, v = (
+        random(2, heads, 2000, head_dim, seed=heads).requires_grad_() for heads in (16, 4, 4)
+    )
     d_out = random(2, 16, 2000, head_dim, seed=1)
 
     def once() -> tuple[Tensor, ...]:
@@ -465,10 +696,14 @@ def test_the_same_bits_fifty_times(head_dim, optional):
 
 @pytest.mark.gpu
 @ON_HOPPER
-@pytest.mark.parametrize("optional", [{}, {"window": 300}, {"document_ids": True}], ids=["causal", "window", "documents"])
+@pytest.mark.parametrize(
+    "optional", [{}, {"window": 300}, {"document_ids": True}], ids=["causal", "window", "documents"]
+)
 @pytest.mark.parametrize("num_kv_heads", [16, 4])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_gradients_of_a_projections_parts_are_written_into_one_tensor(head_dim, num_kv_heads, optional):
+def test_gradients_of_a_projections_parts_are_written_into_one_tensor(
+    head_dim, num_kv_heads, optional
+):
     projected = random(2, 2000, 16 + 2 * num_kv_heads, head_dim, seed=0)
     if "document_ids" in optional:
         optional = {"document_ids": torch.arange(2000, device="cuda").expand(2, -1) // 700}
@@ -484,7 +719,9 @@ def test_deterministic_algorithms_take_the_portable_backward():
     from attention.kernels.op import flash_attention_backward
 
     plain = (None, None, None, True, 64**-0.5, "", "online", 0, 0)
-    portable = flash_attention_backward(d_out, None, q, k, v, out.detach(), lse.detach(), *plain, "portable")
+    portable = flash_attention_backward(
+        d_out, None, q, k, v, out.detach(), lse.detach(), *plain, "portable"
+    )
     torch.use_deterministic_algorithms(True)
     try:
         found = torch.autograd.grad(out, (q, k, v), d_out)
@@ -519,7 +756,9 @@ def test_cuda_graph_and_two_streams():
 @pytest.mark.gpu
 @ON_HOPPER
 def test_graphs_of_torch_compile():
-    """Its reduce-overhead mode first runs on a stream and in a pool of its own, and goes no further if memory of it stays in use."""
+    """Its reduce-overhead mode first runs on a stream and in a pool of its own, and goes no further
+    if memory of it stays in use.
+    """
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (attention(q, k, v, backend=HOPPER).out * d_out).sum()

@@ -1,4 +1,6 @@
-"""What is refused, and that the refusal says why: inputs, options, names, targets, and backends that break their promise."""
+"""What is refused, and that the refusal says why: inputs, options, names, targets, and backends
+that break their promise.
+"""
 
 import re
 import warnings
@@ -8,12 +10,33 @@ import pytest
 import torch
 
 import attention as package
-from attention import BACKENDS, AttentionOutput, Backend, ScoreMod, attention, get_backend, register, sdpa
+from attention import (
+    BACKENDS,
+    AttentionOutput,
+    Backend,
+    ScoreMod,
+    attention,
+    get_backend,
+    register,
+    sdpa,
+)
 
 
-def qkv(batch=1, num_heads=2, num_queries=6, head_dim=8, *, num_kv_heads=None, num_keys=None, dtype=torch.float32):
+def qkv(
+    batch=1,
+    num_heads=2,
+    num_queries=6,
+    head_dim=8,
+    *,
+    num_kv_heads=None,
+    num_keys=None,
+    dtype=torch.float32,
+):
     kv = (batch, num_kv_heads or num_heads, num_keys or num_queries, head_dim)
-    return [torch.ones(shape, dtype=dtype) for shape in ((batch, num_heads, num_queries, head_dim), kv, kv)]
+    return [
+        torch.ones(shape, dtype=dtype)
+        for shape in ((batch, num_heads, num_queries, head_dim), kv, kv)
+    ]
 
 
 def refusal(*tensors, backend="naive", **arguments) -> str:
@@ -30,13 +53,29 @@ def identity(score, b, h, i, j, params):
 NAN, INF = float("nan"), float("inf")
 Q, K, V = qkv()
 INPUTS = {
-    "three-dimensional": ((Q[0], K, V), {}, "q must be (B, H, N, D) and k, v (B, H_kv, M, D); got q (2, 6, 8), k (1, 2, 6, 8)"),
-    "other-batch": ((Q.expand(3, -1, -1, -1), K, V), {}, "must share B and D, and k and v all of their shape; got q (3, 2, 6, 8)"),
+    "three-dimensional": (
+        (Q[0], K, V),
+        {},
+        "q must be (B, H, N, D) and k, v (B, H_kv, M, D); got q (2, 6, 8), k (1, 2, 6, 8)",
+    ),
+    "other-batch": (
+        (Q.expand(3, -1, -1, -1), K, V),
+        {},
+        "must share B and D, and k and v all of their shape; got q (3, 2, 6, 8)",
+    ),
     "other-head-dim": ((Q[..., :4], K, V), {}, "must share B and D"),
     "k-not-like-v": ((Q, K, V[:, :, :5]), {}, "v (1, 2, 5, 8)"),
-    "no-queries": ((Q[:, :, :0], K, V), {}, "every dimension must be at least 1; got q (1, 2, 0, 8)"),
+    "no-queries": (
+        (Q[:, :, :0], K, V),
+        {},
+        "every dimension must be at least 1; got q (1, 2, 0, 8)",
+    ),
     "no-keys": ((Q, K[:, :, :0], V[:, :, :0]), {}, "every dimension must be at least 1"),
-    "heads": (qkv(num_heads=3, num_kv_heads=2), {}, "multiple of the key/value heads; got H=3, H_kv=2"),
+    "heads": (
+        qkv(num_heads=3, num_kv_heads=2),
+        {},
+        "multiple of the key/value heads; got H=3, H_kv=2",
+    ),
     "fewer-query-heads": (qkv(num_heads=2, num_kv_heads=4), {}, "got H=2, H_kv=4"),
     "mixed-dtypes": ((Q, K.half(), V), {}, "one floating dtype; got float32, float16, float32"),
     "integers": (qkv(dtype=torch.int64), {}, "one floating dtype; got int64, int64, int64"),
@@ -52,34 +91,75 @@ INPUTS = {
     "window-float": ((Q, K, V), {"window": 2.0}, "window=2.0 must be an integer of at least 1"),
     "causal": ((Q, K, V), {"causal": "full"}, "causal='full' must be True or False"),
     **{
-        f"scale-{scale}": ((Q, K, V), {"scale": scale}, f"scale={scale!r} must be a number that is finite in float32")
+        f"scale-{scale}": (
+            (Q, K, V),
+            {"scale": scale},
+            f"scale={scale!r} must be a number that is finite in float32",
+        )
         for scale in (NAN, INF, -INF, True, 1e39, torch.tensor(1.0))
     },
     **{
-        f"softcap-{softcap}": ((Q, K, V), {"softcap": softcap}, f"softcap={softcap!r} must be a positive number, at most 1.0e+31 as scores")
+        f"softcap-{softcap}": (
+            (Q, K, V),
+            {"softcap": softcap},
+            f"softcap={softcap!r} must be a positive number, at most 1.0e+31 as scores",
+        )
         for softcap in (0.0, -1.0, NAN, INF, True, 1e-46, 1e32, torch.tensor(1.0))
     },
-    "softcap-float64": (qkv(dtype=torch.float64), {"softcap": INF}, "softcap=inf must be a positive number, at most 1.0e+292"),
-    "slopes": ((Q, K, V), {"alibi_slopes": torch.ones(3)}, "alibi_slopes must have shape (H,) = (2,); got (3,)"),
-    "slopes-2d": ((Q, K, V), {"alibi_slopes": torch.ones(1, 2)}, "alibi_slopes must have shape (H,) = (2,); got (1, 2)"),
-    "slopes-list": ((Q, K, V), {"alibi_slopes": [0.5, 0.5]}, "alibi_slopes must be a tensor, it is a list"),
-    "slopes-elsewhere": ((Q, K, V), {"alibi_slopes": torch.ones(2, device="meta")}, "must be on the device of q, cpu; got meta"),
+    "softcap-float64": (
+        qkv(dtype=torch.float64),
+        {"softcap": INF},
+        "softcap=inf must be a positive number, at most 1.0e+292",
+    ),
+    "slopes": (
+        (Q, K, V),
+        {"alibi_slopes": torch.ones(3)},
+        "alibi_slopes must have shape (H,) = (2,); got (3,)",
+    ),
+    "slopes-2d": (
+        (Q, K, V),
+        {"alibi_slopes": torch.ones(1, 2)},
+        "alibi_slopes must have shape (H,) = (2,); got (1, 2)",
+    ),
+    "slopes-list": (
+        (Q, K, V),
+        {"alibi_slopes": [0.5, 0.5]},
+        "alibi_slopes must be a tensor, it is a list",
+    ),
+    "slopes-elsewhere": (
+        (Q, K, V),
+        {"alibi_slopes": torch.ones(2, device="meta")},
+        "must be on the device of q, cpu; got meta",
+    ),
     **{
-        f"slopes-{dtype}": ((Q, K, V), {"alibi_slopes": torch.ones(2, dtype=dtype)}, f"alibi_slopes must be floating; got {str(dtype)[6:]}")
+        f"slopes-{dtype}": (
+            (Q, K, V),
+            {"alibi_slopes": torch.ones(2, dtype=dtype)},
+            f"alibi_slopes must be floating; got {str(dtype)[6:]}",
+        )
         for dtype in (torch.int64, torch.bool, torch.complex64)
     },
     "slopes-gradient": (
         (Q, K, V),
         {"alibi_slopes": torch.ones(2, requires_grad=True)},
-        "alibi_slopes must not require a gradient, which attention does not compute: hand in x.detach() for x",
+        "alibi_slopes must not require a gradient, which attention does not compute: hand in "
+        "x.detach() for x",
     ),
     "params-gradient": (
         (Q, K, V),
         {"score_mod": ScoreMod(identity, params=torch.ones(2, requires_grad=True))},
         "a score_mod's params must not require a gradient",
     ),
-    "params-list": ((Q, K, V), {"score_mod": ScoreMod(identity, params=[1.0])}, "a score_mod's params must be a tensor, they are a list"),
-    "document-list": ((Q, K, V), {"document_ids": [[0] * 6]}, "document_ids must be a tensor, it is a list"),
+    "params-list": (
+        (Q, K, V),
+        {"score_mod": ScoreMod(identity, params=[1.0])},
+        "a score_mod's params must be a tensor, they are a list",
+    ),
+    "document-list": (
+        (Q, K, V),
+        {"document_ids": [[0] * 6]},
+        "document_ids must be a tensor, it is a list",
+    ),
     **{
         f"document-{dtype}": (
             (Q, K, V),
@@ -88,8 +168,16 @@ INPUTS = {
         )
         for dtype in (torch.float32, torch.bool, torch.uint16, torch.complex64)
     },
-    "document-shape": ((Q, K, V), {"document_ids": torch.zeros(1, 5)}, "document_ids must have shape (B, N) = (1, 6); got (1, 5)"),
-    "document-keys": (qkv(num_keys=9), {"document_ids": torch.zeros(1, 6)}, "as many queries as keys; got N=6, M=9"),
+    "document-shape": (
+        (Q, K, V),
+        {"document_ids": torch.zeros(1, 5)},
+        "document_ids must have shape (B, N) = (1, 6); got (1, 5)",
+    ),
+    "document-keys": (
+        qkv(num_keys=9),
+        {"document_ids": torch.zeros(1, 6)},
+        "as many queries as keys; got N=6, M=9",
+    ),
 }
 
 
@@ -107,7 +195,9 @@ def test_a_constant_that_could_be_trained_is_taken_where_nothing_is():
 
 
 def test_what_a_backend_is_given_is_in_float32():
-    """Whatever dtype the caller's tensors have: a user's backend need not convert them. A window reaches to the first key at most."""
+    """Whatever dtype the caller's tensors have: a user's backend need not convert them. A window
+    reaches to the first key at most.
+    """
     given = {}
 
     def look(q, k, v, **arguments):
@@ -119,14 +209,24 @@ def test_what_a_backend_is_given_is_in_float32():
         attention(*qkv(dtype=dtype), backend=Backend("look", look, features=features), **optional)
         return given
 
-    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)):
+    for dtype, expected in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ):
         for own in (torch.bfloat16, torch.float32, torch.float64):
             params = torch.tensor([0.3, 0.7], dtype=own)
             slopes = numbers(dtype=dtype, alibi_slopes=params)["alibi_slopes"]
             mod = numbers(dtype=dtype, score_mod=ScoreMod(identity, params=params))["score_mod"]
             assert slopes.dtype == mod.params.dtype == expected
             torch.testing.assert_close(slopes, params.to(expected), rtol=0, atol=0)
-    assert [numbers(dtype=torch.float32, window=w)["window"] for w in (2, 6, 7, 2**63, 2**80)] == [2, 6, 6, 6, 6]
+    assert [numbers(dtype=torch.float32, window=w)["window"] for w in (2, 6, 7, 2**63, 2**80)] == [
+        2,
+        6,
+        6,
+        6,
+        6,
+    ]
 
 
 def fn(q, k, v, *, causal, scale, **optional) -> AttentionOutput:
@@ -134,13 +234,26 @@ def fn(q, k, v, *, causal, scale, **optional) -> AttentionOutput:
 
 
 def test_everything_a_backend_cannot_do_stands_in_one_error():
-    narrow = Backend("narrow", fn, devices=("cuda",), dtypes=(torch.float16,), head_dims=(16, 32), backward=False)
+    narrow = Backend(
+        "narrow", fn, devices=("cuda",), dtypes=(torch.float16,), head_dims=(16, 32), backward=False
+    )
     q, k, v = (x.requires_grad_() for x in qkv(num_heads=4, num_kv_heads=2, num_keys=9))
     text = refusal(q, k, v, backend=narrow, causal=False, softcap=5.0, alibi_slopes=torch.ones(4))
-    assert text.startswith("attention=narrow cannot take q (1, 4, 6, 8), k (1, 2, 9, 8), float32 on cpu: ")
-    reasons = [f"it does not support {name}" for name in ("gqa", "non_causal", "cross_length", "softcap", "alibi_slopes")]
-    reasons += ["it runs on cuda, the inputs are on cpu", "it takes float16, the inputs are float32"]
-    reasons += ["it takes head_dim in (16, 32), the inputs have 8", "it has no backward pass and the inputs require gradients"]
+    assert text.startswith(
+        "attention=narrow cannot take q (1, 4, 6, 8), k (1, 2, 9, 8), float32 on cpu: "
+    )
+    reasons = [
+        f"it does not support {name}"
+        for name in ("gqa", "non_causal", "cross_length", "softcap", "alibi_slopes")
+    ]
+    reasons += [
+        "it runs on cuda, the inputs are on cpu",
+        "it takes float16, the inputs are float32",
+    ]
+    reasons += [
+        "it takes head_dim in (16, 32), the inputs have 8",
+        "it has no backward pass and the inputs require gradients",
+    ]
     assert text.partition(": ")[2].split("; ") == reasons
     with torch.no_grad():
         assert "no backward" not in refusal(q, k, v, backend=narrow)
@@ -148,7 +261,10 @@ def test_everything_a_backend_cannot_do_stands_in_one_error():
 
 def test_a_backends_own_requirements_are_asked_last():
     picky = Backend(
-        "picky", fn, options={"size": 3}, requirements=lambda q, k, v, *, causal, scale, size: [f"it takes multiples of {size}"]
+        "picky",
+        fn,
+        options={"size": 3},
+        requirements=lambda q, k, v, *, causal, scale, size: [f"it takes multiples of {size}"],
     )
     assert refusal(Q, K, V, backend=picky).endswith(": it takes multiples of 3")
     assert "multiples" not in refusal(*qkv(num_keys=9), backend=picky)
@@ -156,7 +272,9 @@ def test_a_backends_own_requirements_are_asked_last():
 
 def test_a_model_is_refused_before_it_is_built():
     shape = {"head_dim": 8, "dtype": torch.float32, "device": torch.device("cpu")}
-    with pytest.raises(ValueError, match=r"attention=plain cannot take q \(1, 4, \d+, 8\).*it does not support gqa"):
+    with pytest.raises(
+        ValueError, match=r"attention=plain cannot take q \(1, 4, \d+, 8\).*it does not support gqa"
+    ):
         Backend("plain", fn).check_model(num_heads=4, num_kv_heads=2, **shape)
     with pytest.raises(ValueError, match="no backward pass"):
         Backend("plain", fn, backward=False).check_model(num_heads=4, num_kv_heads=4, **shape)
@@ -164,12 +282,17 @@ def test_a_model_is_refused_before_it_is_built():
 
 
 def test_unknown_feature():
-    with pytest.raises(ValueError, match=r"'mine' declares unknown features \['dropout'\]; valid: alibi_slopes, .*window"):
+    with pytest.raises(
+        ValueError,
+        match=r"'mine' declares unknown features \['dropout'\]; valid: alibi_slopes, .*window",
+    ):
         Backend("mine", fn, features=frozenset({"dropout", "gqa"}))
 
 
 def test_unknown_name_lists_the_valid_ones():
-    with pytest.raises(ValueError, match="attention=flash3 is not known; valid: naive, tiled, triton") as refused:
+    with pytest.raises(
+        ValueError, match="attention=flash3 is not known; valid: naive, tiled, triton"
+    ) as refused:
         get_backend("flash3")
     assert all(name in str(refused.value) for name in BACKENDS)
     assert "attention=flash3 is not known" in refusal(Q, K, V, backend="flash3")
@@ -178,9 +301,18 @@ def test_unknown_name_lists_the_valid_ones():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("tiled", {"block": 4}, r"attention=tiled has no option 'block' \(got block=4\); its options: block_q, block_kv, softmax_dtype"),
+        (
+            "tiled",
+            {"block": 4},
+            r"attention=tiled has no option 'block' \(got block=4\); its options: block_q, "
+            r"block_kv, softmax_dtype",
+        ),
         ("tiled", {"detach_max": True}, "attention=tiled has no option 'detach_max'"),
-        ("naive", {"block_q": 4}, r"attention=naive has no option 'block_q' \(got block_q=4\); it has no options"),
+        (
+            "naive",
+            {"block_q": 4},
+            r"attention=naive has no option 'block_q' \(got block_q=4\); it has no options",
+        ),
         ("tiled", {"block_q": 0}, "block_q=0 must be at least 1"),
         ("no_max", {"block_kv": -8}, "block_kv=-8 must be at least 1"),
     ],
@@ -198,23 +330,30 @@ def test_configuring_leaves_the_table_alone():
 
 
 def test_softmax_dtype():
-    assert 'softmax_dtype=\'half\' must be "float32" or "input"' in refusal(Q, K, V, backend=get_backend("tiled", softmax_dtype="half"))
+    assert 'softmax_dtype=\'half\' must be "float32" or "input"' in refusal(
+        Q, K, V, backend=get_backend("tiled", softmax_dtype="half")
+    )
     assert "backend=fast is not one of: auto, flash, efficient, cudnn, math" in refusal(
         Q, K, V, backend=get_backend("sdpa", backend="fast")
     )
 
 
 def test_a_kernel_pytorch_refuses_is_refused_in_pytorchs_words():
-    assert "PyTorch's efficient kernel refuses them: " in refusal(Q, K, V, backend=get_backend("sdpa", backend="efficient"))
+    assert "PyTorch's efficient kernel refuses them: " in refusal(
+        Q, K, V, backend=get_backend("sdpa", backend="efficient")
+    )
 
 
 def test_of_pytorchs_words_those_about_the_kernel_that_was_asked_for(monkeypatch):
     """As PyTorch 2.11 says it on an H200 where flash meets float32."""
     said = [
-        "Memory efficient kernel not used because:", "Memory Efficient attention has been runtime disabled.",
-        "Flash attention kernel not used because:", "Expected query to be of dtype: {Half, BFloat16}. Got float instead.",
-        "cuDNN attention kernel not used because:", "cuDNN attention has been runtime disabled.",
-    ]  # fmt: skip
+        "Memory efficient kernel not used because:",
+        "Memory Efficient attention has been runtime disabled.",
+        "Flash attention kernel not used because:",
+        "Expected query to be of dtype: {Half, BFloat16}. Got float instead.",
+        "cuDNN attention kernel not used because:",
+        "cuDNN attention has been runtime disabled.",
+    ]
 
     def refuse(*_, **__) -> None:
         for words in said:
@@ -229,23 +368,33 @@ def test_of_pytorchs_words_those_about_the_kernel_that_was_asked_for(monkeypatch
     assert f"flash kernel refuses them: {said[3]}; attention.backend=auto" in found
 
 
-@pytest.mark.parametrize("seen_in_the_trial", [True, False], ids=["asked-before", "only-in-the-call"])
+@pytest.mark.parametrize(
+    "seen_in_the_trial", [True, False], ids=["asked-before", "only-in-the-call"]
+)
 def test_no_available_kernel_is_a_refusal_whatever_the_layout(monkeypatch, seen_in_the_trial):
-    """A kernel that takes no sequence read as a batch of several: the trial has that layout too, and the call itself is listened to."""
+    """A kernel that takes no sequence read as a batch of several: the trial has that layout too,
+    and the call itself is listened to.
+    """
     plain = sdpa.scaled_dot_product_attention
     if not seen_in_the_trial:
         monkeypatch.setattr(sdpa, "_tried", lambda *_: ())
 
     def refuse_expanded(q, *others, **arguments):
         if len(q) > 1 and q.stride(0) == 0:
-            warnings.warn("it takes no expanded batch (Triggered internally at sdp_utils.cpp:1.)", stacklevel=1)
+            warnings.warn(
+                "it takes no expanded batch (Triggered internally at sdp_utils.cpp:1.)",
+                stacklevel=1,
+            )
             raise RuntimeError("No available kernel. Aborting execution.")
         return plain(q, *others, **arguments)
 
     monkeypatch.setattr(sdpa, "scaled_dot_product_attention", refuse_expanded)
     backend = get_backend("sdpa", backend="flash")
     assert attention(Q, K, V, backend=backend).out.shape == Q.shape
-    words = "PyTorch's flash kernel refuses them: it takes no expanded batch; attention.backend=auto lets PyTorch choose"
+    words = (
+        "PyTorch's flash kernel refuses them: it takes no expanded batch; attention.backend=auto "
+        "lets PyTorch choose"
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert words in refusal(*(x.expand(3, -1, -1, -1) for x in (Q, K, V)), backend=backend)
@@ -256,12 +405,19 @@ def test_pytorchs_flash_kernel_and_a_scale_that_is_not_positive(scale):
     """PyTorch hides scores before it scales them: -inf * 0 and inf - inf are NaN."""
     for kernel in ("auto", "flash"):
         found = refusal(Q, K, V, backend=get_backend("sdpa", backend=kernel), scale=scale)
-        assert f"with scale={scale}, which is not positive, PyTorch's flash kernel makes NaN of hidden scores; " in found
+        assert (
+            f"with scale={scale}, which is not positive, PyTorch's flash kernel makes NaN of "
+            "hidden scores; " in found
+        )
         assert "attention.backend=math and attention=tiled take it" in found
     q, k, v = torch.randn(3, 1, 2, 40, 16)
     for causal, kernel in ((True, "math"), (False, "auto"), (False, "flash")):
-        out = attention(q, k, v, backend=get_backend("sdpa", backend=kernel), causal=causal, scale=scale).out
-        torch.testing.assert_close(out, attention(q, k, v, backend="naive", causal=causal, scale=scale).out)
+        out = attention(
+            q, k, v, backend=get_backend("sdpa", backend=kernel), causal=causal, scale=scale
+        ).out
+        torch.testing.assert_close(
+            out, attention(q, k, v, backend="naive", causal=causal, scale=scale).out
+        )
 
 
 MODULE = """
@@ -269,7 +425,8 @@ import torch
 from attention import AttentionOutput, Backend
 
 def mean_of_the_past(q, k, v, *, causal, scale, floor):
-    weights = torch.ones(q.shape[2], k.shape[2]).tril() if causal else torch.ones(q.shape[2], k.shape[2])
+    weights = torch.ones(q.shape[2], k.shape[2])
+    weights = weights.tril() if causal else weights
     return AttentionOutput((weights / weights.sum(-1, keepdim=True)) @ v + floor)
 
 BACKEND = Backend("mean", mean_of_the_past, exact=False, options={"floor": 0.0})
@@ -301,10 +458,23 @@ def test_a_users_backend_in_twenty_lines(my_module):
         ("my_attention", "attention=my_attention is not known; valid: naive"),
         (":BACKEND", "attention=:BACKEND must read pkg.module:NAME"),
         ("my_attention:", "must read pkg.module:NAME"),
-        ("not_there:BACKEND", "attention=not_there:BACKEND cannot be loaded: ModuleNotFoundError: No module named 'not_there'"),
-        ("my_attention:MINE", "cannot be loaded: AttributeError: module 'my_attention' has no attribute 'MINE'"),
-        ("my_broken:BACKEND", "cannot be loaded: ModuleNotFoundError: No module named 'a_package_that_is_not_there'"),
-        ("my_attention:NUMBER", "attention=my_attention:NUMBER must be an attention.Backend, it is a int"),
+        (
+            "not_there:BACKEND",
+            "attention=not_there:BACKEND cannot be loaded: ModuleNotFoundError: No module "
+            "named 'not_there'",
+        ),
+        (
+            "my_attention:MINE",
+            "cannot be loaded: AttributeError: module 'my_attention' has no attribute 'MINE'",
+        ),
+        (
+            "my_broken:BACKEND",
+            "cannot be loaded: ModuleNotFoundError: No module named 'a_package_that_is_not_there'",
+        ),
+        (
+            "my_attention:NUMBER",
+            "attention=my_attention:NUMBER must be an attention.Backend, it is a int",
+        ),
         ("my_attention:mean_of_the_past", "must be an attention.Backend, it is a function"),
     ],
 )
@@ -318,7 +488,10 @@ def test_register(monkeypatch):
     register(Backend("mine", fn))
     assert torch.equal(attention(Q, K, V, backend="mine").out, V)
     for taken in ("mine", "naive"):
-        with pytest.raises(ValueError, match=f"a backend named '{taken}' exists already; names in use: naive, .*mine"):
+        with pytest.raises(
+            ValueError,
+            match=f"a backend named '{taken}' exists already; names in use: naive, .*mine",
+        ):
             register(Backend(taken, fn))
     assert "mine" not in BACKENDS
 
@@ -328,13 +501,28 @@ def test_register(monkeypatch):
     [
         (V, "must return AttentionOutput(out, lse), it returned Tensor"),
         ((V, None), "must return AttentionOutput(out, lse), it returned tuple"),
-        (AttentionOutput(V[:, :1]), "must return out of shape (1, 2, 6, 8) and float32, it returned (1, 1, 6, 8) and float32"),
+        (
+            AttentionOutput(V[:, :1]),
+            "must return out of shape (1, 2, 6, 8) and float32, it returned (1, 1, 6, "
+            "8) and float32",
+        ),
         (AttentionOutput(V.double()), "it returned (1, 2, 6, 8) and float64"),
-        (AttentionOutput(V, V), "must return lse of shape (1, 2, 6) and float32, it returned (1, 2, 6, 8) and float32"),
-        (AttentionOutput(V, V[..., 0].double()), "must return lse of shape (1, 2, 6) and float32, it returned (1, 2, 6) and float64"),
+        (
+            AttentionOutput(V, V),
+            "must return lse of shape (1, 2, 6) and float32, it returned (1, 2, 6, 8) and float32",
+        ),
+        (
+            AttentionOutput(V, V[..., 0].double()),
+            "must return lse of shape (1, 2, 6) and float32, it returned (1, 2, 6) and float64",
+        ),
     ],
     ids=["tensor", "tuple", "shape", "dtype", "lse", "lse-dtype"],
 )
 def test_a_backend_that_returns_something_else(returned, message):
-    text = refusal(Q, K, V, backend=replace(BACKENDS["naive"], name="mine", fn=lambda *args, **kwargs: returned))
+    text = refusal(
+        Q,
+        K,
+        V,
+        backend=replace(BACKENDS["naive"], name="mine", fn=lambda *args, **kwargs: returned),
+    )
     assert text.startswith("attention=mine ") and message in text

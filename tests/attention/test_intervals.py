@@ -1,4 +1,5 @@
-"""Intervals made by a kernel, against attention/mask.py, which defines them; and the backward's ranges of queries, against counting.
+"""Intervals made by a kernel, against attention/mask.py, which defines them; and the backward's
+ranges of queries, against counting.
 
 Without a GPU the kernels run in Triton's interpreter.
 Dimensions: B batch, N queries, M keys.
@@ -25,7 +26,9 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PORTABLE = get_backend("triton", kernel="portable")
 
 
-def expected_intervals(ids: Tensor | None, num_queries: int, num_keys: int, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
+def expected_intervals(
+    ids: Tensor | None, num_queries: int, num_keys: int, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor]:
     q, k = (torch.empty(1, 1, length, 1, device=DEVICE) for length in (num_queries, num_keys))
     visible = visible_keys(q, k, causal=causal, window=window, document_ids=ids)
     return visible.lo.int(), visible.hi.int()
@@ -35,17 +38,37 @@ def counted_ranges(lo: Tensor, hi: Tensor, num_keys: int, block_kv: int) -> Tens
     lo, hi, counted = lo[:, None], hi[:, None], []
     for start in torch.arange(0, num_keys, block_kv, device=lo.device)[:, None].split(256):
         stop = start + block_kv
-        # the queries before the first that sees beyond start, before the first that sees up to stop, ...
-        counted.append(torch.stack([(hi <= start).sum(2), (hi < stop).sum(2), (lo <= start).sum(2), (lo < stop).sum(2)], -1))
+        # the queries before the first that sees beyond start, before the first that sees up to
+        # stop, ...
+        counted.append(
+            torch.stack(
+                [
+                    (hi <= start).sum(2),
+                    (hi < stop).sum(2),
+                    (lo <= start).sum(2),
+                    (lo < stop).sum(2),
+                ],
+                -1,
+            )
+        )
     return torch.cat(counted, 1).int()
 
 
-def check(ids: Tensor | None, num_queries: int, num_keys: int, causal: bool, window: int | None, block_kv: int) -> None:
+def check(
+    ids: Tensor | None,
+    num_queries: int,
+    num_keys: int,
+    causal: bool,
+    window: int | None,
+    block_kv: int,
+) -> None:
     arguments = (ids, num_queries, num_keys, causal, window)
     found, expected = intervals(*arguments, DEVICE), expected_intervals(*arguments)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)  # shapes and dtypes too
     ranges = query_ranges(*found, num_keys, block_kv)
-    torch.testing.assert_close(ranges, counted_ranges(*expected, num_keys, block_kv), rtol=0, atol=0)
+    torch.testing.assert_close(
+        ranges, counted_ranges(*expected, num_keys, block_kv), rtol=0, atol=0
+    )
 
 
 @st.composite
@@ -57,7 +80,9 @@ def problems(draw) -> tuple[Any, ...]:
     ids, num_keys = None, num_queries
     if draw(st.booleans()):
         lengths = st.lists(st.integers(1, 60), min_size=1, max_size=8)
-        dtype = draw(st.sampled_from([torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool]))
+        dtype = draw(
+            st.sampled_from([torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool])
+        )
         sequences = []
         for documents in draw(st.lists(lengths, min_size=1, max_size=3)):
             numbers = torch.tensor([draw(st.integers(0, 2)) for _ in documents])
@@ -87,7 +112,11 @@ def test_equal_to_the_definition(problem):
     check_in_small_blocks(*problem)
 
 
-@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 11), (False, None)], ids=["causal", "window", "full"])
+@pytest.mark.parametrize(
+    ("causal", "window"),
+    [(True, None), (True, 11), (False, None)],
+    ids=["causal", "window", "full"],
+)
 def test_an_edge_is_found_wherever_it_lies(causal, window):
     """Sequence p of the batch has two documents, the second from position p on."""
     at = torch.arange(36, device=DEVICE)
@@ -106,13 +135,18 @@ def test_equal_to_the_definition_with_the_blocks_in_use():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize(("length", "each"), [(32768, 2048), (32768, 700), (32768, 1), (32768, 32768), (8192, 5000), (1000003, 1000003)])
+@pytest.mark.parametrize(
+    ("length", "each"),
+    [(32768, 2048), (32768, 700), (32768, 1), (32768, 32768), (8192, 5000), (1000003, 1000003)],
+)
 def test_equal_to_the_definition_at_length(length, each, causal):
     for window in (None, 1024, 5000) if causal else (None,):
         check(documents(length, each=each, batch=2), length, length, causal, window, 128)
 
 
-@pytest.mark.parametrize("ids", [None, documents(40, each=17, batch=2)], ids=["window", "documents"])
+@pytest.mark.parametrize(
+    "ids", [None, documents(40, each=17, batch=2)], ids=["window", "documents"]
+)
 def test_the_operator_keeps_pytorchs_contract(ids):
     torch.library.opcheck(intervals, (ids, 40, 40, True, 5, DEVICE))
 
@@ -131,15 +165,29 @@ def test_all_layers_of_a_compiled_model_share_them():
     def note(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
         targets = [node.target for node in graph.graph.nodes]
         tilegpt = torch.ops.tilegpt
-        counts.append([targets.count(op.default) for op in (tilegpt.intervals, tilegpt.flash_attention, tilegpt.flash_attention_backward)])
+        counts.append(
+            [
+                targets.count(op.default)
+                for op in (
+                    tilegpt.intervals,
+                    tilegpt.flash_attention,
+                    tilegpt.flash_attention_backward,
+                )
+            ]
+        )
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=note, partition_fn=min_cut_rematerialization_partition)
     x, ids = torch.randn(1, 2, 40, 16, device=DEVICE, requires_grad=True), documents(40, each=17)
-    found, expected = torch.compile(Layers(), fullgraph=True, backend=backend)(x, ids), Layers()(x, ids)
+    found, expected = (
+        torch.compile(Layers(), fullgraph=True, backend=backend)(x, ids),
+        Layers()(x, ids),
+    )
     torch.testing.assert_close(found, expected)
     d_out = torch.randn_like(found)
-    torch.testing.assert_close(torch.autograd.grad(found, x, d_out), torch.autograd.grad(expected, x, d_out))
+    torch.testing.assert_close(
+        torch.autograd.grad(found, x, d_out), torch.autograd.grad(expected, x, d_out)
+    )
     assert counts == [[1, 3, 0], [0, 0, 3]]
 
 

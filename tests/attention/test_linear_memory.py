@@ -1,7 +1,8 @@
-"""Nothing but naive materialises N x N: every tensor an operator returns is weighed, in the forward and the backward pass.
+"""Nothing but naive materialises N x N: every tensor an operator returns is weighed, in the forward
+and the backward pass.
 
-Fitted to c * N^exponent over growing N, the largest tensor, the bytes alive at the worst moment and the bytes kept for the backward
-pass must grow like N. Dimensions: N tokens, D head dim.
+Fitted to c * N^exponent over growing N, the largest tensor, the bytes alive at the worst moment and
+the bytes kept for the backward pass must grow like N. Dimensions: N tokens, D head dim.
 """
 
 import pytest
@@ -47,7 +48,9 @@ def through_the_loop(q, k, v, *, causal, scale) -> AttentionOutput:
 
 
 def test_plain_autograd_through_the_tile_loop_keeps_more_than_the_matrix_it_avoids():
-    """Why the loop has backward passes of its own: no single tensor is large, and together they are larger than N x N."""
+    """Why the loop has backward passes of its own: no single tensor is large, and together they are
+    larger than N x N.
+    """
     found = [weigh(Backend("loop", through_the_loop), length) for length in (256, 512)]
     assert found[1]["largest"] == 2 * found[0]["largest"]
     assert found[1]["saved"] > 2.8 * found[0]["saved"]

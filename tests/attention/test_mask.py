@@ -13,11 +13,15 @@ from attention.mask import VisibleKeys, visible_keys
 
 
 def intervals(num_queries: int, num_keys: int, **arguments) -> VisibleKeys:
-    return visible_keys(torch.empty(1, 1, num_queries, 1), torch.empty(1, 1, num_keys, 1), **arguments)
+    return visible_keys(
+        torch.empty(1, 1, num_queries, 1), torch.empty(1, 1, num_keys, 1), **arguments
+    )
 
 
 def drawn(grid: str) -> torch.Tensor:
-    return torch.tensor([[character == "1" for character in row.split()] for row in grid.strip().splitlines()])
+    return torch.tensor(
+        [[character == "1" for character in row.split()] for row in grid.strip().splitlines()]
+    )
 
 
 GRIDS = {
@@ -150,13 +154,17 @@ GRIDS = {
 def test_grid_drawn_by_hand(arguments, grid):
     num_queries, num_keys, causal, window, ids = arguments
     document_ids = None if ids is None else torch.tensor([ids])
-    visible = intervals(num_queries, num_keys, causal=causal, window=window, document_ids=document_ids)
+    visible = intervals(
+        num_queries, num_keys, causal=causal, window=window, document_ids=document_ids
+    )
     assert torch.equal(visible.mask()[0, 0], drawn(grid))
 
 
 def test_each_sequence_has_its_own_documents():
     ids = torch.tensor([[0, 0, 0], [0, 1, 1]])
-    visible = visible_keys(torch.empty(2, 1, 3, 1), torch.empty(2, 1, 3, 1), causal=True, document_ids=ids)
+    visible = visible_keys(
+        torch.empty(2, 1, 3, 1), torch.empty(2, 1, 3, 1), causal=True, document_ids=ids
+    )
     first, second = visible.mask()[:, 0]
     assert torch.equal(first, drawn("1 . .\n1 1 .\n1 1 1"))
     assert torch.equal(second, drawn("1 . .\n. 1 .\n. 1 1"))
@@ -174,17 +182,26 @@ def problems(draw) -> tuple[VisibleKeys, int, int]:
     if with_documents:
         sequences = draw(st.integers(1, 3))
         changes = draw(
-            st.lists(st.lists(st.booleans(), min_size=num_queries, max_size=num_queries), min_size=sequences, max_size=sequences)
+            st.lists(
+                st.lists(st.booleans(), min_size=num_queries, max_size=num_queries),
+                min_size=sequences,
+                max_size=sequences,
+            )
         )
         document_ids = torch.tensor(changes).cumsum(1)
-    visible = intervals(num_queries, num_keys, causal=causal, window=window, document_ids=document_ids)
+    visible = intervals(
+        num_queries, num_keys, causal=causal, window=window, document_ids=document_ids
+    )
     return visible, draw(st.integers(1, 50)), draw(st.integers(1, 50))
 
 
 def by_hand(visible: VisibleKeys) -> torch.Tensor:
     """(B, N, M), from the definition lo <= j < hi."""
     keys = range(visible.num_keys)
-    rows = [zip(*both, strict=True) for both in zip(visible.lo.tolist(), visible.hi.tolist(), strict=True)]
+    rows = [
+        zip(*both, strict=True)
+        for both in zip(visible.lo.tolist(), visible.hi.tolist(), strict=True)
+    ]
     return torch.tensor([[[lo <= j < hi for j in keys] for lo, hi in row] for row in rows])
 
 
@@ -194,14 +211,22 @@ def test_tiles_visit_what_is_visible_and_nothing_else(problem):
     visible, block_q, block_kv = problem
     dense = by_hand(visible)
     assert torch.equal(visible.mask()[:, 0], dense)
-    assert (visible.lo.diff() >= 0).all() and (visible.hi.diff() >= 0).all() and (visible.lo <= visible.hi).all()
+    assert (
+        (visible.lo.diff() >= 0).all()
+        and (visible.hi.diff() >= 0).all()
+        and (visible.lo <= visible.hi).all()
+    )
 
     tiles = visible.query_tiles(block_q)
-    assert [row for tile in tiles for row in range(tile.start, tile.stop)] == list(range(dense.shape[1]))
+    assert [row for tile in tiles for row in range(tile.start, tile.stop)] == list(
+        range(dense.shape[1])
+    )
     for tile in tiles:
         visited = list(tile.key_tiles(block_kv))
         # tiles stand on one grid, so that kv_outer can walk the same ones for every row of tiles
-        assert all(keys.start % block_kv == 0 and keys.stop == keys.start + block_kv for keys, _ in visited)
+        assert all(
+            keys.start % block_kv == 0 and keys.stop == keys.start + block_kv for keys, _ in visited
+        )
         assert len({keys.start for keys, _ in visited}) == len(visited)
         unseen = dense[:, tile.rows].clone()
         for keys, needs_mask in visited:
@@ -218,9 +243,15 @@ def test_tiles_visit_what_is_visible_and_nothing_else(problem):
 def test_a_causal_walk_skips_the_future():
     """Half of the tiles of a long causal problem, and masks on the diagonal only."""
     tiles = intervals(1024, 1024, causal=True).query_tiles(64)
-    visited = [(tile.start, keys.start, needs_mask) for tile in tiles for keys, needs_mask in tile.key_tiles(64)]
+    visited = [
+        (tile.start, keys.start, needs_mask)
+        for tile in tiles
+        for keys, needs_mask in tile.key_tiles(64)
+    ]
     assert len(visited) == 16 * 17 / 2
-    assert [(i, j) for i, j, needs_mask in visited if needs_mask] == [(i, i) for i in range(0, 1024, 64)]
+    assert [(i, j) for i, j, needs_mask in visited if needs_mask] == [
+        (i, i) for i in range(0, 1024, 64)
+    ]
 
 
 def test_a_window_makes_the_walk_linear():
@@ -228,10 +259,14 @@ def test_a_window_makes_the_walk_linear():
     assert max(len(list(tile.key_tiles(64))) for tile in tiles) == 2
 
 
-@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 1), (True, 5), (True, 100)])
+@pytest.mark.parametrize(
+    ("causal", "window"), [(False, None), (True, None), (True, 1), (True, 5), (True, 100)]
+)
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
 def test_flexattentions_mask_is_the_same(documents, causal, window):
-    for num_queries, num_keys in [(40, 40)] if documents else [(40, 40), (1, 40), (7, 40), (40, 7), (1, 1)]:
+    for num_queries, num_keys in (
+        [(40, 40)] if documents else [(40, 40), (1, 40), (7, 40), (40, 7), (1, 1)]
+    ):
         ids = torch.randint(0, 3, (2, num_queries)) if documents else None
         q, k = (torch.empty(2, 1, length, 0) for length in (num_queries, num_keys))
         mask = {"causal": causal, "window": window, "document_ids": ids}

@@ -1,8 +1,10 @@
-"""Do the properties bite? Every mistake in the gallery turns at least one of them red, and what is no mistake turns none.
+"""Do the properties bite? Every mistake in the gallery turns at least one of them red, and what is
+no mistake turns none.
 
     pytest tests/attention/test_mutants.py --kill-matrix results/mutants.json
 
-tries every property on every mutant, on the GPU where there is one; without the option a covering few do, on the CPU.
+tries every property on every mutant, on the GPU where there is one; without the option a covering
+few do, on the CPU.
 """
 
 import json
@@ -41,16 +43,28 @@ def everything() -> list[str]:
 
 
 def row(mutant: Mutant, killed_by: list[str]) -> dict:
-    return {"name": mutant.name, "says": mutant.says, "dtype": SHORT[mutant.dtype], "survives": mutant.survives, "killed_by": killed_by}
+    return {
+        "name": mutant.name,
+        "says": mutant.says,
+        "dtype": SHORT[mutant.dtype],
+        "survives": mutant.survives,
+        "killed_by": killed_by,
+    }
 
 
 def by_name(mutants: list[Mutant]):
-    return pytest.mark.parametrize("mutant", [pytest.param(mutant, id=mutant.name) for mutant in mutants])
+    return pytest.mark.parametrize(
+        "mutant", [pytest.param(mutant, id=mutant.name) for mutant in mutants]
+    )
 
 
 @by_name(MISTAKES)
 def test_is_caught(mutant, kill_record):
-    found = caught(mutant, everything(), device=MATRIX_DEVICE) if kill_record else caught(mutant, COVER, first=True)
+    found = (
+        caught(mutant, everything(), device=MATRIX_DEVICE)
+        if kill_record
+        else caught(mutant, COVER, first=True)
+    )
     if kill_record:
         kill_record(row(mutant, found))
     assert found, mutant.says
@@ -69,21 +83,32 @@ def test_the_loop_without_a_mistake_passes():
     """Loaded the way the mutants are, and compared with the real one."""
     copy = Mutant("copy", "No edit.", ())
     assert caught(copy, everything()) == []
-    q, k, v = (torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    q, k, v = (
+        torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(seed))
+        for seed in range(3)
+    )
     outs = [
-        backend.configured(block_kv=8).fn(q, k, v, causal=True, scale=0.25, block_q=16, block_kv=8).out
+        backend.configured(block_kv=8)
+        .fn(q, k, v, causal=True, scale=0.25, block_q=16, block_kv=8)
+        .out
         for backend in (copy.backend(), get_backend("tiled"))
     ]
     assert torch.equal(*outs)
 
 
 def test_the_edits_are_looked_for():
-    with pytest.raises(AssertionError, match="astray: attention/tiled.py holds 0 times: what stands nowhere"):
+    with pytest.raises(
+        AssertionError, match="astray: attention/tiled.py holds 0 times: what stands nowhere"
+    ):
         Mutant("astray", "", (("tiled", "what stands nowhere", ""),)).backend()
 
 
 def test_mutants_are_told_apart():
-    assert len({mutant.name for mutant in MUTANTS}) == len({mutant.edits for mutant in MUTANTS}) == len(MUTANTS)
+    assert (
+        len({mutant.name for mutant in MUTANTS})
+        == len({mutant.edits for mutant in MUTANTS})
+        == len(MUTANTS)
+    )
 
 
 def test_the_committed_matrix_is_of_these_mutants_and_properties(kill_record):

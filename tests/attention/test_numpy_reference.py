@@ -1,4 +1,6 @@
-"""The NumPy forms: against plain softmax attention, against the tile loop, against central differences, and by hand."""
+"""The NumPy forms: against plain softmax attention, against the tile loop, against central
+differences, and by hand.
+"""
 
 import ast
 from pathlib import Path
@@ -38,16 +40,27 @@ def naive(Q, K, V, causal=False):
 
 def close(found, expected, tolerance=1e-12):
     assert found.shape == expected.shape
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * max(1.0, np.abs(expected).max(initial=0.0)))
+    np.testing.assert_allclose(
+        found, expected, rtol=0, atol=tolerance * max(1.0, np.abs(expected).max(initial=0.0))
+    )
 
 
 shapes = st.tuples(st.integers(1, 23), st.integers(1, 23), st.integers(1, 9))
 
 
-@given(shapes, st.integers(1, 30), st.integers(1, 30), st.booleans(), st.sampled_from([0.1, 1.0, 8.0]), st.integers(0, 2**32 - 1))
+@given(
+    shapes,
+    st.integers(1, 30),
+    st.integers(1, 30),
+    st.booleans(),
+    st.sampled_from([0.1, 1.0, 8.0]),
+    st.integers(0, 2**32 - 1),
+)
 @settings(max_examples=150)
 def test_every_form_is_softmax_attention(shape, block_size, block_size_q, causal, gain, seed):
-    """Any tile size, more keys than queries and fewer (rows without keys, tiles masked first), small scores and large."""
+    """Any tile size, more keys than queries and fewer (rows without keys, tiles masked first),
+    small scores and large.
+    """
     Q, K, V = random_inputs(*shape, gain=gain, seed=seed)
     expected = naive(Q, K, V, causal)
     close(standard_attention(Q, K, V, causal), expected)
@@ -58,10 +71,14 @@ def test_every_form_is_softmax_attention(shape, block_size, block_size_q, causal
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("num_queries, num_keys", [(50, 50), (20, 50), (50, 20)])
 def test_forward_and_backward_agree_with_the_tile_loop(num_queries, num_keys, causal):
-    """Two implementations with nothing in common: NumPy walks all rows at once, the tile loop tiles the queries too."""
+    """Two implementations with nothing in common: NumPy walks all rows at once, the tile loop tiles
+    the queries too.
+    """
     Q, K, V = random_inputs(num_queries, num_keys, 8)
     q, k, v = (torch.from_numpy(x)[None, None].requires_grad_() for x in (Q, K, V))
-    out, lse = attention(q, k, v, backend=get_backend("tiled", block_q=16, block_kv=7), causal=causal)
+    out, lse = attention(
+        q, k, v, backend=get_backend("tiled", block_q=16, block_kv=7), causal=causal
+    )
     O, (m, l) = flash_attention_forward(Q, K, V, 12, causal)  # noqa: E741
     close(O, out.detach().numpy()[0, 0])
     with np.errstate(divide="ignore"):
@@ -69,7 +86,9 @@ def test_forward_and_backward_agree_with_the_tile_loop(num_queries, num_keys, ca
 
     grad_O = random_inputs(num_queries, num_keys, 8, seed=1)[0]
     expected = torch.autograd.grad(out, (q, k, v), torch.from_numpy(grad_O)[None, None])
-    for found, grad in zip(flash_attention_backward(grad_O, Q, K, V, O, m, l, 9, causal), expected, strict=True):
+    for found, grad in zip(
+        flash_attention_backward(grad_O, Q, K, V, O, m, l, 9, causal), expected, strict=True
+    ):
         close(found, grad.numpy()[0, 0])
 
 
@@ -118,7 +137,9 @@ def test_online_softmax_of_masked_entries():
 
 
 def test_update_by_hand():
-    """A maximum that moves from 0.8 to 1.2 makes the past worth exp(-0.4) = 0.670: 0.670 * 2.755 + 2.084 = 3.930."""
+    """A maximum that moves from 0.8 to 1.2 makes the past worth exp(-0.4) = 0.670: 0.670 * 2.755 +
+    2.084 = 3.930.
+    """
     m, l, O = np.array([-np.inf]), np.zeros(1), np.zeros((1, 4))  # noqa: E741
     V = np.eye(8)[:, :4]
     m, l, O = online_softmax_update(m, l, O, WORKED_SCORES[None, :4], V[:4])  # noqa: E741
@@ -152,7 +173,12 @@ def test_worked_example_of_two_keys():
 def test_a_row_without_keys_attends_to_nothing():
     Q, K, V = random_inputs(5, 2)
     O, (m, l) = flash_attention_forward(Q, K, V, 1, causal=True)  # noqa: E741
-    assert (O[:3] == 0).all() and (m[:3] == -np.inf).all() and (l[:3] == 0).all() and (O[3:] != 0).all()
+    assert (
+        (O[:3] == 0).all()
+        and (m[:3] == -np.inf).all()
+        and (l[:3] == 0).all()
+        and (O[3:] != 0).all()
+    )
     dQ, dK, dV = flash_attention_backward(np.ones_like(O), Q, K, V, O, m, l, 1, causal=True)
     assert (dQ[:3] == 0).all() and np.isfinite(dK).all() and np.isfinite(dV).all()
 
@@ -166,5 +192,10 @@ def test_a_block_holds_at_least_one_key(function):
 def test_shares_nothing_with_what_it_judges():
     tree = ast.parse(Path(numpy_reference.__file__).read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
     assert {name.partition(".")[0] for name in modules} == {"numpy", "collections", "typing"}

@@ -1,4 +1,5 @@
-"""The streaming softmax: numbers worked out by hand, and the laws that let tiles, splits and ranks combine in any order.
+"""The streaming softmax: numbers worked out by hand, and the laws that let tiles, splits and ranks
+combine in any order.
 
 Dimensions: R query rows, T keys, D head dim.
 """
@@ -16,12 +17,16 @@ D = 2
 # on a busy machine the first example may take long
 law = settings(deadline=None)
 # a masked score, ordinary ones, ties, and ones whose exponential overflows and underflows
-SCORES = st.sampled_from([-math.inf, -1e4, -500.0, -104.0, -3.0, -0.5, 0.0, 0.0, 0.7, 2.0, 89.0, 800.0, 1e4])
+SCORES = st.sampled_from(
+    [-math.inf, -1e4, -500.0, -104.0, -3.0, -0.5, 0.0, 0.0, 0.7, 2.0, 89.0, 800.0, 1e4]
+)
 FLOATS = st.floats(-3, 3, width=32)
 
 
 def empty(num_rows: int, **options) -> OnlineSoftmax:
-    return OnlineSoftmax.empty(torch.empty(num_rows, D, dtype=torch.float64), dtype=torch.float64, **options)
+    return OnlineSoftmax.empty(
+        torch.empty(num_rows, D, dtype=torch.float64), dtype=torch.float64, **options
+    )
 
 
 def tensor(rows) -> torch.Tensor:
@@ -34,7 +39,13 @@ def tiles(draw, count: int | None = None) -> list[tuple[torch.Tensor, torch.Tens
     num_rows, found = draw(st.integers(1, 3)), []
     for _ in range(count or draw(st.integers(1, 4))):
         width = draw(st.integers(1, 4))
-        scores = draw(st.lists(st.lists(SCORES, min_size=width, max_size=width), min_size=num_rows, max_size=num_rows))
+        scores = draw(
+            st.lists(
+                st.lists(SCORES, min_size=width, max_size=width),
+                min_size=num_rows,
+                max_size=num_rows,
+            )
+        )
         v = draw(st.lists(st.lists(FLOATS, min_size=D, max_size=D), min_size=width, max_size=width))
         found.append((tensor(scores), tensor(v)))
     return found
@@ -46,7 +57,9 @@ def state_of(scores: torch.Tensor, v: torch.Tensor) -> OnlineSoftmax:
 
 def assert_same(state: OnlineSoftmax, other: OnlineSoftmax) -> None:
     assert torch.equal(state.row_max, other.row_max)
-    torch.testing.assert_close((state.row_sum, state.acc), (other.row_sum, other.acc), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        (state.row_sum, state.acc), (other.row_sum, other.acc), rtol=1e-12, atol=1e-12
+    )
 
 
 def softmax_by_hand(scores: torch.Tensor, v: torch.Tensor) -> tuple[list[list[float]], list[float]]:
@@ -57,12 +70,19 @@ def softmax_by_hand(scores: torch.Tensor, v: torch.Tensor) -> tuple[list[list[fl
         weights = [math.exp(s - largest) if s > -math.inf else 0.0 for s in row]
         total = sum(weights)
         lses.append(largest + math.log(total) if total else -math.inf)
-        outs.append([sum(w * x for w, x in zip(weights, column, strict=True)) / (total or 1.0) for column in v.T.tolist()])
+        outs.append(
+            [
+                sum(w * x for w, x in zip(weights, column, strict=True)) / (total or 1.0)
+                for column in v.T.tolist()
+            ]
+        )
     return outs, lses
 
 
 def test_worked_by_hand():
-    """Scores 1, 3 | 2 with values 10, 20 | 30: the maximum moves to 3 in the first tile and stays."""
+    """Scores 1, 3 | 2 with values 10, 20 | 30: the maximum moves to 3 in the first tile and
+    stays.
+    """
     e = math.exp
     first = state_of(tensor([[1.0, 3.0]]), tensor([[10.0, 1.0], [20.0, 1.0]]))
     assert first.row_max.item() == 3.0
@@ -72,20 +92,26 @@ def test_worked_by_hand():
     assert second.row_max.item() == 3.0
     assert second.row_sum.item() == pytest.approx(e(-2) + 1 + e(-1))
     out, lse = second.finalize()
-    assert out.tolist() == [pytest.approx([(10 * e(1) + 20 * e(3) + 30 * e(2)) / (e(1) + e(3) + e(2)), 1.0])]
+    assert out.tolist() == [
+        pytest.approx([(10 * e(1) + 20 * e(3) + 30 * e(2)) / (e(1) + e(3) + e(2)), 1.0])
+    ]
     assert lse.item() == pytest.approx(math.log(e(1) + e(2) + e(3)))
 
 
 def test_past_sums_are_rescaled_when_the_maximum_moves():
     """Scores 0 | ln 4: what the first tile summed up to is worth a quarter after the second."""
-    state = state_of(tensor([[0.0]]), tensor([[8.0, 1.0]])).update(tensor([[math.log(4)]]), tensor([[0.0, 1.0]]))
+    state = state_of(tensor([[0.0]]), tensor([[8.0, 1.0]])).update(
+        tensor([[math.log(4)]]), tensor([[0.0, 1.0]])
+    )
     assert state.row_sum.item() == pytest.approx(1.25)
     assert state.acc[0].tolist() == pytest.approx([2.0, 1.25])
     assert state.finalize()[0][0].tolist() == pytest.approx([1.6, 1.0])
 
 
 def test_ties_across_tiles_share_the_weight():
-    state = state_of(tensor([[5.0]]), tensor([[1.0, 0.0]])).update(tensor([[5.0, 5.0]]), tensor([[0.0, 1.0], [0.0, 1.0]]))
+    state = state_of(tensor([[5.0]]), tensor([[1.0, 0.0]])).update(
+        tensor([[5.0, 5.0]]), tensor([[0.0, 1.0], [0.0, 1.0]])
+    )
     assert state.row_sum.item() == 3.0
     assert state.finalize()[0][0].tolist() == pytest.approx([1 / 3, 2 / 3])
 
@@ -96,7 +122,9 @@ def test_any_split_of_the_keys_gives_softmax(tiles):
     state = empty(len(tiles[0][0]))
     for scores, v in tiles:
         state = state.update(scores, v)
-    outs, lses = softmax_by_hand(torch.cat([scores for scores, _ in tiles], 1), torch.cat([v for _, v in tiles]))
+    outs, lses = softmax_by_hand(
+        torch.cat([scores for scores, _ in tiles], 1), torch.cat([v for _, v in tiles])
+    )
     out, lse = state.finalize()
     torch.testing.assert_close(out, tensor(outs), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse, tensor(lses), rtol=1e-12, atol=1e-12)
@@ -129,7 +157,11 @@ def test_merge_is_commutative(tiles):
 def test_the_empty_state_is_the_identity(tiles):
     state = state_of(*tiles[0])
     identity = empty(len(state.row_max))
-    assert (identity.row_max == -torch.inf).all() and not identity.row_sum.any() and not identity.acc.any()
+    assert (
+        (identity.row_max == -torch.inf).all()
+        and not identity.row_sum.any()
+        and not identity.acc.any()
+    )
     assert_same(state.merge(identity), state)
     assert_same(identity.merge(state), state)
 
@@ -137,19 +169,28 @@ def test_the_empty_state_is_the_identity(tiles):
 @law
 @given(tiles(count=2), st.floats(-900, 900))
 def test_only_differences_of_scores_matter(tiles, shift):
-    """The maximum is subtracted before the exponential: no score is too large, and lse moves with the scores."""
+    """The maximum is subtracted before the exponential: no score is too large, and lse moves with
+    the scores.
+    """
     (scores, v), (next_scores, next_v) = tiles
     out, lse = state_of(scores, v).update(next_scores, next_v).finalize()
-    moved_out, moved_lse = state_of(scores + shift, v).update(next_scores + shift, next_v).finalize()
+    moved_out, moved_lse = (
+        state_of(scores + shift, v).update(next_scores + shift, next_v).finalize()
+    )
     torch.testing.assert_close(moved_out, out, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(moved_lse, lse + shift, rtol=1e-9, atol=1e-9)
 
 
 def test_first_tile_fully_masked():
     """exp(-inf - -inf) is NaN: without a guard every later key of the row is lost."""
-    masked, v = torch.full((1, 2), -torch.inf, dtype=torch.float64), torch.ones(2, D, dtype=torch.float64)
+    masked, v = (
+        torch.full((1, 2), -torch.inf, dtype=torch.float64),
+        torch.ones(2, D, dtype=torch.float64),
+    )
     state = state_of(masked, v)
-    assert state.row_max.item() == -torch.inf and state.row_sum.item() == 0.0 and not state.acc.any()
+    assert (
+        state.row_max.item() == -torch.inf and state.row_sum.item() == 0.0 and not state.acc.any()
+    )
     later = tensor([[0.3, -1.2]]), tensor([[1.0, 2.0], [3.0, 4.0]])
     assert_same(state.update(*later), state_of(*later))
 
@@ -161,7 +202,9 @@ def test_no_key_at_all_gives_zero_and_no_gradient():
     out, lse = empty(2).update(scores.masked_fill(~mask, -torch.inf), v).finalize()
     assert out.tolist() == [[1.0] * D, [0.0] * D]
     assert lse.tolist() == [pytest.approx(math.log(3)), -math.inf]
-    d_scores, d_v = torch.autograd.grad((out * tensor([[1.0, 2.0], [3.0, 4.0]])).sum() + lse[0], (scores, v))
+    d_scores, d_v = torch.autograd.grad(
+        (out * tensor([[1.0, 2.0], [3.0, 4.0]])).sum() + lse[0], (scores, v)
+    )
     assert d_scores[1].tolist() == [0.0] * 3
     assert d_scores[0].tolist() == pytest.approx([1 / 3] * 3)
     assert d_v.tolist() == [pytest.approx([1 / 3, 2 / 3])] * 3
@@ -170,7 +213,9 @@ def test_no_key_at_all_gives_zero_and_no_gradient():
 def test_the_subtracted_maximum_has_no_influence_on_the_gradient():
     """It cancels, so whether it is a constant for autograd changes nothing."""
     generator = torch.Generator().manual_seed(0)
-    scores, v = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((3, 8), (8, D)))
+    scores, v = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((3, 8), (8, D))
+    )
     grads = []
     for detach_max in (False, True):
         x = scores.clone().requires_grad_()

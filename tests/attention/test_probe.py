@@ -1,4 +1,6 @@
-"""The probe lets a backend through that a run could trust, and says in one sentence what is wrong with any other."""
+"""The probe lets a backend through that a run could trust, and says in one sentence what is wrong
+with any other.
+"""
 
 import re
 from dataclasses import replace
@@ -25,31 +27,48 @@ def verdict(fn, *, dtype: torch.dtype = torch.float32, **properties) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
 def test_accepts_a_right_one(dtype):
     probe_backend(backend(naive), dtype=dtype, **SHAPE)
 
 
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name not in ("flex", "triton")])
 def test_accepts_the_table(name):
-    """Exact or broken on purpose: what a run may be started with. (The two others need a GPU, or are slow without.)"""
+    """Exact or broken on purpose: what a run may be started with. (The two others need a GPU, or
+    are slow without.)
+    """
     probe_backend(get_backend(name), dtype=torch.float32, **SHAPE)
 
 
 def test_accepts_what_does_not_claim_to_be_exact():
     probe_backend(
-        backend(lambda q, k, v, *, causal, scale: naive(q, k, v, causal=causal, scale=0.5), exact=False), dtype=torch.float32, **SHAPE
+        backend(
+            lambda q, k, v, *, causal, scale: naive(q, k, v, causal=causal, scale=0.5), exact=False
+        ),
+        dtype=torch.float32,
+        **SHAPE,
     )
 
 
 def test_nan():
-    assert verdict(lambda q, k, v, **arguments: AttentionOutput(q / 0)) == "attention=mine returns NaN or inf for ordinary inputs"
+    assert (
+        verdict(lambda q, k, v, **arguments: AttentionOutput(q / 0))
+        == "attention=mine returns NaN or inf for ordinary inputs"
+    )
 
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_ignoring_causal(exact):
-    text = verdict(lambda q, k, v, *, causal, scale: naive(q, k, v, causal=False, scale=scale), exact=exact)
-    assert re.match(r"attention=mine is not causal: changing keys 75:150 moved the outputs of queries 0:75 by [\d.]+;", text)
+    text = verdict(
+        lambda q, k, v, *, causal, scale: naive(q, k, v, causal=False, scale=scale), exact=exact
+    )
+    assert re.match(
+        r"attention=mine is not causal: changing keys 75:150 moved the outputs of queries "
+        r"0:75 by [\d.]+;",
+        text,
+    )
 
 
 def test_seeing_one_key_of_the_future():
@@ -61,8 +80,15 @@ def test_seeing_one_key_of_the_future():
 
 def test_documents_that_see_one_another():
     apart = frozenset({"gqa", "document_ids"})
-    deaf = replace(backend(lambda q, k, v, *, document_ids=None, **rest: naive(q, k, v, **rest)), features=apart)
-    with pytest.raises(ValueError, match="declares the feature document_ids and does not keep documents apart: changing keys 0:75 moved"):
+    deaf = replace(
+        backend(lambda q, k, v, *, document_ids=None, **rest: naive(q, k, v, **rest)),
+        features=apart,
+    )
+    with pytest.raises(
+        ValueError,
+        match="declares the feature document_ids and does not keep documents apart: changing "
+        "keys 0:75 moved",
+    ):
         probe_backend(deaf, dtype=torch.float32, **SHAPE)
     probe_backend(replace(backend(naive), features=apart), dtype=torch.float32, **SHAPE)
 
@@ -80,20 +106,32 @@ def test_no_gradient_for_one_input(missing):
         return naive(**inputs | {missing: inputs[missing].detach()}, **arguments)
 
     heads = 4 if missing == "q" else 2
-    assert verdict(partly) == f"attention=mine gives no gradient for {missing} (1, {heads}, 150, 16)"
+    assert (
+        verdict(partly) == f"attention=mine gives no gradient for {missing} (1, {heads}, 150, 16)"
+    )
 
 
 def test_gradient_that_is_not_finite():
     def root_of_nothing(q, k, v, **arguments):
         return AttentionOutput(naive(q, k, v, **arguments).out + (q - q).abs().sqrt())
 
-    assert verdict(root_of_nothing) == "attention=mine gives a non-finite gradient for q (1, 4, 150, 16)"
+    assert (
+        verdict(root_of_nothing)
+        == "attention=mine gives a non-finite gradient for q (1, 4, 150, 16)"
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_claiming_to_be_exact(dtype):
-    text = verdict(lambda q, k, v, *, causal, scale: naive(q, k, v, causal=causal, scale=1.1 * scale), dtype=dtype)
-    assert re.match(r"attention=mine says exact=True, but its out is [\d.]+ away from softmax attention in float64 where [\d.e-]+ is", text)
+    text = verdict(
+        lambda q, k, v, *, causal, scale: naive(q, k, v, causal=causal, scale=1.1 * scale),
+        dtype=dtype,
+    )
+    assert re.match(
+        r"attention=mine says exact=True, but its out is [\d.]+ away from softmax attention in "
+        r"float64 where [\d.e-]+ is",
+        text,
+    )
     assert "declare exact=False" in text
 
 
@@ -122,4 +160,6 @@ def test_a_defect_that_hides_what_it_is(name):
 def test_refusals_and_broken_promises_come_through():
     assert "it takes float16, the inputs are float32" in verdict(naive, dtypes=(torch.float16,))
     assert "it has no backward pass" in verdict(naive, backward=False)
-    assert "must return AttentionOutput(out, lse), it returned Tensor" in verdict(lambda q, k, v, **arguments: q)
+    assert "must return AttentionOutput(out, lse), it returned Tensor" in verdict(
+        lambda q, k, v, **arguments: q
+    )

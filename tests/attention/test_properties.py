@@ -1,4 +1,5 @@
-"""The properties judge backends; here they are judged: green for what is right, red for each way to be wrong, never a crash.
+"""The properties judge backends; here they are judged: green for what is right, red for each way to
+be wrong, never a crash.
 
 Dimensions: B batch, H heads, N queries, M keys, D head dim.
 """
@@ -17,7 +18,8 @@ from tests import user_backends
 
 naive = get_backend("naive").fn
 MEMORY = frozenset({"saved bytes", "largest tensor"})
-# interpreted, Triton takes a minute for what the conformance tests show as well, and FlexAttention without a compiler half of one
+# interpreted, Triton takes a minute for what the conformance tests show as well, and FlexAttention
+# without a compiler half of one
 IN_REACH = [name for name in BACKENDS if name not in ("triton", "flex")]
 
 
@@ -28,7 +30,9 @@ def column(backend: Backend, *names: str, **options) -> dict[str, str]:
 
 
 def red(backend: Backend, *names: str) -> set[str]:
-    return {name for name, status in column(backend, *names, quick=not names).items() if status == "red"}
+    return {
+        name for name, status in column(backend, *names, quick=not names).items() if status == "red"
+    }
 
 
 def test_every_property_says_what_it_asks():
@@ -40,18 +44,24 @@ def test_every_property_says_what_it_asks():
 @pytest.mark.parametrize("name", IN_REACH)
 def test_red_exactly_where_documented(name):
     cells = verify_backend(get_backend(name), random_cases=6, quick=True)
-    assert all(cell.ok for cell in cells), [(cell.property, cell.status, cell.note) for cell in cells if not cell.ok]
+    assert all(cell.ok for cell in cells), [
+        (cell.property, cell.status, cell.note) for cell in cells if not cell.ok
+    ]
     # it was looked at: an exact backend is not green because it refused everything
     assert sum(cell.checks for cell in cells) > 150
     if get_backend(name).exact:
         assert not any(cell.status == "red" for cell in cells)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=["bf16", "fp16", "fp64"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64], ids=["bf16", "fp16", "fp64"]
+)
 @pytest.mark.parametrize("name", ["tiled", "lazy_rescale", "sdpa", "no_rescale"])
 def test_in_other_dtypes(name, dtype):
     cells = verify_backend(get_backend(name), random_cases=3, quick=True, dtype=dtype)
-    assert all(cell.ok for cell in cells), [(cell.property, cell.status, cell.note) for cell in cells if not cell.ok]
+    assert all(cell.ok for cell in cells), [
+        (cell.property, cell.status, cell.note) for cell in cells if not cell.ok
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -63,14 +73,18 @@ def test_no_max_dies_of_the_same_inputs_in_every_dtype(dtype):
 @pytest.mark.parametrize("name", ["naive", "tiled", "sdpa", "no_max"])
 def test_the_slow_properties(name):
     cells = verify_backend(get_backend(name), properties=SLOW)
-    assert {cell.property for cell in cells} == SLOW and all(cell.ok and cell.status != "n/a" for cell in cells)
+    assert {cell.property for cell in cells} == SLOW and all(
+        cell.ok and cell.status != "n/a" for cell in cells
+    )
 
 
 def test_triton_refuses_without_its_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     cells = verify_backend(get_backend("triton"), quick=True, random_cases=2)
     assert {cell.status for cell in cells} == {"n/a"}
-    assert all("TRITON_INTERPRET=1" in cell.note for cell in cells if cell.property != "block sizes")
+    assert all(
+        "TRITON_INTERPRET=1" in cell.note for cell in cells if cell.property != "block sizes"
+    )
 
 
 @pytest.mark.parametrize("name", ["triton", "flex"])
@@ -101,7 +115,9 @@ def contiguous_only(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOu
 
 def top_left(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
     """Aligns the causal mask with the first key."""
-    scores = (q @ k.mT * scale).masked_fill(~torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(), -torch.inf)
+    scores = (q @ k.mT * scale).masked_fill(
+        ~torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(), -torch.inf
+    )
     return AttentionOutput((scores if causal else q @ k.mT * scale).softmax(-1) @ v)
 
 
@@ -118,7 +134,9 @@ def noisy(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
 
 
 def two_faced(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
-    return AttentionOutput(naive(q, k, v, **arguments).out * (2 if torch.compiler.is_compiling() else 1))
+    return AttentionOutput(
+        naive(q, k, v, **arguments).out * (2 if torch.compiler.is_compiling() else 1)
+    )
 
 
 def detached_keys(q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
@@ -139,17 +157,31 @@ def test_a_backend_that_passes_on_ordinary_inputs_is_caught():
     backend = Backend("shiftless", shiftless)
     for length in (16, 64, 200):
         generator = torch.Generator().manual_seed(length)
-        q, k, v = (torch.randn(2, 2, length, 32, generator=generator, requires_grad=True) for _ in range(3))
+        q, k, v = (
+            torch.randn(2, 2, length, 32, generator=generator, requires_grad=True) for _ in range(3)
+        )
         outs = [attention(q, k, v, backend=name).out for name in (backend, "naive")]
         torch.testing.assert_close(*outs)
-        torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), (q, k, v)) for out in outs))
+        torch.testing.assert_close(
+            *(torch.autograd.grad(out.square().sum(), (q, k, v)) for out in outs)
+        )
     found = column(backend, quick=True)
     expected = ["large logits", "logits + 100", "logits - 120", "float32 statistics"]
     assert [name for name, status in found.items() if status == "red"] == expected
     assert red_properties(backend, device="cpu", dtype=torch.float32) == expected
     # what it does not declare is not asked of it
-    not_asked = {"lse", "block sizes", "first tile masked", "rows without a key", "N != M", "grouped heads", "optional arguments"}
-    assert {name for name, status in found.items() if status == "n/a"} == not_asked | {"prefill = decode"}
+    not_asked = {
+        "lse",
+        "block sizes",
+        "first tile masked",
+        "rows without a key",
+        "N != M",
+        "grouped heads",
+        "optional arguments",
+    }
+    assert {name for name, status in found.items() if status == "n/a"} == not_asked | {
+        "prefill = decode"
+    }
 
 
 ALL = frozenset({"gqa", "non_causal", "cross_length"})
@@ -157,9 +189,20 @@ WRONG = {
     "contiguous_only": (Backend("wrong", contiguous_only), {"strides and views"}),
     "top_left": (
         Backend("wrong", top_left, features=frozenset({"cross_length", "non_causal"})),
-        {"forward", "gradients", "float32 statistics", "rows without a key", "N != M", "mask positions", "prefill = decode"},
+        {
+            "forward",
+            "gradients",
+            "float32 statistics",
+            "rows without a key",
+            "N != M",
+            "mask positions",
+            "prefill = decode",
+        },
     ),
-    "first_head": (Backend("wrong", first_head, features=frozenset({"gqa"})), {"forward", "gradients", "grouped heads"}),
+    "first_head": (
+        Backend("wrong", first_head, features=frozenset({"gqa"})),
+        {"forward", "gradients", "grouped heads"},
+    ),
     "base_two": (Backend("wrong", base_two, features=frozenset({"lse"})), None),
     "promised": (Backend("wrong", promised, features=frozenset({"lse"})), None),
     "not_causal": (user_backends.NOT_CAUSAL, None),
@@ -177,7 +220,9 @@ def test_each_way_to_be_wrong(backend, expected):
 
 
 def test_a_promised_lse_is_asked_for():
-    assert column(Backend("promised", promised, features=frozenset({"lse"})), "lse") == {"lse": "red"}
+    assert column(Backend("promised", promised, features=frozenset({"lse"})), "lse") == {
+        "lse": "red"
+    }
     assert column(Backend("silent", promised), "lse") == {"lse": "n/a"}
 
 
@@ -193,7 +238,9 @@ def test_what_only_one_property_sees(function, name, others):
     assert red(Backend("wrong", function), name, *others) == {name}
 
 
-def in_its_own_dtype(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> AttentionOutput:
+def in_its_own_dtype(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+) -> AttentionOutput:
     """As one writes it first: right in float32."""
     scores = q @ k.mT * scale
     if causal:
@@ -202,18 +249,29 @@ def in_its_own_dtype(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: fl
 
 
 def test_statistics_in_the_inputs_dtype_are_red_in_float32_too():
-    """A CPU is asked for float32, where a softmax in the inputs' dtype is right: what it would be in bfloat16 is asked all the same."""
+    """A CPU is asked for float32, where a softmax in the inputs' dtype is right: what it would be
+    in bfloat16 is asked all the same.
+    """
     assert red(get_backend("tiled", softmax_dtype="input")) == {"float32 statistics"}
     plain = Backend("plain", in_its_own_dtype, features=frozenset({"non_causal"}))
     assert red(plain) == {"float32 statistics"}
     # it can be documented, or not be taken
-    assert all(cell.ok for cell in verify_backend(replace(plain, breaks=frozenset({"float32 statistics"})), quick=True, random_cases=2))
-    (cell,) = verify_backend(replace(plain, dtypes=(torch.float32,)), properties=["float32 statistics"])
+    assert all(
+        cell.ok
+        for cell in verify_backend(
+            replace(plain, breaks=frozenset({"float32 statistics"})), quick=True, random_cases=2
+        )
+    )
+    (cell,) = verify_backend(
+        replace(plain, dtypes=(torch.float32,)), properties=["float32 statistics"]
+    )
     assert cell.status == "n/a" and "it takes float32, the inputs are bfloat16" in cell.note
 
 
 def test_not_causal_is_told_by_the_leak():
-    assert {"no leak (outputs)", "no leak (gradients)", "mask positions"} <= red(user_backends.NOT_CAUSAL)
+    assert {"no leak (outputs)", "no leak (gradients)", "mask positions"} <= red(
+        user_backends.NOT_CAUSAL
+    )
     assert "rows sum to one" not in red(user_backends.NOT_CAUSAL)
 
 
@@ -221,7 +279,9 @@ def test_a_backend_that_raises_is_red_with_its_words():
     cells = verify_backend(user_backends.RAISES)
     asked = [cell for cell in cells if cell.status != "n/a"]
     assert len(asked) > 10
-    assert all(cell.status == "red" and cell.note == 'KeyError: "my kernel\'s table"' for cell in asked)
+    assert all(
+        cell.status == "red" and cell.note == 'KeyError: "my kernel\'s table"' for cell in asked
+    )
 
 
 def test_a_backend_of_wrong_shapes_is_red_with_the_shapes():
@@ -237,9 +297,16 @@ def test_a_backend_for_one_head_dim_is_asked_for_no_other():
 
 def test_refusals_say_why():
     (cell,) = verify_backend(user_backends.RIGHT, properties=["grouped heads"])
-    assert cell.status == "n/a" and cell.note == "it does not support gqa; it does not support non_causal"
-    (cell,) = verify_backend(user_backends.RIGHT_IN_FP32, properties=["forward"], dtype=torch.bfloat16)
-    assert cell.status == "n/a" and cell.note.startswith("it takes float32, the inputs are bfloat16")
+    assert (
+        cell.status == "n/a"
+        and cell.note == "it does not support gqa; it does not support non_causal"
+    )
+    (cell,) = verify_backend(
+        user_backends.RIGHT_IN_FP32, properties=["forward"], dtype=torch.bfloat16
+    )
+    assert cell.status == "n/a" and cell.note.startswith(
+        "it takes float32, the inputs are bfloat16"
+    )
 
 
 def test_documented_and_green_is_a_mistake_too():
@@ -250,23 +317,39 @@ def test_documented_and_green_is_a_mistake_too():
 
 def test_breaks_names_properties():
     backend = replace(user_backends.RIGHT, breaks=frozenset({"speed"}))
-    with pytest.raises(ValueError, match="'right' breaks speed; properties: forward, gradients, lse"):
+    with pytest.raises(
+        ValueError, match="'right' breaks speed; properties: forward, gradients, lse"
+    ):
         verify_backend(backend)
 
 
 def test_memory_is_seen_and_may_be_documented():
     assert red(user_backends.RIGHT, *MEMORY) == MEMORY
-    assert all(cell.ok for cell in verify_backend(replace(user_backends.RIGHT, breaks=MEMORY), properties=MEMORY))
+    assert all(
+        cell.ok
+        for cell in verify_backend(replace(user_backends.RIGHT, breaks=MEMORY), properties=MEMORY)
+    )
 
 
 def test_random_cases_follow_the_seed_and_what_the_backend_takes():
     def drawn(backend: Backend, seed: int) -> list[str]:
-        return [str(case) for case in Subject(backend, "cpu", torch.float32, random_cases=30, seed=seed).random()]
+        return [
+            str(case)
+            for case in Subject(backend, "cpu", torch.float32, random_cases=30, seed=seed).random()
+        ]
 
-    assert drawn(get_backend("tiled"), 3) == drawn(get_backend("tiled"), 3) != drawn(get_backend("tiled"), 4)
+    assert (
+        drawn(get_backend("tiled"), 3)
+        == drawn(get_backend("tiled"), 3)
+        != drawn(get_backend("tiled"), 4)
+    )
     assert len(set(drawn(get_backend("tiled"), 3))) == 30
-    assert any("kv" in case for case in drawn(get_backend("tiled"), 0)) and any("-M" in case for case in drawn(get_backend("tiled"), 0))
-    assert not any("kv" in case or "-M" in case or "full" in case for case in drawn(user_backends.RIGHT, 0))
+    assert any("kv" in case for case in drawn(get_backend("tiled"), 0)) and any(
+        "-M" in case for case in drawn(get_backend("tiled"), 0)
+    )
+    assert not any(
+        "kv" in case or "-M" in case or "full" in case for case in drawn(user_backends.RIGHT, 0)
+    )
 
 
 def test_a_column_is_quick_where_it_must_be():

@@ -1,4 +1,5 @@
-"""A score modifier of the user's: one function with its derivative, the same in every backend that takes one.
+"""A score modifier of the user's: one function with its derivative, the same in every backend that
+takes one.
 
 Dimensions: B batch, H query heads, N queries, M keys, D head dim.
 """
@@ -18,8 +19,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PARAMS = torch.tensor([0.7, 0.1, 0.4, 0.2, 0.3])
 
 
-def fade(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
-    """sin(score) * params[0], less with the distance at the head's own rate, and halved in the second sequence: it uses all it is given."""
+def fade(
+    score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, params: Tensor
+) -> tuple[Tensor, Tensor]:
+    """sin(score) * params[0], less with the distance at the head's own rate, and halved in the
+    second sequence: it uses all it is given.
+    """
     params = params.to(score.device)
     weight = params[0] / (1 + params[1 + h] * (i - j).abs()) / (1 + b)
     return weight * torch.sin(score), weight * torch.cos(score)
@@ -33,7 +38,9 @@ def fade_kernel(score, b, h, i, j, params_ptr):
 
 
 FADE = ScoreMod(fade, kernel=f"{__name__}:fade_kernel", params=PARAMS)
-TAKE_IT = [name for name, backend in BACKENDS.items() if "score_mod" in backend.features and backend.exact]
+TAKE_IT = [
+    name for name, backend in BACKENDS.items() if "score_mod" in backend.features and backend.exact
+]
 # PyTorch's FlexAttention has no backward pass on the CPU
 DIFFERENTIABLE = [name for name in TAKE_IT if name != "flex" or DEVICE == "cuda"]
 
@@ -45,7 +52,9 @@ def operands(num_keys: int = 50) -> tuple[list[Tensor], Tensor]:
     return tensors, d_out
 
 
-@pytest.mark.parametrize("optional", [{}, {"causal": False}, {"window": 11}], ids=["causal", "full", "window"])
+@pytest.mark.parametrize(
+    "optional", [{}, {"causal": False}, {"window": 11}], ids=["causal", "full", "window"]
+)
 @pytest.mark.parametrize("num_keys", [50, 70])
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_every_backend_changes_the_scores_alike(name, num_keys, optional):
@@ -61,7 +70,9 @@ def test_every_backend_changes_the_scores_alike(name, num_keys, optional):
 
 def test_it_changes_something_and_its_derivative_is_one():
     (q, k, v), _ = operands()
-    plain, changed = (attention(q, k, v, backend="naive", score_mod=mod).out for mod in (None, FADE))
+    plain, changed = (
+        attention(q, k, v, backend="naive", score_mod=mod).out for mod in (None, FADE)
+    )
     assert (plain - changed).abs().max() > 0.1
     score = torch.linspace(-4, 4, 30, dtype=torch.float64, requires_grad=True)
     b, h, i, j = (torch.tensor(value) for value in (1, 2, 9, 4))
@@ -78,14 +89,23 @@ def test_shipped_changes_are_score_mods_too():
 
     for name in TAKE_IT:
         mod = ScoreMod(alibi, kernel="attention.kernels.score_mods:alibi", params=slopes)
-        shipped, own = (attention(q, k, v, backend=name, **optional).out for optional in ({"alibi_slopes": slopes}, {"score_mod": mod}))
+        shipped, own = (
+            attention(q, k, v, backend=name, **optional).out
+            for optional in ({"alibi_slopes": slopes}, {"score_mod": mod})
+        )
         torch.testing.assert_close(own, shipped, rtol=1e-6, atol=1e-6)
 
 
 def test_the_defects_take_one():
     (q, k, v), _ = operands()
     tiled, kernel = (
-        attention(q, k, v, backend=get_backend("no_rescale", impl=impl, block_q=32, block_kv=16), score_mod=FADE).out
+        attention(
+            q,
+            k,
+            v,
+            backend=get_backend("no_rescale", impl=impl, block_q=32, block_kv=16),
+            score_mod=FADE,
+        ).out
         for impl in ("tiled", "triton")
     )
     torch.testing.assert_close(kernel, tiled, rtol=1e-5, atol=1e-5)
@@ -95,10 +115,22 @@ def test_the_defects_take_one():
     ("backend", "optional", "message"),
     [
         ("naive", {"score_mod": fade}, "score_mod must be an attention.ScoreMod, it is a function"),
-        ("tiled", {"score_mod": FADE, "softcap": 2.0}, "score_mod takes the place of softcap and alibi_slopes"),
+        (
+            "tiled",
+            {"score_mod": FADE, "softcap": 2.0},
+            "score_mod takes the place of softcap and alibi_slopes",
+        ),
         ("sdpa", {"score_mod": FADE}, "it does not support score_mod"),
-        ("triton", {"score_mod": ScoreMod(fade, params=PARAMS)}, "needs the score_mod as a @triton.jit function too"),
-        ("triton", {"score_mod": ScoreMod(fade, "nowhere:mod", PARAMS)}, "kernel=nowhere:mod must read pkg.module:NAME"),
+        (
+            "triton",
+            {"score_mod": ScoreMod(fade, params=PARAMS)},
+            "needs the score_mod as a @triton.jit function too",
+        ),
+        (
+            "triton",
+            {"score_mod": ScoreMod(fade, "nowhere:mod", PARAMS)},
+            "kernel=nowhere:mod must read pkg.module:NAME",
+        ),
     ],
     ids=["a-function", "with-softcap", "sdpa", "no-kernel", "unknown-kernel"],
 )
@@ -109,7 +141,9 @@ def test_refusals(backend, optional, message):
 
 
 def test_flex_compiles_for_a_second_number():
-    """Once it has seen two values of a number, torch.compile would hand it to the kernel as an argument, which flex cannot lower."""
+    """Once it has seen two values of a number, torch.compile would hand it to the kernel as an
+    argument, which flex cannot lower.
+    """
     attend = compiled(flex_attention)
     q, k, v = (torch.randn(1, 1, 128, 16) for _ in range(3))
     for softcap in (2.0, 5.0):
@@ -118,4 +152,6 @@ def test_flex_compiles_for_a_second_number():
             return softcap * torch.tanh(score / softcap)
 
         expected = torch.softmax(softcap * torch.tanh(q @ k.mT / 4 / softcap), -1) @ v
-        torch.testing.assert_close(attend(q, k, v, score_mod=change), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            attend(q, k, v, score_mod=change), expected, rtol=1e-5, atol=1e-5
+        )

@@ -1,4 +1,6 @@
-"""The tile loop as an operator: PyTorch's contract, which loops it runs, and what breaks the graph as before."""
+"""The tile loop as an operator: PyTorch's contract, which loops it runs, and what breaks the graph
+as before.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -27,8 +29,14 @@ def operands(dtype: torch.dtype) -> list[Tensor]:
 
 CALLS = {
     "tiled": (torch.float32, {}),
-    "alpha_beta": (torch.float64, {"window": 5, "alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}),
-    "kv_outer": (torch.bfloat16, {"softcap": 3.0, "document_ids": torch.arange(20).expand(2, -1) // 7}),
+    "alpha_beta": (
+        torch.float64,
+        {"window": 5, "alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+    ),
+    "kv_outer": (
+        torch.bfloat16,
+        {"softcap": 3.0, "document_ids": torch.arange(20).expand(2, -1) // 7},
+    ),
     "lazy_rescale": (torch.float16, {"softmax_dtype": "input", "causal": False}),
     "no_max": (torch.float32, {"detach_max": True}),
 }
@@ -43,12 +51,17 @@ def test_the_operators_keep_pytorchs_contract(name):
     torch.library.opcheck(tile_loop, (q, k, v, name, *settings))
     with torch.no_grad():
         out, lse = tile_loop(q, k, v, name, *settings)
-        torch.library.opcheck(tile_loop_backward, (torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, name, *settings))
+        torch.library.opcheck(
+            tile_loop_backward,
+            (torch.ones_like(out), torch.ones_like(lse), q, k, v, out, lse, name, *settings),
+        )
 
 
 @pytest.mark.parametrize("name", ["tiled", "no_max"])
 def test_gradients_against_finite_differences(name):
-    tensors = [random(1, 2, 9, 4, dtype=torch.float64, seed=seed).requires_grad_() for seed in range(3)]
+    tensors = [
+        random(1, 2, 9, 4, dtype=torch.float64, seed=seed).requires_grad_() for seed in range(3)
+    ]
     settings = [(PLAIN | {"block_q": 4, "block_kv": 4}).get(setting) for setting in SETTINGS]
     assert torch.autograd.gradcheck(lambda q, k, v: tile_loop(q, k, v, name, *settings), tensors)
 
@@ -56,18 +69,27 @@ def test_gradients_against_finite_differences(name):
 def differentiated(function, name: str, **arguments: object) -> tuple[Tensor, ...]:
     tensors = operands(CALLS[name][0])
     out, lse = function(*tensors, **arguments)
-    return out.detach(), lse.detach(), *torch.autograd.grad((out * out).sum() + lse[:, 1].sum(), tensors)
+    return (
+        out.detach(),
+        lse.detach(),
+        *torch.autograd.grad((out * out).sum() + lse[:, 1].sum(), tensors),
+    )
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_it_is_the_same_to_the_bit(name):
     """With every argument that attention() hands on, and a gradient that comes in through lse."""
     dtype, own = CALLS[name]
-    options = {key: own[key] for key in own if key in BACKENDS[name].options} | {"block_q": 8, "block_kv": 8}
+    options = {key: own[key] for key in own if key in BACKENDS[name].options} | {
+        "block_q": 8,
+        "block_kv": 8,
+    }
     function = partial(attention, backend=get_backend(name, **options))
     arguments = {key: value for key, value in own.items() if key not in options}
     torch._dynamo.reset()
-    found = differentiated(torch.compile(function, fullgraph=True, backend="aot_eager"), name, **arguments)
+    found = differentiated(
+        torch.compile(function, fullgraph=True, backend="aot_eager"), name, **arguments
+    )
     torch.testing.assert_close(found, differentiated(function, name, **arguments), rtol=0, atol=0)
 
 
@@ -100,7 +122,9 @@ def test_a_setting_that_would_be_lost_is_refused():
     more = replace(backend, options={**backend.options, "kv_outer": True})
     q = operands(torch.float32)[0]
     with pytest.raises(Exception, match="takes no kv_outer"):
-        torch.compile(lambda q: attention(q, q, q, backend=more).out, fullgraph=True, backend="aot_eager")(q)
+        torch.compile(
+            lambda q: attention(q, q, q, backend=more).out, fullgraph=True, backend="aot_eager"
+        )(q)
 
 
 def test_only_the_very_loop_of_that_name_is_the_operator():
@@ -109,9 +133,15 @@ def test_only_the_very_loop_of_that_name_is_the_operator():
     namesake = tile_loop_backend("tiled", softmax=LazyRescale)
     around = replace(backend, fn=partial(backend.fn, softmax=LazyRescale))
     own = tile_loop_backend("a_loop_of_ones_own", softmax=LazyRescale)
-    assert [each.operator for each in (backend, namesake, around, replace(backend, name="other"), own)] == [True, False, False, False, True]
+    assert [
+        each.operator for each in (backend, namesake, around, replace(backend, name="other"), own)
+    ] == [True, False, False, False, True]
     assert breaks(namesake) and breaks(around) and not breaks(own)
 
 
 def test_a_users_own_function_stays_outside_the_graph():
-    assert breaks(Backend("own", get_backend("naive").fn, features=BACKENDS["naive"].features, traceable=False))
+    assert breaks(
+        Backend(
+            "own", get_backend("naive").fn, features=BACKENDS["naive"].features, traceable=False
+        )
+    )

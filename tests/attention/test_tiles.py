@@ -1,4 +1,6 @@
-"""The table of tiles: complete, and compiled for sm_90 without a GPU, where no tile may spill registers or serialise its products."""
+"""The table of tiles: complete, and compiled for sm_90 without a GPU, where no tile may spill
+registers or serialise its products.
+"""
 
 import importlib.util
 import json
@@ -26,13 +28,21 @@ def test_every_head_dim_has_a_tile(name):
         for tiles in table[dtype].values():
             assert set(tiles) == {str(head_dim) for head_dim in HEAD_DIMS}
             for block_q, block_kv, num_warps, num_stages in tiles.values():
-                assert {block_q, block_kv} <= {16, 32, 64, 128, 256} and num_warps in (1, 2, 4, 8, 16) and num_stages >= 1
+                assert (
+                    {block_q, block_kv} <= {16, 32, 64, 128, 256}
+                    and num_warps in (1, 2, 4, 8, 16)
+                    and num_stages >= 1
+                )
 
 
 def test_padding_of_the_head_dim():
     for head_dim in range(1, 257):
         padded = padded_head_dim(head_dim)
-        assert padded >= max(16, head_dim) and padded & (padded - 1) == 0 and (padded < 2 * head_dim or padded == 16)
+        assert (
+            padded >= max(16, head_dim)
+            and padded & (padded - 1) == 0
+            and (padded < 2 * head_dim or padded == 16)
+        )
 
 
 @pytest.mark.parametrize(
@@ -51,13 +61,22 @@ def test_a_device_gets_the_largest_table_that_fits(capability, shared_memory, ex
 
 
 def test_a_device_too_small_is_told_so():
-    with pytest.raises(ValueError, match="needs 101376 bytes of shared memory a program, this GPU has 65536: use attention=sdpa"):
+    with pytest.raises(
+        ValueError,
+        match="needs 101376 bytes of shared memory a program, this GPU has 65536: use "
+        "attention=sdpa",
+    ):
         table_for((7, 5), 65536)
 
 
 def test_tiles_of_ones_own_keep_their_keys():
     for kernel in VARIANTS:
-        assert pick_tile(kernel, 64, torch.bfloat16, torch.device("cuda"), block_q=128, block_kv=32).block_kv == 32
+        assert (
+            pick_tile(
+                kernel, 64, torch.bfloat16, torch.device("cuda"), block_q=128, block_kv=32
+            ).block_kv
+            == 32
+        )
 
 
 # bytes a thread: what is known to spill, and why
@@ -80,16 +99,28 @@ for *problem, tile in json.loads(sys.argv[1]):
 """
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton's compiler, not a GPU")
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton's compiler, not a GPU"
+)
 @pytest.mark.parametrize("kernel", VARIANTS)
 def test_sm_90_compiles_without_spills(kernel):
-    """In a process that does not interpret: registers, shared memory and ptxas' warnings of serialised products."""
+    """In a process that does not interpret: registers, shared memory and ptxas' warnings of
+    serialised products.
+    """
     table = tables()["sm_90"]
     wanted = [(head_dim, variant) for head_dim in HEAD_DIMS for variant in VARIANTS[kernel]]
     tiles = [table["16-bit"][kernel][str(head_dim)] for head_dim, _ in wanted]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    problems = json.dumps([(kernel, "bf16", *each, tile) for each, tile in zip(wanted, tiles, strict=True)])
-    done = subprocess.run([sys.executable, "-c", COMPILE, problems], capture_output=True, text=True, env=environment, cwd=ROOT)
+    problems = json.dumps(
+        [(kernel, "bf16", *each, tile) for each, tile in zip(wanted, tiles, strict=True)]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, problems],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     for (head_dim, variant), row in zip(wanted, found, strict=True):

@@ -1,7 +1,9 @@
-"""The Triton kernels as an operator: what torch.compile, autograd, checkpointing and long tensors ask of it.
+"""The Triton kernels as an operator: what torch.compile, autograd, checkpointing and long tensors
+ask of it.
 
-Without a GPU the kernels run in Triton's interpreter. That their numbers are right is the conformance suite's part.
-Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
+Without a GPU the kernels run in Triton's interpreter. That their numbers are right is the
+conformance suite's part. Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M
+keys, D head dim.
 """
 
 import os
@@ -44,14 +46,28 @@ def parts(projected: Tensor, num_kv_heads: int) -> tuple[Tensor, ...]:
 
 
 OPERANDS = {
-    "B1-H1-N20-D16": lambda: (random(1, 1, 20, 16), random(1, 1, 20, 16, seed=1), random(1, 1, 20, 16, seed=2)),
-    "B2-H2kv1-N9-M17-D24": lambda: (random(2, 2, 9, 24), random(2, 1, 17, 24, seed=1), random(2, 1, 17, 24, seed=2)),
+    "B1-H1-N20-D16": lambda: (
+        random(1, 1, 20, 16),
+        random(1, 1, 20, 16, seed=1),
+        random(1, 1, 20, 16, seed=2),
+    ),
+    "B2-H2kv1-N9-M17-D24": lambda: (
+        random(2, 2, 9, 24),
+        random(2, 1, 17, 24, seed=1),
+        random(2, 1, 17, 24, seed=2),
+    ),
     "packed-B1-H2kv1-N9-D16": lambda: parts(random(1, 9, 4, 16), 1),
-    "B1-H1-N9-D16-bf16": lambda: tuple(random(1, 1, 9, 16, dtype=torch.bfloat16, seed=seed) for seed in range(3)),
+    "B1-H1-N9-D16-bf16": lambda: tuple(
+        random(1, 1, 9, 16, dtype=torch.bfloat16, seed=seed) for seed in range(3)
+    ),
 }
 
 
-@pytest.mark.parametrize(("operands", "causal"), zip(OPERANDS.values(), (True, False, True, False), strict=True), ids=OPERANDS)
+@pytest.mark.parametrize(
+    ("operands", "causal"),
+    zip(OPERANDS.values(), (True, False, True, False), strict=True),
+    ids=OPERANDS,
+)
 @pytest.mark.parametrize("everything", [False, True], ids=["plain", "window-softcap-no_rescale"])
 def test_the_operator_keeps_pytorchs_contract(operands, causal, everything):
     """Schema, shapes, strides and dtypes promised to torch.compile, and the registered gradient."""
@@ -64,33 +80,59 @@ def test_the_operator_keeps_pytorchs_contract(operands, causal, everything):
     torch.library.opcheck(flash_attention, (q, k, v, *optional, *settings))
     with torch.no_grad():
         out, lse = flash_attention(q, k, v, *optional, *settings)
-        d_out, d_lse = random(*out.shape, dtype=out.dtype), None if everything else torch.ones_like(lse)
+        d_out, d_lse = (
+            random(*out.shape, dtype=out.dtype),
+            None if everything else torch.ones_like(lse),
+        )
         for packed in {False, is_packed(q, k, v)}:
-            torch.library.opcheck(flash_attention_backward, (d_out, d_lse, q, k, v, out, lse, *optional, *settings), {"packed": packed})
+            torch.library.opcheck(
+                flash_attention_backward,
+                (d_out, d_lse, q, k, v, out, lse, *optional, *settings),
+                {"packed": packed},
+            )
 
 
-@pytest.mark.parametrize("used", [(True, False), (False, True), (True, True)], ids=["out", "lse", "both"])
+@pytest.mark.parametrize(
+    "used", [(True, False), (False, True), (True, True)], ids=["out", "lse", "both"]
+)
 def test_the_gradient_of_eager_mode_is_the_registered_one(used, monkeypatch):
-    """To the bit, whichever result has a gradient; and no zeros are made for the gradient of an lse that nobody used."""
+    """To the bit, whichever result has a gradient; and no zeros are made for the gradient of an lse
+    that nobody used.
+    """
     given, backward = [], op.flash_attention_backward
 
-    def watched(d_out: Tensor, d_lse: Tensor | None, *others: object, **options: object) -> list[Tensor]:
+    def watched(
+        d_out: Tensor, d_lse: Tensor | None, *others: object, **options: object
+    ) -> list[Tensor]:
         given.append(d_lse)
         return backward(d_out, d_lse, *others, **options)
 
     monkeypatch.setattr(op, "flash_attention_backward", watched)
-    q, k, v = (random(2, heads, 40, 16, seed=seed).requires_grad_() for seed, heads in enumerate((4, 2, 2)))
+    q, k, v = (
+        random(2, heads, 40, 16, seed=seed).requires_grad_() for seed, heads in enumerate((4, 2, 2))
+    )
 
     def gradients(results: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        terms = [(x * random(*x.shape, seed=3)).sum() for x, use in zip(results, used, strict=True) if use]
+        terms = [
+            (x * random(*x.shape, seed=3)).sum()
+            for x, use in zip(results, used, strict=True)
+            if use
+        ]
         return torch.autograd.grad(sum(terms), (q, k, v), materialize_grads=True)
 
     eager = attention(q, k, v, backend=PORTABLE)
     assert "FlashAttentionBackward" in type(eager.out.grad_fn).__name__
     found = gradients(eager)
-    torch.testing.assert_close(found, gradients(flash_attention(q, k, v, None, None, None, True, 0.25, "", "online", 0, 0)), rtol=0, atol=0)
+    torch.testing.assert_close(
+        found,
+        gradients(flash_attention(q, k, v, None, None, None, True, 0.25, "", "online", 0, 0)),
+        rtol=0,
+        atol=0,
+    )
     assert [x is not None for x in given] == [used[1]] * 2
-    torch.testing.assert_close(found, gradients(attention(q, k, v, backend="naive")), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        found, gradients(attention(q, k, v, backend="naive")), rtol=1e-4, atol=1e-5
+    )
 
 
 @triton.jit
@@ -100,13 +142,20 @@ def note_places(found_ptr, num_tiles, num_heads, section):
     tl.store(found_ptr + 2 * tl.program_id(0) + 1, head)
 
 
-@pytest.mark.parametrize(("num_tiles", "num_heads", "section"), [(2, 6, 4), (3, 7, 2), (1, 5, 3), (4, 3, 8), (5, 4, 1)])
+@pytest.mark.parametrize(
+    ("num_tiles", "num_heads", "section"), [(2, 6, 4), (3, 7, 2), (1, 5, 3), (4, 3, 8), (5, 4, 1)]
+)
 def test_every_tile_of_every_head_has_one_program_section_by_section(num_tiles, num_heads, section):
     found = torch.full((num_tiles * num_heads, 2), -1, dtype=torch.int32, device=DEVICE)
     note_places[(len(found),)](found, num_tiles, num_heads, section)
     left_over = num_heads % section or min(section, num_heads)
-    sections = [range(left_over), *(range(first, first + section) for first in range(left_over, num_heads, section))]
-    assert found.tolist() == [[tile, head] for heads in sections for tile in range(num_tiles) for head in heads]
+    sections = [
+        range(left_over),
+        *(range(first, first + section) for first in range(left_over, num_heads, section)),
+    ]
+    assert found.tolist() == [
+        [tile, head] for heads in sections for tile in range(num_tiles) for head in heads
+    ]
 
 
 @triton.jit
@@ -118,15 +167,26 @@ def tanh_kernel(x_ptr, y_ptr, derivative_ptr, BLOCK: tl.constexpr):
 
 
 def test_tanh_and_its_derivative_are_precise_everywhere():
-    """To a few roundings of their own size: 2 sigmoid(2 x) - 1 has no digit left where x is 1e-8."""
+    """To a few roundings of their own size: 2 sigmoid(2 x) - 1 has no digit left where x is
+    1e-8.
+    """
     x = torch.logspace(-37, 1.5, 4096, dtype=torch.float64).float()
-    x = torch.cat((x, -x, torch.linspace(-1, 1, 4096), torch.tensor([0.0, -0.0, torch.inf, -torch.inf]).repeat(1024))).to(DEVICE)
+    x = torch.cat(
+        (
+            x,
+            -x,
+            torch.linspace(-1, 1, 4096),
+            torch.tensor([0.0, -0.0, torch.inf, -torch.inf]).repeat(1024),
+        )
+    ).to(DEVICE)
     y, derivative = torch.empty_like(x), torch.empty_like(x)
     tanh_kernel[(len(x) // 1024,)](x, y, derivative, BLOCK=1024)
     exact = x.double().tanh()
     torch.testing.assert_close(y.double(), exact, rtol=8 * 2**-24, atol=0)
     small = x.abs() < 40  # beyond, the derivative is below float32
-    torch.testing.assert_close(derivative[small].double(), 1 / x[small].double().cosh() ** 2, rtol=100 * 2**-24, atol=0)
+    torch.testing.assert_close(
+        derivative[small].double(), 1 / x[small].double().cosh() ** 2, rtol=100 * 2**-24, atol=0
+    )
     assert not derivative[x.isinf()].any()
 
 
@@ -139,7 +199,11 @@ def block(packed: Tensor) -> tuple[Tensor, Tensor]:
 def differentiated(function) -> tuple[Tensor, ...]:
     packed = random(1, 40, 3, 2, 16).requires_grad_()
     out, lse = function(packed)
-    return out.detach(), lse.detach(), *torch.autograd.grad((out * random(*out.shape, seed=1)).sum() + lse.sum(), packed)
+    return (
+        out.detach(),
+        lse.detach(),
+        *torch.autograd.grad((out * random(*out.shape, seed=1)).sum() + lse.sum(), packed),
+    )
 
 
 def test_compiled_into_one_graph_it_equals_eager():
@@ -147,16 +211,24 @@ def test_compiled_into_one_graph_it_equals_eager():
     torch.testing.assert_close(differentiated(compiled), differentiated(block), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("backend", [PORTABLE, get_backend("no_rescale", impl="triton")], ids=lambda backend: backend.name)
+@pytest.mark.parametrize(
+    "backend",
+    [PORTABLE, get_backend("no_rescale", impl="triton")],
+    ids=lambda backend: backend.name,
+)
 def test_inductor_lowers_the_operators(backend):
-    """It hands on by name what stands at its default, to a function with argument names of its own."""
+    """It hands on by name what stands at its default, to a function with argument names of its
+    own.
+    """
 
     def function(packed: Tensor) -> tuple[Tensor, Tensor]:
         out = attention(*packed_views(packed), backend=backend).out
         return out, out[..., 0]
 
     torch._dynamo.reset()  # the other backend's graph is not to be made general
-    with torch._inductor.config.patch(force_disable_caches=True):  # a graph from the cache is not lowered again
+    with torch._inductor.config.patch(
+        force_disable_caches=True
+    ):  # a graph from the cache is not lowered again
         found = differentiated(torch.compile(function, fullgraph=True))
     torch.testing.assert_close(found, differentiated(function), rtol=0, atol=0)
 
@@ -175,7 +247,9 @@ def test_exports():
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 def test_cuda_graph_capture(packed):
-    """Nothing waits for the device or allocates outside the graph's pool: window and documents included."""
+    """Nothing waits for the device or allocates outside the graph's pool: window and documents
+    included.
+    """
     tensors = parts(random(2, 300, 12, 64, dtype=torch.bfloat16), 4)
     tensors = [(x if packed else x.contiguous()).detach().requires_grad_() for x in tensors]
     d_out = random(2, 4, 300, 64, dtype=torch.bfloat16, seed=3)
@@ -242,11 +316,15 @@ def test_gradients_in_one_tensor_are_the_separate_ones(num_kv_heads, dtype, opti
         return (
             out.detach(),
             lse.detach(),
-            *torch.autograd.grad((out * random(*out.shape, dtype=dtype, seed=1)).sum() + lse.sum(), projected),
+            *torch.autograd.grad(
+                (out * random(*out.shape, dtype=dtype, seed=1)).sum() + lse.sum(), projected
+            ),
         )
 
     function = torch.compile(run, fullgraph=True, backend="aot_eager") if compiled else run
-    assert all(torch.equal(x, y) for x, y in zip(results(function, False), results(run, True), strict=True))
+    assert all(
+        torch.equal(x, y) for x, y in zip(results(function, False), results(run, True), strict=True)
+    )
 
 
 def test_gradients_of_a_projections_parts_lie_as_the_parts_do():
@@ -261,9 +339,13 @@ OTHERS = {
     "separate": lambda: (random(2, 2, 9, 16), random(2, 2, 9, 16), random(2, 2, 9, 16)),
     "heads-merged": lambda: tuple(random(2, 9, 2, 16).transpose(1, 2) for _ in range(3)),
     "q-apart": lambda: (random(2, 2, 9, 16), *parts(random(2, 9, 6, 16), 2)[1:]),
-    "fewer-keys": lambda: tuple(x[:, :, : 9 - i] for i, x in zip((0, 1, 1), parts(random(2, 9, 6, 16), 2), strict=True)),
+    "fewer-keys": lambda: tuple(
+        x[:, :, : 9 - i] for i, x in zip((0, 1, 1), parts(random(2, 9, 6, 16), 2), strict=True)
+    ),
     "every-other-token": lambda: tuple(x[:, :, ::2] for x in parts(random(2, 18, 6, 16), 2)),
-    "side-by-side-per-head": lambda: tuple(x.transpose(1, 2) for x in random(2, 9, 2, 48).split(16, dim=3)),
+    "side-by-side-per-head": lambda: tuple(
+        x.transpose(1, 2) for x in random(2, 9, 2, 48).split(16, dim=3)
+    ),
     "padded": lambda: tuple(x[..., :16] for x in parts(random(2, 9, 6, 20), 2)),
 }
 
@@ -276,8 +358,12 @@ def test_of_other_tensors_every_gradient_is_its_own(make):
 
 
 def test_a_compiled_projection_reads_its_gradient_where_it_is(monkeypatch):
-    """Inductor drops what would put dq, dk and dv together: the projection's two products take the operator's result."""
-    layer = CausalSelfAttention(ModelConfig(num_heads=4, num_kv_heads=2, hidden_size=64), PORTABLE).to(DEVICE)
+    """Inductor drops what would put dq, dk and dv together: the projection's two products take the
+    operator's result.
+    """
+    layer = CausalSelfAttention(
+        ModelConfig(num_heads=4, num_kv_heads=2, hidden_size=64), PORTABLE
+    ).to(DEVICE)
     x = random(2, 40, 64).requires_grad_()
 
     def run(x: Tensor) -> Tensor:
@@ -285,17 +371,25 @@ def test_a_compiled_projection_reads_its_gradient_where_it_is(monkeypatch):
 
     def gradients(function) -> tuple[Tensor, ...]:
         out = function(x)
-        return torch.autograd.grad(out, (x, layer.qkv.weight, layer.qkv.bias), random(*out.shape, seed=1))
+        return torch.autograd.grad(
+            out, (x, layer.qkv.weight, layer.qkv.bias), random(*out.shape, seed=1)
+        )
 
     def operators() -> set[object]:
         """In the graph of the backward pass, as it is lowered."""
         graphs: list[set[object]] = []
         torch._dynamo.reset()
-        note = {"post_grad_custom_post_pass": lambda graph: graphs.append({node.target for node in graph.nodes})}
+        note = {
+            "post_grad_custom_post_pass": lambda graph: graphs.append(
+                {node.target for node in graph.nodes}
+            )
+        }
         with torch._inductor.config.patch(force_disable_caches=True, **note):
             found = gradients(torch.compile(run, fullgraph=True))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        (backward,) = (graph for graph in graphs if torch.ops.tilegpt.flash_attention_backward.default in graph)
+        (backward,) = (
+            graph for graph in graphs if torch.ops.tilegpt.flash_attention_backward.default in graph
+        )
         return backward
 
     expected = gradients(run)
@@ -335,16 +429,27 @@ def test_the_same_bits_every_time():
 @pytest.mark.parametrize("block_kv", [16, 32])
 @pytest.mark.parametrize("name", ["no_max", "no_rescale"])
 def test_a_defect_is_the_tile_loops(name, block_kv, detach_max, optional):
-    """Result and true gradient, at the same tile size; one query tile size more or less changes nothing."""
+    """Result and true gradient, at the same tile size; one query tile size more or less changes
+    nothing.
+    """
     tiles = {"block_kv": block_kv, "detach_max": detach_max}
-    tensors = [x.requires_grad_() for x in (2 * random(1, 4, 70, 16), random(1, 2, 70, 16, seed=1), random(1, 2, 70, 16, seed=2))]
+    tensors = [
+        x.requires_grad_()
+        for x in (
+            2 * random(1, 4, 70, 16),
+            random(1, 2, 70, 16, seed=1),
+            random(1, 2, 70, 16, seed=2),
+        )
+    ]
     d_out = random(1, 4, 70, 16, seed=3)
 
     def results(**options) -> list[Tensor]:
         out = attention(*tensors, backend=get_backend(name, **tiles, **options), **optional).out
         return [out.detach(), *torch.autograd.grad(out, tensors, d_out)]
 
-    for found, expected in zip(results(impl="triton", block_q=32), results(block_q=64), strict=True):
+    for found, expected in zip(
+        results(impl="triton", block_q=32), results(block_q=64), strict=True
+    ):
         assert (found - expected).norm() <= 2e-6 * expected.norm()
 
 
@@ -376,7 +481,10 @@ print("triton" in sys.modules and sys.modules["triton"] is not None)
     ("before", "reason"),
     [
         ("", "Triton needs a GPU; set TRITON_INTERPRET=1 before the start"),
-        ("sys.modules['triton'] = None", "Triton is not installed here (pip install triton, Linux only)"),
+        (
+            "sys.modules['triton'] = None",
+            "Triton is not installed here (pip install triton, Linux only)",
+        ),
     ],
     ids=["no-gpu", "not-installed"],
 )
@@ -384,13 +492,19 @@ def test_refusal_says_the_way_out(before, reason):
     """In a fresh process, and before Triton is imported."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", CALL.format(before=before)]
-    text = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    assert text.startswith("attention=triton cannot take q (1, 1, 4, 16), k (1, 1, 4, 16), float32 on cpu: " + reason)
+    text = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert text.startswith(
+        "attention=triton cannot take q (1, 1, 4, 16), k (1, 1, 4, 16), float32 on cpu: " + reason
+    )
     assert "attention=tiled" in text
     assert text.splitlines()[-1] == "False"
 
 
-@pytest.mark.parametrize(("installed", "refused"), [("3.6.0", True), ("3.7.1", False), ("3.10.0", False)])
+@pytest.mark.parametrize(
+    ("installed", "refused"), [("3.6.0", True), ("3.7.1", False), ("3.10.0", False)]
+)
 def test_versions_are_numbers(monkeypatch, installed, refused):
     """Whose interpreter fails with a newer numpy."""
     from attention import kernels
@@ -405,7 +519,10 @@ def test_versions_are_numbers(monkeypatch, installed, refused):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_same_bits_fifty_times(head_dim):
-    tensors = [random(2, heads, 1000, head_dim, dtype=torch.bfloat16, seed=heads).requires_grad_() for heads in (8, 2, 2)]
+    tensors = [
+        random(2, heads, 1000, head_dim, dtype=torch.bfloat16, seed=heads).requires_grad_()
+        for heads in (8, 2, 2)
+    ]
     d_out = random(2, 8, 1000, head_dim, dtype=torch.bfloat16)
 
     def once() -> tuple[Tensor, ...]:
@@ -419,11 +536,15 @@ def test_the_same_bits_fifty_times(head_dim):
 
 def assert_within_budget(found: list[Tensor], reference: list[Tensor], naive: list[Tensor]) -> None:
     for x, exact, plain in zip(found, reference, naive, strict=True):
-        budget = 2 * (plain.double() - exact).abs().max() + torch.finfo(x.dtype).eps * exact.abs().max()
+        budget = (
+            2 * (plain.double() - exact).abs().max() + torch.finfo(x.dtype).eps * exact.abs().max()
+        )
         assert (x.double() - exact).abs().max() <= budget
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, *, backend: str | Backend, dtype: torch.dtype) -> list[Tensor]:
+def run(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, *, backend: str | Backend, dtype: torch.dtype
+) -> list[Tensor]:
     """out, dq, dk, dv without a mask."""
     inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
     out = attention(*inputs, backend=backend, causal=False).out
@@ -431,12 +552,17 @@ def run(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, *, backend: str | Backen
 
 
 def check_long_keys(num_keys: int, head_dim: int) -> None:
-    """k and v are views of one projection; only the last 64 keys score above 0, so the rest of a long problem weighs nothing."""
+    """k and v are views of one projection; only the last 64 keys score above 0, so the rest of a
+    long problem weighs nothing.
+    """
     dtype = torch.bfloat16
     kv = torch.zeros(1, num_keys, 2, 1, head_dim, dtype=dtype, device=DEVICE)
     kv[:, -64:] = 6 * random(1, 64, 2, 1, head_dim, dtype=dtype)
     k, v = kv.permute(2, 0, 3, 1, 4).unbind()
-    q, d_out = 6 * random(1, 1, 64, head_dim, dtype=dtype, seed=1), random(1, 1, 64, head_dim, dtype=dtype, seed=2)
+    q, d_out = (
+        6 * random(1, 1, 64, head_dim, dtype=dtype, seed=1),
+        random(1, 1, 64, head_dim, dtype=dtype, seed=2),
+    )
     out, dq, dk, dv = run(q, k, v, d_out, backend=PORTABLE, dtype=dtype)
     # no mass outside the last keys, so no gradient either
     assert all(abs(extreme) < 1e-3 for x in (dk, dv) for extreme in x[:, :, :-64].aminmax())
@@ -453,10 +579,14 @@ def test_offsets_past_two_to_the_31_in_keys_and_their_gradients():
 @pytest.mark.gpu
 def test_offsets_past_two_to_the_31_in_queries():
     """The last rows of the last head, against the same rows alone."""
-    q = torch.zeros(1, 2**31 // 256 + 200, 2, 128, dtype=torch.bfloat16, device=DEVICE).transpose(1, 2)
+    q = torch.zeros(1, 2**31 // 256 + 200, 2, 128, dtype=torch.bfloat16, device=DEVICE).transpose(
+        1, 2
+    )
     q[:, :, -64:] = random(1, 2, 64, 128, dtype=torch.bfloat16)
     k, v = (random(1, 2, 100, 128, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
     with torch.no_grad():
-        long, short = (attention(x, k, v, backend=PORTABLE, causal=False) for x in (q, q[:, :, -64:]))
+        long, short = (
+            attention(x, k, v, backend=PORTABLE, causal=False) for x in (q, q[:, :, -64:])
+        )
     torch.testing.assert_close(long.out[:, :, -64:], short.out)
     torch.testing.assert_close(long.lse[:, :, -64:], short.lse)

@@ -11,4 +11,9 @@ def config(tmp_path):
     (tmp_path / "corpus").mkdir()
     for number in range(60):
         (tmp_path / "corpus" / f"{number:02}.txt").write_text(f"file {number} " * (number + 1))
-    return DataConfig(source="text", path=str(tmp_path / "corpus"), cache_dir=str(tmp_path / "cache"), val_fraction=0.2)
+    return DataConfig(
+        source="text",
+        path=str(tmp_path / "corpus"),
+        cache_dir=str(tmp_path / "cache"),
+        val_fraction=0.2,
+    )

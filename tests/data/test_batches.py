@@ -1,4 +1,6 @@
-"""Windows of text: right tokens, pure functions of (seed, step), a held-out half that never moves."""
+"""Windows of text: right tokens, pure functions of (seed, step), a held-out half that never
+moves.
+"""
 
 import errno
 import gc
@@ -35,11 +37,16 @@ def test_targets_are_the_next_tokens():
 def test_batches_are_contiguous_int64_tensors(config):
     for batch in (open_data(config).train_batch(0, 5), open_data(config).val_batch(5)):
         assert isinstance(batch, Batch)
-        assert all(tensor.dtype == torch.int64 and tensor.shape == (5, 32) and tensor.is_contiguous() for tensor in batch)
+        assert all(
+            tensor.dtype == torch.int64 and tensor.shape == (5, 32) and tensor.is_contiguous()
+            for tensor in batch
+        )
 
 
 def test_32_bit_tokens_survive():
-    assert windows(np.array([[0, 70_000, 2**32 - 1]], dtype=np.uint32)).targets.tolist() == [[70_000, 2**32 - 1]]
+    assert windows(np.array([[0, 70_000, 2**32 - 1]], dtype=np.uint32)).targets.tolist() == [
+        [70_000, 2**32 - 1]
+    ]
 
 
 def token_file(path, tokens):
@@ -62,9 +69,18 @@ def test_training_windows_come_from_training_documents_only(config):
 
 
 def test_a_step_is_a_pure_function_of_seed_and_step(config):
-    assert torch.equal(open_data(config, seed=1).train_batch(7, 8).inputs, open_data(config, seed=1).train_batch(7, 8).inputs)
-    assert not torch.equal(open_data(config, seed=1).train_batch(7, 8).inputs, open_data(config, seed=1).train_batch(8, 8).inputs)
-    assert not torch.equal(open_data(config, seed=1).train_batch(7, 8).inputs, open_data(config, seed=2).train_batch(7, 8).inputs)
+    assert torch.equal(
+        open_data(config, seed=1).train_batch(7, 8).inputs,
+        open_data(config, seed=1).train_batch(7, 8).inputs,
+    )
+    assert not torch.equal(
+        open_data(config, seed=1).train_batch(7, 8).inputs,
+        open_data(config, seed=1).train_batch(8, 8).inputs,
+    )
+    assert not torch.equal(
+        open_data(config, seed=1).train_batch(7, 8).inputs,
+        open_data(config, seed=2).train_batch(7, 8).inputs,
+    )
 
 
 def test_another_process_draws_the_same(config):
@@ -74,7 +90,9 @@ def test_another_process_draws_the_same(config):
         f"d = build_data({config!r}, TokenizerConfig('byte'), seq_len=32, seed=5);"
         "print(d.train_batch(9, 4).inputs.flatten().tolist())"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == str(here)
+    assert subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip() == str(here)
 
 
 def test_first_sequences_do_not_depend_on_how_many_follow(config):
@@ -99,8 +117,14 @@ def test_held_out_windows_are_spread_evenly(config, tmp_path):
 def test_attributes(config):
     data = open_data(config)
     assert (data.vocab_size, data.metric, data.tokenizer.name) == (257, None, "byte")
-    held_out = [line for line in data.description.split(", ") if line.endswith("held out; tokenizer byte")]
-    assert data.description.startswith(f"data.path={config.path}: ") and len(held_out) == 1 and "\n" not in data.description
+    held_out = [
+        line for line in data.description.split(", ") if line.endswith("held out; tokenizer byte")
+    ]
+    assert (
+        data.description.startswith(f"data.path={config.path}: ")
+        and len(held_out) == 1
+        and "\n" not in data.description
+    )
 
 
 def test_description_says_when_the_end_of_an_only_document_is_held_out(config, tmp_path):
@@ -127,7 +151,8 @@ def test_shorter_than_one_sequence(config, short_half):
     longest = min(len(data.train), len(data.val)) - 1
     assert open_data(config, seq_len=longest).train_batch(0, 2).inputs.shape == (2, longest)
     expected = (
-        rf"data\.path={config.path} is shorter than one sequence: seq_len={longest + 1} needs {longest + 2} tokens.*"
+        rf"data\.path={config.path} is shorter than one sequence: seq_len={longest + 1} needs "
+        rf"{longest + 2} tokens.*"
         rf"{len(data.train)} to train on and {len(data.val)} held out; "
         rf"give more text, seq_len={longest} or less, .*data\.val_fraction={config.val_fraction}"
     )
@@ -137,7 +162,10 @@ def test_shorter_than_one_sequence(config, short_half):
 
 def test_a_batch_takes_milliseconds(config, tmp_path):
     data = open_data(config)
-    data.train, data.seq_len = token_file(tmp_path / "train.bin", np.zeros(10_000_000, dtype=np.uint16)), 1024
+    data.train, data.seq_len = (
+        token_file(tmp_path / "train.bin", np.zeros(10_000_000, dtype=np.uint16)),
+        1024,
+    )
     times = []
     for step in range(5):
         start = time.perf_counter()
@@ -150,7 +178,9 @@ def golden(config, **settings):
     """Of every number in the first batches of both halves."""
     data = open_data(config, **settings)
     batches = [*(data.train_batch(step, 8) for step in range(4)), data.val_batch(8)]
-    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for batch in batches for tensor in batch)).hexdigest()[:16]
+    return hashlib.sha256(
+        b"".join(tensor.numpy().tobytes() for batch in batches for tensor in batch)
+    ).hexdigest()[:16]
 
 
 def test_batches_are_those_of_every_version(config):
@@ -160,14 +190,21 @@ def test_batches_are_those_of_every_version(config):
     assert [*found, golden(config, seed=7)] == GOLDEN
 
 
-@pytest.mark.parametrize("half, read", [("train", lambda data: data.train_batch(0, 400)), ("val", lambda data: data.val_batch(9))])
+@pytest.mark.parametrize(
+    "half, read",
+    [("train", lambda data: data.train_batch(0, 400)), ("val", lambda data: data.val_batch(9))],
+)
 def test_a_file_that_becomes_shorter_is_named(config, half, read):
     """Mapped into memory, it ended the process with SIGBUS."""
     data = open_data(config)
     tokens = getattr(data, half)
     assert tokens.path.name == f"{half}.bin"
     os.truncate(tokens.path, tokens.path.stat().st_size // 2)
-    with pytest.raises(OSError, match=rf"^{tokens.path} cannot be read \(it became shorter than its {len(tokens):,} tokens.*next start"):
+    with pytest.raises(
+        OSError,
+        match=rf"^{tokens.path} cannot be read \(it became shorter than its {len(tokens):,} "
+        r"tokens.*next start",
+    ):
         read(data)
 
 
@@ -177,7 +214,11 @@ def test_a_token_without_a_row_in_the_embedding_is_refused(config):
     path = data.train.path
     content = path.read_bytes()
     path.write_bytes(content[:-2000] + (257).to_bytes(2, "little") * 1000)
-    with pytest.raises(OSError, match=rf"^{path} was altered while it was read: it holds token 257, and there are 257; the next start"):
+    with pytest.raises(
+        OSError,
+        match=rf"^{path} was altered while it was read: it holds token 257, and there are 257; the "
+        r"next start",
+    ):
         data.train_batch(0, 400)
     path.write_bytes(content[:-2000] + (256).to_bytes(2, "little") * 1000)
     data.train_batch(0, 400)
@@ -201,7 +242,9 @@ def test_a_failing_disk_is_named(config, monkeypatch):
 
     data = open_data(config)
     monkeypatch.setattr(os, "pread", fail)
-    with pytest.raises(OSError, match=rf"^{data.train.path} cannot be read \(Input/output error\)$"):
+    with pytest.raises(
+        OSError, match=rf"^{data.train.path} cannot be read \(Input/output error\)$"
+    ):
         data.train_batch(0, 1)
 
 

@@ -14,18 +14,26 @@ SOURCES = ["hub", "last_write", "stdlib", "text", "torch_source"]
 
 
 def compose(schema, file, **overrides):
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.load(file), overrides))
+    return OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.load(file), overrides)
+    )
 
 
 def test_every_choice_has_its_file():
     assert sorted(file.stem for file in (CONF / "data").glob("*.yaml")) == SOURCES
-    assert sorted(file.stem for file in (CONF / "tokenizer").glob("*.yaml")) == ["bpe", "byte", "gpt2"]
+    assert sorted(file.stem for file in (CONF / "tokenizer").glob("*.yaml")) == [
+        "bpe",
+        "byte",
+        "gpt2",
+    ]
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_data_choice(source):
     needed = {"text": {"path": "x"}, "hub": {"name": "org/x"}}.get(source, {})
-    assert compose(DataConfig, CONF / "data" / f"{source}.yaml", **needed) == DataConfig(source=source, **needed)
+    assert compose(DataConfig, CONF / "data" / f"{source}.yaml", **needed) == DataConfig(
+        source=source, **needed
+    )
 
 
 @pytest.mark.parametrize("name", ["byte", "bpe", "gpt2"])
@@ -33,18 +41,32 @@ def test_tokenizer_choice(name):
     assert compose(TokenizerConfig, CONF / "tokenizer" / f"{name}.yaml") == TokenizerConfig(name)
 
 
-@pytest.mark.parametrize("source, message", [("text", "data=text needs data.path"), ("hub", "data=hub needs data.name")])
+@pytest.mark.parametrize(
+    "source, message", [("text", "data=text needs data.path"), ("hub", "data=hub needs data.name")]
+)
 def test_the_choice_alone_says_what_else_it_needs(source, message):
     with pytest.raises(ValueError, match=message):
         compose(DataConfig, CONF / "data" / f"{source}.yaml")
 
 
-@pytest.mark.parametrize("file", sorted(CONF.glob("data/*.yaml")) + sorted(CONF.glob("tokenizer/*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    sorted(CONF.glob("data/*.yaml")) + sorted(CONF.glob("tokenizer/*.yaml")),
+    ids=lambda file: file.stem,
+)
 def test_each_file_begins_with_the_command_that_uses_it(file):
     assert file.read_text().startswith(f"# python train.py {file.parent.name}={file.stem}")
 
 
 def test_importing_loads_no_heavy_library():
     modules = "data, data.tokenizer, data.corpora, data.token_store, data.batches, data.last_write"
-    code = f"import sys, {modules}; print(*sorted({{'torch', 'datasets', 'tiktoken'}} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+    code = (
+        f"import sys, {modules}; print(*sorted({{'torch', 'datasets', 'tiktoken'}} & "
+        "set(sys.modules)))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "\n"
+    )

@@ -1,4 +1,6 @@
-"""Which documents a local source yields, and one clear sentence for each way of naming a wrong one."""
+"""Which documents a local source yields, and one clear sentence for each way of naming a wrong
+one.
+"""
 
 import json
 import os
@@ -37,8 +39,22 @@ def test_documents_are_a_datasets_stream():
 def test_stdlib_is_the_core_of_the_standard_library():
     corpus = rows(source="stdlib")
     assert {"json/decoder.py", "argparse.py", "asyncio/tasks.py"} <= set(corpus)
-    left_out = ("test/", "idlelib/", "lib2to3/", "ensurepip/", "site-packages/", "encodings/", "pydoc_data/", "config-", "_sysconfigdata")
-    assert not [path for path in corpus if path.startswith(left_out) or "/test/" in path or "/tests/" in path]
+    left_out = (
+        "test/",
+        "idlelib/",
+        "lib2to3/",
+        "ensurepip/",
+        "site-packages/",
+        "encodings/",
+        "pydoc_data/",
+        "config-",
+        "_sysconfigdata",
+    )
+    assert not [
+        path
+        for path in corpus
+        if path.startswith(left_out) or "/test/" in path or "/tests/" in path
+    ]
     assert corpus["json/decoder.py"] == Path(json.decoder.__file__).read_text(encoding="utf-8")
     assert list(corpus) == sorted(corpus, key=lambda path: path.split("/"))
     assert all(path.endswith(".py") and text for path, text in corpus.items())
@@ -52,14 +68,27 @@ def test_torch_source():
 
 
 def test_folder_is_read_in_order_without_hidden_and_empty_files(tmp_path):
-    write(tmp_path, b_txt="two", a__x_md="one", c_txt="", _hidden="no", a___DS="no", __pycache____z_txt="no")
+    write(
+        tmp_path,
+        b_txt="two",
+        a__x_md="one",
+        c_txt="",
+        _hidden="no",
+        a___DS="no",
+        __pycache____z_txt="no",
+    )
     (tmp_path / "c.d").mkdir()
     assert rows(source="text", path=str(tmp_path)) == {"a/x.md": "one", "b.txt": "two"}
 
 
 @pytest.mark.parametrize(
     "path, expected",
-    [("b.txt", ["b.txt"]), ("*.txt", ["b.txt", "c.txt"]), ("**/*.txt", ["a/x.txt", "b.txt", "c.txt"]), ("a", ["x.txt"])],
+    [
+        ("b.txt", ["b.txt"]),
+        ("*.txt", ["b.txt", "c.txt"]),
+        ("**/*.txt", ["a/x.txt", "b.txt", "c.txt"]),
+        ("a", ["x.txt"]),
+    ],
     ids=["file", "glob", "deep-glob", "folder"],
 )
 def test_path_forms(tmp_path, path, expected):
@@ -72,7 +101,10 @@ def test_relative_and_home_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert (
-        rows(source="text", path="b.txt") == rows(source="text", path="~/b.txt") == rows(source="text", path="./*.txt") == {"b.txt": "two"}
+        rows(source="text", path="b.txt")
+        == rows(source="text", path="~/b.txt")
+        == rows(source="text", path="./*.txt")
+        == {"b.txt": "two"}
     )
 
 
@@ -84,8 +116,18 @@ def test_byte_order_mark_is_dropped_and_line_ends_are_kept(tmp_path):
 def test_tables_give_one_document_a_row(tmp_path):
     import datasets
 
-    table = [{"text": "one", "n": 1}, {"text": None, "n": 2}, {"text": "", "n": 3}, {"text": "two", "n": 4}]
-    write(tmp_path, a_jsonl="".join(json.dumps(row) + "\n" for row in table), b_json=json.dumps(table[:1]), e_jsonl="")
+    table = [
+        {"text": "one", "n": 1},
+        {"text": None, "n": 2},
+        {"text": "", "n": 3},
+        {"text": "two", "n": 4},
+    ]
+    write(
+        tmp_path,
+        a_jsonl="".join(json.dumps(row) + "\n" for row in table),
+        b_json=json.dumps(table[:1]),
+        e_jsonl="",
+    )
     datasets.Dataset.from_list(table).to_parquet(tmp_path / "c [1].parquet")
     write(tmp_path, d_txt="plain")
     expected = {
@@ -130,20 +172,56 @@ def test_reading_is_silent(tmp_path, capfd):
 
 
 BAD = {
-    "missing": (dict(), "nowhere.txt", r"data\.path=.*nowhere\.txt does not exist .*name a file, a folder or a glob"),
-    "glob-without-match": (dict(), "*.txt", r"data\.path=.*\*\.txt matches no file .*books/\*\*/\*\.txt"),
-    "empty-folder": (dict(), "", r"data\.path=.* is a folder without files; put text files into it"),
+    "missing": (
+        dict(),
+        "nowhere.txt",
+        r"data\.path=.*nowhere\.txt does not exist .*name a file, a folder or a glob",
+    ),
+    "glob-without-match": (
+        dict(),
+        "*.txt",
+        r"data\.path=.*\*\.txt matches no file .*books/\*\*/\*\.txt",
+    ),
+    "empty-folder": (
+        dict(),
+        "",
+        r"data\.path=.* is a folder without files; put text files into it",
+    ),
     "nul-bytes": (
         dict(a_txt="fine", b_txt=b"text\0more"),
         "",
         r"data\.path=.*b\.txt is not UTF-8 text \(byte 4: NUL\).*leave it out with a glob such as",
     ),
-    "latin-1": (dict(b_txt="naïve".encode("latin-1")), "", r"b\.txt is not UTF-8 text \(byte 2: .*convert it"),
-    "utf-16": (dict(b_txt="naive".encode("utf-16")), "b.txt", r"b\.txt is not UTF-8 text .*convert it"),
-    "no-such-column": (dict(a_jsonl='{"body": "x", "n": 1}\n'), "", r"a\.jsonl has no column data\.field=text; its columns are: body, n"),
-    "column-of-numbers": (dict(a_jsonl='{"text": 3}\n'), "", r"row 0 of data\.field=text is not text but int; columns: text"),
-    "broken-jsonl": (dict(a_jsonl='{"text": "x"\nnonsense\n'), "", r"a\.jsonl cannot be read as json .*repair it or leave it out"),
-    "broken-parquet": (dict(a_parquet="nonsense"), "", r"a\.parquet cannot be read as parquet .*repair it or leave it out"),
+    "latin-1": (
+        dict(b_txt="naïve".encode("latin-1")),
+        "",
+        r"b\.txt is not UTF-8 text \(byte 2: .*convert it",
+    ),
+    "utf-16": (
+        dict(b_txt="naive".encode("utf-16")),
+        "b.txt",
+        r"b\.txt is not UTF-8 text .*convert it",
+    ),
+    "no-such-column": (
+        dict(a_jsonl='{"body": "x", "n": 1}\n'),
+        "",
+        r"a\.jsonl has no column data\.field=text; its columns are: body, n",
+    ),
+    "column-of-numbers": (
+        dict(a_jsonl='{"text": 3}\n'),
+        "",
+        r"row 0 of data\.field=text is not text but int; columns: text",
+    ),
+    "broken-jsonl": (
+        dict(a_jsonl='{"text": "x"\nnonsense\n'),
+        "",
+        r"a\.jsonl cannot be read as json .*repair it or leave it out",
+    ),
+    "broken-parquet": (
+        dict(a_parquet="nonsense"),
+        "",
+        r"a\.parquet cannot be read as parquet .*repair it or leave it out",
+    ),
 }
 
 
@@ -157,11 +235,20 @@ def test_bad_input_is_one_clear_error(tmp_path, capfd, files, path, message):
 
 
 def test_a_broken_table_is_reported_once(tmp_path):
-    """datasets logs what it raises; in a fresh process, because its log keeps the stderr it has seen first."""
+    """datasets logs what it raises; in a fresh process, because its log keeps the stderr it has
+    seen first.
+    """
     write(tmp_path, a_jsonl='{"text": "x"\nnonsense\n')
     config = DataConfig(source="text", path=str(tmp_path))
-    code = f"from config import DataConfig; from data.corpora import documents; list(documents({config!r}))"
-    errors = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr.strip().splitlines()
+    code = (
+        "from config import DataConfig; from data.corpora import documents; "
+        f"list(documents({config!r}))"
+    )
+    errors = (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        .stderr.strip()
+        .splitlines()
+    )
     assert "JSON" not in errors[0] and errors[-1].startswith(f"ValueError: {tmp_path}")
 
 
@@ -189,7 +276,9 @@ def test_permission_denied(tmp_path, monkeypatch, file):
         import datasets
 
         monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(ValueError, match=rf"{file} cannot be read .*Permission denied.* leave it out of data\.path"):
+    with pytest.raises(
+        ValueError, match=rf"{file} cannot be read .*Permission denied.* leave it out of data\.path"
+    ):
         rows(source="text", path=path)
 
 
@@ -209,5 +298,9 @@ def test_what_is_no_file_is_left_out(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "broken.txt").symlink_to(tmp_path / "gone.txt")
     assert text_files(str(tmp_path)) == [tmp_path / "text.txt"]
-    with pytest.raises(ValueError, match="pipe.txt is neither a file nor a folder; write what comes through it to a file first"):
+    with pytest.raises(
+        ValueError,
+        match="pipe.txt is neither a file nor a folder; write what comes through it to a file "
+        "first",
+    ):
         text_files(str(tmp_path / "pipe.txt"))

@@ -1,4 +1,6 @@
-"""data.documents=true: every window numbers its documents, and the fingerprint says so; tokens and targets stay as they are."""
+"""data.documents=true: every window numbers its documents, and the fingerprint says so; tokens and
+targets stay as they are.
+"""
 
 import numpy as np
 import pytest
@@ -47,7 +49,10 @@ def test_numbers_are_those_of_the_stored_documents(config):
 
 
 def test_tokens_and_targets_are_those_without(config):
-    apart, together = open_data(config).train_batch(3, 64), open_data(config, documents=False).train_batch(3, 64)
+    apart, together = (
+        open_data(config).train_batch(3, 64),
+        open_data(config, documents=False).train_batch(3, 64),
+    )
     assert isinstance(together, Batch) and all(map(torch.equal, together, apart[:2]))
 
 
@@ -58,20 +63,33 @@ def test_fingerprint_and_description_tell_whether_documents_are_apart(config):
 
 
 def test_a_single_document_is_the_same_either_way(config, tmp_path):
-    """Its end is never read, only said: there is nothing to keep apart, so the losses are comparable."""
+    """Its end is never read, only said: there is nothing to keep apart, so the losses are
+    comparable.
+    """
     config.path = str(tmp_path / "corpus" / "59.txt")
     apart, together = open_data(config), open_data(config, documents=False)
     assert apart.fingerprint == together.fingerprint and apart.description == together.description
     for half in ("train_batch", "val_batch"):
         arguments = (0, 8) if half == "train_batch" else (8,)
-        assert all(torch.equal(x, y) for x, y in zip(getattr(apart, half)(*arguments), getattr(together, half)(*arguments), strict=True))
+        assert all(
+            torch.equal(x, y)
+            for x, y in zip(
+                getattr(apart, half)(*arguments), getattr(together, half)(*arguments), strict=True
+            )
+        )
 
 
 def test_the_end_is_read_as_soon_as_there_is_a_second_document(config):
-    """The other side of the test above: one more document, and the fingerprint differs because batches do."""
+    """The other side of the test above: one more document, and the fingerprint differs because
+    batches do.
+    """
     assert (open_data(config).train_batch(0, 64).document_ids > 0).any()
 
 
 def test_recall_has_no_documents():
-    with pytest.raises(ValueError, match="data.documents=true needs a source with documents; in data=last_write every sequence is one"):
+    with pytest.raises(
+        ValueError,
+        match="data.documents=true needs a source with documents; in data=last_write every "
+        "sequence is one",
+    ):
         DataConfig(source="last_write", documents=True)

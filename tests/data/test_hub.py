@@ -1,4 +1,6 @@
-"""The hub within reach (played by datasets in memory), out of reach, and out of reach with the dataset in the cache."""
+"""The hub within reach (played by datasets in memory), out of reach, and out of reach with the
+dataset in the cache.
+"""
 
 import json
 import shutil
@@ -20,7 +22,10 @@ ROWS = {"text": ["one", None, "two", "", "three"], "n": [1, 2, 3, 4, 5]}
 
 
 def read(**settings):
-    return [(row["path"], row["text"]) for row in documents(DataConfig(source="hub", name="org/name", **settings))]
+    return [
+        (row["path"], row["text"])
+        for row in documents(DataConfig(source="hub", name="org/name", **settings))
+    ]
 
 
 @pytest.fixture
@@ -52,14 +57,21 @@ def unreachable_hub(online, monkeypatch):
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streaming"])
 def test_rows_become_documents(reachable_hub, streaming):
-    assert read(streaming=streaming, subset="s", split="validation") == [("0", "one"), ("2", "two"), ("4", "three")]
+    assert read(streaming=streaming, subset="s", split="validation") == [
+        ("0", "one"),
+        ("2", "two"),
+        ("4", "three"),
+    ]
     assert reachable_hub == [(("org/name", "s"), {"split": "validation"})]
     assert read(streaming=streaming, max_documents=2) == [("0", "one"), ("2", "two")]
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streaming"])
 def test_missing_column_lists_the_columns(reachable_hub, streaming):
-    with pytest.raises(ValueError, match=r"data\.name=org/name has no column data\.field=body; its columns are: text, n"):
+    with pytest.raises(
+        ValueError,
+        match=r"data\.name=org/name has no column data\.field=body; its columns are: text, n",
+    ):
         read(streaming=streaming, field="body")
 
 
@@ -68,7 +80,11 @@ def test_an_answer_of_the_hub_is_passed_on(reachable_hub, monkeypatch):
         raise ValueError("Unknown split 'tset'. Should be one of ['train', 'test'].")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(ValueError, match=r"data\.name=org/name data\.subset=None data\.split=tset: Unknown split .*\['train', 'test'\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"data\.name=org/name data\.subset=None data\.split=tset: Unknown split "
+        r".*\['train', 'test'\]",
+    ):
         read(split="tset")
 
 
@@ -79,7 +95,9 @@ def test_a_stream_that_breaks_off_says_what_to_do(reachable_hub, monkeypatch):
             raise ConnectionError("reset by peer")
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: BreaksOff())
-    with pytest.raises(ValueError, match=r"data\.name=org/name.*reset by peer.*data\.streaming=false"):
+    with pytest.raises(
+        ValueError, match=r"data\.name=org/name.*reset by peer.*data\.streaming=false"
+    ):
         read(streaming=True)
 
 
@@ -87,7 +105,9 @@ def test_a_stream_that_breaks_off_says_what_to_do(reachable_hub, monkeypatch):
 def test_out_of_reach_names_the_way_out_at_once(unreachable_hub, streaming):
     """Left alone, datasets retries for 25 seconds."""
     start = time.perf_counter()
-    with pytest.raises(ValueError, match=rf"data\.name=org/name .*no-such-host\.invalid does not answer.*{WAY_OUT}"):
+    with pytest.raises(
+        ValueError, match=rf"data\.name=org/name .*no-such-host\.invalid does not answer.*{WAY_OUT}"
+    ):
         documents(DataConfig(source="hub", name="org/name", streaming=streaming))
     assert time.perf_counter() - start < 3
 
@@ -101,13 +121,23 @@ def test_offline_by_choice_does_not_try_the_network(monkeypatch):
 @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streaming"])
 def test_cached_dataset_is_read_without_network(unreachable_hub, tmp_path, monkeypatch, streaming):
     """The cache folder is laid out as an earlier download of org/name would have left it."""
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one", "two")))
-    table = datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train", cache_dir=str(tmp_path / "built"))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("one", "two"))
+    )
+    table = datasets.load_dataset(
+        "json",
+        data_files=str(tmp_path / "rows.jsonl"),
+        split="train",
+        cache_dir=str(tmp_path / "built"),
+    )
     built = next(file for file in (tmp_path / "built").rglob("*.arrow")).parent
     download = tmp_path / "cache" / "org___name" / "default" / "0.0.0" / "0123"
     shutil.copytree(built, download)
     (download / "json-train.arrow").rename(download / "name-train.arrow")
-    info = json.loads((download / "dataset_info.json").read_text()) | {"dataset_name": "name", "config_name": "default"}
+    info = json.loads((download / "dataset_info.json").read_text()) | {
+        "dataset_name": "name",
+        "config_name": "default",
+    }
     (download / "dataset_info.json").write_text(json.dumps(info))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     assert read(streaming=streaming) == [("0", "one"), ("1", "two")] and len(table) == 2

@@ -12,7 +12,9 @@ from config import DataConfig, TokenizerConfig
 from data import build_data
 
 SHAPES = [(1, 2), (3, 5), (8, 8), (16, 32)]
-by_shape = pytest.mark.parametrize("num_keys, num_values", SHAPES, ids=[f"K{keys}-V{values}" for keys, values in SHAPES])
+by_shape = pytest.mark.parametrize(
+    "num_keys, num_values", SHAPES, ids=[f"K{keys}-V{values}" for keys, values in SHAPES]
+)
 
 
 def task(num_keys=8, num_values=8, seq_len=256, seed=0):
@@ -37,7 +39,10 @@ def labels_by_loop(inputs, num_keys, num_values):
 @by_shape
 def test_labels(num_keys, num_values):
     batch = task(num_keys, num_values).train_batch(3, 16)
-    assert batch.targets.numpy().tolist() == labels_by_loop(batch.inputs.numpy(), num_keys, num_values).tolist()
+    assert (
+        batch.targets.numpy().tolist()
+        == labels_by_loop(batch.inputs.numpy(), num_keys, num_values).tolist()
+    )
     assert (batch.targets >= 0).any()
 
 
@@ -46,7 +51,10 @@ def test_every_token_is_drawn_as_often_as_promised(num_keys, num_values):
     data = task(num_keys, num_values)
     counts = np.bincount(data.train_batch(0, 400).inputs.flatten(), minlength=data.vocab_size)
     assert data.vocab_size == num_keys * num_values + num_keys + num_values
-    counts, answers = counts[: num_keys * num_values + num_keys], counts[num_keys * num_values + num_keys :]
+    counts, answers = (
+        counts[: num_keys * num_values + num_keys],
+        counts[num_keys * num_values + num_keys :],
+    )
     assert not answers.any()
     total, writes = counts.sum(), num_keys * num_values
     expected = np.array([total / 2 / writes] * writes + [total / 2 / num_keys] * num_keys)
@@ -60,8 +68,12 @@ def test_batches_are_int64_tensors():
 
 def test_a_step_is_a_pure_function_of_seed_and_step():
     assert torch.equal(task(seed=1).train_batch(7, 8).inputs, task(seed=1).train_batch(7, 8).inputs)
-    assert not torch.equal(task(seed=1).train_batch(7, 8).inputs, task(seed=1).train_batch(8, 8).inputs)
-    assert not torch.equal(task(seed=1).train_batch(7, 8).inputs, task(seed=2).train_batch(7, 8).inputs)
+    assert not torch.equal(
+        task(seed=1).train_batch(7, 8).inputs, task(seed=1).train_batch(8, 8).inputs
+    )
+    assert not torch.equal(
+        task(seed=1).train_batch(7, 8).inputs, task(seed=2).train_batch(7, 8).inputs
+    )
 
 
 def test_another_process_draws_the_same():
@@ -70,8 +82,12 @@ def test_another_process_draws_the_same():
         "d = build_data(DataConfig(source='last_write'), TokenizerConfig(), seq_len=64, seed=5);"
         "print(d.train_batch(9, 4).inputs.flatten().tolist())"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == str(task(seq_len=64, seed=5).train_batch(9, 4).inputs.flatten().tolist())
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert printed.strip() == str(
+        task(seq_len=64, seed=5).train_batch(9, 4).inputs.flatten().tolist()
+    )
 
 
 def test_first_sequences_do_not_depend_on_how_many_follow():
@@ -82,7 +98,11 @@ def test_first_sequences_do_not_depend_on_how_many_follow():
 def test_held_out_sequences_are_fixed_and_not_trained_on():
     held_out = task(seed=0).val_batch(8).inputs
     assert torch.equal(held_out, task(seed=1).val_batch(8).inputs)
-    assert all(not torch.equal(held_out, task(seed=seed).train_batch(step, 8).inputs) for seed in range(3) for step in range(3))
+    assert all(
+        not torch.equal(held_out, task(seed=seed).train_batch(step, 8).inputs)
+        for seed in range(3)
+        for step in range(3)
+    )
 
 
 def test_fingerprint_names_the_task():

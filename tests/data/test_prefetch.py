@@ -1,4 +1,6 @@
-"""Reading ahead changes when a batch is read, never which: the same batches in the same order, and nothing left over however it ends."""
+"""Reading ahead changes when a batch is read, never which: the same batches in the same order, and
+nothing left over however it ends.
+"""
 
 import threading
 import time
@@ -14,7 +16,9 @@ CPU = torch.device("cpu")
 
 
 class Steps:
-    """Data whose one tensor holds its step; it keeps what it was asked for, by which thread, and fails or waits where told to."""
+    """Data whose one tensor holds its step; it keeps what it was asked for, by which thread, and
+    fails or waits where told to.
+    """
 
     def __init__(self, *, fails_at: int | None = None, seconds: float = 0.0) -> None:
         self.fails_at, self.seconds = fails_at, seconds
@@ -50,8 +54,14 @@ def test_batches_are_those_without_it(config, first, documents):
 def test_each_step_is_read_once_in_order_by_one_other_thread():
     data = Steps()
     with Prefetcher(data, 1, 1, CPU, ahead=2) as batches:
-        assert [batches.passes(step)[0][0][0, 0].item() for step in range(4, 14)] == list(range(4, 14))
-    assert data.asked[:10] == list(range(4, 14)) and data.asked == sorted(set(data.asked)) and max(data.asked) <= 15
+        assert [batches.passes(step)[0][0][0, 0].item() for step in range(4, 14)] == list(
+            range(4, 14)
+        )
+    assert (
+        data.asked[:10] == list(range(4, 14))
+        and data.asked == sorted(set(data.asked))
+        and max(data.asked) <= 15
+    )
     assert len(data.threads) == 1 and threading.main_thread() not in data.threads
 
 
@@ -69,13 +79,22 @@ def test_reading_hides_behind_a_step_that_takes_longer():
 
 def test_a_jump_forgets_what_was_read_for_nothing():
     with Prefetcher(Steps(), 1, 1, CPU, ahead=2) as batches:
-        assert [batches.passes(step)[0][0][0, 0].item() for step in (0, 1, 40, 41, 3)] == [0, 1, 40, 41, 3]
+        assert [batches.passes(step)[0][0][0, 0].item() for step in (0, 1, 40, 41, 3)] == [
+            0,
+            1,
+            40,
+            41,
+            3,
+        ]
         assert sorted(batches.pending) == [4, 5]
 
 
 def test_an_error_is_raised_when_its_step_comes_and_not_before():
     data = Steps(fails_at=5)
-    with pytest.raises(OSError, match="cannot read step 5"), Prefetcher(data, 1, 1, CPU, ahead=2) as batches:
+    with (
+        pytest.raises(OSError, match="cannot read step 5"),
+        Prefetcher(data, 1, 1, CPU, ahead=2) as batches,
+    ):
         for step in (3, 4):
             batches.passes(step)
         while 5 not in data.asked:
@@ -84,9 +103,13 @@ def test_an_error_is_raised_when_its_step_comes_and_not_before():
     assert data.asked[:3] == [3, 4, 5] and not alive()
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, None], ids=["ctrl-c", "error", "end"])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, RuntimeError, None], ids=["ctrl-c", "error", "end"]
+)
 def test_nothing_is_left_running(error):
-    """However the block is left, its thread is gone at once: it finishes what it reads and starts nothing new."""
+    """However the block is left, its thread is gone at once: it finishes what it reads and starts
+    nothing new.
+    """
     data = Steps(seconds=0.05)
     start = time.perf_counter()
     try:
@@ -97,7 +120,12 @@ def test_nothing_is_left_running(error):
                 raise error
     except (KeyboardInterrupt, RuntimeError):
         pass
-    assert not alive() and time.perf_counter() - start < 0.4 and len(data.asked) <= 3 and not batches.pending
+    assert (
+        not alive()
+        and time.perf_counter() - start < 0.4
+        and len(data.asked) <= 3
+        and not batches.pending
+    )
 
 
 def test_unused_it_costs_no_thread():
@@ -126,7 +154,12 @@ def test_on_a_gpu_batches_arrive_whole(config, documents):
             assert len(passes) == 4 and all(x.is_cuda for tensors in passes for x in tensors)
             for _ in range(10):
                 work = work @ work / 64
-            sums.append([sum((x * torch.arange(512, device="cuda")).sum() for x in part) for part in zip(*passes, strict=True)])
+            sums.append(
+                [
+                    sum((x * torch.arange(512, device="cuda")).sum() for x in part)
+                    for part in zip(*passes, strict=True)
+                ]
+            )
     for step, found in enumerate(sums):
         expected = [(x * torch.arange(512)).sum().item() for x in data.train_batch(step, 64)]
         assert [x.item() for x in found] == expected, step

@@ -1,4 +1,6 @@
-"""A store holds what its corpus says, is built once, survives killed and rival builds, and never passes for whole when damaged."""
+"""A store holds what its corpus says, is built once, survives killed and rival builds, and never
+passes for whole when damaged.
+"""
 
 import errno
 import fcntl
@@ -28,19 +30,36 @@ BYTE = build_tokenizer(TokenizerConfig("byte"))
 
 
 def text_config(tmp_path, **settings):
-    return DataConfig(**dict(source="text", path=str(tmp_path / "corpus"), cache_dir=str(tmp_path / "cache"), val_fraction=0.2) | settings)
+    return DataConfig(
+        **dict(
+            source="text",
+            path=str(tmp_path / "corpus"),
+            cache_dir=str(tmp_path / "cache"),
+            val_fraction=0.2,
+        )
+        | settings
+    )
 
 
 def texts_of(split):
-    """The documents of a split, cut at the stored offsets, without the end-of-text token that each must have."""
-    pieces = [split.tokens[start:stop] for start, stop in zip(split.offsets[:-1], split.offsets[1:], strict=True)]
-    assert all(piece[-1] == BYTE.end_of_text and BYTE.end_of_text not in piece[:-1] for piece in pieces)
+    """The documents of a split, cut at the stored offsets, without the end-of-text token that each
+    must have.
+    """
+    pieces = [
+        split.tokens[start:stop]
+        for start, stop in zip(split.offsets[:-1], split.offsets[1:], strict=True)
+    ]
+    assert all(
+        piece[-1] == BYTE.end_of_text and BYTE.end_of_text not in piece[:-1] for piece in pieces
+    )
     return [BYTE.decode(piece[:-1]) for piece in pieces]
 
 
 def stores(config):
     """The names in the cache folder, but for those of its locks."""
-    return sorted(path.name for path in cache_folder(config).iterdir() if not path.name.startswith("."))
+    return sorted(
+        path.name for path in cache_folder(config).iterdir() if not path.name.startswith(".")
+    )
 
 
 def build_counter(monkeypatch):
@@ -92,11 +111,15 @@ def test_documents_are_held_out_whole_and_stay_there_when_others_join(config, tm
 
 
 def test_a_wider_share_holds_out_the_same_documents_and_more(tmp_path, config):
-    assert set(texts_of(open_store(config, BYTE).val)) < set(texts_of(open_store(text_config(tmp_path, val_fraction=0.4), BYTE).val))
+    assert set(texts_of(open_store(config, BYTE).val)) < set(
+        texts_of(open_store(text_config(tmp_path, val_fraction=0.4), BYTE).val)
+    )
 
 
 def test_some_document_is_held_out_of_a_small_corpus(tmp_path):
-    """Five documents at 5% leave three users in four without a held-out half if only the hashes decide."""
+    """Five documents at 5% leave three users in four without a held-out half if only the hashes
+    decide.
+    """
     (tmp_path / "corpus").mkdir()
     for number in range(5):
         (tmp_path / "corpus" / f"{number}.txt").write_text(f"text {number}")
@@ -128,11 +151,17 @@ def test_built_once(config, monkeypatch):
 def test_an_open_store_needs_no_datasets(config):
     open_store(config, BYTE)
     code = (
-        "import sys; from config import *; from data import build_tokenizer; from data.token_store import open_store;"
+        "import sys; from config import *; from data import build_tokenizer; from "
+        "data.token_store import open_store;"
         f"open_store({config!r}, build_tokenizer(TokenizerConfig('byte')));"
         "print('datasets' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "False\n"
+    )
 
 
 @pytest.mark.parametrize("change", ["text", "new-file", "share", "tokenizer", "max-documents"])
@@ -203,21 +232,51 @@ def a_folder(path):
 
 # what is done to the store's folder, and what the warning must name
 DAMAGE = {
-    "zeros": (lambda folder: overwrite(folder / "train.bin", bytes(10**6)), "train.bin was altered"),
+    "zeros": (
+        lambda folder: overwrite(folder / "train.bin", bytes(10**6)),
+        "train.bin was altered",
+    ),
     "a-bit": (lambda folder: flip(folder / "train.bin", 1000), "train.bin was altered"),
     "the-last-bit": (lambda folder: flip(folder / "val.bin", -1), "val.bin was altered"),
-    "no-such-token": (lambda folder: overwrite(folder / "train.bin", b"\xff" * 64), "train.bin was altered"),
-    "val-is-the-head-of-train": (lambda folder: overwrite(folder / "val.bin", (folder / "train.bin").read_bytes()), "val.bin was alt"),
-    "val-is-train": (lambda folder: shutil.copy(folder / "train.bin", folder / "val.bin"), "val.bin has"),
-    "halves-swapped": (lambda folder: swap(folder / "train.bin", folder / "val.bin"), "train.bin has"),
-    "an-offset": (lambda folder: flip(folder / "val_offsets.npy", -8), "val_offsets.npy was altered"),
-    "truncated-tokens": (lambda folder: os.truncate(folder / "train.bin", 100), "train.bin has 100 bytes instead of"),
-    "odd-length": (lambda folder: os.truncate(folder / "val.bin", (folder / "val.bin").stat().st_size - 1), "val.bin has"),
-    "longer-tokens": (lambda folder: os.truncate(folder / "val.bin", (folder / "val.bin").stat().st_size + 2), "val.bin has"),
+    "no-such-token": (
+        lambda folder: overwrite(folder / "train.bin", b"\xff" * 64),
+        "train.bin was altered",
+    ),
+    "val-is-the-head-of-train": (
+        lambda folder: overwrite(folder / "val.bin", (folder / "train.bin").read_bytes()),
+        "val.bin was alt",
+    ),
+    "val-is-train": (
+        lambda folder: shutil.copy(folder / "train.bin", folder / "val.bin"),
+        "val.bin has",
+    ),
+    "halves-swapped": (
+        lambda folder: swap(folder / "train.bin", folder / "val.bin"),
+        "train.bin has",
+    ),
+    "an-offset": (
+        lambda folder: flip(folder / "val_offsets.npy", -8),
+        "val_offsets.npy was altered",
+    ),
+    "truncated-tokens": (
+        lambda folder: os.truncate(folder / "train.bin", 100),
+        "train.bin has 100 bytes instead of",
+    ),
+    "odd-length": (
+        lambda folder: os.truncate(folder / "val.bin", (folder / "val.bin").stat().st_size - 1),
+        "val.bin has",
+    ),
+    "longer-tokens": (
+        lambda folder: os.truncate(folder / "val.bin", (folder / "val.bin").stat().st_size + 2),
+        "val.bin has",
+    ),
     "empty-tokens": (lambda folder: os.truncate(folder / "train.bin", 0), "train.bin has 0 bytes"),
     "no-tokens": (lambda folder: (folder / "train.bin").unlink(), "train.bin"),
     "tokens-are-a-folder": (lambda folder: a_folder(folder / "train.bin"), "train.bin"),
-    "truncated-offsets": (lambda folder: os.truncate(folder / "val_offsets.npy", 130), "val_offsets.npy has 130 bytes"),
+    "truncated-offsets": (
+        lambda folder: os.truncate(folder / "val_offsets.npy", 130),
+        "val_offsets.npy has 130 bytes",
+    ),
     "no-offsets": (lambda folder: (folder / "train_offsets.npy").unlink(), "train_offsets.npy"),
     "no-meta": (lambda folder: (folder / "meta.json").unlink(), "meta.json"),
     "meta-is-a-folder": (lambda folder: a_folder(folder / "meta.json"), "meta.json"),
@@ -230,15 +289,27 @@ DAMAGE = {
     "long-number": (meta_becomes(b'{"dtype": ' + b"9" * 10_000 + b"}"), "meta.json is not JSON"),
     "list": (meta_becomes(b'["uint16"]'), "meta.json holds no checksum"),
     "meta-of-something-else": (meta_becomes(b'{"dtype": "uint16"}'), "meta.json holds no checksum"),
-    "no-checksums": (lambda folder: (without(folder, "files"), without(folder, "sha256")), "meta.json holds no checksum"),
+    "no-checksums": (
+        lambda folder: (without(folder, "files"), without(folder, "sha256")),
+        "meta.json holds no checksum",
+    ),
     "unknown-type": (lambda folder: change(folder, dtype="token"), "meta.json was altered"),
     "corpus-is-a-number": (lambda folder: change(folder, corpus=3), "meta.json was altered"),
     "no-held-out": (lambda folder: without(folder, "held_out"), "meta.json was altered"),
     "another-count": (lambda folder: change(folder, train_documents=7), "meta.json was altered"),
-    "checksum-of-another-type": (lambda folder: change(folder, sha256=[1]), "meta.json was altered"),
+    "checksum-of-another-type": (
+        lambda folder: change(folder, sha256=[1]),
+        "meta.json was altered",
+    ),
     "empty-folder": (lambda folder: [file.unlink() for file in folder.iterdir()], "meta.json"),
-    "a-file-in-its-place": (lambda folder: (shutil.rmtree(folder), folder.write_text("no store")), "Not a directory"),
-    "a-link-in-its-place": (lambda folder: (shutil.rmtree(folder), folder.symlink_to("/")), "meta.json"),
+    "a-file-in-its-place": (
+        lambda folder: (shutil.rmtree(folder), folder.write_text("no store")),
+        "Not a directory",
+    ),
+    "a-link-in-its-place": (
+        lambda folder: (shutil.rmtree(folder), folder.symlink_to("/")),
+        "meta.json",
+    ),
 }
 
 
@@ -250,7 +321,9 @@ def change(folder, **values):
 
 @pytest.mark.parametrize("damage, said", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_store_is_built_again(config, caplog, damage, said):
-    """A run trained on zeros, or validated on its training data, under the fingerprint of the data it should have read."""
+    """A run trained on zeros, or validated on its training data, under the fingerprint of the data
+    it should have read.
+    """
     before = both_halves(config)
     folder = cache_folder(config) / stores(config)[0]
     meta = (folder / "meta.json").read_bytes()
@@ -259,7 +332,10 @@ def test_a_damaged_store_is_built_again(config, caplog, damage, said):
     assert both_halves(config) == before and (folder / "meta.json").read_bytes() == meta
     assert stores(config) == [folder.name]
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert re.fullmatch(rf"the token store {folder} (is damaged: |cannot be read \().*{said}.*; it is built again", warning)
+    assert re.fullmatch(
+        rf"the token store {folder} (is damaged: |cannot be read \().*{said}.*; it is built again",
+        warning,
+    )
 
 
 def test_a_store_appears_in_one_step(config, monkeypatch):
@@ -267,7 +343,9 @@ def test_a_store_appears_in_one_step(config, monkeypatch):
     publish, written = data.token_store.publish, []
 
     def watched(unfinished, folder):
-        written.append((unfinished.stat().st_ino, sorted(file.name for file in unfinished.iterdir())))
+        written.append(
+            (unfinished.stat().st_ino, sorted(file.name for file in unfinished.iterdir()))
+        )
         publish(unfinished, folder)
 
     monkeypatch.setattr(data.token_store, "publish", watched)
@@ -312,7 +390,10 @@ print("opened", len(open_store({config!r}, tokenizer).train.tokens), flush=True)
 def start_builds(config, count):
     """Processes that stand still in the middle of a build until they get a line."""
     command = [sys.executable, "-c", GATED_BUILD.format(config=config)]
-    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(count)
+    ]
     assert [process.stdout.readline() for process in processes] == ["building\n"] * count
     return processes
 
@@ -347,7 +428,9 @@ def test_a_killed_build_is_removed_by_a_process_that_builds_nothing(config, monk
 
 
 def test_the_build_of_a_live_process_is_left_alone(config, tmp_path):
-    """Neither a start that builds nor one that finds its store may touch it, though a dead build lies beside it."""
+    """Neither a start that builds nor one that finds its store may touch it, though a dead build
+    lies beside it.
+    """
     (alive,) = start_builds(config, 1)
     leave_a_dead_build(config)
     other = text_config(tmp_path, val_fraction=0.4)
@@ -367,7 +450,9 @@ def test_without_locks_no_build_is_removed(config, monkeypatch):
 
     leave_a_dead_build(config)
     # in this module alone: `datasets` locks files too
-    monkeypatch.setattr(data.token_store, "fcntl", SimpleNamespace(**vars(fcntl) | {"flock": refuse}))
+    monkeypatch.setattr(
+        data.token_store, "fcntl", SimpleNamespace(**vars(fcntl) | {"flock": refuse})
+    )
     assert len(texts_of(open_store(config, BYTE).train)) > 40
     assert len(stores(config)) == 2 and len(unfinished(config)) == 1
 
@@ -385,7 +470,11 @@ def test_a_whole_store_needs_no_permission_to_write(config, monkeypatch):
     opened = Path.open
     for name in ("mkdir", "unlink", "rename"):
         monkeypatch.setattr(Path, name, refuse)
-    monkeypatch.setattr(Path, "open", lambda path, mode="r", *_, **__: (opened if mode.startswith("r") else refuse)(path, mode))
+    monkeypatch.setattr(
+        Path,
+        "open",
+        lambda path, mode="r", *_, **__: (opened if mode.startswith("r") else refuse)(path, mode),
+    )
     assert len(texts_of(open_store(config, BYTE).train)) > 40
 
 
@@ -401,7 +490,10 @@ def test_a_lock_of_another_user_is_enough(config, monkeypatch):
 
     monkeypatch.setattr(Path, "open", read_only)
     exclusive = fcntl.LOCK_EX | fcntl.LOCK_NB
-    with data.token_store.lock(path, fcntl.LOCK_SH) as shared, data.token_store.lock(path, exclusive) as alone:
+    with (
+        data.token_store.lock(path, fcntl.LOCK_SH) as shared,
+        data.token_store.lock(path, exclusive) as alone,
+    ):
         assert shared and not alone
     with data.token_store.lock(path, exclusive) as alone:
         assert alone
@@ -442,7 +534,9 @@ def test_a_store_is_on_the_disk_before_it_is_published(config, monkeypatch):
     open_store(config, BYTE)
     at = events.index("rename")
     files, folder = sorted(events[: at - 1]), events[at - 1]
-    assert files == sorted(file.name for file in (cache_folder(config) / stores(config)[0]).iterdir())
+    assert files == sorted(
+        file.name for file in (cache_folder(config) / stores(config)[0]).iterdir()
+    )
     assert folder.startswith("unfinished-") and events[at + 1 :] == [cache_folder(config).name]
 
 
@@ -454,7 +548,10 @@ def test_a_copy_of_another_store_is_noticed(config, tmp_path, caplog):
     shutil.rmtree(folder)
     shutil.copytree(folder.with_name(other), folder)
     assert both_halves(config) == before
-    assert f"the token store {folder} is damaged: it is a copy of {other}; it is built again" in caplog.messages
+    assert (
+        f"the token store {folder} is damaged: it is a copy of {other}; it is built again"
+        in caplog.messages
+    )
 
 
 @pytest.mark.parametrize("failure", ["no-corpus", "interrupted"])
@@ -468,15 +565,24 @@ def test_a_damaged_store_stays_until_another_is_built(config, tmp_path, monkeypa
     def fail(*_):
         raise ValueError("no corpus") if failure == "no-corpus" else KeyboardInterrupt
 
-    monkeypatch.setattr(*(data.corpora, "documents") if failure == "no-corpus" else (BYTE, "encode"), fail, raising=False)
+    monkeypatch.setattr(
+        *(data.corpora, "documents") if failure == "no-corpus" else (BYTE, "encode"),
+        fail,
+        raising=False,
+    )
     with pytest.raises(ValueError if failure == "no-corpus" else KeyboardInterrupt):
         open_store(config, BYTE)
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == damaged and len(stores(config)) == 1
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == damaged and len(
+        stores(config)
+    ) == 1
 
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["files", "sha256", "name", "dtype", "bytes"]), inner),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["files", "sha256", "name", "dtype", "bytes"]), inner)
+    ),
 )
 
 
@@ -485,7 +591,9 @@ def whole(tmp_path_factory):
     """The folder of a store."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "text.txt").write_text("0123456789" * 100)
-    config = DataConfig(source="text", path=str(folder / "text.txt"), cache_dir=str(folder / "cache"))
+    config = DataConfig(
+        source="text", path=str(folder / "text.txt"), cache_dir=str(folder / "cache")
+    )
     open_store(config, BYTE)
     return cache_folder(config) / stores(config)[0]
 
@@ -543,4 +651,7 @@ def test_stdlib_opens_at_once_the_second_time(tmp_path, caplog):
     assert time.perf_counter() - start < 1
     (line,) = caplog.messages
     assert re.fullmatch(r"token store checked: \d\d\.\d MB in 0\.\d\d s", line)
-    assert first.meta["train_tokens"] > 5_000_000 and 0.02 < first.meta["val_tokens"] / first.meta["train_tokens"] < 0.1
+    assert (
+        first.meta["train_tokens"] > 5_000_000
+        and 0.02 < first.meta["val_tokens"] / first.meta["train_tokens"] < 0.1
+    )

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 import data.tokenizer
 from config import TokenizerConfig
 from data import build_tokenizer
-from data.tokenizer import CHUNK, END_OF_TEXT, GPT2_FILES, RANKS_FILE, BytePairTokenizer, bpe, read_ranks, token_dtype
+from data.tokenizer import (
+    CHUNK,
+    END_OF_TEXT,
+    GPT2_FILES,
+    RANKS_FILE,
+    BytePairTokenizer,
+    bpe,
+    read_ranks,
+    token_dtype,
+)
 
 BYTE, BPE = build_tokenizer(TokenizerConfig("byte")), build_tokenizer(TokenizerConfig("bpe"))
 by_name = pytest.mark.parametrize("tokenizer", [BYTE, BPE], ids=lambda tokenizer: tokenizer.name)
@@ -29,12 +38,19 @@ TEXTS = {
 
 
 def gpt2_like() -> BytePairTokenizer:
-    """Our ranks under GPT-2's pattern, whose lookahead is the one that overflows on long runs of space."""
+    """Our ranks under GPT-2's pattern, whose lookahead is the one that overflows on long runs of
+    space.
+    """
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
 
     ranks = read_ranks(RANKS_FILE)
-    encoding = tiktoken.Encoding("gpt2_like", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(ranks)})
+    encoding = tiktoken.Encoding(
+        "gpt2_like",
+        pat_str=r50k_pat_str,
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_TEXT: len(ranks)},
+    )
     return BytePairTokenizer(encoding, "gpt2_like")
 
 
@@ -61,14 +77,24 @@ def test_room_for_more_tokens_than_the_tokenizer_has(name):
     assert roomy.encode("a tea").tolist() == own.encode("a tea").tolist()
     # a model that has learnt nothing yet samples them
     assert roomy.decode([own.vocab_size, *own.encode("a tea").tolist(), 50303]) == "a tea"
-    with pytest.raises(ValueError, match=f"tokenizer.vocab_size=100 is less than the {own.vocab_size} tokens of tokenizer={name}"):
+    with pytest.raises(
+        ValueError,
+        match=f"tokenizer.vocab_size=100 is less than the {own.vocab_size} tokens of "
+        f"tokenizer={name}",
+    ):
         build_tokenizer(TokenizerConfig(name, vocab_size=100))
 
 
 @by_name
 def test_vocabulary(tokenizer):
-    assert (tokenizer.vocab_size, tokenizer.end_of_text) == {"byte": (257, 256), "bpe": (8193, 8192)}[tokenizer.name]
-    assert tokenizer.decode([*tokenizer.encode("a").tolist(), tokenizer.end_of_text]) == "a" + END_OF_TEXT
+    assert (tokenizer.vocab_size, tokenizer.end_of_text) == {
+        "byte": (257, 256),
+        "bpe": (8193, 8192),
+    }[tokenizer.name]
+    assert (
+        tokenizer.decode([*tokenizer.encode("a").tolist(), tokenizer.end_of_text])
+        == "a" + END_OF_TEXT
+    )
 
 
 @by_name
@@ -81,7 +107,9 @@ def test_broken_utf8_is_shown_not_raised(tokenizer):
 
 @by_name
 def test_lone_surrogates_do_not_stop_a_prompt(tokenizer):
-    """Python hands undecodable command-line bytes on as lone surrogates, which UTF-8 cannot encode."""
+    """Python hands undecodable command-line bytes on as lone surrogates, which UTF-8 cannot
+    encode.
+    """
     assert tokenizer.decode(tokenizer.encode("a\udcffb")) in ("a?b", "a\ufffdb")
 
 
@@ -97,7 +125,9 @@ LONG = {
 @pytest.mark.parametrize("text", LONG.values(), ids=LONG)
 @pytest.mark.parametrize("make", [bpe, gpt2_like], ids=["bpe", "gpt2-pattern"])
 def test_a_million_characters(make, text):
-    """A million spaces before a word used to kill the process: tiktoken's stack overflows, a panic that no except catches."""
+    """A million spaces before a word used to kill the process: tiktoken's stack overflows, a panic
+    that no except catches.
+    """
     tokenizer = make()
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -130,7 +160,9 @@ def test_fingerprint_changes_with_the_order_of_the_ranks(tmp_path):
     assert len({BYTE.fingerprint, BPE.fingerprint, bpe(tmp_path / "swapped").fingerprint}) == 3
 
 
-@pytest.mark.parametrize("vocab_size, name", [(257, "uint16"), (65536, "uint16"), (65537, "uint32")])
+@pytest.mark.parametrize(
+    "vocab_size, name", [(257, "uint16"), (65536, "uint16"), (65537, "uint32")]
+)
 def test_token_dtype(vocab_size, name):
     assert token_dtype(vocab_size).name == name
 
@@ -153,7 +185,10 @@ def test_a_broken_vocabulary_is_refused(tmp_path, defect):
     else:
         lines[-1] = f"{base64.b64encode(b'ab').decode()} 255\n"
     (tmp_path / "ranks").write_text("".join(lines))
-    with pytest.raises(ValueError, match="all 256 bytes; restore it from the repository, or .* python -m scripts.train_bpe"):
+    with pytest.raises(
+        ValueError,
+        match="all 256 bytes; restore it from the repository, or .* python -m scripts.train_bpe",
+    ):
         bpe(tmp_path / "ranks")
 
 
@@ -175,12 +210,19 @@ def test_a_damaged_line_of_a_vocabulary_is_named(tmp_path, line, number):
     lines = RANKS_FILE.read_bytes().splitlines()
     lines[number - 1] = line
     (tmp_path / "ranks").write_bytes(b"\n".join(lines))
-    with pytest.raises(ValueError, match=rf"{tmp_path}/ranks is damaged: line {number} is not a token in base64 and its rank; restore it"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{tmp_path}/ranks is damaged: line {number} is not a token in base64 and its rank; "
+        r"restore it",
+    ):
         bpe(tmp_path / "ranks")
 
 
 def test_a_missing_vocabulary_is_named(tmp_path):
-    with pytest.raises(ValueError, match=rf"{tmp_path}/ranks cannot be read \(No such file or directory\); restore it"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{tmp_path}/ranks cannot be read \(No such file or directory\); restore it",
+    ):
         bpe(tmp_path / "ranks")
 
 
@@ -188,7 +230,9 @@ def test_gpt2_without_network_names_the_way_out(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(data.tokenizer, "GPT2_FILES", ("https://no-such-host.invalid/vocab.bpe",))
     start = time.perf_counter()
-    with pytest.raises(ValueError, match=r"tokenizer=gpt2.*tokenizer=bpe or tokenizer=byte.*TIKTOKEN_CACHE_DIR"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer=gpt2.*tokenizer=bpe or tokenizer=byte.*TIKTOKEN_CACHE_DIR"
+    ):
         build_tokenizer(TokenizerConfig("gpt2"))
     assert time.perf_counter() - start < 3
 
@@ -207,7 +251,10 @@ def test_gpt2_in_the_cache_is_used_without_asking_the_network(tmp_path, monkeypa
 def test_gpt2_cache_names_are_tiktokens():
     """The SHA-1 names that tiktoken gives the two files, as seen on a machine that has them."""
     names = [hashlib.sha1(url.encode()).hexdigest() for url in GPT2_FILES]
-    assert names == ["6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"]
+    assert names == [
+        "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
+        "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
+    ]
 
 
 def test_a_failed_download_names_the_way_out(monkeypatch):

@@ -36,18 +36,29 @@ def test_worked_by_hand():
     #   u n: 16, h ug: 15, p u: 12           -> "un"
     #   h ug: 15, p un: 12                   -> "hug"
     #   p un: 12, p ug: 5, hug s: 5, b un: 4 -> "pun"
-    #   p ug: 5, hug s: 5: a tie; "p" has the smaller rank -> "pug", then "hugs", then "bun", then nothing is left
+    # p ug: 5, hug s: 5: a tie; "p" has the smaller rank -> "pug", then "hugs", then "bun", then
+    # nothing is left
     counts = Counter({b"hug": 10, b"pug": 5, b"pun": 12, b"bun": 4, b"hugs": 5})
     assert train(counts, 300)[256:] == [b"ug", b"un", b"hug", b"pun", b"pug", b"hugs", b"bun"]
     assert train(counts, 259)[256:] == [b"ug", b"un", b"hug"]
 
 
-@pytest.mark.parametrize("word, expected", [("aaa", [300, 97]), ("aaaa", [300, 300]), ("baab", [98, 300, 98]), ("a", [97])])
+@pytest.mark.parametrize(
+    "word, expected",
+    [("aaa", [300, 97]), ("aaaa", [300, 300]), ("baab", [98, 300, 98]), ("a", [97])],
+)
 def test_pairs_are_merged_from_the_left(word, expected):
     assert merge_pair(list(word.encode()), (97, 97), 300) == expected
 
 
-@given(st.dictionaries(st.text("abc", min_size=1, max_size=12).map(str.encode), st.integers(1, 5), min_size=1, max_size=12))
+@given(
+    st.dictionaries(
+        st.text("abc", min_size=1, max_size=12).map(str.encode),
+        st.integers(1, 5),
+        min_size=1,
+        max_size=12,
+    )
+)
 def test_equals_the_slow_trainer(pretokens):
     assert train(Counter(pretokens), 270) == slow_train(Counter(pretokens), 270)
 
@@ -78,22 +89,39 @@ def test_too_small_a_vocabulary_is_refused():
         train(Counter({b"a": 1}), 100)
 
 
-@pytest.mark.parametrize("arguments", [("--vocab-size", "10"), ("--out", "/proc/ranks")], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [("--vocab-size", "10"), ("--out", "/proc/ranks")], ids=" ".join
+)
 def test_refused_in_one_line_before_the_corpus_is_read(arguments, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_bpe", *arguments])
     monkeypatch.setattr("scripts.train_bpe.count_pretokens", None)
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code.startswith("train_bpe: ") and arguments[1] in ended.value.code and "\n" not in ended.value.code
+    assert (
+        ended.value.code.startswith("train_bpe: ")
+        and arguments[1] in ended.value.code
+        and "\n" not in ended.value.code
+    )
 
 
 def test_help_shows_a_line_that_runs():
-    shown = subprocess.run([sys.executable, "-m", "scripts.train_bpe", "--help"], capture_output=True, text=True, check=True).stdout
-    assert "\n  python -m scripts.train_bpe --vocab-size 4096 --out /tmp/bpe_4096.tiktoken\n" in shown
+    shown = subprocess.run(
+        [sys.executable, "-m", "scripts.train_bpe", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert (
+        "\n  python -m scripts.train_bpe --vocab-size 4096 --out /tmp/bpe_4096.tiktoken\n" in shown
+    )
 
 
 def test_command_writes_a_vocabulary(tmp_path):
     out = tmp_path / "ranks"
-    subprocess.run([sys.executable, "-m", "scripts.train_bpe", "--vocab-size", "300", "--out", out], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "scripts.train_bpe", "--vocab-size", "300", "--out", out],
+        check=True,
+        capture_output=True,
+    )
     # the first merges of source code are as good as certain: indentation
     assert len(read_ranks(out)) == 300 and b"    " in read_ranks(out)

@@ -12,12 +12,24 @@ VOCAB_SIZE = 61
 
 @pytest.fixture
 def build_gpt():
-    """build_gpt(backend="naive", **fields of ModelConfig): two layers, four heads of eight, 32 positions, the same weights every time."""
+    """build_gpt(backend="naive", **fields of ModelConfig): two layers, four heads of eight, 32
+    positions, the same weights every time.
+    """
 
     def build(backend: str = "naive", *, vocab_size: int = VOCAB_SIZE, **fields) -> GPT:
         torch.manual_seed(0)
-        # weights five times the usual: with 0.02 a model this small gives nearly uniform attention, which hides mistakes in it
-        config = ModelConfig(**{"num_layers": 2, "num_heads": 4, "hidden_size": 32, "max_seq_len": 32, "init_std": 0.1} | fields)
+        # weights five times the usual: with 0.02 a model this small gives nearly uniform attention,
+        # which hides mistakes in it
+        config = ModelConfig(
+            **{
+                "num_layers": 2,
+                "num_heads": 4,
+                "hidden_size": 32,
+                "max_seq_len": 32,
+                "init_std": 0.1,
+            }
+            | fields
+        )
         return GPT(config, vocab_size=vocab_size, backend=get_backend(backend))
 
     return build
@@ -28,21 +40,27 @@ def random_tokens():
     """random_tokens(batch_size, seq_len): the same tokens every time."""
 
     def build(batch_size: int, seq_len: int) -> torch.Tensor:
-        return torch.randint(VOCAB_SIZE, (batch_size, seq_len), generator=torch.Generator().manual_seed(1))
+        return torch.randint(
+            VOCAB_SIZE, (batch_size, seq_len), generator=torch.Generator().manual_seed(1)
+        )
 
     return build
 
 
 @pytest.fixture
 def assert_within_budget():
-    """The error of `actual` is at most twice that of `baseline`, an independent computation in the same dtype, plus one rounding."""
+    """The error of `actual` is at most twice that of `baseline`, an independent computation in the
+    same dtype, plus one rounding.
+    """
 
     def check(actual: torch.Tensor, *, baseline: torch.Tensor, reference: torch.Tensor) -> None:
         assert reference.dtype == torch.float64
         error, own = ((x.double() - reference).abs().max().item() for x in (actual, baseline))
         budget = 2 * own + torch.finfo(baseline.dtype).eps * reference.abs().max().item()
         assert own > 0, "the baseline is the reference: it measures nothing"
-        assert error <= budget, f"error {error:.3g} is {error / own:.1f} times the baseline's own {own:.3g}"
+        assert error <= budget, (
+            f"error {error:.3g} is {error / own:.1f} times the baseline's own {own:.3g}"
+        )
 
     return check
 
@@ -50,5 +68,12 @@ def assert_within_budget():
 @pytest.fixture
 def modern():
     """The fields of ModelConfig that make model=modern."""
-    fields = {"positions": "rope", "norm": "rmsnorm", "qk_norm": True, "activation": "swiglu", "bias": False, "tie_embeddings": False}
+    fields = {
+        "positions": "rope",
+        "norm": "rmsnorm",
+        "qk_norm": True,
+        "activation": "swiglu",
+        "bias": False,
+        "tie_embeddings": False,
+    }
     return fields | {"num_kv_heads": 2}

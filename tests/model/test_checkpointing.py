@@ -1,4 +1,6 @@
-"""Activation checkpointing, sequences in chunks, inputs on the host: the same training, with less of it kept."""
+"""Activation checkpointing, sequences in chunks, inputs on the host: the same training, with less
+of it kept.
+"""
 
 import gc
 
@@ -16,7 +18,9 @@ from model.checkpointing import PRODUCTS, in_chunks
 from model.schedule import under_attention, will_compile
 from scripts.attention_call import LiveTensors
 
-BLOCK, ATTENTION, ELEMENTWISE = ({"checkpoint": name} for name in ("block", "attention", "elementwise"))
+BLOCK, ATTENTION, ELEMENTWISE = (
+    {"checkpoint": name} for name in ("block", "attention", "elementwise")
+)
 CHUNKED = {"chunk_tokens": 20}
 MODES = {
     "elementwise": ELEMENTWISE,
@@ -29,7 +33,9 @@ MODES = {
 every_mode = pytest.mark.parametrize("keeps", MODES.values(), ids=MODES)
 
 
-def train_step(model: GPT, *inputs: Tensor, dtype: torch.dtype = torch.float32, run=None) -> tuple[Tensor, dict[str, Tensor]]:
+def train_step(
+    model: GPT, *inputs: Tensor, dtype: torch.dtype = torch.float32, run=None
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and every gradient."""
     device = inputs[0].device.type
     torch.manual_seed(1)
@@ -43,15 +49,24 @@ def train_step(model: GPT, *inputs: Tensor, dtype: torch.dtype = torch.float32, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("attention", ["naive", "sdpa", "tiled", "no_rescale"])
 @pytest.mark.parametrize("variant", ["gpt2", "modern"])
-def test_the_same_loss_and_gradients(build_gpt, modern, random_tokens, variant, attention, dtype, keeps):
+def test_the_same_loss_and_gradients(
+    build_gpt, modern, random_tokens, variant, attention, dtype, keeps
+):
     shape = {"max_seq_len": 48} | (modern if variant == "modern" else {})
     tokens = random_tokens(2, 48)
-    document_ids = (torch.arange(48) // 17).expand(2, -1) if "document_ids" in get_backend(attention).features else None
+    document_ids = (
+        (torch.arange(48) // 17).expand(2, -1)
+        if "document_ids" in get_backend(attention).features
+        else None
+    )
 
     def training(**keeps) -> GPT:
         return build_gpt(attention, **shape, **keeps)
 
-    expected, found = (train_step(training(**each), tokens, tokens, document_ids, dtype=dtype) for each in ({}, keeps))
+    expected, found = (
+        train_step(training(**each), tokens, tokens, document_ids, dtype=dtype)
+        for each in ({}, keeps)
+    )
     assert torch.equal(found[0], expected[0])
     if "chunk_tokens" not in keeps:
         assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
@@ -86,20 +101,36 @@ def test_dropout_draws_the_same_again(build_gpt, random_tokens, keeps):
     assert (losses[0] - losses[1]) / 2e-3 == pytest.approx(slope, rel=0.02)
 
 
-@pytest.mark.parametrize("keeps", [mode for mode in MODES.values() if "offload" not in mode], ids=[m for m in MODES if "offload" not in m])
+@pytest.mark.parametrize(
+    "keeps",
+    [mode for mode in MODES.values() if "offload" not in mode],
+    ids=[m for m in MODES if "offload" not in m],
+)
 @pytest.mark.parametrize("variant", ["gpt2", "modern"])
 def test_compiles_in_one_graph(build_gpt, modern, random_tokens, variant, keeps):
-    shape = {"max_seq_len": 48, "num_layers": 1} | (modern | {"num_layers": 1} if variant == "modern" else {})
+    shape = {"max_seq_len": 48, "num_layers": 1} | (
+        modern | {"num_layers": 1} if variant == "modern" else {}
+    )
     tokens = random_tokens(2, 48)
     model = build_gpt("sdpa", **shape, **keeps)
     torch._dynamo.reset()
-    found = train_step(model, tokens, tokens, run=torch.compile(model, backend="aot_eager", fullgraph=True))
+    found = train_step(
+        model, tokens, tokens, run=torch.compile(model, backend="aot_eager", fullgraph=True)
+    )
     expected = train_step(build_gpt("sdpa", **shape), tokens, tokens)
     torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
-    ("keeps", "calls"), [({}, 1), (ELEMENTWISE, 1), (ATTENTION, 1), (BLOCK, 2), (ATTENTION | CHUNKED, 1), (BLOCK | CHUNKED, 2)]
+    ("keeps", "calls"),
+    [
+        ({}, 1),
+        (ELEMENTWISE, 1),
+        (ATTENTION, 1),
+        (BLOCK, 2),
+        (ATTENTION | CHUNKED, 1),
+        (BLOCK | CHUNKED, 2),
+    ],
 )
 def test_how_often_attention_runs(build_gpt, random_tokens, keeps, calls):
     """Its work is quadratic: checkpoint=attention does it once."""
@@ -117,8 +148,18 @@ def test_how_often_attention_runs(build_gpt, random_tokens, keeps, calls):
 def peak(num_layers: int, keeps: dict, *, seq_len: int = 1024) -> int:
     """Bytes alive at the worst moment of a forward and backward pass."""
     torch.manual_seed(0)
-    config = ModelConfig(num_layers=num_layers, num_heads=2, hidden_size=32, max_seq_len=seq_len, positions="rope", **keeps)
-    model, tokens = GPT(config, vocab_size=61, backend=get_backend("sdpa")), torch.randint(61, (1, seq_len))
+    config = ModelConfig(
+        num_layers=num_layers,
+        num_heads=2,
+        hidden_size=32,
+        max_seq_len=seq_len,
+        positions="rope",
+        **keeps,
+    )
+    model, tokens = (
+        GPT(config, vocab_size=61, backend=get_backend("sdpa")),
+        torch.randint(61, (1, seq_len)),
+    )
     with LiveTensors() as live:
         model(tokens, tokens).loss.backward()
     return live.peak
@@ -127,12 +168,18 @@ def peak(num_layers: int, keeps: dict, *, seq_len: int = 1024) -> int:
 def test_what_a_block_keeps():
     """In multiples of its input, float32 (T, C): the input; with it q, k, v, out; all of it."""
     kept = {}
-    for name, keeps in {"all": {}, "elementwise": ELEMENTWISE, "attention": ATTENTION | {"chunk_tokens": 128}, "block": BLOCK}.items():
+    for name, keeps in {
+        "all": {},
+        "elementwise": ELEMENTWISE,
+        "attention": ATTENTION | {"chunk_tokens": 128},
+        "block": BLOCK,
+    }.items():
         kept[name] = (peak(6, keeps) - peak(4, keeps)) / 2 / (1024 * 32 * 4)
     # the weights of a block and their gradients are a seventh of such an input
     assert kept["block"] == pytest.approx(1.0, abs=0.2)
     assert kept["attention"] == pytest.approx(5.1, abs=0.3)
-    # two inputs, qkv, q and k once more (turned), out as it comes and with its heads merged, and four widths before the activation
+    # two inputs, qkv, q and k once more (turned), out as it comes and with its heads merged, and
+    # four widths before the activation
     assert kept["elementwise"] == pytest.approx(13.1, abs=0.3)
     assert kept["all"] > 15
 
@@ -159,10 +206,21 @@ def test_nor_in_a_compiled_graph(build_gpt, random_tokens):
             graphs.append(graph)
             return make_boxed_func(graph.forward)
 
-        divided = {"fw_compiler": note, "bw_compiler": note, "partition_fn": min_cut_rematerialization_partition}
-        model = torch.compile(build_gpt("sdpa", **keeps), fullgraph=True, backend=aot_autograd(**divided))
+        divided = {
+            "fw_compiler": note,
+            "bw_compiler": note,
+            "partition_fn": min_cut_rematerialization_partition,
+        }
+        model = torch.compile(
+            build_gpt("sdpa", **keeps), fullgraph=True, backend=aot_autograd(**divided)
+        )
         train_step(model, random_tokens(2, 32), random_tokens(2, 32))
-        calls = [node.target for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+        calls = [
+            node.target
+            for graph in graphs
+            for node in graph.graph.nodes
+            if node.op == "call_function"
+        ]
         counts[name] = sum(call in PRODUCTS for call in calls)
     assert 0 < counts["none"] == counts["elementwise"] < counts["attention"]
 
@@ -173,11 +231,17 @@ def test_chunks_bound_what_is_worked_with():
 
 
 def test_no_gradients_nothing_recomputed_but_chunks(build_gpt, random_tokens):
-    plain, sparing, tokens = build_gpt(), build_gpt(**BLOCK | {"chunk_tokens": 7}), random_tokens(2, 32)
+    plain, sparing, tokens = (
+        build_gpt(),
+        build_gpt(**BLOCK | {"chunk_tokens": 7}),
+        random_tokens(2, 32),
+    )
     with torch.no_grad():
         torch.testing.assert_close(sparing(tokens).logits, plain(tokens).logits)
         cache = KVCache(2, max_len=32)
-        logits = torch.cat([sparing(piece, cache=cache).logits for piece in tokens.split([20, 1, 11], 1)], 1)
+        logits = torch.cat(
+            [sparing(piece, cache=cache).logits for piece in tokens.split([20, 1, 11], 1)], 1
+        )
     torch.testing.assert_close(logits, plain(tokens).logits)
 
 
@@ -189,7 +253,10 @@ def test_in_chunks_takes_tokens_of_every_tensor():
         sizes.append(y.shape[1])
         return x + y, x * y
 
-    assert all(torch.equal(a, b) for a, b in zip(in_chunks(function, x, y, size=4), (x + y, x * y), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(in_chunks(function, x, y, size=4), (x + y, x * y), strict=True)
+    )
     assert sizes == [4, 4, 2]
     for size in (None, 10):
         in_chunks(function, x, y, size=size)
@@ -197,7 +264,13 @@ def test_in_chunks_takes_tokens_of_every_tensor():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"chunk_tokens": 128}, {"offload": True}, {"chunk_tokens": 0, "checkpoint": "block"}, {"checkpoint": "mlp"}]
+    "settings",
+    [
+        {"chunk_tokens": 128},
+        {"offload": True},
+        {"chunk_tokens": 0, "checkpoint": "block"},
+        {"checkpoint": "mlp"},
+    ],
 )
 def test_settings_that_do_nothing_or_do_not_exist_are_refused(settings):
     with pytest.raises(ValueError, match=f"model.{next(iter(settings))}="):
@@ -205,7 +278,9 @@ def test_settings_that_do_nothing_or_do_not_exist_are_refused(settings):
 
 
 @pytest.mark.parametrize(
-    "keeps", [BLOCK | {"offload": True}, BLOCK | CHUNKED, ATTENTION | CHUNKED], ids=["offload", "chunks", "chunks-of-attention"]
+    "keeps",
+    [BLOCK | {"offload": True}, BLOCK | CHUNKED, ATTENTION | CHUNKED],
+    ids=["offload", "chunks", "chunks-of-attention"],
 )
 def test_what_a_compiled_graph_would_not_spare_is_not_compiled(build_gpt, keeps):
     model, backend = build_gpt(**keeps), get_backend("sdpa")
@@ -229,7 +304,9 @@ def test_the_same_training_on_a_gpu(attention, keeps, compiled):
     for each in ({}, keeps):
         torch.manual_seed(0)
         torch._dynamo.reset()
-        model = GPT(ModelConfig(**shape, **each), vocab_size=61, backend=get_backend(attention)).cuda()
+        model = GPT(
+            ModelConfig(**shape, **each), vocab_size=61, backend=get_backend(attention)
+        ).cuda()
         tokens = torch.randint(61, (4, 48), device="cuda")
         run = torch.compile(model, fullgraph=True) if compiled else None
         steps.append(train_step(model, tokens, tokens, dtype=torch.bfloat16, run=run))
@@ -244,14 +321,16 @@ def test_block_inputs_wait_on_the_host():
 
     def allocated() -> int:
         gc.collect()  # what stands in cycles would go at any time
-        # without what the allocator rounds up: it may serve 8 MiB with a block of 9 that an earlier test has left
+        # without what the allocator rounds up: it may serve 8 MiB with a block of 9 that an earlier
+        # test has left
         return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
     def kept(offload: bool, checkpoint: str) -> float:
         bytes_of = []
         for num_layers in (2, 2, 4):  # the first takes what libraries keep for themselves
             config = ModelConfig(
-                num_layers=num_layers, num_heads=4, hidden_size=256, max_seq_len=8192, positions="rope", checkpoint=checkpoint,
+                num_layers=num_layers, num_heads=4, hidden_size=256, max_seq_len=8192,
+                positions="rope", checkpoint=checkpoint,
                 chunk_tokens=1024, offload=offload,
             )  # fmt: skip
             model = GPT(config, vocab_size=61, backend=get_backend("sdpa")).cuda()

@@ -1,4 +1,6 @@
-"""torch.compile of the whole model, without a graph break, for every attention: the tile loops run inside as one operator."""
+"""torch.compile of the whole model, without a graph break, for every attention: the tile loops run
+inside as one operator.
+"""
 
 import pytest
 import torch
@@ -11,12 +13,20 @@ from model.schedule import under_attention, will_compile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTH = 40
-SHAPE = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "hidden_size": 64, "max_seq_len": LENGTH}
+SHAPE = {
+    "num_layers": 1,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "hidden_size": 64,
+    "max_seq_len": LENGTH,
+}
 TILES = {"block_q": 16, "block_kv": 16}  # several, and the last is ragged
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
-    """On a GPU a compiled model has another form of GELU, which bfloat16 may round to the number beside it."""
+    """On a GPU a compiled model has another form of GELU, which bfloat16 may round to the number
+    beside it.
+    """
     if DEVICE == "cpu":
         return {"rtol": 0, "atol": 0}
     return {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-3}
@@ -25,23 +35,37 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
 def build(backend: Backend, **shape: object) -> GPT:
     torch.manual_seed(0)
     tiles = TILES if TILES.keys() <= backend.options.keys() else {}
-    return GPT(ModelConfig(**SHAPE | shape), vocab_size=50, backend=backend.configured(**tiles)).to(DEVICE)
+    return GPT(ModelConfig(**SHAPE | shape), vocab_size=50, backend=backend.configured(**tiles)).to(
+        DEVICE
+    )
 
 
-def loss_and_gradients(run: nn.Module, model: GPT, *, dtype: torch.dtype = torch.float32, documents: bool = False) -> list[Tensor]:
+def loss_and_gradients(
+    run: nn.Module, model: GPT, *, dtype: torch.dtype = torch.float32, documents: bool = False
+) -> list[Tensor]:
     tokens = torch.arange(2 * LENGTH, device=DEVICE).view(2, LENGTH) * 7 % 50
     document_ids = torch.arange(LENGTH, device=DEVICE).expand(2, -1) // 17 if documents else None
     with torch.autocast(DEVICE, dtype, dtype != torch.float32):
         loss = run(tokens, tokens, document_ids).loss
-    return [loss.detach(), *(torch.autograd.grad(loss, list(model.parameters())) if torch.is_grad_enabled() else ())]
+    return [
+        loss.detach(),
+        *(torch.autograd.grad(loss, list(model.parameters())) if torch.is_grad_enabled() else ()),
+    ]
 
 
 def assert_one_graph(model: GPT, *, dtype: torch.dtype = torch.float32, **settings: object) -> None:
-    """In one graph the model gives what it gives operator by operator: on a CPU, without generated code, to the bit."""
+    """In one graph the model gives what it gives operator by operator: on a CPU, without generated
+    code, to the bit.
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    found = loss_and_gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), model, dtype=dtype, **settings)
-    assert not torch._dynamo.utils.counters["graph_break"] and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    found = loss_and_gradients(
+        torch.compile(model, fullgraph=True, backend="aot_eager"), model, dtype=dtype, **settings
+    )
+    assert (
+        not torch._dynamo.utils.counters["graph_break"]
+        and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    )
     expected = loss_and_gradients(model, model, dtype=dtype, **settings)
     torch.testing.assert_close(found, expected, **tolerance(dtype))
 
@@ -49,12 +73,16 @@ def assert_one_graph(model: GPT, *, dtype: torch.dtype = torch.float32, **settin
 @pytest.mark.parametrize("name", BACKENDS)
 def test_in_one_graph(name):
     backend = get_backend(name)
-    with torch.set_grad_enabled(name != "flex" or DEVICE == "cuda"):  # on a CPU FlexAttention has no backward pass
+    with torch.set_grad_enabled(
+        name != "flex" or DEVICE == "cuda"
+    ):  # on a CPU FlexAttention has no backward pass
         assert_one_graph(build(backend), documents="document_ids" in backend.features)
 
 
 def test_generated_code_around_a_tile_loop():
-    """Inductor, on the part of the model that calls the loop: the rest would cost the C++ compiler half a minute."""
+    """Inductor, on the part of the model that calls the loop: the rest would cost the C++ compiler
+    half a minute.
+    """
     part = build(get_backend("tiled")).blocks[0].attention
     x = torch.randn(2, LENGTH, SHAPE["hidden_size"], device=DEVICE)
 
@@ -62,10 +90,14 @@ def test_generated_code_around_a_tile_loop():
         return part.attend(*part.heads(part.qkv(x), None), document_ids=None, cache=None)
 
     results = []
-    with torch._inductor.config.patch(force_disable_caches=True):  # a graph from the cache is not lowered again
+    with torch._inductor.config.patch(
+        force_disable_caches=True
+    ):  # a graph from the cache is not lowered again
         for run in (torch.compile(heads, fullgraph=True), heads):
             out = run(x)
-            results.append([out.detach(), *torch.autograd.grad((out * out).sum(), list(part.qkv.parameters()))])
+            results.append(
+                [out.detach(), *torch.autograd.grad((out * out).sum(), list(part.qkv.parameters()))]
+            )
     torch.testing.assert_close(*results)
 
 
@@ -76,7 +108,9 @@ def test_under_autocast_and_with_less_kept(name, checkpoint):
 
 
 def test_statistics_in_the_inputs_dtype():
-    assert_one_graph(build(get_backend("lazy_rescale", softmax_dtype="input")), dtype=torch.bfloat16)
+    assert_one_graph(
+        build(get_backend("lazy_rescale", softmax_dtype="input")), dtype=torch.bfloat16
+    )
 
 
 def test_a_recorder_watches_the_loop_itself():
@@ -95,13 +129,20 @@ def test_what_auto_compiles():
     def auto(backend: Backend, device: str = "cuda") -> bool:
         return will_compile(ModelConfig(), backend, device, compile_mode="auto")
 
-    assert all(auto(backend) for backend in BACKENDS.values()) and not auto(get_backend("tiled"), "cpu")
+    assert all(auto(backend) for backend in BACKENDS.values()) and not auto(
+        get_backend("tiled"), "cpu"
+    )
     assert not auto(Backend("own", get_backend("naive").fn, traceable=False))
 
 
 def test_inductor_knows_the_losss_operators_before_it_meets_them():
-    """Else PyTorch 2.11 describes what they are given, which takes twice as long with every norm before them."""
+    """Else PyTorch 2.11 describes what they are given, which takes twice as long with every norm
+    before them.
+    """
     from torch._inductor.lowering import lowerings
 
     under_attention(build(BACKENDS["sdpa"]), BACKENDS["sdpa"], compile_mode="true")
-    assert {torch.ops.tilegpt.cross_entropy_in_place.default, torch.ops.tilegpt.add_product.default} <= lowerings.keys()
+    assert {
+        torch.ops.tilegpt.cross_entropy_in_place.default,
+        torch.ops.tilegpt.add_product.default,
+    } <= lowerings.keys()

@@ -25,7 +25,9 @@ def compose_model(*overrides: str) -> ModelConfig:
 def test_composes_under_its_name_with_room_for_seq_len(name):
     config = compose_model(f"model={name}", "seq_len=384")
     assert (config.name, config.max_seq_len) == (name, 384)
-    assert (CONF / "model" / f"{name}.yaml").read_text().startswith(f"# python train.py model={name}")
+    assert (
+        (CONF / "model" / f"{name}.yaml").read_text().startswith(f"# python train.py model={name}")
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,17 +43,32 @@ def test_composes_under_its_name_with_room_for_seq_len(name):
 def test_number_of_parameters(name, vocab_size, parameters):
     config = compose_model(f"model={name}", "seq_len=1024")
     with torch.device("meta"):
-        assert count_parameters(GPT(config, vocab_size=vocab_size, backend=get_backend("naive"))) == parameters
+        assert (
+            count_parameters(GPT(config, vocab_size=vocab_size, backend=get_backend("naive")))
+            == parameters
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "modern"])
 def test_key_heads_follow_query_heads(name):
-    """The schema's own four heads must not stay behind when num_heads changes: that would be grouped-query attention unasked."""
+    """The schema's own four heads must not stay behind when num_heads changes: that would be
+    grouped-query attention unasked.
+    """
     config = compose_model(f"model={name}", "model.num_heads=8")
     assert (config.num_heads, config.kv_heads) == (8, 8)
 
 
 def test_modern_is_modern():
     config = compose_model("model=modern")
-    assert (config.positions, config.norm, config.qk_norm, config.activation) == ("rope", "rmsnorm", True, "swiglu")
-    assert (config.num_heads, config.kv_heads, config.bias, config.tie_embeddings) == (6, 2, False, False)
+    assert (config.positions, config.norm, config.qk_norm, config.activation) == (
+        "rope",
+        "rmsnorm",
+        True,
+        "swiglu",
+    )
+    assert (config.num_heads, config.kv_heads, config.bias, config.tie_embeddings) == (
+        6,
+        2,
+        False,
+        False,
+    )

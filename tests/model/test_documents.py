@@ -1,4 +1,6 @@
-"""Documents packed into one sequence: nothing of one reaches another, in any backend that says it can keep them apart, or it is refused."""
+"""Documents packed into one sequence: nothing of one reaches another, in any backend that says it
+can keep them apart, or it is refused.
+"""
 
 from dataclasses import replace
 
@@ -21,24 +23,42 @@ from model.schedule import attention_schedule
 END = 0
 # small tiles: documents begin inside a tile, at its edge, and are longer than one
 # with a GPU the Triton kernels are compiled, and take no tensors of a CPU
-INTERPRETED = pytest.param("triton", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter"))
+INTERPRETED = pytest.param(
+    "triton",
+    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter"),
+)
 KEEP_APART = {
     name: backend.configured(block_q=32, block_kv=16) if "block_q" in backend.options else backend
     for name, backend in BACKENDS.items()
     if backend.exact and "document_ids" in backend.features
 }
-LENGTHS = (9, 1, 22, 16, 30, 2)  # of the documents of the first row, ends included; the second row has them the other way round
+LENGTHS = (
+    9,
+    1,
+    22,
+    16,
+    30,
+    2,
+)  # of the documents of the first row, ends included; the second row has them the other way round
 
 
 @pytest.fixture
 def build():
-    """A model of two layers with heads of sixteen, the same weights every time; positions learned, or rotary with grouped heads."""
+    """A model of two layers with heads of sixteen, the same weights every time; positions learned,
+    or rotary with grouped heads.
+    """
 
     def build(backend="naive", *, positions: str = "learned") -> GPT:
         torch.manual_seed(0)
         heads = {"num_heads": 2, "num_kv_heads": 1 if positions == "rope" else 2}
-        config = ModelConfig(num_layers=2, hidden_size=32, max_seq_len=80, init_std=0.1, positions=positions, **heads)
-        return GPT(config, vocab_size=61, backend=get_backend(backend) if isinstance(backend, str) else backend)
+        config = ModelConfig(
+            num_layers=2, hidden_size=32, max_seq_len=80, init_std=0.1, positions=positions, **heads
+        )
+        return GPT(
+            config,
+            vocab_size=61,
+            backend=get_backend(backend) if isinstance(backend, str) else backend,
+        )
 
     return build
 
@@ -58,7 +78,9 @@ def separated(tokens: torch.Tensor) -> PackedBatch:
 
 
 def with_another(batch: PackedBatch, document: int) -> tuple[PackedBatch, torch.Tensor]:
-    """The batch with every token of that document of each row exchanged, its end excepted, and where its tokens lie (B, N)."""
+    """The batch with every token of that document of each row exchanged, its end excepted, and
+    where its tokens lie (B, N).
+    """
     inside = batch.document_ids == document
     exchange = inside & (batch.inputs != END)
     assert exchange.any(1).all()
@@ -76,7 +98,9 @@ def logits_of(model: GPT, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
 @pytest.mark.parametrize("positions", ["learned", "rope"])
 @pytest.mark.parametrize("name", [INTERPRETED if name == "triton" else name for name in KEEP_APART])
 def test_no_document_reaches_another(build, name, positions):
-    """To the last bit, through the whole model. Without document_ids the same change is seen by what follows it."""
+    """To the last bit, through the whole model. Without document_ids the same change is seen by
+    what follows it.
+    """
     model, batch = build(KEEP_APART[name], positions=positions), packed()
     logits = logits_of(model, batch)
     for document in (2, 3):  # one begins and ends inside tiles, the other is one's middle
@@ -86,13 +110,17 @@ def test_no_document_reaches_another(build, name, positions):
         assert (logits[inside] != other[inside]).any()
 
     after = changed.document_ids > document
-    assert (logits_of(model, batch[:2])[after] != logits_of(model, changed[:2])[after]).any(-1).all()
+    assert (
+        (logits_of(model, batch[:2])[after] != logits_of(model, changed[:2])[after]).any(-1).all()
+    )
 
 
 def test_the_loss_of_a_document_has_no_gradient_in_another(build):
     model, batch = build("tiled"), packed()
     embedded = []
-    model.dropout.register_forward_hook(lambda module, inputs, out: embedded.append(out) or out.retain_grad())
+    model.dropout.register_forward_hook(
+        lambda module, inputs, out: embedded.append(out) or out.retain_grad()
+    )
     only = torch.where(batch.document_ids == 3, batch.targets, -100)
     model(batch.inputs, only, batch.document_ids).loss.backward()
     reached = embedded[0].grad.abs().sum(-1) > 0  # (B, N)
@@ -100,7 +128,9 @@ def test_the_loss_of_a_document_has_no_gradient_in_another(build):
 
 
 def test_a_packed_document_is_the_document_alone(build):
-    """With rotary positions, which know distances alone: the same logits, wherever in a sequence the document stands."""
+    """With rotary positions, which know distances alone: the same logits, wherever in a sequence
+    the document stands.
+    """
     model, batch = build("tiled", positions="rope").double(), packed()
     logits = logits_of(model, batch)
     for row in range(2):
@@ -157,7 +187,9 @@ def test_the_evaluation_keeps_documents_apart(build):
     for name in expected:
         assert row[f"val/{name}"] == pytest.approx(expected[name], rel=1e-5)
         assert row[f"val/{name}_exact"] == pytest.approx(expected[name], rel=1e-5)
-    together = judged(model, model.backend, *batch[:2], batch_size=2, autocast=no_autocast, accuracy=False)[0]
+    together = judged(
+        model, model.backend, *batch[:2], batch_size=2, autocast=no_autocast, accuracy=False
+    )[0]
     assert abs(together - row["val/loss"]) > 1e-3
 
 
@@ -177,7 +209,9 @@ def test_layers_are_compared_inside_documents(build, monkeypatch, rows):
     # an attention that is told of the documents and does not listen
     deaf = get_backend("tiled")
     listen = deaf.fn
-    model.backend = replace(deaf, fn=lambda *tensors, document_ids, **rest: listen(*tensors, **rest))
+    model.backend = replace(
+        deaf, fn=lambda *tensors, document_ids, **rest: listen(*tensors, **rest)
+    )
     assert compare_layers(model, *batch)["attention/out_error"] > 0.1
 
 
@@ -186,23 +220,39 @@ def test_the_largest_score_is_one_between_tokens_of_a_document(build):
     recorder = Recorder(get_backend("naive"), keep_calls=True)
     with model.use_backend(recorder.backend), torch.no_grad():
         model(batch.inputs, None, batch.document_ids)
-    seen = (batch.document_ids[:, :, None] == batch.document_ids[:, None]) & torch.ones(80, 80).tril().bool()
-    scores = [(call.q @ call.k.mT * call.scale).masked_fill(~seen[:, None], -torch.inf) for call in recorder.calls]
-    assert largest_score(model, batch.inputs, batch.document_ids) == pytest.approx(max(x.max().item() for x in scores), rel=1e-5)
+    seen = (batch.document_ids[:, :, None] == batch.document_ids[:, None]) & torch.ones(
+        80, 80
+    ).tril().bool()
+    scores = [
+        (call.q @ call.k.mT * call.scale).masked_fill(~seen[:, None], -torch.inf)
+        for call in recorder.calls
+    ]
+    assert largest_score(model, batch.inputs, batch.document_ids) == pytest.approx(
+        max(x.max().item() for x in scores), rel=1e-5
+    )
     every_token_alone = torch.arange(80).expand(2, -1)
-    assert largest_score(model, batch.inputs, every_token_alone) < largest_score(model, batch.inputs, batch.document_ids)
+    assert largest_score(model, batch.inputs, every_token_alone) < largest_score(
+        model, batch.inputs, batch.document_ids
+    )
     watch = Watch(model, torch.autocast("cpu", enabled=False))
-    assert watch.look(1, *batch, compare=True)["attention/max_score"] == largest_score(model, batch.inputs[:1], batch.document_ids[:1])
+    assert watch.look(1, *batch, compare=True)["attention/max_score"] == largest_score(
+        model, batch.inputs[:1], batch.document_ids[:1]
+    )
     assert diagnose(model, [batch])[1] == largest_score(model, batch.inputs, batch.document_ids)
 
 
 def config(name: str, **settings) -> RunConfig:
-    return RunConfig(attention=AttentionConfig(name=name, **settings), data=DataConfig(documents=True))
+    return RunConfig(
+        attention=AttentionConfig(name=name, **settings), data=DataConfig(documents=True)
+    )
 
 
 def test_an_attention_without_document_masks_is_refused_at_the_start():
     where = {"dtype": torch.float32, "device": torch.device("cpu")}
-    said = "data.documents=true needs document masks, which attention=sdpa does not have; these do: naive, tiled, triton, flex"
+    said = (
+        "data.documents=true needs document masks, which attention=sdpa does not have; these do: "
+        "naive, tiled, triton, flex"
+    )
     with pytest.raises(ValueError, match=said):
         attention_schedule(config("sdpa"), **where)
     with pytest.raises(ValueError, match=said):
@@ -214,7 +264,9 @@ def test_an_attention_without_document_masks_is_refused_at_the_start():
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", ["triton", "flex"])
 def test_a_step_on_a_gpu_waits_for_nothing(build, name, compiled):
-    """Documents cost no look at the GPU from the host, forward or backward; and the losses are those of naive attention."""
+    """Documents cost no look at the GPU from the host, forward or backward; and the losses are
+    those of naive attention.
+    """
     torch.compiler.reset()
     model, batch = build(name).cuda(), PackedBatch(*(x.cuda() for x in packed()))
     step = torch.compile(model, fullgraph=True) if compiled else model

@@ -1,4 +1,6 @@
-"""FLOPs of a step, held to PyTorch's own count of the matrix products that a forward and backward pass runs."""
+"""FLOPs of a step, held to PyTorch's own count of the matrix products that a forward and backward
+pass runs.
+"""
 
 import pytest
 import torch
@@ -9,11 +11,15 @@ from attention import AttentionOutput, Backend, get_backend
 
 
 def prefixes(q, k, v, *, causal, scale):
-    """Attention as a causal mask allows it and no more: query i meets the i + 1 keys of its prefix."""
+    """Attention as a causal mask allows it and no more: query i meets the i + 1 keys of its
+    prefix.
+    """
     assert causal
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     rows = [
-        F.softmax(q[:, :, i : i + 1] @ k[:, :, : i + 1].transpose(-1, -2) * scale, dim=-1) @ v[:, :, : i + 1] for i in range(q.shape[2])
+        F.softmax(q[:, :, i : i + 1] @ k[:, :, : i + 1].transpose(-1, -2) * scale, dim=-1)
+        @ v[:, :, : i + 1]
+        for i in range(q.shape[2])
     ]
     return AttentionOutput(torch.cat(rows, dim=2))
 
@@ -26,7 +32,8 @@ PREFIXES = Backend("prefixes", prefixes, features=frozenset({"gqa"}))
 def test_flops_are_those_of_the_matrix_products(build_gpt, modern, random_tokens, variant, causal):
     fields = {"gpt2": {}, "untied": {"tie_embeddings": False}, "modern": modern}[variant]
     model = build_gpt("naive", **fields)
-    # a step in which attention changes hands costs the same: FLOPs are the model's, not the kernel's
+    # a step in which attention changes hands costs the same: FLOPs are the model's, not the
+    # kernel's
     model.backend = PREFIXES if causal else model.backend
     tokens = random_tokens(3, 20)
     expected = model(tokens, tokens).loss.item()
@@ -35,13 +42,18 @@ def test_flops_are_those_of_the_matrix_products(build_gpt, modern, random_tokens
         loss.backward()
     # PaLM's N has biases and gains too, which no matrix product touches
     vectors = sum(p.numel() for p in model.parameters() if p.dim() < 2)
-    assert counter.get_total_flops() == 60 * (model.flops_per_token(20, causal=causal) - 6 * vectors)
+    assert counter.get_total_flops() == 60 * (
+        model.flops_per_token(20, causal=causal) - 6 * vectors
+    )
     with model.use_backend(get_backend("naive")):
         torch.testing.assert_close(model(tokens, tokens).loss.item(), expected)
 
 
 def test_half_of_the_scores_and_the_diagonal_are_causal(build_gpt):
     model = build_gpt()
-    both = [model.flops_per_token(1024, causal=causal) - model.flops_per_token(0) for causal in (False, True)]
+    both = [
+        model.flops_per_token(1024, causal=causal) - model.flops_per_token(0)
+        for causal in (False, True)
+    ]
     assert both[1] / both[0] == 1025 / 2048
     assert model.flops_per_token(1, causal=True) == model.flops_per_token(1)

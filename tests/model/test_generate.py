@@ -1,4 +1,6 @@
-"""Sampling: with and without a cache the same, within the context the model was made for, and from the right distribution."""
+"""Sampling: with and without a cache the same, within the context the model was made for, and from
+the right distribution.
+"""
 
 from dataclasses import replace
 
@@ -11,15 +13,31 @@ from model.generate import sample_token
 
 
 @pytest.mark.parametrize("backend", ["naive", "tiled", "sdpa"])
-@pytest.mark.parametrize("temperature, top_k", [(0.0, None), (1.0, None), (0.8, 5)], ids=["greedy", "sampled", "top5"])
+@pytest.mark.parametrize(
+    "temperature, top_k", [(0.0, None), (1.0, None), (0.8, 5)], ids=["greedy", "sampled", "top5"]
+)
 @pytest.mark.parametrize("variant", ["gpt2", "modern"])
-def test_cache_changes_no_token_even_past_the_last_position(build_gpt, modern, random_tokens, variant, temperature, top_k, backend):
-    # an untied output layer: a tied one makes an untrained model repeat its last token, whatever came before
-    model, prompt = build_gpt(backend, **modern if variant == "modern" else {"tie_embeddings": False}), random_tokens(2, 5)
+def test_cache_changes_no_token_even_past_the_last_position(
+    build_gpt, modern, random_tokens, variant, temperature, top_k, backend
+):
+    # an untied output layer: a tied one makes an untrained model repeat its last token, whatever
+    # came before
+    model, prompt = (
+        build_gpt(backend, **modern if variant == "modern" else {"tie_embeddings": False}),
+        random_tokens(2, 5),
+    )
 
     def sample(use_cache: bool) -> torch.Tensor:
         generator = torch.Generator().manual_seed(3)
-        return generate(model, prompt, max_new_tokens=60, temperature=temperature, top_k=top_k, generator=generator, use_cache=use_cache)
+        return generate(
+            model,
+            prompt,
+            max_new_tokens=60,
+            temperature=temperature,
+            top_k=top_k,
+            generator=generator,
+            use_cache=use_cache,
+        )
 
     # 65 tokens through 32 positions: the context restarts twice
     with_cache, without_cache = sample(True), sample(False)
@@ -35,10 +53,15 @@ def test_context_restarts_from_its_most_recent_half(build_gpt, modern, random_to
     model = build_gpt(**(modern if variant == "modern" else {}) | {"max_seq_len": 6})
     contexts = []
     model.register_forward_pre_hook(lambda module, inputs: contexts.append(inputs[0]))
-    tokens = generate(model, random_tokens(1, 5), max_new_tokens=7, temperature=0.0, use_cache=False)
+    tokens = generate(
+        model, random_tokens(1, 5), max_new_tokens=7, temperature=0.0, use_cache=False
+    )
     spans = [(0, 5), (0, 6), (4, 7), (4, 8), (4, 9), (4, 10), (8, 11)]
     assert [context.shape[1] for context in contexts] == [stop - start for start, stop in spans]
-    assert all(torch.equal(context, tokens[:, start:stop]) for context, (start, stop) in zip(contexts, spans, strict=True))
+    assert all(
+        torch.equal(context, tokens[:, start:stop])
+        for context, (start, stop) in zip(contexts, spans, strict=True)
+    )
 
 
 def test_cache_reads_each_token_once_between_restarts(build_gpt, random_tokens):
@@ -56,39 +79,61 @@ def test_prompt_longer_than_the_context(build_gpt, random_tokens, max_seq_len, u
     tokens = generate(model, prompt, max_new_tokens=5, temperature=0.0, use_cache=use_cache)
     half = max(max_seq_len // 2, 1)
     assert torch.equal(tokens[:, :20], prompt)
-    assert torch.equal(tokens, torch.cat((prompt, generate(model, prompt[:, -half:], max_new_tokens=5, temperature=0.0)[:, half:]), 1))
+    assert torch.equal(
+        tokens,
+        torch.cat(
+            (
+                prompt,
+                generate(model, prompt[:, -half:], max_new_tokens=5, temperature=0.0)[:, half:],
+            ),
+            1,
+        ),
+    )
 
 
 def test_zero_new_tokens_is_the_prompt(build_gpt, random_tokens):
-    assert torch.equal(generate(build_gpt(), random_tokens(1, 4), max_new_tokens=0), random_tokens(1, 4))
+    assert torch.equal(
+        generate(build_gpt(), random_tokens(1, 4), max_new_tokens=0), random_tokens(1, 4)
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_draws_follow_the_tempered_softmax(temperature):
     logits, draws = torch.tensor([2.0, 0.5, 0.0, -1.0]), 40_000
     generator = torch.Generator().manual_seed(0)
-    drawn = sample_token(logits.expand(draws, -1), temperature=temperature, top_k=None, generator=generator)
+    drawn = sample_token(
+        logits.expand(draws, -1), temperature=temperature, top_k=None, generator=generator
+    )
     p = (logits.double() / temperature).softmax(-1)
     # five standard errors of a share
-    assert ((drawn.flatten().bincount(minlength=4) / draws - p).abs() < 5 * (p * (1 - p) / draws).sqrt()).all()
+    assert (
+        (drawn.flatten().bincount(minlength=4) / draws - p).abs() < 5 * (p * (1 - p) / draws).sqrt()
+    ).all()
 
 
 def test_top_k_draws_the_k_likeliest_only():
     logits = torch.tensor([0.0, 3.0, 1.0, 2.0]).expand(2000, -1)
     for top_k, likeliest in ((1, {1}), (2, {1, 3}), (4, {0, 1, 2, 3}), (99, {0, 1, 2, 3})):
-        drawn = sample_token(logits, temperature=1.0, top_k=top_k, generator=torch.Generator().manual_seed(0))
+        drawn = sample_token(
+            logits, temperature=1.0, top_k=top_k, generator=torch.Generator().manual_seed(0)
+        )
         assert set(drawn.flatten().tolist()) == likeliest
 
 
 def test_zero_temperature_is_the_likeliest_token():
     logits = torch.randn(50, 9)
-    assert torch.equal(sample_token(logits, temperature=0.0, top_k=3, generator=None), logits.argmax(-1, keepdim=True))
+    assert torch.equal(
+        sample_token(logits, temperature=0.0, top_k=3, generator=None),
+        logits.argmax(-1, keepdim=True),
+    )
 
 
 def test_dropout_is_off_while_sampling_and_the_mode_comes_back(build_gpt, random_tokens):
     model, plain = build_gpt(dropout=0.5).train(), build_gpt()
     tokens = generate(model, random_tokens(1, 4), max_new_tokens=20, temperature=0.0)
-    assert torch.equal(tokens, generate(plain, random_tokens(1, 4), max_new_tokens=20, temperature=0.0))
+    assert torch.equal(
+        tokens, generate(plain, random_tokens(1, 4), max_new_tokens=20, temperature=0.0)
+    )
     assert model.training
     assert not generate(plain.eval(), random_tokens(1, 4), max_new_tokens=1).requires_grad
     assert not plain.training
@@ -106,7 +151,11 @@ def test_logits_that_are_not_finite_are_refused(build_gpt, random_tokens):
 
 @pytest.mark.parametrize(
     "options, complaint",
-    [({"temperature": -0.5}, r"temperature=-0\.5"), ({"temperature": float("nan")}, "temperature=nan"), ({"top_k": 0}, "top_k=0")],
+    [
+        ({"temperature": -0.5}, r"temperature=-0\.5"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": 0}, "top_k=0"),
+    ],
     ids=["temperature", "nan", "top_k"],
 )
 def test_refuses_settings_that_mean_nothing(build_gpt, random_tokens, options, complaint):
@@ -133,7 +182,9 @@ class Letters:
 
 def test_sample_text_goes_on_from_the_prompt(build_gpt):
     model, generator = build_gpt(vocab_size=27), torch.Generator().manual_seed(7)
-    tokens = generate(model, torch.tensor([[0, 1, 2]]), max_new_tokens=20, temperature=0.8, generator=generator)
+    tokens = generate(
+        model, torch.tensor([[0, 1, 2]]), max_new_tokens=20, temperature=0.8, generator=generator
+    )
     text = sample_text(model, Letters(), "abc", max_new_tokens=20, seed=7)
     assert text.startswith("abc") and len(text) == 23
     assert text == Letters().decode(tokens[0].tolist())
@@ -141,8 +192,12 @@ def test_sample_text_goes_on_from_the_prompt(build_gpt):
 
 def test_sample_text_starts_a_document_after_an_end_of_text_that_it_does_not_show(build_gpt):
     model, generator = build_gpt(vocab_size=27), torch.Generator().manual_seed(0)
-    tokens = generate(model, torch.tensor([[26]]), max_new_tokens=20, temperature=0.8, generator=generator)
-    assert sample_text(model, Letters(), "", max_new_tokens=20) == Letters().decode(tokens[0, 1:].tolist())
+    tokens = generate(
+        model, torch.tensor([[26]]), max_new_tokens=20, temperature=0.8, generator=generator
+    )
+    assert sample_text(model, Letters(), "", max_new_tokens=20) == Letters().decode(
+        tokens[0, 1:].tolist()
+    )
 
 
 def test_sample_text_does_without_a_cache_where_the_attention_must(build_gpt):

@@ -36,14 +36,18 @@ def modern_oracle(model: GPT, tokens: torch.Tensor, dtype: type) -> torch.Tensor
 
     def rotate(x):
         plane = x[:, : head_dim // 2] + 1j * x[:, head_dim // 2 :]
-        angles = np.arange(num_tokens)[:, None] * config.rope_theta ** (-2 * np.arange(head_dim // 2) / head_dim)
+        angles = np.arange(num_tokens)[:, None] * config.rope_theta ** (
+            -2 * np.arange(head_dim // 2) / head_dim
+        )
         plane = plane * np.exp(1j * angles).astype(plane.dtype)
         return np.concatenate((plane.real, plane.imag), -1)
 
     x = w["token_embedding.weight"][tokens]
     for layer in range(config.num_layers):
         block = f"blocks.{layer}"
-        projected = (rms_norm(x) * w[f"{block}.attention_norm.weight"]) @ w[f"{block}.attention.qkv.weight"].T
+        projected = (rms_norm(x) * w[f"{block}.attention_norm.weight"]) @ w[
+            f"{block}.attention.qkv.weight"
+        ].T
         heads = np.split(projected, projected.shape[1] // head_dim, axis=1)
         outputs = []
         for head in range(config.num_heads):
@@ -53,7 +57,9 @@ def modern_oracle(model: GPT, tokens: torch.Tensor, dtype: type) -> torch.Tensor
             p = np.tril(np.exp(q @ k.T / dtype(math.sqrt(head_dim))))
             outputs.append(p / p.sum(-1, keepdims=True) @ v)
         x = x + np.concatenate(outputs, -1) @ w[f"{block}.attention.proj.weight"].T
-        gate, up = np.split((rms_norm(x) * w[f"{block}.mlp_norm.weight"]) @ w[f"{block}.mlp.up.weight"].T, 2, axis=1)
+        gate, up = np.split(
+            (rms_norm(x) * w[f"{block}.mlp_norm.weight"]) @ w[f"{block}.mlp.up.weight"].T, 2, axis=1
+        )
         x = x + (gate / (1 + np.exp(-gate)) * up) @ w[f"{block}.mlp.down.weight"].T
     logits = (rms_norm(x) * w["final_norm.weight"]) @ w["output_layer.weight"].T
     assert logits.dtype == dtype
@@ -63,12 +69,17 @@ def modern_oracle(model: GPT, tokens: torch.Tensor, dtype: type) -> torch.Tensor
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_modern_equals_its_oracle(build_gpt, modern, random_tokens, assert_within_budget, backend):
     model, tokens = perturb(build_gpt(backend, **modern)), random_tokens(1, 32)
-    baseline, reference = (modern_oracle(model, tokens[0], dtype) for dtype in (np.float32, np.float64))
+    baseline, reference = (
+        modern_oracle(model, tokens[0], dtype) for dtype in (np.float32, np.float64)
+    )
     assert_within_budget(model(tokens).logits[0], baseline=baseline, reference=reference)
 
 
 def test_grouped_queries_equal_expanded_keys_and_values(build_gpt, modern, random_tokens):
-    grouped, expanded = build_gpt(**modern).double(), build_gpt(**modern | {"num_kv_heads": 4}).double()
+    grouped, expanded = (
+        build_gpt(**modern).double(),
+        build_gpt(**modern | {"num_kv_heads": 4}).double(),
+    )
     state_dict = grouped.state_dict()
     for name in [name for name in state_dict if name.endswith("qkv.weight")]:
         q, k, v = state_dict[name].unflatten(0, (-1, 8)).split((4, 2, 2))
@@ -115,15 +126,26 @@ def test_attention_gets_views_of_one_projection(build_gpt, random_tokens):
     q, k, v, causal, scale = capture.calls[0]
     assert q.shape == k.shape == v.shape == (2, 4, 7, 8)
     assert causal and scale == 8**-0.5
-    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    assert (
+        q.untyped_storage().data_ptr()
+        == k.untyped_storage().data_ptr()
+        == v.untyped_storage().data_ptr()
+    )
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "modern"])
-def test_autocast_keeps_one_dtype_in_attention_and_float32_in_norms_and_loss(build_gpt, modern, random_tokens, variant):
+def test_autocast_keeps_one_dtype_in_attention_and_float32_in_norms_and_loss(
+    build_gpt, modern, random_tokens, variant
+):
     model, capture = build_gpt(**modern if variant == "modern" else {}), Capture()
     norm_dtypes = []
-    for module in (model.final_norm, *(norm for block in model.blocks for norm in (block.attention_norm, block.mlp_norm))):
-        module.register_forward_hook(lambda module, inputs, out: norm_dtypes.append((inputs[0].dtype, out.dtype)))
+    for module in (
+        model.final_norm,
+        *(norm for block in model.blocks for norm in (block.attention_norm, block.mlp_norm)),
+    ):
+        module.register_forward_hook(
+            lambda module, inputs, out: norm_dtypes.append((inputs[0].dtype, out.dtype))
+        )
     tokens = random_tokens(2, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16), model.use_backend(capture.backend):
         loss = model(tokens, tokens).loss
@@ -135,7 +157,10 @@ def test_autocast_keeps_one_dtype_in_attention_and_float32_in_norms_and_loss(bui
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("variant", ["gpt2", "modern"])
 def test_a_token_does_not_change_earlier_logits(build_gpt, modern, random_tokens, variant, backend):
-    model, tokens = build_gpt(backend, **modern if variant == "modern" else {}), random_tokens(1, 32)
+    model, tokens = (
+        build_gpt(backend, **modern if variant == "modern" else {}),
+        random_tokens(1, 32),
+    )
     changed = tokens.clone()
     changed[:, 20] = (changed[:, 20] + 1) % model.vocab_size
     before, after = model(tokens).logits, model(changed).logits
@@ -147,13 +172,17 @@ def test_a_token_does_not_change_earlier_logits(build_gpt, modern, random_tokens
 def test_positions_are_seen(build_gpt, modern):
     """The order of two earlier tokens matters to a later one; without positions it would not."""
     for fields in ({}, modern):
-        model = build_gpt(num_layers=1, **{key: value for key, value in fields.items() if key != "num_layers"})
+        model = build_gpt(
+            num_layers=1, **{key: value for key, value in fields.items() if key != "num_layers"}
+        )
         first, second = torch.tensor([[3, 5, 7]]), torch.tensor([[5, 3, 7]])
         assert (model(first).logits[0, -1] - model(second).logits[0, -1]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "modern"])
-def test_every_parameter_learns_and_targets_give_the_loss_alone(build_gpt, modern, random_tokens, variant):
+def test_every_parameter_learns_and_targets_give_the_loss_alone(
+    build_gpt, modern, random_tokens, variant
+):
     model, tokens = build_gpt(**modern if variant == "modern" else {}), random_tokens(2, 32)
     logits, no_loss = model(tokens)
     no_logits, loss = model(tokens, tokens)
@@ -161,7 +190,9 @@ def test_every_parameter_learns_and_targets_give_the_loss_alone(build_gpt, moder
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
     torch.testing.assert_close(loss, expected)
     loss.backward()
-    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+    assert [
+        name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()
+    ] == []
 
 
 def test_dropout_acts_on_embedding_and_branches_in_training_only(build_gpt, random_tokens):
@@ -189,7 +220,9 @@ def test_initial_weights(build_gpt):
         else:
             std = 0.02 / math.sqrt(2 * 8) if name.endswith(("proj.weight", "down.weight")) else 0.02
             # five standard errors of a standard deviation and of a mean
-            assert abs(parameter.std().item() / std - 1) < 5 / math.sqrt(2 * parameter.numel()), name
+            assert abs(parameter.std().item() / std - 1) < 5 / math.sqrt(2 * parameter.numel()), (
+                name
+            )
             assert abs(parameter.mean().item()) < 5 * std / math.sqrt(parameter.numel()), name
 
 
@@ -200,7 +233,8 @@ def test_a_new_model_knows_nothing(build_gpt, random_tokens):
 
 
 def test_flops_per_token_follows_the_palm_convention(build_gpt, modern):
-    # a block: qkv 32 x 96 + 96, proj 32 x 32 + 32, up 32 x 128 + 128, down 128 x 32 + 32, two norms of 64; then a norm and the output layer
+    # a block: qkv 32 x 96 + 96, proj 32 x 32 + 32, up 32 x 128 + 128, down 128 x 32 + 32, two norms
+    # of 64; then a norm and the output layer
     tied = 2 * (3168 + 1056 + 4224 + 4128 + 128) + 64 + 61 * 32
     assert build_gpt().flops_per_token(100) == 6 * tied + 12 * 2 * 4 * 8 * 100
     # qkv 32 x 64, proj 32 x 32, up 32 x 256, down 128 x 32, two norms of 32
@@ -230,7 +264,13 @@ def test_survives_torch_compile_in_one_graph(build_gpt, modern, random_tokens, v
         torch.testing.assert_close(gradient, parameter.grad)
     # a compiled model follows a change of attention
     capture = Capture()
-    with model.use_backend(Backend("zero", lambda q, k, v, *, causal, scale: AttentionOutput(q * 0), features=capture.backend.features)):
+    with model.use_backend(
+        Backend(
+            "zero",
+            lambda q, k, v, *, causal, scale: AttentionOutput(q * 0),
+            features=capture.backend.features,
+        )
+    ):
         assert compiled(tokens, tokens).loss != loss
         torch.testing.assert_close(compiled(tokens, tokens).loss, model(tokens, tokens).loss)
 
@@ -252,24 +292,37 @@ def test_setting_backend_reaches_every_layer(build_gpt):
     assert all(block.attention.backend is tiled for block in model.blocks)
 
 
-def test_learned_positions_refuse_a_longer_sequence_and_rope_does_not(build_gpt, modern, random_tokens):
+def test_learned_positions_refuse_a_longer_sequence_and_rope_does_not(
+    build_gpt, modern, random_tokens
+):
     with pytest.raises(ValueError, match=r"33 tokens are more than the 32 learned positions"):
         build_gpt()(random_tokens(1, 33))
     assert build_gpt(**modern)(random_tokens(1, 33)).logits.shape == (1, 33, 61)
 
 
 @pytest.mark.parametrize(
-    "num_layers, num_heads, hidden_size, parameters", [(12, 12, 768, 124_439_808), (24, 16, 1024, 354_823_168)], ids=["gpt2", "gpt2_medium"]
+    "num_layers, num_heads, hidden_size, parameters",
+    [(12, 12, 768, 124_439_808), (24, 16, 1024, 354_823_168)],
+    ids=["gpt2", "gpt2_medium"],
 )
-def test_gpt2_has_the_published_number_of_parameters(num_layers, num_heads, hidden_size, parameters):
-    config = ModelConfig(num_layers=num_layers, num_heads=num_heads, hidden_size=hidden_size, max_seq_len=1024)
+def test_gpt2_has_the_published_number_of_parameters(
+    num_layers, num_heads, hidden_size, parameters
+):
+    config = ModelConfig(
+        num_layers=num_layers, num_heads=num_heads, hidden_size=hidden_size, max_seq_len=1024
+    )
     with torch.device("meta"):
-        assert count_parameters(GPT(config, vocab_size=50257, backend=get_backend("naive"))) == parameters
+        assert (
+            count_parameters(GPT(config, vocab_size=50257, backend=get_backend("naive")))
+            == parameters
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_gelu_is_the_same_by_sigmoid(dtype):
-    """With its gradient; the form that a compiled model has on a GPU. Far out on both sides as well."""
+    """With its gradient; the form that a compiled model has on a GPU. Far out on both sides as
+    well.
+    """
     x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([-1e4, 1e4])]).to(dtype)
     results = []
     for function in (gelu_by_sigmoid, partial(F.gelu, approximate="tanh")):
@@ -279,4 +332,6 @@ def test_gelu_is_the_same_by_sigmoid(dtype):
     for ours, theirs in zip(*results, strict=True):
         assert ours.dtype == dtype
         # far out on the left 1 + tanh(u) cancels, not the sigmoid
-        torch.testing.assert_close(ours, theirs, rtol=0.01 if dtype == torch.bfloat16 else 1e-5, atol=2e-6)
+        torch.testing.assert_close(
+            ours, theirs, rtol=0.01 if dtype == torch.bfloat16 else 1e-5, atol=2e-6
+        )

@@ -11,10 +11,19 @@ VOCAB_SIZE = 61
 
 @pytest.fixture(scope="module")
 def hugging_face_gpt2():
-    """A random GPT-2 with every bias and gain moved off its initial 0 or 1, so that none can be dropped unnoticed."""
+    """A random GPT-2 with every bias and gain moved off its initial 0 or 1, so that none can be
+    dropped unnoticed.
+    """
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    shape = transformers.GPT2Config(vocab_size=VOCAB_SIZE, n_positions=32, n_embd=32, n_layer=2, n_head=4, attn_implementation="eager")
+    shape = transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        attn_implementation="eager",
+    )
     model = transformers.GPT2LMHeadModel(shape).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -23,7 +32,9 @@ def hugging_face_gpt2():
 
 
 @pytest.mark.parametrize("backend", ["naive", "tiled", "sdpa"])
-def test_gives_the_same_logits(hugging_face_gpt2, build_gpt, random_tokens, assert_within_budget, backend):
+def test_gives_the_same_logits(
+    hugging_face_gpt2, build_gpt, random_tokens, assert_within_budget, backend
+):
     model, tokens = build_gpt(backend), random_tokens(2, 32)
     model.load_gpt2_state_dict(hugging_face_gpt2.state_dict())
     with torch.no_grad():
@@ -32,10 +43,16 @@ def test_gives_the_same_logits(hugging_face_gpt2, build_gpt, random_tokens, asse
         assert_within_budget(model(tokens).logits, baseline=baseline, reference=reference)
 
 
-def test_takes_names_without_prefix_and_ignores_stored_masks(hugging_face_gpt2, build_gpt, random_tokens):
+def test_takes_names_without_prefix_and_ignores_stored_masks(
+    hugging_face_gpt2, build_gpt, random_tokens
+):
     with_prefix, without_prefix = build_gpt(), build_gpt()
     with_prefix.load_gpt2_state_dict(hugging_face_gpt2.state_dict())
-    masks = {f"h.{i}.attn.{name}": torch.ones(1, 1, 32, 32) for i in range(2) for name in ("bias", "masked_bias")}
+    masks = {
+        f"h.{i}.attn.{name}": torch.ones(1, 1, 32, 32)
+        for i in range(2)
+        for name in ("bias", "masked_bias")
+    }
     without_prefix.load_gpt2_state_dict(hugging_face_gpt2.transformer.state_dict() | masks)
     tokens = random_tokens(1, 9)
     assert torch.equal(with_prefix(tokens).logits, without_prefix(tokens).logits)
@@ -46,7 +63,9 @@ def test_names_every_missing_unexpected_and_wrong_shape_tensor(hugging_face_gpt2
     del state_dict["transformer.h.1.ln_2.bias"]
     state_dict["transformer.h.2.ln_1.bias"] = torch.zeros(32)
     # as nn.Linear would have it
-    state_dict["transformer.h.0.attn.c_attn.weight"] = state_dict["transformer.h.0.attn.c_attn.weight"].T
+    state_dict["transformer.h.0.attn.c_attn.weight"] = state_dict[
+        "transformer.h.0.attn.c_attn.weight"
+    ].T
     model = build_gpt()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError) as error:

@@ -6,20 +6,31 @@ import torch
 from model import KVCache
 
 
-@pytest.mark.parametrize("chunks", [(20,), (1,) * 20, (7, 1, 1, 5, 6)], ids=["at-once", "one-by-one", "ragged"])
+@pytest.mark.parametrize(
+    "chunks", [(20,), (1,) * 20, (7, 1, 1, 5, 6)], ids=["at-once", "one-by-one", "ragged"]
+)
 @pytest.mark.parametrize("backend", ["naive", "tiled", "sdpa"])
 @pytest.mark.parametrize("variant", ["gpt2", "modern"])
-def test_chunks_through_a_cache_equal_one_pass(build_gpt, modern, random_tokens, variant, backend, chunks):
+def test_chunks_through_a_cache_equal_one_pass(
+    build_gpt, modern, random_tokens, variant, backend, chunks
+):
     # float64, so that only a mistake can make a difference
-    model, tokens = build_gpt(backend, **modern if variant == "modern" else {}).double(), random_tokens(2, 20)
+    model, tokens = (
+        build_gpt(backend, **modern if variant == "modern" else {}).double(),
+        random_tokens(2, 20),
+    )
     cache = KVCache(model.config.num_layers, max_len=24)
     with torch.no_grad():
-        logits = torch.cat([model(chunk, cache=cache).logits for chunk in tokens.split(chunks, dim=1)], dim=1)
+        logits = torch.cat(
+            [model(chunk, cache=cache).logits for chunk in tokens.split(chunks, dim=1)], dim=1
+        )
         torch.testing.assert_close(logits, model(tokens).logits)
     assert cache.length == 20
 
 
-def test_room_is_taken_once_and_what_was_not_written_is_never_read(build_gpt, modern, random_tokens):
+def test_room_is_taken_once_and_what_was_not_written_is_never_read(
+    build_gpt, modern, random_tokens
+):
     model, tokens = build_gpt(**modern), random_tokens(2, 12)
     cache = KVCache(model.config.num_layers, max_len=16)
     with torch.no_grad():
@@ -29,7 +40,9 @@ def test_room_is_taken_once_and_what_was_not_written_is_never_read(build_gpt, mo
             assert room.shape == (2, 2, 16, 8)
             room[:, :, 8:] = torch.nan
         assert model(tokens[:, 8:], cache=cache).logits.isfinite().all()
-    assert all(layer.k is k and layer.v is v for layer, (k, v) in zip(cache.layers, rooms, strict=True))
+    assert all(
+        layer.k is k and layer.v is v for layer, (k, v) in zip(cache.layers, rooms, strict=True)
+    )
 
 
 def test_takes_the_dtype_that_autocast_gives(build_gpt, modern, random_tokens):
@@ -57,7 +70,9 @@ def test_refuses_more_than_it_holds(build_gpt, modern, random_tokens):
     model, cache = build_gpt(**modern), KVCache(2, max_len=8)
     with torch.no_grad():
         model(random_tokens(1, 6), cache=cache)
-        with pytest.raises(ValueError, match=r"6 cached and 3 new tokens are more than the KVCache's max_len=8"):
+        with pytest.raises(
+            ValueError, match=r"6 cached and 3 new tokens are more than the KVCache's max_len=8"
+        ):
             model(random_tokens(1, 3), cache=cache)
     assert cache.length == 6
 

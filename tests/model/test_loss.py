@@ -43,12 +43,15 @@ def test_is_float32_for_narrow_logits():
     targets = torch.arange(64)[None]
     loss = cross_entropy(logits, targets)
     assert loss.dtype == torch.float32
-    # to the last digits what float64 makes of the same bfloat16 logits: nothing was rounded to bfloat16 on the way
+    # to the last digits what float64 makes of the same bfloat16 logits: nothing was rounded to
+    # bfloat16 on the way
     expected = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), targets.flatten())
     assert math.isclose(loss.item(), expected.item(), rel_tol=1e-6)
 
 
-def example(*, tokens: int = 90, vocab_size: int = 97, width: int = 32, ignored: slice = slice(5, 40)) -> tuple[Tensor, Tensor, Tensor]:
+def example(
+    *, tokens: int = 90, vocab_size: int = 97, width: int = 32, ignored: slice = slice(5, 40)
+) -> tuple[Tensor, Tensor, Tensor]:
     """x (2, tokens, width), weight (vocab_size, width) and targets, some of them ignored."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, tokens, width, generator=generator).requires_grad_()
@@ -62,14 +65,23 @@ def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(torch.nn.functional.linear(x, weight), targets)
 
 
-def step(function: Callable, x: Tensor, weight: Tensor, targets: Tensor, *, autocast: torch.dtype | None = None) -> list[Tensor]:
+def step(
+    function: Callable,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    autocast: torch.dtype | None = None,
+) -> list[Tensor]:
     """The loss and its gradients by x and weight."""
     with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
         loss = function(x, weight, targets)
     return [loss.detach(), *torch.autograd.grad(loss, (x, weight))]
 
 
-def assert_near(found: list[Tensor], baseline: list[Tensor], reference: list[Tensor], dtype: torch.dtype) -> None:
+def assert_near(
+    found: list[Tensor], baseline: list[Tensor], reference: list[Tensor], dtype: torch.dtype
+) -> None:
     for x, own, exact in zip(found, baseline, reference, strict=True):
         assert x.dtype == own.dtype
         error, budget = ((y.double() - exact).norm() / exact.norm() for y in (x, own))
@@ -90,35 +102,52 @@ def padded(monkeypatch):
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """The kernel that a GPU has, here in Triton's interpreter, with a row of several blocks and a part of one."""
+    """The kernel that a GPU has, here in Triton's interpreter, with a row of several blocks and a
+    part of one.
+    """
     monkeypatch.setattr(model.loss, "has_kernel", lambda logits: logits.dtype != torch.float64)
     monkeypatch.setattr(importlib.import_module("model.loss_kernel"), "BLOCK", 32)
 
 
-SETTINGS = [(), ("several_chunks",), ("padded",), ("kernel",), ("kernel", "several_chunks", "padded")]
+SETTINGS = [
+    (),
+    ("several_chunks",),
+    ("padded",),
+    ("kernel",),
+    ("kernel", "several_chunks", "padded"),
+]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids="-".join)
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "dtype", [None, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
 def test_chunked_loss_and_gradients_are_those_of_the_whole_logits(dtype, settings, request):
     for setting in settings:
         request.getfixturevalue(setting)
     x, weight, targets = example()
     reference = step(plain, *(t.detach().double().requires_grad_() for t in (x, weight)), targets)
-    found, baseline = (step(function, x, weight, targets, autocast=dtype) for function in (linear_cross_entropy, plain))
+    found, baseline = (
+        step(function, x, weight, targets, autocast=dtype)
+        for function in (linear_cross_entropy, plain)
+    )
     assert found[0].dtype == torch.float32
     assert found[1][:, 5:40].eq(0).all()
     assert_near(found, baseline, reference, dtype or torch.float32)
 
 
-@pytest.mark.parametrize("dtype, settings", [(None, ()), (torch.bfloat16, ()), (torch.bfloat16, ("kernel",))])
+@pytest.mark.parametrize(
+    "dtype, settings", [(None, ()), (torch.bfloat16, ()), (torch.bfloat16, ("kernel",))]
+)
 def test_chunked_loss_compiles_in_one_graph(dtype, settings, several_chunks, padded, request):
     for setting in settings:
         request.getfixturevalue(setting)
     torch._dynamo.reset()
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
     for found, expected in zip(
-        step(compiled, *example(), autocast=dtype), step(linear_cross_entropy, *example(), autocast=dtype), strict=True
+        step(compiled, *example(), autocast=dtype),
+        step(linear_cross_entropy, *example(), autocast=dtype),
+        strict=True,
     ):
         torch.testing.assert_close(found, expected)
     with torch.no_grad():
@@ -126,7 +155,9 @@ def test_chunked_loss_compiles_in_one_graph(dtype, settings, several_chunks, pad
 
 
 def test_the_kernel_where_a_row_is_sure_of_its_target_or_hopeless(kernel):
-    """Scores in the hundreds: the gradient of a sure row is what is left of 1 - p, of a hopeless one -1. No target at all is a NaN."""
+    """Scores in the hundreds: the gradient of a sure row is what is left of 1 - p, of a hopeless
+    one -1. No target at all is a NaN.
+    """
     logits = torch.randn(6, 256, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([3, 250, -100, 199, 200, 7])
     logits[0, 3], logits[1, 9], logits[5, 7] = 400.0, 300.0, 20.0
@@ -138,7 +169,14 @@ def test_the_kernel_where_a_row_is_sure_of_its_target_or_hopeless(kernel):
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found[:, :251].double(), gradient, rtol=1e-5, atol=1e-7)
     assert found[:, 251:].eq(0).all() and found[2].eq(0).all() and loss[2] == 0
-    assert model.loss.cross_entropy_in_place(logits, targets + 10, 251, False).isnan().tolist() == [False, True, True, False, False, False]
+    assert model.loss.cross_entropy_in_place(logits, targets + 10, 251, False).isnan().tolist() == [
+        False,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_the_kernel_is_a_lawful_operator(kernel):
@@ -149,8 +187,12 @@ def test_the_kernel_is_a_lawful_operator(kernel):
 def test_gradients_of_one_alone(several_chunks):
     x, weight, targets = example()
     _, d_x, d_weight = step(linear_cross_entropy, x, weight, targets)
-    assert torch.equal(torch.autograd.grad(linear_cross_entropy(x, weight.detach(), targets), x)[0], d_x)
-    assert torch.equal(torch.autograd.grad(linear_cross_entropy(x.detach(), weight, targets), weight)[0], d_weight)
+    assert torch.equal(
+        torch.autograd.grad(linear_cross_entropy(x, weight.detach(), targets), x)[0], d_x
+    )
+    assert torch.equal(
+        torch.autograd.grad(linear_cross_entropy(x.detach(), weight, targets), weight)[0], d_weight
+    )
 
 
 def test_every_target_ignored_chunked(several_chunks):
@@ -181,7 +223,9 @@ def test_backward_twice_over_the_same_graph_but_not_through_itself(several_chunk
 
 
 def test_float16_gradients_neither_overflow_nor_vanish():
-    """A loss scaler multiplies what comes after: 16,384 tokens that all ask for one word sum up beyond float16's largest number."""
+    """A loss scaler multiplies what comes after: 16,384 tokens that all ask for one word sum up
+    beyond float16's largest number.
+    """
     x, weight, targets = example(tokens=8192, ignored=slice(0))
     x = (x.detach() + 8).requires_grad_()
     targets = torch.full_like(targets, 3)
@@ -199,7 +243,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        self.elements = max(self.elements, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)), 0)
+        self.elements = max(
+            self.elements, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)), 0
+        )
         return result
 
 
@@ -218,12 +264,18 @@ def test_never_makes_the_logits_of_all_tokens(monkeypatch, build_gpt):
     assert evaluated.elements == 128 * 2000
 
 
-CHUNKS = [("cpu", 4096, 257, 128, 4096), ("cuda", 32_768, 50_257, 768, 4736), ("cuda", 2**20, 50_257, 768, 16_000)]
+CHUNKS = [
+    ("cpu", 4096, 257, 128, 4096),
+    ("cuda", 32_768, 50_257, 768, 4736),
+    ("cuda", 2**20, 50_257, 768, 16_000),
+]
 
 
 @pytest.mark.parametrize("device, tokens, vocab_size, width, rows", CHUNKS)
 def test_chunks(device, tokens, vocab_size, width, rows):
-    """One where they are few; 512 MiB of 16-bit logits each; never more chunks than torch.compile can write out."""
+    """One where they are few; 512 MiB of 16-bit logits each; never more chunks than torch.compile
+    can write out.
+    """
     assert model.loss.chunk_rows(tokens, vocab_size, width, device) == rows
 
 
@@ -232,10 +284,14 @@ def test_chunks(device, tokens, vocab_size, width, rows):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_chunked_loss_on_a_gpu(dtype, compiled, monkeypatch):
     monkeypatch.setitem(model.loss.CHUNK_LOGITS, "cuda", 1024 * 5003)
-    x, weight, targets = (t.detach().cuda() for t in example(tokens=1500, vocab_size=5003, width=64))
+    x, weight, targets = (
+        t.detach().cuda() for t in example(tokens=1500, vocab_size=5003, width=64)
+    )
     reference = step(plain, *(t.double().requires_grad_() for t in (x, weight)), targets)
     torch._dynamo.reset()
-    function = torch.compile(linear_cross_entropy, fullgraph=True) if compiled else linear_cross_entropy
+    function = (
+        torch.compile(linear_cross_entropy, fullgraph=True) if compiled else linear_cross_entropy
+    )
     x, weight = x.requires_grad_(), weight.requires_grad_()
     results = []
     for each in (function, plain):

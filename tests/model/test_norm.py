@@ -1,4 +1,6 @@
-"""The residual sum and the norm after it: the kernel that a GPU has, here in Triton's interpreter, against PyTorch's operators."""
+"""The residual sum and the norm after it: the kernel that a GPU has, here in Triton's interpreter,
+against PyTorch's operators.
+"""
 
 import copy
 from collections.abc import Callable
@@ -17,7 +19,12 @@ NORMS = {"layernorm": {}, "layernorm-nobias": {"bias": False}, "rmsnorm": {"norm
 every_norm = pytest.mark.parametrize("fields", NORMS.values(), ids=NORMS)
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 # of the residual stream, and of the branches and the norm's result
-DTYPES = {"fp32": (FP32, FP32), "fp32-bf16": (FP32, BF16), "fp32-fp16": (FP32, FP16), "bf16": (BF16, BF16)}
+DTYPES = {
+    "fp32": (FP32, FP32),
+    "fp32-bf16": (FP32, BF16),
+    "fp32-fp16": (FP32, FP16),
+    "bf16": (BF16, BF16),
+}
 every_dtype = pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 
 
@@ -45,19 +52,39 @@ def perturb(module: nn.Module) -> nn.Module:
 
 
 def example(
-    width: int, tokens: int, fields: dict, dtypes: tuple[torch.dtype, torch.dtype], device: str = "cpu"
+    width: int,
+    tokens: int,
+    fields: dict,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: str = "cpu",
 ) -> tuple[Tensor, Tensor, nn.Module]:
-    """x and branch (2, tokens, width) and a norm. The mean is as large as the deviation: it has to go before anything is squared."""
+    """x and branch (2, tokens, width) and a norm. The mean is as large as the deviation: it has to
+    go before anything is squared.
+    """
     generator = torch.Generator().manual_seed(0)
     x, branch = (torch.randn(2, tokens, width, generator=generator) for _ in range(2))
     norm = perturb(build_norm(ModelConfig(hidden_size=width, num_heads=1, **fields)))
-    return (2 + 2 * x).to(device, dtypes[0]), branch.to(device, dtypes[1]), norm.to(device, dtypes[0])
+    return (
+        (2 + 2 * x).to(device, dtypes[0]),
+        branch.to(device, dtypes[1]),
+        norm.to(device, dtypes[0]),
+    )
 
 
-def results(function: Callable, x: Tensor, branch: Tensor, norm: nn.Module, *, narrow: torch.dtype, sum_used: bool = True) -> list[Tensor]:
+def results(
+    function: Callable,
+    x: Tensor,
+    branch: Tensor,
+    norm: nn.Module,
+    *,
+    narrow: torch.dtype,
+    sum_used: bool = True,
+) -> list[Tensor]:
     """x + branch, its norm in `narrow`, and the gradients of x, branch, weight and bias."""
     inputs = [x.detach().requires_grad_(), branch.detach().requires_grad_()]
-    with torch.autocast(x.device.type, narrow, enabled=narrow.itemsize < x.dtype.itemsize and x.dtype == FP32):
+    with torch.autocast(
+        x.device.type, narrow, enabled=narrow.itemsize < x.dtype.itemsize and x.dtype == FP32
+    ):
         total, y = function(*inputs, norm)
     y = y.to(narrow)
     generator = torch.Generator().manual_seed(2)
@@ -73,7 +100,9 @@ def assert_near(found: list[Tensor], baseline: list[Tensor], reference: list[Ten
         assert error <= 1.5 * budget + torch.finfo(x.dtype).eps, (i, error, budget)
 
 
-def check(function: Callable, x: Tensor, branch: Tensor, norm: nn.Module, *, sum_used: bool = True) -> None:
+def check(
+    function: Callable, x: Tensor, branch: Tensor, norm: nn.Module, *, sum_used: bool = True
+) -> None:
     settings = {"narrow": branch.dtype, "sum_used": sum_used}
     found, baseline = (results(each, x, branch, norm, **settings) for each in (function, plain))
     wide = x.double(), branch.double(), copy.deepcopy(norm).double()
@@ -84,7 +113,9 @@ def check(function: Callable, x: Tensor, branch: Tensor, norm: nn.Module, *, sum
 @every_dtype
 @pytest.mark.parametrize("width, tokens", [(64, 37), (96, 5), (768, 9)])
 def test_kernel_gives_sum_norm_and_gradients(kernel, width, tokens, dtypes, fields):
-    """Several rows a program and one, widths that are no power of two, the last program with too few rows."""
+    """Several rows a program and one, widths that are no power of two, the last program with too
+    few rows.
+    """
     check(add_norm, *example(width, tokens, fields, dtypes))
 
 
@@ -95,7 +126,10 @@ def test_behind_the_last_norm_nobody_uses_the_sum(kernel, fields):
 
 def test_nor_anybody_the_norm(kernel):
     x, branch, norm = example(64, 3, {}, DTYPES["fp32"])
-    gradients = torch.autograd.grad(add_norm(x.requires_grad_(), branch.requires_grad_(), norm)[0].sum(), (x, branch, norm.weight))
+    gradients = torch.autograd.grad(
+        add_norm(x.requires_grad_(), branch.requires_grad_(), norm)[0].sum(),
+        (x, branch, norm.weight),
+    )
     assert gradients[0].eq(1).all() and gradients[1].eq(1).all() and gradients[2].eq(0).all()
 
 
@@ -116,40 +150,68 @@ def test_rows_that_lie_apart_in_memory(kernel):
 @every_dtype
 def test_lawful_operators(fields, dtypes):
     x, branch, norm = example(64, 3, fields, dtypes)
-    inputs = [x.requires_grad_(), branch.requires_grad_(), norm.weight, getattr(norm, "bias", None), 1e-5, "norm" not in fields, dtypes[1]]
+    inputs = [
+        x.requires_grad_(),
+        branch.requires_grad_(),
+        norm.weight,
+        getattr(norm, "bias", None),
+        1e-5,
+        "norm" not in fields,
+        dtypes[1],
+    ]
     torch.library.opcheck(add_norm_operator, inputs)
     total, y, statistics = (each.detach() for each in add_norm_operator(*inputs))
     for d_total in (torch.randn_like(total), None):
         weight, bias = (None if each is None else each.detach() for each in inputs[2:4])
         for again in (False, True):
-            torch.library.opcheck(add_norm_backward, (d_total, torch.randn_like(y), total, weight, bias, statistics, dtypes[1], again))
+            torch.library.opcheck(
+                add_norm_backward,
+                (d_total, torch.randn_like(y), total, weight, bias, statistics, dtypes[1], again),
+            )
 
 
-def loss_and_gradients(model: GPT, tokens: Tensor, *, dtype: torch.dtype = FP32, run: Callable | None = None) -> list[Tensor]:
+def loss_and_gradients(
+    model: GPT, tokens: Tensor, *, dtype: torch.dtype = FP32, run: Callable | None = None
+) -> list[Tensor]:
     torch.manual_seed(1)  # of dropout
     with torch.autocast(tokens.device.type, dtype, enabled=dtype != FP32):
         loss = (model if run is None else run)(tokens, tokens).loss
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-MODES = {"none": {}, "block": {"checkpoint": "block"}, "attention-chunks": {"checkpoint": "attention", "chunk_tokens": 20}}
-MODES |= {name: {"checkpoint": name} for name in ("elementwise", "attention")} | {"dropout": {"dropout": 0.2}}
+MODES = {
+    "none": {},
+    "block": {"checkpoint": "block"},
+    "attention-chunks": {"checkpoint": "attention", "chunk_tokens": 20},
+}
+MODES |= {name: {"checkpoint": name} for name in ("elementwise", "attention")} | {
+    "dropout": {"dropout": 0.2}
+}
 
 
 @pytest.mark.parametrize("keeps", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("variant", ["gpt2", "modern"])
 # Triton's interpreter cuts the digits of bfloat16 off, and rounds float16 as a GPU does
 @pytest.mark.parametrize("dtype", [FP32, FP16], ids=["fp32", "fp16"])
-def test_the_whole_model_with_the_kernel_and_without(build_gpt, modern, random_tokens, monkeypatch, variant, dtype, keeps):
+def test_the_whole_model_with_the_kernel_and_without(
+    build_gpt, modern, random_tokens, monkeypatch, variant, dtype, keeps
+):
     shape = {"max_seq_len": 32} | (modern if variant == "modern" else {}) | keeps
     network, tokens, calls = perturb(build_gpt("sdpa", **shape)), random_tokens(2, 32), []
     baseline = loss_and_gradients(network, tokens, dtype=dtype)
     with monkeypatch.context() as patch:
-        patch.setattr(model.norm, "has_kernel", lambda x, branch: calls.append(x.dtype) or fits(x, branch))
+        patch.setattr(
+            model.norm, "has_kernel", lambda x, branch: calls.append(x.dtype) or fits(x, branch)
+        )
         found = loss_and_gradients(network, tokens, dtype=dtype)
     assert set(calls) == {FP32}
     if "dropout" in keeps:  # float64 would draw other masks
-        torch.testing.assert_close(found, baseline, rtol=0.05 if dtype == FP16 else 1e-4, atol=1e-3 if dtype == FP16 else 1e-6)
+        torch.testing.assert_close(
+            found,
+            baseline,
+            rtol=0.05 if dtype == FP16 else 1e-4,
+            atol=1e-3 if dtype == FP16 else 1e-6,
+        )
     else:
         assert_near(found, baseline, loss_and_gradients(copy.deepcopy(network).double(), tokens))
 
@@ -158,7 +220,9 @@ def test_the_whole_model_with_the_kernel_and_without(build_gpt, modern, random_t
 def test_in_one_graph_with_the_kernel(build_gpt, random_tokens, kernel, keeps):
     network, tokens = build_gpt("sdpa", max_seq_len=32, **keeps), random_tokens(2, 32)
     torch._dynamo.reset()
-    found = loss_and_gradients(network, tokens, run=torch.compile(network, backend="aot_eager", fullgraph=True))
+    found = loss_and_gradients(
+        network, tokens, run=torch.compile(network, backend="aot_eager", fullgraph=True)
+    )
     torch.testing.assert_close(found, loss_and_gradients(network, tokens))
 
 
@@ -173,7 +237,9 @@ def test_how_many_sums_wait_for_a_norm(build_gpt, random_tokens, monkeypatch):
 @pytest.mark.gpu
 @every_norm
 @every_dtype
-@pytest.mark.parametrize("width, tokens", [(64, 37), (96, 1000), (768, 4099), (1600, 515), (8192, 70)])
+@pytest.mark.parametrize(
+    "width, tokens", [(64, 37), (96, 1000), (768, 4099), (1600, 515), (8192, 70)]
+)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_kernel_on_a_gpu(width, tokens, dtypes, fields, compiled):
     torch._dynamo.reset()
@@ -191,7 +257,9 @@ def test_gradients_are_the_same_bits_every_time():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "keeps", [mode for name, mode in MODES.items() if name != "dropout"], ids=[name for name in MODES if name != "dropout"]
+    "keeps",
+    [mode for name, mode in MODES.items() if name != "dropout"],
+    ids=[name for name in MODES if name != "dropout"],
 )
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_the_whole_model_on_a_gpu(compiled, keeps, monkeypatch):
@@ -199,7 +267,12 @@ def test_the_whole_model_on_a_gpu(compiled, keeps, monkeypatch):
     network = perturb(GPT(config, vocab_size=61, backend=get_backend("sdpa"))).cuda()
     tokens = torch.randint(61, (4, 64), device="cuda")
     torch._dynamo.reset()
-    found = loss_and_gradients(network, tokens, dtype=BF16, run=torch.compile(network, fullgraph=True) if compiled else None)
+    found = loss_and_gradients(
+        network,
+        tokens,
+        dtype=BF16,
+        run=torch.compile(network, fullgraph=True) if compiled else None,
+    )
     monkeypatch.setattr(model.norm, "has_kernel", lambda x, branch: False)
     baseline = loss_and_gradients(network, tokens, dtype=BF16)
     assert_near(found, baseline, loss_and_gradients(copy.deepcopy(network).double(), tokens))

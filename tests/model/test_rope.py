@@ -20,7 +20,10 @@ def test_is_a_rotation_of_feature_pairs_in_the_complex_plane():
     rotated = rotate(x, *positions)
     for n, position in enumerate(positions):
         for i in range(HEAD_DIM // 2):
-            turn = torch.polar(torch.tensor(1.0).double(), torch.tensor(position * THETA ** (-2 * i / HEAD_DIM)).double())
+            turn = torch.polar(
+                torch.tensor(1.0).double(),
+                torch.tensor(position * THETA ** (-2 * i / HEAD_DIM)).double(),
+            )
             expected = torch.complex(x[..., n, i], x[..., n, i + HEAD_DIM // 2]) * turn
             found = torch.complex(rotated[..., n, i], rotated[..., n, i + HEAD_DIM // 2])
             # the tables are float32, and an angle of 31 radians is held to 31 * eps

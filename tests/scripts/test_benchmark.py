@@ -1,4 +1,6 @@
-"""`python -m scripts.benchmark`: what its rows say, whom it refuses, and the search for the longest sequence."""
+"""`python -m scripts.benchmark`: what its rows say, whom it refuses, and the search for the longest
+sequence.
+"""
 
 import json
 import re
@@ -14,7 +16,16 @@ import torch
 from attention import Backend, get_backend
 from attention.naive import naive_attention
 from scripts import attention_call, benchmark
-from scripts.attention_call import ROUNDS, Call, LiveTensors, Measurement, longest, measure_memory, pairs, seconds
+from scripts.attention_call import (
+    ROUNDS,
+    Call,
+    LiveTensors,
+    Measurement,
+    longest,
+    measure_memory,
+    pairs,
+    seconds,
+)
 
 SHAPE = {"seq_len": 128, "head_dim": 32, "batch": 1, "heads": 2, "causal": True}
 CPU = torch.device("cpu")
@@ -29,14 +40,20 @@ WRONG = Backend("wrong", wrong, features=frozenset({"non_causal"}))
 
 @pytest.fixture
 def run_benchmark(monkeypatch, capsys, tmp_path):
-    """run_benchmark("--option", ...): its rows and what it printed, on a machine without a GPU; SystemExit carries its complaint."""
+    """run_benchmark("--option", ...): its rows and what it printed, on a machine without a GPU;
+    SystemExit carries its complaint.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def run(*arguments: str) -> tuple[list[dict], str]:
-        monkeypatch.setattr(sys, "argv", ["benchmark", *arguments, "--out", str(tmp_path / "bench.json")])
+        monkeypatch.setattr(
+            sys, "argv", ["benchmark", *arguments, "--out", str(tmp_path / "bench.json")]
+        )
         benchmark.main()
         data = json.loads((tmp_path / "bench.json").read_text())
-        assert {"hardware", "versions", "commit"} <= data["environment"].keys() and str(tmp_path) not in json.dumps(data)
+        assert {"hardware", "versions", "commit"} <= data["environment"].keys() and str(
+            tmp_path
+        ) not in json.dumps(data)
         return data["rows"], capsys.readouterr().out
 
     return run
@@ -63,30 +80,75 @@ SMALL = ("--heads", "2", "--seq-len", "64", "128", "--repeats", "3")
     ],
 )
 def test_speed_counts_the_scores_that_the_mask_leaves(special, pairs_of_8):
-    """By the field's count, in which a causal mask leaves half of the square; a window of 1 leaves the diagonal and that half of it."""
+    """By the field's count, in which a causal mask leaves half of the square; a window of 1 leaves
+    the diagonal and that half of it.
+    """
     assert pairs({"seq_len": 8, "causal": True, **special}) == pairs_of_8
     call = Call(get_backend("naive"), SHAPE | special, device=CPU, dtype=torch.float32)
     assert call.flops == 4 * 2 * 32 * pairs(SHAPE | special)
 
 
 def test_grouped_heads_a_window_and_documents_are_what_is_timed(run_benchmark, no_verification):
-    rows, _ = run_benchmark("--attention", "naive", "sdpa", "--heads", "4", "--groups", "2", "--seq-len", "64", "--repeats", "3")
+    rows, _ = run_benchmark(
+        "--attention",
+        "naive",
+        "sdpa",
+        "--heads",
+        "4",
+        "--groups",
+        "2",
+        "--seq-len",
+        "64",
+        "--repeats",
+        "3",
+    )
     assert all(row["groups"] == 2 and row["forward_seconds"] > 0 for row in rows)
     rows, said = run_benchmark(
-        "--attention", "naive", "sdpa", "--heads", "2", "--seq-len", "64", "--window", "8", "--documents", "32", "--repeats", "3"
+        "--attention",
+        "naive",
+        "sdpa",
+        "--heads",
+        "2",
+        "--seq-len",
+        "64",
+        "--window",
+        "8",
+        "--documents",
+        "32",
+        "--repeats",
+        "3",
     )
     assert rows[0]["window"] == 8 and rows[0]["documents"] == 32 and rows[0]["backward_seconds"] > 0
     assert "refused" in rows[1] and "document_ids" in rows[1]["refused"]
-    call = Call(get_backend("naive"), SHAPE | {"documents": 32, "window": 8, "groups": 2}, device=CPU, dtype=torch.float32)
+    call = Call(
+        get_backend("naive"),
+        SHAPE | {"documents": 32, "window": 8, "groups": 2},
+        device=CPU,
+        dtype=torch.float32,
+    )
     assert [x.shape[1] for x in call.inputs] == [2, 1, 1] and call.mask["window"] == 8
     assert call.mask["document_ids"][0].tolist() == [0] * 32 + [1] * 32 + [2] * 32 + [3] * 32
 
 
 def test_rows_over_everything_asked_for(run_benchmark, no_verification):
     rows, _ = run_benchmark(
-        "--attention", "naive", "tiled:block_q=64", "--dtype", "fp32", "bf16", "--head-dim", "16", "32", *SMALL[:-3], *SMALL[-2:]
+        "--attention",
+        "naive",
+        "tiled:block_q=64",
+        "--dtype",
+        "fp32",
+        "bf16",
+        "--head-dim",
+        "16",
+        "32",
+        *SMALL[:-3],
+        *SMALL[-2:],
     )
-    assert len({(r["attention"], r["dtype"], r["head_dim"], r["seq_len"]) for r in rows}) == len(rows) == 8
+    assert (
+        len({(r["attention"], r["dtype"], r["head_dim"], r["seq_len"]) for r in rows})
+        == len(rows)
+        == 8
+    )
     for row in rows:
         for name in ("forward", "backward"):
             assert 0 < row[f"{name}_p20"] <= row[f"{name}_seconds"] <= row[f"{name}_p80"]
@@ -98,7 +160,9 @@ def test_rows_over_everything_asked_for(run_benchmark, no_verification):
 
 
 def test_memory_is_counted_to_the_byte_above_the_inputs():
-    """sdpa keeps out and a float32 a row; its backward adds dq, dk and dv. Twice the length, twice the bytes; naive: four times."""
+    """sdpa keeps out and a float32 a row; its backward adds dq, dk and dv. Twice the length, twice
+    the bytes; naive: four times.
+    """
     size, rows = 2 * 128 * 32 * 4, 2 * 128 * 4
     call = Call(get_backend("sdpa"), SHAPE, device=CPU, dtype=torch.float32)
     found = measure_memory(call, torch.ones_like(call.inputs[0]))
@@ -106,8 +170,14 @@ def test_memory_is_counted_to_the_byte_above_the_inputs():
     assert found["backward_bytes"] == found["training_bytes"] == 4 * size + rows
 
     def peaks(name: str) -> list[int]:
-        calls = [Call(get_backend(name), SHAPE | {"seq_len": n}, device=CPU, dtype=torch.float32) for n in (512, 1024)]
-        return [measure_memory(call, torch.ones_like(call.inputs[0]))["training_bytes"] for call in calls]
+        calls = [
+            Call(get_backend(name), SHAPE | {"seq_len": n}, device=CPU, dtype=torch.float32)
+            for n in (512, 1024)
+        ]
+        return [
+            measure_memory(call, torch.ones_like(call.inputs[0]))["training_bytes"]
+            for call in calls
+        ]
 
     assert peaks("naive")[1] == pytest.approx(4 * peaks("naive")[0], rel=0.1)
     assert peaks("tiled")[1] < 2.1 * peaks("tiled")[0]
@@ -133,22 +203,30 @@ def test_backward_is_timed_without_its_forward(no_verification):
         return naive_attention(q, k, v, causal=causal, scale=scale)
 
     backend = Backend("slow_forward", slow_forward, features=frozenset({"non_causal"}))
-    measurement = Measurement(lambda: Call(backend, SHAPE, device=CPU, dtype=torch.float32), repeats=3)
+    measurement = Measurement(
+        lambda: Call(backend, SHAPE, device=CPU, dtype=torch.float32), repeats=3
+    )
     for _ in range(ROUNDS):
         measurement.turn()
     assert measurement.row["backward_p20"] < 0.5 * measurement.row["forward_p20"]
-    assert measurement.row["forward_repeats"] == 3 and "forward_host_seconds" not in measurement.row  # a CPU's are the same
+    assert (
+        measurement.row["forward_repeats"] == 3 and "forward_host_seconds" not in measurement.row
+    )  # a CPU's are the same
 
 
 class FakeGPU:
-    """A host's clock and a GPU's, which works off its queue: what attention_call.seconds sees of torch and of time."""
+    """A host's clock and a GPU's, which works off its queue: what attention_call.seconds sees of
+    torch and of time.
+    """
 
     def __init__(self):
         self.host = self.free_at = 0.0
         self.flushed = 0  # bytes, before a call
         self.uint8 = torch.uint8
         self.cuda = SimpleNamespace(
-            Event=lambda enable_timing: FakeEvent(self), synchronize=self.synchronize, _sleep=lambda cycles: self.launch(cycles / 2e9)
+            Event=lambda enable_timing: FakeEvent(self),
+            synchronize=self.synchronize,
+            _sleep=lambda cycles: self.launch(cycles / 2e9),
         )
 
     def perf_counter(self) -> float:
@@ -197,7 +275,9 @@ def fake_gpu(monkeypatch):
 
 @pytest.mark.parametrize("host", [10e-6, 140e-6, 600e-6, 7e-3])
 def test_a_gpu_is_timed_without_its_host(fake_gpu, host):
-    """Also where the host takes longer than the wait that is tried first; and each call finds an empty L2 cache."""
+    """Also where the host takes longer than the wait that is tried first; and each call finds an
+    empty L2 cache.
+    """
 
     def call() -> None:
         assert fake_gpu.flushed == 256 * 2**20
@@ -246,7 +326,9 @@ def test_a_short_kernel_under_a_slow_host():
 
 
 def test_backends_take_turns(run_benchmark, no_verification, monkeypatch):
-    """Each has all of its repeats, a quarter at a time, and one that fails leaves the others theirs."""
+    """Each has all of its repeats, a quarter at a time, and one that fails leaves the others
+    theirs.
+    """
     turns, turn = [], Measurement.turn
 
     def watched(self):
@@ -258,14 +340,31 @@ def test_backends_take_turns(run_benchmark, no_verification, monkeypatch):
 
     monkeypatch.setattr(Measurement, "turn", watched)
     rows, output = run_benchmark(
-        "--attention", "naive", "tiled", "sdpa", "--heads", "2", "--seq-len", "64", "128", "--head-dim", "8", "--repeats", "10"
+        "--attention",
+        "naive",
+        "tiled",
+        "sdpa",
+        "--heads",
+        "2",
+        "--seq-len",
+        "64",
+        "128",
+        "--head-dim",
+        "8",
+        "--repeats",
+        "10",
     )
     all_three, others = ["naive", "tiled", "sdpa"], ["naive", "sdpa"]
     assert [name for name, length in turns if length == 64] == all_three * 2 + others * 2
     assert [name for name, length in turns if length == 128] == all_three + others * 3
-    assert [(row["attention"], row["seq_len"]) for row in rows] == [(name, length) for length in (64, 128) for name in all_three]
+    assert [(row["attention"], row["seq_len"]) for row in rows] == [
+        (name, length) for length in (64, 128) for name in all_three
+    ]
     assert [row.get("forward_repeats") for row in rows] == [10, None, 10] * 2
-    assert all("memory" in row["oom"]["message"] and "forward_bytes" not in row for row in (rows[1], rows[4]))
+    assert all(
+        "memory" in row["oom"]["message"] and "forward_bytes" not in row
+        for row in (rows[1], rows[4])
+    )
     assert output.count("out of memory") == 2
 
 
@@ -280,12 +379,20 @@ def test_the_hosts_time_is_said_where_it_is_the_longer_one():
 def test_a_backend_with_wrong_results_is_refused(run_benchmark):
     with pytest.raises(SystemExit) as error:
         run_benchmark("--attention", "tests.scripts.test_benchmark:WRONG", *SMALL)
-    assert re.match(r"benchmark: .*is wrong in float32.*red in forward.*--allow-broken", error.value.code)
+    assert re.match(
+        r"benchmark: .*is wrong in float32.*red in forward.*--allow-broken", error.value.code
+    )
     assert "\n" not in error.value.code
 
 
-def test_the_others_are_timed_beside_a_backend_with_wrong_results(run_benchmark, monkeypatch, tmp_path):
-    monkeypatch.setattr(benchmark, "wrong_results", lambda backend, **where: {"naive": [], "no_rescale": ["forward"]}[backend.name])
+def test_the_others_are_timed_beside_a_backend_with_wrong_results(
+    run_benchmark, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(
+        benchmark,
+        "wrong_results",
+        lambda backend, **where: {"naive": [], "no_rescale": ["forward"]}[backend.name],
+    )
     with pytest.raises(SystemExit) as error:
         run_benchmark("--attention", "no_rescale", "naive", *SMALL)
     assert re.match(r"benchmark: no_rescale is wrong in float32.*red in forward", error.value.code)
@@ -297,7 +404,9 @@ def test_the_others_are_timed_beside_a_backend_with_wrong_results(run_benchmark,
 def test_a_backend_with_wrong_results_can_be_timed_and_is_marked(run_benchmark, monkeypatch):
     red = {"naive": [], "no_rescale": ["forward", "block sizes"]}
     monkeypatch.setattr(benchmark, "wrong_results", lambda backend, **where: red[backend.name])
-    rows, output = run_benchmark("--attention", "naive", "no_rescale:block_kv=16", "--allow-broken", *SMALL)
+    rows, output = run_benchmark(
+        "--attention", "naive", "no_rescale:block_kv=16", "--allow-broken", *SMALL
+    )
     assert [row.get("broken") for row in rows] == [None, ["forward", "block sizes"]] * 2
     assert output.count("BROKEN") == 2
 
@@ -306,8 +415,17 @@ def test_an_earlier_verification_counts_where_it_is_of_the_same_options(monkeypa
     def cell(name: str, status: str, note: str = "") -> dict:
         return {"property": name, "status": status, "note": note, "dtype": "fp32"}
 
-    cells = [cell("forward", "red"), cell("lse", "green"), cell("saved bytes", "red"), cell("strides and views", "red", "it cannot take q")]
-    data = {"environment": {"commit": "c0ffee"}, "device": "cpu", "backends": {"sdpa": {"options": {"backend": "auto"}, "cells": cells}}}
+    cells = [
+        cell("forward", "red"),
+        cell("lse", "green"),
+        cell("saved bytes", "red"),
+        cell("strides and views", "red", "it cannot take q"),
+    ]
+    data = {
+        "environment": {"commit": "c0ffee"},
+        "device": "cpu",
+        "backends": {"sdpa": {"options": {"backend": "auto"}, "cells": cells}},
+    }
     (tmp_path / "verify.json").write_text(json.dumps(data))
     verified = benchmark.read_verification(tmp_path / "verify.json", CPU, "c0ffee")
     where = {"device": CPU, "dtype": torch.float32, "verified": verified}
@@ -325,11 +443,16 @@ def test_an_earlier_verification_counts_where_it_is_of_the_same_options(monkeypa
 def test_a_verdict_is_kept_for_the_same_code_alone(monkeypatch, tmp_path):
     checked, where = [], {"commit": "a", "dirty": False, "versions": {}, "hardware": {}}
     monkeypatch.setenv("TILEGPT_CACHE", str(tmp_path))
-    monkeypatch.setattr("attention.properties.red_properties", lambda backend, **_: checked.append(dict(backend.options)) or ["forward"])
+    monkeypatch.setattr(
+        "attention.properties.red_properties",
+        lambda backend, **_: checked.append(dict(backend.options)) or ["forward"],
+    )
     monkeypatch.setattr(benchmark, "measured_on", lambda device: where)
 
     def verdict(name: str, dtype: torch.dtype = torch.float32, **options) -> list[str]:
-        return benchmark.wrong_results(get_backend(name, **options), device=torch.device("cpu"), dtype=dtype)
+        return benchmark.wrong_results(
+            get_backend(name, **options), device=torch.device("cpu"), dtype=dtype
+        )
 
     assert verdict("tiled") == verdict("tiled") == ["forward"] and len(checked) == 1
     verdict("tiled", block_q=32), verdict("tiled", dtype=torch.bfloat16), verdict("naive")
@@ -346,7 +469,8 @@ def test_a_verdict_is_kept_for_the_same_code_alone(monkeypatch, tmp_path):
 def test_out_of_memory_is_a_row(run_benchmark, no_verification, monkeypatch):
     def runs_out(measurement):
         raise RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."
+            "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you "
+            "tried to allocate 64 bytes."
         )
 
     monkeypatch.setattr(Measurement, "turn", runs_out)
@@ -383,7 +507,9 @@ def test_the_search_stops_where_a_trial_would_take_too_long():
 
 
 def test_longest_sequence_in_little_memory(run_benchmark, no_verification):
-    """Real allocations under a real limit: naive's N x N ends it within two doublings, of forward alone first or at the same length."""
+    """Real allocations under a real limit: naive's N x N ends it within two doublings, of forward
+    alone first or at the same length.
+    """
     rows, output = run_benchmark(
         "--attention",
         "naive",
@@ -403,13 +529,24 @@ def test_longest_sequence_in_little_memory(run_benchmark, no_verification):
     )
     forward, training = rows
     assert (forward["pass"], training["pass"]) == ("forward", "training")
-    assert all(row["limited_by"] == "memory" and row["memory_gib"] == 0.3 and row["oom"]["message"] for row in rows)
-    # 8 heads, 12 to 16 bytes a score; what the process had freed before, it can take beside the limit
-    assert 768 <= training["max_seq_len"] <= 1.5 * forward["max_seq_len"] <= 1.5 * (0.4 * 2**30 / (8 * 4)) ** 0.5
+    assert all(
+        row["limited_by"] == "memory" and row["memory_gib"] == 0.3 and row["oom"]["message"]
+        for row in rows
+    )
+    # 8 heads, 12 to 16 bytes a score; what the process had freed before, it can take beside the
+    # limit
+    assert (
+        768
+        <= training["max_seq_len"]
+        <= 1.5 * forward["max_seq_len"]
+        <= 1.5 * (0.4 * 2**30 / (8 * 4)) ** 0.5
+    )
     assert output.count("ran out of memory") == 2
 
 
-def test_rows_are_added_to_a_file_of_the_same_code_and_machine(run_benchmark, no_verification, tmp_path, monkeypatch):
+def test_rows_are_added_to_a_file_of_the_same_code_and_machine(
+    run_benchmark, no_verification, tmp_path, monkeypatch
+):
     short = ("--attention", "sdpa", "--heads", "2", "--repeats", "3", "--append", "--seq-len")
     run_benchmark(*short, "64")
     rows, _ = run_benchmark(*short, "128")
@@ -424,7 +561,10 @@ def test_rows_are_added_to_a_file_of_the_same_code_and_machine(run_benchmark, no
 
 
 def test_backends_and_their_options_from_text():
-    assert benchmark.parse_backend("tiled:block_q=64,softmax_dtype=input").options["softmax_dtype"] == "input"
+    assert (
+        benchmark.parse_backend("tiled:block_q=64,softmax_dtype=input").options["softmax_dtype"]
+        == "input"
+    )
     assert benchmark.parse_backend("no_max:detach_max=true").options["detach_max"] is True
     assert benchmark.parse_backend("sdpa").name == "sdpa"
     assert benchmark.parse_backend(f"{__name__}:WRONG").fn is wrong
@@ -445,7 +585,11 @@ def test_backends_and_their_options_from_text():
 def test_refused_in_one_line(run_benchmark, arguments, words):
     with pytest.raises(SystemExit) as error:
         run_benchmark(*arguments)
-    assert error.value.code.startswith("benchmark: ") and words in error.value.code and "\n" not in error.value.code
+    assert (
+        error.value.code.startswith("benchmark: ")
+        and words in error.value.code
+        and "\n" not in error.value.code
+    )
 
 
 def test_the_line_of_the_help_runs_as_typed(run_benchmark, no_verification):

@@ -1,4 +1,6 @@
-"""The documents' claims: measured again on small sizes they have the committed verdicts, and the pages are what the figures say."""
+"""The documents' claims: measured again on small sizes they have the committed verdicts, and the
+pages are what the figures say.
+"""
 
 import ast
 import contextlib
@@ -18,7 +20,17 @@ import torch
 from scripts.claims import CLAIMS, render
 from scripts.claims import __main__ as command
 from scripts.claims.asked import ASKED
-from scripts.claims.claim import DOCUMENTS, FAILS, HOLDS, NOT_TESTABLE, Claim, cells, recorded, sentence, spread
+from scripts.claims.claim import (
+    DOCUMENTS,
+    FAILS,
+    HOLDS,
+    NOT_TESTABLE,
+    Claim,
+    cells,
+    recorded,
+    sentence,
+    spread,
+)
 from scripts.claims.questions import CHECKLIST, QUESTIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +76,10 @@ def test_measured_again_the_verdict_stands(claim, committed):
 
 
 def test_only_what_is_timed_is_not_measured_again():
-    assert {claim.name for claim in MEASURED if claim.tiny is None} == {"small_calls", "tiled_speed_on_a_cpu"}
+    assert {claim.name for claim in MEASURED if claim.tiny is None} == {
+        "small_calls",
+        "tiled_speed_on_a_cpu",
+    }
 
 
 def test_every_measured_claim_is_committed(committed):
@@ -73,7 +88,9 @@ def test_every_measured_claim_is_committed(committed):
 
 @pytest.mark.parametrize("page", render.PAGES)
 def test_the_committed_page_is_what_the_figures_say(page):
-    assert (ROOT / "docs" / page).read_text() == render.PAGES[page](), "python -m scripts.claims render=true writes it"
+    assert (ROOT / "docs" / page).read_text() == render.PAGES[page](), (
+        "python -m scripts.claims render=true writes it"
+    )
 
 
 def all_numbers(value, number):
@@ -89,7 +106,10 @@ def changed(figures: dict) -> Iterator[dict]:
         if isinstance(value, dict):
             yield from (figures | {name: inner} for inner in changed(value))
         elif isinstance(value, (str, bool)):
-            yield from (figures | {name: other} for other in (0, 0.0, "none", "inf", "NaN", "finite", not value))
+            yield from (
+                figures | {name: other}
+                for other in (0, 0.0, "none", "inf", "NaN", "finite", not value)
+            )
         else:
             factors = (0, math.inf, *np.logspace(-9, 9, 700))
             yield from (figures | {name: value * factor} for factor in factors if value)
@@ -112,7 +132,9 @@ def test_the_verdict_depends_on_the_figures(claim, committed):
         candidates = [ITS_OWN]
     verdicts = {claim.verdict(figures)}
     for other in candidates:
-        with contextlib.suppress(TypeError, ValueError, OverflowError, ZeroDivisionError):  # figures that cannot be
+        with contextlib.suppress(
+            TypeError, ValueError, OverflowError, ZeroDivisionError
+        ):  # figures that cannot be
             verdicts.add(claim.verdict(other))
         if len(verdicts) > 1:
             return
@@ -122,7 +144,10 @@ def test_the_verdict_depends_on_the_figures(claim, committed):
 def test_both_verdicts_and_conditions_occur(committed):
     verdicts = [claim.verdict(committed[claim.name]) for claim in MEASURED]
     assert {HOLDS, FAILS, NOT_TESTABLE} <= set(verdicts)
-    assert all(verdict in (HOLDS, FAILS, NOT_TESTABLE) or verdict.startswith("holds only if ") for verdict in verdicts)
+    assert all(
+        verdict in (HOLDS, FAILS, NOT_TESTABLE) or verdict.startswith("holds only if ")
+        for verdict in verdicts
+    )
 
 
 @pytest.mark.parametrize("claim", **ids(READ))
@@ -145,7 +170,11 @@ def test_what_is_read_names_its_file(claim, monkeypatch):
 def test_files_of_the_benchmark_are_read_as_it_writes_them(monkeypatch, tmp_path):
     """Speeds by tile size, and the longest sequences on a card held to a smaller memory."""
     speeds = [
-        {"attention": name, "seq_len": length, "forward_seconds": seconds * (length / 1024) ** power}
+        {
+            "attention": name,
+            "seq_len": length,
+            "forward_seconds": seconds * (length / 1024) ** power,
+        }
         for name, seconds, power in (
             ("naive", 0.001, 2),
             ("tiled:block_q=64,block_kv=64", 0.1, 2),
@@ -157,9 +186,18 @@ def test_files_of_the_benchmark_are_read_as_it_writes_them(monkeypatch, tmp_path
         {"attention": "tiled:block_q=256,block_kv=256", "seq_len": 8192, "forward_seconds": 1.0},
         {"attention": "naive", "seq_len": 16384, "oom": {}},
     ]
-    speeds += [{"attention": name, "seq_len": 8192, "forward_seconds": 0.5} for name in ("triton", "tiled:block_q=1024,block_kv=1024")]
+    speeds += [
+        {"attention": name, "seq_len": 8192, "forward_seconds": 0.5}
+        for name in ("triton", "tiled:block_q=1024,block_kv=1024")
+    ]
     walls = [
-        {"attention": name, "pass": kind, "memory_gib": gib, "max_seq_len": longest, "limited_by": "memory"}
+        {
+            "attention": name,
+            "pass": kind,
+            "memory_gib": gib,
+            "max_seq_len": longest,
+            "limited_by": "memory",
+        }
         for gib in (8.0, 40.0)
         for name, longest in (("naive", 750 * int(gib)), ("triton", 500_000))
         for kind in ("forward", "training")
@@ -169,32 +207,48 @@ def test_files_of_the_benchmark_are_read_as_it_writes_them(monkeypatch, tmp_path
     monkeypatch.setattr("scripts.claims.claim.RESULTS", tmp_path)
     speed = CLAIMS["tiled_speed_on_a_gpu"]
     assert speed.verdict(speed.measure()) == "holds only if the tiles are much larger"
-    assert "naive 1024: 1.0, 2048: 4.0, 8192: 64.0; tiles of 64 1024: 100.0" in render.found(speed, speed.measure())[0]
+    assert (
+        "naive 1024: 1.0, 2048: 4.0, 8192: 64.0; tiles of 64 1024: 100.0"
+        in render.found(speed, speed.measure())[0]
+    )
     small, large = CLAIMS["wall_of_8_gigabytes_on_a_gpu"], CLAIMS["longest_on_40_gigabytes"]
     assert small.verdict(small.measure()) == HOLDS and small.measure()["triton_training"] == 500_000
-    assert large.verdict(large.measure()) == FAILS and "naive 30,000 tokens" in render.found(large, large.measure())[0]
+    assert (
+        large.verdict(large.measure()) == FAILS
+        and "naive 30,000 tokens" in render.found(large, large.measure())[0]
+    )
 
 
 def test_every_document_is_answered():
-    assert {document for claim in CLAIMS.values() for document in claim.documents.split(", ")} == set(DOCUMENTS)
+    assert {
+        document for claim in CLAIMS.values() for document in claim.documents.split(", ")
+    } == set(DOCUMENTS)
     assert len(CLAIMS) >= 70
 
 
 def test_questions_show_only_figures_of_the_claims_they_name():
     for question in QUESTIONS:
-        shown = set(re.findall(r"\{(\w+)", question.answer + "".join(template for _, template in question.rows)))
+        shown = set(
+            re.findall(
+                r"\{(\w+)", question.answer + "".join(template for _, template in question.rows)
+            )
+        )
         assert shown == set(question.uses), question.asks
         assert set(question.uses) <= set(CLAIMS)
 
 
 def test_no_figure_is_typed_into_a_measured_sentence():
-    """What was measured comes from the figures: a sentence without a place for one would be an assertion."""
+    """What was measured comes from the figures: a sentence without a place for one would be an
+    assertion.
+    """
     for claim in CLAIMS.values():
         assert "{" in claim.measured or claim.name == "latencies", claim.name
 
 
 def commands() -> set[str]:
-    texts = [(ROOT / "docs" / page).read_text() for page in render.PAGES] + [claim.also for claim in CLAIMS.values()]
+    texts = [(ROOT / "docs" / page).read_text() for page in render.PAGES] + [
+        claim.also for claim in CLAIMS.values()
+    ]
     return {module for text in texts for module in re.findall(r"python -m (scripts\.\w+)", text)}
 
 
@@ -218,13 +272,19 @@ def test_a_page_holds_no_path_of_a_machine():
 def test_run_prints_one_claim_and_writes_nothing(run_claims, monkeypatch):
     monkeypatch.setattr(render, "write_pages", lambda: pytest.fail("run= only prints"))
     out = run_claims("run=worked_example,score_table")
-    assert out.startswith("worked_example: holds\n") and "3.930" in out and "16,777,216 entries" in out
+    assert (
+        out.startswith("worked_example: holds\n") and "3.930" in out and "16,777,216 entries" in out
+    )
 
 
 def test_render_measures_nothing(run_claims, monkeypatch):
     written = []
     for claim in MEASURED:
-        monkeypatch.setitem(CLAIMS, claim.name, replace(claim, measure=lambda: pytest.fail("render=true measures nothing")))
+        monkeypatch.setitem(
+            CLAIMS,
+            claim.name,
+            replace(claim, measure=lambda: pytest.fail("render=true measures nothing")),
+        )
     monkeypatch.setattr(render, "write_pages", lambda: written.append(True))
     run_claims("render=true")
     assert written
@@ -239,20 +299,35 @@ def test_says_which_files_it_has_changed(run_claims, monkeypatch, tmp_path):
     monkeypatch.setattr(render, "DOCS", tmp_path / "docs")
     monkeypatch.setattr(render, "write_pages", lambda: None)
     assert run_claims("render=true").splitlines()[-1] == "no file has changed"
-    monkeypatch.setattr(render, "write_pages", lambda: (tmp_path / "docs/claims.md").write_text("new"))
-    assert run_claims("render=true").splitlines()[-1] == "changed: docs/claims.md; git restore brings the committed ones back"
+    monkeypatch.setattr(
+        render, "write_pages", lambda: (tmp_path / "docs/claims.md").write_text("new")
+    )
+    assert (
+        run_claims("render=true").splitlines()[-1]
+        == "changed: docs/claims.md; git restore brings the committed ones back"
+    )
 
 
 def test_one_line_for_what_is_wrong(complaint):
-    assert complaint("run=bit_by_bit").startswith("claims: run=bit_by_bit is not a claim; valid: bit_for_bit, ")
+    assert complaint("run=bit_by_bit").startswith(
+        "claims: run=bit_by_bit is not a claim; valid: bit_for_bit, "
+    )
     assert complaint("redner=true").startswith("claims: 'redner=true' is not understood")
     assert complaint("render=yes").startswith("claims: 'render=yes' is not understood")
 
 
 def test_help_shows_a_line_that_runs(run_claims):
     """The command in --help works as typed, in a process of its own."""
-    (line,) = re.findall(r"^    python (-m scripts\.claims .*)$", run_claims("--help"), re.MULTILINE)
-    done = subprocess.run([sys.executable, "-W", "ignore", *line.split()], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    (line,) = re.findall(
+        r"^    python (-m scripts\.claims .*)$", run_claims("--help"), re.MULTILINE
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *line.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("causal_as_printed: does not hold")
 
@@ -284,7 +359,9 @@ def test_inputs_are_scaled_as_they_say():
     from scripts.claims.inputs import inputs
 
     q, k, v = inputs(0, 4, 4, 256, 32, std=3)
-    assert q.std().item() == pytest.approx(3, rel=0.02) and k.std().item() == pytest.approx(3, rel=0.02)
+    assert q.std().item() == pytest.approx(3, rel=0.02) and k.std().item() == pytest.approx(
+        3, rel=0.02
+    )
     assert v.std().item() == pytest.approx(1, rel=0.02) and q.dtype == torch.float32
 
 
@@ -294,6 +371,8 @@ def test_no_verdict_ignores_its_figures():
     for file in sorted((ROOT / "scripts/claims").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.keyword) and node.arg == "verdict":
-                uses = [x for x in ast.walk(node.value.body) if isinstance(x, ast.Name) and x.id == "f"]
+                uses = [
+                    x for x in ast.walk(node.value.body) if isinstance(x, ast.Name) and x.id == "f"
+                ]
                 ignoring += [] if uses else [ast.unparse(node.value)]
     assert ignoring == ["lambda f: NOT_TESTABLE"]

@@ -1,4 +1,6 @@
-"""`python -m scripts.cross_eval`: which runs it takes, whom it lets judge, what it writes, and one line for what is wrong."""
+"""`python -m scripts.cross_eval`: which runs it takes, whom it lets judge, what it writes, and one
+line for what is wrong.
+"""
 
 import json
 import os
@@ -16,7 +18,14 @@ from tests.command import ROOT, metrics, run, summary, tiny, tiny_sweep
 from tests.command import environment as variables
 
 # scores sharp enough that a broken attention shows after 25 steps
-SHARP = ("optim.lr=0.02", "optim.schedule=constant", "optim.warmup_steps=1", "steps=25", "log_every=25", "attention.block_kv=4")
+SHARP = (
+    "optim.lr=0.02",
+    "optim.schedule=constant",
+    "optim.warmup_steps=1",
+    "steps=25",
+    "log_every=25",
+    "attention.block_kv=4",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -46,26 +55,46 @@ def cell(table: dict, run: str, name: str, **options) -> dict:
     (row,) = (
         row
         for row in table["rows"]
-        if row["run"] == run and row["evaluated_under"]["name"] == name and options.items() <= row["evaluated_under"]["options"].items()
+        if row["run"] == run
+        and row["evaluated_under"]["name"] == name
+        and options.items() <= row["evaluated_under"]["options"].items()
     )
     return row
 
 
 def test_every_run_under_every_judge(table):
     assert {row["run"] for row in table["rows"]} == {"0", "1", "2", "3"}
-    judges = [(row["evaluated_under"]["name"], row["evaluated_under"]["options"].get("block_kv")) for row in table["rows"][:5]]
-    assert judges == [("sdpa", None), ("tiled", 4), ("no_rescale", 2), ("no_rescale", 4), ("no_rescale", 8)]
+    judges = [
+        (row["evaluated_under"]["name"], row["evaluated_under"]["options"].get("block_kv"))
+        for row in table["rows"][:5]
+    ]
+    assert judges == [
+        ("sdpa", None),
+        ("tiled", 4),
+        ("no_rescale", 2),
+        ("no_rescale", 4),
+        ("no_rescale", 8),
+    ]
     assert len(table["rows"]) == 4 * 5
     for row in table["rows"]:
-        assert row["status"] == "ok" and row["accuracy"] is None and row["loss"] > 0 and row["step"] == 25
+        assert (
+            row["status"] == "ok"
+            and row["accuracy"] is None
+            and row["loss"] > 0
+            and row["step"] == 25
+        )
         assert row["seed"] == int(row["run"]) % 2
         assert row["trained_under"]["name"] == ("tiled" if row["run"] in "01" else "no_rescale")
         assert row["trained_under"]["options"]["block_kv"] == 4
-    assert {"commit", "hardware", "versions"} <= table["environment"].keys() and table["sequences"] == 4
+    assert {"commit", "hardware", "versions"} <= table["environment"].keys() and table[
+        "sequences"
+    ] == 4
 
 
 def test_the_losses_are_those_that_training_reported(sweep, table):
-    """The same held-out sequences under the run's own attention and under exact attention: the same figures, to the last bit."""
+    """The same held-out sequences under the run's own attention and under exact attention: the same
+    figures, to the last bit.
+    """
     for job, own in (("0", "tiled"), ("2", "no_rescale")):
         last = metrics(sweep / job)[-1]
         assert cell(table, job, own, block_kv=4)["loss"] == last["val/loss"]
@@ -74,15 +103,28 @@ def test_the_losses_are_those_that_training_reported(sweep, table):
 
 def test_the_matrix_exposes_the_defect(table):
     """An exact model is judged alike by all exact attention; the broken one's judges disagree."""
-    assert cell(table, "0", "tiled")["loss"] == pytest.approx(cell(table, "0", "sdpa")["loss"], abs=1e-5)
-    losses = [cell(table, "2", "no_rescale", block_kv=size)["loss"] for size in (2, 4, 8)] + [cell(table, "2", "sdpa")["loss"]]
+    assert cell(table, "0", "tiled")["loss"] == pytest.approx(
+        cell(table, "0", "sdpa")["loss"], abs=1e-5
+    )
+    losses = [cell(table, "2", "no_rescale", block_kv=size)["loss"] for size in (2, 4, 8)] + [
+        cell(table, "2", "sdpa")["loss"]
+    ]
     assert max(losses) - min(losses) > 1e-3 and len(set(losses)) == 4
 
 
 def test_the_heat_map_shows_means_over_seeds_and_frames_the_own_attention(table, sweep):
     (matrix,) = build_matrices(table["rows"])
-    assert matrix.metric == "loss" and list(matrix.cells) == ["tiled (2 runs)", "no_rescale block_kv=4 (2 runs)"]
-    assert matrix.judges == ["sdpa", "tiled", "no_rescale block_kv=2", "no_rescale block_kv=4", "no_rescale block_kv=8"]
+    assert matrix.metric == "loss" and list(matrix.cells) == [
+        "tiled (2 runs)",
+        "no_rescale block_kv=4 (2 runs)",
+    ]
+    assert matrix.judges == [
+        "sdpa",
+        "tiled",
+        "no_rescale block_kv=2",
+        "no_rescale block_kv=4",
+        "no_rescale block_kv=8",
+    ]
     assert [matrix.own[label] for label in matrix.cells] == [{1}, {3}]
     two = [cell(table, job, "no_rescale", block_kv=8)["loss"] for job in "01"]
     found = matrix.cells["tiled (2 runs)"][4]
@@ -98,8 +140,20 @@ def test_what_was_written_is_drawn_again(sweep, table, tmp_path, capsys):
 
 
 def test_exact_attention_keeps_documents_apart(tmp_path):
-    """sdpa has no mask for them; the loss under exact attention is the one that training reported."""
-    assert run(*tiny(tmp_path / "run", "attention=no_rescale", "attention.block_kv=16", "data.documents=true")).code == 0
+    """sdpa has no mask for them; the loss under exact attention is the one that training
+    reported.
+    """
+    assert (
+        run(
+            *tiny(
+                tmp_path / "run",
+                "attention=no_rescale",
+                "attention.block_kv=16",
+                "data.documents=true",
+            )
+        ).code
+        == 0
+    )
     assert cross_eval.main([str(tmp_path / "run"), "--sequences", "4", "--device", "cpu"]) == 0
     rows = json.loads((tmp_path / "run/cross_eval.json").read_text())["rows"]
     assert all(row["status"] == "ok" for row in rows)
@@ -111,15 +165,39 @@ def test_judges_of_ones_own(sweep, tmp_path):
     out = tmp_path / "new" / "x.json"
     own = "tests.user_backends:RIGHT"
     judges = ["no_rescale:block_kv=16,block_q=8", "triton", own]
-    assert cross_eval.main([str(sweep / "0"), "--under", *judges, "--sequences", "2", "--out", str(out), "--device", "cpu"]) == 0
+    assert (
+        cross_eval.main(
+            [
+                str(sweep / "0"),
+                "--under",
+                *judges,
+                "--sequences",
+                "2",
+                "--out",
+                str(out),
+                "--device",
+                "cpu",
+            ]
+        )
+        == 0
+    )
     first, second, third = json.loads(out.read_text())["rows"]
-    assert (first["run"], first["evaluated_under"]["options"]["block_kv"], first["evaluated_under"]["options"]["block_q"]) == ("0", 16, 8)
-    assert second["evaluated_under"]["name"] == "triton" and second["status"].split(":")[0] in ("ok", "refused")
+    assert (
+        first["run"],
+        first["evaluated_under"]["options"]["block_kv"],
+        first["evaluated_under"]["options"]["block_q"],
+    ) == ("0", 16, 8)
+    assert second["evaluated_under"]["name"] == "triton" and second["status"].split(":")[0] in (
+        "ok",
+        "refused",
+    )
     assert third["status"] == "ok" and not (sweep / "0/cross_eval.json").exists()
 
 
 def test_a_matrix_without_a_figure_replaces_nothing(sweep, table, monkeypatch, capsys):
-    """A regression test: where no judge could run, a matrix of refusals took the place of a good one, with exit code 0."""
+    """A regression test: where no judge could run, a matrix of refusals took the place of a good
+    one, with exit code 0.
+    """
     before = (sweep / "cross_eval.json").read_bytes()
 
     def refuse(*_: object, **__: object) -> None:
@@ -127,13 +205,20 @@ def test_a_matrix_without_a_figure_replaces_nothing(sweep, table, monkeypatch, c
 
     monkeypatch.setattr(cross_eval, "judged", refuse)
     assert cross_eval.main([str(sweep), "--under", "triton"]) == 2
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("cross_eval: "))
-    assert line.endswith("nothing could be evaluated, nothing is written: triton refused: attention=triton needs a GPU")
+    (line,) = (
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("cross_eval: ")
+    )
+    assert line.endswith(
+        "nothing could be evaluated, nothing is written: triton refused: attention=triton needs "
+        "a GPU"
+    )
     assert (sweep / "cross_eval.json").read_bytes() == before
 
 
 def test_a_folder_of_ruins(sweep, tmp_path, capsys):
-    """Failed, out of memory, half written, without a checkpoint, with a damaged one: a line each, and the rest is judged."""
+    """Failed, out of memory, half written, without a checkpoint, with a damaged one: a line each,
+    and the rest is judged.
+    """
     shutil.copytree(sweep / "0", tmp_path / "good")
     for name, status in (("failed", "failed"), ("oom", "oom")):
         shutil.copytree(sweep / "0", tmp_path / name)
@@ -164,7 +249,9 @@ def test_a_folder_of_ruins(sweep, tmp_path, capsys):
     }.items():
         (line,) = (line for line in said if line.startswith(f"left out: {tmp_path / name}: "))
         assert reason in line
-    assert [row["run"] for row in json.loads((tmp_path / "cross_eval.json").read_text())["rows"]] == ["good"]
+    assert [
+        row["run"] for row in json.loads((tmp_path / "cross_eval.json").read_text())["rows"]
+    ] == ["good"]
 
 
 def test_a_diverged_run_is_judged_and_a_judge_that_overflows_is_marked(tmp_path, capsys):
@@ -174,7 +261,12 @@ def test_a_diverged_run_is_judged_and_a_judge_that_overflows_is_marked(tmp_path,
     rows = json.loads((tmp_path / "run/cross_eval.json").read_text())["rows"]
     status = {row["evaluated_under"]["name"]: row["status"] for row in rows}
     losses = {row["evaluated_under"]["name"]: row["loss"] for row in rows}
-    assert status["sdpa"] == "ok" and losses["sdpa"] > 0 and rows[0]["trained"] == "diverged" and rows[0]["dtype"] == "float16"
+    assert (
+        status["sdpa"] == "ok"
+        and losses["sdpa"] > 0
+        and rows[0]["trained"] == "diverged"
+        and rows[0]["dtype"] == "float16"
+    )
     if status["no_max"] == "non-finite":
         assert losses["no_max"] is None and "non-finite" in capsys.readouterr().out
     assert "ended early: step " in in_text(rows)
@@ -182,25 +274,46 @@ def test_a_diverged_run_is_judged_and_a_judge_that_overflows_is_marked(tmp_path,
 
 def test_a_loss_that_is_not_finite_has_no_figures(monkeypatch, sweep, tmp_path):
     monkeypatch.setattr(cross_eval, "judged", lambda *_, **__: (float("nan"), 0.25))
-    assert cross_eval.main([str(sweep / "0"), "--under", "no_max", "sdpa", "--out", str(tmp_path / "x.json")]) == 0
+    assert (
+        cross_eval.main(
+            [str(sweep / "0"), "--under", "no_max", "sdpa", "--out", str(tmp_path / "x.json")]
+        )
+        == 0
+    )
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
-    assert [(row["status"], row["loss"], row["accuracy"]) for row in rows] == [("non-finite", None, None)] * 2
+    assert [(row["status"], row["loss"], row["accuracy"]) for row in rows] == [
+        ("non-finite", None, None)
+    ] * 2
 
 
 def test_accuracy_and_a_switched_run(tmp_path, capsys):
-    switch = ("attention=no_rescale", "attention.block_kv=4", "attention.switch_at=2", "attention.switch_to=tiled")
+    switch = (
+        "attention=no_rescale",
+        "attention.block_kv=4",
+        "attention.switch_at=2",
+        "attention.switch_to=tiled",
+    )
     assert run(*tiny(tmp_path / "run", "data=last_write", *switch)).code == 0
     assert cross_eval.main([str(tmp_path / "run"), "--sequences", "4", "--device", "cpu"]) == 0
     rows = json.loads((tmp_path / "run/cross_eval.json").read_text())["rows"]
     last = metrics(tmp_path / "run")[-1]
     by_name = {row["evaluated_under"]["name"]: row for row in rows}
-    assert (by_name["tiled"]["loss"], by_name["tiled"]["accuracy"]) == (last["val/loss"], last["val/accuracy"])
+    assert (by_name["tiled"]["loss"], by_name["tiled"]["accuracy"]) == (
+        last["val/loss"],
+        last["val/accuracy"],
+    )
     trained = rows[0]["trained_under"]
-    assert (trained["name"], trained["switch_at"], trained["switch_to"]["name"]) == ("no_rescale", 2, "tiled")
+    assert (trained["name"], trained["switch_at"], trained["switch_to"]["name"]) == (
+        "no_rescale",
+        2,
+        "tiled",
+    )
     (matrix,) = build_matrices(rows)
     assert matrix.metric == "accuracy" and matrix.judges[0] == "sdpa"
     (label,) = matrix.cells
-    assert label == "no_rescale block_kv=4, from step 2 tiled (1 run)" and matrix.own[label] == {matrix.judges.index("tiled")}
+    assert label == "no_rescale block_kv=4, from step 2 tiled (1 run)" and matrix.own[label] == {
+        matrix.judges.index("tiled")
+    }
 
 
 @pytest.mark.parametrize(
@@ -210,8 +323,14 @@ def test_accuracy_and_a_switched_run(tmp_path, capsys):
         (["{empty}"], "no runs below|no run with a checkpoint below"),
         (["{file}"], "is no cross_eval.json with rows in it"),
         (["{run}", "--under", "flashy"], "--under flashy: attention=flashy is not known; valid: "),
-        (["{run}", "--under", "no_rescale:block_kv"], "--under no_rescale:block_kv: 'block_kv' is not option=value"),
-        (["{run}", "--under", "tiled:tile=3"], "--under tiled:tile=3: attention=tiled has no option 'tile'"),
+        (
+            ["{run}", "--under", "no_rescale:block_kv"],
+            "--under no_rescale:block_kv: 'block_kv' is not option=value",
+        ),
+        (
+            ["{run}", "--under", "tiled:tile=3"],
+            "--under tiled:tile=3: attention=tiled has no option 'tile'",
+        ),
         (["{run}", "--sequences", "0"], "--sequences 0 must be at least 1"),
     ],
     ids=["missing", "empty", "other-file", "judge", "option", "unknown-option", "sequences"],
@@ -219,9 +338,15 @@ def test_accuracy_and_a_switched_run(tmp_path, capsys):
 def test_complaints(sweep, tmp_path, capsys, arguments, said):
     (tmp_path / "empty").mkdir()
     (tmp_path / "other.json").write_text('{"rows": []}')
-    names = {"{empty}": str(tmp_path / "empty"), "{file}": str(tmp_path / "other.json"), "{run}": str(sweep / "0")}
+    names = {
+        "{empty}": str(tmp_path / "empty"),
+        "{file}": str(tmp_path / "other.json"),
+        "{run}": str(sweep / "0"),
+    }
     assert cross_eval.main([names.get(argument, argument) for argument in arguments]) == 2
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("cross_eval: "))
+    (line,) = (
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("cross_eval: ")
+    )
     assert re.search(said, line) or said in line
 
 
@@ -231,7 +356,13 @@ def test_command_in_the_help_runs_as_typed(sweep, tmp_path):
 
     def command(line: str) -> subprocess.CompletedProcess:
         line = line.replace("python", sys.executable, 1)
-        return subprocess.run(["bash", "-c", line], cwd=tmp_path, env=variables(PYTHONPATH=path), capture_output=True, text=True)
+        return subprocess.run(
+            ["bash", "-c", line],
+            cwd=tmp_path,
+            env=variables(PYTHONPATH=path),
+            capture_output=True,
+            text=True,
+        )
 
     shown = " ".join(command("python -m scripts.cross_eval --help").stdout.split())
     line = re.search(r"example: (python -m scripts\.cross_eval .*)$", shown)[1]

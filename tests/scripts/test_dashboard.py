@@ -1,4 +1,6 @@
-"""The wandb workspace: what it holds, and that it is saved or refused in one line, without a network and without a question."""
+"""The wandb workspace: what it holds, and that it is saved or refused in one line, without a
+network and without a question.
+"""
 
 import json
 import os
@@ -17,7 +19,15 @@ from scripts import dashboard
 from tests.command import metrics, run, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
-ASKED = ("train/loss", "val/loss", "val/loss_exact", "memory/peak_gib", "tokens_per_sec", "step_tokens_per_sec", "attention/max_score")
+ASKED = (
+    "train/loss",
+    "val/loss",
+    "val/loss_exact",
+    "memory/peak_gib",
+    "tokens_per_sec",
+    "step_tokens_per_sec",
+    "attention/max_score",
+)
 
 pytest.importorskip("wandb_workspaces")
 
@@ -25,7 +35,9 @@ pytest.importorskip("wandb_workspaces")
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
     """A machine whose user has no key, and a server of wandb's that is not there."""
-    for name in [name for name in os.environ if name.startswith("WANDB_") or name.lower().endswith("_proxy")]:
+    for name in [
+        name for name in os.environ if name.startswith("WANDB_") or name.lower().endswith("_proxy")
+    ]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
@@ -35,10 +47,19 @@ def offline(tmp_path, monkeypatch):
 
 
 def start(*arguments: str) -> subprocess.CompletedProcess:
-    """In a process of its own: wandb reads its settings once. No terminal, and nothing to read: a question would fail it."""
+    """In a process of its own: wandb reads its settings once. No terminal, and nothing to read: a
+    question would fail it.
+    """
     command = [sys.executable, "-m", "scripts.dashboard", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def complaint(done: subprocess.CompletedProcess) -> str:
@@ -49,13 +70,21 @@ def complaint(done: subprocess.CompletedProcess) -> str:
 
 
 def panels(spec: dict) -> list[dict]:
-    return [panel["config"] for section in spec["spec"]["section"]["panelBankConfig"]["sections"] for panel in section["panels"]]
+    return [
+        panel["config"]
+        for section in spec["spec"]["section"]["panelBankConfig"]["sections"]
+        for panel in section["panels"]
+    ]
 
 
 def test_dry_run_prints_the_workspace(capsys):
     assert dashboard.main(["entity=me", "project=mine", "group=12-00-00", "--dry-run"]) == 0
     spec = json.loads(capsys.readouterr().out)
-    assert (spec["entity"], spec["project"], spec["displayName"]) == ("me", "mine", "attentions compared")
+    assert (spec["entity"], spec["project"], spec["displayName"]) == (
+        "me",
+        "mine",
+        "attentions compared",
+    )
     lines = [panel for panel in panels(spec) if "metrics" in panel]
     assert {metric for panel in lines for metric in panel["metrics"]} >= set(ASKED)
     for panel in lines:
@@ -66,11 +95,18 @@ def test_dry_run_prints_the_workspace(capsys):
             "minmax",
         )
     (scatter,) = [panel for panel in panels(spec) if "metrics" not in panel]
-    assert (scatter["xAxis"], scatter["yAxis"]) == ("config:seq_len.value", "summary:memory/peak_gib")
+    assert (scatter["xAxis"], scatter["yAxis"]) == (
+        "config:seq_len.value",
+        "summary:memory/peak_gib",
+    )
     (runs,) = spec["spec"]["section"]["runSets"]
     assert runs["grouping"] == [{"section": "config", "name": "attention.value.name"}]
     (chosen,) = runs["filters"]["filters"]
-    assert (chosen["key"], chosen["op"], chosen["value"]) == ({"section": "run", "name": "group"}, "=", "12-00-00")
+    assert (chosen["key"], chosen["op"], chosen["value"]) == (
+        {"section": "run", "name": "group"},
+        "=",
+        "12-00-00",
+    )
 
 
 def test_without_a_group_all_runs_are_shown():
@@ -82,7 +118,12 @@ def test_every_metric_is_one_that_training_logs(tmp_path):
     shown = {plot.metric for plots in dashboard.SECTIONS.values() for plot in plots}
     for data in ("stdlib", "last_write"):
         assert run(*tiny(tmp_path / data, f"data={data}")).code == 0
-    assert shown <= {name for data in ("stdlib", "last_write") for row in metrics(tmp_path / data) for name in row}
+    assert shown <= {
+        name
+        for data in ("stdlib", "last_write")
+        for row in metrics(tmp_path / data)
+        for name in row
+    }
 
 
 @pytest.mark.parametrize(
@@ -91,7 +132,10 @@ def test_every_metric_is_one_that_training_logs(tmp_path):
         ([], "entity=NAME is missing"),
         (["project=mine"], "entity=NAME is missing"),
         (["entity="], "'entity=' is not key=value"),
-        (["entity=me", "colour=red"], "'colour=red' is not key=value with a key of: entity, project, group, name"),
+        (
+            ["entity=me", "colour=red"],
+            "'colour=red' is not key=value with a key of: entity, project, group, name",
+        ),
         (["me"], "'me' is not key=value"),
         (["entity=me", "name=\N{GRINNING FACE}", "--dry-run"], "Emojis are not allowed"),
     ],
@@ -122,7 +166,9 @@ def test_without_a_server(offline):
 
 
 def serve(answer) -> HTTPServer:
-    """A server that gives answer(query, variables) to every request; stands in for wandb's, of which only the address is needed."""
+    """A server that gives answer(query, variables) to every request; stands in for wandb's, of
+    which only the address is needed.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -147,9 +193,20 @@ def test_the_workspace_is_sent(offline):
     def answer(query, variables):
         if "upsertView" in query:
             sent.append(variables)
-            return 200, {"data": {"upsertView": {"view": {"id": "1", "name": "nw-abc-v"}, "inserted": True}}}
+            return 200, {
+                "data": {"upsertView": {"view": {"id": "1", "name": "nw-abc-v"}, "inserted": True}}
+            }
         return 200, {
-            "data": {"viewer": {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}, "serverInfo": {}}
+            "data": {
+                "viewer": {
+                    "id": "1",
+                    "entity": "me",
+                    "username": "me",
+                    "flags": "{}",
+                    "teams": {"edges": []},
+                },
+                "serverInfo": {},
+            }
         }
 
     server = serve(answer)
@@ -159,13 +216,19 @@ def test_the_workspace_is_sent(offline):
     server.shutdown()
     assert done.returncode == 0, done.stderr
     (variables,) = sent
-    assert (variables["entityName"], variables["projectName"], variables["type"]) == ("me", "mine", "project-view")
+    assert (variables["entityName"], variables["projectName"], variables["type"]) == (
+        "me",
+        "mine",
+        "project-view",
+    )
     assert len(panels({"spec": json.loads(variables["spec"])})) == 10
     assert re.search(r"/me/mine\?nw=abc", done.stdout)
 
 
 def test_a_refusal_is_one_line(offline):
-    server = serve(lambda query, variables: (200, {"errors": [{"message": "project not found"}], "data": None}))
+    server = serve(
+        lambda query, variables: (200, {"errors": [{"message": "project not found"}], "data": None})
+    )
     offline.setenv("WANDB_API_KEY", "0" * 40)
     offline.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
     line = complaint(start("entity=me", "project=mine"))
@@ -175,14 +238,24 @@ def test_a_refusal_is_one_line(offline):
 
 def test_a_server_that_never_answers(offline):
     """It accepts the connection and is silent. In this process, whose deadline can be shortened."""
-    code = "import sys; from scripts import dashboard; dashboard.SAVE_TIMEOUT = 1.0; sys.exit(dashboard.main(sys.argv[1:]))"
+    code = (
+        "import sys; from scripts import dashboard; dashboard.SAVE_TIMEOUT = 1.0; "
+        "sys.exit(dashboard.main(sys.argv[1:]))"
+    )
     with socket.create_server(("127.0.0.1", 0)) as silent:
         offline.setenv("WANDB_API_KEY", "0" * 40)
         offline.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         began = time.monotonic()
         command = [sys.executable, "-c", code, "entity=me"]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            stdin=subprocess.DEVNULL,
+        )
         assert "took longer than 1 s" in complaint(done) and time.monotonic() - began < 30
 
 

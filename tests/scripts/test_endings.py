@@ -1,4 +1,6 @@
-"""How scripts end that cannot go on: in one line, before the work where that can be known, and what was there before stays."""
+"""How scripts end that cannot go on: in one line, before the work where that can be known, and what
+was there before stays.
+"""
 
 import errno
 import json
@@ -20,7 +22,9 @@ RESULTS = Path(__file__).resolve().parents[2] / "results"
 def start(monkeypatch, name: str, *arguments: str) -> object:
     """The exit code, or the line, with which scripts.NAME ends."""
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    module = import_module(f"scripts.{name}.__main__" if name in ("claims", "report", "results") else f"scripts.{name}")
+    module = import_module(
+        f"scripts.{name}.__main__" if name in ("claims", "report", "results") else f"scripts.{name}"
+    )
     with pytest.raises(SystemExit) as ended:
         sys.exit(module.main())
     return ended.value.code
@@ -33,7 +37,11 @@ def never(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "work"),
     [
-        ("benchmark", ["--attention", "naive", "--seq-len", "16", "--out", "{out}"], "scripts.benchmark.measured"),
+        (
+            "benchmark",
+            ["--attention", "naive", "--seq-len", "16", "--out", "{out}"],
+            "scripts.benchmark.measured",
+        ),
         ("verify", ["attention=naive", "out={folder}"], "scripts.verify.verify"),
         ("plan", ["attention=naive", "device=cpu", "out={out}"], "scripts.plan.plan_all"),
         ("plots", [str(RESULTS / "memory_h200.json"), "out={out}"], "scripts.plots.draw_memory"),
@@ -42,14 +50,22 @@ def never(*_: object, **__: object) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) and "." not in value else "",
 )
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(monkeypatch, tmp_path, name, arguments, work):
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(
+    monkeypatch, tmp_path, name, arguments, work
+):
     (tmp_path / "file").write_text("")
     out, folder = tmp_path / "file" / "out.json", tmp_path / "folder"
     folder.mkdir()
     monkeypatch.setattr(work, never)
-    told = start(monkeypatch, name, *(argument.format(out=out, folder=folder) for argument in arguments))
+    told = start(
+        monkeypatch, name, *(argument.format(out=out, folder=folder) for argument in arguments)
+    )
     assert isinstance(told, str) and "\n" not in told
-    assert told.startswith(f"{name}: {tmp_path}") and " cannot be written: " in told and told.endswith("; name another file")
+    assert (
+        told.startswith(f"{name}: {tmp_path}")
+        and " cannot be written: " in told
+        and told.endswith("; name another file")
+    )
     assert os.listdir(folder) == [] and sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
 
@@ -65,7 +81,9 @@ def test_a_full_disk_is_told_with_the_path(tmp_path, monkeypatch):
     (tmp_path / "page.html").write_text("old")
     monkeypatch.setattr(metrics.Path, "with_name", lambda path, name: Path("/dev/full"))
     monkeypatch.setattr(metrics.Path, "unlink", lambda path: None)
-    with pytest.raises(OSError, match=f"^{tmp_path}/page.html cannot be written: {os.strerror(errno.ENOSPC)}$"):
+    with pytest.raises(
+        OSError, match=f"^{tmp_path}/page.html cannot be written: {os.strerror(errno.ENOSPC)}$"
+    ):
         write_file(tmp_path / "page.html", "new")
     assert (tmp_path / "page.html").read_text() == "old"
 
@@ -77,13 +95,20 @@ def test_an_os_error_is_one_line():
 
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code == "trace: /nowhere/to/be/found cannot be written: No such file or directory"
+    assert (
+        ended.value.code
+        == "trace: /nowhere/to/be/found cannot be written: No such file or directory"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "arguments", "work"),
     [
-        ("benchmark", ["--attention", "naive", "--seq-len", "16", "--allow-broken"], "scripts.benchmark.measured"),
+        (
+            "benchmark",
+            ["--attention", "naive", "--seq-len", "16", "--allow-broken"],
+            "scripts.benchmark.measured",
+        ),
         ("verify", ["attention=naive"], "scripts.verify.verify"),
         ("cross_eval", ["."], "scripts.cross_eval.measure"),
         ("claims", ["run=worked_example"], "scripts.claims.render.found"),
@@ -108,11 +133,23 @@ def test_results_writes_nothing_where_it_is_given_an_argument(monkeypatch, capsy
     monkeypatch.setattr("scripts.results.__main__.SECTIONS", {"none": never})
     assert start(monkeypatch, "results", argument) == (0 if argument == "--help" else 2)
     out, err = capsys.readouterr()
-    assert "results/README.md" in out if argument == "--help" else "unrecognized arguments: render=true" in err
+    assert (
+        "results/README.md" in out
+        if argument == "--help"
+        else "unrecognized arguments: render=true" in err
+    )
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.523438, "0.523"), (1.5, "1.5"), (52.2817, "52.3"), (780.127, "780.1"), (1024.0, "1,024"), (3.0, "3")]
+    ("value", "text"),
+    [
+        (0.523438, "0.523"),
+        (1.5, "1.5"),
+        (52.2817, "52.3"),
+        (780.127, "780.1"),
+        (1024.0, "1,024"),
+        (3.0, "3"),
+    ],
 )
 def test_figures_of_tables_are_rounded(value, text):
     assert tables.rounded(value) == text
@@ -124,15 +161,27 @@ def test_collect_of_a_folder_that_is_not_there(monkeypatch, tmp_path):
 
 
 def test_results_leave_out_what_was_not_measured(monkeypatch, capsys, tmp_path):
-    """Sections of files that are not there are named and left out, and the sections that are there are drawn from what they read."""
+    """Sections of files that are not there are named and left out, and the sections that are there
+    are drawn from what they read.
+    """
     rows = [
         {"attention": name, "causal": causal, "head_dim": 64, "seq_len": 1024, "dtype": "bfloat16"}
         | {"forward_tflops": speed, "backward_tflops": speed / 2}
-        for name, speed in (("triton", 300.0), ("triton:kernel=portable", 250.0), ("sdpa:backend=flash", 200.0))
+        for name, speed in (
+            ("triton", 300.0),
+            ("triton:kernel=portable", 250.0),
+            ("sdpa:backend=flash", 200.0),
+        )
         for causal in (True, False)
     ]
-    environment = {"hardware": {"gpu": "a card"}, "versions": {"torch": "2"}, "commit": "0123456789"}
-    (tmp_path / "kernels_h200.json").write_text(json.dumps({"environment": environment, "rows": rows}))
+    environment = {
+        "hardware": {"gpu": "a card"},
+        "versions": {"torch": "2"},
+        "commit": "0123456789",
+    }
+    (tmp_path / "kernels_h200.json").write_text(
+        json.dumps({"environment": environment, "rows": rows})
+    )
     for module in ("tables", "calls", "__main__"):
         monkeypatch.setattr(f"scripts.results.{module}.FOLDER", tmp_path)
     monkeypatch.setattr("scripts.claims.render.write_pages", lambda: None)
@@ -143,4 +192,6 @@ def test_results_leave_out_what_was_not_measured(monkeypatch, capsys, tmp_path):
     text = (tmp_path / "README.md").read_text()
     assert "| causal | 64 | 1,024 | **300** | 250 | 200 |" in text and "## Masks" not in text
     assert "| triton portable | sdpa flash | 1.25 (1.25) | 1.25 (1.25) |" in text
-    assert '"Masks" is left out: masks_h200.json has not been measured yet' in capsys.readouterr().out
+    assert (
+        '"Masks" is left out: masks_h200.json has not been measured yet' in capsys.readouterr().out
+    )

@@ -1,4 +1,6 @@
-"""Our step beside another GPT-2's, through the interface that nanoGPT's model.py has. nanoGPT itself is not here: the stand-in is ours."""
+"""Our step beside another GPT-2's, through the interface that nanoGPT's model.py has. nanoGPT
+itself is not here: the stand-in is ours.
+"""
 
 import json
 import subprocess
@@ -31,16 +33,20 @@ class GPTConfig:
 class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.heads, self.c_attn, self.c_proj = c.n_head, nn.Linear(c.n_embd, 3 * c.n_embd), nn.Linear(c.n_embd, c.n_embd)
+        self.heads, self.c_attn = c.n_head, nn.Linear(c.n_embd, 3 * c.n_embd)
+        self.c_proj = nn.Linear(c.n_embd, c.n_embd)
 
     def forward(self, x):
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.c_attn(x).chunk(3, -1))
-        return self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        parts = self.c_attn(x).chunk(3, -1)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in parts)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(out.transpose(1, 2).flatten(2))
 
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.c_fc, self.c_proj = nn.Linear(c.n_embd, 4 * c.n_embd), nn.Linear(4 * c.n_embd, c.n_embd)
+        self.c_fc = nn.Linear(c.n_embd, 4 * c.n_embd)
+        self.c_proj = nn.Linear(4 * c.n_embd, c.n_embd)
 
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
@@ -48,7 +54,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, c):
         super().__init__()
-        self.ln_1, self.attn, self.ln_2, self.mlp = nn.LayerNorm(c.n_embd), Attention(c), nn.LayerNorm(c.n_embd), MLP(c)
+        self.ln_1, self.attn = nn.LayerNorm(c.n_embd), Attention(c)
+        self.ln_2, self.mlp = nn.LayerNorm(c.n_embd), MLP(c)
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
@@ -58,14 +65,17 @@ class GPT(nn.Module):
     def __init__(self, c):
         super().__init__()
         blocks = nn.ModuleList(Block(c) for _ in range(c.n_layer))
-        parts = {"wte": nn.Embedding(c.vocab_size, c.n_embd), "wpe": nn.Embedding(c.block_size, c.n_embd), "h": blocks}
+        wte, wpe = (nn.Embedding(n, c.n_embd) for n in (c.vocab_size, c.block_size))
+        parts = {"wte": wte, "wpe": wpe, "h": blocks}
         self.transformer = nn.ModuleDict(parts | {"ln_f": nn.LayerNorm(c.n_embd)})
         self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.lm_head.weight = parts["wte"].weight
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        matrices, rest = ([p for p in self.parameters() if (p.dim() >= 2) == wanted] for wanted in (True, False))
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        matrices = [p for p in self.parameters() if p.dim() >= 2]
+        rest = [p for p in self.parameters() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": rest}]
+        groups[1]["weight_decay"] = 0.0
         return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
 
     def forward(self, tokens, targets):
@@ -75,7 +85,16 @@ class GPT(nn.Module):
         logits = self.lm_head(self.transformer.ln_f(x))
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 """
-SMALL = ("model=tiny", "seq_len=32", "tokens=64", "steps=20", "data=stdlib", "tokenizer=byte", "vocab_size=257", "device=cpu")
+SMALL = (
+    "model=tiny",
+    "seq_len=32",
+    "tokens=64",
+    "steps=20",
+    "data=stdlib",
+    "tokenizer=byte",
+    "vocab_size=257",
+    "device=cpu",
+)
 
 
 def nanogpt(*arguments: str) -> subprocess.CompletedProcess:
@@ -87,11 +106,21 @@ def test_the_same_step_gives_the_same_losses_and_another_one_does_not(tmp_path, 
     """With relu for gelu the stand-in drifts by far more than a rounding error does."""
     (tmp_path / "model.py").write_text(STAND_IN)
     out = tmp_path / "found.json"
-    monkeypatch.setattr(scripts.nanogpt, "in_own_process", train_theirs)  # a process each takes its time to start
+    monkeypatch.setattr(
+        scripts.nanogpt, "in_own_process", train_theirs
+    )  # a process each takes its time to start
     monkeypatch.setattr(
         sys,
         "argv",
-        ["nanogpt", f"folder={tmp_path}", *SMALL, "attention=sdpa", "curve_steps=20", "model.checkpoint=elementwise", f"out={out}"],
+        [
+            "nanogpt",
+            f"folder={tmp_path}",
+            *SMALL,
+            "attention=sdpa",
+            "curve_steps=20",
+            "model.checkpoint=elementwise",
+            f"out={out}",
+        ],
     )
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
@@ -103,11 +132,17 @@ def test_the_same_step_gives_the_same_losses_and_another_one_does_not(tmp_path, 
     rms = found["curves"]["rms"]
     assert 0 < rms["nanogpt, noise 1"] < 1e-5 and rms["sdpa"] < 1e-5
 
-    (tmp_path / "model.py").write_text(STAND_IN.replace('gelu(self.c_fc(x), approximate="tanh")', "relu(self.c_fc(x))"))
+    (tmp_path / "model.py").write_text(
+        STAND_IN.replace('gelu(self.c_fc(x), approximate="tanh")', "relu(self.c_fc(x))")
+    )
     options = read_options([f"folder={tmp_path}", *SMALL])
-    trained = train_ours(options, tmp_path / "run", attention="sdpa", seq_len=32, steps=20, log_every=1)
+    trained = train_ours(
+        options, tmp_path / "run", attention="sdpa", seq_len=32, steps=20, log_every=1
+    )
     # nanoGPT's loop looks into nothing: neither does the speed that it is compared with
-    speeds = [row["step_tokens_per_sec"] for row in metrics(tmp_path / "run") if row["step"] > WARMUP]
+    speeds = [
+        row["step_tokens_per_sec"] for row in metrics(tmp_path / "run") if row["step"] > WARMUP
+    ]
     assert trained["step_tokens_per_sec"] == pytest.approx(np.median(speeds))
     ours = trained["losses"]
     theirs = train_theirs(tmp_path, tmp_path / "run", 20)["losses"]
@@ -122,13 +157,20 @@ def test_the_same_step_gives_the_same_losses_and_another_one_does_not(tmp_path, 
         (["folder=HERE", "steps=5"], "steps=5 must be at least 20"),
         (["folder=HERE", "seq_len=1000"], "tokens=32768 is not a multiple of seq_len=1000"),
         (["folder=HERE", "seq_len=long"], "seq_len=long is no list of lengths"),
-        (["folder=HERE", "model.checkpint=block"], "there is no key 'model.checkpint'; did you mean model.checkpoint?"),
+        (
+            ["folder=HERE", "model.checkpint=block"],
+            "there is no key 'model.checkpint'; did you mean model.checkpoint?",
+        ),
         (["folder=HERE", "attention=fast"], "attention=fast is not known"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, arguments, complaint):
     (tmp_path / "model.py").write_text(STAND_IN)
-    monkeypatch.setattr(sys, "argv", ["nanogpt", *(argument.replace("HERE", str(tmp_path)) for argument in arguments)])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["nanogpt", *(argument.replace("HERE", str(tmp_path)) for argument in arguments)],
+    )
     with pytest.raises(SystemExit) as end:
         scripts.nanogpt.main()
     assert complaint in end.value.code and "\n" not in end.value.code

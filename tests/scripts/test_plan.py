@@ -1,4 +1,6 @@
-"""`python -m scripts.plan`: what it prints, what it writes, and one line for each thing that can be wrong."""
+"""`python -m scripts.plan`: what it prints, what it writes, and one line for each thing that can be
+wrong.
+"""
 
 import json
 import re
@@ -10,7 +12,15 @@ import pytest
 import torch
 
 from config import ModelConfig, RunConfig
-from model.traffic import fits_on_chip, fused, naive, printed_fused, printed_naive, tile_bytes, visited_keys
+from model.traffic import (
+    fits_on_chip,
+    fused,
+    naive,
+    printed_fused,
+    printed_naive,
+    tile_bytes,
+    visited_keys,
+)
 from scripts import plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +46,9 @@ def cells(output: str, words: str) -> list[float]:
 
 def test_the_line_of_the_help_runs_as_typed(run_plan):
     line = re.search(r"python -m (scripts\.plan .*)", run_plan("--help"))[1]
-    done = subprocess.run([sys.executable, "-m", *line.split()], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-m", *line.split()], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     assert "model=gpt2: 129,944,832 parameters, vocabulary 50,257" in done.stdout
     assert "a100-40's data sheet: from 201 FLOP/byte" in done.stdout
@@ -44,23 +56,44 @@ def test_the_line_of_the_help_runs_as_typed(run_plan):
 
 def test_what_is_taken_for_granted_comes_first(run_plan):
     model = ("seq_len=64", "attention=naive")
-    assert run_plan(*model).startswith("planned for gpu=h200, an assumption: no GPU is known here; gpu=NAME plans for another")
-    assert run_plan(*model, "gpu=l4").startswith("model=") and run_plan(*model, "device=cpu").startswith("model=")
+    assert run_plan(*model).startswith(
+        "planned for gpu=h200, an assumption: no GPU is known here; gpu=NAME plans for another"
+    )
+    assert run_plan(*model, "gpu=l4").startswith("model=") and run_plan(
+        *model, "device=cpu"
+    ).startswith("model=")
 
 
 def test_what_is_on_the_host_is_shown_and_is_no_part_of_the_peak(run_plan):
-    settings = ("model=gpt2", "seq_len=8192", "batch_size=2", "attention=triton", "model.checkpoint=block")
-    here, there = run_plan(*settings, "compile=false"), run_plan(*settings, "compile=false", "model.offload=true")
+    settings = (
+        "model=gpt2",
+        "seq_len=8192",
+        "batch_size=2",
+        "attention=triton",
+        "model.checkpoint=block",
+    )
+    here, there = (
+        run_plan(*settings, "compile=false"),
+        run_plan(*settings, "compile=false", "model.offload=true"),
+    )
     inputs = 12 * 2 * 8192 * 768 * 4 / 2**30
-    assert "in the host's memory" not in here and cells(there, "block inputs, in the host's memory") == [pytest.approx(inputs, abs=0.01)]
+    assert "in the host's memory" not in here and cells(
+        there, "block inputs, in the host's memory"
+    ) == [pytest.approx(inputs, abs=0.01)]
     # one block's input comes back for its backward pass
-    assert cells(here, "peak of a step")[0] - cells(there, "peak of a step")[0] == pytest.approx(inputs * 11 / 12, abs=0.02)
+    assert cells(here, "peak of a step")[0] - cells(there, "peak of a step")[0] == pytest.approx(
+        inputs * 11 / 12, abs=0.02
+    )
 
 
 def test_parts_add_up_and_naive_has_the_matrix(run_plan):
     output = run_plan("model=gpt2", "seq_len=8192", "batch_size=4", "attention=naive,triton")
-    parts = [cells(output, words) for part, words in plan.PARTS.items() if part not in ("peak", "host")]
-    for total, column in zip(cells(output, "peak of a step"), zip(*parts, strict=True), strict=True):
+    parts = [
+        cells(output, words) for part, words in plan.PARTS.items() if part not in ("peak", "host")
+    ]
+    for total, column in zip(
+        cells(output, "peak of a step"), zip(*parts, strict=True), strict=True
+    ):
         assert sum(column) == pytest.approx(total, abs=0.05)
     # 12 layers, 4 sequences, 12 heads, 8192 x 8192, in float32 and again in bfloat16
     assert cells(output, "attention: N x N probabilities") == [12 * 4 * 12 * 8192**2 * 6 / 2**30, 0]
@@ -71,11 +104,22 @@ def test_parts_add_up_and_naive_has_the_matrix(run_plan):
 def test_larger_cards_take_no_smaller_batches(run_plan):
     output = run_plan("model=gpt2", "seq_len=1024", "attention=triton")
     batches = [int(n) for n in re.findall(r"GB +(?:yes|no) \(batch_size (\d+)\)", output)]
-    assert len(batches) == len(plan.CARD_SIZES) and batches == sorted(batches) and batches[-1] > batches[0] > 0
+    assert (
+        len(batches) == len(plan.CARD_SIZES)
+        and batches == sorted(batches)
+        and batches[-1] > batches[0] > 0
+    )
 
 
 def test_measured_on_this_machine(run_plan):
-    output = run_plan("attention=tiled,naive", "model.num_layers=1", "seq_len=128", "batch_size=2", "device=cpu", "measure=true")
+    output = run_plan(
+        "attention=tiled,naive",
+        "model.num_layers=1",
+        "seq_len=128",
+        "batch_size=2",
+        "device=cpu",
+        "measure=true",
+    )
     errors = [abs(float(x)) for x in re.findall(r"the prediction is ([+-][\d.]+)% off", output)]
     assert len(errors) == 2 and max(errors) < 5, output
 
@@ -84,9 +128,13 @@ def test_written(run_plan, tmp_path):
     run_plan("attention=sdpa", "tokenizer=bpe", "dtype=fp16", f"out={tmp_path / 'plan.json'}")
     data = json.loads((tmp_path / "plan.json").read_text())
     (row,) = data["rows"]
-    assert row["vocab_size"] == 8193 and row["dtype"] == "float16" and row["model"]["name"] == "tiny"
+    assert (
+        row["vocab_size"] == 8193 and row["dtype"] == "float16" and row["model"]["name"] == "tiny"
+    )
     assert row["plan"]["peak"] > row["plan"]["parameters"] > 0
-    assert {"hardware", "versions", "commit"} <= data["environment"].keys() and str(tmp_path) not in json.dumps(data)
+    assert {"hardware", "versions", "commit"} <= data["environment"].keys() and str(
+        tmp_path
+    ) not in json.dumps(data)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +157,11 @@ def test_written(run_plan, tmp_path):
 def test_refused_in_one_line(run_plan, arguments, words):
     with pytest.raises(SystemExit) as error:
         run_plan(*arguments)
-    assert error.value.code.startswith("plan: ") and words in error.value.code and "\n" not in error.value.code
+    assert (
+        error.value.code.startswith("plan: ")
+        and words in error.value.code
+        and "\n" not in error.value.code
+    )
 
 
 def test_last_write_has_its_own_vocabulary():
@@ -124,7 +176,9 @@ def test_last_write_has_its_own_vocabulary():
 def test_keys_are_read_again_for_every_query_tile():
     assert visited_keys(1024, 128, 64, causal=False) == 8 * 1024
     assert visited_keys(1024, 128, 64) == sum(range(128, 1025, 128))
-    assert visited_keys(1000, 128, 64) == sum(min(x, 1000) for x in (128, 256, 384, 512, 640, 768, 896, 1000))
+    assert visited_keys(1000, 128, 64) == sum(
+        min(x, 1000) for x in (128, 256, 384, 512, 640, 768, 896, 1000)
+    )
 
 
 def test_traffic_of_a_kernel_grows_with_the_square_and_the_printed_one_does_not():
@@ -135,21 +189,27 @@ def test_traffic_of_a_kernel_grows_with_the_square_and_the_printed_one_does_not(
 
 
 def test_traffic_by_hand():
-    """One head, 256 queries and keys, D=64, bfloat16, tiles of 128 x 64, no mask: two query tiles, each reads all of K and V."""
+    """One head, 256 queries and keys, D=64, bfloat16, tiles of 128 x 64, no mask: two query tiles,
+    each reads all of K and V.
+    """
     found = fused(1, 1, 256, 64, 2, causal=False)
     assert found.read == 256 * 64 * 2 + 2 * 2 * 256 * 64 * 2
     assert found.written == 256 * 64 * 2 + 256 * 4
     assert found.flops == 4 * 256 * 256 * 64
     usual = printed_naive(1, 1, 256, 64, 2, causal=False)
     assert usual.bytes == (4 * 256 * 256 + 4 * 256 * 64) * 2
-    # far above the diagonal of a roofline either way, and our naive moves more than the usual count: float32, and every step on its own
+    # far above the diagonal of a roofline either way, and our naive moves more than the usual
+    # count: float32, and every step on its own
     assert naive(1, 1, 256, 64, 2, causal=False).bytes > 5 * usual.bytes
 
 
 def test_what_fits_on_the_chip():
     assert tile_bytes(128, 64, 64, 2) == ((128 + 4 * 64) * 64 * 2, 4 * 128 * (64 + 64))
-    # 256 x 256 at head_dim 64 is said to fit: its scores alone fill the registers of a multiprocessor
-    assert not any(fits_on_chip(256, 256, 64, 2, capability) for capability in ("8.0", "8.9", "9.0", "10.0"))
+    # 256 x 256 at head_dim 64 is said to fit: its scores alone fill the registers of a
+    # multiprocessor
+    assert not any(
+        fits_on_chip(256, 256, 64, 2, capability) for capability in ("8.0", "8.9", "9.0", "10.0")
+    )
     assert fits_on_chip(128, 128, 128, 2, "8.0") and not fits_on_chip(128, 128, 128, 2, "8.9")
 
 

@@ -1,4 +1,6 @@
-"""`python -m scripts.plots`: what it draws from a benchmark's file, and that it draws nothing else."""
+"""`python -m scripts.plots`: what it draws from a benchmark's file, and that it draws nothing
+else.
+"""
 
 import json
 from pathlib import Path
@@ -9,13 +11,27 @@ from scripts import plots
 
 pytest.importorskip("matplotlib")
 RESULTS = Path(__file__).resolve().parents[2] / "results"
-HARDWARE = {"cpu": "some CPU", "torch_threads": 1, "gpu": "NVIDIA H200", "gpu_memory_gib": 139.8, "memory_gib": 120.0}
+HARDWARE = {
+    "cpu": "some CPU",
+    "torch_threads": 1,
+    "gpu": "NVIDIA H200",
+    "gpu_memory_gib": 139.8,
+    "memory_gib": 120.0,
+}
 ENVIRONMENT = {"hardware": HARDWARE, "versions": {"torch": "2.11"}, "commit": "c0ffee0"}
 
 
 def row(attention: str, seq_len: int, *, exponent: int = 1, **fields) -> dict:
     seconds = 1e-9 * seq_len**2
-    found = {"attention": attention, "seq_len": seq_len, "head_dim": 64, "batch": 1, "heads": 16, "causal": True, "dtype": "bfloat16"}
+    found = {
+        "attention": attention,
+        "seq_len": seq_len,
+        "head_dim": 64,
+        "batch": 1,
+        "heads": 16,
+        "causal": True,
+        "dtype": "bfloat16",
+    }
     for name, factor in (("forward", 1), ("backward", 3), ("training", 4)):
         found |= {f"{name}_bytes": factor * seq_len**exponent, f"{name}_seconds": factor * seconds}
         found |= {f"{name}_p20": 0.9 * factor * seconds, f"{name}_p80": 1.1 * factor * seconds}
@@ -23,14 +39,36 @@ def row(attention: str, seq_len: int, *, exponent: int = 1, **fields) -> dict:
 
 
 def oom(attention: str, seq_len: int, asked_gib: float | None) -> dict:
-    shape = {key: value for key, value in row(attention, seq_len).items() if not key.startswith(("forward", "backward", "training"))}
-    return shape | {"oom": {"asked_gib": asked_gib, "free_gib": 10.0, "total_gib": 139.8, "message": "out of memory"}}
+    shape = {
+        key: value
+        for key, value in row(attention, seq_len).items()
+        if not key.startswith(("forward", "backward", "training"))
+    }
+    return shape | {
+        "oom": {
+            "asked_gib": asked_gib,
+            "free_gib": 10.0,
+            "total_gib": 139.8,
+            "message": "out of memory",
+        }
+    }
 
 
 ROWS = [row("naive", 1024, exponent=2), row("naive", 2048, exponent=2), oom("naive", 4096, 256.0)]
-ROWS += [row("triton", n) for n in (1024, 2048, 4096)] + [row("sdpa:backend=flash", n) for n in (1024, 2048)]
+ROWS += [row("triton", n) for n in (1024, 2048, 4096)] + [
+    row("sdpa:backend=flash", n) for n in (1024, 2048)
+]
 LONGEST = [
-    {"attention": name, "head_dim": 64, "batch": 1, "heads": 16, "causal": True, "dtype": "bfloat16", "pass": kind, "memory_gib": gib}
+    {
+        "attention": name,
+        "head_dim": 64,
+        "batch": 1,
+        "heads": 16,
+        "causal": True,
+        "dtype": "bfloat16",
+        "pass": kind,
+        "memory_gib": gib,
+    }
     | {"max_seq_len": round(gib * 1000), "limited_by": limit}
     for name, limit in (("naive", "memory"), ("triton", "time"))
     for kind in ("forward", "training")
@@ -42,7 +80,9 @@ LONGEST = [
 def drawn(monkeypatch):
     """The figures that were saved, by file name, with their axes still to look into."""
     found = {}
-    monkeypatch.setattr(plots, "save", lambda figure, path: found.setdefault(path.name, figure) and path)
+    monkeypatch.setattr(
+        plots, "save", lambda figure, path: found.setdefault(path.name, figure) and path
+    )
     return found
 
 
@@ -54,7 +94,11 @@ def write(folder: Path, rows: list[dict], environment: dict = ENVIRONMENT) -> Pa
 
 def lines(axes) -> dict[str, list[tuple[float, float]]]:
     """What is drawn with a name to it."""
-    return {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axes.lines if not line.get_label().startswith("_")}
+    return {
+        line.get_label(): list(zip(*line.get_data(), strict=True))
+        for line in axes.lines
+        if not line.get_label().startswith("_")
+    }
 
 
 def texts(axes) -> list[str]:
@@ -69,17 +113,27 @@ def test_memory_holds_what_was_measured_and_no_more(drawn, tmp_path):
     assert found["triton, forward only: N^1.00"] == [(n, n / 2**30) for n in (1024, 2048, 4096)]
     assert len(found) == 6
     # where naive ran out: a square at what it asked for
-    squares = [line.get_data() for line in axes.lines if line.get_marker() == "s" and line.get_linestyle() == "None"]
+    squares = [
+        line.get_data()
+        for line in axes.lines
+        if line.get_marker() == "s" and line.get_linestyle() == "None"
+    ]
     assert [(list(x), list(y)) for x, y in squares] == [([4096], [256.0])]
     assert {"asked for 256 GiB", "this card: 139.8 GiB"} <= set(texts(axes))
     assert axes.get_yscale() == "log"
 
 
 def test_time_and_speedup_are_against_the_baseline(drawn, tmp_path):
-    plots.draw(write(tmp_path, [*ROWS, row("flex", 2048, forward_seconds=1e-9 * 1024**2)]), tmp_path, baseline="triton")
+    plots.draw(
+        write(tmp_path, [*ROWS, row("flex", 2048, forward_seconds=1e-9 * 1024**2)]),
+        tmp_path,
+        baseline="triton",
+    )
     forward, backward, speedup = drawn["bench_time.png"].axes
     assert [name for name in lines(forward)] == ["naive", "triton", "sdpa flash", "flex"]
-    assert lines(backward)["triton"] == [(n, pytest.approx(3e-6 * n**2)) for n in (1024, 2048, 4096)]
+    assert lines(backward)["triton"] == [
+        (n, pytest.approx(3e-6 * n**2)) for n in (1024, 2048, 4096)
+    ]
     assert "times as fast as triton" in speedup.get_ylabel()
     assert lines(speedup)["flex"] == [(2048, pytest.approx(4.0))]
     assert lines(speedup)["naive"] == [(1024, 1.0), (2048, 1.0)]
@@ -87,7 +141,11 @@ def test_time_and_speedup_are_against_the_baseline(drawn, tmp_path):
 
 @pytest.mark.parametrize(
     ("values", "ticks"),
-    [((1.0, 1.1), ["0.5", "1", "2"]), ((0.3, 8.0), ["0.5", "1", "2", "5"]), ((0.01, 1000.0), ["0.01", "0.1", "1", "10", "100", "1,000"])],
+    [
+        ((1.0, 1.1), ["0.5", "1", "2"]),
+        ((0.3, 8.0), ["0.5", "1", "2", "5"]),
+        ((0.01, 1000.0), ["0.01", "0.1", "1", "10", "100", "1,000"]),
+    ],
     ids=["narrow", "usual", "wide"],
 )
 def test_a_logarithmic_axis_has_plain_ticks(values, ticks):
@@ -145,7 +203,9 @@ def test_nothing_measured_nothing_drawn(drawn, tmp_path, capsys, monkeypatch):
 def test_the_committed_measurements_can_be_drawn(name, tmp_path):
     """Files of before the backward was measured on its own among them."""
     paths = plots.draw(RESULTS / f"{name}.json", tmp_path)
-    assert {path.name for path in paths} == {f"{name}_{kind}.png" for kind in ("memory", "time", "roofline")}
+    assert {path.name for path in paths} == {
+        f"{name}_{kind}.png" for kind in ("memory", "time", "roofline")
+    }
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
@@ -154,7 +214,10 @@ def test_the_committed_measurements_can_be_drawn(name, tmp_path):
     [
         (["{folder}/absent.json"], "absent.json cannot be read"),
         (["{folder}/text.json"], "is no benchmark"),
-        (["{folder}/bench.json", "baseline=flex"], "baseline=flex was not measured; measured are: naive, triton"),
+        (
+            ["{folder}/bench.json", "baseline=flex"],
+            "baseline=flex was not measured; measured are: naive, triton",
+        ),
         (["{folder}/bench.json", "outt=x"], "outt= is not one of"),
         (["out=x"], "name a FILE.json"),
     ],
@@ -166,10 +229,23 @@ def test_refused_in_one_line(arguments, words, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["plots", *(x.format(folder=tmp_path) for x in arguments)])
     with pytest.raises(SystemExit) as error:
         plots.main()
-    assert error.value.code.startswith("plots: ") and words in error.value.code and "\n" not in error.value.code
+    assert (
+        error.value.code.startswith("plots: ")
+        and words in error.value.code
+        and "\n" not in error.value.code
+    )
 
 
 def test_a_name_is_no_formula(tmp_path):
-    """A regression test: matplotlib read mathematics in the name of a user's backend, and drew nothing."""
-    path = write(tmp_path, [row("mine:b$_{$", n) for n in (1024, 2048)], {**ENVIRONMENT, "commit": "$\\frac{$"})
-    assert [each.name for each in plots.draw(path, tmp_path)] == ["bench_memory.png", "bench_time.png"]
+    """A regression test: matplotlib read mathematics in the name of a user's backend, and drew
+    nothing.
+    """
+    path = write(
+        tmp_path,
+        [row("mine:b$_{$", n) for n in (1024, 2048)],
+        {**ENVIRONMENT, "commit": "$\\frac{$"},
+    )
+    assert [each.name for each in plots.draw(path, tmp_path)] == [
+        "bench_memory.png",
+        "bench_time.png",
+    ]

@@ -50,15 +50,28 @@ def write_run(
     rows = []
     for step in range(0, last, 20):
         loss = 1.5 + 4 * math.exp(-step / 150) + 0.01 * seed
-        rows.append({"step": step, "tokens": step * 16 * seq_len, "train/loss": loss if step < 240 or status != "diverged" else None})
+        rows.append(
+            {
+                "step": step,
+                "tokens": step * 16 * seq_len,
+                "train/loss": loss if step < 240 or status != "diverged" else None,
+            }
+        )
         rows[-1] |= {"attention/max_score": 0.05 * (step + 1), "lr": 1e-3}
         rows[-1] |= {"seconds": step / 10, "tokens_per_sec": 400.0, "step_tokens_per_sec": 1000.0}
         if step % 40 == 0:
-            rows[-1] |= {"val/loss": loss, "val/loss_exact": loss + (0.5 if attention == "no_rescale" else 0)}
+            rows[-1] |= {
+                "val/loss": loss,
+                "val/loss_exact": loss + (0.5 if attention == "no_rescale" else 0),
+            }
             rows[-1] |= {"val/accuracy": 0.7, "val/accuracy_exact": 0.6} if accuracy else {}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     gap = 0.5 if attention == "no_rescale" else 0.0
-    figures_ = {"tokens_per_sec": 400.0 + seed, "step_tokens_per_sec": 1000.0 + seed, "memory/peak_gib": (seq_len / 1024) ** 2}
+    figures_ = {
+        "tokens_per_sec": 400.0 + seed,
+        "step_tokens_per_sec": 1000.0 + seed,
+        "memory/peak_gib": (seq_len / 1024) ** 2,
+    }
     figures_ |= {"val/loss": 1.6, "val/loss_exact": 1.6 + gap}
     summary = {
         "status": status,
@@ -82,7 +95,14 @@ class Page(HTMLParser):
     def __init__(self, path: Path):
         super().__init__()
         self.html = path.read_text(encoding="utf-8")
-        self.addresses, self.ids, self.labels, self.headings, self.tags, self.text = [], [], [], [], set(), ""
+        self.addresses, self.ids, self.labels, self.headings, self.tags, self.text = (
+            [],
+            [],
+            [],
+            [],
+            set(),
+            "",
+        )
         self.open: list[str] = []
         self.feed(self.html)
         self.close()
@@ -130,27 +150,57 @@ def variants_of(folder: Path) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
-    """Two lengths, two seeds, a defect that diverges, naive out of memory; reported on once for several tests."""
+    """Two lengths, two seeds, a defect that diverges, naive out of memory; reported on once for
+    several tests.
+    """
     folder = tmp_path_factory.mktemp("sweep")
     job = 0
     for attention in ("naive", "tiled", "no_max", "no_rescale"):
         for seq_len in (256, 512):
             for seed in (0, 1):
-                status = {("naive", 512): "oom", ("no_max", 512): "diverged"}.get((attention, seq_len), "completed")
+                status = {("naive", 512): "oom", ("no_max", 512): "diverged"}.get(
+                    (attention, seq_len), "completed"
+                )
                 remark = {
-                    "oom": {"oom": {"asked_gib": 64.0, "free_gib": 8.5, "predicted_gib": 70.25, "message": "CUDA out of memory"}},
+                    "oom": {
+                        "oom": {
+                            "asked_gib": 64.0,
+                            "free_gib": 8.5,
+                            "predicted_gib": 70.25,
+                            "message": "CUDA out of memory",
+                        }
+                    },
                     "diverged": {"first_bad_step": 240, "diagnosis": "inf in layer <2>"},
                 }
-                write_run(folder / str(job), attention, seq_len=seq_len, seed=seed, status=status, accuracy=True, **remark.get(status, {}))
+                write_run(
+                    folder / str(job),
+                    attention,
+                    seq_len=seq_len,
+                    seed=seed,
+                    status=status,
+                    accuracy=True,
+                    **remark.get(status, {}),
+                )
                 job += 1
     assert main([str(folder)]) == 0
     return folder
 
 
 def test_files(sweep):
-    assert {path.name for path in sweep.iterdir() if not path.name.isdecimal()} == {"report.html", "report.md", "report_figures"}
+    assert {path.name for path in sweep.iterdir() if not path.name.isdecimal()} == {
+        "report.html",
+        "report.md",
+        "report_figures",
+    }
     pngs = {path.name: path.read_bytes() for path in (sweep / "report_figures").iterdir()}
-    assert set(pngs) == {"loss.png", "accuracy.png", "cost.png", "others.png", "scores_0.png", "scores_1.png"}
+    assert set(pngs) == {
+        "loss.png",
+        "accuracy.png",
+        "cost.png",
+        "others.png",
+        "scores_0.png",
+        "scores_1.png",
+    }
     assert all(content.startswith(PNG) and len(content) > 5_000 for content in pngs.values())
 
 
@@ -158,13 +208,19 @@ def test_page_is_self_contained(sweep):
     page = Page(sweep / "report.html")
     assert len(page.labels) == 6
     # what a figure refers to lies inside the page, and no two figures share a name
-    assert page.addresses and {address.removeprefix("#") for address in page.addresses} <= set(page.ids)
+    assert page.addresses and {address.removeprefix("#") for address in page.addresses} <= set(
+        page.ids
+    )
     assert len(page.ids) == len(set(page.ids))
     assert {found for found in re.findall(r"url\(#(.*?)\)", page.html)} <= set(page.ids)
     assert not re.search(r"@import|<script|url\((?!#)", page.html)
     # the names of SVG's own vocabularies are no addresses
     assert not re.search(r"https?://(?!www\.w3\.org/)", page.html)
-    assert "prefers-color-scheme: dark" in page.html and "@media print" in page.html and "width=device-width" in page.html
+    assert (
+        "prefers-color-scheme: dark" in page.html
+        and "@media print" in page.html
+        and "width=device-width" in page.html
+    )
 
 
 def test_figures_follow_the_page_from_light_to_dark(sweep):
@@ -180,7 +236,16 @@ def test_figures_follow_the_page_from_light_to_dark(sweep):
 
 def test_page_tells_results_and_provenance(sweep):
     text = Page(sweep / "report.html").text
-    for fact in ("no_rescale", "diverged", "CUDA out of memory", "64.00 GiB", "8.50 GiB", "70.25 GiB", "inf in layer <2>", "c0ffee"):
+    for fact in (
+        "no_rescale",
+        "diverged",
+        "CUDA out of memory",
+        "64.00 GiB",
+        "8.50 GiB",
+        "70.25 GiB",
+        "inf in layer <2>",
+        "c0ffee",
+    ):
         assert fact in text
     assert "cpu some CPU" in text and "torch 2.13" in text and "corpus-1" in text
     assert "16 runs of 4 variants and 2 seeds: 12 completed, 2 oom, 2 diverged" in text
@@ -205,13 +270,26 @@ def test_means_over_seeds(sweep):
     rows = variants_of(sweep)
     row = next(row for row in rows if (row["variant"], row["seq_len"]) == ("no_rescale", "512"))
     assert row["runs"] == "2 completed" and row["steps"] == "600"
-    assert (row["own val/loss"], row["val/loss_exact"], row["exact - own"]) == ("1.600 ± 0.000", "2.100 ± 0.000", "+0.500 ± 0.000")
+    assert (row["own val/loss"], row["val/loss_exact"], row["exact - own"]) == (
+        "1.600 ± 0.000",
+        "2.100 ± 0.000",
+        "+0.500 ± 0.000",
+    )
     # 400 and 401, 1000 and 1001: standard deviation 0.7
-    assert (row["tokens/s"], row["steps alone"], row["peak GiB"]) == ("400 ± 1", "1,000 ± 1", "0.25 ± 0.00")
+    assert (row["tokens/s"], row["steps alone"], row["peak GiB"]) == (
+        "400 ± 1",
+        "1,000 ± 1",
+        "0.25 ± 0.00",
+    )
     # exact ones first; what diverged or ran out of memory has no mean
-    assert [(row["variant"], row["seq_len"]) for row in rows[:2]] == [("naive", "256"), ("naive", "512")]
+    assert [(row["variant"], row["seq_len"]) for row in rows[:2]] == [
+        ("naive", "256"),
+        ("naive", "512"),
+    ]
     dead = [row for row in rows if row["runs"] in ("2 oom", "2 diverged")]
-    assert len(dead) == 2 and {row["own val/loss"] for row in dead} == {row["peak GiB"] for row in dead} == {"-"}
+    assert len(dead) == 2 and {row["own val/loss"] for row in dead} == {
+        row["peak GiB"] for row in dead
+    } == {"-"}
     assert "no_rescale's: 1.600 against 2.100" in Page(sweep / "report.html").text
 
 
@@ -237,7 +315,9 @@ def bands_of(axes) -> dict[str, list[tuple[float, float, float]]]:
         heights: dict[float, list[float]] = {}
         for x, y in band.get_paths()[0].vertices:
             heights.setdefault(float(x), []).append(float(y))
-        bands[to_hex(band.get_facecolor()[0])] = [(x, min(ys), max(ys)) for x, ys in sorted(heights.items())]
+        bands[to_hex(band.get_facecolor()[0])] = [
+            (x, min(ys), max(ys)) for x, ys in sorted(heights.items())
+        ]
     return bands
 
 
@@ -252,12 +332,20 @@ def test_loss_figure(sweep):
         assert all((line["style"] != "-") == (line["color"] in defects) for line in lines_of(axes))
     # the mean of two seeds, and between them the band
     color = styles["no_rescale"].color
-    (mean,) = [line for line in lines_of(exact) if line["color"] == color and line["marker"] != "None"]
-    low, high = (list(run.curve("val/loss_exact").values()) for run in runs if run.variant == "no_rescale" and run.seq_len == 256)
+    (mean,) = [
+        line for line in lines_of(exact) if line["color"] == color and line["marker"] != "None"
+    ]
+    low, high = (
+        list(run.curve("val/loss_exact").values())
+        for run in runs
+        if run.variant == "no_rescale" and run.seq_len == 256
+    )
     assert mean["y"] == pytest.approx([(a + b) / 2 for a, b in zip(low, high, strict=True)])
     band = bands_of(exact)[color]
     assert [x for x, _, _ in band] == mean["x"]
-    assert [y for _, y, _ in band] == pytest.approx(low) and [y for _, _, y in band] == pytest.approx(high)
+    assert [y for _, y, _ in band] == pytest.approx(low) and [
+        y for _, _, y in band
+    ] == pytest.approx(high)
     # the two runs of no_max at 512 end in a cross at their last finite value, step 240 of val/loss
     crosses = [line for line in lines_of(own_long) if line["marker"] == "X"]
     assert [line["x"] for line in crosses] == [[240 * 16 * 512]] * 2
@@ -281,39 +369,67 @@ def test_a_mean_ends_where_the_first_seed_does(tmp_path):
 
 def test_a_switch_of_attention_is_marked(tmp_path):
     write_run(tmp_path / "0", "no_rescale", extra=("attention.switch_at=null",))
-    write_run(tmp_path / "1", "no_rescale", extra=("attention.switch_at=300",), switch_at=300, switch_to="tiled")
+    write_run(
+        tmp_path / "1",
+        "no_rescale",
+        extra=("attention.switch_at=300",),
+        switch_at=300,
+        switch_to="tiled",
+    )
     runs = load_runs([tmp_path])
-    assert [run.variant for run in runs] == ["no_rescale switch_at=null", "no_rescale, tiled after step 300"]
+    assert [run.variant for run in runs] == [
+        "no_rescale switch_at=null",
+        "no_rescale, tiled after step 300",
+    ]
     styles = variant_styles(runs)
     figure = figures.draw_curves(runs, styles, "val/loss", "train/loss")
     for axes in figure.axes:
         (switch,) = [line for line in lines_of(axes) if len(set(line["x"])) == 1]
         # the first row at or after step 300
-        assert (switch["x"][0], switch["color"]) == (300 * 16 * 256, styles["no_rescale, tiled after step 300"].color)
+        assert (switch["x"][0], switch["color"]) == (
+            300 * 16 * 256,
+            styles["no_rescale, tiled after step 300"].color,
+        )
     assert "attention switched" in [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def test_a_run_that_was_resumed_under_another_attention_is_marked_and_named(tmp_path):
     """A regression test: all its steps passed for those of the last attention."""
     starts = [{"step": 0, "attention": [[0, "tiled"]], "changed": {}}]
-    starts += [{"step": 300, "attention": [[300, "sdpa"]], "changed": {"attention.name": ["tiled", "sdpa"], "optim.lr": [None, 0.1]}}]
+    starts += [
+        {
+            "step": 300,
+            "attention": [[300, "sdpa"]],
+            "changed": {"attention.name": ["tiled", "sdpa"], "optim.lr": [None, 0.1]},
+        }
+    ]
     write_run(tmp_path / "0", "sdpa", starts=starts)
     write_run(tmp_path / "1", "naive", starts=[{"step": 0, "attention": "all", "changed": 3}])
     runs = load_runs([tmp_path])
     assert [run.variant for run in runs] == ["tiled, sdpa after step 300", "naive"]
     assert [run.switches for run in runs] == [{300 * 16 * 256}, set()]
-    said = "was resumed at step 300 with attention.name=sdpa (tiled before), optim.lr=0.1 (null before)."
-    assert [text for text in sections.warnings(runs) if "resumed" in text] == [f"tiled, sdpa after step 300 {said}"]
+    said = (
+        "was resumed at step 300 with attention.name=sdpa (tiled before), optim.lr=0.1 (null "
+        "before)."
+    )
+    assert [text for text in sections.warnings(runs) if "resumed" in text] == [
+        f"tiled, sdpa after step 300 {said}"
+    ]
     assert said in report_on(tmp_path).text
 
 
 def test_what_is_missing_or_older_than_the_run_is_said(tmp_path):
     write_run(tmp_path / "0", "tiled", status="interrupted", steps_done=605)
-    rows = [{"job": 0, "dir": "0", "status": "interrupted"}] + [{"job": job, "status": "not started"} for job in (1, 2)]
+    rows = [{"job": 0, "dir": "0", "status": "interrupted"}] + [
+        {"job": job, "status": "not started"} for job in (1, 2)
+    ]
     (tmp_path / "index.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run,) = load_runs([tmp_path])
     assert run.figure("val/loss") is None and run.figure("tokens_per_sec")
-    assert "2 jobs of the sweep never started: index.jsonl has the commands." in report_on(tmp_path).text
+    assert (
+        "2 jobs of the sweep never started: index.jsonl has the commands."
+        in report_on(tmp_path).text
+    )
     write_run(tmp_path / "1", "naive")  # run later, in its place
     assert "1 job of the sweep never started" in report_on(tmp_path).text
 
@@ -331,22 +447,43 @@ def test_what_was_not_measured_is_not_drawn(tmp_path):
     """No loss under exact attention, no accuracy, no speed, no memory: no panel for any of them."""
     run = write_run(tmp_path / "0", "custom")
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [{key: value for key, value in row.items() if key in ("step", "tokens", "train/loss")} for row in rows]
+    rows = [
+        {key: value for key, value in row.items() if key in ("step", "tokens", "train/loss")}
+        for row in rows
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (run / "summary.json").write_text(json.dumps({"status": "completed", "attention": "custom", "seq_len": 256, "steps_done": 600}))
+    (run / "summary.json").write_text(
+        json.dumps(
+            {"status": "completed", "attention": "custom", "seq_len": 256, "steps_done": 600}
+        )
+    )
     runs = load_runs([tmp_path])
     (axes,) = figures.draw_curves(runs, variant_styles(runs), "val/loss", "train/loss").axes
     assert len(lines_of(axes)) == 1
     page = report_on(tmp_path)
-    assert page.headings == ["Variants", "Loss", "Memory and speed", "Every run", "Where the numbers come from"]
+    assert page.headings == [
+        "Variants",
+        "Loss",
+        "Memory and speed",
+        "Every run",
+        "Where the numbers come from",
+    ]
     assert [path.name for path in (tmp_path / "report_figures").iterdir()] == ["loss.png"]
 
 
 def test_a_caption_says_nothing_of_what_is_not_there(tmp_path):
     for job, seq_len in enumerate((256, 512)):
-        write_run(tmp_path / str(job), "tiled", seq_len=seq_len, tokens_per_sec=None, step_tokens_per_sec=None)
+        write_run(
+            tmp_path / str(job),
+            "tiled",
+            seq_len=seq_len,
+            tokens_per_sec=None,
+            step_tokens_per_sec=None,
+        )
     text = report_on(tmp_path).text
-    assert "Both axes are logarithmic" in text and "speed drawn" not in text and "On a CPU" not in text
+    assert (
+        "Both axes are logarithmic" in text and "speed drawn" not in text and "On a CPU" not in text
+    )
 
 
 def test_neither_a_diverging_curve_nor_the_untrained_loss_stretches_the_figure(tmp_path):
@@ -374,7 +511,10 @@ def test_memory_against_length(sweep):
     assert by_color[styles["naive"].color]["x"] == [256]
     (cross,) = [line for line in lines_of(memory) if line["marker"] == "X"]
     assert cross["color"] == styles["naive"].color and cross["x"] == [512]
-    assert {line["color"]: line["y"] for line in lines_of(speed)}[styles["tiled"].color] == [1000.5, 1000.5]
+    assert {line["color"]: line["y"] for line in lines_of(speed)}[styles["tiled"].color] == [
+        1000.5,
+        1000.5,
+    ]
 
 
 def test_bars_where_there_is_one_length(tmp_path):
@@ -383,13 +523,18 @@ def test_bars_where_there_is_one_length(tmp_path):
     write_run(tmp_path / "2", "naive", status="oom")
     runs = load_runs([tmp_path])
     memory, speed = figures.draw_cost(runs, variant_styles(runs)).axes
-    assert [bar.get_width() for bar in speed.patches] == [1000.5] and [bar.get_width() for bar in memory.patches] == [0.0625]
+    assert [bar.get_width() for bar in speed.patches] == [1000.5] and [
+        bar.get_width() for bar in memory.patches
+    ] == [0.0625]
     assert [text.get_text() for text in memory.texts] == ["oom", "0.0625"]
 
 
 def test_metrics_of_any_name_are_drawn(tmp_path):
     run = write_run(tmp_path / "0", "tiled")
-    rows = [json.loads(line) | {"probe/relative <error>": 1e-6} for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) | {"probe/relative <error>": 1e-6}
+        for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     runs = load_runs([tmp_path])
     assert figures.other_metrics(runs) == ["attention/max_score", "probe/relative <error>"]
@@ -399,14 +544,39 @@ def test_metrics_of_any_name_are_drawn(tmp_path):
 def test_a_run_that_ends_far_from_finite_has_its_card(tmp_path):
     """The diagnosis as data: every figure is told, and its own history is the one drawn."""
     history = [[step, 2.0**step] for step in range(6)]
-    diagnosis = {"message": "p is inf", "step": 240, "layer": 1, "head": 2, "queries": [0, 64], "keys": [16, 32], "tensor": "acc"}
-    diagnosis |= {"fate": "inf", "max_score": 90.5, "float16_overflow_step": 120, "float32_overflow_step": None, "history": history}
+    diagnosis = {
+        "message": "p is inf",
+        "step": 240,
+        "layer": 1,
+        "head": 2,
+        "queries": [0, 64],
+        "keys": [16, 32],
+        "tensor": "acc",
+    }
+    diagnosis |= {
+        "fate": "inf",
+        "max_score": 90.5,
+        "float16_overflow_step": 120,
+        "float32_overflow_step": None,
+        "history": history,
+    }
     diagnosis |= {"of a later version": {"some_thing": [1.5, True]}}
     write_run(tmp_path / "0", "no_max", status="diverged", first_bad_step=240, diagnosis=diagnosis)
     text = report_on(tmp_path).text
-    for fact in ("p is inf", "layer\n1", "head\n2", "queries\n0:64", "keys\n16:32", "tensor\nacc", "fate\ninf", "max score\n90.5"):
+    for fact in (
+        "p is inf",
+        "layer\n1",
+        "head\n2",
+        "queries\n0:64",
+        "keys\n16:32",
+        "tensor\nacc",
+        "fate\ninf",
+        "max score\n90.5",
+    ):
         assert fact in text
-    assert "float16 overflow step\n120" in text and "of a later version\nsome thing 1.5, yes" in text
+    assert (
+        "float16 overflow step\n120" in text and "of a later version\nsome thing 1.5, yes" in text
+    )
     assert "float32 overflow step" not in text and "None" not in text
     # the diagnosis says when float16 would have died: nothing is added
     assert "overflows float16" not in text
@@ -419,7 +589,9 @@ def test_a_card_without_a_history_shows_what_the_run_logged(sweep):
 
 
 def cross_row(trained: str, evaluated: str, seed: int, loss: float | None, **row) -> dict:
-    """As scripts.cross_eval writes them; trained under one tile size, judged by it and by another."""
+    """As scripts.cross_eval writes them; trained under one tile size, judged by it and by
+    another.
+    """
     name, _, block_kv = evaluated.partition(" ")
     return {
         "run": f"{trained}-{seed}",
@@ -459,13 +631,20 @@ def test_cross_evaluation(sweep, tmp_path):
     assert reason.text == "no_rescale refused: head_dim <4>"
     write_run(tmp_path / "0", "tiled")
     page = report_on(tmp_path)
-    assert "Trained under, evaluated under" in page.headings and "no_rescale refused: head_dim <4>" in page.text
+    assert (
+        "Trained under, evaluated under" in page.headings
+        and "no_rescale refused: head_dim <4>" in page.text
+    )
     assert page.html.count('class="framed"') == 2 and page.html.count('style="--share: 1.000"') == 2
     assert "Trained under, evaluated under" not in Page(sweep / "report.html").headings
 
 
 def test_cross_evaluation_of_accuracy(tmp_path):
-    rows = [row | {"accuracy": 1.0 - row["seed"] / 2} for row in cross_rows() if row["seed"] == 0 or row["run"].startswith("tiled")]
+    rows = [
+        row | {"accuracy": 1.0 - row["seed"] / 2}
+        for row in cross_rows()
+        if row["seed"] == 0 or row["run"].startswith("tiled")
+    ]
     (tmp_path / "cross_eval.json").write_text(json.dumps({"environment": {}, "rows": rows}))
     _, matrix = cross_blocks([tmp_path])
     assert [row[1] for row in matrix.rows] == ["75.0% ± 35.4%", "100.0%"]
@@ -473,16 +652,31 @@ def test_cross_evaluation_of_accuracy(tmp_path):
     assert [row[0] for row in matrix.shares] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("content", ['{"rows": [{', "[]", '{"rows": [{"trained_under": "tiled"}]}', '{"rows": null}', "half a row"])
+@pytest.mark.parametrize(
+    "content",
+    ['{"rows": [{', "[]", '{"rows": [{"trained_under": "tiled"}]}', '{"rows": null}', "half a row"],
+)
 def test_a_broken_cross_evaluation_is_told(tmp_path, content):
-    half = {"trained_under": {"name": "tiled"}, "evaluated_under": {"name": "tiled"}, "status": "ok"}
-    (tmp_path / "cross_eval.json").write_text(content if content != "half a row" else json.dumps({"rows": [half]}))
+    half = {
+        "trained_under": {"name": "tiled"},
+        "evaluated_under": {"name": "tiled"},
+        "status": "ok",
+    }
+    (tmp_path / "cross_eval.json").write_text(
+        content if content != "half a row" else json.dumps({"rows": [half]})
+    )
     (told,) = cross_blocks([tmp_path])
-    assert told.warning and "cross_eval.json cannot be read" in told.text and str(tmp_path) not in told.text
+    assert (
+        told.warning
+        and "cross_eval.json cannot be read" in told.text
+        and str(tmp_path) not in told.text
+    )
 
 
 def test_a_matrix_older_than_the_checkpoints_is_told(tmp_path):
-    """A regression test: runs that were resumed after cross_eval stood beside a matrix of their earlier weights, without a word."""
+    """A regression test: runs that were resumed after cross_eval stood beside a matrix of their
+    earlier weights, without a word.
+    """
     for run, now in (("tiled-0", 1200), ("tiled-1", 600)):
         (write_run(tmp_path / run, "tiled", steps_done=now) / "checkpoint").mkdir()
     # the weights of a run that diverged are older than its last step
@@ -491,17 +685,29 @@ def test_a_matrix_older_than_the_checkpoints_is_told(tmp_path):
     (tmp_path / "no_rescale-0/summary.json").write_text('{"status": "diverged", "steps_done": 650}')
     (tmp_path / "cross_eval.json").write_text(json.dumps({"environment": {}, "rows": cross_rows()}))
     (told,) = (block for block in cross_blocks([tmp_path]) if getattr(block, "warning", False))
-    assert told.text == "cross_eval.json is older than the checkpoints of tiled-0 (step 1200, judged at 600): run cross_eval again."
+    assert (
+        told.text
+        == "cross_eval.json is older than the checkpoints of tiled-0 (step 1200, judged at 600): "
+        "run cross_eval again."
+    )
     # of a single run, whose folder holds the file
     alone = write_run(tmp_path / "alone", "tiled", steps_done=1200)
     for name, warned in (("alone", True), ("elsewhere", False)):
-        (alone / "cross_eval.json").write_text(json.dumps({"rows": [cross_row("tiled", "tiled", 0, 1.0, run=name)]}))
-        assert any(block.warning for block in cross_blocks([alone]) if isinstance(block, Text)) == warned
+        (alone / "cross_eval.json").write_text(
+            json.dumps({"rows": [cross_row("tiled", "tiled", 0, 1.0, run=name)]})
+        )
+        assert (
+            any(block.warning for block in cross_blocks([alone]) if isinstance(block, Text))
+            == warned
+        )
 
 
 def test_noise_has_no_colour(tmp_path):
     """A regression test: 3.268 and 3.286 were white and full orange."""
-    rows = [cross_row("tiled", judge, 0, loss) for judge, loss in (("tiled", 3.268), ("no_rescale", 3.286))]
+    rows = [
+        cross_row("tiled", judge, 0, loss)
+        for judge, loss in (("tiled", 3.268), ("no_rescale", 3.286))
+    ]
     (tmp_path / "cross_eval.json").write_text(json.dumps({"rows": rows}))
     _, matrix = cross_blocks([tmp_path])
     assert matrix.shares == [[0.0, pytest.approx(0.09)]]
@@ -526,7 +732,9 @@ def test_damaged_runs_are_named_though_the_index_knows_how_they_ended(tmp_path):
     for job in range(5):
         write_run(tmp_path / str(job), "tiled", seed=job)
     summaries = [json.loads((tmp_path / str(job) / "summary.json").read_text()) for job in range(5)]
-    (tmp_path / "index.jsonl").write_text("".join(json.dumps(x | {"dir": str(job)}) + "\n" for job, x in enumerate(summaries)))
+    (tmp_path / "index.jsonl").write_text(
+        "".join(json.dumps(x | {"dir": str(job)}) + "\n" for job, x in enumerate(summaries))
+    )
     (tmp_path / "1/summary.json").unlink()
     (tmp_path / "2/summary.json").write_text('{"status": "comp')
     rows = (tmp_path / "3/metrics.jsonl").read_text().splitlines(keepends=True)
@@ -539,16 +747,28 @@ def test_damaged_runs_are_named_though_the_index_knows_how_they_ended(tmp_path):
         "tiled seed=3": "metrics.jsonl ends at step 380 of 600",
         "tiled seed=4": "metrics.jsonl is empty or missing",
     }
-    assert "Damaged: tiled seed=3: metrics.jsonl ends at step 380 of 600." in report_on(tmp_path).text
+    assert (
+        "Damaged: tiled seed=3: metrics.jsonl ends at step 380 of 600." in report_on(tmp_path).text
+    )
 
 
 def test_a_section_without_data_says_so(tmp_path):
-    run = write_run(tmp_path / "0", "tiled", **{"tokens_per_sec": None, "step_tokens_per_sec": None, "memory/peak_gib": None})
+    run = write_run(
+        tmp_path / "0",
+        "tiled",
+        **{"tokens_per_sec": None, "step_tokens_per_sec": None, "memory/peak_gib": None},
+    )
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    kept = [{key: value for key, value in row.items() if row["step"] == 0 or not key.startswith("val/")} for row in rows]
+    kept = [
+        {key: value for key, value in row.items() if row["step"] == 0 or not key.startswith("val/")}
+        for row in rows
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
     page = report_on(tmp_path)
-    assert "No evaluation after step 0" in page.text and "No run has measured its memory or its speed." in page.text
+    assert (
+        "No evaluation after step 0" in page.text
+        and "No run has measured its memory or its speed." in page.text
+    )
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:4]))
     assert "No curve: no run has logged a loss 5 times." in report_on(tmp_path).text
 
@@ -571,7 +791,9 @@ def test_runs_that_are_the_same_are_told_apart(tmp_path):
 def test_runs_too_short_for_a_curve_have_no_loss_figure(tmp_path):
     for job, seq_len in enumerate((256, 512)):
         run = write_run(tmp_path / str(job), "tiled", seq_len=seq_len)
-        (run / "metrics.jsonl").write_text("".join(line + "\n" for line in (run / "metrics.jsonl").read_text().splitlines()[:4]))
+        (run / "metrics.jsonl").write_text(
+            "".join(line + "\n" for line in (run / "metrics.jsonl").read_text().splitlines()[:4])
+        )
     report_on(tmp_path)
     assert [path.name for path in (tmp_path / "report_figures").iterdir()] == ["cost.png"]
 
@@ -583,14 +805,23 @@ def test_a_run_given_twice_counts_once(tmp_path):
 
 def test_a_single_run(tmp_path):
     page = report_on(write_run(tmp_path / "alone", "tiled"))
-    assert "tiled" in page.text and "1 run of 1 variant: 1 completed" in page.text and "Loss" in page.headings
+    assert (
+        "tiled" in page.text
+        and "1 run of 1 variant: 1 completed" in page.text
+        and "Loss" in page.headings
+    )
     assert str(tmp_path) not in page.html
 
 
 def test_what_differs_is_named_by_run(tmp_path):
     for seed in range(3):
         write_run(tmp_path / str(seed), "tiled", seed=seed)
-    other = {"data_fingerprint": "corpus-2", "versions": {"torch": "2.11"}, "dirty": True, "hardware": {"cpu": "another"}}
+    other = {
+        "data_fingerprint": "corpus-2",
+        "versions": {"torch": "2.11"},
+        "dirty": True,
+        "hardware": {"cpu": "another"},
+    }
     write_run(tmp_path / "3", "tiled", seed=3, env=other)
     rows = dict(provenance(load_runs([tmp_path])).rows)
     assert rows["commit"] == "c0ffee: 3 runs; c0ffee with uncommitted changes: tiled seed=3"
@@ -605,28 +836,49 @@ def test_broken_runs_are_told_and_the_rest_is_drawn(tmp_path):
     torn = write_run(tmp_path / "7", "tiled", seed=1)
     (torn / "summary.json").rename(torn / "config.yaml")  # JSON is YAML
     (torn / "metrics.jsonl").write_text((torn / "metrics.jsonl").read_text()[:1500])
-    for job, content in {"1": {}, "2": {"metrics.jsonl": ""}, "3": {"summary.json": '{"status": "comp', "env.json": "{"}}.items():
+    for job, content in {
+        "1": {},
+        "2": {"metrics.jsonl": ""},
+        "3": {"summary.json": '{"status": "comp', "env.json": "{"},
+    }.items():
         (tmp_path / job).mkdir()
-        for name, text in ({"config.yaml": "attention: {name: naive}\nseed: 0\n"} | content).items():
+        for name, text in (
+            {"config.yaml": "attention: {name: naive}\nseed: 0\n"} | content
+        ).items():
             (tmp_path / job / name).write_text(text)
     (tmp_path / "4").mkdir()
-    (tmp_path / "4/summary.json").write_text(json.dumps({"status": "failed", "error": "no such <corpus>", "attention": "flex"}))
+    (tmp_path / "4/summary.json").write_text(
+        json.dumps({"status": "failed", "error": "no such <corpus>", "attention": "flex"})
+    )
     write_run(tmp_path / "5", "sdpa", status="interrupted")
     # a job that died before it had a folder's content, and lines of no use
     (tmp_path / "6").mkdir()
-    lines = [{"dir": "6", "status": "failed", "error": "CUDA <died>", "attention": "triton"}, {"job": 1}, [], "x"]
-    (tmp_path / "index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"dir": "7", "sta')
+    lines = [
+        {"dir": "6", "status": "failed", "error": "CUDA <died>", "attention": "triton"},
+        {"job": 1},
+        [],
+        "x",
+    ]
+    (tmp_path / "index.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"dir": "7", "sta'
+    )
     page = report_on(tmp_path)
     assert (
-        "4 of 8 runs ended without a summary" in page.text and "2 of 8 runs failed" in page.text and "1 of 8 runs were interr" in page.text
+        "4 of 8 runs ended without a summary" in page.text
+        and "2 of 8 runs failed" in page.text
+        and "1 of 8 runs were interr" in page.text
     )
     assert "no such <corpus>" in page.text and "CUDA <died>" in page.text
-    assert page.labels == ["loss against training tokens", "peak memory and training speed", "other metrics against training tokens"]
+    assert page.labels == [
+        "loss against training tokens",
+        "peak memory and training speed",
+        "other metrics against training tokens",
+    ]
     rows = variants_of(tmp_path)
     assert {row["variant"]: row["runs"] for row in rows}["sdpa"] == "1 interrupted"
-    assert {row["variant"]: row["own val/loss"] for row in rows} == dict.fromkeys(("flex", "naive", "sdpa", "triton"), "-") | {
-        "tiled": "1.600"
-    }
+    assert {row["variant"]: row["own val/loss"] for row in rows} == dict.fromkeys(
+        ("flex", "naive", "sdpa", "triton"), "-"
+    ) | {"tiled": "1.600"}
 
 
 def test_files_that_hold_anything_at_all(tmp_path):
@@ -640,14 +892,33 @@ def test_files_that_hold_anything_at_all(tmp_path):
         "overrides": [1, None],
         "step_tokens_per_sec": "fast",
     }
-    summary |= {"val/loss": True, "memory/peak_gib": [], "diagnosis": {"history": [1, [2], {"step": "x"}], "layer": {}}, "oom": "yes"}
-    summary |= {"defect": "<script>", "dtype": 16, "val/loss_exact": 1e308, "steps_done": float("nan"), "first_bad_step": -1}
+    summary |= {
+        "val/loss": True,
+        "memory/peak_gib": [],
+        "diagnosis": {"history": [1, [2], {"step": "x"}], "layer": {}},
+        "oom": "yes",
+    }
+    summary |= {
+        "defect": "<script>",
+        "dtype": 16,
+        "val/loss_exact": 1e308,
+        "steps_done": float("nan"),
+        "first_bad_step": -1,
+    }
     odd = tmp_path / "1"
     odd.mkdir()
     (odd / "summary.json").write_text(json.dumps(summary))
-    (odd / "env.json").write_text(json.dumps({"versions": "all", "hardware": [], "commit": 7, "data_fingerprint": ["<i>"]}))
-    rows = [{"step": "one", "tokens": None}, {"step": 2, "tokens": "many", "train/loss": 1}, {"step": 3, "tokens": 3, "val/loss": "low"}]
-    (odd / "metrics.jsonl").write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in rows) + b"\xff\xfe\x00{}\n[]\nnull\n")
+    (odd / "env.json").write_text(
+        json.dumps({"versions": "all", "hardware": [], "commit": 7, "data_fingerprint": ["<i>"]})
+    )
+    rows = [
+        {"step": "one", "tokens": None},
+        {"step": 2, "tokens": "many", "train/loss": 1},
+        {"step": 3, "tokens": 3, "val/loss": "low"},
+    ]
+    (odd / "metrics.jsonl").write_bytes(
+        b"".join(json.dumps(row).encode() + b"\n" for row in rows) + b"\xff\xfe\x00{}\n[]\nnull\n"
+    )
     (tmp_path / "2").mkdir()
     (tmp_path / "2/summary.json").write_text(json.dumps({"status": "oom", "oom": "yes"}))
     (tmp_path / "2/metrics.jsonl").mkdir()
@@ -658,10 +929,17 @@ def test_files_that_hold_anything_at_all(tmp_path):
 
 def test_everything_embedded_is_escaped(tmp_path):
     nasty = "<script>alert(1)</script>&\"'|`*_$\\frac$"
-    write_run(tmp_path / "0", nasty, extra=(f"data.path={nasty}",), env={"commit": nasty, "hardware": {nasty: nasty}})
+    write_run(
+        tmp_path / "0",
+        nasty,
+        extra=(f"data.path={nasty}",),
+        env={"commit": nasty, "hardware": {nasty: nasty}},
+    )
     write_run(tmp_path / "1", "no_max", status="diverged", first_bad_step=240, diagnosis=nasty)
     (tmp_path / "2").mkdir()
-    (tmp_path / "2/summary.json").write_text(json.dumps({"status": nasty, "error": nasty, "attention": "x"}))
+    (tmp_path / "2/summary.json").write_text(
+        json.dumps({"status": nasty, "error": nasty, "attention": "x"})
+    )
     page = report_on(tmp_path)
     assert "script" not in page.tags and nasty in page.text and "<script" not in page.html
     assert "<script" not in (tmp_path / "report.md").read_text()
@@ -671,7 +949,9 @@ def test_everything_embedded_is_escaped(tmp_path):
 def test_a_sweep_without_a_figure_still_has_its_page(tmp_path, status):
     for job in range(2):
         (tmp_path / str(job)).mkdir()
-        (tmp_path / str(job) / "summary.json").write_text(json.dumps({"status": status, "attention": "naive", "seq_len": 2**job}))
+        (tmp_path / str(job) / "summary.json").write_text(
+            json.dumps({"status": status, "attention": "naive", "seq_len": 2**job})
+        )
     page = report_on(tmp_path)
     assert status in page.text and not page.labels
 
@@ -705,10 +985,19 @@ def test_a_place_that_takes_no_page(tmp_path, capsys, out):
 
 def test_help_shows_a_command_that_runs(tmp_path):
     write_run(tmp_path / "multirun/a/0", "tiled")
-    done = subprocess.run([sys.executable, "-m", "scripts.report", "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.report", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     example = re.search(r"example: python (-m scripts\.report .*)", done.stdout)[1]
     command = [sys.executable, *example.replace("multirun/*", "multirun/a").split()]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)
     assert (tmp_path / "comparison.html").exists() and (tmp_path / "comparison.md").exists()
 

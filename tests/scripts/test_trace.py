@@ -1,4 +1,6 @@
-"""`python -m scripts.trace`: what it records, which tile it blames, what it prints, and the page in a browser."""
+"""`python -m scripts.trace`: what it records, which tile it blames, what it prints, and the page in
+a browser.
+"""
 
 import json
 import os
@@ -33,7 +35,9 @@ def look(*arguments: str) -> tuple[trace.Call, Trace]:
 
 @pytest.fixture
 def run_trace(monkeypatch, capsys, tmp_path):
-    """run_trace("key=value", ...): what it printed and the page it wrote; SystemExit carries its complaint."""
+    """run_trace("key=value", ...): what it printed and the page it wrote; SystemExit carries its
+    complaint.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def run(*arguments: str) -> tuple[str, str]:
@@ -53,13 +57,22 @@ def embedded(page: str) -> dict:
 
 
 def test_worked_example_by_hand():
-    """The first query's maximum moves from 0.8 to 1.2, so the past is worth 0.670 of what it was: 2.754 becomes 3.930."""
+    """The first query's maximum moves from 0.8 to 1.2, so the past is worth 0.670 of what it was:
+    2.754 becomes 3.930.
+    """
     call, found = look("attention=tiled")
     assert (found.row, found.tiles, call.causal) == (0, [(0, 4), (4, 8)], False)
     first, second = found.found
-    assert torch.allclose(torch.cat((first.scores[0], second.scores[0])), torch.tensor([0.8, 0.3, -0.1, 0.5, 1.2, -0.4, 0.6, 0.1]))
-    assert first.row_max[0].item() == pytest.approx(0.8) and second.row_max[0].item() == pytest.approx(1.2)
-    assert round(first.row_sum[0].item(), 3) == 2.754 and round(second.row_sum[0].item(), 3) == 3.930
+    assert torch.allclose(
+        torch.cat((first.scores[0], second.scores[0])),
+        torch.tensor([0.8, 0.3, -0.1, 0.5, 1.2, -0.4, 0.6, 0.1]),
+    )
+    assert first.row_max[0].item() == pytest.approx(0.8) and second.row_max[
+        0
+    ].item() == pytest.approx(1.2)
+    assert (
+        round(first.row_sum[0].item(), 3) == 2.754 and round(second.row_sum[0].item(), 3) == 3.930
+    )
     assert first.alpha[0] == 0 and round(second.alpha[0].item(), 3) == 0.670
     assert second.out[0, 3] == pytest.approx(1.0) and second.out[0, :2].sum() == pytest.approx(1.0)
     assert set(found.fates) == {"right"} and found.breaks == [None] * 4 and found.first is None
@@ -77,7 +90,9 @@ def test_worked_example_without_rescaling():
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", OBSERVABLE)
 def test_output_so_far_ends_as_the_output(name, dtype):
-    call, found = look(f"attention={name}", f"dtype={dtype}", "inputs=growing", "seq_len=50", "block_kv=12")
+    call, found = look(
+        f"attention={name}", f"dtype={dtype}", "inputs=growing", "seq_len=50", "block_kv=12"
+    )
     backend = get_backend(name, block_q=16, block_kv=12)
     out = attention(call.q, call.k, call.v, backend=backend).out[0, 0]
     rows = slice(found.rows.start, found.rows.stop)
@@ -86,17 +101,31 @@ def test_output_so_far_ends_as_the_output(name, dtype):
 
 @pytest.mark.parametrize("inputs", ["normal", "growing", "spike"])
 @pytest.mark.parametrize(
-    "name", ["tiled", "kv_outer", "lazy_rescale", "no_max", "no_rescale", "zero_init_max", "relative_mask", "no_scale"]
+    "name",
+    [
+        "tiled",
+        "kv_outer",
+        "lazy_rescale",
+        "no_max",
+        "no_rescale",
+        "zero_init_max",
+        "relative_mask",
+        "no_scale",
+    ],
 )
 def test_p_and_alpha_are_the_ones_that_were_used(name, inputs):
     """They rebuild each state from the one before, also where a tile holds a single key."""
     for block_kv in (1, 12):
-        call, found = look(f"attention={name}", f"inputs={inputs}", "seq_len=25", f"block_kv={block_kv}")
+        call, found = look(
+            f"attention={name}", f"inputs={inputs}", "seq_len=25", f"block_kv={block_kv}"
+        )
         row_sum, acc = torch.zeros(len(found.rows)), torch.zeros(len(found.rows), 16)
         for step in found.found:
             row_sum = step.alpha * row_sum + step.p.sum(-1)
             acc = step.alpha[:, None] * acc + step.p @ call.v[0, 0, slice(*step.keys)]
-            assert torch.allclose(row_sum, step.row_sum, rtol=1e-5) and torch.allclose(acc, step.acc, rtol=1e-4, atol=1e-5)
+            assert torch.allclose(row_sum, step.row_sum, rtol=1e-5) and torch.allclose(
+                acc, step.acc, rtol=1e-4, atol=1e-5
+            )
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -113,12 +142,18 @@ def test_reference_is_attention_over_the_keys_so_far():
     q, k, v = (x[0, 0].double().numpy() for x in (call.q, call.k, call.v))
     assert found.rows == range(16, 32) and found.tiles[-1] == (32, 40)
     assert found.exact[2] is None  # the future
-    for (_, end), reference, error, step in zip(found.tiles, found.reference, found.error, found.found, strict=True):
+    for (_, end), reference, error, step in zip(
+        found.tiles, found.reference, found.error, found.found, strict=True
+    ):
         for i in found.rows:
-            expected = torch.from_numpy(standard_attention(q[i : i + 1], k[: min(end, i + 1)], v[: min(end, i + 1)])[0])
+            expected = torch.from_numpy(
+                standard_attention(q[i : i + 1], k[: min(end, i + 1)], v[: min(end, i + 1)])[0]
+            )
             at = i - found.rows.start
             assert torch.allclose(reference[at], expected, atol=1e-12)
-            assert error[at].item() == pytest.approx((step.out[at].double() - expected).abs().max().item(), rel=1e-6)
+            assert error[at].item() == pytest.approx(
+                (step.out[at].double() - expected).abs().max().item(), rel=1e-6
+            )
 
 
 # what went wrong, and where
@@ -166,7 +201,9 @@ def test_the_tile_that_breaks_is_the_first_bad_one():
 
 
 def test_a_row_without_weight_at_first_is_not_blamed():
-    """exp(-110) is 0 in float32, so no_max has 0/0 after the first tile; the later keys bring weight, and the end is right."""
+    """exp(-110) is 0 in float32, so no_max has 0/0 after the first tile; the later keys bring
+    weight, and the end is right.
+    """
     q = torch.ones(1, 1, 1, 4)
     k = torch.cat((torch.full((1, 1, 2, 4), -55.0), torch.ones(1, 1, 2, 4)), 2)
     backend, exact = (get_backend(name, block_q=1, block_kv=2) for name in ("no_max", "tiled"))
@@ -180,7 +217,12 @@ def test_a_row_without_weight_at_first_is_not_blamed():
 
 def test_prints_the_verdict_and_the_row(run_trace):
     out, _ = run_trace("attention=no_max", "dtype=fp16", "inputs=large", "row=100")
-    assert re.search(r"^\d+ of 128 rows come out wrong: \d+ NaN, \d+ inf\. The first tile to leave the finite range is that of", out, re.M)
+    assert re.search(
+        r"^\d+ of 128 rows come out wrong: \d+ NaN, \d+ inf\. The first tile to leave the finite "
+        r"range is that of",
+        out,
+        re.M,
+    )
     assert "query 100, of the tile of queries 96:112" in out
     assert len(re.findall(r"^ +\d+:\d+ ", out, re.MULTILINE)) == 7
     assert out.count("<- breaks") == 1
@@ -222,7 +264,10 @@ def test_a_large_tile_is_cut_around_the_row(run_trace, monkeypatch):
     assert cut["steps"][1]["found"]["scores"] == whole["steps"][1]["found"]["scores"][12:]
     assert cut["fates"] == whole["fates"][12:] and cut["breaks"] == whole["breaks"][12:]
     monkeypatch.setattr(trace_page, "MAX_NUMBERS", 100)
-    with pytest.raises(SystemExit, match="one query over 64 keys is .* numbers, more than the 100 that a page shows"):
+    with pytest.raises(
+        SystemExit,
+        match="one query over 64 keys is .* numbers, more than the 100 that a page shows",
+    ):
         run_trace(*arguments)
 
 
@@ -230,9 +275,17 @@ def test_a_large_tile_is_cut_around_the_row(run_trace, monkeypatch):
 
 
 def write_run(run_dir: Path, **fields) -> GPT:
-    """A run directory as training leaves it, of a model with large random weights and two query heads to a key/value head."""
-    shape = ModelConfig(num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=32, max_seq_len=48, init_std=0.5)
-    fields = {"attention": AttentionConfig(block_kv=8), "data": DataConfig(source="last_write"), "dtype": "fp32"} | fields
+    """A run directory as training leaves it, of a model with large random weights and two query
+    heads to a key/value head.
+    """
+    shape = ModelConfig(
+        num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=32, max_seq_len=48, init_std=0.5
+    )
+    fields = {
+        "attention": AttentionConfig(block_kv=8),
+        "data": DataConfig(source="last_write"),
+        "dtype": "fp32",
+    } | fields
     config = RunConfig(model=shape, seq_len=48, **fields)
     plain = OmegaConf.to_container(OmegaConf.structured(config))
     run_dir.mkdir(parents=True)
@@ -240,7 +293,15 @@ def write_run(run_dir: Path, **fields) -> GPT:
     torch.manual_seed(0)
     data = build_data(config.data, config.tokenizer, seq_len=48, seed=0)
     model = GPT(config.model, vocab_size=data.vocab_size, backend=get_backend("tiled"))
-    save_checkpoint(run_dir, model=model, optimizer=torch.optim.AdamW(model.parameters()), scaler=None, step=3, tokens=32, config=plain)
+    save_checkpoint(
+        run_dir,
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters()),
+        scaler=None,
+        step=3,
+        tokens=32,
+        config=plain,
+    )
     return model
 
 
@@ -252,7 +313,9 @@ def test_takes_q_k_v_of_a_run(tmp_path):
         tokens = data.val_batch(64).inputs[2:3]
         x = model.token_embedding(tokens) + model.position_embedding(torch.arange(48))
         x = sum(model.blocks[0](x, None, rope=None, document_ids=None, cache=None))
-        qkv = model.blocks[1].attention.qkv(model.blocks[1].attention_norm(x))  # (1, 48, 4 * 8 + 2 * 8 + 2 * 8)
+        qkv = model.blocks[1].attention.qkv(
+            model.blocks[1].attention_norm(x)
+        )  # (1, 48, 4 * 8 + 2 * 8 + 2 * 8)
     for x, start in ((call.q, 24), (call.k, 40), (call.v, 56)):
         assert torch.allclose(x[0, 0], qkv[0, :, start : start + 8], atol=1e-5)
     assert (call.causal, call.scale, call.attention) == (True, 8**-0.5, "tiled")
@@ -263,12 +326,17 @@ def test_takes_q_k_v_of_a_run(tmp_path):
 def test_another_attention_and_dtype_on_a_run(tmp_path, run_trace):
     write_run(tmp_path / "run")
     out, _ = run_trace(f"run={tmp_path}/run", "attention=no_max", "dtype=fp16", "layer=1")
-    assert "attention=no_max in float16, layer 1, head 0 of " in out and "leave the finite range" in out
+    assert (
+        "attention=no_max in float16, layer 1, head 0 of " in out
+        and "leave the finite range" in out
+    )
 
 
 def test_a_run_whose_earlier_layer_broke(tmp_path):
     write_run(tmp_path / "run", attention=AttentionConfig(name="no_max"), dtype="fp16")
-    with pytest.raises(ValueError, match="hold NaN or infinity before attention sees them: layer=0 may show why"):
+    with pytest.raises(
+        ValueError, match="hold NaN or infinity before attention sees them: layer=0 may show why"
+    ):
         look(f"run={tmp_path}/run", "layer=1")
 
 
@@ -278,16 +346,26 @@ def test_a_run_whose_earlier_layer_broke(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["attention=triton"], "attention=triton shows nothing of its tiles while it runs; these can be traced: tiled, "),
+        (
+            ["attention=triton"],
+            "attention=triton shows nothing of its tiles while it runs; these can be "
+            "traced: tiled, ",
+        ),
         (["attention=sdpa"], "these can be traced: tiled, "),
-        (["attention=tests.user_backends:NOPE"], "attention=tests.user_backends:NOPE cannot be loaded"),
+        (
+            ["attention=tests.user_backends:NOPE"],
+            "attention=tests.user_backends:NOPE cannot be loaded",
+        ),
         (["attention=nope"], "attention=nope is not known; valid: "),
         (["tile=3"], "'tile=3' is not key=value with a key of: attention, dtype, "),
         (["inputs=big"], "inputs=big is not one of: worked, normal, large, "),
         (["dtype=fp64"], "dtype=fp64 is not one of: fp32, bf16, fp16"),
         (["block_kv=x"], "block_kv=x is no int"),
         (["inputs=normal", "seq_len=0"], "seq_len=0 must be at least 1"),
-        (["seq_len=64"], "seq_len=64: the worked example has 8 queries of head_dim 4: ask for other inputs="),
+        (
+            ["seq_len=64"],
+            "seq_len=64: the worked example has 8 queries of head_dim 4: ask for other inputs=",
+        ),
         (["layer=1"], "layer=1: they belong to a run: give run=DIR too"),
         (["row=8"], "row=8 is not one of the 8 queries"),
         (["run=nowhere"], "nowhere is no run directory: it has no config.yaml"),
@@ -302,10 +380,14 @@ def test_refuses_in_one_line(run_trace, arguments, reason):
     assert error.value.code.startswith("trace: ") and "\n" not in error.value.code
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing limits the memory of a process")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere nothing limits the memory of a process"
+)
 def test_refuses_what_does_not_fit_in_memory(run_trace):
     """A regression test: a traceback of PyTorch's allocator."""
-    with pytest.raises(SystemExit, match=r"^trace: seq_len=1000000000000 needs .*; ask for fewer tokens$"):
+    with pytest.raises(
+        SystemExit, match=r"^trace: seq_len=1000000000000 needs .*; ask for fewer tokens$"
+    ):
         run_trace("inputs=normal", "seq_len=1000000000000")
 
 
@@ -328,7 +410,9 @@ def test_refuses_a_layer_the_run_lacks(tmp_path, run_trace):
 
 def test_refuses_to_write_nowhere(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["trace", "out=nowhere/page.html"])
-    with pytest.raises(SystemExit, match="trace: out=nowhere/page.html: there is no folder nowhere"):
+    with pytest.raises(
+        SystemExit, match="trace: out=nowhere/page.html: there is no folder nowhere"
+    ):
         trace.main()
 
 
@@ -340,12 +424,20 @@ def test_command_in_the_help_runs_as_typed(tmp_path):
             "OMP_NUM_THREADS": "1",
         }
         command = command.replace("python", sys.executable, 1)
-        return subprocess.run(["bash", "-c", command], cwd=tmp_path, env=path, capture_output=True, text=True)
+        return subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env=path, capture_output=True, text=True
+        )
 
-    line = re.search(r"^ +(python -m scripts\.trace .*)$", run("python -m scripts.trace --help").stdout, re.MULTILINE)[1]
+    line = re.search(
+        r"^ +(python -m scripts\.trace .*)$",
+        run("python -m scripts.trace --help").stdout,
+        re.MULTILINE,
+    )[1]
     done = run(line)
     assert done.returncode == 0, done.stderr
-    assert "leave the finite range" in done.stdout and (tmp_path / "trace.html").stat().st_size > 1e5
+    assert (
+        "leave the finite range" in done.stdout and (tmp_path / "trace.html").stat().st_size > 1e5
+    )
 
 
 # in a browser
@@ -359,7 +451,8 @@ def browser():
         pytest.skip("needs /usr/bin/chromium")
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(
-            executable_path=str(chromium), args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+            executable_path=str(chromium),
+            args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"],
         )
         yield browser
         browser.close()
@@ -367,15 +460,23 @@ def browser():
 
 @pytest.fixture
 def open_page(browser, run_trace, tmp_path):
-    """open_page("key=value", ...): the page in a browser; the test fails where its console shows an error."""
+    """open_page("key=value", ...): the page in a browser; the test fails where its console shows an
+    error.
+    """
     errors, pages = [], []
 
     def show(*arguments: str, **context):
         run_trace(*arguments)
         page = browser.new_page(**context)
-        page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+        page.on(
+            "console",
+            lambda message: errors.append(message.text) if message.type == "error" else None,
+        )
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("request", lambda request: None if request.url.startswith("file:") else errors.append(request.url))
+        page.on(
+            "request",
+            lambda request: None if request.url.startswith("file:") else errors.append(request.url),
+        )
         page.goto((tmp_path / "page.html").as_uri())
         pages.append(page)
         return page
@@ -396,7 +497,9 @@ def test_replay_of_the_worked_example(open_page):
     assert "The maximum moves from 0.8 to 1.2" in say and "exp(0.8 − 1.2) = 0.670" in say
     assert "Here no_rescale breaks: it multiplies its past by 1 where 0.670 is right" in say
     assert "3.930" in page.inner_text("#exact") and "4.837" in page.inner_text("#found")
-    assert "broken" in page.get_attribute("#found", "class") and "broken" not in page.get_attribute("#exact", "class")
+    assert "broken" in page.get_attribute("#found", "class") and "broken" not in page.get_attribute(
+        "#exact", "class"
+    )
     assert page.is_disabled("#next")
 
 
@@ -425,7 +528,9 @@ def test_every_way_to_step(open_page):
     start = at()
     classes = [node.get_attribute("class") for node in page.locator("#walk button").all()]
     assert ["broken" in name for name in classes] == [i >= start for i in range(8)]
-    assert "Here no_max breaks: p = exp(" in page.inner_text("#say") and "passes 65504, the largest float16" in page.inner_text("#say")
+    assert "Here no_max breaks: p = exp(" in page.inner_text(
+        "#say"
+    ) and "passes 65504, the largest float16" in page.inner_text("#say")
     page.locator("[data-chart]").first.click(position={"x": 1, "y": 20})
     assert at() == 0
     page.click("#play")
@@ -460,10 +565,18 @@ def test_every_step_of_every_query_draws(open_page, arguments):
     """On a phone: nothing is cut off, and no number reaches the page unexplained."""
     page = open_page(*arguments, viewport={"width": 390, "height": 844}, color_scheme="dark")
     words = page.evaluate(
-        """() => { const seen = []; for (let r = 0; r < DATA.rows.length; r++) for (let i = 0; i <= last; i++) {
-             go(i, r); seen.push(document.body.innerText); } return seen; }"""
+        """() => {
+             const seen = [];
+             for (let r = 0; r < DATA.rows.length; r++) for (let i = 0; i <= last; i++) {
+               go(i, r);
+               seen.push(document.body.innerText);
+             }
+             return seen;
+           }"""
     )
-    assert all("undefined" not in text and "null" not in text and "[object" not in text for text in words)
+    assert all(
+        "undefined" not in text and "null" not in text and "[object" not in text for text in words
+    )
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert page.evaluate('!document.body.innerHTML.match(/(x|y|width|height|cx|cy|d)="[^"]*NaN/)')
 

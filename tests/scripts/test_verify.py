@@ -1,4 +1,6 @@
-"""`python -m scripts.verify`: the matrix it prints and writes, its exit code, and one line for each thing that can be wrong."""
+"""`python -m scripts.verify`: the matrix it prints and writes, its exit code, and one line for each
+thing that can be wrong.
+"""
 
 import json
 import os
@@ -22,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def run_verify(monkeypatch, capsys):
-    """run_verify("key=value", ...): (exit code or complaint, what it printed), on a machine without a GPU."""
+    """run_verify("key=value", ...): (exit code or complaint, what it printed), on a machine without
+    a GPU.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     # half a second of compiling a backend for nothing
     monkeypatch.delitem(PROPERTIES, "compiled = eager")
@@ -42,25 +46,36 @@ def run_verify(monkeypatch, capsys):
 def test_an_exact_and_a_broken_backend_are_as_documented(run_verify, tmp_path):
     code, out = run_verify("attention=tiled,zero_init_max", f"out={tmp_path / 'found.json'}")
     assert code == 0
-    marks = {name: re.search(rf"^{re.escape(name)} +(.)  (.)$", out, re.MULTILINE).groups() for name in PROPERTIES}
+    marks = {
+        name: re.search(rf"^{re.escape(name)} +(.)  (.)$", out, re.MULTILINE).groups()
+        for name in PROPERTIES
+    }
     red = {"logits - 120", "rows without a key"}
     assert marks == {name: ("+", "x" if name in red else "+") for name in PROPERTIES}
     assert "tiled            46 fixed and 2 random cases" in out
 
     data = json.loads((tmp_path / "found.json").read_text())
-    assert list(data["backends"]) == ["tiled", "zero_init_max"] and list(data["properties"]) == list(PROPERTIES)
+    assert list(data["backends"]) == ["tiled", "zero_init_max"] and list(
+        data["properties"]
+    ) == list(PROPERTIES)
     assert data["random_cases"] == {"number": 2, "seed": 0} and data["dtypes"] == ["fp32"]
     assert data["environment"]["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert str(ROOT) not in json.dumps(data)
     tiled = data["backends"]["tiled"]
     assert 0 < tiled["worst_multiple_of_naive"] < 3 and tiled["tried"]["checks"] > 150
     assert all(cell["status"] == "green" and cell["worst_share"] <= 1 for cell in tiled["cells"])
-    assert {cell["property"] for cell in data["backends"]["zero_init_max"]["cells"] if cell["documented"]} == red
+    assert {
+        cell["property"]
+        for cell in data["backends"]["zero_init_max"]["cells"]
+        if cell["documented"]
+    } == red
 
 
 def test_columns_measured_alike_come_together_in_one_file(run_verify, monkeypatch, tmp_path):
     # two properties are enough to see it
-    monkeypatch.setattr(verify, "PROPERTIES", {name: PROPERTIES[name] for name in ("forward", "lse")})
+    monkeypatch.setattr(
+        verify, "PROPERTIES", {name: PROPERTIES[name] for name in ("forward", "lse")}
+    )
     path = tmp_path / "found.json"
 
     def backends() -> list[str]:
@@ -84,22 +99,41 @@ def test_kernels_of_a_defect_get_their_own_column_where_they_run(monkeypatch):
         pytest.skip("with a GPU they run")
     device = torch.device("cpu")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert list(verify.pick_backends("no_max,tiled", device)) == ["no_max", "no_max (triton)", "tiled"]
+    assert list(verify.pick_backends("no_max,tiled", device)) == [
+        "no_max",
+        "no_max (triton)",
+        "tiled",
+    ]
     monkeypatch.delenv("TRITON_INTERPRET")
     assert list(verify.pick_backends("no_max,tiled", device)) == ["no_max", "tiled"]
 
 
 def test_options_follow_the_name():
-    found = verify.pick_backends("tiled:block_q=16,block_kv=32,naive,tests.user_backends:RIGHT,tiled", torch.device("cpu"))
-    assert list(found) == ["tiled:block_q=16,block_kv=32", "naive", "tests.user_backends:RIGHT", "tiled"]
-    assert (found["tiled:block_q=16,block_kv=32"].options["block_q"], found["tiled"].options["block_q"]) == (16, 128)
+    found = verify.pick_backends(
+        "tiled:block_q=16,block_kv=32,naive,tests.user_backends:RIGHT,tiled", torch.device("cpu")
+    )
+    assert list(found) == [
+        "tiled:block_q=16,block_kv=32",
+        "naive",
+        "tests.user_backends:RIGHT",
+        "tiled",
+    ]
+    assert (
+        found["tiled:block_q=16,block_kv=32"].options["block_q"],
+        found["tiled"].options["block_q"],
+    ) == (16, 128)
 
 
 def test_a_wrong_backend_of_the_users_fails_and_says_where(run_verify):
     code, out = run_verify("attention=tests.user_backends:WRONG")
     assert re.fullmatch(r"verify: \d+ cells are not as documented", code)
     assert re.search(r"^forward +!$", out, re.MULTILINE)
-    assert re.search(r"^! tests.user_backends:WRONG, forward, fp32: red, out of B\S+-fp32: \S+ where \S+ is allowed$", out, re.MULTILINE)
+    assert re.search(
+        r"^! tests.user_backends:WRONG, forward, fp32: red, out of B\S+-fp32: \S+ where "
+        r"\S+ is allowed$",
+        out,
+        re.MULTILINE,
+    )
 
 
 def test_a_backend_that_raises_does_not_end_the_run(run_verify):
@@ -140,14 +174,21 @@ def test_several_dtypes_share_a_column(run_verify):
     ("argument", "message"),
     [
         ("attention=flash", "verify: attention=flash is not known; valid: naive, tiled"),
-        ("attention=no_such:BACKEND", "verify: attention=no_such:BACKEND cannot be loaded: ModuleNotFoundError"),
+        (
+            "attention=no_such:BACKEND",
+            "verify: attention=no_such:BACKEND cannot be loaded: ModuleNotFoundError",
+        ),
         ("attention=tiled:block_kv=abc", "verify: block_kv=abc must be a whole number, at least 1"),
         ("dtype=int8", "verify: dtype=int8 must be auto or of: fp32, bf16, fp16"),
         ("device=cuda", "verify: device=cuda, but PyTorch sees no GPU here"),
         ("cases=many", "verify: cases=many is no int"),
         ("cases=-1", "verify: cases=-1 and seed=0 must be at least 0"),
         ("out=nowhere/found.json", "verify: out=nowhere/found.json: its folder does not exist"),
-        ("backend=tiled", "verify: 'backend=tiled' is not key=value with a key of: attention, device, dtype, cases, seed, out"),
+        (
+            "backend=tiled",
+            "verify: 'backend=tiled' is not key=value with a key of: attention, device, dtype, "
+            "cases, seed, out",
+        ),
     ],
 )
 def test_complaints(run_verify, argument, message):
@@ -155,12 +196,18 @@ def test_complaints(run_verify, argument, message):
     assert code.startswith(message) and "\n" not in code and out == ""
 
 
-def test_pytorchs_remarks_on_flex_attention_are_not_printed_and_others_are(run_verify, monkeypatch, recwarn):
+def test_pytorchs_remarks_on_flex_attention_are_not_printed_and_others_are(
+    run_verify, monkeypatch, recwarn
+):
     examine = verify.examine
 
     def remark(*arguments):
         warnings.warn("return_lse is deprecated and will be removed", FutureWarning, stacklevel=1)
-        warnings.warn("flex_attention called without torch.compile() - this is slow", UserWarning, stacklevel=1)
+        warnings.warn(
+            "flex_attention called without torch.compile() - this is slow",
+            UserWarning,
+            stacklevel=1,
+        )
         warnings.warn("something is wrong", UserWarning, stacklevel=1)
         return examine(*arguments)
 
@@ -173,11 +220,24 @@ def test_pytorchs_remarks_on_flex_attention_are_not_printed_and_others_are(run_v
 def test_the_line_in_help_runs_as_typed():
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     help_text = subprocess.run(
-        [sys.executable, "-m", "scripts.verify", "--help"], cwd=ROOT, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "scripts.verify", "--help"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     (line,) = re.findall(r"^    python (-m scripts\.verify .*)$", help_text.stdout, re.MULTILINE)
-    done = subprocess.run([sys.executable, *line.split()], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0 and re.search(r"^compiled = eager +\+$", done.stdout, re.MULTILINE), done.stdout
+    done = subprocess.run(
+        [sys.executable, *line.split()],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0 and re.search(
+        r"^compiled = eager +\+$", done.stdout, re.MULTILINE
+    ), done.stdout
 
 
 def test_the_committed_measurements_are_drawn(tmp_path):
@@ -195,7 +255,9 @@ def test_the_committed_measurements_are_drawn(tmp_path):
     matrix = json.loads((ROOT / "results/mutants.json").read_text())
     draw_kills(matrix, tmp_path / "kills.png")
     assert image.imread(tmp_path / "kills.png").shape[0] > 1000
-    assert sum(row[1] for row in kills(matrix)) == sum(len(row["killed_by"]) for row in matrix["mutants"])
+    assert sum(row[1] for row in kills(matrix)) == sum(
+        len(row["killed_by"]) for row in matrix["mutants"]
+    )
 
 
 def test_what_is_not_as_documented_leaps_to_the_eye(tmp_path):

@@ -15,7 +15,9 @@ def run(steps: int, seconds: float) -> dict:
 
 def test_start_up_is_no_part_of_the_slope():
     found = wall.slope([run(20, 50.0), run(120, 60.0), run(220, 70.0)])
-    assert found["tokens_per_sec"] == pytest.approx(1000.0) and found["of_two"] == pytest.approx([1000.0, 1000.0])
+    assert found["tokens_per_sec"] == pytest.approx(1000.0) and found["of_two"] == pytest.approx(
+        [1000.0, 1000.0]
+    )
     found = wall.slope([run(20, 50.0), run(120, 58.0), run(220, 70.0)])
     assert found["of_two"] == pytest.approx([10_000 / 12, 10_000 / 8])
 
@@ -36,7 +38,9 @@ def test_two_lengths_of_a_real_run(tmp_path, monkeypatch):
     (found,) = json.loads(out.read_text())["runs"]
     assert [each["steps"] for each in found["each"]] == [4, 8] and found["seq_len"] == 32
     assert list(found["each"][1]["arrivals"]) == [str(step) for step in range(9)]
-    assert found["by_arrival"] > 0 and found["each"][0]["seconds"] > max(found["each"][0]["arrivals"].values())
+    assert found["by_arrival"] > 0 and found["each"][0]["seconds"] > max(
+        found["each"][0]["arrivals"].values()
+    )
 
 
 def test_one_length_has_no_slope(monkeypatch):

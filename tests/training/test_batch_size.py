@@ -33,25 +33,44 @@ def attempts(fits: int, error: type[Exception] = torch.OutOfMemoryError):
 
 def chosen_of(sequences: int, *, predicted_bytes, attempt, device) -> int:
     config = RunConfig(batch_size="auto", seq_len=16, tokens_per_step=16 * sequences)
-    return largest_batch(config, predicted_bytes=lambda sized: predicted_bytes(sized.batch_size), attempt=attempt, device=device).batch_size
+    return largest_batch(
+        config,
+        predicted_bytes=lambda sized: predicted_bytes(sized.batch_size),
+        attempt=attempt,
+        device=device,
+    ).batch_size
 
 
 def test_what_is_there_already_does_not_count_twice(ten_gib):
-    config, (attempt, tried) = RunConfig(batch_size="auto", seq_len=16, tokens_per_step=16 * 64), attempts(fits=1000)
-    largest_batch(config, predicted_bytes=lambda sized: (10 + sized.batch_size) * GIB, attempt=attempt, device=CPU, held_bytes=10 * GIB)
+    config, (attempt, tried) = (
+        RunConfig(batch_size="auto", seq_len=16, tokens_per_step=16 * 64),
+        attempts(fits=1000),
+    )
+    largest_batch(
+        config,
+        predicted_bytes=lambda sized: (10 + sized.batch_size) * GIB,
+        attempt=attempt,
+        device=CPU,
+        held_bytes=10 * GIB,
+    )
     assert tried == [8]
 
 
 @pytest.mark.parametrize("sequences, chosen", [(64, 8), (12, 6), (9, 9), (7, 7), (22, 2), (1, 1)])
 def test_the_largest_divisor_that_the_calculation_allows(ten_gib, sequences, chosen):
     attempt, tried = attempts(fits=1000)
-    assert chosen_of(sequences, predicted_bytes=lambda size: size * GIB, attempt=attempt, device=CPU) == chosen
+    assert (
+        chosen_of(sequences, predicted_bytes=lambda size: size * GIB, attempt=attempt, device=CPU)
+        == chosen
+    )
     assert tried == [chosen]
 
 
 def test_where_the_calculation_was_too_hopeful_the_attempt_decides(ten_gib, caplog):
     attempt, tried = attempts(fits=3)
-    assert chosen_of(64, predicted_bytes=lambda size: size * GIB / 4, attempt=attempt, device=CPU) == 2
+    assert (
+        chosen_of(64, predicted_bytes=lambda size: size * GIB / 4, attempt=attempt, device=CPU) == 2
+    )
     assert tried == [32, 16, 8, 4, 2]
     assert "batch_size=32 was predicted to take 8.0 GiB and does not fit" in caplog.text
 

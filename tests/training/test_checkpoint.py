@@ -15,13 +15,26 @@ from torch import nn
 from torch.amp import GradScaler
 
 from config import OptimConfig
-from training.checkpoint import CheckpointError, load_checkpoint, load_model_state, read_meta, save_checkpoint
+from training.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    load_model_state,
+    read_meta,
+    save_checkpoint,
+)
 from training.optimizer import build_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {
     "seed": 0,
-    "model": {"name": "tiny", "num_layers": 2, "hidden_size": 8, "positions": "learned", "max_seq_len": 16, "dropout": 0.5},
+    "model": {
+        "name": "tiny",
+        "num_layers": 2,
+        "hidden_size": 8,
+        "positions": "learned",
+        "max_seq_len": 16,
+        "dropout": 0.5,
+    },
 }
 
 
@@ -44,14 +57,20 @@ class TiedModel(nn.Module):
 
 def build(scaled: bool = False):
     model = TiedModel()
-    return model, build_optimizer(model, OptimConfig(lr=0.05)), GradScaler("cpu", enabled=scaled, init_scale=8.0, growth_interval=2)
+    return (
+        model,
+        build_optimizer(model, OptimConfig(lr=0.05)),
+        GradScaler("cpu", enabled=scaled, init_scale=8.0, growth_interval=2),
+    )
 
 
 def train(model, optimizer, scaler, steps: int) -> list[float]:
     """Steps that draw on every random number generator."""
     losses = []
     for _ in range(steps):
-        tokens = torch.tensor([random.randrange(11) for _ in range(6)] + np.random.randint(0, 11, 6).tolist())
+        tokens = torch.tensor(
+            [random.randrange(11) for _ in range(6)] + np.random.randint(0, 11, 6).tolist()
+        )
         loss = nn.functional.cross_entropy(model(tokens), tokens.roll(1))
         optimizer.zero_grad()
         scaler.scale(loss).backward()
@@ -83,7 +102,9 @@ def test_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, scaled):
     first = build(scaled)
     train(*first, 5)
     model, optimizer, scaler = first
-    save_checkpoint(tmp_path, model=model, optimizer=optimizer, scaler=scaler, step=5, tokens=60, config=CONFIG)
+    save_checkpoint(
+        tmp_path, model=model, optimizer=optimizer, scaler=scaler, step=5, tokens=60, config=CONFIG
+    )
 
     seed(99)
     resumed = build(scaled)
@@ -94,7 +115,11 @@ def test_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path, scaled):
     assert train(*resumed, 3) == losses[5:]
     for name, tensor in whole[0].state_dict().items():
         assert torch.equal(tensor, model.state_dict()[name]), name
-    for mine, theirs in zip(whole[1].state_dict()["state"].values(), optimizer.state_dict()["state"].values(), strict=True):
+    for mine, theirs in zip(
+        whole[1].state_dict()["state"].values(),
+        optimizer.state_dict()["state"].values(),
+        strict=True,
+    ):
         assert all(torch.equal(mine[key], theirs[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
     assert scaler.get_scale() == whole[2].get_scale()
 
@@ -104,7 +129,10 @@ def test_optimizer_settings_are_the_callers(tmp_path):
     model = TiedModel()
     optimizer = build_optimizer(model, OptimConfig(lr=0.5, weight_decay=0.3))
     load_checkpoint(tmp_path, model=model, optimizer=optimizer, scaler=None, config=CONFIG)
-    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.3), (0.5, 0.0)]
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        (0.5, 0.3),
+        (0.5, 0.0),
+    ]
 
 
 def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
@@ -114,7 +142,10 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
     save(tmp_path, model=model)
     assert set(load_file(tmp_path / "checkpoint/model.safetensors")) == {
         "embedding.weight",
-        *(f"norm.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")),
+        *(
+            f"norm.{name}"
+            for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+        ),
     }
     other = TiedModel()
     assert load_model_state(tmp_path, other)["vocab_size"] == 11
@@ -144,7 +175,13 @@ def refusal(run_dir: Path, model: nn.Module | None = None, config: dict = CONFIG
     model = model or TiedModel()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(run_dir, model=model, optimizer=build_optimizer(model, OptimConfig(lr=1e-3)), scaler=None, config=config)
+        load_checkpoint(
+            run_dir,
+            model=model,
+            optimizer=build_optimizer(model, OptimConfig(lr=1e-3)),
+            scaler=None,
+            config=config,
+        )
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -187,7 +224,10 @@ def test_missing_file(tmp_path, name):
         ("[1, 2]", "is of another program"),
         ('{"iteration": 7, "model_args": {}}', "is of another program"),
         ('{"format": "tilegpt-checkpoint", "version": 99}', "version 99"),
-        ('{"format": "tilegpt-checkpoint", "version": 1, "step": 3}', "lacks tokens, config, files"),
+        (
+            '{"format": "tilegpt-checkpoint", "version": 1, "step": 3}',
+            "lacks tokens, config, files",
+        ),
     ],
     ids=["torn", "list", "foreign", "newer", "incomplete"],
 )
@@ -210,31 +250,48 @@ def with_model(**changed) -> dict:
 
 def test_the_first_differing_setting_is_named(tmp_path):
     save(tmp_path)
-    assert "model.num_layers is 2 in the checkpoint and 6 now" in refusal(tmp_path, config=with_model(num_layers=6, hidden_size=16))
-    assert "model.max_seq_len is 16 in the checkpoint and 32 now" in refusal(tmp_path, config=with_model(max_seq_len=32))
+    assert "model.num_layers is 2 in the checkpoint and 6 now" in refusal(
+        tmp_path, config=with_model(num_layers=6, hidden_size=16)
+    )
+    assert "model.max_seq_len is 16 in the checkpoint and 32 now" in refusal(
+        tmp_path, config=with_model(max_seq_len=32)
+    )
 
 
 def test_a_setting_of_a_later_version_is_named(tmp_path):
     save(tmp_path)
-    assert "model.bias is None in the checkpoint and False now" in refusal(tmp_path, config=with_model(bias=False))
+    assert "model.bias is None in the checkpoint and False now" in refusal(
+        tmp_path, config=with_model(bias=False)
+    )
 
 
 def test_settings_that_change_no_weight_may_differ(tmp_path):
     save(tmp_path, config=with_model(positions="rope"))
     model, optimizer, scaler = build()
     now = with_model(positions="rope", name="other", dropout=0.0, max_seq_len=64)
-    assert load_checkpoint(tmp_path, model=model, optimizer=optimizer, scaler=scaler, config=now)["step"] == 3
+    assert (
+        load_checkpoint(tmp_path, model=model, optimizer=optimizer, scaler=scaler, config=now)[
+            "step"
+        ]
+        == 3
+    )
 
 
 def test_differing_weights_are_named(tmp_path):
     save(tmp_path)
-    assert "vocab_size is 11 in the checkpoint and 12 now" in refusal(tmp_path, TiedModel(vocab_size=12))
+    assert "vocab_size is 11 in the checkpoint and 12 now" in refusal(
+        tmp_path, TiedModel(vocab_size=12)
+    )
     wide = "embedding.weight is (11, 8) float32 in the checkpoint and (11, 16) float32 now"
     assert wide in refusal(tmp_path, TiedModel(hidden_size=16))
-    assert "output.weight is absent in the checkpoint and (11, 8) float32 now" in refusal(tmp_path, TiedModel(tied=False))
+    assert "output.weight is absent in the checkpoint and (11, 8) float32 now" in refusal(
+        tmp_path, TiedModel(tied=False)
+    )
 
 
-@pytest.mark.parametrize("limit", [200, 2000, 5000], ids=["weights", "training-start", "training-end"])
+@pytest.mark.parametrize(
+    "limit", [200, 2000, 5000], ids=["weights", "training-start", "training-end"]
+)
 def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, limit):
     """A file-size limit makes a write fail half way, as a full disk does."""
     save(tmp_path, step=1)
@@ -248,7 +305,12 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, limit):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert os.listdir(tmp_path) == ["checkpoint"]
     model, optimizer, scaler = build()
-    assert load_checkpoint(tmp_path, model=model, optimizer=optimizer, scaler=scaler, config=CONFIG)["step"] == 1
+    assert (
+        load_checkpoint(tmp_path, model=model, optimizer=optimizer, scaler=scaler, config=CONFIG)[
+            "step"
+        ]
+        == 1
+    )
     save(tmp_path, step=3)
     assert read_meta(tmp_path)["step"] == 3
 
@@ -287,7 +349,8 @@ for line in sys.stdin:
         print(os.getpid(), flush=True)
         for step in range(int(first), int(first) + 100_000):
             model.embedding.weight.data.fill_(step)
-            save_checkpoint(Path(run_dir), model=model, optimizer=optimizer, scaler=None, step=step, tokens=step, config=CONFIG)
+            parts = {"model": model, "optimizer": optimizer, "scaler": None}
+            save_checkpoint(Path(run_dir), **parts, step=step, tokens=step, config=CONFIG)
             os.write(1, f"{step}\\n".encode())
     os.wait()
     print("killed", flush=True)
@@ -296,7 +359,12 @@ for line in sys.stdin:
 
 def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     server = subprocess.Popen(
-        [sys.executable, "-c", SAVE_FOREVER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        [sys.executable, "-c", SAVE_FOREVER],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
     )
     moments = random.Random(0)
     first = 0
@@ -313,9 +381,13 @@ def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
                 written = int(line)
             model = TiedModel()
             optimizer = build_optimizer(model, OptimConfig(lr=1e-3))
-            meta = load_checkpoint(tmp_path, model=model, optimizer=optimizer, scaler=None, config=CONFIG)
+            meta = load_checkpoint(
+                tmp_path, model=model, optimizer=optimizer, scaler=None, config=CONFIG
+            )
             assert meta["step"] in (written, written + 1)
-            assert torch.equal(model.embedding.weight, torch.full_like(model.embedding.weight, meta["step"]))
+            assert torch.equal(
+                model.embedding.weight, torch.full_like(model.embedding.weight, meta["step"])
+            )
             first = meta["step"] + 1
     finally:
         server.kill()
@@ -325,4 +397,7 @@ def test_kill_9_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
 def test_meta_is_plain_json(tmp_path):
     meta = json.loads((save(tmp_path) / "meta.json").read_text())
     assert set(meta["files"]) == {"model.safetensors", "training.pt"}
-    assert torch.load(tmp_path / "checkpoint/training.pt", weights_only=True)["random"]["torch"].dtype == torch.uint8
+    assert (
+        torch.load(tmp_path / "checkpoint/training.pt", weights_only=True)["random"]["torch"].dtype
+        == torch.uint8
+    )

@@ -1,6 +1,8 @@
-"""Loggers: what arrives at wandb equals what was logged, and nothing that wandb does can stop or prompt a training.
+"""Loggers: what arrives at wandb equals what was logged, and nothing that wandb does can stop or
+prompt a training.
 
-Each wandb case runs in a process of its own: wandb keeps settings, credentials and a service process for as long as one lives.
+Each wandb case runs in a process of its own: wandb keeps settings, credentials and a service
+process for as long as one lives.
 """
 
 import contextlib
@@ -29,7 +31,9 @@ from training.loggers import Logger, build_logger
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "a" * 40
 
-needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+needs_wandb = pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is None, reason="wandb is not installed"
+)
 
 PROGRAM = """
 import json, logging, sys, time
@@ -44,11 +48,13 @@ for job, resume in json.loads(sys.argv[3]):
     run_dir.mkdir(exist_ok=True)
     start = time.perf_counter()
     logger = build_logger(
-        LoggerConfig(mode=mode), run_dir=run_dir, wandb_dir=folder, name=f"attention=tiled,seed={job}", group="sweep",
-        tags=["tiled", "seq256"], run_config={"seed": job, "model": {"num_layers": 2}}, resume=resume,
+        LoggerConfig(mode=mode), run_dir=run_dir, wandb_dir=folder,
+        name=f"attention=tiled,seed={job}", group="sweep", tags=["tiled", "seq256"],
+        run_config={"seed": job, "model": {"num_layers": 2}}, resume=resume,
     )
     seconds = time.perf_counter() - start
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()] if job == 0 else []
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines() if job == 0 else []
+    rows = [json.loads(line) for line in lines]
     for row in rows:
         tokens = row.pop("tokens")
         logger.log(row, tokens)
@@ -66,7 +72,14 @@ def environment(home: Path, **variables: str) -> dict[str, str]:
         for key, value in os.environ.items()
         if not key.startswith("WANDB") and key.lower() not in ("netrc", "http_proxy", "https_proxy")
     }
-    return clean | {"HOME": str(home), "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])} | variables
+    return (
+        clean
+        | {
+            "HOME": str(home),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
+        | variables
+    )
 
 
 def run_program(folder: Path, mode: str = "auto", jobs=((0, False),), **variables: str):
@@ -74,7 +87,14 @@ def run_program(folder: Path, mode: str = "auto", jobs=((0, False),), **variable
     (folder / "0").mkdir(exist_ok=True)
     (folder / "0/metrics.jsonl").touch()
     command = [sys.executable, "-c", PROGRAM, str(folder), mode, json.dumps(list(jobs))]
-    done = subprocess.run(command, cwd=folder, env=environment(folder, **variables), capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(folder, **variables),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
@@ -82,13 +102,17 @@ def run_program(folder: Path, mode: str = "auto", jobs=((0, False),), **variable
 def inspect(run: Path) -> list[dict]:
     """The records of an offline run, read by wandb's own tool."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run)]
-    text = subprocess.run(command, env=environment(run), capture_output=True, text=True, check=True, timeout=100).stdout
+    text = subprocess.run(
+        command, env=environment(run), capture_output=True, text=True, check=True, timeout=100
+    ).stdout
     return [json.loads(line) for line in text.splitlines()]
 
 
 @needs_wandb
 def test_an_offline_run_read_back_by_wandb_equals_the_metrics(tmp_path):
-    rows = [{"step": i, "tokens": 256 * i, "train/loss": 5 / (i + 1), "lr": 1e-3 * i} for i in range(40)]
+    rows = [
+        {"step": i, "tokens": 256 * i, "train/loss": 5 / (i + 1), "lr": 1e-3 * i} for i in range(40)
+    ]
     rows[20] |= {"val/loss": 2.25, "val/loss_exact": 2.5, "mfu": None}
     (tmp_path / "0").mkdir()
     (tmp_path / "0/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -101,17 +125,33 @@ def test_an_offline_run_read_back_by_wandb_equals_the_metrics(tmp_path):
     assert {folder.parent for folder in folders} == {tmp_path / "wandb"} and len(set(folders)) == 2
     records = inspect(folders[0])
     history = [record["history"]["item"] for record in records if record["type"] == "history"]
-    logged = [{key: value for key, value in item.items() if not key.startswith("_")} for item in history]
-    assert logged[:-1] == [{key: value for key, value in row.items() if value is not None} for row in rows]
+    logged = [
+        {key: value for key, value in item.items() if not key.startswith("_")} for item in history
+    ]
+    assert logged[:-1] == [
+        {key: value for key, value in row.items() if value is not None} for row in rows
+    ]
     assert logged[-1] == {"train/loss": "NaN", "grad_norm": "Infinity", "tokens": 10_000}
 
-    (run,) = [record["run"] for record in records if record["type"] == "run" and "display_name" in record["run"]][:1]
-    assert (run["run_group"], run["job_type"], run["tags"]) == ("sweep", "train", ["tiled", "seq256"])
+    (run,) = [
+        record["run"]
+        for record in records
+        if record["type"] == "run" and "display_name" in record["run"]
+    ][:1]
+    assert (run["run_group"], run["job_type"], run["tags"]) == (
+        "sweep",
+        "train",
+        ["tiled", "seq256"],
+    )
     assert run["display_name"] == "attention=tiled,seed=0"
     assert run["config"]["update"]["model"] == {"num_layers": 2}
     metrics = [record["metric"] for record in records if record["type"] == "metric"]
-    axes = {metric["name"]: metric.get("step_metric") for metric in metrics if "step_metric" in metric}
-    assert axes == dict.fromkeys(("step", "train/loss", "lr", "val/loss", "val/loss_exact", "grad_norm"), "tokens")
+    axes = {
+        metric["name"]: metric.get("step_metric") for metric in metrics if "step_metric" in metric
+    }
+    assert axes == dict.fromkeys(
+        ("step", "train/loss", "lr", "val/loss", "val/loss_exact", "grad_norm"), "tokens"
+    )
     assert [record["exit"]["exit_code"] for record in records if record["type"] == "exit"] == [1]
 
 
@@ -141,7 +181,8 @@ metrics = MetricsFile(folder / "metrics.jsonl")
 if first:
     metrics.go_back_to(first - 1, folder / "none")
 logger = build_logger(
-    LoggerConfig(name=sys.argv[4], mode="offline"), run_dir=folder, wandb_dir=folder, name="n", group=None, tags=[], run_config={},
+    LoggerConfig(name=sys.argv[4], mode="offline"), run_dir=folder, wandb_dir=folder,
+    name="n", group=None, tags=[], run_config={},
     resume=first > 0,
 )
 for step in range(first, last):
@@ -158,10 +199,14 @@ logger.finish(0)
 
 
 def kill_twice(folder: Path, name: str, **variables: str) -> list[dict]:
-    """A run of 40 rows, killed after the 23rd and the 31st and each time resumed from a checkpoint before; its metrics."""
+    """A run of 40 rows, killed after the 23rd and the 31st and each time resumed from a checkpoint
+    before; its metrics.
+    """
     for first, last in ((0, 23), (15, 31), (28, 40)):
         command = [sys.executable, "-c", KILLED, str(folder), str(first), str(last), name]
-        code = subprocess.run(command, cwd=folder, env=environment(folder, **variables), timeout=100).returncode
+        code = subprocess.run(
+            command, cwd=folder, env=environment(folder, **variables), timeout=100
+        ).returncode
         assert code == (-9 if last < 40 else 0)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(40))
@@ -170,13 +215,19 @@ def kill_twice(folder: Path, name: str, **variables: str) -> list[dict]:
 
 @needs_wandb
 def test_a_killed_and_resumed_run_is_one_run_at_wandb(tmp_path):
-    """One id, and of all that lies there to be uploaded, every row once, as metrics.jsonl has it."""
+    """One id, and of all that lies there to be uploaded, every row once, as metrics.jsonl has
+    it.
+    """
     rows = kill_twice(tmp_path, "wandb")
     run_id = (tmp_path / "wandb_id.txt").read_text().strip()
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     assert folder.name.endswith(run_id)
-    history = [record["history"]["item"] for record in inspect(folder) if record["type"] == "history"]
-    assert [{key: value for key, value in item.items() if not key.startswith("_")} for item in history] == rows
+    history = [
+        record["history"]["item"] for record in inspect(folder) if record["type"] == "history"
+    ]
+    assert [
+        {key: value for key, value in item.items() if not key.startswith("_")} for item in history
+    ] == rows
     assert [item["_step"] for item in history] == list(range(40))
 
 
@@ -187,7 +238,9 @@ def test_a_resumed_online_run_goes_on_where_the_server_stands(kept):
     logger = loggers.WandbLogger.__new__(loggers.WandbLogger)
     logger._rows, logger._keys = 0, set()
     logger._run = types.SimpleNamespace(
-        starting_step=5, define_metric=lambda *_, **__: None, log=lambda row, step, commit: sent.append((step, row["tokens"]))
+        starting_step=5,
+        define_metric=lambda *_, **__: None,
+        log=lambda row, step, commit: sent.append((step, row["tokens"])),
     )
     logger._replay([{"step": step, "tokens": 10 * step} for step in range(kept)])
     for step in range(kept, 12):
@@ -199,7 +252,11 @@ def test_a_resumed_online_run_goes_on_where_the_server_stands(kept):
 @pytest.mark.parametrize(
     "mode, variables, said",
     [
-        ("auto", {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "https://nosuch.invalid"}, "does not answer"),
+        (
+            "auto",
+            {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "https://nosuch.invalid"},
+            "does not answer",
+        ),
         ("auto", {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}, "does not answer"),
         ("online", {}, "no API key"),
         ("auto", {"WANDB_MODE": "online"}, "no API key"),
@@ -222,10 +279,22 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         asked = self.rfile.read(int(self.headers.get("content-length", 0)))
         known = self.refused == "project" and b"query Viewer" in asked
-        viewer = {"id": "1", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
+        viewer = {
+            "id": "1",
+            "entity": "me",
+            "username": "me",
+            "flags": "{}",
+            "teams": {"edges": []},
+        }
         self.send_response(200 if known else 403)
         self.end_headers()
-        self.wfile.write(json.dumps({"data": {"viewer": viewer}} if known else {"errors": [{"message": "permission denied"}]}).encode())
+        self.wfile.write(
+            json.dumps(
+                {"data": {"viewer": viewer}}
+                if known
+                else {"errors": [{"message": "permission denied"}]}
+            ).encode()
+        )
 
     do_GET = do_POST
 
@@ -236,7 +305,9 @@ class WandbServer(http.server.BaseHTTPRequestHandler):
 @needs_wandb
 @pytest.mark.parametrize("refused", ["key", "project"])
 def test_a_refusing_server_means_offline(tmp_path, monkeypatch, refused):
-    """With the project refused, wandb keeps the run's id and an empty folder: both must not meet the offline run."""
+    """With the project refused, wandb keeps the run's id and an empty folder: both must not meet
+    the offline run.
+    """
     monkeypatch.setattr(WandbServer, "refused", refused)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), WandbServer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -244,14 +315,18 @@ def test_a_refusing_server_means_offline(tmp_path, monkeypatch, refused):
         netrc = tmp_path / ".netrc"
         netrc.write_text(f"machine 127.0.0.1:{server.server_port} login user password {KEY}\n")
         netrc.chmod(0o600)
-        (result,), stderr = run_program(tmp_path, WANDB_BASE_URL=f"http://127.0.0.1:{server.server_port}")
+        (result,), stderr = run_program(
+            tmp_path, WANDB_BASE_URL=f"http://127.0.0.1:{server.server_port}"
+        )
     finally:
         server.shutdown()
         server.server_close()
     (warning,) = stderr.splitlines()
     assert "wandb refused an online run" in warning and "permission denied" in warning
     assert result["active"] and result["seconds"] < 30
-    assert [path.name for path in (tmp_path / "wandb").glob("*run-2*")] == [Path(result["hint"].split()[-1]).name]
+    assert [path.name for path in (tmp_path / "wandb").glob("*run-2*")] == [
+        Path(result["hint"].split()[-1]).name
+    ]
 
 
 @needs_wandb
@@ -262,7 +337,14 @@ def test_never_prompts_at_a_terminal(tmp_path, mode):
     (tmp_path / "0/metrics.jsonl").touch()
     leader, terminal = pty.openpty()
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), mode, "[[0, false]]"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdin=terminal, stdout=terminal, stderr=terminal)
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+    )
     os.close(terminal)
     printed = b""
     try:
@@ -285,7 +367,10 @@ def test_disabled_leaves_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     ("told", "said"),
-    [("bogus", "WANDB_MODE=bogus is not one of: online, offline, disabled"), ("shared", "set WANDB_MODE=online")],
+    [
+        ("bogus", "WANDB_MODE=bogus is not one of: online, offline, disabled"),
+        ("shared", "set WANDB_MODE=online"),
+    ],
 )
 def test_a_mode_that_no_run_has_is_refused(monkeypatch, told, said):
     """A regression test: the run went on, and nothing was logged."""
@@ -297,9 +382,13 @@ def test_a_mode_that_no_run_has_is_refused(monkeypatch, told, said):
 
 
 @needs_wandb
-@pytest.mark.parametrize(("mode", "told"), [("auto", ""), ("auto", "dryrun"), ("offline", "bogus"), ("offline", "")])
+@pytest.mark.parametrize(
+    ("mode", "told"), [("auto", ""), ("auto", "dryrun"), ("offline", "bogus"), ("offline", "")]
+)
 def test_an_empty_or_former_or_overruled_mode_still_logs(tmp_path, mode, told):
-    """A regression test: wandb did not start with an empty WANDB_MODE, and its word dryrun was not understood."""
+    """A regression test: wandb did not start with an empty WANDB_MODE, and its word dryrun was not
+    understood.
+    """
     (result,), stderr = run_program(tmp_path, mode, WANDB_MODE=told)
     assert result["active"] and result["hint"].startswith("wandb sync ") and stderr == ""
 
@@ -319,14 +408,18 @@ def test_the_first_failure_is_a_warning_and_the_last_call(caplog):
         for tokens in range(3):
             logger.log({}, tokens)
     assert logger.calls == 1
-    assert [record.getMessage() for record in caplog.records] == ["Failing stopped logging (server gone); metrics.jsonl goes on"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Failing stopped logging (server gone); metrics.jsonl goes on"
+    ]
 
 
 ARGUMENTS = {"name": "n", "group": None, "tags": [], "run_config": {}, "resume": False}
 
 
 def test_none_does_nothing(tmp_path):
-    logger = build_logger(LoggerConfig(name="none"), run_dir=tmp_path, wandb_dir=tmp_path, **ARGUMENTS)
+    logger = build_logger(
+        LoggerConfig(name="none"), run_dir=tmp_path, wandb_dir=tmp_path, **ARGUMENTS
+    )
     logger.log({"train/loss": 1.0}, 1)
     logger.summary({})
     logger.finish(0)
@@ -341,11 +434,23 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name):
 
 
 def test_a_folder_of_runs_is_not_the_package(tmp_path, monkeypatch, caplog):
-    """./wandb makes `import wandb` succeed, as an empty namespace package, where wandb is not installed."""
+    """./wandb makes `import wandb` succeed, as an empty namespace package, where wandb is not
+    installed.
+    """
     (tmp_path / "wandb").mkdir()
     # -S: without site-packages
-    command = [sys.executable, "-S", "-c", "from importlib.util import find_spec; print(find_spec('wandb').origin)"]
-    assert subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip() == "None"
+    command = [
+        sys.executable,
+        "-S",
+        "-c",
+        "from importlib.util import find_spec; print(find_spec('wandb').origin)",
+    ]
+    assert (
+        subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "None"
+    )
     spec = importlib.util.spec_from_loader("wandb", None, origin=None, is_package=True)
     monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda package: spec)
     logger = build_logger(LoggerConfig(), run_dir=tmp_path, wandb_dir=tmp_path, **ARGUMENTS)
@@ -379,7 +484,9 @@ def test_a_proxy_is_what_must_answer(monkeypatch):
     monkeypatch.setattr(loggers.socket, "create_connection", connect)
     monkeypatch.setenv("https_proxy", "http://proxy.example.com:3128")
     monkeypatch.setenv("no_proxy", "local.example.com")
-    assert loggers.reachable("https://api.example.com") and loggers.reachable("https://local.example.com")
+    assert loggers.reachable("https://api.example.com") and loggers.reachable(
+        "https://local.example.com"
+    )
     assert asked == [("proxy.example.com", 3128), ("local.example.com", 443)]
 
 
@@ -387,7 +494,9 @@ def test_tensorboard_events(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    logger = build_logger(LoggerConfig(name="tensorboard"), run_dir=tmp_path, wandb_dir=tmp_path, **ARGUMENTS)
+    logger = build_logger(
+        LoggerConfig(name="tensorboard"), run_dir=tmp_path, wandb_dir=tmp_path, **ARGUMENTS
+    )
     logger.log({"train/loss": 2.5, "mfu": None}, 256)
     logger.log({"train/loss": math.nan}, 512)
     logger.summary({"status": "completed"})
@@ -411,7 +520,9 @@ def test_a_killed_and_resumed_run_is_one_run_in_tensorboard(tmp_path):
 
 def test_a_killed_and_resumed_run_is_one_run_in_trackio(tmp_path):
     """Each step once. Of a step that was computed twice the first values stay."""
-    if importlib.util.find_spec("trackio") is None:  # imported here, it would choose its folder for the other tests
+    if (
+        importlib.util.find_spec("trackio") is None
+    ):  # imported here, it would choose its folder for the other tests
         pytest.skip("trackio is not installed")
     rows = kill_twice(tmp_path, "trackio", TRACKIO_DIR=str(tmp_path))
     (database,) = tmp_path.glob("tilegpt*.db")
@@ -425,7 +536,9 @@ def test_trackio_rows(tmp_path, monkeypatch):
     # read when the package is imported
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
     pytest.importorskip("trackio")
-    logger = build_logger(LoggerConfig(name="trackio"), run_dir=tmp_path, wandb_dir=tmp_path, **ARGUMENTS)
+    logger = build_logger(
+        LoggerConfig(name="trackio"), run_dir=tmp_path, wandb_dir=tmp_path, **ARGUMENTS
+    )
     logger.log({"train/loss": 2.5, "mfu": None, "grad_norm": math.inf}, 256)
     logger.finish(0)
     assert logger.active and list(tmp_path.glob("tilegpt*.db"))

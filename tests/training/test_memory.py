@@ -1,4 +1,6 @@
-"""Peak memory, the limit that turns a fatal allocation into an error, and what is read out of the error."""
+"""Peak memory, the limit that turns a fatal allocation into an error, and what is read out of the
+error.
+"""
 
 import resource
 import subprocess
@@ -9,16 +11,27 @@ import pytest
 import torch
 
 from training import memory
-from training.memory import MemoryMeter, cpu_memory_limit, describe_out_of_memory, is_out_of_memory, release_memory
+from training.memory import (
+    MemoryMeter,
+    cpu_memory_limit,
+    describe_out_of_memory,
+    is_out_of_memory,
+    release_memory,
+)
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 # once CUDA runs there is no limit: drivers reserve far more addresses than memory
-limited = pytest.mark.skipif(sys.platform != "linux" or torch.cuda.is_available(), reason="only on Linux without a GPU")
+limited = pytest.mark.skipif(
+    sys.platform != "linux" or torch.cuda.is_available(), reason="only on Linux without a GPU"
+)
 
 CUDA_MESSAGE = (
-    "CUDA out of memory. Tried to allocate 2.50 TiB. GPU 0 has a total capacity of 139.72 GiB of which 512.00 MiB is free. "
-    "Including non-PyTorch memory, this process has 120.00 GiB memory in use. Of the allocated memory 119.00 GiB is allocated by "
-    "PyTorch, and 200.00 MiB is reserved by PyTorch but unallocated.\nSee documentation for Memory Management"
+    "CUDA out of memory. Tried to allocate 2.50 TiB. GPU 0 has a total capacity of 139.72 GiB of "
+    "which 512.00 MiB is free. "
+    "Including non-PyTorch memory, this process has 120.00 GiB memory in use. Of the allocated "
+    "memory 119.00 GiB is allocated by "
+    "PyTorch, and 200.00 MiB is reserved by PyTorch but unallocated.\nSee documentation for "
+    "Memory Management"
 )
 
 
@@ -56,7 +69,10 @@ def test_limit_makes_an_oversized_tensor_an_error_and_the_process_lives_on():
 def test_limit_leaves_the_margin_and_respects_a_lower_one():
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     available = memory.available_bytes()
-    with cpu_memory_limit(margin_bytes=available - 2**28), pytest.raises(RuntimeError, match="can't allocate memory"):
+    with (
+        cpu_memory_limit(margin_bytes=available - 2**28),
+        pytest.raises(RuntimeError, match="can't allocate memory"),
+    ):
         torch.empty(2**29, dtype=torch.uint8)
     try:
         resource.setrlimit(resource.RLIMIT_AS, (2**40, hard))
@@ -96,14 +112,34 @@ def test_a_control_group_below_the_machine_counts(tmp_path, monkeypatch):
     [
         (torch.OutOfMemoryError(CUDA_MESSAGE), True),
         (MemoryError(), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."), True),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: not enough memory: you "
+                "tried to allocate 8 bytes."
+            ),
+            True,
+        ),
         (RuntimeError("CUDA error: out of memory"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            True,
+        ),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("not enough memory of the past"), False),
     ],
-    ids=["cuda", "python", "windows", "cuda-driver", "cublas", "illegal-access", "shapes", "value-error"],
+    ids=[
+        "cuda",
+        "python",
+        "windows",
+        "cuda-driver",
+        "cublas",
+        "illegal-access",
+        "shapes",
+        "value-error",
+    ],
 )
 def test_what_counts_as_out_of_memory(error, expected):
     assert is_out_of_memory(error) is expected
@@ -111,7 +147,11 @@ def test_what_counts_as_out_of_memory(error, expected):
 
 def test_cuda_message_is_parsed():
     described = describe_out_of_memory(torch.OutOfMemoryError(CUDA_MESSAGE), "cuda")
-    assert (described["asked_gib"], described["free_gib"], described["total_gib"]) == (2560.0, 0.5, 139.72)
+    assert (described["asked_gib"], described["free_gib"], described["total_gib"]) == (
+        2560.0,
+        0.5,
+        139.72,
+    )
     assert "\n" not in described["message"]
 
 
@@ -127,7 +167,9 @@ def test_an_error_without_words_is_described():
 
 @linux
 def test_release_gives_small_blocks_back():
-    """Blocks below malloc's mmap threshold stay with the process after `del`, and would start the next run's peak."""
+    """Blocks below malloc's mmap threshold stay with the process after `del`, and would start the
+    next run's peak.
+    """
     code = """
 import torch
 from training.memory import MemoryMeter, release_memory
@@ -143,7 +185,13 @@ assert "torch._dynamo" not in sys.modules
 """
     peaks = []
     for program in (code, code.replace('release_memory("cpu")', "")):
-        peaks.append(float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout))
+        peaks.append(
+            float(
+                subprocess.run(
+                    [sys.executable, "-c", program], capture_output=True, text=True, check=True
+                ).stdout
+            )
+        )
     assert peaks[1] - peaks[0] > 0.1
 
 

@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from training import metrics
-from training.metrics import MetricsFile, Progress, Throughput, WallClock, environment, peak_flops, read_metrics, write_json
+from training.metrics import (
+    MetricsFile,
+    Progress,
+    Throughput,
+    WallClock,
+    environment,
+    peak_flops,
+    read_metrics,
+    write_json,
+)
 
 
 def strict_loads(text: str):
@@ -31,10 +40,24 @@ def test_nonfinite_values_become_null_and_are_named(tmp_path):
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write({"step": 1, "train/loss": math.nan, "grad_norm": math.inf, "lr": 0.1})
     row = strict_loads(file.path.read_text())
-    assert row == {"step": 1, "train/loss": None, "grad_norm": None, "lr": 0.1, "nonfinite": ["train/loss", "grad_norm"]}
-    write_json(tmp_path / "summary.json", {"status": "diverged", "oom": {"free": -math.inf}, "list": [1.0, math.nan]})
+    assert row == {
+        "step": 1,
+        "train/loss": None,
+        "grad_norm": None,
+        "lr": 0.1,
+        "nonfinite": ["train/loss", "grad_norm"],
+    }
+    write_json(
+        tmp_path / "summary.json",
+        {"status": "diverged", "oom": {"free": -math.inf}, "list": [1.0, math.nan]},
+    )
     summary = strict_loads((tmp_path / "summary.json").read_text())
-    assert summary == {"status": "diverged", "oom": {"free": None}, "list": [1.0, None], "nonfinite": ["oom.free", "list[1]"]}
+    assert summary == {
+        "status": "diverged",
+        "oom": {"free": None},
+        "list": [1.0, None],
+        "nonfinite": ["oom.free", "list[1]"],
+    }
 
 
 def test_truncation_drops_later_rows_and_a_torn_line(tmp_path):
@@ -46,7 +69,11 @@ def test_truncation_drops_later_rows_and_a_torn_line(tmp_path):
     assert [row["step"] for row in read_metrics(file.path)] == [10, 20, 30]
     MetricsFile(file.path).go_back_to(20, tmp_path / "none")
     file.write({"step": 25})
-    assert [strict_loads(line)["step"] for line in file.path.read_text().splitlines()] == [10, 20, 25]
+    assert [strict_loads(line)["step"] for line in file.path.read_text().splitlines()] == [
+        10,
+        20,
+        25,
+    ]
 
 
 def test_missing_file_has_no_rows(tmp_path):
@@ -64,7 +91,9 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch, victim):
 
     monkeypatch.setattr(metrics.os, "fsync", no_space)
     with pytest.raises(OSError):
-        write_json(file.path, {"a": 1}) if victim == "write_json" else file.go_back_to(0, tmp_path / "none")
+        write_json(file.path, {"a": 1}) if victim == "write_json" else file.go_back_to(
+            0, tmp_path / "none"
+        )
     assert file.path.read_text() == before
 
 
@@ -78,7 +107,9 @@ class Clock:
 
 
 def test_the_wall_clock_has_everything_in_it():
-    """A run of four steps that goes on after 1,000 s of an earlier start: rows after steps 3 and 4, the last with a checkpoint after it."""
+    """A run of four steps that goes on after 1,000 s of an earlier start: rows after steps 3 and 4,
+    the last with a checkpoint after it.
+    """
     clock = Clock()
     wall = WallClock(seconds=1000.0, clock=clock)
     clock.now += 30  # the validation of step 0
@@ -133,9 +164,13 @@ def test_throughput_paused_during_warm_up_does_not_start_the_clock():
 
 
 def test_a_row_has_every_share_of_the_peak_by_its_name():
-    """Three rows of a run with log_every=2, an evaluation after each and passes that differ in length: none leaks into another."""
+    """Three rows of a run with log_every=2, an evaluation after each and passes that differ in
+    length: none leaks into another.
+    """
     clock = Clock()
-    throughput = Throughput(flops_per_token={"mfu": 40.0, "mfu_causal": 30.0}, peak=8000.0, warmup_steps=1, clock=clock)
+    throughput = Throughput(
+        flops_per_token={"mfu": 40.0, "mfu_causal": 30.0}, peak=8000.0, warmup_steps=1, clock=clock
+    )
     rows = []
     for step, seconds in enumerate((90.0, 1.0, 1.0, 1.0, 2.0, 2.0, 4.0), start=1):
         clock.now += seconds
@@ -146,7 +181,10 @@ def test_a_row_has_every_share_of_the_peak_by_its_name():
                 clock.now += 1000
     assert rows[0] == {"step_tokens_per_sec": None, "mfu": None, "mfu_causal": None}  # it compiled
     assert rows[1] == {"step_tokens_per_sec": 100.0, "mfu": 0.5, "mfu_causal": 0.375}
-    assert [row["step_tokens_per_sec"] for row in rows[2:]] == [pytest.approx(200 / 3), pytest.approx(200 / 6)]
+    assert [row["step_tokens_per_sec"] for row in rows[2:]] == [
+        pytest.approx(200 / 3),
+        pytest.approx(200 / 6),
+    ]
     unknown = Throughput(flops_per_token={"mfu": 40.0}, warmup_steps=1, clock=clock)
     for _ in range(2):
         clock.now += 1
@@ -169,7 +207,9 @@ def test_slow_steps_on_the_way_do_not_count_either():
 
 @pytest.mark.gpu
 def test_the_clock_of_a_gpu_runs_with_it_and_waits_for_nothing():
-    """Four steps of a known time on the GPU, none waited for, with work of the GPU and of the host in between that does not count."""
+    """Four steps of a known time on the GPU, none waited for, with work of the GPU and of the host
+    in between that does not count.
+    """
     throughput = Throughput("cuda", warmup_steps=1)
     cycles = 50_000_000
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -232,7 +272,10 @@ def test_progress_says_the_time_left_and_is_never_silent_for_long():
     assert progress.step(11)
     # two seconds a step: what came before the first does not count
     row = {"train/loss": math.nan, "lr": 1e-3, "val/loss": 4.0}
-    assert progress.line(11, row) == "step    11/100  train/loss nan  val/loss 4.0000  100 tokens/s  02:58 left"
+    assert (
+        progress.line(11, row)
+        == "step    11/100  train/loss nan  val/loss 4.0000  100 tokens/s  02:58 left"
+    )
     assert not progress.step(12)
     now = 258.0
     assert progress.line(100, row).endswith("100 tokens/s")
@@ -257,13 +300,26 @@ def test_environment_says_where_the_run_ran():
 
 
 def test_environment_imports_no_package_to_ask_its_version():
-    code = "import sys; from training.metrics import environment; environment('', 'cpu'); print({'wandb', 'datasets'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+    code = (
+        "import sys; from training.metrics import environment; environment('', 'cpu'); "
+        "print({'wandb', 'datasets'} & set(sys.modules))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "set()"
+    )
 
 
 def git(folder, *arguments):
     identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    return subprocess.run(["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
 
 
 def test_commit_and_uncommitted_changes(tmp_path, monkeypatch):
@@ -275,12 +331,21 @@ def test_commit_and_uncommitted_changes(tmp_path, monkeypatch):
     git(tmp_path, "commit", "-q", "-m", "one")
     monkeypatch.setattr(metrics, "ROOT", tmp_path.resolve())
     head = git(tmp_path, "rev-parse", "HEAD")
-    assert {key: environment("", "cpu")[key] for key in ("commit", "dirty")} == {"commit": head, "dirty": False}
+    assert {key: environment("", "cpu")[key] for key in ("commit", "dirty")} == {
+        "commit": head,
+        "dirty": False,
+    }
     (tmp_path / "file").write_text("two")
-    assert {key: environment("", "cpu")[key] for key in ("commit", "dirty")} == {"commit": head, "dirty": True}
+    assert {key: environment("", "cpu")[key] for key in ("commit", "dirty")} == {
+        "commit": head,
+        "dirty": True,
+    }
     # a copy of the program without .git inside another repository
     monkeypatch.setattr(metrics, "ROOT", (tmp_path / "copy").resolve())
-    assert {key: environment("", "cpu")[key] for key in ("commit", "dirty")} == {"commit": None, "dirty": None}
+    assert {key: environment("", "cpu")[key] for key in ("commit", "dirty")} == {
+        "commit": None,
+        "dirty": None,
+    }
 
 
 def test_without_git(monkeypatch):

@@ -18,7 +18,10 @@ MUON = OptimConfig(name="muon", lr=0.01)
 
 def build_gpt(**fields) -> GPT:
     torch.manual_seed(0)
-    config = ModelConfig(**{"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_size": 32, "max_seq_len": 16} | fields)
+    config = ModelConfig(
+        **{"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_size": 32, "max_seq_len": 16}
+        | fields
+    )
     return GPT(config, vocab_size=37, backend=get_backend("naive"))
 
 
@@ -37,8 +40,12 @@ def train(model: GPT, optimizer, steps: range) -> list[float]:
 
 def test_weight_decay_reaches_matrices_only():
     model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
-    optimizer = build_optimizer(model, OptimConfig(lr=1e-3, weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-7))
-    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    optimizer = build_optimizer(
+        model, OptimConfig(lr=1e-3, weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-7)
+    )
+    decay = {
+        id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    }
     assert {name: decay[id(p)] for name, p in model.named_parameters()} == {
         "0.weight": 0.1,
         "1.weight": 0.0,
@@ -46,7 +53,10 @@ def test_weight_decay_reaches_matrices_only():
         "2.weight": 0.1,
         "2.bias": 0.0,
     }
-    assert all(group["fused"] and group["betas"] == (0.8, 0.9) and group["eps"] == 1e-7 for group in optimizer.param_groups)
+    assert all(
+        group["fused"] and group["betas"] == (0.8, 0.9) and group["eps"] == 1e-7
+        for group in optimizer.param_groups
+    )
 
 
 def test_frozen_parameters_are_left_out():
@@ -72,7 +82,9 @@ def test_fused_equals_the_textbook_update():
             first.mul_(config.beta1).add_((1 - config.beta1) * grad)
             second.mul_(config.beta2).add_((1 - config.beta2) * grad**2)
             decay = config.weight_decay if p.dim() >= 2 else 0.0
-            ratio = (first / (1 - config.beta1**step)) / ((second / (1 - config.beta2**step)).sqrt() + config.eps)
+            ratio = (first / (1 - config.beta1**step)) / (
+                (second / (1 - config.beta2**step)).sqrt() + config.eps
+            )
             expected[name] = expected[name] * (1 - config.lr * decay) - config.lr * ratio
         optimizer.step()
     for name, p in model.named_parameters():
@@ -119,12 +131,17 @@ def test_a_peak_below_min_lr_does_not_rise():
 def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest(activation):
     model = build_gpt(activation=activation, tie_embeddings=False)
     optimizer = build_optimizer(model, MUON)
-    muon, adamw = ({id(p) for group in part.param_groups for p in group["params"]} for part in (optimizer.muon, optimizer.adamw))
+    muon, adamw = (
+        {id(p) for group in part.param_groups for p in group["params"]}
+        for part in (optimizer.muon, optimizer.adamw)
+    )
     names = {name for name, p in model.named_parameters() if id(p) in muon}
     matrices = ("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
     assert names == {f"blocks.{i}.{matrix}.weight" for i in range(2) for matrix in matrices}
     assert adamw == {id(p) for p in model.parameters()} - muon
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(
+        list(model.parameters())
+    )
     rows = {id(p): group["rows"] for group in optimizer.muon.param_groups for p in group["params"]}
     assert rows[id(model.blocks[0].attention.qkv.weight)] == (32, 16, 16)
     assert rows[id(model.blocks[0].mlp.up.weight)] == ((128, 128) if activation == "swiglu" else ())
@@ -137,9 +154,13 @@ def test_a_stack_is_updated_as_the_matrices_that_it_stacks():
     optimizer = build_optimizer(model, MUON)
     stack = model.blocks[0].attention.qkv.weight
     apart = [nn.Parameter(part.detach().clone()) for part in stack.split((32, 16, 16))]
-    reference = torch.optim.Muon(apart, lr=MUON.lr, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    reference = torch.optim.Muon(
+        apart, lr=MUON.lr, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
     for _ in range(3):
-        stack.grad = torch.randn_like(stack) * torch.tensor([1.0, 100.0]).repeat_interleave(32)[:, None]
+        stack.grad = (
+            torch.randn_like(stack) * torch.tensor([1.0, 100.0]).repeat_interleave(32)[:, None]
+        )
         for part, grad in zip(apart, stack.grad.split((32, 16, 16)), strict=True):
             part.grad = grad.clone()
         optimizer.step()
@@ -154,7 +175,8 @@ def test_an_update_of_muon_is_orthogonal_and_as_large_as_adamw_s():
     stack.grad = torch.randn_like(stack)
     optimizer.step()
     update = (before - stack.detach()).double()
-    # the largest side is 128 and 32 singular values are near 1, each within what five steps of bfloat16 Newton-Schulz give
+    # the largest side is 128 and 32 singular values are near 1, each within what five steps of
+    # bfloat16 Newton-Schulz give
     singular = torch.linalg.svdvals(update) / (0.01 * 0.2 * 128**0.5)
     assert singular.min() > 0.6 and singular.max() < 1.3
     # AdamW's updates have a root mean square of 0.2 to 0.4 of lr (arXiv:2502.16982, section 2.2)
@@ -167,7 +189,9 @@ def test_muon_learns_at_adamw_s_learning_rate():
         for name in ("adamw", "muon"):
             model = build_gpt()
             torch.manual_seed(seed)
-            losses[name] = train(model, build_optimizer(model, OptimConfig(name=name, lr=0.01)), range(60))
+            losses[name] = train(
+                model, build_optimizer(model, OptimConfig(name=name, lr=0.01)), range(60)
+            )
         assert losses["adamw"][-1] < 1 and losses["muon"][-1] < 1, losses
 
 
@@ -191,12 +215,23 @@ def test_muon_goes_on_to_the_bit(tmp_path):
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_a_run_with_muon_goes_on_to_the_bit(tmp_path, dtype):
     """The command, with two passes a step and, in float16, a loss scale."""
-    options = ("optim=muon", "optim.schedule=constant", "tokens_per_step=256", f"dtype={dtype}", "eval_every=4", "log_every=2")
+    options = (
+        "optim=muon",
+        "optim.schedule=constant",
+        "tokens_per_step=256",
+        f"dtype={dtype}",
+        "eval_every=4",
+        "log_every=2",
+    )
     assert run(*tiny(tmp_path / "straight", *options, "steps=4")).code == 0
     assert run(*tiny(tmp_path / "parts", *options, "steps=2")).code == 0
     assert run(f"resume={tmp_path / 'parts'}", "steps=4").code == 0
     straight, parts = (checkpoint(tmp_path / name) for name in ("straight", "parts"))
-    assert straight["step"] == 4 and straight["optimizer"]["state"]["muon"] and bool(straight["scaler"]) == (dtype == "fp16")
+    assert (
+        straight["step"] == 4
+        and straight["optimizer"]["state"]["muon"]
+        and bool(straight["scaler"]) == (dtype == "fp16")
+    )
     assert same(straight, parts)
     assert summary(tmp_path / "straight")["val/loss"] == summary(tmp_path / "parts")["val/loss"]
 
@@ -208,13 +243,22 @@ def test_the_state_of_another_optimizer_is_refused_in_one_line(tmp_path, saved, 
     train(model, optimizer, range(1))
     save_checkpoint(tmp_path, model=model, optimizer=optimizer, step=1, tokens=1, **parts)
     with pytest.raises(CheckpointError, match="the optimizer differs"):
-        load_checkpoint(tmp_path, model=model, optimizer=build_optimizer(model, OptimConfig(name=now, lr=0.01)), **parts)
+        load_checkpoint(
+            tmp_path,
+            model=model,
+            optimizer=build_optimizer(model, OptimConfig(name=now, lr=0.01)),
+            **parts,
+        )
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("where", ["blocks.1.mlp.down.weight", "token_embedding.weight"], ids=["in-muon", "in-adamw"])
+@pytest.mark.parametrize(
+    "where", ["blocks.1.mlp.down.weight", "token_embedding.weight"], ids=["in-muon", "in-adamw"]
+)
 def test_an_infinite_gradient_skips_both(device, where):
-    """float16's GradScaler looks through both and steps neither; the next step, all finite, moves every parameter."""
+    """float16's GradScaler looks through both and steps neither; the next step, all finite, moves
+    every parameter.
+    """
     model = build_gpt().to(device)
     optimizer = build_optimizer(model, MUON)
     scaler = torch.amp.GradScaler(device, init_scale=1024.0)

@@ -20,12 +20,17 @@ def run_dir(tmp_path):
 
 
 def closed(run_dir: Path, **summary) -> dict:
-    close_run(run_dir, {"status": "oom", "started": time.time(), "overrides": []} | summary, Ending())
+    close_run(
+        run_dir, {"status": "oom", "started": time.time(), "overrides": []} | summary, Ending()
+    )
     return json.loads((run_dir / "summary.json").read_text())
 
 
 def test_a_resume_that_was_refused_leaves_what_the_run_did(run_dir):
-    assert closed(run_dir, overrides=["steps=9", f"resume={run_dir}"]) == {"status": "completed", "steps_done": 60}
+    assert closed(run_dir, overrides=["steps=9", f"resume={run_dir}"]) == {
+        "status": "completed",
+        "steps_done": 60,
+    }
 
 
 def test_a_resume_that_began_says_how_it_ended(run_dir):
@@ -49,7 +54,12 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
         ("interrupted", FULL, "interrupted", "error after the training: [Errno 28]"),
         ("running", Stopped(), "interrupted", "stopped at once"),
         ("running", SystemExit(3), "failed", "error: SystemExit(3) was raised in"),
-        ("running", KeyboardInterrupt(), "failed", "error: KeyboardInterrupt() was raised in"),  # by nobody's key
+        (
+            "running",
+            KeyboardInterrupt(),
+            "failed",
+            "error: KeyboardInterrupt() was raised in",
+        ),  # by nobody's key
         ("completed", Stopped(), "completed", "stopped after the training, which is completed"),
         ("diverged", Stopped(), "diverged", "stopped after the training, which is diverged"),
         ("interrupted", Stopped(), "interrupted", ""),  # the loop has said it

@@ -21,7 +21,9 @@ from training.checkpoint import CheckpointError, Checkpoints, load_model_state, 
 from training.rotation import newest_first, rotate
 
 
-def checkpoints(run_dir: Path, *, keep: int = 1, background: bool = False, **replaced) -> Checkpoints:
+def checkpoints(
+    run_dir: Path, *, keep: int = 1, background: bool = False, **replaced
+) -> Checkpoints:
     # building draws random numbers
     parts = replaced or dict(zip(("model", "optimizer", "scaler"), build(), strict=True))
     return Checkpoints(run_dir, **parts, config=CONFIG, keep=keep, background=background)
@@ -52,7 +54,9 @@ def test_the_last_ones_and_the_best_stay(tmp_path, keep):
     save_all(tmp_path, {100: 3.0, 200: 2.0, 300: 2.5, 400: None, 500: 2.25}, keep=keep)
     earlier = {f"checkpoints/step-{step:06d}": step for step in (400, 300)[: keep - 1]}
     assert steps(tmp_path) == {"checkpoint": 500, **earlier, "checkpoint.best": 200}
-    assert set(os.listdir(tmp_path)) == {"checkpoint", "checkpoint.best"} | ({"checkpoints"} if keep > 1 else set())
+    assert set(os.listdir(tmp_path)) == {"checkpoint", "checkpoint.best"} | (
+        {"checkpoints"} if keep > 1 else set()
+    )
 
 
 def test_without_an_evaluation_there_is_no_best(tmp_path):
@@ -89,7 +93,11 @@ def damage(folder: Path, how: str) -> None:
     path.write_bytes(content[: len(content) // 2] if what == "truncated" else content)
 
 
-HARM = [f"{name}:{what}" for name in ("model.safetensors", "training.pt", "meta.json") for what in ("truncated", "altered", "missing")]
+HARM = [
+    f"{name}:{what}"
+    for name in ("model.safetensors", "training.pt", "meta.json")
+    for what in ("truncated", "altered", "missing")
+]
 
 
 @pytest.mark.parametrize("how", HARM)
@@ -101,8 +109,16 @@ def test_a_damaged_one_is_passed_over_in_one_line(tmp_path, caplog, how):
     with caplog.at_level(logging.WARNING), checkpoints(tmp_path, keep=3) as saves:
         assert saves.load()["step"] == 200
         (said,) = caplog.messages
-        name = "is no checkpoint of this program" if how == "meta.json:missing" else str(tmp_path / "checkpoint" / how.partition(":")[0])
-        assert name in said and f"going on from step 200 with {tmp_path}/checkpoints/step-000200" in said and "\n" not in said
+        name = (
+            "is no checkpoint of this program"
+            if how == "meta.json:missing"
+            else str(tmp_path / "checkpoint" / how.partition(":")[0])
+        )
+        assert (
+            name in said
+            and f"going on from step 200 with {tmp_path}/checkpoints/step-000200" in said
+            and "\n" not in said
+        )
         assert sorted(tmp_path.rglob("*")) == before
         saves.save(250, 25000)
     assert [read_meta(folder)["step"] for folder in newest_first(tmp_path)] == [250, 200, 100]
@@ -122,7 +138,9 @@ def test_no_altered_byte_of_the_meta_file_goes_unseen(tmp_path, byte):
     except CheckpointError:
         return
     # only what has no meaning may differ
-    assert {key: found[key] for key in said if key != "sha256"} == {key: said[key] for key in said if key != "sha256"}
+    assert {key: found[key] for key in said if key != "sha256"} == {
+        key: said[key] for key in said if key != "sha256"
+    }
 
 
 def test_where_all_are_damaged_the_refusal_names_the_latest(tmp_path):
@@ -132,7 +150,9 @@ def test_where_all_are_damaged_the_refusal_names_the_latest(tmp_path):
     before = sorted(tmp_path.rglob("*"))
     with checkpoints(tmp_path) as saves, pytest.raises(CheckpointError) as caught:
         saves.load()
-    assert str(tmp_path / "checkpoint/training.pt") in str(caught.value) and "no other one is whole either (2 tried)" in str(caught.value)
+    assert str(tmp_path / "checkpoint/training.pt") in str(
+        caught.value
+    ) and "no other one is whole either (2 tried)" in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -142,7 +162,10 @@ def test_where_only_the_best_is_left_a_run_goes_on_from_it_and_says_so(tmp_path,
     shutil.rmtree(tmp_path / "checkpoint")
     with caplog.at_level(logging.WARNING), checkpoints(tmp_path) as saves:
         assert saves.load()["step"] == 100
-    assert "holds no checkpoint" in caplog.text and f"going on from step 100 with {tmp_path}/checkpoint.best" in caplog.text
+    assert (
+        "holds no checkpoint" in caplog.text
+        and f"going on from step 100 with {tmp_path}/checkpoint.best" in caplog.text
+    )
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         read_meta(tmp_path)
     assert read_meta(tmp_path / "checkpoint.best")["step"] == 100
@@ -155,7 +178,10 @@ def test_a_best_one_that_the_run_went_back_behind_is_not_kept(tmp_path):
     with checkpoints(tmp_path, keep=2) as saves:
         assert saves.load()["step"] == 100
         saves.save(150, 15000, 2.0)
-    assert {str(folder.relative_to(tmp_path)): read_meta(folder)["step"] for folder in newest_first(tmp_path)} == {
+    assert {
+        str(folder.relative_to(tmp_path)): read_meta(folder)["step"]
+        for folder in newest_first(tmp_path)
+    } == {
         "checkpoint": 150,
         "checkpoint.best": 150,
         "checkpoints/step-000100": 100,
@@ -163,7 +189,9 @@ def test_a_best_one_that_the_run_went_back_behind_is_not_kept(tmp_path):
 
 
 def cut_off(moments: int, fresh: Path, run_dir: Path) -> int:
-    """rotate() in a process that dies before its call number `moments` of the file system, counted from 0; its exit code."""
+    """rotate() in a process that dies before its call number `moments` of the file system, counted
+    from 0; its exit code.
+    """
 
     def cut(call):
         def counted(*arguments, **options):
@@ -178,7 +206,13 @@ def cut_off(moments: int, fresh: Path, run_dir: Path) -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            for owner, name in ((Path, "rename"), (Path, "mkdir"), (Path, "rmdir"), (os, "link"), (shutil, "rmtree")):
+            for owner, name in (
+                (Path, "rename"),
+                (Path, "mkdir"),
+                (Path, "rmdir"),
+                (os, "link"),
+                (shutil, "rmtree"),
+            ):
                 setattr(owner, name, cut(getattr(owner, name)))
             rotate(fresh, run_dir, keep=1)
         finally:
@@ -187,7 +221,9 @@ def cut_off(moments: int, fresh: Path, run_dir: Path) -> int:
 
 
 def test_a_kill_between_any_two_steps_of_a_rotation(tmp_path):
-    """What can be gone on from is the old checkpoint or the new one, and the next save finds the best one again."""
+    """What can be gone on from is the old checkpoint or the new one, and the next save finds the
+    best one again.
+    """
     save_all(tmp_path / "old", {100: 1.0, 200: 2.0}, keep=1)
     save_all(tmp_path / "new", {300: 0.5}, keep=1)
     moments, code = 0, 9
@@ -242,7 +278,13 @@ def test_one_write_at_a_time(tmp_path, monkeypatch):
     with checkpoints(tmp_path, keep=9, background=True) as saves:
         for step in range(1, 6):
             saves.save(step, step)
-    assert most == 1 and [read_meta(folder)["step"] for folder in newest_first(tmp_path)] == [5, 4, 3, 2, 1]
+    assert most == 1 and [read_meta(folder)["step"] for folder in newest_first(tmp_path)] == [
+        5,
+        4,
+        3,
+        2,
+        1,
+    ]
 
 
 @pytest.fixture
@@ -255,10 +297,15 @@ def full_disk():
 
 
 def test_an_error_of_the_writer_is_the_runs(tmp_path, request):
-    """Raised by the next save and by the end, with the same words as without a thread; what was whole before stays."""
+    """Raised by the next save and by the end, with the same words as without a thread; what was
+    whole before stays.
+    """
     save_all(tmp_path, {1: 1.0}, keep=1)
     request.getfixturevalue("full_disk")
-    with pytest.raises(OSError, match="cannot write a checkpoint to .* GiB free"), checkpoints(tmp_path, background=True) as saves:
+    with (
+        pytest.raises(OSError, match="cannot write a checkpoint to .* GiB free"),
+        checkpoints(tmp_path, background=True) as saves,
+    ):
         saves.save(2, 200)
     with checkpoints(tmp_path, background=True) as saves:
         saves.save(2, 200)
@@ -269,7 +316,10 @@ def test_an_error_of_the_writer_is_the_runs(tmp_path, request):
 
 
 def test_an_error_of_the_writer_hides_no_other(tmp_path, full_disk, caplog):
-    with pytest.raises(RuntimeError, match="of the training"), checkpoints(tmp_path, background=True) as saves:
+    with (
+        pytest.raises(RuntimeError, match="of the training"),
+        checkpoints(tmp_path, background=True) as saves,
+    ):
         saves.save(1, 100)
         raise RuntimeError("of the training")
     assert "cannot write a checkpoint" in caplog.text

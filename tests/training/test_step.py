@@ -1,4 +1,6 @@
-"""compute_gradients: passes that add up to the step, clipped, and left alone by the ranges around them."""
+"""compute_gradients: passes that add up to the step, clipped, and left alone by the ranges around
+them.
+"""
 
 import copy
 import math
@@ -28,9 +30,17 @@ class Square(nn.Module):
         return Output((self.weight * x - y).square().mean())
 
 
-def gradients_of(model: nn.Module, passes: list[tuple[Tensor, Tensor]], *, grad_clip: float = 0.0, scale: float | None = None):
+def gradients_of(
+    model: nn.Module,
+    passes: list[tuple[Tensor, Tensor]],
+    *,
+    grad_clip: float = 0.0,
+    scale: float | None = None,
+):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", enabled=scale is not None, **{} if scale is None else {"init_scale": scale})
+    scaler = torch.amp.GradScaler(
+        "cpu", enabled=scale is not None, **{} if scale is None else {"init_scale": scale}
+    )
     return compute_gradients(
         model,
         passes,
@@ -46,7 +56,9 @@ def test_passes_add_up_to_the_whole_batch(scale):
     x, y = torch.randn(2, 12, dtype=torch.float64)
     whole, parts = Square(), Square()
     expected = gradients_of(whole, [(x, y)])
-    loss, grad_norm = gradients_of(parts, list(zip(x.split(4), y.split(4), strict=True)), scale=scale)
+    loss, grad_norm = gradients_of(
+        parts, list(zip(x.split(4), y.split(4), strict=True)), scale=scale
+    )
     torch.testing.assert_close(loss, expected[0])
     torch.testing.assert_close(parts.weight.grad, whole.weight.grad)
     torch.testing.assert_close(grad_norm, whole.weight.grad.abs())
@@ -56,7 +68,9 @@ def test_passes_add_up_to_the_whole_batch(scale):
 @pytest.mark.parametrize(("grad_clip", "kept"), [(0.0, 8.0), (3.0, 3.0), (100.0, 8.0)])
 def test_the_norm_is_that_of_before_the_clipping(grad_clip, kept):
     model = Square()
-    loss, grad_norm = gradients_of(model, [(torch.tensor([2.0]), torch.tensor([2.0]))], grad_clip=grad_clip)
+    loss, grad_norm = gradients_of(
+        model, [(torch.tensor([2.0]), torch.tensor([2.0]))], grad_clip=grad_clip
+    )
     assert loss.item() == 4.0 and grad_norm.item() == 8.0
     assert model.weight.grad.item() == pytest.approx(kept, rel=1e-5)
 
@@ -72,15 +86,26 @@ def test_an_autocast_serves_every_pass_and_its_gradient_is_taken_outside():
 
     model = Asks()
     one = torch.ones(1)
-    arguments = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.0), "scaler": torch.amp.GradScaler("cpu", enabled=False)}
+    arguments = {
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.0),
+        "scaler": torch.amp.GradScaler("cpu", enabled=False),
+    }
     passes = [(one, one)] * 3
-    compute_gradients(model, passes, autocast=torch.autocast("cpu", dtype=torch.bfloat16), grad_clip=0.0, **arguments)
+    compute_gradients(
+        model,
+        passes,
+        autocast=torch.autocast("cpu", dtype=torch.bfloat16),
+        grad_clip=0.0,
+        **arguments,
+    )
     assert seen == [True] * 3 and not torch.is_autocast_enabled("cpu")
 
 
 @pytest.mark.parametrize("bad", [None, "inf", "nan"])
 def test_an_update_is_made_where_loss_and_norm_are_finite(bad):
-    """To the bit the optimizer's own, or none: weights, moments and the count of steps are then as before."""
+    """To the bit the optimizer's own, or none: weights, moments and the count of steps are then as
+    before.
+    """
     ours, theirs = ([nn.Parameter(torch.arange(6.0).reshape(2, 3))] for _ in range(2))
     pair = [torch.optim.AdamW(parameters, lr=0.1, fused=True) for parameters in (ours, theirs)]
     for found in (torch.tensor([1.0, 2.0]), torch.tensor([1.0, float(bad or 2.0)])):
@@ -103,19 +128,35 @@ def test_an_optimizer_that_cannot_judge_does_nothing():
     model = Square()
     fused, plain = (torch.optim.AdamW(model.parameters(), fused=fused) for fused in (True, False))
     scaled = torch.amp.GradScaler("cpu")  # which judges itself
-    for optimizer, scaler in ((plain, UNSCALED), (torch.optim.SGD(model.parameters(), lr=0.1), UNSCALED), (fused, scaled)):
+    for optimizer, scaler in (
+        (plain, UNSCALED),
+        (torch.optim.SGD(model.parameters(), lr=0.1), UNSCALED),
+        (fused, scaled),
+    ):
         model.weight.grad = torch.tensor(1.0)
-        assert not update_if_finite(torch.ones(2), optimizer=optimizer, scaler=scaler) and model.weight.item() == 2.0
+        assert (
+            not update_if_finite(torch.ones(2), optimizer=optimizer, scaler=scaler)
+            and model.weight.item() == 2.0
+        )
 
 
 def test_figures_arrive():
     assert on_its_way(torch.tensor([1.5, 2.5]))() == [1.5, 2.5]
 
 
-def queue(model: nn.Module, optimizer: torch.optim.Optimizer, x: float, *, update: bool = True, before: Queued | None = None) -> Queued:
+def queue(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    x: float,
+    *,
+    update: bool = True,
+    before: Queued | None = None,
+) -> Queued:
     how = {"autocast": torch.autocast("cpu", enabled=False), "grad_clip": 0.0}
     passes = [(torch.tensor([x]), torch.tensor([1.0]))]
-    return queue_step(model, passes, optimizer=optimizer, scaler=UNSCALED, update=update, before=before, **how)
+    return queue_step(
+        model, passes, optimizer=optimizer, scaler=UNSCALED, update=update, before=before, **how
+    )
 
 
 def test_a_step_queued_ahead_is_the_step_it_would_have_been():
@@ -143,4 +184,7 @@ def test_after_a_step_that_went_wrong_no_weight_moves(bad):
     assert (moved == 2.0) == (bad == "first")
     second = queue(model, optimizer, torch.inf if bad == "second" else 1.0, before=first)
     assert model.weight.item() == moved and first.updated and second.updated
-    assert [all(map(math.isfinite, each.figures())) for each in (first, second)] == [bad != "first", bad != "second"]
+    assert [all(map(math.isfinite, each.figures())) for each in (first, second)] == [
+        bad != "first",
+        bad != "second",
+    ]

@@ -1,4 +1,6 @@
-"""The sweep's index, table and exit code, from a real Hydra application and from fabricated folders."""
+"""The sweep's index, table and exit code, from a real Hydra application and from fabricated
+folders.
+"""
 
 import json
 import pickle
@@ -45,10 +47,12 @@ from training.outcome import Objective
 def main(config):
     if config.attention == "raises":
         raise RuntimeError("boom")
-    status = {"no_max": "diverged", "naive": "oom", "bad": "failed", "ctrl_c": "interrupted"}.get(config.attention, "completed")
+    ends = {"no_max": "diverged", "naive": "oom", "bad": "failed", "ctrl_c": "interrupted"}
+    status = ends.get(config.attention, "completed")
     hydra_config = HydraConfig.get()
-    summary = {"status": status, "attention": config.attention, "seed": config.seed, "overrides": list(hydra_config.overrides.task),
-               "val/loss": 1.5 + config.seed, "tokens_per_sec": 12345.6, "step_tokens_per_sec": 23456.7}
+    summary = {"status": status, "attention": config.attention, "seed": config.seed,
+               "overrides": list(hydra_config.overrides.task), "val/loss": 1.5 + config.seed,
+               "tokens_per_sec": 12345.6, "step_tokens_per_sec": 23456.7}
     if status == "failed":
         summary["error"] = "no such corpus"
     Path(hydra_config.runtime.output_dir, "summary.json").write_text(json.dumps(summary))
@@ -66,13 +70,18 @@ def application(folder: Path, *overrides: str) -> subprocess.CompletedProcess:
     command = [
         sys.executable,
         "-c",
-        f"import sys, runpy; sys.path.insert(0, {str(ROOT)!r}); sys.argv[0] = 'app.py'; runpy.run_path('app.py', run_name='__main__')",
+        f"import sys, runpy; sys.path.insert(0, {str(ROOT)!r}); sys.argv[0] = 'app.py'; "
+        "runpy.run_path('app.py', run_name='__main__')",
     ]
-    return subprocess.run([*command, *overrides], cwd=folder, capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        [*command, *overrides], cwd=folder, capture_output=True, text=True, timeout=100
+    )
 
 
 def index(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "out/sweep/index.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "out/sweep/index.jsonl").read_text().splitlines()
+    ]
 
 
 def test_diverged_and_oom_are_results(tmp_path):
@@ -109,7 +118,10 @@ def test_a_failed_job_makes_the_exit_code_1_and_the_others_run(tmp_path):
 def test_a_job_that_raises_is_in_the_index_and_in_the_sweep(tmp_path):
     done = application(tmp_path, "-m", "attention=raises,tiled")
     assert done.returncode == 1
-    assert [(row["status"], row.get("error")) for row in index(tmp_path)] == [("failed", "boom"), ("completed", None)]
+    assert [(row["status"], row.get("error")) for row in index(tmp_path)] == [
+        ("failed", "boom"),
+        ("completed", None),
+    ]
     assert [row["status"] for row in read_sweep(tmp_path / "out/sweep")] == ["failed", "completed"]
 
 
@@ -123,12 +135,25 @@ def test_ctrl_c_ends_the_sweep_with_its_table(tmp_path):
 def test_an_index_has_every_job_from_the_start_and_one_line_of_each(tmp_path):
     begin_sweep(tmp_path, [["attention=tiled", "seed=0"], ["attention=tiled", "seed=it's"]])
     first, second = not_started(tmp_path)
-    command = ["python", "train.py", "attention=tiled", "seed=it's", "hydra.mode=RUN", f"hydra.run.dir={tmp_path / '1'}"]
+    command = [
+        "python",
+        "train.py",
+        "attention=tiled",
+        "seed=it's",
+        "hydra.mode=RUN",
+        f"hydra.run.dir={tmp_path / '1'}",
+    ]
     assert (second["job"], shlex.split(second["command"])) == (1, command)
     write_index_row(tmp_path, {"job": 1, "status": "completed", "dir": "1"})
-    write_index_row(tmp_path, {"job": 7, "status": "completed", "dir": "7"})  # of a sweeper that plans as it goes
+    write_index_row(
+        tmp_path, {"job": 7, "status": "completed", "dir": "7"}
+    )  # of a sweeper that plans as it goes
     rows = [json.loads(line) for line in (tmp_path / "index.jsonl").read_text().splitlines()]
-    assert [(row["job"], row["status"]) for row in rows] == [(0, "not started"), (1, "completed"), (7, "completed")]
+    assert [(row["job"], row["status"]) for row in rows] == [
+        (0, "not started"),
+        (1, "completed"),
+        (7, "completed"),
+    ]
     assert not_started(tmp_path) == [first]
     (tmp_path / "0").mkdir()  # it runs now
     assert not_started(tmp_path) == []
@@ -137,7 +162,9 @@ def test_an_index_has_every_job_from_the_start_and_one_line_of_each(tmp_path):
 def test_a_job_that_its_launcher_stopped_is_no_job_that_was_not_started(tmp_path, capsys):
     begin_sweep(tmp_path, [["seed=0"], ["seed=1"]])
     (tmp_path / "0").mkdir()
-    (tmp_path / "0/summary.json").write_text('{"status": "interrupted", "seed": 0, "overrides": ["seed=0"]}')
+    (tmp_path / "0/summary.json").write_text(
+        '{"status": "interrupted", "seed": 0, "overrides": ["seed=0"]}'
+    )
     with pytest.raises(SystemExit):
         finish_sweep(tmp_path, 130)
     rows = [json.loads(line) for line in (tmp_path / "index.jsonl").read_text().splitlines()]
@@ -156,7 +183,12 @@ def test_jobs_that_end_together_lose_no_line(tmp_path):
             "    write_index_row(Path(sys.argv[1]), {'job': job, 'status': 'oom'})",
         ]
     )
-    writers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(first), "40", "4"], cwd=ROOT) for first in range(4)]
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), str(first), "40", "4"], cwd=ROOT
+        )
+        for first in range(4)
+    ]
     assert [writer.wait(timeout=100) for writer in writers] == [0] * 4
     rows = [json.loads(line) for line in (tmp_path / "index.jsonl").read_text().splitlines()]
     assert [(row["job"], row["status"]) for row in rows] == [(job, "oom") for job in range(40)]
@@ -170,7 +202,9 @@ def test_a_copy_of_the_callback_holds_no_lock(tmp_path):
     assert copy.folder == tmp_path and copy.locks == {} and copy.away and not callback.away
 
 
-@pytest.mark.parametrize("attention, code", [("no_max", 0), ("bad", 1), ("ctrl_c", 130), ("raises", 1)])
+@pytest.mark.parametrize(
+    "attention, code", [("no_max", 0), ("bad", 1), ("ctrl_c", 130), ("raises", 1)]
+)
 def test_exit_code_of_a_single_run(tmp_path, attention, code):
     done = application(tmp_path, f"attention={attention}")
     assert done.returncode == code
@@ -191,26 +225,37 @@ def test_read_sweep_finds_runs_however_they_lie(tmp_path):
     write_run(tmp_path / "sweeps/a/wandb/offline-run-1", attention="wrong")
     write_run(tmp_path / "sweeps/a/0/.hydra", attention="wrong")
     assert [row.get("seed") for row in read_sweep(tmp_path / "sweeps/a")] == [0, 2, 10]
-    assert [row["attention"] for row in read_sweep(tmp_path)] == ["naive", "tiled", "tiled", "tiled"]
+    assert [row["attention"] for row in read_sweep(tmp_path)] == [
+        "naive",
+        "tiled",
+        "tiled",
+        "tiled",
+    ]
     assert [row["attention"] for row in read_sweep(tmp_path / "single")] == ["naive"]
     (tmp_path / "empty").mkdir()
     assert read_sweep(tmp_path / "empty") == []
 
 
 @pytest.mark.parametrize(
-    "summary", [None, "", '{"status": "comp', "[]", '{"val/loss": 1}'], ids=["missing", "empty", "torn", "list", "no-status"]
+    "summary",
+    [None, "", '{"status": "comp', "[]", '{"val/loss": 1}'],
+    ids=["missing", "empty", "torn", "list", "no-status"],
 )
 def test_half_written_run_is_unfinished(tmp_path, summary):
     run = tmp_path / "0"
     run.mkdir()
     (run / "config.yaml").write_text("attention: {name: tiled}\nseq_len: 64\nseed: 3\n")
     (run / "metrics.jsonl").write_text(
-        '{"step": 10, "tokens": 640, "val/loss": 2.5}\n{"step": 20, "tokens": 1280, "train/loss": null}\n{"st'
+        '{"step": 10, "tokens": 640, "val/loss": 2.5}\n{"step": 20, "tokens": 1280, '
+        '"train/loss": null}\n{"st'
     )
     if summary is not None:
         (run / "summary.json").write_text(summary)
     row = read_run(run)
-    assert {key: row.get(key) for key in ("status", "attention", "seq_len", "seed", "steps_done", "tokens", "val/loss")} == {
+    assert {
+        key: row.get(key)
+        for key in ("status", "attention", "seq_len", "seed", "steps_done", "tokens", "val/loss")
+    } == {
         "status": "unfinished",
         "attention": "tiled",
         "seq_len": 64,
@@ -229,9 +274,15 @@ def test_a_run_with_nothing_readable_is_unfinished(tmp_path):
 
 def test_a_moved_sweep_keeps_its_index(tmp_path):
     (tmp_path / "there/0").mkdir(parents=True)
-    (tmp_path / "there/index.jsonl").write_text('{"job": 0, "dir": "0", "status": "failed", "error": "boom", "overrides": []}\n{"torn')
+    (tmp_path / "there/index.jsonl").write_text(
+        '{"job": 0, "dir": "0", "status": "failed", "error": "boom", "overrides": []}\n{"torn'
+    )
     (row,) = read_sweep(tmp_path / "there")
-    assert (row["status"], row["error"], row["dir"]) == ("failed", "boom", str(tmp_path / "there/0"))
+    assert (row["status"], row["error"], row["dir"]) == (
+        "failed",
+        "boom",
+        str(tmp_path / "there/0"),
+    )
 
 
 def row(**values) -> dict:
@@ -258,22 +309,47 @@ def test_table_shows_what_differs_and_fits_100_columns():
     ]
     table = summary_table(rows).splitlines()
     assert table[0].split()[:4] == ["attention", "seq_len", "block_kv", "status"]
-    assert table[2].split() == ["tiled", "32768", "-", "completed", "1.2346", "1.2000", "1,500,000", "2,500,000", "-"]
+    assert table[2].split() == [
+        "tiled",
+        "32768",
+        "-",
+        "completed",
+        "1.2346",
+        "1.2000",
+        "1,500,000",
+        "2,500,000",
+        "-",
+    ]
     assert table[3].split() == ["no_rescale", "512", "16", "diverged", "-", "-", "-", "-", "-"]
-    assert table[4] == "attention=no_rescale seq_len=512 attention.block_kv=16: diverged at step 1200: layer 2: inf in scores"
+    assert (
+        table[4]
+        == "attention=no_rescale seq_len=512 attention.block_kv=16: diverged at step 1200: layer "
+        "2: inf in scores"
+    )
     assert max(map(len, table[:4])) <= 100  # below it stand remarks
     assert summary_table(rows).isascii()
 
 
 def test_a_loss_from_before_the_last_step_is_not_shown(tmp_path):
     for number, (last, shown) in enumerate([(0, "-"), (40, "2.5000")]):
-        write_run(tmp_path / str(number), attention="tiled", status="interrupted", steps_done=40, **{"val/loss": 2.5})
-        (tmp_path / f"{number}/metrics.jsonl").write_text(json.dumps({"step": last, "val/loss": 2.5}) + "\n")
+        write_run(
+            tmp_path / str(number),
+            attention="tiled",
+            status="interrupted",
+            steps_done=40,
+            **{"val/loss": 2.5},
+        )
+        (tmp_path / f"{number}/metrics.jsonl").write_text(
+            json.dumps({"step": last, "val/loss": 2.5}) + "\n"
+        )
         assert summary_table(read_sweep(tmp_path / str(number))).splitlines()[2].split()[2] == shown
 
 
 def test_the_peak_of_what_came_before_is_not_that_of_a_run_without_memory():
-    shown = [summary_table([row(status=status, **{"memory/peak_gib": 6.66})]).splitlines()[2] for status in ("completed", "oom")]
+    shown = [
+        summary_table([row(status=status, **{"memory/peak_gib": 6.66})]).splitlines()[2]
+        for status in ("completed", "oom")
+    ]
     assert [line.split()[-1] for line in shown] == ["6.66", "-"]
 
 
@@ -284,15 +360,28 @@ def test_accuracy_columns_come_with_accuracy():
 
 
 def test_exit_code():
-    assert exit_code([row(), row(status="oom"), row(status="diverged"), row(status="unfinished")]) == 0
+    assert (
+        exit_code([row(), row(status="oom"), row(status="diverged"), row(status="unfinished")]) == 0
+    )
     assert exit_code([row(), row(status="failed")]) == 1
 
 
 def test_the_table_says_what_a_resume_changed():
     starts = [{"step": 0, "attention": [[0, "tiled"]], "changed": {}}]
-    starts += [{"step": 50, "attention": [[50, "sdpa"]], "changed": {"attention.name": ["tiled", "sdpa"]}}]
-    row = {"status": "completed", "attention": "sdpa", "dir": "0", "overrides": ["attention=sdpa"], "steps_done": 60}
+    starts += [
+        {"step": 50, "attention": [[50, "sdpa"]], "changed": {"attention.name": ["tiled", "sdpa"]}}
+    ]
+    row = {
+        "status": "completed",
+        "attention": "sdpa",
+        "dir": "0",
+        "overrides": ["attention=sdpa"],
+        "steps_done": 60,
+    }
     *_, line, remark = summary_table([row | {"starts": starts}]).splitlines()
     assert line.startswith("tiled, sdpa after step 50  completed")
-    assert remark == "attention=tiled, sdpa after step 50: completed: resumed at step 50 with attention.name=sdpa (tiled before)"
+    assert (
+        remark == "attention=tiled, sdpa after step 50: completed: resumed at step 50 with "
+        "attention.name=sdpa (tiled before)"
+    )
     assert summary_table([row]).splitlines()[-1].startswith("sdpa       completed")

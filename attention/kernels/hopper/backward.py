@@ -1,28 +1,40 @@
-"""The backward kernel for Hopper: one pass over the keys gives dk, dv and dq, with five products a tile where the portable pair has seven.
+"""The backward kernel for Hopper: one pass over the keys gives dk, dv and dq, with five products a
+tile where the portable pair has seven.
 
-A program stays on its multiprocessor and draws one block of BLOCK_KV = 128 keys after the other, or, where it need not STAY, has one; of
-each it walks the queries that see it, for every query head of the group. Its producer (one warp) has k, v, q and d_out tiles copied to
-shared memory, with each query's lse and delta beside them; its two consumers (four warps each) own 64 keys of a block apiece. While they
-finish a block, tiles of the next one arrive. Scores are transposed (keys, queries), as in attention/kernels/backward.py: p and ds feed dv
-and dk from registers. ds also goes to shared memory, where both consumers read it for dq. A step of 64 queries issues
+A program stays on its multiprocessor and draws one block of BLOCK_KV = 128 keys after the other,
+or, where it need not STAY, has one; of each it walks the queries that see it, for every query head
+of the group. Its producer (one warp) has k, v, q and d_out tiles copied to shared memory, with each
+query's lse and delta beside them; its two consumers (four warps each) own 64 keys of a block
+apiece. While they finish a block, tiles of the next one arrive. Scores are transposed (keys,
+queries), as in attention/kernels/backward.py: p and ds feed dv and dk from registers. ds also goes
+to shared memory, where both consumers read it for dq. A step of 64 queries issues
 
     scores = k q^T, dp = v do^T | dv += p do | (both have written ds) dq = ds^T k, dk += ds q
 
-and adds dq to global memory, in float32, while the product of dk runs. At head_dim 64 the registers have room for more: k and v, which are
-then operands from there, and a step of 128 queries in two parts, a and b, so that the exponentials of one run beside products of the other:
+and adds dq to global memory, in float32, while the product of dk runs. At head_dim 64 the registers
+have room for more: k and v, which are then operands from there, and a step of 128 queries in two
+parts, a and b, so that the exponentials of one run beside products of the other:
 
-    scores a, dp a, scores b | dp b, dv += p do of a, dk += ds q of a | dv += p do of b | (both have written ds) dq, dk += ds q of b
+    scores a, dp a, scores b | dp b, dv += p do of a,
+    dk += ds q of a | dv += p do of b | (both have written ds) dq, dk += ds q of b
 
 Programs add to the same dq in any order, so dq is the same only up to rounding from run to run:
 torch.use_deterministic_algorithms(True) takes the portable pair.
 
-Dimensions: H query heads, N queries, M keys, D head dim; a step is BLOCK_Q queries, one part of 64 or two; a tile is 64 keys a consumer by
-one part; an item is what a ring's slot holds, the queries of a step; a visit is a program's work on one block of keys.
+Dimensions: H query heads, N queries, M keys, D head dim; a step is BLOCK_Q queries, one part of 64
+or two; a tile is 64 keys a consumer by one part; an item is what a ring's slot holds, the queries
+of a step; a visit is a program's work on one block of keys.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from attention.kernels.hopper.primitives import (
     add_box,
@@ -48,18 +60,22 @@ BLOCK_KV = gl.constexpr(128)
 BOTH = gl.constexpr(8)  # where the consumers meet
 Q_FREE = gl.constexpr(9)  # to 10: where they release q's slots
 DO_FREE = gl.constexpr(11)
-# what the producer tells consumers of a block: where it lies, or a negative batch after the last one; what queries_seeing gives; the
-# edge, for which see mask_probabilities; and the row of the sum at which its first query head begins
-BATCH, KV_HEAD, START_KV, FIRST, FULL_FIRST, FULL_LAST, LAST, EDGE, DQ_ROW = (gl.constexpr(i) for i in range(9))
+# what the producer tells consumers of a block: where it lies, or a negative batch after the last
+# one; what queries_seeing gives; the edge, for which see mask_probabilities; and the row of the sum
+# at which its first query head begins
+BATCH, KV_HEAD, START_KV, FIRST, FULL_FIRST, FULL_LAST, LAST, EDGE, DQ_ROW = (
+    gl.constexpr(i) for i in range(9)
+)
 WORDS = gl.constexpr(9)
 
 
 @gluon.jit
 def queries_seeing(
-    start_kv, block, ranges_ptr, N, M, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, BLOCK_Q: gl.constexpr
+    start_kv, block, ranges_ptr, N, M, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr,
+    BLOCK_Q: gl.constexpr
 ):  # fmt: skip
-    """first, full_first, full_last, last: queries first : last see some of these keys, full_first : full_last all of them; first is a
-    multiple of BLOCK_Q."""
+    """first, full_first, full_last, last: queries first : last see some of these keys, full_first :
+    full_last all of them; first is a multiple of BLOCK_Q."""
     first = gl.to_tensor(0)
     full_first = first
     full_last = first + N
@@ -102,10 +118,12 @@ def load_keys(desc, batch, kv_head, start_kv, ring, visit):
 
 @gluon.jit
 def producer(
-    q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr, counter_ptr,
+    q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,
+    counter_ptr,
     k_ring, v_ring, q_ring, do_ring, block_ring, lse_rows, delta_rows, lo_rows, hi_rows,
     stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M,
-    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, STAY: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, STAY: gl.constexpr, D: gl.constexpr,
+    BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     num_blocks = gl.cdiv(M, BLOCK_KV)
     programs = gl.num_programs(0)
@@ -126,7 +144,9 @@ def producer(
             lo += batch * stride_interval
             hi += batch * stride_interval
             ranges += batch * stride_ranges
-        first, full_first, full_last, last = queries_seeing(start_kv, block, ranges, N, M, CAUSAL, INTERVALS, BLOCK_Q)
+        first, full_first, full_last, last = queries_seeing(
+            start_kv, block, ranges, N, M, CAUSAL, INTERVALS, BLOCK_Q
+        )
         edge = start_kv
         if not INTERVALS:
             if CAUSAL:
@@ -156,7 +176,12 @@ def producer(
             for start_q in range(first, last, BLOCK_Q):
                 q_ring.await_empty(item)
                 mbarrier.expect(q_ring.full_barrier(item), q_desc.block_type.nbytes)
-                load_box(q_desc, [batch, head, start_q, 0], q_ring.full_barrier(item), q_ring.buffer(item))
+                load_box(
+                    q_desc,
+                    [batch, head, start_q, 0],
+                    q_ring.full_barrier(item),
+                    q_ring.buffer(item),
+                )
                 lse_rows.index(item % STAGES).store(lse)
                 if INTERVALS:
                     lo_rows.index(item % STAGES).store(load_rows(lo, start_q, N, 0, BLOCK_Q))
@@ -164,7 +189,12 @@ def producer(
                 mbarrier.arrive(q_ring.full_barrier(item))
                 do_ring.await_empty(item)
                 mbarrier.expect(do_ring.full_barrier(item), do_desc.block_type.nbytes)
-                load_box(do_desc, [batch, head, start_q, 0], do_ring.full_barrier(item), do_ring.buffer(item))
+                load_box(
+                    do_desc,
+                    [batch, head, start_q, 0],
+                    do_ring.full_barrier(item),
+                    do_ring.buffer(item),
+                )
                 delta_rows.index(item % STAGES).store(delta)
                 mbarrier.arrive(do_ring.full_barrier(item))
                 lse = load_rows(lse_log2_ptr + offset, start_q + BLOCK_Q, N, float("inf"), BLOCK_Q)
@@ -184,9 +214,12 @@ def producer(
 
 
 @gluon.jit
-def mask_probabilities(p, start_q, edge, lo_row, hi_row, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr):
-    """p (keys, queries), 0 where the query does not see the key. edge, the one number that is held through the loop: the first key; or,
-    causal, the query that sees it as its last; or, in a ragged tail, that key counted from the end of the keys."""
+def mask_probabilities(
+    p, start_q, edge, lo_row, hi_row, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr
+):
+    """p (keys, queries), 0 where the query does not see the key. edge, the one number that is held
+    through the loop: the first key; or, causal, the query that sees it as its last; or, in a ragged
+    tail, that key counted from the end of the keys."""
     LAYOUT: gl.constexpr = p.type.layout
     COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     keys = gl.expand_dims(computed_here(edge) + gl.arange(0, OWN, gl.SliceLayout(1, LAYOUT)), 1)
@@ -202,32 +235,43 @@ def mask_probabilities(p, start_q, edge, lo_row, hi_row, CAUSAL: gl.constexpr, I
 
 @gluon.jit
 def rows_of_sum(start_q, SELF: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """The first row of the sum (2 D rows for 64 queries) that this consumer adds to: of a step's dq it computes half, which is one part of
-    two, or half of the columns of one."""
+    """The first row of the sum (2 D rows for 64 queries) that this consumer adds to: of a step's dq
+    it computes half, which is one part of two, or half of the columns of one."""
     return start_q // PART * (2 * D) + SELF * (D * BLOCK_Q // PART)
 
 
 @gluon.jit
-def multiply_ds(ds_tiles, pair, k_tiles, k_first, SELF: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """This consumer's half of dq = ds^T k, under way. ds_tiles: of the one part, or of this consumer's of two. k_first: which of
-    the k tiles is the first half of the keys."""
+def multiply_ds(
+    ds_tiles, pair, k_tiles, k_first, SELF: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr
+):
+    """This consumer's half of dq = ds^T k, under way. ds_tiles: of the one part, or of this
+    consumer's of two. k_first: which of the k tiles is the first half of the keys."""
     COLUMNS: gl.constexpr = D * BLOCK_Q // BLOCK_KV
-    dq = gl.zeros([PART, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
+    dq = gl.zeros(
+        [PART, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    )
     for half in gl.static_range(2):
         k_half = k_tiles.index(k_first + half).reshape([OWN, D])
         if BLOCK_Q == PART:
             k_half = k_half.slice(SELF * COLUMNS, COLUMNS, 1)
-        dq = warpgroup_mma(ds_tiles.index(pair + half).permute((1, 0)), k_half, dq, use_acc=half > 0, is_async=True)
+        dq = warpgroup_mma(
+            ds_tiles.index(pair + half).permute((1, 0)), k_half, dq, use_acc=half > 0, is_async=True
+        )
     return dq
 
 
 @gluon.jit
 def add_dq(dq, row, dq_desc, dq_tile, FREE: gl.constexpr):
-    """Add dq (64, columns) to the sum (rows, 32) from `row` on, in the order in which the threads hold it (see convert_dq_kernel): so a
-    thread has four neighbours, and eight threads a row, which neither collides in shared memory nor scatters in global memory. FREE:
-    the tile's last addition has been awaited."""
+    """Add dq (64, columns) to the sum (rows, 32) from `row` on, in the order in which the threads
+    hold it (see convert_dq_kernel): so a thread has four neighbours, and eight threads a row, which
+    neither collides in shared memory nor scatters in global memory. FREE: the tile's last addition
+    has been awaited."""
     COLUMNS: gl.constexpr = dq.shape[1]
-    dq = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([2 * COLUMNS, 32])
+    dq = (
+        dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2])
+        .permute((3, 0, 2, 4, 1, 5))
+        .reshape([2 * COLUMNS, 32])
+    )
     if not FREE:
         tma.store_wait(0)
     dq_tile.store(dq)
@@ -237,13 +281,15 @@ def add_dq(dq, row, dq_desc, dq_tile, FREE: gl.constexpr):
 
 @gluon.jit
 def add_queries(
-    dk, dv, item, start_q, edge, dq_row, must_mask, k, v, dq_desc, k_tiles, k_first, q_ring, do_ring,
+    dk, dv, item, start_q, edge, dq_row, must_mask, k, v, dq_desc, k_tiles, k_first, q_ring,
+    do_ring,
     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
-    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr,
+    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """What the queries start_q : start_q + BLOCK_Q add to dk and dv of this consumer's keys, and these 128 keys to dq, whose head's rows of
-    the sum begin at dq_row."""
+    """What the queries start_q : start_q + BLOCK_Q add to dk and dv of this consumer's keys, and
+    these 128 keys to dq, whose head's rows of the sum begin at dq_row."""
     PARTS: gl.constexpr = BLOCK_Q // PART
     dtype: gl.constexpr = k_tiles.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
@@ -259,31 +305,49 @@ def add_queries(
     pair = (item & 1) * 2
 
     q_ring.await_full(item)
-    product = warpgroup_mma(k, q.slice(0, PART).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    product = warpgroup_mma(
+        k, q.slice(0, PART).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
     do_ring.await_full(item)
-    dp_pending = warpgroup_mma(v, do.slice(0, PART).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dp_pending = warpgroup_mma(
+        v, do.slice(0, PART).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
     next_product = product
     if PARTS == 2:
-        next_product = warpgroup_mma(k, q.slice(PART, PART).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        next_product = warpgroup_mma(
+            k, q.slice(PART, PART).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
     for part in gl.static_range(PARTS):
-        # under way: this part's scores and dp, and the next one's scores, or dv and dk of the one before
+        # under way: this part's scores and dp, and the next one's scores, or dv and dk of the one
+        # before
         scores = warpgroup_mma_wait(PARTS + part, deps=(product,))
         # lse and delta are read where they are used: 32 registers less than held through the step
-        x = scores * scale_log2 - gl.expand_dims(lse_rows.index(slot).slice(part * PART, PART).load(COLUMNS), 0)
+        x = scores * scale_log2 - gl.expand_dims(
+            lse_rows.index(slot).slice(part * PART, PART).load(COLUMNS), 0
+        )
         p = exp2_by_two_units(x)
         if MASKED:  # noqa: SIM102, a constant around a value
             if must_mask:
                 p = mask_probabilities(
                     p, start_q + part * PART, edge + SELF * OWN,
-                    lo_rows.index(slot).slice(part * PART, PART), hi_rows.index(slot).slice(part * PART, PART), CAUSAL, INTERVALS,
+                    lo_rows.index(slot).slice(part * PART, PART),
+                    hi_rows.index(slot).slice(part * PART, PART), CAUSAL, INTERVALS,
                 )  # fmt: skip
         p_operand = gl.convert_layout(p.to(dtype), OPERAND)
         dp = warpgroup_mma_wait(PARTS + part - 1, deps=(dp_pending,))
-        ds = (p * (dp - gl.expand_dims(delta_rows.index(slot).slice(part * PART, PART).load(COLUMNS), 0))).to(dtype)
+        ds = (
+            p
+            * (
+                dp
+                - gl.expand_dims(delta_rows.index(slot).slice(part * PART, PART).load(COLUMNS), 0)
+            )
+        ).to(dtype)
         q_part = q.slice(part * PART, PART)
         do_part = do.slice(part * PART, PART)
         if part + 1 < PARTS:
-            dp_pending = warpgroup_mma(v, do.slice(PART, PART).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            dp_pending = warpgroup_mma(
+                v, do.slice(PART, PART).permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
             dv = warpgroup_mma(p_operand, do_part, dv, is_async=True)
             dk = warpgroup_mma(gl.convert_layout(ds, OPERAND), q_part, dk, is_async=True)
             ds_tiles.index(pair + SELF).store(ds)
@@ -295,7 +359,9 @@ def add_queries(
             if PARTS == 2:  # of one part, add_dq awaits them: at head_dim 128 that is 2% faster
                 await_own_stores()
             await_all(BOTH)
-            dq_pending = multiply_ds(ds_tiles if SELF == 0 else last_ds_tiles, pair, k_tiles, k_first, SELF, D, BLOCK_Q)
+            dq_pending = multiply_ds(
+                ds_tiles if SELF == 0 else last_ds_tiles, pair, k_tiles, k_first, SELF, D, BLOCK_Q
+            )
             dk_pending = warpgroup_mma(gl.convert_layout(ds, OPERAND), q_part, dk, is_async=True)
             dv, dq = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending))
             do_ring.release(item)
@@ -308,24 +374,35 @@ def add_queries(
 @gluon.jit
 def walk_queries(
     dk, dv, item, first, full_first, full_last, last, edge, dq_row, k, v, dq_desc, k_tiles, k_first,
-    q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
-    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, STAY: gl.constexpr,
+    q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
+    scale_log2,
+    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
+    STAY: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """All that one query head adds: queries first : last see some of these keys, full_first : full_last all of them."""
-    # a mask in copies of the loop, before and after, spills less at head_dim 64, in a branch of the one loop at 128
+    """All that one query head adds: queries first : last see some of these keys, full_first :
+    full_last all of them.
+    """
+    # a mask in copies of the loop, before and after, spills less at head_dim 64, in a branch of the
+    # one loop at 128
     BRANCH: gl.constexpr = MASKED and BLOCK_Q == 64
     COPIES: gl.constexpr = MASKED and BLOCK_Q == 128
     middle = first
     middle_last = last
     if COPIES:
         if CAUSAL or INTERVALS:
-            middle = gl.minimum(first + gl.cdiv(gl.maximum(full_first - first, 0), BLOCK_Q) * BLOCK_Q, last)
+            middle = gl.minimum(
+                first + gl.cdiv(gl.maximum(full_first - first, 0), BLOCK_Q) * BLOCK_Q, last
+            )
         elif edge + BLOCK_KV > 0:
             middle = last
-    for part in gl.static_range(0 if COPIES else 1, 3 if COPIES and INTERVALS else 2):  # before, in the middle, after
+    for part in gl.static_range(
+        0 if COPIES else 1, 3 if COPIES and INTERVALS else 2
+    ):  # before, in the middle, after
         if COPIES and INTERVALS and part == 1:
-            middle_last = gl.minimum(first + gl.maximum(full_last - first, 0) // BLOCK_Q * BLOCK_Q, last)
+            middle_last = gl.minimum(
+                first + gl.maximum(full_last - first, 0) // BLOCK_Q * BLOCK_Q, last
+            )
         start = first if part == 0 else middle if part == 1 else gl.maximum(middle, middle_last)
         stop = middle if part == 0 else middle_last if part == 1 else last
         for start_q in range(start, stop, BLOCK_Q):
@@ -344,8 +421,10 @@ def walk_queries(
                 else:
                     must_mask = edge + BLOCK_KV > 0
             dk, dv = add_queries(
-                dk, dv, item, start_q, edge, dq_row, must_mask, k, v, dq_desc, k_tiles, k_first, q_ring, do_ring,
-                lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
+                dk, dv, item, start_q, edge, dq_row, must_mask, k, v, dq_desc, k_tiles, k_first,
+                q_ring, do_ring,
+                lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
+                scale_log2,
                 SELF, CAUSAL, INTERVALS, BRANCH if part == 1 else True, D, BLOCK_Q, STAGES,
             )  # fmt: skip
             item += 1
@@ -355,18 +434,29 @@ def walk_queries(
 @gluon.jit
 def add_block(
     visit, item, dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
-    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale, scale_log2,
-    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr, STAY: gl.constexpr,
+    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale,
+    scale_log2,
+    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
+    GROUPED: gl.constexpr, STAY: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of this consumer's half of a block of keys, and what the block adds to dq. The next item."""
+    """dk and dv of this consumer's half of a block of keys, and what the block adds to dq. The next
+    item.
+    """
     dtype: gl.constexpr = k_ring.buffers.dtype
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    # dv and dk leave as dq does, through a tile in which no other consumer and no load has a part: room for 128 columns in 16 bits
+    # dv and dk leave as dq does, through a tile in which no other consumer and no load has a part:
+    # room for 128 columns in 16 bits
     TILES: gl.constexpr = 128 // D
     out_tiles = reinterpret(dq_tiles.index(SELF), dtype, [TILES, 1, 1, OWN, D], dk_desc.layout)
-    first, full_first = told(about(block_ring, visit, FIRST)), told(about(block_ring, visit, FULL_FIRST))
-    full_last, last = told(about(block_ring, visit, FULL_LAST)), told(about(block_ring, visit, LAST))
+    first, full_first = (
+        told(about(block_ring, visit, FIRST)),
+        told(about(block_ring, visit, FULL_FIRST)),
+    )
+    full_last, last = (
+        told(about(block_ring, visit, FULL_LAST)),
+        told(about(block_ring, visit, LAST)),
+    )
     edge, dq_row = told(about(block_ring, visit, EDGE)), told(about(block_ring, visit, DQ_ROW))
     dk = gl.zeros([OWN, D], gl.float32, GRADIENT)
     dv = gl.zeros([OWN, D], gl.float32, GRADIENT)
@@ -376,7 +466,9 @@ def add_block(
     v_ring.await_full(visit)
     v = v_ring.buffers.index(SELF).reshape([OWN, D])
     if BLOCK_Q == 128:  # read once, from registers
-        FIXED: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16]), 2)
+        FIXED: gl.constexpr = gl.DotOperandLayout(
+            0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16]), 2
+        )
         k = k.load(FIXED)
         v = v.load(FIXED)
         v_ring.release(visit)
@@ -384,15 +476,19 @@ def add_block(
         head_rows = gl.cdiv(N, 128) * (4 * D)  # of the sum
         for group in range(0, groups):
             dk, dv, item = walk_queries(
-                dk, dv, item, first, full_first, full_last, last, edge, dq_row + group * head_rows, k, v, dq_desc,
-                k_ring.buffers, k_first, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
+                dk, dv, item, first, full_first, full_last, last, edge, dq_row + group * head_rows,
+                k, v, dq_desc,
+                k_ring.buffers, k_first, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows,
+                ds_tiles, last_ds_tiles, dq_tiles,
                 scale_log2, SELF, CAUSAL, INTERVALS, MASKED, STAY, D, BLOCK_Q, STAGES,
             )  # fmt: skip
     else:
         # not a loop of one: it would take registers
         dk, dv, item = walk_queries(
-            dk, dv, item, first, full_first, full_last, last, edge, dq_row, k, v, dq_desc, k_ring.buffers, k_first,
-            q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, scale_log2,
+            dk, dv, item, first, full_first, full_last, last, edge, dq_row, k, v, dq_desc,
+            k_ring.buffers, k_first,
+            q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles,
+            dq_tiles, scale_log2,
             SELF, CAUSAL, INTERVALS, MASKED, STAY, D, BLOCK_Q, STAGES,
         )  # fmt: skip
     k_ring.release(visit)
@@ -417,8 +513,10 @@ def add_block(
 @gluon.jit
 def consumer(
     dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
-    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale, scale_log2,
-    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr, STAY: gl.constexpr,
+    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale,
+    scale_log2,
+    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
+    GROUPED: gl.constexpr, STAY: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """SELF: which of the two consumers this is."""
@@ -429,7 +527,8 @@ def consumer(
         while told(about(block_ring, visit, BATCH)) >= 0:
             item = add_block(
                 visit, item, dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
-                lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale, scale_log2,
+                lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups,
+                N, scale, scale_log2,
                 SELF, CAUSAL, INTERVALS, MASKED, GROUPED, STAY, D, BLOCK_Q, STAGES,
             )  # fmt: skip
             visit += 1
@@ -437,24 +536,42 @@ def consumer(
     else:
         add_block(
             visit, item, dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
-            lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale, scale_log2,
+            lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N,
+            scale, scale_log2,
             SELF, CAUSAL, INTERVALS, MASKED, GROUPED, STAY, D, BLOCK_Q, STAGES,
         )  # fmt: skip
     tma.store_wait(0)
 
 
 # lengths and counts are not specialised: a batch of another length does not compile anew
-@gluon.jit(do_not_specialize=["stride_interval", "stride_ranges", "num_kv_heads", "groups", "batch_heads", "section_heads", "N", "M"])
+@gluon.jit(
+    do_not_specialize=[
+        "stride_interval",
+        "stride_ranges",
+        "num_kv_heads",
+        "groups",
+        "batch_heads",
+        "section_heads",
+        "N",
+        "M",
+    ]
+)
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr, counter_ptr,
-    stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale, scale_log2,
-    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr, STAY: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_log2_ptr, delta_ptr, lo_ptr,
+    hi_ptr, ranges_ptr, counter_ptr,
+    stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale,
+    scale_log2,
+    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
+    STAY: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """batch_heads: key/value heads of the batch. MASKED: some tile may hold keys that are not seen."""
+    """batch_heads: key/value heads of the batch. MASKED: some tile may hold keys that are not
+    seen.
+    """
     dtype: gl.constexpr = q_desc.dtype
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    # k of two blocks, because dq needs it to the end; for v of two there is no room at head_dim 128, and no need at 64
+    # k of two blocks, because dq needs it to the end; for v of two there is no room at head_dim
+    # 128, and no need at 64
     K_DEPTH: gl.constexpr = 2 if STAY else 1
     k_tiles = gl.allocate_shared_memory(dtype, [K_DEPTH * 2, 1, 1, OWN, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], v_desc.layout)
@@ -471,24 +588,36 @@ def backward_kernel(
     if INTERVALS:
         lo_rows = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_Q], LINE)
         hi_rows = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_Q], LINE)
-    ds_tiles = gl.allocate_shared_memory(dtype, [4, OWN, PART], gl.NVMMASharedLayout.get_default_for([OWN, PART], dtype))
+    ds_tiles = gl.allocate_shared_memory(
+        dtype, [4, OWN, PART], gl.NVMMASharedLayout.get_default_for([OWN, PART], dtype)
+    )
     last_ds_tiles = ds_tiles
     if BLOCK_Q == 128:  # of its own, so that Triton sees no conflict between the two
-        last_ds_tiles = gl.allocate_shared_memory(dtype, [4, OWN, PART], gl.NVMMASharedLayout.get_default_for([OWN, PART], dtype))
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, dq_desc.block_type.shape[0], dq_desc.block_type.shape[1]], dq_desc.layout)
+        last_ds_tiles = gl.allocate_shared_memory(
+            dtype, [4, OWN, PART], gl.NVMMASharedLayout.get_default_for([OWN, PART], dtype)
+        )
+    dq_tiles = gl.allocate_shared_memory(
+        gl.float32, [2, dq_desc.block_type.shape[0], dq_desc.block_type.shape[1]], dq_desc.layout
+    )
     blocks = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], LINE)
-    # the last one, because the first wait is for it: else Triton has a consumer's warps meet in every step, behind the last of the barriers
+    # the last one, because the first wait is for it: else Triton has a consumer's warps meet in
+    # every step, behind the last of the barriers
     block_ring = make_ring(blocks, 2, 1, 2)
     fence_async_shared()
     gl.warp_specialize([
         (consumer, (dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
-                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale, scale_log2,
+                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
+                    groups, N, scale, scale_log2,
                     0, CAUSAL, INTERVALS, MASKED, GROUPED, STAY, D, BLOCK_Q, STAGES)),
         (consumer, (dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
-                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale, scale_log2,
+                    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
+                    groups, N, scale, scale_log2,
                     1, CAUSAL, INTERVALS, MASKED, GROUPED, STAY, D, BLOCK_Q, STAGES)),
-        (producer, (q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr, counter_ptr,
-                    k_ring, v_ring, q_ring, do_ring, block_ring, lse_rows, delta_rows, lo_rows, hi_rows,
-                    stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M,
+        (producer, (q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr,
+                    ranges_ptr, counter_ptr,
+                    k_ring, v_ring, q_ring, do_ring, block_ring, lse_rows, delta_rows, lo_rows,
+                    hi_rows,
+                    stride_interval, stride_ranges, num_kv_heads, groups, batch_heads,
+                    section_heads, N, M,
                     CAUSAL, INTERVALS, STAY, D, BLOCK_Q, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -1,24 +1,35 @@
-"""The forward kernel for Hopper: the algorithm of attention/kernels/forward.py, divided among warps so that softmax and products overlap.
+"""The forward kernel for Hopper: the algorithm of attention/kernels/forward.py, divided among warps
+so that softmax and products overlap.
 
-A program is a producer (one warp, which has tiles copied to shared memory) and CONSUMERS (four warps each, which own BLOCK_Q queries
-apiece). A consumer issues the scores' product of one tile of keys together with the output's product of the tile before, and does the
-softmax of the former while the latter runs:
+A program is a producer (one warp, which has tiles copied to shared memory) and CONSUMERS (four
+warps each, which own BLOCK_Q queries apiece). A consumer issues the scores' product of one tile of
+keys together with the output's product of the tile before, and does the softmax of the former while
+the latter runs:
 
     tensor cores   q k1 | q k2 , p1 v1 | q k3 , p2 v2 | ...
     softmax             | p1           | p2           | ...
 
-A program stays on its multiprocessor and draws one piece of work (the CONSUMERS * BLOCK_Q queries of a head) after the other. It
-walks the keys backwards, from the diagonal of a causal mask down, so that the first tile of keys is the masked one.
+A program stays on its multiprocessor and draws one piece of work (the CONSUMERS * BLOCK_Q queries
+of a head) after the other. It walks the keys backwards, from the diagonal of a causal mask down, so
+that the first tile of keys is the masked one.
 
-Query i sees the keys lo[i] <= j < hi[i], as in attention/mask.py. With INTERVALS both ends are loaded; otherwise lo is 0, and hi follows
-from CAUSAL. Scores are in base 2, as in the portable kernel.
+Query i sees the keys lo[i] <= j < hi[i], as in attention/mask.py. With INTERVALS both ends are
+loaded; otherwise lo is 0, and hi follows from CAUSAL. Scores are in base 2, as in the portable
+kernel.
 
-Dimensions: H query heads, N queries, M keys, D head dim; a tile is BLOCK_Q queries by BLOCK_KV keys; an item is what a ring's slot holds.
+Dimensions: H query heads, N queries, M keys, D head dim; a tile is BLOCK_Q queries by BLOCK_KV
+keys; an item is what a ring's slot holds.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from attention.kernels.hopper.primitives import (
     await_all,
@@ -43,24 +54,28 @@ THRESHOLD = gl.constexpr(8.0)
 
 @gluon.jit
 def find_work(work, num_blocks, section_heads, batch_heads):
-    """Head (counted through the batch) and block of queries. The longest blocks of all heads of a section come first, and a section's
-    keys and values stay in the L2 cache."""
+    """Head (counted through the batch) and block of queries. The longest blocks of all heads of a
+    section come first, and a section's keys and values stay in the L2 cache."""
     batch_head, block = place(work, num_blocks, batch_heads, section_heads)
     return batch_head, num_blocks - 1 - block
 
 
 @gluon.jit
 def first_row(block, num_blocks, N, BLOCK_Q: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Where a block of queries starts. Blocks end with the sequence, so that the incomplete one is the first, which a causal mask gives
-    the fewest keys; its start is negative, and consumers whose rows lie before row 0 write nothing."""
+    """Where a block of queries starts. Blocks end with the sequence, so that the incomplete one is
+    the first, which a causal mask gives the fewest keys; its start is negative, and consumers whose
+    rows lie before row 0 write nothing."""
     return (block - num_blocks) * BLOCK_Q * CONSUMERS + gl.cdiv(N, BLOCK_Q) * BLOCK_Q
 
 
 @gluon.jit
 def tiles_seen(
-    start, stop, lo_ptr, hi_ptr, N, M, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, BLOCK_KV: gl.constexpr
+    start, stop, lo_ptr, hi_ptr, N, M, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr,
+    BLOCK_KV: gl.constexpr
 ):  # fmt: skip
-    """first, last: the tiles of keys that some row of start : stop sees. At least one, so that rows without a key get statistics too."""
+    """first, last: the tiles of keys that some row of start : stop sees. At least one, so that rows
+    without a key get statistics too.
+    """
     first = gl.to_tensor(0)
     last = gl.cdiv(M, BLOCK_KV)
     if INTERVALS:
@@ -73,7 +88,9 @@ def tiles_seen(
 
 
 @gluon.jit
-def tiles_unmasked(start, stop, lo_ptr, hi_ptr, N, M, INTERVALS: gl.constexpr, BLOCK_KV: gl.constexpr):
+def tiles_unmasked(
+    start, stop, lo_ptr, hi_ptr, N, M, INTERVALS: gl.constexpr, BLOCK_KV: gl.constexpr
+):
     """first, last: the tiles of keys that every row of start : stop sees whole."""
     first = gl.to_tensor(0)
     if INTERVALS:
@@ -101,7 +118,9 @@ def keys_seen(rows, lo_ptr, hi_ptr, N, M, CAUSAL: gl.constexpr, INTERVALS: gl.co
 @gluon.jit
 def mask_scores(scores, start_kv, lo, hi, INTERVALS: gl.constexpr):
     BLOCK_KV: gl.constexpr = scores.shape[1]
-    keys = gl.expand_dims(start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, scores.type.layout)), 0)
+    keys = gl.expand_dims(
+        start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, scores.type.layout)), 0
+    )
     scores = where_less(scores, keys, gl.expand_dims(hi, 1), "-inf")
     if INTERVALS:
         scores = where_less(scores, gl.expand_dims(lo - 1, 1), keys, "-inf")
@@ -110,15 +129,18 @@ def mask_scores(scores, start_kv, lo, hi, INTERVALS: gl.constexpr):
 
 @gluon.jit
 def sum_of_own(p):
-    """(BLOCK_Q, 4): four threads share a row, each two columns out of eight. They add theirs up when the row is done."""
+    """(BLOCK_Q, 4): four threads share a row, each two columns out of eight. They add theirs up
+    when the row is done.
+    """
     BLOCK_KV: gl.constexpr = p.shape[1]
     return gl.sum(gl.sum(p.reshape([p.shape[0], BLOCK_KV // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def online_softmax(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
-    """LazyRescale.update of attention/twins.py but for the accumulator: p, the new state, and alpha, which is 1 for most tiles: what is
-    subtracted moves only when a row's maximum has outgrown it by THRESHOLD. row_sum is in parts, as sum_of_own gives them."""
+    """LazyRescale.update of attention/twins.py but for the accumulator: p, the new state, and
+    alpha, which is 1 for most tiles: what is subtracted moves only when a row's maximum has
+    outgrown it by THRESHOLD. row_sum is in parts, as sum_of_own gives them."""
     tile_max = gl.max(scores, 1) * scale_log2
     next_max = gl.where(tile_max > row_max + THRESHOLD, tile_max, row_max)
     shift = next_max
@@ -126,7 +148,9 @@ def online_softmax(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
         shift = gl.where(next_max == float("-inf"), 0.0, next_max)
     p = gl.exp2(scores * scale_log2 - gl.expand_dims(shift, 1))
     alpha = gl.exp2(row_max - shift)
-    row_sum = row_sum * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout)), 1) + sum_of_own(p)
+    row_sum = row_sum * gl.expand_dims(
+        gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout)), 1
+    ) + sum_of_own(p)
     return p, next_max, row_sum, alpha
 
 
@@ -134,7 +158,8 @@ def online_softmax(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
 def producer(
     q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, q_ring, k_ring, v_ring, work_ring,
     stride_interval, num_heads, groups, batch_heads, section_heads, N, M,
-    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, CONSUMERS: gl.constexpr,
+    CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
+    CONSUMERS: gl.constexpr,
 ):  # fmt: skip
     num_blocks = gl.cdiv(N, BLOCK_Q * CONSUMERS)
     programs = gl.num_programs(0)
@@ -158,7 +183,9 @@ def producer(
         if INTERVALS:
             lo += batch * stride_interval
             hi += batch * stride_interval
-        first, last = tiles_seen(start, start + BLOCK_Q * CONSUMERS, lo, hi, N, M, CAUSAL, INTERVALS, BLOCK_KV)
+        first, last = tiles_seen(
+            start, start + BLOCK_Q * CONSUMERS, lo, hi, N, M, CAUSAL, INTERVALS, BLOCK_KV
+        )
         for step in range(0, last - first):
             start_kv = (last - 1 - step) * BLOCK_KV
             if step == 0:
@@ -168,18 +195,38 @@ def producer(
                     mbarrier.expect(q_ring.full_barrier(q_item), q_desc.block_type.nbytes)
                     # a box must not start before the tensor; these rows are not used
                     row = gl.maximum(start + consumer * BLOCK_Q, 0)
-                    load_box(q_desc, [batch, head, row, 0], q_ring.full_barrier(q_item), q_ring.buffer(q_item))
+                    load_box(
+                        q_desc,
+                        [batch, head, row, 0],
+                        q_ring.full_barrier(q_item),
+                        q_ring.buffer(q_item),
+                    )
                     if consumer == 0:  # all that the first product needs comes first
                         k_ring.await_empty(item)
                         mbarrier.expect(k_ring.full_barrier(item), k_desc.block_type.nbytes)
-                        load_box(k_desc, [batch, kv_head, start_kv, 0], k_ring.full_barrier(item), k_ring.buffer(item))
+                        load_box(
+                            k_desc,
+                            [batch, kv_head, start_kv, 0],
+                            k_ring.full_barrier(item),
+                            k_ring.buffer(item),
+                        )
             else:
                 k_ring.await_empty(item)
                 mbarrier.expect(k_ring.full_barrier(item), k_desc.block_type.nbytes)
-                load_box(k_desc, [batch, kv_head, start_kv, 0], k_ring.full_barrier(item), k_ring.buffer(item))
+                load_box(
+                    k_desc,
+                    [batch, kv_head, start_kv, 0],
+                    k_ring.full_barrier(item),
+                    k_ring.buffer(item),
+                )
             v_ring.await_empty(item)
             mbarrier.expect(v_ring.full_barrier(item), v_desc.block_type.nbytes)
-            load_box(v_desc, [batch, kv_head, start_kv, 0], v_ring.full_barrier(item), v_ring.buffer(item))
+            load_box(
+                v_desc,
+                [batch, kv_head, start_kv, 0],
+                v_ring.full_barrier(item),
+                v_ring.buffer(item),
+            )
             item += 1
         visit += 1
     leave_zeros(counter_ptr, programs)
@@ -187,7 +234,9 @@ def producer(
 
 @gluon.jit
 def begin_turn(consumer: gl.constexpr, TURNS: gl.constexpr):
-    """Consumers issue their products one after the other, so that one's softmax falls into the others' products."""
+    """Consumers issue their products one after the other, so that one's softmax falls into the
+    others' products.
+    """
     if TURNS:
         await_all(FIRST_TURN + consumer)
 
@@ -199,7 +248,15 @@ def end_turn(consumer: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexp
 
 
 @gluon.jit
-def hand_back(item, count, k_ring, v_ring, consumer: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr):
+def hand_back(
+    item,
+    count,
+    k_ring,
+    v_ring,
+    consumer: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    TURNS: gl.constexpr,
+):
     """Release `count` tiles that other consumers need and this one does not."""
     for _ in range(0, count):
         k_ring.await_full(item)
@@ -216,8 +273,10 @@ def hand_back(item, count, k_ring, v_ring, consumer: gl.constexpr, CONSUMERS: gl
 def consumer(
     out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
     stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
-    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, FIRST_MASKED: gl.constexpr, EDGES: gl.constexpr,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, CONSUMERS: gl.constexpr, TURNS: gl.constexpr,
+    SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, FIRST_MASKED: gl.constexpr,
+    EDGES: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, CONSUMERS: gl.constexpr,
+    TURNS: gl.constexpr,
     ROUND_EARLY: gl.constexpr,
 ):  # fmt: skip
     """SELF: which of the consumers this is."""
@@ -246,16 +305,30 @@ def consumer(
         stop = start + BLOCK_Q
         rows = start + gl.arange(0, BLOCK_Q, ROWS)
         lo, hi = keys_seen(rows, lo_base, hi_base, N, M, CAUSAL, INTERVALS)
-        first, last = tiles_seen(block_start, block_start + BLOCK_Q * CONSUMERS, lo_base, hi_base, N, M, CAUSAL, INTERVALS, BLOCK_KV)
+        first, last = tiles_seen(
+            block_start,
+            block_start + BLOCK_Q * CONSUMERS,
+            lo_base,
+            hi_base,
+            N,
+            M,
+            CAUSAL,
+            INTERVALS,
+            BLOCK_KV,
+        )
         own_first = first
         own_last = last
         if CAUSAL or INTERVALS:
-            own_first, own_last = tiles_seen(start, stop, lo_base, hi_base, N, M, CAUSAL, INTERVALS, BLOCK_KV)
+            own_first, own_last = tiles_seen(
+                start, stop, lo_base, hi_base, N, M, CAUSAL, INTERVALS, BLOCK_KV
+            )
             own_first = gl.minimum(own_first, last - 1)
             own_last = gl.minimum(own_last, last)
         elif start < 0:  # rows before row 0: one tile, because every consumer takes one
             own_first = last - 1
-        full_first, full_last = tiles_unmasked(start, stop, lo_base, hi_base, N, M, INTERVALS, BLOCK_KV)
+        full_first, full_last = tiles_unmasked(
+            start, stop, lo_base, hi_base, N, M, INTERVALS, BLOCK_KV
+        )
         q_item = visit * CONSUMERS + SELF
         q = q_ring.buffer(q_item).reshape([BLOCK_Q, D])
         q_ring.await_full(q_item)
@@ -274,7 +347,9 @@ def consumer(
         k_ring.release(item)
         if FIRST_MASKED:
             scores = mask_scores(scores, (own_last - 1) * BLOCK_KV, lo, hi, INTERVALS)
-        p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2, FIRST_MASKED)
+        p, row_max, row_sum, alpha = online_softmax(
+            scores, row_max, row_sum, scale_log2, FIRST_MASKED
+        )
         p = gl.convert_layout(rounded(p, dtype), P)
         item += 1
         k_ring.await_full(item, pred=own_last - own_first > 1)
@@ -293,12 +368,14 @@ def consumer(
             if EDGES:  # noqa: SIM102, a constant around a value
                 if (tile < full_first) | (tile >= full_last):
                     scores = mask_scores(scores, tile * BLOCK_KV, lo, hi, INTERVALS)
-            next_p, row_max, row_sum, alpha = online_softmax(scores, row_max, row_sum, scale_log2, EDGES)
+            next_p, row_max, row_sum, alpha = online_softmax(
+                scores, row_max, row_sum, scale_log2, EDGES
+            )
             if ROUND_EARLY:
                 next_p = rounded(next_p, dtype)
             item += 1
-            # waited for here, though it is needed above: ptxas moves the next wait up to the last one, before the exponentials, unless a
-            # branch stands between them
+            # waited for here, though it is needed above: ptxas moves the next wait up to the last
+            # one, before the exponentials, unless a branch stands between them
             k_ring.await_full(item, pred=tile > own_first)
             acc, p = warpgroup_mma_wait(0, deps=(acc_pending, p))
             v_ring.release(item - 2)
@@ -337,15 +414,28 @@ def consumer(
 
 
 # lengths and counts are not specialised: a batch of another length does not compile anew
-@gluon.jit(do_not_specialize=["stride_interval", "num_heads", "groups", "batch_heads", "section_heads", "N", "M"])
+@gluon.jit(
+    do_not_specialize=[
+        "stride_interval",
+        "num_heads",
+        "groups",
+        "batch_heads",
+        "section_heads",
+        "N",
+        "M",
+    ]
+)
 def forward_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, lo_ptr, hi_ptr, counter_ptr,
     stride_interval, num_heads, groups, batch_heads, section_heads, N, M, scale_log2,
     CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, FIRST_MASKED: gl.constexpr, EDGES: gl.constexpr,
-    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr, TURNS: gl.constexpr,
     ROUND_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """FIRST_MASKED: the tile at the end of the keys may hold some that are not seen. EDGES: so may others."""
+    """FIRST_MASKED: the tile at the end of the keys may hold some that are not seen. EDGES: so may
+    others.
+    """
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, BLOCK_Q, D], q_desc.layout)
     out_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, BLOCK_Q, D], out_desc.layout)
@@ -359,28 +449,40 @@ def forward_kernel(
     fence_async_shared()
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
+            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring,
+                        out_tiles,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
-                        0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS, ROUND_EARLY)),
-            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
+                        0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS,
+                        TURNS, ROUND_EARLY)),
+            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring,
+                        out_tiles,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
-                        1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS, ROUND_EARLY)),
-            (producer, (q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, q_ring, k_ring, v_ring, work_ring,
+                        1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS,
+                        TURNS, ROUND_EARLY)),
+            (producer, (q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, q_ring, k_ring,
+                        v_ring, work_ring,
                         stride_interval, num_heads, groups, batch_heads, section_heads, N, M,
                         CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV, CONSUMERS)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
+            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring,
+                        out_tiles,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
-                        0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS, ROUND_EARLY)),
-            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
+                        0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS,
+                        TURNS, ROUND_EARLY)),
+            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring,
+                        out_tiles,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
-                        1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS, ROUND_EARLY)),
-            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
+                        1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS,
+                        TURNS, ROUND_EARLY)),
+            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring,
+                        out_tiles,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
-                        2, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS, TURNS, ROUND_EARLY)),
-            (producer, (q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, q_ring, k_ring, v_ring, work_ring,
+                        2, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS,
+                        TURNS, ROUND_EARLY)),
+            (producer, (q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, q_ring, k_ring,
+                        v_ring, work_ring,
                         stride_interval, num_heads, groups, batch_heads, section_heads, N, M,
                         CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV, CONSUMERS)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

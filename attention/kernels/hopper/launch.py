@@ -1,4 +1,5 @@
-"""From tensors to launches of the Hopper kernels: shapes of their tiles, descriptors, the order of work.
+"""From tensors to launches of the Hopper kernels: shapes of their tiles, descriptors, the order of
+work.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -17,7 +18,14 @@ from triton.runtime import driver
 from attention.kernels.hopper.around import convert_dq_kernel, prepare_kernel
 from attention.kernels.hopper.backward import backward_kernel
 from attention.kernels.hopper.forward import forward_kernel
-from attention.kernels.launch import batch_stride, bytes_of_a_head, descriptor_strides, properties, section_of, tiles_of
+from attention.kernels.launch import (
+    batch_stride,
+    bytes_of_a_head,
+    descriptor_strides,
+    properties,
+    section_of,
+    tiles_of,
+)
 
 BLOCK_Q = 64  # queries of a forward consumer
 BLOCK_KV = 128  # keys of a block of the backward
@@ -38,11 +46,12 @@ FORWARD = {
     64: Forward(consumers=3, block_kv=128, stages=3, turns=True, round_early=False),
     128: Forward(consumers=2, block_kv=128, stages=2, turns=False, round_early=True),
 }
-# with intervals, and causal up to SHORT keys: tiles at the edges, half of them wasted, are a large part of all
+# with intervals, and causal up to SHORT keys: tiles at the edges, half of them wasted, are a large
+# part of all
 SHORT, SHORT_FORWARD = 1024, {64: FORWARD[64]._replace(block_kv=64, stages=6)}
 
-# at head_dim 128 backward programs with more keys have one block each: tiles whose place changes from block to block cost their loops 1 to
-# 5%, and there is less to gain where blocks take long
+# at head_dim 128 backward programs with more keys have one block each: tiles whose place changes
+# from block to block cost their loops 1 to 5%, and there is less to gain where blocks take long
 LONG = 2048
 
 
@@ -52,9 +61,13 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedL
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """x (B, H, N, D) for boxes of `rows` rows of one head; what lies past its end reads as zero and is not written."""
+    """x (B, H, N, D) for boxes of `rows` rows of one head; what lies past its end reads as zero and
+    is not written.
+    """
     block = (1, 1, rows, x.shape[3])
-    return TensorDescriptor(x, list(x.shape), descriptor_strides(x), list(block), shared_layout(block, x.dtype))
+    return TensorDescriptor(
+        x, list(x.shape), descriptor_strides(x), list(block), shared_layout(block, x.dtype)
+    )
 
 
 def sum_block(head_dim: int, block_q: int) -> tuple[int, int]:
@@ -64,7 +77,9 @@ def sum_block(head_dim: int, block_q: int) -> tuple[int, int]:
 
 def sum_descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     """x (rows, 32) float32."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), shared_layout(block, x.dtype))
+    return TensorDescriptor(
+        x, list(x.shape), list(x.stride()), list(block), shared_layout(block, x.dtype)
+    )
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -75,12 +90,15 @@ _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def counters(device: torch.device) -> Tensor:
-    """Two zeros, which a launch leaves as zeros. One pair a stream, because launches of one stream run one after the other."""
+    """Two zeros, which a launch leaves as zeros. One pair a stream, because launches of one stream
+    run one after the other.
+    """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)  # memory of the graph's own
     key = device, driver.active.get_current_stream(device.index)  # as Triton asks at a launch
     if key not in _counters:
-        # this thread may be taking its memory from a pool that somebody will use again, as torch.compile(mode="reduce-overhead") does
+        # this thread may be taking its memory from a pool that somebody will use again, as
+        # torch.compile(mode="reduce-overhead") does
         with ThreadPoolExecutor(1) as another:
             _counters[key] = another.submit(_zeros, device).result()
     return _counters[key]
@@ -92,11 +110,16 @@ def _zeros(device: torch.device) -> Tensor:
     return zeros
 
 
-def forward_constants(q_shape: torch.Size, num_keys: int, causal: bool, intervals: bool) -> dict[str, int | bool]:
+def forward_constants(
+    q_shape: torch.Size, num_keys: int, causal: bool, intervals: bool
+) -> dict[str, int | bool]:
     num_queries, head_dim = q_shape[2:]
     short = intervals or (causal and num_keys <= SHORT)
-    consumers, block_kv, stages, turns, round_early = (SHORT_FORWARD if short and head_dim in SHORT_FORWARD else FORWARD)[head_dim]
-    # the diagonal of a consumer's rows lies in one tile of keys if both begin at multiples of BLOCK_Q
+    consumers, block_kv, stages, turns, round_early = (
+        SHORT_FORWARD if short and head_dim in SHORT_FORWARD else FORWARD
+    )[head_dim]
+    # the diagonal of a consumer's rows lies in one tile of keys if both begin at multiples of
+    # BLOCK_Q
     edges = intervals or (causal and (num_keys - num_queries) % BLOCK_Q != 0)
     return {
         "CAUSAL": causal,
@@ -113,7 +136,9 @@ def forward_constants(q_shape: torch.Size, num_keys: int, causal: bool, interval
     }
 
 
-def backward_constants(q_shape: torch.Size, k_shape: torch.Size, causal: bool, intervals: bool) -> dict[str, int | bool]:
+def backward_constants(
+    q_shape: torch.Size, k_shape: torch.Size, causal: bool, intervals: bool
+) -> dict[str, int | bool]:
     head_dim, num_keys = q_shape[3], k_shape[2]
     grouped = q_shape[1] != k_shape[1]
     long = head_dim == 128 and num_keys > LONG and not (intervals or grouped)
@@ -129,15 +154,29 @@ def backward_constants(q_shape: torch.Size, k_shape: torch.Size, causal: bool, i
     }
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lo: Tensor | None, hi: Tensor | None, *, causal: bool, scale: float):
-    """Fill out (B, H, N, D) and lse (B, H, N). q, k, v as a descriptor can point at them; lo, hi (B or 1, N) int32."""
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lo: Tensor | None,
+    hi: Tensor | None,
+    *,
+    causal: bool,
+    scale: float,
+):
+    """Fill out (B, H, N, D) and lse (B, H, N). q, k, v as a descriptor can point at them; lo, hi (B
+    or 1, N) int32.
+    """
     batch, num_heads, num_queries, head_dim = q.shape
     num_kv_heads, num_keys = k.shape[1:3]
     groups, batch_heads = num_heads // num_kv_heads, batch * num_heads
     meta = forward_constants(q.shape, num_keys, causal, lo is not None)
     work = batch_heads * tiles_of(num_queries, BLOCK_Q * meta["CONSUMERS"])
     forward_kernel[(min(work, multiprocessors(q.device)),)](
-        descriptor(q, BLOCK_Q), descriptor(k, meta["BLOCK_KV"]), descriptor(v, meta["BLOCK_KV"]), descriptor(out, BLOCK_Q), lse, lo, hi,
+        descriptor(q, BLOCK_Q), descriptor(k, meta["BLOCK_KV"]), descriptor(v, meta["BLOCK_KV"]),
+        descriptor(out, BLOCK_Q), lse, lo, hi,
         counters(q.device), batch_stride(lo), num_heads, groups, batch_heads,
         section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=not causal),
         num_queries, num_keys, scale * math.log2(math.e), **meta, num_warps=4,
@@ -146,9 +185,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lo: Tenso
 
 def backward(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor, lo: Tensor | None, hi: Tensor | None, ranges: Tensor | None, *, causal: bool, scale: float,
+    dq: Tensor, dk: Tensor, dv: Tensor, lo: Tensor | None, hi: Tensor | None,
+    ranges: Tensor | None, *, causal: bool, scale: float,
 ) -> None:  # fmt: skip
-    """Fill dq, dk and dv. ranges (B or 1, tiles of BLOCK_KV keys, 4) int32 goes with lo and hi: see query_ranges in op.py."""
+    """Fill dq, dk and dv. ranges (B or 1, tiles of BLOCK_KV keys, 4) int32 goes with lo and hi: see
+    query_ranges in op.py.
+    """
     batch, num_heads, num_queries, head_dim = q.shape
     num_kv_heads, num_keys = k.shape[1:3]
     groups, batch_heads = num_heads // num_kv_heads, batch * num_heads
@@ -158,18 +200,26 @@ def backward(
     rows = 4096 // head_dim
     prepare_kernel[(padded // rows, batch_heads)](
         out, d_out, lse, None if d_lse is None else d_lse.contiguous(), delta, lse_log2, dq_sum,
-        *out.stride()[:3], *d_out.stride()[:3], num_heads, num_queries, D=head_dim, BLOCK_Q=rows, num_warps=4,
+        *out.stride()[:3], *d_out.stride()[:3], num_heads, num_queries, D=head_dim, BLOCK_Q=rows,
+        num_warps=4,
     )  # fmt: skip
     meta = backward_constants(q.shape, k.shape, causal, lo is not None)
     block_q = meta["BLOCK_Q"]
     work = tiles_of(num_keys, BLOCK_KV) * batch * num_kv_heads
     backward_kernel[(min(work, multiprocessors(q.device)) if meta["STAY"] else work,)](
-        descriptor(q, block_q), descriptor(k, BLOCK_KV // 2), descriptor(v, BLOCK_KV // 2), descriptor(d_out, block_q),
+        descriptor(q, block_q), descriptor(k, BLOCK_KV // 2), descriptor(v, BLOCK_KV // 2),
+        descriptor(d_out, block_q),
         sum_descriptor(dq_sum, sum_block(head_dim, block_q)),
-        descriptor(dk, BLOCK_KV // 2), descriptor(dv, BLOCK_KV // 2), lse_log2, delta, lo, hi, ranges,
-        counters(q.device), batch_stride(lo), batch_stride(ranges), num_kv_heads, groups, batch * num_kv_heads,
+        descriptor(dk, BLOCK_KV // 2), descriptor(dv, BLOCK_KV // 2), lse_log2, delta, lo, hi,
+        ranges,
+        counters(q.device), batch_stride(lo), batch_stride(ranges), num_kv_heads, groups,
+        batch * num_kv_heads,
         # q and d_out, and dq in float32
-        section_of(q.device, groups * (2 * bytes_of_a_head(q) + 4 * num_queries * head_dim), equal=not causal),
+        section_of(
+            q.device,
+            groups * (2 * bytes_of_a_head(q) + 4 * num_queries * head_dim),
+            equal=not causal,
+        ),
         num_queries, num_keys, scale, scale * math.log2(math.e), **meta, num_warps=4,
     )  # fmt: skip
     convert_dq_kernel[(tiles_of(num_queries, 64), batch_heads)](

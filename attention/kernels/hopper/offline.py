@@ -1,6 +1,8 @@
-"""Compile the Hopper kernels without running them: spills, shared memory, and whether the machine code overlaps what it is meant to.
+"""Compile the Hopper kernels without running them: spills, shared memory, and whether the machine
+code overlaps what it is meant to.
 
-    python -m attention.kernels.hopper.offline forward bf16 64 causal,full     a line of JSON a variant
+    python -m attention.kernels.hopper.offline forward bf16 64 causal,full     a line of JSON a
+    variant
 
 Not under TRITON_INTERPRET=1, where there is nothing to compile. No GPU is needed.
 """
@@ -55,7 +57,11 @@ class Compiled(NamedTuple):
     shared: int  # bytes of a program
     warnings: list[str]  # ptxas' numbers for products that it serialises
     products: int  # HGMMA instructions
-    overlapped: list[int]  # for each loop over tiles, the exponentials between the wait that leaves a product running and the next
+    overlapped: list[
+        int
+        # for each loop over tiles, the exponentials between the wait that leaves a product running
+        # and the next
+    ]
 
 
 def tensordesc(block: tuple[int, ...], dtype: torch.dtype) -> str:
@@ -64,13 +70,17 @@ def tensordesc(block: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def compile_variant(kernel: str, dtype: str, head_dim: int, name: str) -> Compiled:
-    """kernel: forward or backward; dtype: bf16 or fp16. Raises what Triton raises where it cannot be compiled."""
+    """kernel: forward or backward; dtype: bf16 or fp16. Raises what Triton raises where it cannot
+    be compiled.
+    """
     variant = VARIANTS[name]
     q_shape = torch.Size((1, 4, variant.num_queries, head_dim))
     k_shape = torch.Size((1, 4 // variant.groups, variant.num_keys, head_dim))
     if kernel == "forward":
         function = forward.forward_kernel
-        constants = launch.forward_constants(q_shape, variant.num_keys, variant.causal, variant.intervals)
+        constants = launch.forward_constants(
+            q_shape, variant.num_keys, variant.causal, variant.intervals
+        )
         block_kv = constants["BLOCK_KV"]
     else:
         function = backward.backward_kernel
@@ -84,12 +94,16 @@ def compile_variant(kernel: str, dtype: str, head_dim: int, name: str) -> Compil
         if argument in constants:
             types[argument], values[i,] = "constexpr", constants[argument]
         elif argument == "dq_desc":
-            types[argument] = tensordesc(launch.sum_block(head_dim, constants["BLOCK_Q"]), torch.float32)
+            types[argument] = tensordesc(
+                launch.sum_block(head_dim, constants["BLOCK_Q"]), torch.float32
+            )
         elif argument.endswith("_desc"):
             block = (1, 1, rows.get(argument.removesuffix("_desc"), block_kv), head_dim)
             types[argument] = tensordesc(block, DTYPES[dtype])
         elif argument.endswith("_ptr"):
-            types[argument] = "*i32" if argument in ("lo_ptr", "hi_ptr", "ranges_ptr", "counter_ptr") else "*fp32"
+            types[argument] = (
+                "*i32" if argument in ("lo_ptr", "hi_ptr", "ranges_ptr", "counter_ptr") else "*fp32"
+            )
             aligned[i,] = [["tt.divisibility", 16]]
         else:
             types[argument] = "fp32" if argument.startswith("scale") else "i32"
@@ -113,11 +127,15 @@ def disassemble(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [nvdisasm, "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout
 
 
 def exponentials_under_way(code: str) -> list[int]:
-    """ptxas may move a wait for all products up to a wait for all but one; what lies between them then overlaps with nothing."""
+    """ptxas may move a wait for all products up to a wait for all but one; what lies between them
+    then overlaps with nothing.
+    """
     events = re.findall(r"WARPGROUP\.DEPBAR\S* gsb0, 0x([01])|(MUFU\.EX2)", code)
     found, count = [], None
     for outstanding, exponential in events:

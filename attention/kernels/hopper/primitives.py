@@ -1,7 +1,9 @@
-"""What the Hopper kernels need beside Gluon's own words: rings of buffers, named barriers, masks, and names that changed between releases.
+"""What the Hopper kernels need beside Gluon's own words: rings of buffers, named barriers, masks,
+and names that changed between releases.
 
-A Hopper kernel divides its warps: one warp (the producer) asks the copy engine (TMA) for tiles, groups of four warps (the consumers)
-multiply them on the tensor cores. They meet at barriers in shared memory, of which every buffer has two: full and empty.
+A Hopper kernel divides its warps: one warp (the producer) asks the copy engine (TMA) for tiles,
+groups of four warps (the consumers) multiply them on the tensor cores. They meet at barriers in
+shared memory, of which every buffer has two: full and empty.
 """
 
 import struct
@@ -16,7 +18,10 @@ from triton.language.core import _aggregate as aggregate
 # the releases after 3.6 have shorter names
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+reinterpret = (
+    getattr(gl.shared_memory_descriptor, "reinterpret", None)
+    or gl.shared_memory_descriptor._reinterpret
+)
 await_own_warps = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
@@ -25,19 +30,26 @@ WITH_PRODUCER = gl.constexpr(288)  # threads of two consumers and a producer of 
 
 @builtin
 def add_box(desc, coordinates, source, _semantic=None):
-    """Add a box of shared memory to global memory, as store_box does otherwise; Triton 3.6 has the operation, but no word for it."""
+    """Add a box of shared memory to global memory, as store_box does otherwise; Triton 3.6 has the
+    operation, but no word for it.
+    """
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coordinates, source.handle)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coordinates, source.handle
+    )
 
 
 @aggregate
 class Ring:
-    """Buffers that are filled and emptied in turn: item i lies in slot i % depth, from when `full` says so until `empty` does.
+    """Buffers that are filled and emptied in turn: item i lies in slot i % depth, from when `full`
+    says so until `empty` does.
 
-    A barrier has two phases, so that item i of a slot is told from item i + depth, which is never awaited before it.
+    A barrier has two phases, so that item i of a slot is told from item i + depth, which is never
+    awaited before it.
 
-    named: 0, and consumers release a slot at `empty`; or the first of `depth` named barriers, at which two consumers release the slots to a
-    producer of one warp. To those a consumer's warps come each for itself, where before `empty` they wait for one another.
+    named: 0, and consumers release a slot at `empty`; or the first of `depth` named barriers, at
+    which two consumers release the slots to a producer of one warp. To those a consumer's warps
+    come each for itself, where before `empty` they wait for one another.
     """
 
     buffers: gl.shared_memory_descriptor
@@ -78,7 +90,8 @@ class Ring:
     def release(self, item):
         """This consumer is done with the item."""
         if self.named == 0:
-            # an arrival, in other words: behind mbarrier.arrive Triton has the consumer's warps wait for one another once more
+            # an arrival, in other words: behind mbarrier.arrive Triton has the consumer's warps
+            # wait for one another once more
             await_own_warps()
             mbarrier.expect(self.empty.index(item % self.depth), 0)
         else:
@@ -93,8 +106,16 @@ class Ring:
 
 
 @gluon.jit
-def make_ring(buffers, DEPTH: gl.constexpr, FILLS: gl.constexpr, READERS: gl.constexpr, NAMED: gl.constexpr = 0):
-    """FILLS: how many arrivals fill a slot; READERS: how many consumers release it; NAMED: see Ring."""
+def make_ring(
+    buffers,
+    DEPTH: gl.constexpr,
+    FILLS: gl.constexpr,
+    READERS: gl.constexpr,
+    NAMED: gl.constexpr = 0,
+):
+    """FILLS: how many arrivals fill a slot; READERS: how many consumers release it; NAMED: see
+    Ring.
+    """
     full = gl.allocate_shared_memory(gl.int64, [DEPTH, 1], mbarrier.MBarrierLayout())
     empty = full
     if NAMED == 0:
@@ -108,7 +129,9 @@ def make_ring(buffers, DEPTH: gl.constexpr, FILLS: gl.constexpr, READERS: gl.con
 
 @gluon.jit
 def tell(word, number):
-    """Leave a number for the consumers in a word of shared memory; said by the producer, one warp."""
+    """Leave a number for the consumers in a word of shared memory; said by the producer, one
+    warp.
+    """
     word.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
@@ -120,7 +143,9 @@ def told(word):
 
 @gluon.jit
 def leave_zeros(counter_ptr, programs):
-    """The last program that is done with the two counters leaves them as the next launch wants them."""
+    """The last program that is done with the two counters leaves them as the next launch wants
+    them.
+    """
     if gl.atomic_add(counter_ptr + 1, 1) == programs - 1:
         gl.store(counter_ptr, 0)
         gl.store(counter_ptr + 1, 0)
@@ -128,7 +153,9 @@ def leave_zeros(counter_ptr, programs):
 
 @gluon.jit
 def place(program, num_blocks, num_heads, section):
-    """head, block: as in attention/kernels/forward.py, of which this is Gluon's copy: the two languages cannot call one another."""
+    """head, block: as in attention/kernels/forward.py, of which this is Gluon's copy: the two
+    languages cannot call one another.
+    """
     first = gl.to_tensor(0)
     size = num_heads - (gl.cdiv(num_heads, section) - 1) * section
     if program >= size * num_blocks:
@@ -141,43 +168,80 @@ def place(program, num_blocks, num_heads, section):
 
 @gluon.jit
 def await_all(barrier, THREADS: gl.constexpr = 256):
-    """Wait at named barrier `barrier` until THREADS threads have come to it or signalled it: 256 are two consumers."""
-    gl.inline_asm_elementwise(f"bar.sync $1, {THREADS}; mov.b32 $0, $1;", "=r,r", [barrier], gl.int32, is_pure=False, pack=1)
+    """Wait at named barrier `barrier` until THREADS threads have come to it or signalled it: 256
+    are two consumers.
+    """
+    gl.inline_asm_elementwise(
+        f"bar.sync $1, {THREADS}; mov.b32 $0, $1;",
+        "=r,r",
+        [barrier],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
 def signal(barrier, THREADS: gl.constexpr = 256):
     """Count as having come to named barrier `barrier`, without waiting."""
-    gl.inline_asm_elementwise(f"bar.arrive $1, {THREADS}; mov.b32 $0, $1;", "=r,r", [barrier], gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        f"bar.arrive $1, {THREADS}; mov.b32 $0, $1;",
+        "=r,r",
+        [barrier],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
 def await_own_stores():
-    """Wait until what this thread stores, or adds, has been read from shared memory; store_wait has a consumer's warps meet as well."""
+    """Wait until what this thread stores, or adds, has been read from shared memory; store_wait has
+    a consumer's warps meet as well.
+    """
     zero = gl.to_tensor(0)
-    gl.inline_asm_elementwise("cp.async.bulk.wait_group.read 0; mov.b32 $0, $1;", "=r,r", [zero], gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group.read 0; mov.b32 $0, $1;",
+        "=r,r",
+        [zero],
+        gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
 def computed_here(x):
-    """x, of which the compiler knows nothing more: what follows from it cannot be moved out of a loop, where it would take registers."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1)
+    """x, of which the compiler knows nothing more: what follows from it cannot be moved out of a
+    loop, where it would take registers.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
 def rounded(x, dtype: gl.constexpr):
-    """x in dtype, two numbers a register, here: left to the compiler it is done later, or number by number and then put together."""
+    """x in dtype, two numbers a register, here: left to the compiler it is done later, or number by
+    number and then put together.
+    """
     gl.static_assert(dtype == gl.bfloat16 or dtype == gl.float16)
     if dtype == gl.bfloat16:
-        x = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, is_pure=False, pack=2)
+        x = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, is_pure=False, pack=2
+        )
     else:
-        x = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, is_pure=False, pack=2)
+        x = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, is_pure=False, pack=2
+        )
     return x
 
 
 @gluon.constexpr_function
 def rescale_code(count):
-    """PTX for `count` of a thread's numbers, $0 ..., which are inputs too, and their factors: of one row two, of another two, in turn."""
+    """PTX for `count` of a thread's numbers, $0 ..., which are inputs too, and their factors: of
+    one row two, of another two, in turn.
+    """
     factors = [f"${2 * count + i}" for i in range(count)]
     lines = [
         "{.reg .pred p;",
@@ -198,33 +262,47 @@ def rescale_operands(count):
 
 @gluon.jit
 def rescaled(acc, alpha):
-    """acc * alpha, an accumulator (rows, columns) by a factor a row (rows, 1). A warp whose rows all have the factor 1 passes over it."""
+    """acc * alpha, an accumulator (rows, columns) by a factor a row (rows, 1). A warp whose rows
+    all have the factor 1 passes over it.
+    """
     COUNT: gl.constexpr = acc.shape[1] // 2  # of a thread
     return gl.inline_asm_elementwise(
-        rescale_code(COUNT), rescale_operands(COUNT), [acc, alpha], gl.float32, is_pure=False, pack=COUNT
+        rescale_code(COUNT), rescale_operands(COUNT), [acc, alpha], gl.float32, is_pure=False,
+        pack=COUNT
     )  # fmt: skip
 
 
 @gluon.jit
 def where_less(x, a, b, OTHERWISE: gl.constexpr):
-    """x where a < b, else 0 or -inf. Written in PTX because LLVM packs a tile of comparisons into 64-bit masks and unpacks them again."""
+    """x where a < b, else 0 or -inf. Written in PTX because LLVM packs a tile of comparisons into
+    64-bit masks and unpacks them again.
+    """
     gl.static_assert(OTHERWISE == "0" or OTHERWISE == "-inf")
     if OTHERWISE == "0":
         x = gl.inline_asm_elementwise(
-            "{.reg .pred p; setp.lt.s32 p, $2, $3; selp.f32 $0, $1, 0f00000000, p;}", "=r,r,r,r", [x, a, b], gl.float32,
+            "{.reg .pred p; setp.lt.s32 p, $2, $3; selp.f32 $0, $1, 0f00000000, p;}", "=r,r,r,r",
+            [x, a, b], gl.float32,
             is_pure=True, pack=1,
         )  # fmt: skip
     else:
         x = gl.inline_asm_elementwise(
-            "{.reg .pred p; setp.lt.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p;}", "=r,r,r,r", [x, a, b], gl.float32,
+            "{.reg .pred p; setp.lt.s32 p, $2, $3; selp.f32 $0, $1, 0fFF800000, p;}", "=r,r,r,r",
+            [x, a, b], gl.float32,
             is_pure=True, pack=1,
         )  # fmt: skip
     return x
 
 
-BY_POLYNOMIAL = (4, 11)  # of sixteen; a thread's numbers are two of one row and two of another in turn, and these are one of each
+BY_POLYNOMIAL = (
+    4,
+    11,
+    # of sixteen; a thread's numbers are two of one row and two of another in turn, and these are
+    # one of each
+)
 COEFFICIENTS = (0.6932829273885215, 0.24221096221649277, 0.05500893142298349)
-ROUNDS = 1.5 * 2**16 + 385 / 128  # w + ROUNDS is rounded to multiples of 1 / 128; its last nine bits are 128 w - 127
+ROUNDS = (
+    1.5 * 2**16 + 385 / 128
+)  # w + ROUNDS is rounded to multiples of 1 / 128; its last nine bits are 128 w - 127
 
 
 def exp2_code() -> str:
@@ -259,15 +337,21 @@ EXP2_OPERANDS = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 16))
 
 @gluon.jit
 def exp2_by_two_units(x):
-    """2^x for x <= 1: of a thread's numbers seven eighths by the special function unit, an eighth by a polynomial on the FMA units.
+    """2^x for x <= 1: of a thread's numbers seven eighths by the special function unit, an eighth
+    by a polynomial on the FMA units.
 
-    The special function unit computes 16 numbers a clock, and the backward waits for it; the FMA units do 128 operations a clock, a number
-    takes nine. w = (x + 127) / 128 is held between 0 and 1 and is n + f, n a multiple of 1/128; 2^(128 f) = 1 + f (c1 + f (c2 + f c3)), the
-    polynomial of degree 3 whose largest relative error is least: 1.0e-4, where rounding to bfloat16 adds up to 2.0e-3 and to float16 up to
-    4.9e-4; 128 n - 127 is added to the exponent.
+    The special function unit computes 16 numbers a clock, and the backward waits for it; the FMA
+    units do 128 operations a clock, a number takes nine. w = (x + 127) / 128 is held between 0 and
+    1 and is n + f, n a multiple of 1/128; 2^(128 f) = 1 + f (c1 + f (c2 + f c3)), the polynomial of
+    degree 3 whose largest relative error is least: 1.0e-4, where rounding to bfloat16 adds up to
+    2.0e-3 and to float16 up to 4.9e-4; 128 n - 127 is added to the exponent.
 
-    What lies below -127, -inf too, counts as -127: there f is 0, the polynomial 1, and the result exactly 0. So does NaN: a query whose
-    scores are NaN, 8 to 14 or 17 to 23 of 32, adds nothing to dv of half of the keys, and NaN to that of the others, to all of dk by delta,
-    and to its dq. The maximum that keeps NaN, in the place of the saturation, made the backward 2% slower at head_dim 64.
+    What lies below -127, -inf too, counts as -127: there f is 0, the polynomial 1, and the result
+    exactly 0. So does NaN: a query whose scores are NaN, 8 to 14 or 17 to 23 of 32, adds nothing to
+    dv of half of the keys, and NaN to that of the others, to all of dk by delta, and to its dq. The
+    maximum that keeps NaN, in the place of the saturation, made the backward 2% slower at head_dim
+    64.
     """
-    return gl.inline_asm_elementwise(EXP2_CODE, EXP2_OPERANDS, [x], gl.float32, is_pure=True, pack=16)
+    return gl.inline_asm_elementwise(
+        EXP2_CODE, EXP2_OPERANDS, [x], gl.float32, is_pure=True, pack=16
+    )
