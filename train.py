@@ -43,21 +43,11 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     from data import build_data
     from data.prefetch import Prefetcher
     from model import GPT, count_parameters, sample_text
-    from model.evaluate import evaluate
-    from model.health import Watch
-    from model.plan import GIB, largest_peak_bytes
-    from model.schedule import (
-        attention_schedule,
-        backend_after,
-        describe,
-        in_words,
-        under_attention,
-    )
-    from model.settings import settle
     from training.batch_size import largest_batch, try_pass
     from training.checkpoint import Checkpoints
     from training.device import pick_device, pick_dtype, set_deterministic
-    from training.history import begun, check_start, resumed, stop_clock, write_settings
+    from training.evaluate import evaluate
+    from training.health import AttentionMonitor
     from training.interrupt import Interrupt
     from training.loggers import build_logger
     from training.memory import MemoryMeter, cpu_memory_limit, is_out_of_memory
@@ -72,16 +62,26 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         write_json,
     )
     from training.optimizer import build_optimizer, learning_rate, set_learning_rate
-    from training.outcome import after_training, go_on_with, outcome_of, save_summary
+    from training.outcome import after_training, outcome_of, resume_command, save_summary
+    from training.plan import GIB, largest_peak_bytes
     from training.plot import draw_loss_curve
-    from training.step import Queued, compute_gradients, queue_step
-    from training.sweep import asked_keys, asked_now, job_names, own_overrides, searched_folders
+    from training.resume import check_start, new_start, resumed, stop_clock, write_settings
+    from training.schedule import (
+        attention_schedule,
+        backend_after,
+        describe,
+        describe_attention,
+        prepare_model,
+    )
+    from training.settings import settle
+    from training.step import PendingStep, compute_gradients, queue_step
+    from training.sweep import asked_keys, cli_overrides, job_names, job_overrides, searched_folders
 
     # what is refused at once; where it runs and in which precision
     if left_out := settle(config, asked=asked_keys()):
         summary["left_out"] = left_out
         log.info("\n".join(f"without {key}: {why}" for key, why in left_out.items()))
-    check_start(config, asked=asked_now())
+    check_start(config, asked=cli_overrides())
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
@@ -103,9 +103,9 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         dtype=dtype,
         device=device,
     )
-    overrides = own_overrides() + searched_folders()  # what resume= replays
+    overrides = job_overrides() + searched_folders()  # what resume= replays
     if config.batch_size == "auto":
-        trial = under_attention(model, schedule[0], compile_mode=config.compile)
+        trial = prepare_model(model, schedule[0], compile_mode=config.compile)
         attempt = partial(try_pass, trial, seq_len=config.seq_len, autocast=autocast, device=device)
         with cpu_memory_limit():
             held = sum(parameter.nbytes for parameter in model.parameters())
@@ -128,7 +128,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     plain_config = OmegaConf.to_container(OmegaConf.structured(config))
     first_step, tokens = 0, 0
     env = environment(data.fingerprint, device)
-    start = begun(
+    start = new_start(
         {step: backend.name for step, backend in schedule.items()}, env, summary["started"]
     )
     state = {"model": model, "optimizer": optimizer, "scaler": scaler}
@@ -140,7 +140,9 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         first_step, tokens = meta["step"], meta["tokens"]
         checkpoints.starts = resumed(meta, plain_config, start)
         metrics.go_back_to(first_step, meta["folder"] / metrics.path.name)
-    watch = Watch(model, autocast, read_metrics(metrics.path), is_out_of_memory=is_out_of_memory)
+    watch = AttentionMonitor(
+        model, autocast, read_metrics(metrics.path), is_out_of_memory=is_out_of_memory
+    )
     summary |= {
         "steps_done": first_step,
         "tokens": tokens,
@@ -150,7 +152,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     write_json(run_dir / "env.json", env)
     log.info(
         f"{data.description}\nmodel={config.model.name} {summary['parameters']:,} parameters, "
-        f"{in_words(schedule)}"
+        f"{describe_attention(schedule)}"
     )
     log.info(
         f"{device} {summary['dtype']}, {config.sequences_per_step} x {config.seq_len} tokens a "
@@ -171,7 +173,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
         "grad_clip": optim.grad_clip,
     }
 
-    def queue(step: int, before: Queued | None = None) -> Queued:
+    def queue(step: int, before: PendingStep | None = None) -> PendingStep:
         set_learning_rate(optimizer, step, config.steps, optim)
         queued = queue_step(
             step_model, reader.passes(step), **how, update=config.is_quiet(step + 1), before=before
@@ -210,7 +212,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
     step, ahead, step_model = (
         first_step,
         None,
-        under_attention(model, backend_after(schedule, first_step), compile_mode=config.compile),
+        prepare_model(model, backend_after(schedule, first_step), compile_mode=config.compile),
     )
     summary["compiled"] = step_model is not model
     tags = [
@@ -280,7 +282,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                     with throughput.paused():
                         # the weights are still those of this step's forward pass; the scale is what
                         # one sequence weighs in its loss
-                        row |= watch.look(
+                        row |= watch.inspect(
                             step,
                             *now.passes[0],
                             compare=compare,
@@ -289,7 +291,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 if diverged:
                     if now.updated:  # no weight has moved, but the gradients are gone
                         compute_gradients(step_model, now.passes, **how)
-                    card = watch.card(step, now.passes)
+                    card = watch.diagnose(step, now.passes)
                     row["attention/max_score"] = card["max_score"]
                     summary.update(status="diverged", first_bad_step=step, diagnosis=card)
                     log.error(f"step {step}: the run diverged: {card['message']}")
@@ -309,7 +311,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                             f"step {step}: from here on attention={then.name} "
                             f"{dict(then.options) or ''}"
                         )
-                        step_model = under_attention(model, then, compile_mode=config.compile)
+                        step_model = prepare_model(model, then, compile_mode=config.compile)
                         throughput.warm_up()
                     if row:
                         record({"step": step, "tokens": tokens, **row})
@@ -330,7 +332,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
                 summary["status"] = "completed" if step == config.steps else "interrupted"
             summary["stopped"] = interrupt.requested
         if summary["status"] == "interrupted":
-            log.warning(f"interrupted after step {step}; {go_on_with(run_dir)}")
+            log.warning(f"interrupted after step {step}; {resume_command(run_dir)}")
     except BaseException as error:
         summary |= outcome_of(
             error, device.type, run_dir, status=summary["status"], predicted_gib=predicted_gib
@@ -348,7 +350,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict) -> None:
             f"({predicted_gib / peak_gib - 1:+.1%})"
         )
     title = (
-        f"{in_words(schedule)} model={config.model.name} seq_len={config.seq_len} "
+        f"{describe_attention(schedule)} model={config.model.name} seq_len={config.seq_len} "
         f"seed={config.seed}: {summary['status']}"
     )
     with after_training("loss curve", summary):
@@ -373,7 +375,7 @@ def main(cfg: DictConfig) -> float:
     Returns what a sweeper minimises: val/loss of a completed run, and infinity for any other.
     """
     from training.interrupt import Ending
-    from training.outcome import Objective, close_run, outcome_around
+    from training.outcome import Objective, close_run, outcome_outside_training
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     written = as_written(cfg)
@@ -389,7 +391,7 @@ def main(cfg: DictConfig) -> float:
             train(read_config(cfg), run_dir, summary)
         except BaseException as error:
             ending.held = True
-            summary |= outcome_around(error, summary["status"], run_dir)
+            summary |= outcome_outside_training(error, summary["status"], run_dir)
             traceback.clear_frames(
                 error.__traceback__
             )  # they would keep every tensor of this job alive

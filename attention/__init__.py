@@ -25,6 +25,7 @@ from attention.diagnose import (
     find_breakdown,
     max_score,
 )
+from attention.exact_variants import EXACT_VARIANTS
 from attention.flex import FLEX
 from attention.interface import (
     AttentionOutput,
@@ -40,7 +41,6 @@ from attention.probe import probe
 from attention.sdpa import SDPA
 from attention.tile_op import operator_attention
 from attention.tiled import TILED
-from attention.twins import TWINS
 
 __all__ = [
     "BACKENDS",
@@ -61,7 +61,8 @@ __all__ = [
 ]
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (NAIVE, TILED, TRITON, SDPA, FLEX, *TWINS, *DEFECTS)
+    backend.name: backend
+    for backend in (NAIVE, TILED, TRITON, SDPA, FLEX, *EXACT_VARIANTS, *DEFECTS)
 }
 
 

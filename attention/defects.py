@@ -104,7 +104,7 @@ def unscaled_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **argum
 
 
 # red wherever the result is compared with softmax attention's; names of
-# attention.properties.PROPERTIES
+# conformance.properties.PROPERTIES
 WRONG = frozenset(
     {
         *(

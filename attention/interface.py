@@ -97,7 +97,7 @@ class Backend:
     defect: str | None = None  # for a deliberately broken one: what is wrong and how it shows
     breaks: frozenset[str] = (
         frozenset()
-    )  # the properties it is known to be red in; names of attention.properties.PROPERTIES
+    )  # the properties it is known to be red in; names of conformance.properties.PROPERTIES
     traceable: bool = (
         True  # whether torch.compile may look inside; a Python loop over tiles may not be unrolled
     )

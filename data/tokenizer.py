@@ -3,7 +3,7 @@
 "naïve"  ->  byte  110 97 195 175 118 101       one token a byte, 257 in all: nothing to train,
          nothing to download
          ->  bpe   about 4 bytes of source code a token; data/bpe_8192.tiktoken, made by
-             scripts/train_bpe.py
+             lab/train_bpe.py
          ->  gpt2  for comparison with published GPT-2 losses; tiktoken downloads its vocabulary
              once
 """
@@ -99,7 +99,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
     tiktoken's own reader keeps a copy by file name and goes on returning it after the file has
     changed.
     """
-    way_out = "restore it from the repository, or learn another with python -m scripts.train_bpe"
+    way_out = "restore it from the repository, or learn another with python -m lab.train_bpe"
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:

@@ -127,8 +127,8 @@ class CheckedSweeper(Sweeper):
         where one could not run.
         """
         from config import key_of
-        from model.settings import conditional_settings, is_asked, settle, unread
         from training.interrupt import Stopped
+        from training.settings import conditional_settings, is_asked, settle, unread
 
         configs: dict[int, RunConfig] = {}
         settings: dict[int, dict[str, Unread | None]] = {}
@@ -191,9 +191,9 @@ class CheckedSweeper(Sweeper):
         """Raise ValueError for what can be known to go wrong before a job has begun, here and
         wherever it runs.
         """
-        from model.schedule import check_model, check_schedule
         from training.device import pick_device, pick_dtype
         from training.loggers import check_logger
+        from training.schedule import check_model, check_schedule
 
         check_logger(config.logger)
         schedule = check_schedule(config)

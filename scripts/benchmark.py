@@ -66,8 +66,8 @@ def wrong_results(
     """The properties in which a backend's results are red: by a scripts.verify of these very
     options, else by a quick check now.
     """
-    from attention.conformance import SHORT
-    from attention.properties import SLOW, red_properties
+    from conformance.cases import SHORT
+    from conformance.properties import SLOW, red_properties
 
     column = (verified or {}).get("backends", {}).get(backend.name, {})
     cells = [

@@ -26,16 +26,16 @@ from attention import BACKENDS, Backend, get_backend
 from config import RunConfig
 from data import Batch, build_data
 from model import GPT
-from model.evaluate import exact_judge, judged
-from model.schedule import chosen_attention
 from scripts.arguments import parse_backend
 from scripts.cross_eval_matrix import draw, in_text, read_rows
 from scripts.sample import read_config
 from training.checkpoint import load_model_state, read_meta
 from training.device import pick_device, pick_dtype
+from training.evaluate import exact_judge, judged
 from training.interrupt import one_line
 from training.memory import is_out_of_memory, release_memory
 from training.metrics import check_writable, environment, write_json
+from training.schedule import chosen_attention
 from training.sweep import differing_settings, read_sweep
 
 TILES = ("block_q", "block_kv")

@@ -15,8 +15,8 @@ experiment=, ...), and of its own:
                 prediction
     out         write everything to this JSON file
 
-Bytes are counted from the code (model/plan.py says how exactly, and what is not modelled). A card
-loses {context} GiB to the CUDA context.
+Bytes are counted from the code (training/plan.py says how exactly, and what is not modelled). A
+card loses {context} GiB to the CUDA context.
 """
 
 import re
@@ -29,8 +29,12 @@ import torch
 
 from attention import Backend, get_backend
 from config import RunConfig, check_keys, register
-from model import GPT, traffic
-from model.plan import (
+from model import GPT
+from training import traffic
+from training.device import DTYPES, pick_device, pick_dtype
+from training.interrupt import one_line
+from training.metrics import PEAK_BANDWIDTH, PEAK_FLOPS, check_writable, measured_on, write_json
+from training.plan import (
     GIB,
     MATERIALISED,
     RECOMPUTED,
@@ -41,10 +45,7 @@ from model.plan import (
     predict_peak_gib,
     predict_step,
 )
-from model.schedule import will_compile
-from training.device import DTYPES, pick_device, pick_dtype
-from training.interrupt import one_line
-from training.metrics import PEAK_BANDWIDTH, PEAK_FLOPS, check_writable, measured_on, write_json
+from training.schedule import will_compile
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT_GIB = (

@@ -16,10 +16,10 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from model import traffic
-from model.plan import MATERIALISED, RECOMPUTED, TILE_LOOP, kind_of
+from training import traffic
 from training.interrupt import one_line
 from training.metrics import PEAK_BANDWIDTH, PEAK_FLOPS, check_writable, data_sheet, write_file
+from training.plan import MATERIALISED, RECOMPUTED, TILE_LOOP, kind_of
 from training.plot import plain_text
 
 COLORS = {
@@ -331,8 +331,8 @@ def pick_baseline(groups: dict[str, Any], baseline: str | None) -> str:
 
 
 def intensity(row: dict[str, Any], device: str) -> float | None:
-    """FLOPs a byte of device memory, of the forward pass, by model.traffic; None for a backend that
-    is not in the table.
+    """FLOPs a byte of device memory, of the forward pass, by training.traffic; None for a backend
+    that is not in the table.
     """
     from scripts.arguments import parse_backend
 

@@ -53,7 +53,6 @@ from config import RunConfig
 from data import build_data
 from data.prefetch import Prefetcher
 from model import GPT
-from model.schedule import attention_schedule, describe, under_attention
 from scripts.plan import compose_config, text_table
 from scripts.profile_trace import ATTENTION, DATA, OPTIMIZER, PARTS, STEP, parts_of_steps
 from training.device import pick_device, pick_dtype, set_deterministic
@@ -61,7 +60,8 @@ from training.interrupt import one_line
 from training.memory import is_out_of_memory
 from training.metrics import check_writable, measured_on, write_json
 from training.optimizer import build_optimizer, set_learning_rate
-from training.step import Queued, queue_step
+from training.schedule import attention_schedule, describe, prepare_model
+from training.step import PendingStep, queue_step
 
 
 class Options(NamedTuple):
@@ -143,7 +143,7 @@ def build(config: RunConfig) -> Iterator[Job]:
     optim = config.optimizer()
     optimizer = build_optimizer(model, optim)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    step_model = under_attention(model, backends[0], compile_mode=config.compile)
+    step_model = prepare_model(model, backends[0], compile_mode=config.compile)
     compiled = step_model is not model
     if not compiled:  # a range would break the graph
         model.backend = in_a_range(backends[0])
@@ -161,9 +161,9 @@ def build(config: RunConfig) -> Iterator[Job]:
             "autocast": autocast,
             "grad_clip": optim.grad_clip,
         }
-        ahead: Queued | None = None
+        ahead: PendingStep | None = None
 
-        def queue(number: int, before: Queued | None = None) -> Queued:
+        def queue(number: int, before: PendingStep | None = None) -> PendingStep:
             set_learning_rate(optimizer, number, config.steps, optim)
             with record_function(DATA):
                 passes = batches.passes(number)

@@ -29,12 +29,12 @@ from attention import get_backend
 from config import RunConfig
 from data import build_tokenizer
 from model import GPT, sample_text
-from model.schedule import backend_after, chosen_attention
 from scripts.arguments import read_settings
 from training.checkpoint import load_model_state, read_meta
 from training.device import pick_device, pick_dtype
 from training.interrupt import one_line
-from training.rotation import run_of
+from training.retention import run_of
+from training.schedule import backend_after, chosen_attention
 from training.sweep import load_json
 
 

@@ -39,11 +39,10 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, AttentionOutput, Backend, get_backend
-from attention.conformance import ADVERSARIAL, Case
 from attention.trace import Trace, trace
+from conformance.cases import ADVERSARIAL, Case
 from data import build_data
 from model import GPT
-from model.schedule import backend_after, chosen_attention
 from scripts.arguments import read_settings
 from scripts.sample import read_config
 from scripts.trace_page import render_page
@@ -52,6 +51,7 @@ from training.device import DTYPES, pick_device, pick_dtype
 from training.interrupt import one_line
 from training.memory import cpu_memory_limit, describe_out_of_memory, is_out_of_memory
 from training.metrics import check_writable, write_file
+from training.schedule import backend_after, chosen_attention
 
 WORKED_Q = [
     [1.0, 0.0, 0.5, -0.3],

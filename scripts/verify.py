@@ -37,9 +37,9 @@ import torch
 from tqdm import tqdm
 
 from attention import BACKENDS, Backend, kernel_choice
-from attention.conformance import SHORT
-from attention.properties import PROPERTIES, Cell, check_breaks, examine
-from attention.subject import Subject
+from conformance.backend_under_test import Subject
+from conformance.cases import SHORT
+from conformance.properties import PROPERTIES, Cell, check_breaks, examine
 from scripts.arguments import parse_backend, read_settings
 from training.device import DTYPES, pick_device, pick_dtype
 from training.interrupt import one_line

@@ -1,8 +1,9 @@
 """Which package may import which, read from the source of every file; and what a fresh process
 loads.
 
-The heart imports torch and numpy; data, model and training do not know of each other, but for the
-schema; what is optional or slow to import is imported where it is used.
+attention < conformance; attention < model; data alone; training above model and data; scripts and
+train.py above training; lab above everything. What is optional or slow to import is imported where
+it is used.
 """
 
 import ast
@@ -25,21 +26,28 @@ OURS = {
     "training",
     "train",
     "tests",
+    "conformance",
+    "lab",
 }
 # what a package may import of ours, besides itself
 MAY_IMPORT = {
     "config": set(),
     "attention": set(),
+    "conformance": {"attention"},
     "data": {"config"},
     "model": {"attention", "config"},
-    "training": {"config"},
+    "training": {"attention", "config", "data", "model"},
+    "hydra_plugins": {"attention", "config", "training"},
+    "train": {"config", "data", "model", "training"},
+    "scripts": {"attention", "conformance", "config", "data", "model", "training"},
 }
 # modules of attention that everything in it may import, and what single ones may import besides
 SHARED = {"interface", "mask", "online_softmax"}
-ALSO = {"twins": {"tiled"}, "defects": {"tiled", "kernels"}, "diagnose": {"tiled", "naive"}}
-# they judge backends, so they stand above them: nothing in attention imports them, and they call
-# attention() as anyone does
-JUDGES = {"conformance", "footprint", "properties", "subject"}
+ALSO = {
+    "exact_variants": {"tiled"},
+    "defects": {"tiled", "kernels"},
+    "diagnose": {"tiled", "naive"},
+}
 LAZY = {
     "triton",
     "wandb",
@@ -153,8 +161,7 @@ def test_attention_needs_torch_and_numpy_only():
 def test_backends_do_not_import_one_another():
     for x in imports("attention"):
         module = x.file.relative_to("attention").parts[0].removesuffix(".py")
-        if module in {"__init__", *JUDGES} or x.top != "attention":
-            assert module != "__init__" or x.module.removeprefix("attention.") not in JUDGES, x
+        if module == "__init__" or x.top != "attention":
             continue
         used = x.module.split(".")[1:2]
         assert used, f"{x}: only a submodule can be imported from inside the package"
@@ -204,7 +211,7 @@ def test_what_is_optional_or_slow_is_imported_where_it_is_used():
     )
     names += tuple(
         f"hopper/{name}.py"
-        for name in ("primitives", "forward", "backward", "around", "launch", "offline")
+        for name in ("primitives", "forward", "backward", "pre_post", "launch", "offline")
     )
     kernels = {Path("attention/kernels") / name for name in names} | {
         Path(f"model/{name}_kernel.py") for name in ("loss", "norm")

@@ -35,7 +35,7 @@ from tests.command import (
     wait_for_rows,
 )
 from training.checkpoint import Checkpoints, read_meta
-from training.rotation import step_of
+from training.retention import step_of
 
 # everything that has state: two passes a step, dropout, and rows, evaluations and checkpoints out
 # of step with one another

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from attention import attention, get_backend
-from attention.kernels.choice import obstacle
+from attention.kernels.select import why_not_hopper
 
 ROOT = Path(__file__).parents[1]
 CALLS = [
@@ -155,7 +155,7 @@ def test_a_word_is_ordered_in_the_backward_alone():
 @pytest.mark.parametrize("what", ["portable,model", "hopper"])
 def test_the_sanitizer_finds_nothing(what, tool):
     if what == "hopper" and (
-        why := obstacle(device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=64)
+        why := why_not_hopper(device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=64)
     ):
         pytest.skip(why)
     # each tensor an allocation of its own, past whose end nothing else lies

@@ -19,10 +19,10 @@ from omegaconf import OmegaConf
 
 from attention import BACKENDS, Backend
 from config import RunConfig, register
-from model.evaluate import evaluate
-from model.health import Watch
 from tests.command import ROOT, checkpoint, computed, metrics, run, strict_json, summary, tiny
 from training.checkpoint import Checkpoints
+from training.evaluate import evaluate
+from training.health import AttentionMonitor
 from training.metrics import MetricsFile
 
 
@@ -160,8 +160,8 @@ def test_the_speed_is_by_the_wall_clock_and_that_of_the_steps_stands_beside_it(
 
     monkeypatch.setattr(MetricsFile, "write", stamped)
     monkeypatch.setattr(Checkpoints, "save", saved)
-    monkeypatch.setattr(Watch, "look", slow(Watch.look))
-    monkeypatch.setattr("model.evaluate.evaluate", slow(evaluate))
+    monkeypatch.setattr(AttentionMonitor, "inspect", slow(AttentionMonitor.inspect))
+    monkeypatch.setattr("training.evaluate.evaluate", slow(evaluate))
     monkeypatch.setattr("training.loggers.Logger.log", logged)
     began = time.time()
     assert (

@@ -6,11 +6,11 @@ RUN/checkpoint/ holds
     training.pt         optimizer, gradient scaler and random number generators (readable with
                         weights_only=True)
     metrics.jsonl       the run's, as far as it was written
-    meta.json           format, step, tokens, val_loss, config, starts (training/history.py), the
+    meta.json           format, step, tokens, val_loss, config, starts (training/resume.py), the
                         size and SHA-256 of the files above, and its own
 
 A save writes checkpoint.tmp/, syncs it to disk and swaps it in by two renames: whenever the process
-dies, one whole checkpoint is left. training/rotation.py says which earlier ones stay; where the
+dies, one whole checkpoint is left. training/retention.py says which earlier ones stay; where the
 latest is damaged, a run goes on from the newest whole one.
 """
 
@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from training.history import stop_clock
 from training.memory import is_out_of_memory
-from training.rotation import (
+from training.resume import stop_clock
+from training.retention import (
     BEST,
     LATEST,
     META,
@@ -69,7 +69,7 @@ class Checkpoints:
     it, and raise its OSError. On a CPU the writer would take its time from the training, and the
     copy its memory.
 
-    starts: the run's, as training/history.py describes them; every checkpoint takes them along.
+    starts: the run's, as training/resume.py describes them; every checkpoint takes them along.
     """
 
     def __init__(

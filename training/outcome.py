@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from training.history import stop_clock
 from training.interrupt import Ending, Stopped
 from training.memory import describe_out_of_memory, is_out_of_memory, release_memory
 from training.metrics import write_json
+from training.resume import stop_clock
 
 log = logging.getLogger("tilegpt")
 
@@ -82,7 +82,7 @@ def outcome_of(
     if not isinstance(error, (ValueError, OSError)):
         log.error("".join(traceback.format_exception(error)))
     way_out = (
-        f"; {go_on_with(run_dir)}"
+        f"; {resume_command(run_dir)}"
         if isinstance(error, OSError) and (run_dir / "checkpoint").exists()
         else ""
     )
@@ -118,12 +118,12 @@ def after_training(what: str, summary: dict[str, Any]) -> Iterator[None]:
         summary["error"] = "; ".join(filter(None, [summary.get("error"), f"no {what}: {reason}"]))
 
 
-def go_on_with(run_dir: Path) -> str:
+def resume_command(run_dir: Path) -> str:
     """The command that resumes a run, as a shell takes it."""
     return f"go on with: python train.py {shlex.quote(f'resume={run_dir}')}"
 
 
-def outcome_around(error: BaseException, status: str, run_dir: Path) -> dict[str, Any]:
+def outcome_outside_training(error: BaseException, status: str, run_dir: Path) -> dict[str, Any]:
     """The same for an error before the training, when its status is running, or after it, when all
     that was learnt is saved.
 

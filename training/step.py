@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 
-class Queued(NamedTuple):
+class PendingStep(NamedTuple):
     """A step that is on its way: the device has it all, and the host has not looked at it."""
 
     passes: Sequence[tuple[Tensor, ...]]
@@ -26,9 +26,9 @@ def queue_step(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     update: bool,
-    before: Queued | None = None,
+    before: PendingStep | None = None,
     **how: Any,
-) -> Queued:
+) -> PendingStep:
     """Queue the gradients of a step and, if `update` and the device can tell a step that went
     wrong, what the optimizer makes of them.
 
@@ -39,9 +39,9 @@ def queue_step(
     found = torch.stack(
         compute_gradients(step_model, passes, optimizer=optimizer, scaler=scaler, **how)
     )
-    figures = on_its_way(found)
+    figures = copy_to_host_async(found)
     decisive = found if before is None else torch.cat((before.found, found))
-    return Queued(
+    return PendingStep(
         passes,
         found,
         figures,
@@ -86,7 +86,7 @@ def compute_gradients(
         return loss, norm
 
 
-def on_its_way(x: Tensor) -> Callable[[], list[float]]:
+def copy_to_host_async(x: Tensor) -> Callable[[], list[float]]:
     """Start copying x to the host; what comes back waits for the copy, but not for what is queued
     on the GPU after it.
     """

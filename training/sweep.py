@@ -22,9 +22,9 @@ from typing import IO, Any, NoReturn
 from hydra.experimental.callback import Callback
 
 from config import as_written, key_of, quoted, unescaped
-from training.history import attention_in_words, attention_steps, changes_in_words, load_yaml
 from training.metrics import read_metrics, strict, write_file
-from training.rotation import LATEST
+from training.resume import attention_in_words, attention_steps, changes_in_words, load_yaml
+from training.retention import LATEST
 
 log = logging.getLogger("tilegpt")
 
@@ -485,7 +485,7 @@ def load_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def own_overrides() -> list[str]:
+def job_overrides() -> list[str]:
     """What this job was given on the command line, without what resume= adds."""
     from hydra.core.hydra_config import HydraConfig
 
@@ -508,7 +508,7 @@ def asked_keys() -> set[str]:
     return set() if foreign else {key_of(override) for override in as_written(job.overrides.task)}
 
 
-def asked_now() -> list[str]:
+def cli_overrides() -> list[str]:
     """Of a resumed run's overrides, those of this very command line; config.replay_overrides() puts
     them after resume=.
     """
@@ -550,7 +550,7 @@ def job_names(run_dir: Path) -> dict[str, Any]:
     # a job that is resumed alone, or runs later than the others, still belongs to its sweep
     in_sweep = job.mode == RunMode.MULTIRUN or (run_dir.parent / INDEX).is_file()
     return {
-        "name": ",".join(unescaped(each) for each in own_overrides() if key_of(each) != "left_out")
+        "name": ",".join(unescaped(each) for each in job_overrides() if key_of(each) != "left_out")
         or "default",
         "group": run_dir.parent.name if in_sweep else None,
         "wandb_dir": run_dir.parent if in_sweep else run_dir,

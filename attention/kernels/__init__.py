@@ -14,7 +14,7 @@ from numpy.lib import NumpyVersion
 from torch import Tensor
 
 from attention.interface import AttentionOutput, Backend, Refusal, ScoreMod
-from attention.kernels.choice import KERNELS, Choice, choose_kernel, obstacle
+from attention.kernels.select import KERNELS, Choice, choose_kernel, why_not_hopper
 
 # looked up once: torch.compile cannot trace the look-up
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -42,7 +42,7 @@ def triton_attention(
     the one tuned for the device.
 
     kernel: "portable", "hopper", or "auto" for whichever the device and the inputs allow; see
-    attention/kernels/choice.py.
+    attention/kernels/select.py.
     """
     from attention.kernels.intervals import intervals
     from attention.kernels.op import FlashAttention, flash_attention
@@ -129,7 +129,7 @@ def refusals(
     if kernel not in KERNELS:
         return [f"kernel={kernel} is not one of: {', '.join(KERNELS)}"]
     if asked and kernel == "hopper":
-        against = obstacle(device=q.device, dtype=q.dtype, head_dim=q.shape[-1], scale=scale)
+        against = why_not_hopper(device=q.device, dtype=q.dtype, head_dim=q.shape[-1], scale=scale)
         if against:
             return [
                 f"kernel=hopper asks for kernels that cannot run here: {against}; kernel=auto "

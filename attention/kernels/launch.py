@@ -3,7 +3,7 @@ stalls on autotuning.
 
 tiles.json holds it, a table a compute capability: kernel -> padded head dim -> [block_q, block_kv,
 num_warps, num_stages]. The kernel dkdv_general is dkdv with intervals, a score modifier or grouped
-heads, which take registers. `python -m scripts.tune` measures a table on the device that is there.
+heads, which take registers. `python -m lab.tune` measures a table on the device that is there.
 """
 
 import json

@@ -16,7 +16,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.kernels import defects
 from attention.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
-from attention.kernels.choice import choose_kernel
 from attention.kernels.forward import forward_kernel
 from attention.kernels.intervals import query_ranges
 from attention.kernels.launch import (
@@ -28,6 +27,7 @@ from attention.kernels.launch import (
     section_of,
     tiles_of,
 )
+from attention.kernels.select import choose_kernel
 from attention.kernels.softmax import ONLINE
 
 # an operator takes names, not functions

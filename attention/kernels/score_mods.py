@@ -54,7 +54,7 @@ def softcap_alibi(score, b, h, i, j, params_ptr):
 
 @triton.jit
 def every_index(score, b, h, i, j, params_ptr):
-    """The kernel of every_index() in attention/conformance.py, which holds backends to what they
+    """The kernel of every_index() in conformance/cases.py, which holds backends to what they
     hand on; params: one slope a head.
     """
     gain = 1.0 / (1 + b)

@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from training.history import attention_in_words, attention_steps
 from training.metrics import read_metrics
+from training.resume import attention_in_words, attention_steps
 from training.sweep import differing_settings, is_stale, load_json, read_sweep
 
 MIN_POINTS = 5  # of a curve worth drawing: runs of three steps, made to measure memory, have none

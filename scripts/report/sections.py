@@ -20,7 +20,7 @@ from scripts.report.figures import (
 )
 from scripts.report.page import Card, Figure, Table, Text
 from scripts.report.runs import MIN_POINTS, Run, ended, in_order, number
-from training.history import changes_in_words
+from training.resume import changes_in_words
 from training.sweep import remark
 
 GIB = "{:.2f} GiB"

@@ -812,7 +812,7 @@ def load_kernels(edit: tuple[str, str, str] | None = None) -> dict[str, types.Mo
 
     edit: (module, old, new), a change of its source, for a test that breaks it.
     """
-    import attention.kernels.hopper.around  # noqa: F401, plain Triton, which has an interpreter of its own
+    import attention.kernels.hopper.pre_post  # noqa: F401, plain Triton, which has an interpreter of its own
 
     ours, prefix = {}, "attention.kernels.hopper."
     names = ("primitives", "forward", "backward", "launch")

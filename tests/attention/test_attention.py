@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, Backend, ScoreMod, attention, get_backend
-from attention.conformance import SHORT, every_index
+from conformance.cases import SHORT, every_index
 
 TILES = {"block_q": 16, "block_kv": 8}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

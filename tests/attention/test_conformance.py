@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from attention import BACKENDS, Backend
-from attention.conformance import SHORT, Case, compare
-from attention.kernels.choice import HEAD_DIMS
+from attention.kernels.select import HEAD_DIMS
+from conformance.cases import SHORT, Case, compare
 
 # the tile loops run with tiles small enough that every case crosses several, ragged at the end
 TILES = {"block_q": 32, "block_kv": 16}

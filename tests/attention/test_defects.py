@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend
-from attention.conformance import Case, compare
+from conformance.cases import Case, compare
 
 TILES = {"block_q": 16, "block_kv": 8}
 ONE_TILE = {"block_q": 64, "block_kv": 64}

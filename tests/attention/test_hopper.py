@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend, kernel_choice
-from attention.conformance import Case, compare
-from attention.kernels import choice
-from attention.kernels.choice import choose_kernel, obstacle
+from attention.kernels import select as choice
+from attention.kernels.select import choose_kernel, why_not_hopper
 from attention.mask import visible_keys
+from conformance.cases import Case, compare
 
 sys.path.append(str(Path(__file__).parent))
 import gluon_interpreter  # noqa: E402
@@ -479,7 +479,7 @@ def on_an_h200(monkeypatch):
     ids=lambda x: "-".join(map(str, x)) if isinstance(x, dict) else "",
 )
 def test_what_the_hopper_kernels_take(change, reason, on_an_h200):
-    found = obstacle(**H200 | change)
+    found = why_not_hopper(**H200 | change)
     assert reason in found and bool(found) == bool(reason)
 
 
@@ -500,7 +500,7 @@ def test_what_the_hopper_kernels_take(change, reason, on_an_h200):
 )
 def test_where_they_run(where, reason, on_an_h200):
     where(on_an_h200)
-    assert reason in obstacle(**H200)
+    assert reason in why_not_hopper(**H200)
 
 
 def test_the_choice_and_its_reason(on_an_h200):
@@ -628,7 +628,7 @@ def test_sm_90_compiles_the_other_variants(kernel, head_dim, dtype):
 
 HOPPER = BACKENDS["triton"].configured(kernel="hopper")
 ON_HOPPER = pytest.mark.skipif(
-    not torch.cuda.is_available() or bool(obstacle(**H200)),
+    not torch.cuda.is_available() or bool(why_not_hopper(**H200)),
     reason="needs a Hopper GPU and the Triton that the kernels are written for",
 )
 SMALL = [

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from attention import BACKENDS, AttentionOutput, Backend, get_backend
-from attention.footprint import exponents, weigh
 from attention.mask import visible_keys
 from attention.tiled import TileLoop
+from conformance.memory_growth import exponents, weigh
 
 TILES = {"block_q": 64, "block_kv": 64}
 LENGTHS = (128, 256, 512, 1024)

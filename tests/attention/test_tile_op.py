@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, Backend, ScoreMod, attention, get_backend
+from attention.exact_variants import LazyRescale
 from attention.tile_op import SETTINGS, tile_loop, tile_loop_backward
 from attention.tiled import tile_loop_backend
-from attention.twins import LazyRescale
 
 PLAIN = {"causal": True, "scale": 0.25, "block_q": 8, "block_kv": 8, "softmax_dtype": "float32"}
 

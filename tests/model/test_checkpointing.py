@@ -15,8 +15,8 @@ from attention import Backend, get_backend
 from config import ModelConfig
 from model import GPT, KVCache
 from model.checkpointing import PRODUCTS, in_chunks
-from model.schedule import under_attention, will_compile
 from scripts.attention_call import LiveTensors
+from training.schedule import prepare_model, will_compile
 
 BLOCK, ATTENTION, ELEMENTWISE = (
     {"checkpoint": name} for name in ("block", "attention", "elementwise")
@@ -285,8 +285,8 @@ def test_settings_that_do_nothing_or_do_not_exist_are_refused(settings):
 def test_what_a_compiled_graph_would_not_spare_is_not_compiled(build_gpt, keeps):
     model, backend = build_gpt(**keeps), get_backend("sdpa")
     with pytest.raises(ValueError, match=f"model.{list(keeps)[1]}=.*add compile=false"):
-        under_attention(model, backend, compile_mode="true")
-    assert under_attention(model, backend, compile_mode="auto") is model
+        prepare_model(model, backend, compile_mode="true")
+    assert prepare_model(model, backend, compile_mode="auto") is model
     settings = {"backend": backend, "device": "cuda", "compile_mode": "auto"}
     assert not will_compile(model.config, **settings)
     assert all(will_compile(ModelConfig(**each), **settings) for each in ({}, BLOCK, ATTENTION))

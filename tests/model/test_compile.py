@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from attention import BACKENDS, Backend, Recorder, get_backend
 from config import ModelConfig
 from model import GPT
-from model.schedule import under_attention, will_compile
+from training.schedule import prepare_model, will_compile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTH = 40
@@ -141,7 +141,7 @@ def test_inductor_knows_the_losss_operators_before_it_meets_them():
     """
     from torch._inductor.lowering import lowerings
 
-    under_attention(build(BACKENDS["sdpa"]), BACKENDS["sdpa"], compile_mode="true")
+    prepare_model(build(BACKENDS["sdpa"]), BACKENDS["sdpa"], compile_mode="true")
     assert {
         torch.ops.tilegpt.cross_entropy_in_place.default,
         torch.ops.tilegpt.add_product.default,

@@ -16,9 +16,9 @@ from config import AttentionConfig, DataConfig, ModelConfig, RunConfig
 from data import PackedBatch
 from data.batches import windows
 from model import GPT
-from model.evaluate import evaluate, judged
-from model.health import Watch, compare_layers, diagnose, largest_score
-from model.schedule import attention_schedule
+from training.evaluate import evaluate, judged
+from training.health import AttentionMonitor, compare_layers, diagnose, largest_score
+from training.schedule import attention_schedule
 
 END = 0
 # small tiles: documents begin inside a tile, at its edge, and are longer than one
@@ -234,8 +234,8 @@ def test_the_largest_score_is_one_between_tokens_of_a_document(build):
     assert largest_score(model, batch.inputs, every_token_alone) < largest_score(
         model, batch.inputs, batch.document_ids
     )
-    watch = Watch(model, torch.autocast("cpu", enabled=False))
-    assert watch.look(1, *batch, compare=True)["attention/max_score"] == largest_score(
+    watch = AttentionMonitor(model, torch.autocast("cpu", enabled=False))
+    assert watch.inspect(1, *batch, compare=True)["attention/max_score"] == largest_score(
         model, batch.inputs[:1], batch.document_ids[:1]
     )
     assert diagnose(model, [batch])[1] == largest_score(model, batch.inputs, batch.document_ids)

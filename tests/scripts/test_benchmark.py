@@ -444,7 +444,7 @@ def test_a_verdict_is_kept_for_the_same_code_alone(monkeypatch, tmp_path):
     checked, where = [], {"commit": "a", "dirty": False, "versions": {}, "hardware": {}}
     monkeypatch.setenv("TILEGPT_CACHE", str(tmp_path))
     monkeypatch.setattr(
-        "attention.properties.red_properties",
+        "conformance.properties.red_properties",
         lambda backend, **_: checked.append(dict(backend.options)) or ["forward"],
     )
     monkeypatch.setattr(benchmark, "measured_on", lambda device: where)

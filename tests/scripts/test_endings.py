@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.results import calls, tables
+from lab.results import calls, tables
 from training import metrics
 from training.interrupt import one_line
 from training.metrics import check_writable, write_file
@@ -45,7 +45,7 @@ def never(*_: object, **__: object) -> None:
         ("verify", ["attention=naive", "out={folder}"], "scripts.verify.verify"),
         ("plan", ["attention=naive", "device=cpu", "out={out}"], "scripts.plan.plan_all"),
         ("plots", [str(RESULTS / "memory_h200.json"), "out={out}"], "scripts.plots.draw_memory"),
-        ("collect", ["{folder}", "--out", "{out}"], "scripts.collect.read_sweep"),
+        ("collect", ["{folder}", "--out", "{out}"], "lab.condense_runs.read_sweep"),
         ("trace", ["out={folder}"], "scripts.trace.look"),
     ],
     ids=lambda value: value if isinstance(value, str) and "." not in value else "",
@@ -111,7 +111,7 @@ def test_an_os_error_is_one_line():
         ),
         ("verify", ["attention=naive"], "scripts.verify.verify"),
         ("cross_eval", ["."], "scripts.cross_eval.measure"),
-        ("claims", ["run=worked_example"], "scripts.claims.render.found"),
+        ("claims", ["run=worked_example"], "lab.claims.render.found"),
         ("report", ["."], "scripts.report.__main__.load_runs"),
         ("sample", ["run=."], "scripts.sample.sample"),
     ],
@@ -130,7 +130,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(monkeypatch, capsys, name, argumen
 @pytest.mark.parametrize("argument", ["--help", "render=true"])
 def test_results_writes_nothing_where_it_is_given_an_argument(monkeypatch, capsys, argument):
     """A regression test: it took no notice of its arguments and rewrote the tracked tables."""
-    monkeypatch.setattr("scripts.results.__main__.SECTIONS", {"none": never})
+    monkeypatch.setattr("lab.results.__main__.SECTIONS", {"none": never})
     assert start(monkeypatch, "results", argument) == (0 if argument == "--help" else 2)
     out, err = capsys.readouterr()
     assert (
@@ -183,12 +183,12 @@ def test_results_leave_out_what_was_not_measured(monkeypatch, capsys, tmp_path):
         json.dumps({"environment": environment, "rows": rows})
     )
     for module in ("tables", "calls", "__main__"):
-        monkeypatch.setattr(f"scripts.results.{module}.FOLDER", tmp_path)
-    monkeypatch.setattr("scripts.claims.render.write_pages", lambda: None)
+        monkeypatch.setattr(f"lab.results.{module}.FOLDER", tmp_path)
+    monkeypatch.setattr("lab.claims.render.write_pages", lambda: None)
     sections = {"Speed": calls.kernels, "Masks": calls.masks}
-    monkeypatch.setattr("scripts.results.__main__.SECTIONS", sections)
+    monkeypatch.setattr("lab.results.__main__.SECTIONS", sections)
     monkeypatch.setattr(sys, "argv", ["results"])
-    import_module("scripts.results.__main__").main()
+    import_module("lab.results.__main__").main()
     text = (tmp_path / "README.md").read_text()
     assert "| causal | 64 | 1,024 | **300** | 250 | 200 |" in text and "## Masks" not in text
     assert "| triton portable | sdpa flash | 1.25 (1.25) | 1.25 (1.25) |" in text

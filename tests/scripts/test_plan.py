@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from config import ModelConfig, RunConfig
-from model.traffic import (
+from scripts import plan
+from training.traffic import (
     fits_on_chip,
     fused,
     naive,
@@ -21,7 +22,6 @@ from model.traffic import (
     tile_bytes,
     visited_keys,
 )
-from scripts import plan
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,9 +15,9 @@ import torch
 from omegaconf import OmegaConf
 
 from attention import BACKENDS, attention, find_breakdown, get_backend
-from attention.numpy_reference import online_softmax, standard_attention
 from attention.trace import Trace
 from config import AttentionConfig, DataConfig, ModelConfig, RunConfig
+from conformance.numpy_reference import online_softmax, standard_attention
 from data import build_data
 from model import GPT
 from scripts import trace, trace_page

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from attention import BACKENDS, Backend, register
-from attention.properties import PROPERTIES
+from conformance.properties import PROPERTIES
+from lab.results.verify_figure import draw_kills, draw_matrix, effort, kills, verdict
 from scripts import verify
-from scripts.verify_figure import draw_kills, draw_matrix, effort, kills, verdict
 from tests.user_backends import RIGHT
 
 ROOT = Path(__file__).resolve().parents[2]

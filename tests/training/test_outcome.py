@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from training.interrupt import Ending, Stopped
-from training.outcome import Objective, close_run, outcome_around
+from training.outcome import Objective, close_run, outcome_outside_training
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_an_error_outside_the_loop(tmp_path, caplog, status, error, new, said):
     try:
         raise error
     except BaseException as raised:
-        found = outcome_around(raised, status, tmp_path)
+        found = outcome_outside_training(raised, status, tmp_path)
     assert ({"status": status} | found)["status"] == new
     assert caplog.text.count("\n") == bool(said) and said in caplog.text
 

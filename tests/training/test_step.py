@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from training.step import Queued, compute_gradients, on_its_way, queue_step, update_if_finite
+from training.step import (
+    PendingStep,
+    compute_gradients,
+    copy_to_host_async,
+    queue_step,
+    update_if_finite,
+)
 
 UNSCALED = torch.amp.GradScaler("cpu", enabled=False)
 
@@ -141,7 +147,7 @@ def test_an_optimizer_that_cannot_judge_does_nothing():
 
 
 def test_figures_arrive():
-    assert on_its_way(torch.tensor([1.5, 2.5]))() == [1.5, 2.5]
+    assert copy_to_host_async(torch.tensor([1.5, 2.5]))() == [1.5, 2.5]
 
 
 def queue(
@@ -150,8 +156,8 @@ def queue(
     x: float,
     *,
     update: bool = True,
-    before: Queued | None = None,
-) -> Queued:
+    before: PendingStep | None = None,
+) -> PendingStep:
     how = {"autocast": torch.autocast("cpu", enabled=False), "grad_clip": 0.0}
     passes = [(torch.tensor([x]), torch.tensor([1.0]))]
     return queue_step(

@@ -138,8 +138,8 @@ def sum_of_own(p):
 
 @gluon.jit
 def online_softmax(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
-    """LazyRescale.update of attention/twins.py but for the accumulator: p, the new state, and
-    alpha, which is 1 for most tiles: what is subtracted moves only when a row's maximum has
+    """LazyRescale.update of attention/exact_variants.py but for the accumulator: p, the new state,
+    and alpha, which is 1 for most tiles: what is subtracted moves only when a row's maximum has
     outgrown it by THRESHOLD. row_sum is in parts, as sum_of_own gives them."""
     tile_max = gl.max(scores, 1) * scale_log2
     next_max = gl.where(tile_max > row_max + THRESHOLD, tile_max, row_max)

@@ -15,9 +15,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
-from attention.kernels.hopper.around import convert_dq_kernel, prepare_kernel
 from attention.kernels.hopper.backward import backward_kernel
 from attention.kernels.hopper.forward import forward_kernel
+from attention.kernels.hopper.pre_post import convert_dq_kernel, prepare_kernel
 from attention.kernels.launch import (
     batch_stride,
     bytes_of_a_head,

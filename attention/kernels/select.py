@@ -1,0 +1,93 @@
+"""Which kernels attention=triton runs: the portable pair, or the ones written for Hopper. Importing
+this does not import Triton.
+"""
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+import torch
+
+KERNELS = ("auto", "portable", "hopper")
+# Gluon, the language of the Hopper kernels, changes with every release of Triton
+TRITON_RELEASES = ("3.6",)
+HEAD_DIMS = (64, 128)
+
+
+class Choice(NamedTuple):
+    """kernel: "portable" or "hopper"; reason: why, in words for a log or a refusal."""
+
+    kernel: str
+    reason: str
+
+
+@cache
+def obstacle_of_the_place(device: torch.device) -> str:
+    """Why the Hopper kernels cannot run on this device with this Triton; "" where they can."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"they run on NVIDIA's Hopper GPUs, the inputs are on {device.type}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return (
+            "they run on NVIDIA's Hopper GPUs (sm_90), this one is "
+            f"sm_{capability[0]}{capability[1]}"
+        )
+    try:
+        installed = version("triton")
+    except PackageNotFoundError:
+        installed = "unknown"
+    if ".".join(installed.split(".")[:2]) not in TRITON_RELEASES:
+        return (
+            f"they are written in Gluon as Triton {' and '.join(TRITON_RELEASES)} has it, this is "
+            f"Triton {installed}"
+        )
+    return ""
+
+
+def why_not_hopper(
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    scale: float = 1.0,
+    score_mod: str = "",
+    softmax: str = "online",
+    tile: int = 0,
+) -> str:
+    """Why the Hopper kernels cannot take such inputs; "" where they can. score_mod, softmax, tile:
+    as flash_attention takes them.
+    """
+    if place := obstacle_of_the_place(device):
+        return place
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"they take bfloat16 and float16, the inputs are {str(dtype).removeprefix('torch.')}"
+    if head_dim not in HEAD_DIMS:
+        return f"they take head_dim {' and '.join(map(str, HEAD_DIMS))}, the inputs have {head_dim}"
+    if score_mod or softmax != "online":
+        return "they take no softcap, alibi_slopes, score_mod or broken softmax"
+    if tile:
+        return "their tiles are fixed, and block_q or block_kv is given"
+    if not scale > 0:
+        return f"they take a positive scale, not {scale}"
+    return ""
+
+
+def choose_kernel(kernel: str, **inputs) -> Choice:
+    """What runs for kernel=auto, portable or hopper with the inputs that why_not_hopper() names.
+    Raises ValueError where hopper cannot.
+    """
+    if kernel == "portable":
+        return Choice("portable", "asked for")
+    against = why_not_hopper(**inputs)
+    if kernel == "hopper":
+        if against:
+            raise ValueError(
+                f"attention.kernel=hopper cannot run: {against}; attention.kernel=auto takes the "
+                "portable kernels there"
+            )
+        return Choice("hopper", "asked for")
+    return (
+        Choice("portable", f"not the Hopper kernels: {against}")
+        if against
+        else Choice("hopper", "the device and the inputs allow it")
+    )

@@ -1,0 +1,140 @@
+"""A backend under examination: the cases it takes, and what it makes of them. See
+conformance.properties.
+
+Dimensions: N queries, M keys.
+"""
+
+import random
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention import Backend, attention
+from conformance.cases import Case, Expected, compare, expect
+
+# on a CPU whoever can choose runs with tiles small enough that every case crosses several, ragged
+# at the end
+TILES = {"block_q": 32, "block_kv": 16}
+
+# the same for every backend, so it is computed once
+expected_of = lru_cache(maxsize=512)(expect)
+
+
+class Check(NamedTuple):
+    case: str
+    error: float
+    budget: float
+    multiple: float | None = (
+        # error in units of naive attention's own, or of the rounding no one escapes where that is
+        # more
+        None
+    )
+
+    @property
+    def share(self) -> float:
+        """Of the budget; more than 1 is too much."""
+        return self.error / self.budget if self.budget else float("inf" if self.error else 0)
+
+
+@dataclass
+class Subject:
+    """A backend under examination, on one device and in one dtype."""
+
+    backend: Backend
+    device: str
+    dtype: torch.dtype
+    random_cases: int
+    seed: int
+    rows: dict[Case, dict[str, Any] | None] = field(default_factory=dict)
+    refusals: list[str] = field(default_factory=list)  # of the property in hand
+
+    def __post_init__(self) -> None:
+        self.given = self.backend
+        self.has_blocks = TILES.keys() <= self.backend.options.keys()
+        if self.has_blocks and self.device == "cpu":
+            self.backend = self.backend.configured(**TILES)
+        takes = self.backend.head_dims
+        wanted = (
+            (16, 64, 32, 128, 8, *range(1, 513))
+            if self.device == "cpu"
+            else (64, 32, 128, 16, *range(1, 513))
+        )
+        self.head_dims = [size for size in wanted if takes is None or size in takes]
+        # on a GPU kernels have tiles of up to 128: three of them, ragged
+        self.length = 70 if self.device == "cpu" else 330
+
+    def case(
+        self, num_queries: int | None = None, num_keys: int | None = None, **fields: Any
+    ) -> Case:
+        num_queries = num_queries or self.length
+        fields = {"head_dim": self.head_dims[0] if self.head_dims else 16} | fields
+        return Case(num_queries=num_queries, num_keys=num_keys or num_queries, **fields)
+
+    def takes(self, case: Case, *, backward: bool) -> bool:
+        """Whether the backend says so. Its reasons are kept."""
+        tensors, arguments, *_ = case.make(self.dtype, self.device)
+        reasons = self.backend.unsupported_reasons(
+            *(x.requires_grad_(backward) for x in tensors), **arguments
+        )
+        self.refusals += reasons
+        return not reasons
+
+    def expected(self, case: Case) -> Expected:
+        return expected_of(case, self.dtype, self.device, with_lse="lse" in self.backend.features)
+
+    def compare(self, case: Case) -> dict[str, Any] | None:
+        """The case's row; forward only where there is no backward pass, None where the inputs are
+        refused.
+        """
+        if case not in self.rows:
+            backward = self.takes(case, backward=True)
+            if backward or self.takes(case, backward=False):
+                self.rows[case] = compare(
+                    self.backend,
+                    case,
+                    self.dtype,
+                    self.device,
+                    expected=self.expected(case),
+                    backward=backward,
+                )
+            else:
+                self.rows[case] = None
+        elif self.rows[case] is None or "dq" not in self.rows[case]["tensors"]:
+            self.takes(case, backward=True)
+        return self.rows[case]
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, backend: Backend | None = None, **arguments: Any
+    ) -> Tensor:
+        return attention(q, k, v, backend=backend or self.backend, **arguments).out
+
+    def random(self) -> list[Case]:
+        """Random shapes of ordinary logits, within what the backend takes."""
+        draw, features = random.Random(self.seed), self.backend.features
+        # every head dim is a kernel to compile on a GPU
+        common = (8, 16, 24, 40, 64) if self.device == "cpu" else (40, 64, 128)
+        cases = []
+        for i in range(self.random_cases):
+            num_kv_heads, num_queries = draw.choice((1, 2)), draw.randint(1, 2 * self.length)
+            cases.append(
+                self.case(
+                    num_queries,
+                    num_queries
+                    + draw.choice((0, 1, draw.randint(2, self.length)))
+                    * ("cross_length" in features),
+                    batch=draw.choice((1, 2)),
+                    num_heads=num_kv_heads * (draw.choice((1, 2, 3)) if "gqa" in features else 1),
+                    num_kv_heads=num_kv_heads,
+                    head_dim=draw.choice(
+                        [size for size in self.head_dims if size in common]
+                        or self.head_dims
+                        or [16]
+                    ),
+                    causal="non_causal" not in features or draw.random() < 0.7,
+                    seed=1000 * self.seed + i + 1,
+                )
+            )
+        return cases

@@ -1,0 +1,92 @@
+"""How the memory of one forward and backward pass grows with the length: bytes ~ N^exponent, fitted
+over growing N.
+
+On a CPU every tensor an operator returns is weighed. On a GPU, where a compiled kernel allocates
+unseen, the allocator's peak counts.
+
+Dimensions: N tokens, D head dim.
+"""
+
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attention import Backend, attention
+
+
+class LiveTensors(TorchDispatchMode):
+    """Weighs the memory behind every tensor that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.peak = 0  # bytes of one tensor; of all that are alive together
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                self.alive[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+                self.largest = max(self.largest, storage.nbytes())
+        self.alive = {
+            pointer: entry for pointer, entry in self.alive.items() if not entry[0].expired()
+        }
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
+        return result
+
+
+def weigh(
+    backend: Backend,
+    length: int,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    head_dim: int = 32,
+    num_heads: int = 2,
+) -> dict[str, int]:
+    """Bytes of one causal forward and backward pass: `saved` for the backward pass, the `peak`, and
+    on a CPU the `largest` tensor.
+    """
+    q, k, v = (
+        torch.randn(1, num_heads, length, head_dim, device=device, dtype=dtype).requires_grad_()
+        for _ in range(3)
+    )
+    d_out = torch.ones_like(q)
+    saved = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    def passes() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = attention(q, k, v, backend=backend).out
+        out.backward(d_out)
+
+    if q.device.type == "cpu":
+        with LiveTensors() as scale:
+            passes()
+        return {"largest": scale.largest, "peak": scale.peak, "saved": sum(saved.values())}
+    passes()  # compiles, and allocates the libraries' workspaces
+    saved.clear()
+    q.grad = k.grad = v.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    passes()
+    torch.cuda.synchronize()
+    return {"peak": torch.cuda.max_memory_allocated() - before, "saved": sum(saved.values())}
+
+
+def exponents(backend: Backend, lengths: tuple[int, ...], **shape) -> dict[str, float]:
+    """For each figure of `weigh`, the slope of log(bytes) over log(N): 1 is linear, 2 is a matrix
+    of N x N.
+    """
+    rows = [weigh(backend, length, **shape) for length in lengths]
+    return {
+        name: float(np.polyfit(np.log(lengths), np.log([row[name] for row in rows]), 1)[0])
+        for name in rows[0]
+    }

@@ -1,0 +1,639 @@
+"""What attention owes its caller, property by property, checked for any backend: ours, broken ones,
+and yours.
+
+    for cell in verify_backend(get_backend("tiled")): print(cell.property, cell.status, cell.note)
+
+A property is a function that yields checks: an error and the budget it must stay in, which is
+relative to naive attention's own error (see conformance.cases). A backend is green where every
+check holds, red where one does not, and n/a where it declares that it takes no such input. A
+defect, or a backend that is exact but not frugal, names in `breaks` what it is red in; red
+elsewhere is a mistake.
+
+Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import Backend
+from attention.interface import Refusal
+from attention.mask import visible_keys
+from conformance.backend_under_test import Check, Subject
+from conformance.cases import Case, distance, run
+from conformance.memory_growth import exponents
+
+TENSORS = ("out", "lse", "dq", "dk", "dv")
+LINEAR = 1.15  # the largest exponent that counts as linear in N
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One backend in one property."""
+
+    property: str
+    status: str  # green, red or n/a
+    note: str  # of red: the worst check, or what was raised; of n/a: why
+    documented: bool  # whether the backend says that it is red here
+    checks: int = 0
+    worst_share: float | None = None  # of the budget
+    worst_multiple: float | None = None  # of naive attention's own error
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "n/a" or (self.status == "red") == self.documented
+
+
+def compared(subject: Subject, cases: Iterable[Case], *tensors: str) -> Iterator[Check]:
+    for case in cases:
+        row = subject.compare(case)
+        for name in tensors:
+            if row is not None and name in row["tensors"]:
+                found = row["tensors"][name]
+                yield Check(
+                    f"{name} of {row['case']}", found["error"], found["budget"], found["multiple"]
+                )
+
+
+def ordinary(subject: Subject) -> list[Case]:
+    return [
+        subject.case(batch=2, num_heads=4, num_kv_heads=4),
+        subject.case(causal=False),
+        subject.case(300, num_heads=1, num_kv_heads=1),
+        subject.case(1),
+        subject.case(inputs="ties"),
+        *subject.random(),
+    ]
+
+
+def forward(subject: Subject) -> Iterator[Check]:
+    """out equals float64 attention's, for ordinary logits of random shapes."""
+    yield from compared(subject, ordinary(subject), "out")
+
+
+def gradients(subject: Subject) -> Iterator[Check]:
+    """dq, dk and dv equal those of float64 attention, the gradient that arrives through lse
+    included.
+    """
+    yield from compared(subject, ordinary(subject), "dq", "dk", "dv")
+
+
+def log_sum_exp(subject: Subject) -> Iterator[Check]:
+    """lse is the natural log-sum-exp of the scaled, masked scores."""
+    if "lse" not in subject.backend.features:
+        subject.refusals.append("it returns no lse")
+        return
+    cases = ordinary(subject)
+    yield from compared(subject, cases, "lse")
+    rows = [row for case in cases if (row := subject.compare(case)) is not None]
+    if rows:
+        yield Check(
+            "cases without the lse it promises",
+            float(sum("lse" not in row["tensors"] for row in rows)),
+            0.0,
+        )
+
+
+def block_sizes(subject: Subject) -> Iterator[Check]:
+    """The tile sizes do not show in the result."""
+    if not subject.has_blocks:
+        subject.refusals.append("it has no block_q and block_kv to choose")
+        return
+    for causal in (True, False):
+        case = subject.case(causal=causal)
+        if subject.takes(case, backward=False):
+            expected = subject.expected(case)
+            first = None
+            # one tile holds all keys of the CPU's cases
+            for block_q, block_kv in (
+                (32, 16),
+                (16, 32),
+                (64, 16),
+                (128, 128) if subject.device == "cpu" else (64, 64),
+            ):
+                backend = subject.backend.configured(block_q=block_q, block_kv=block_kv)
+                out = subject.attend(
+                    *expected.tensors, backend=backend, **expected.arguments
+                ).double()
+                first = out if first is None else first
+                # results a hair apart may round to neighbours, and those of a defect may be larger
+                # than the reference
+                neighbours = torch.finfo(subject.dtype).eps * first.abs().max().item()
+                yield Check(
+                    f"tiles {block_q}x{block_kv} of {case}",
+                    distance(out, first),
+                    max(2 * expected.budget("out"), neighbours),
+                )
+
+
+def key_permutation(subject: Subject) -> Iterator[Check]:
+    """The order of keys that a query sees all of does not matter."""
+    case = subject.case()
+    if subject.takes(case, backward=False):
+        expected = subject.expected(case)
+        q, k, v = expected.tensors
+        mixed = case.num_keys * 2 // 3
+        order = torch.arange(case.num_keys, device=q.device)
+        order[:mixed] = torch.randperm(mixed, generator=torch.Generator().manual_seed(0)).to(
+            q.device
+        )
+        plain, permuted = (
+            subject.attend(q, *kv)[:, :, mixed - 1 :].double()
+            for kv in ((k, v), (k[:, :, order], v[:, :, order]))
+        )
+        yield Check(str(case), distance(permuted, plain), 2 * expected.budget("out"))
+
+
+def rows_sum_to_one(subject: Subject) -> Iterator[Check]:
+    """With values of one the output is one: the weights of a row sum to it."""
+    yield from compared(
+        subject, [subject.case(inputs="ones", causal=causal) for causal in (True, False)], "out"
+    )
+
+
+def large_logits(subject: Subject) -> Iterator[Check]:
+    """Scores that grow from tile to tile, spike in the last one, stand in the hundreds, or come
+    from a trained model.
+    """
+    cases = [subject.case(inputs=name) for name in ("large", "growing", "spike", "huge")]
+    yield from compared(
+        subject, [*cases, subject.case(128, head_dim=32, inputs="trained")], *TENSORS
+    )
+
+
+def shifted_up(subject: Subject) -> Iterator[Check]:
+    """Every score 100 higher: no exponential of a score itself survives it."""
+    yield from compared(subject, [subject.case(inputs="up")], *TENSORS)
+
+
+def shifted_down(subject: Subject) -> Iterator[Check]:
+    """Every score 120 lower, or lower still: exponentials of the scores themselves are 0."""
+    yield from compared(
+        subject, [subject.case(inputs=name) for name in ("down", "negative")], *TENSORS
+    )
+
+
+def float32_statistics(subject: Subject) -> Iterator[Check]:
+    """With 16-bit inputs scores, sums and lse are kept in float32: it shows where the scores stand
+    near 100.
+    """
+    for dtype in (
+        (subject.dtype,) if subject.dtype.itemsize == 2 else (torch.bfloat16, torch.float16)
+    ):
+        narrow = Subject(subject.given, subject.device, dtype, random_cases=0, seed=0)
+        yield from compared(narrow, [narrow.case(inputs="up")], *TENSORS)
+        subject.refusals += narrow.refusals
+
+
+def ragged_tails(subject: Subject) -> Iterator[Check]:
+    """Lengths that no tile size divides."""
+    lengths = (1, 2, 15, 17, 31, 33) if subject.device == "cpu" else (2, 15, 63, 65, 127, 129, 257)
+    yield from compared(
+        subject,
+        [subject.case(n, causal=causal) for n in lengths for causal in (True, False)],
+        *TENSORS,
+    )
+
+
+def first_tile_masked(subject: Subject) -> Iterator[Check]:
+    """A row of whose first tile no key is visible, as under a sliding window: -inf - -inf must not
+    become NaN.
+    """
+    n = subject.length
+    windows = [
+        subject.case(optional={"window": 9}),
+        subject.case(n // 2, n, optional={"window": n // 2 + 5}),
+    ]
+    yield from compared(
+        subject, [*windows, subject.case(optional={"document_ids": True})], *TENSORS
+    )
+
+
+def rows_without_a_key(subject: Subject) -> Iterator[Check]:
+    """More queries than keys: the first N - M rows see nothing, give out = 0, lse = -inf and no
+    gradient, and spoil no other row.
+    """
+    n = subject.length
+    case = subject.case(n, n // 2 - 2)
+    none = case.num_queries - case.num_keys
+    backward = subject.takes(case, backward=True)
+    if backward or subject.takes(case, backward=False):
+        expected = subject.expected(case)
+        found = run(
+            subject.backend,
+            expected.tensors,
+            expected.arguments,
+            expected.d_out,
+            expected.d_lse,
+            backward=backward,
+        )
+        for name in ("out", "dq", "lse"):
+            if name in found:
+                rows = found[name][:, :, :none]
+                yield Check(
+                    f"{name} of {case}",
+                    distance(rows, torch.full_like(rows, -torch.inf if name == "lse" else 0.0)),
+                    0.0,
+                )
+        for name, x in found.items():
+            x = x[:, :, none:] if name in ("out", "dq", "lse") else x
+            yield Check(
+                f"non-finite numbers in {name} of {case}", float((~x.isfinite()).sum()), 0.0
+            )
+
+
+def cross_length(subject: Subject) -> Iterator[Check]:
+    """N and M differ: queries are aligned with the last keys."""
+    n = subject.length
+    shapes = ((n // 2, n, True), (n // 2, n, False), (n, n // 2, False), (1, n, True))
+    yield from compared(
+        subject, [subject.case(a, b, causal=causal) for a, b, causal in shapes], *TENSORS
+    )
+
+
+def grouped_heads(subject: Subject) -> Iterator[Check]:
+    """Several query heads share a key/value head."""
+    cases = [
+        subject.case(batch=2, num_heads=4, num_kv_heads=2),
+        subject.case(num_heads=4, num_kv_heads=1, causal=False),
+    ]
+    yield from compared(subject, cases, *TENSORS)
+
+
+def packed(tensors: list[Tensor]) -> list[Tensor]:
+    """Views of one projection (B, N, 3, H, D), as a model hands them in."""
+    return list(
+        torch.stack(tensors).permute(1, 3, 0, 2, 4).contiguous().permute(2, 0, 3, 1, 4).unbind()
+    )
+
+
+def misaligned(x: Tensor) -> Tensor:
+    """Neither the start nor the rows fall on 16 bytes."""
+    return x.new_zeros(*x.shape[:3], x.shape[3] + 3)[..., 1:-2].copy_(x)
+
+
+def spread_out(x: Tensor) -> Tensor:
+    """Every other row and column of a larger tensor."""
+    return x.new_zeros(*x.shape[:2], 2 * x.shape[2], 2 * x.shape[3])[:, :, ::2, ::2].copy_(x)
+
+
+LAYOUTS: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
+    "packed": packed,
+    "misaligned": lambda tensors: [misaligned(x) for x in tensors],
+    "transposed": lambda tensors: [x.mT.contiguous().mT for x in tensors],
+    "spread out": lambda tensors: [spread_out(x) for x in tensors],
+}
+
+
+def strides(subject: Subject) -> Iterator[Check]:
+    """Views of any layout give what contiguous tensors give."""
+    case = subject.case(batch=2)
+    backward = subject.takes(case, backward=True)
+    if backward or subject.takes(case, backward=False):
+        expected = subject.expected(case)
+        plain = run(
+            subject.backend,
+            expected.tensors,
+            expected.arguments,
+            expected.d_out,
+            expected.d_lse,
+            backward=backward,
+        )
+        for layout, change in LAYOUTS.items():
+            views = change(expected.tensors)
+            reasons = subject.backend.unsupported_reasons(
+                *(x.requires_grad_(backward) for x in views), **expected.arguments
+            )
+            if reasons:
+                subject.refusals += reasons
+                continue
+            found = run(
+                subject.backend,
+                views,
+                expected.arguments,
+                expected.d_out,
+                expected.d_lse,
+                backward=backward,
+            )
+            for name in found:
+                yield Check(
+                    f"{name} of {case}, {layout}",
+                    distance(found[name], plain[name]),
+                    2 * expected.budget(name),
+                )
+
+
+def no_leak_forward(subject: Subject) -> Iterator[Check]:
+    """What later keys and values hold does not move an earlier output, however large they are."""
+    case = subject.case()
+    if subject.takes(case, backward=False):
+        expected = subject.expected(case)
+        q, k, v = expected.tensors
+        before = subject.attend(q, k, v)
+        for seen in (1, case.num_queries // 2 + 3):
+            later_k, later_v = k.clone(), v.clone()
+            later_k[:, :, seen:] *= -100
+            later_v[:, :, seen:] += 100
+            after = subject.attend(q, later_k, later_v)
+            moved = distance(after[:, :, :seen].double(), before[:, :, :seen].double())
+            yield Check(f"first {seen} queries of {case}", moved, expected.budget("out"))
+
+
+def no_leak_backward(subject: Subject) -> Iterator[Check]:
+    """An earlier output has no gradient for later keys and values, and a later output none for
+    earlier queries.
+    """
+    case = subject.case()
+    if subject.takes(case, backward=True):
+        seen = case.num_queries // 2 + 3
+        expected = subject.expected(case)
+        for rows, zero in ((slice(seen), slice(seen, None)), (slice(seen, None), slice(seen))):
+            q, k, v = (x.detach().requires_grad_() for x in expected.tensors)
+            d_out = torch.zeros_like(q)
+            d_out[:, :, rows] = expected.d_out[:, :, rows].to(q.dtype)
+            dq, dk, dv = torch.autograd.grad(subject.attend(q, k, v), (q, k, v), d_out)
+            # keys are only barred from the outputs before them
+            for name, x in (
+                {"dq": dq, "dk": dk, "dv": dv}.items() if zero.start else {"dq": dq}.items()
+            ):
+                leak = x[:, :, zero].double()
+                yield Check(f"{name} of {case}", distance(leak, torch.zeros_like(leak)), 0.0)
+
+
+def mask_positions(subject: Subject) -> Iterator[Check]:
+    """Which keys carry weight, key by key: the mask goes by positions in the sequence, wherever the
+    tiles lie.
+    """
+    n = subject.length
+    documents = {"document_ids": True}
+    masked = [
+        subject.case(optional={"window": 9}),
+        *(subject.case(optional=documents, causal=causal) for causal in (True, False)),
+    ]
+    for case in (subject.case(), subject.case(n // 2, n), *masked):
+        if not subject.takes(case, backward=False):
+            continue
+        (q, k, v), arguments, *_ = case.make(subject.dtype, subject.device)
+        q = torch.zeros_like(q)  # all scores are equal
+        weights = []
+        for start in range(0, case.num_keys, case.head_dim):
+            # the output's columns are the weights of as many keys as there are columns
+            v = torch.zeros_like(k)
+            columns = torch.arange(min(case.head_dim, case.num_keys - start), device=k.device)
+            v[:, :, start + columns, columns] = 1
+            weights.append(subject.attend(q, k, v, **arguments)[..., : len(columns)])
+        visible = visible_keys(q, k, **arguments).mask()
+        wrong = ((torch.cat(weights, -1) > 0) != visible).sum()
+        yield Check(f"wrong weights of {case}", float(wrong), 0.0)
+
+
+def optional_arguments(subject: Subject) -> Iterator[Check]:
+    """window, softcap, alibi_slopes, document_ids and score_mod, alone and together, in their
+    order, with keys to both sides of a query.
+    """
+    cases = [
+        subject.case(optional={"window": 20}),
+        subject.case(optional={"softcap": 2.0}, inputs="large"),
+        # scores far below the cap, of which 1 - 2 / (1 + e) would leave little
+        subject.case(16, num_heads=3, num_kv_heads=3, optional={"softcap": 100.0}),
+        subject.case(num_heads=4, num_kv_heads=2, optional={"alibi_slopes": True}),
+        subject.case(subject.length // 2, subject.length, optional={"alibi_slopes": True}),
+        subject.case(causal=False, optional={"alibi_slopes": True}),
+        subject.case(batch=2, optional={"document_ids": True}),
+        subject.case(batch=2, causal=False, optional={"document_ids": True}),
+        subject.case(batch=2, num_heads=4, num_kv_heads=2, optional={"score_mod": True}),
+        subject.case(causal=False, optional={"score_mod": True}),
+        subject.case(
+            optional={"document_ids": True, "window": 6, "softcap": 5.0, "alibi_slopes": True}
+        ),
+    ]
+    yield from compared(subject, cases, *TENSORS)
+
+
+def growth(subject: Subject, *figures: str) -> Iterator[Check]:
+    head_dim = 32 if 32 in subject.head_dims else subject.head_dims[0]
+    case = subject.case(128, head_dim=head_dim)
+    if subject.takes(case, backward=True):
+        lengths = (128, 256, 512) if subject.device == "cpu" else (2048, 4096, 8192)
+        found = _exponents(
+            subject.given, lengths, device=subject.device, dtype=subject.dtype, head_dim=head_dim
+        )
+        for name in figures:
+            if name in found:
+                yield Check(
+                    f"exponent of N in the {name} bytes, N = {lengths[0]} to {lengths[-1]}",
+                    found[name],
+                    LINEAR,
+                )
+
+
+def _exponents(backend: Backend, lengths: tuple[int, ...], **shape: Any) -> dict[str, float]:
+    # two properties look at one measurement
+    key = (id(backend.fn), str(backend.options), lengths, str(shape))
+    if _measured.get("key") != key:
+        _measured.update(key=key, exponents=exponents(backend, lengths, **shape))
+    return _measured["exponents"]
+
+
+_measured: dict[str, Any] = {}
+
+
+def saved_bytes(subject: Subject) -> Iterator[Check]:
+    """What is kept for the backward pass grows like N, not like N x M."""
+    yield from growth(subject, "saved")
+
+
+def largest_tensor(subject: Subject) -> Iterator[Check]:
+    """No intermediate, of the forward or the backward pass, is of N x M, and their peak grows like
+    N.
+    """
+    yield from growth(subject, "largest", "peak")
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def bitwise_repeat(subject: Subject) -> Iterator[Check]:
+    """The same call gives the same bits again, once PyTorch is asked for deterministic kernels."""
+    case = subject.case(batch=2, num_heads=4, num_kv_heads=4)
+    backward = subject.takes(case, backward=True)
+    if backward or subject.takes(case, backward=False):
+        expected = subject.expected(case)
+        with deterministic_algorithms():
+            arguments = (
+                subject.backend,
+                expected.tensors,
+                expected.arguments,
+                expected.d_out,
+                expected.d_lse,
+            )
+            first = run(*arguments, backward=backward)
+            for _ in range(3 if subject.device == "cpu" else 50):
+                again = run(*arguments, backward=backward)
+                for name in first:
+                    yield Check(f"{name} of {case}", distance(again[name], first[name]), 0.0)
+
+
+def compiled_equals_eager(subject: Subject) -> Iterator[Check]:
+    """torch.compile changes nothing but the speed."""
+    case = subject.case()
+    backward = subject.takes(case, backward=True)
+    if not (backward or subject.takes(case, backward=False)):
+        return
+    expected = subject.expected(case)
+    # on a CPU only the graph is checked: generating code for it takes a compiler and its time
+    function = torch.compile(
+        lambda q, k, v: subject.attend(q, k, v) * 1,
+        backend="aot_eager" if subject.device == "cpu" else "inductor",
+    )
+    results = []
+    for attend in (function, subject.attend):
+        tensors = [x.detach().requires_grad_(backward) for x in expected.tensors]
+        out = attend(*tensors)
+        found = {"out": out.detach()}
+        if backward:
+            found |= zip(
+                ("dq", "dk", "dv"),
+                torch.autograd.grad(out, tensors, expected.d_out.to(out.dtype)),
+                strict=True,
+            )
+        results.append(found)
+    torch.compiler.reset()
+    for name, x in results[0].items():
+        yield Check(
+            f"{name} of {case}",
+            distance(x.double(), results[1][name].double()),
+            2 * expected.budget(name),
+        )
+
+
+def prefill_equals_decode(subject: Subject) -> Iterator[Check]:
+    """The last queries alone, against all keys, give the last rows of the whole pass: one token at
+    a time or several.
+    """
+    n = subject.length
+    whole = subject.case()
+    expected = subject.expected(whole)
+    q, k, v = expected.tensors
+    for last in (1, 9, n // 2 + 1):
+        if subject.takes(subject.case(last, n), backward=False):
+            alone, together = (
+                subject.attend(x, k, v)[:, :, -last:].double() for x in (q[:, :, -last:], q)
+            )
+            yield Check(
+                f"last {last} queries of {whole}",
+                distance(alone, together),
+                2 * expected.budget("out"),
+            )
+
+
+Property = Callable[[Subject], Iterator[Check]]
+PROPERTIES: dict[str, Property] = {
+    "forward": forward,
+    "gradients": gradients,
+    "lse": log_sum_exp,
+    "block sizes": block_sizes,
+    "key permutation": key_permutation,
+    "rows sum to one": rows_sum_to_one,
+    "large logits": large_logits,
+    "logits + 100": shifted_up,
+    "logits - 120": shifted_down,
+    "float32 statistics": float32_statistics,
+    "ragged tails": ragged_tails,
+    "first tile masked": first_tile_masked,
+    "rows without a key": rows_without_a_key,
+    "N != M": cross_length,
+    "grouped heads": grouped_heads,
+    "strides and views": strides,
+    "no leak (outputs)": no_leak_forward,
+    "no leak (gradients)": no_leak_backward,
+    "mask positions": mask_positions,
+    "optional arguments": optional_arguments,
+    "saved bytes": saved_bytes,
+    "largest tensor": largest_tensor,
+    "bitwise repeat": bitwise_repeat,
+    "compiled = eager": compiled_equals_eager,
+    "prefill = decode": prefill_equals_decode,
+}
+# these say nothing about whether a result is right, and take their time
+SLOW = {"saved bytes", "largest tensor", "bitwise repeat", "compiled = eager"}
+
+
+def examine(subject: Subject, name: str) -> Cell:
+    """One cell. Whatever the backend raises makes it red, with the message."""
+    subject.refusals.clear()
+    documented = name in subject.backend.breaks
+    checks = []
+    try:
+        for check in PROPERTIES[name](subject):
+            checks.append(check)
+    except Refusal as error:  # a layout that no case announced
+        subject.refusals.append(str(error))
+    except Exception as error:  # a user's backend may raise anything
+        message = str(error).strip().splitlines() or [""]
+        return Cell(name, "red", f"{type(error).__name__}: {message[0]}", documented)
+    if not checks:
+        return Cell(name, "n/a", "; ".join(dict.fromkeys(subject.refusals)), documented)
+    worst = max(checks, key=lambda check: check.share)
+    red = worst.share > 1
+    note = f"{worst.case}: {worst.error:.3g} where {worst.budget:.3g} is allowed" if red else ""
+    multiples = [check.multiple for check in checks if check.multiple is not None]
+    return Cell(
+        name,
+        "red" if red else "green",
+        note,
+        documented,
+        len(checks),
+        worst.share,
+        max(multiples, default=None),
+    )
+
+
+def check_breaks(backend: Backend) -> None:
+    """Raise ValueError where `breaks` names what is no property."""
+    unknown = backend.breaks - PROPERTIES.keys()
+    if unknown:
+        raise ValueError(
+            f"backend {backend.name!r} breaks {', '.join(sorted(unknown))}; properties: "
+            f"{', '.join(PROPERTIES)}"
+        )
+
+
+def verify_backend(
+    backend: Backend,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    quick: bool = False,
+    random_cases: int = 20,
+    seed: int = 0,
+    properties: Iterable[str] | None = None,
+) -> list[Cell]:
+    """A cell for every property. quick leaves out memory, repeats and compilation. Raises
+    ValueError for an unknown name in `breaks`.
+    """
+    check_breaks(backend)
+    subject = Subject(backend, str(torch.device(device).type), dtype, random_cases, seed)
+    names = PROPERTIES if properties is None else properties
+    return [examine(subject, name) for name in names if not (quick and name in SLOW)]
+
+
+def red_properties(
+    backend: Backend, *, device: str | torch.device, dtype: torch.dtype
+) -> list[str]:
+    """The names of the properties, as far as results go, that came out red in a quick check; those
+    a defect documents included.
+    """
+    cells = verify_backend(backend, device=device, dtype=dtype, quick=True, random_cases=4)
+    return [cell.property for cell in cells if cell.status == "red"]

@@ -1,0 +1,407 @@
+"""Kill a training at random moments, fill its disk, damage its checkpoints and its data, and see
+whether the resumed run ends as if nothing had been.
+
+    python -m lab.crash_test --out outputs/kills.json
+
+Every training is a process of its own, `python train.py` on one CPU core. --kills of them are
+killed (SIGKILL), every other one while it saves, and resumed. --harms more have their disk filled
+while they run (a limit on the size of a file makes a write fail half way), or are killed and have a
+file of their latest checkpoint, of all of them, or metrics.jsonl, overrides.yaml or config.yaml
+truncated, altered or removed. The token store is damaged in the same ways. Its training half may
+also become zeros, its held-out half a copy of the training half, and a run may find its training
+half truncated while it reads. Weights, optimizer, random state and every computed row of
+metrics.jsonl must then be, to the bit, those of the run that nothing disturbed. Where no whole
+checkpoint is left, or the settings are not known any more, the answer must be one line, and no file
+of the run may have changed. Ends with 1 where anything else happened.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from training.interrupt import one_line
+from training.metrics import ROOT, check_writable, measured_on, read_metrics, write_json
+from training.retention import LATEST, newest_first, step_of
+
+STEPS, EVERY = 200, 10
+# everything that has state: dropout, two passes a step, rows, evaluations and checkpoints out of
+# step with one another, and between them steps that are queued before the one before them is looked
+# at
+RUN = (
+    "device=cpu model.num_layers=2 model.num_heads=2 model.hidden_size=64 model.dropout=0.1 "
+    "seq_len=32 batch_size=4 tokens_per_step=256 "
+    f"steps={STEPS} log_every=3 eval_every=15 eval_sequences=8 checkpoint_every={EVERY} keep=3 "
+    "sample_tokens=0 logger=none"
+).split()
+# the beginnings of the names of what differs between two runs that are the same run
+MEASURED = ("seconds", "tokens_per_sec", "step_tokens_per_sec", "mfu", "memory/")
+IDENTICAL, REFUSED = "identical", "refused"
+CACHE = "cache"  # beside the runs: the token store is theirs, to be damaged
+REBUILT = "it is built again"
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "train.py", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str]:
+    """Exit code and all that was printed."""
+    output = process.communicate(timeout=600)[0]
+    return process.returncode, output
+
+
+def resume(run_dir: Path) -> tuple[int, str]:
+    return finish(start(f"resume={run_dir}"))
+
+
+def wait_for(process: subprocess.Popen, happened: Callable[[], bool]) -> None:
+    while process.poll() is None and not happened():
+        time.sleep(0.0002)
+
+
+def reached(run_dir: Path) -> int:
+    """The step of the last whole row of metrics; -1 before the first."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return json.loads(lines[-1])["step"] if lines else -1
+
+
+def state(run_dir: Path) -> dict[str, Any]:
+    """All that must be equal at the end of two runs that are the same."""
+    folder = run_dir / LATEST
+    lines = (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
+    written = read_metrics(run_dir / "metrics.jsonl")
+    computed = [
+        {key: value for key, value in row.items() if not key.startswith(MEASURED)}
+        for row in written
+    ]
+    training = torch.load(folder / "training.pt", weights_only=True)
+    # a run draws on PyTorch's generators alone: Python's and NumPy's are not seeded, and differ
+    # from process to process
+    training["random"] = {name: training["random"][name] for name in ("torch", "cuda")}
+    return {
+        "weights": load_file(folder / "model.safetensors"),
+        "training": training,
+        "metrics": computed,
+        "rows": lines,
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal to the last bit, through dictionaries, lists and tensors."""
+    if isinstance(a, dict):
+        return (
+            isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+        )
+    if isinstance(a, (list, tuple)):
+        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(same, a, b))
+    return (
+        isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+        if isinstance(a, torch.Tensor)
+        else a == b
+    )
+
+
+def contents(run_dir: Path) -> dict[str, bytes]:
+    """Every file of a run, but for the log of what was said."""
+    return {
+        str(path): path.read_bytes()
+        for path in run_dir.rglob("*")
+        if path.is_file() and path.name != "train.log"
+    }
+
+
+def is_one_line(output: str) -> bool:
+    return (
+        "Traceback" not in output
+        and sum(line.startswith("error: ") for line in output.splitlines()) == 1
+    )
+
+
+def killed(
+    run_dir: Path, moment: random.Random, *, saving: bool, earliest: int = 1
+) -> dict[str, Any]:
+    """Start a run and kill it: after a random row of metrics, or in the save that comes after it.
+    Says when that was.
+    """
+    target = moment.randint(earliest, STEPS - 2 * EVERY)
+    process = start(*RUN, f"hydra.run.dir={run_dir}")
+    wait_for(process, lambda: reached(run_dir) >= target)
+    if saving:
+        wait_for(process, (run_dir / f"{LATEST}.tmp").exists)
+    time.sleep(moment.uniform(0, 0.01))
+    process.kill()
+    code, output = finish(process)
+    if code != -signal.SIGKILL:
+        raise RuntimeError(f"the run ended with {code} before it was killed: {output}")
+    last = next(iter(newest_first(run_dir)), None)
+    return {
+        "step": reached(run_dir),
+        "checkpoint": step_of(last) if last else None,
+        # what a save leaves that did not come to its end
+        "in_a_save": (run_dir / f"{LATEST}.tmp").exists()
+        or not (run_dir / LATEST).exists()
+        and last is not None,
+    }
+
+
+def judged(run_dir: Path, straight: dict[str, Any], *, said: str = "") -> str:
+    """Resume to the end and compare with the run that nothing disturbed."""
+    code, output = resume(run_dir)
+    if code != 0:
+        return f"ended with {code}: {output.strip().splitlines()[-1]}"
+    if said not in output:
+        return f"does not say: {said}"
+    return IDENTICAL if same(state(run_dir), straight) else "another run"
+
+
+def kill(
+    run_dir: Path, straight: dict[str, Any], moment: random.Random, *, saving: bool
+) -> dict[str, Any]:
+    found = killed(run_dir, moment, saving=saving)
+    if found["checkpoint"] is not None:
+        return found | {"outcome": judged(run_dir, straight)}
+    # nothing was saved yet: there is nothing to resume, and the run is started again
+    code, output = resume(run_dir)
+    refused = code != 0 and is_one_line(output) and "holds no checkpoint" in output
+    return found | {"outcome": REFUSED if refused else f"ended with {code}"}
+
+
+def fill_disk(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
+    """From a random moment on, no file of the process may grow beyond a random size, less than a
+    checkpoint's.
+    """
+    process = start(*RUN, f"hydra.run.dir={run_dir}")
+    target = moment.randint(EVERY + 2, STEPS - 2 * EVERY)
+    wait_for(process, lambda: reached(run_dir) >= target)
+    limit = moment.randint(100_000, (run_dir / LATEST / "training.pt").stat().st_size - 1)
+    resource.prlimit(
+        process.pid, resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    )
+    found = {"harm": "disk full", "step": reached(run_dir), "bytes": limit}
+    return found | failed_and_resumed(process, run_dir, straight)
+
+
+def truncate_store(
+    run_dir: Path, straight: dict[str, Any], moment: random.Random
+) -> dict[str, Any]:
+    """At a random moment, cut the training tokens off somewhere in their first half: one of the
+    next windows lies beyond.
+    """
+    process = start(*RUN, f"hydra.run.dir={run_dir}")
+    target = moment.randint(EVERY + 2, STEPS - 2 * EVERY)
+    wait_for(process, lambda: reached(run_dir) >= target)
+    tokens = store_of(run_dir) / "train.bin"
+    position = moment.randrange(tokens.stat().st_size // 2)
+    os.truncate(tokens, position)
+    found = {"harm": "store truncated", "step": reached(run_dir), "bytes": position}
+    return found | failed_and_resumed(process, run_dir, straight, named=str(tokens), said=REBUILT)
+
+
+def failed_and_resumed(
+    process: subprocess.Popen,
+    run_dir: Path,
+    straight: dict[str, Any],
+    *,
+    named: str = "",
+    said: str = "",
+) -> dict[str, Any]:
+    """A run that must end with one line, which holds `named` and how to resume, and what came of
+    resuming it.
+    """
+    code, output = finish(process)
+    found = {"checkpoint": step_of(newest_first(run_dir)[0])}
+    if (
+        code != 1
+        or not is_one_line(output)
+        or named not in output
+        or f"resume={run_dir}" not in output
+    ):
+        return found | {"outcome": f"ended with {code}: {output.strip().splitlines()[-1]}"}
+    return found | {"outcome": judged(run_dir, straight, said=said)}
+
+
+def damage(files: Iterable[Path], moment: random.Random) -> str:
+    """Truncate, alter or remove one of these files. Says what was done."""
+    path = moment.choice(sorted(files))
+    size = path.stat().st_size
+    how = moment.choice(["truncated", "altered", "removed"])
+    if how == "removed":
+        path.unlink()
+        return f"{path.name} removed"
+    position = moment.randrange(size)
+    with path.open("r+b") as file:
+        if how == "truncated":
+            file.truncate(position)
+        else:
+            file.seek(position)
+            (byte,) = file.read(1)
+            file.seek(position)
+            file.write(bytes([byte ^ 1 << moment.randrange(8)]))
+    return f"{path.name} {how} at byte {position}"
+
+
+def store_of(run_dir: Path) -> Path:
+    """The token store that all runs read."""
+    (folder,) = (run_dir.parent / CACHE).glob("stdlib-*")
+    return folder
+
+
+def damage_tokens(folder: Path, moment: random.Random) -> str:
+    """Damage a file of this token store, or both halves as damage() does not: at their full length.
+    Says what was done.
+    """
+    train, val = folder / "train.bin", folder / "val.bin"
+    how = moment.choice(["zeros", "swapped", "a file"])
+    if how == "zeros":
+        train.write_bytes(bytes(train.stat().st_size))
+        return "train.bin is zeros"
+    if how == "swapped":
+        val.write_bytes(train.read_bytes()[: val.stat().st_size])
+        return "val.bin is the beginning of train.bin"
+    return damage(folder.iterdir(), moment)
+
+
+def damage_store(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
+    found = killed(run_dir, moment, saving=False, earliest=3 * EVERY)
+    found |= {"harm": "store damaged", "what": damage_tokens(store_of(run_dir), moment)}
+    return found | {"outcome": judged(run_dir, straight, said=REBUILT)}
+
+
+def damage_latest(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
+    found = killed(run_dir, moment, saving=False, earliest=3 * EVERY)
+    folder = newest_first(run_dir)[0]
+    found |= {"harm": "latest damaged", "what": damage(folder.iterdir(), moment)}
+    return found | {"outcome": judged(run_dir, straight, said="going on from step")}
+
+
+def damage_all(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
+    found = killed(run_dir, moment, saving=False, earliest=3 * EVERY)
+    found |= {
+        "harm": "all damaged",
+        "what": [damage(folder.iterdir(), moment) for folder in newest_first(run_dir)],
+    }
+    return found | {"outcome": refused(run_dir) or "resumed"}
+
+
+def damage_record(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
+    found = killed(run_dir, moment, saving=False, earliest=3 * EVERY)
+    files = [run_dir / name for name in ("metrics.jsonl", "overrides.yaml", "config.yaml")]
+    found |= {"harm": "record damaged", "what": damage(files, moment)}
+    return found | {
+        "outcome": refused(run_dir)
+        or (IDENTICAL if same(state(run_dir), straight) else "another run")
+    }
+
+
+def refused(run_dir: Path) -> str | None:
+    """Resume a run, and what came of it where it was not resumed."""
+    before = contents(run_dir)
+    code, output = resume(run_dir)
+    if code == 0:
+        return None
+    unharmed = is_one_line(output) and before.items() <= contents(run_dir).items()
+    return REFUSED if unharmed else f"ended with {code}: {output.strip().splitlines()[-1]}"
+
+
+HARMS = (
+    fill_disk,
+    damage_latest,
+    damage_store,
+    fill_disk,
+    damage_latest,
+    truncate_store,
+    damage_all,
+    damage_record,
+)
+
+
+def measure(folder: Path, *, kills: int, harms: int, seed: int) -> dict[str, Any]:
+    straight_dir = folder / "straight"
+    os.environ["TILEGPT_CACHE"] = str(folder / CACHE)
+    began = time.perf_counter()
+    code, output = finish(start(*RUN, f"hydra.run.dir={straight_dir}"))
+    if code != 0:
+        raise RuntimeError(f"the run that nothing disturbs ended with {code}: {output}")
+    print(f"undisturbed: {time.perf_counter() - began:.0f} s a run", flush=True)
+    straight = state(straight_dir)
+    result = {"run": RUN, "seed": seed, "kills": [], "harms": []}
+    for index in range(kills + harms):
+        moment, run_dir = random.Random(f"{seed}-{index}"), folder / str(index)
+        if index < kills:
+            found = kill(run_dir, straight, moment, saving=index % 2 == 1)
+        else:
+            found = HARMS[(index - kills) % len(HARMS)](run_dir, straight, moment)
+        result["kills" if index < kills else "harms"].append(found)
+        print(f"{index + 1} of {kills + harms}: {json.dumps(found)}", flush=True)
+        if found["outcome"] in (IDENTICAL, REFUSED):
+            shutil.rmtree(run_dir)
+    return result
+
+
+@one_line("kills")
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=20, help="runs to kill (20)")
+    parser.add_argument(
+        "--harms",
+        type=int,
+        default=30,
+        help="runs whose disk fills up or whose files are damaged (30)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("outputs/kills.json"),
+        help="the result (outputs/kills.json)",
+    )
+    options = parser.parse_args()
+    if min(options.kills, options.harms) < 0:
+        sys.exit(f"kills: --kills {options.kills} --harms {options.harms} must be at least 0")
+    check_writable(options.out)
+    folder = Path(tempfile.mkdtemp(prefix="tilegpt-kills-"))
+    result = measure(folder, kills=options.kills, harms=options.harms, seed=options.seed)
+    where = measured_on("cpu")
+    outcomes = {
+        name: dict(Counter(found["outcome"] for found in result[name]))
+        for name in ("kills", "harms")
+    }
+    write_json(options.out, {"environment": where, **result, "outcomes": outcomes})
+    print(f"{options.out}: kills {outcomes['kills']}, harms {outcomes['harms']}")
+    # what nobody expected stays to be looked at
+    if any(
+        outcome not in (IDENTICAL, REFUSED) for counts in outcomes.values() for outcome in counts
+    ):
+        sys.exit(f"kills: a run did not survive; its folder is below {folder}")
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

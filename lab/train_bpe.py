@@ -1,0 +1,155 @@
+"""Train the byte-pair vocabulary that `tokenizer=bpe` reads: pure Python, deterministic, seconds on
+one core.
+
+    python -m lab.train_bpe --vocab-size 4096 --out /tmp/bpe_4096.tiktoken
+
+Without options it learns 8,192 ranks and writes them where `tokenizer=bpe` reads them,
+data/bpe_8192.tiktoken. Byte-pair encoding (Sennrich et al., 2016, arXiv:1508.07909): start from the
+256 bytes; again and again, give the most frequent pair of neighbouring tokens a token of its own.
+Neighbours are counted inside pre-tokens only (words, numbers, runs of punctuation or space, split
+by `data.tokenizer.PATTERN`), so no token ever spans two words.
+
+Text repeats itself, so every distinct pre-token is kept once with its count, and one merge touches
+only the pre-tokens that hold the pair:
+
+    counts = {"the": 9, "then": 2}      pairs  t h: 11   h e: 11   e n: 2
+    merge (t, h) -> 256                 pairs  256 e: 11           e n: 2      (h e is gone)
+"""
+
+import argparse
+import base64
+import heapq
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+from data.tokenizer import PATTERN, RANKS_FILE
+from training.interrupt import one_line
+from training.metrics import check_writable, write_file
+
+Pair = tuple[int, int]
+
+
+def count_pretokens(texts: Iterable[str]) -> Counter[bytes]:
+    """How often each pre-token occurs."""
+    import regex
+
+    split = regex.compile(PATTERN)
+    counts: Counter[str] = Counter()
+    for text in texts:
+        counts.update(split.findall(text))
+    return Counter({pretoken.encode(): count for pretoken, count in counts.items()})
+
+
+def merge_pair(word: list[int], pair: Pair, new: int) -> list[int]:
+    """The word with every `pair`, read from the left, replaced by `new`."""
+    merged, i = [], 0
+    while i < len(word):
+        if i + 1 < len(word) and (word[i], word[i + 1]) == pair:
+            merged.append(new)
+            i += 2
+        else:
+            merged.append(word[i])
+            i += 1
+    return merged
+
+
+def check_vocab_size(vocab_size: int) -> None:
+    if vocab_size < 256:
+        raise ValueError(
+            f"--vocab-size {vocab_size} must be at least 256: every byte has a rank, so that any "
+            "text can be encoded"
+        )
+
+
+def train(pretokens: Counter[bytes], vocab_size: int) -> list[bytes]:
+    """The vocabulary in rank order: 256 bytes, then one token a merge; fewer than `vocab_size` when
+    nothing is left to merge.
+
+    The most frequent pair is merged first, and among equals the one with the smallest ranks: the
+    result depends on the counts alone, not on the order in which the text was read.
+    """
+    check_vocab_size(vocab_size)
+    vocab = [bytes([value]) for value in range(256)]
+    words = [list(pretoken) for pretoken in pretokens]
+    word_counts = list(pretokens.values())
+    pair_counts: Counter[Pair] = Counter()
+    words_with: defaultdict[Pair, set[int]] = defaultdict(set)
+    for index, word in enumerate(words):
+        for pair in pairwise(word):
+            pair_counts[pair] += word_counts[index]
+            words_with[pair].add(index)
+    # a pair's count only falls after the merge that created it, so an outdated entry is too high:
+    # it surfaces early and is put back
+    heap = [(-count, pair) for pair, count in pair_counts.items()]
+    heapq.heapify(heap)
+    while heap and len(vocab) < vocab_size:
+        negative_count, pair = heapq.heappop(heap)
+        if -negative_count != pair_counts[pair]:
+            if pair_counts[pair] > 0:
+                heapq.heappush(heap, (-pair_counts[pair], pair))
+            continue
+        new = len(vocab)
+        vocab.append(vocab[pair[0]] + vocab[pair[1]])
+        created = set()
+        for index in words_with.pop(pair):
+            before, after = words[index], merge_pair(words[index], pair, new)
+            for old_pair in pairwise(before):
+                pair_counts[old_pair] -= word_counts[index]
+            for new_pair in pairwise(after):
+                pair_counts[new_pair] += word_counts[index]
+                if new in new_pair:
+                    words_with[new_pair].add(index)
+                    created.add(new_pair)
+            words[index] = after
+        for new_pair in created:
+            heapq.heappush(heap, (-pair_counts[new_pair], new_pair))
+    return vocab
+
+
+def rank_lines(vocab: list[bytes]) -> Iterator[str]:
+    """tiktoken's file format: the token in base64, a space, its rank."""
+    for rank, token in enumerate(vocab):
+        yield f"{base64.b64encode(token).decode()} {rank}\n"
+
+
+@one_line("train_bpe")
+def main() -> None:
+    summary, example = __doc__.strip().split("\n\n")[:2]
+    parser = argparse.ArgumentParser(
+        description=summary,
+        epilog=f"example:\n  {example.strip()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        default=8192,
+        help="ranks to learn, the 256 bytes included (default 8192)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=RANKS_FILE,
+        help="file to write (default: the one tokenizer=bpe reads)",
+    )
+    arguments = parser.parse_args()
+    try:
+        check_vocab_size(arguments.vocab_size)
+        check_writable(arguments.out)
+    except (OSError, ValueError) as error:
+        sys.exit(f"train_bpe: {error}")
+
+    from config import DataConfig
+    from data.corpora import documents
+
+    texts = (document["text"] for document in documents(DataConfig(source="stdlib")))
+    vocab = train(count_pretokens(texts), arguments.vocab_size)
+    write_file(arguments.out, "".join(rank_lines(vocab)))
+    print(f"{len(vocab)} ranks written to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Measure which tiles the Triton kernels are fastest with on this GPU, and write them into the
+table that ships with them.
+
+    python -m lab.tune --head-dim 64 128 --seconds 300
+
+A tile that spills registers, has its products serialised or does not fit into shared memory is left
+out before it is timed (--dry-run stops there, and needs no GPU: it compiles for --capability). The
+others are timed in bfloat16 over 16,384 tokens of heads * head_dim = 2048, at 1,024 and 16,384
+tokens a sequence, causal and not; dkdv_general with grouped heads and a window. The geometric mean
+of the times decides. Other tables in the file stay as they are. The clock of a shared GPU wanders:
+what is in force is timed again beside every candidate.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+import torch
+
+from attention.kernels.launch import TILES, VARIANTS, Tile, table_for, tables
+from scripts.attention_call import seconds
+
+LENGTHS = (1024, 16384)
+TOKENS, WIDTH = 16384, 2048
+GROUPS, WINDOW = 4, 512
+
+
+def candidates(kernel: str, head_dim: int) -> Iterator[Tile]:
+    """Shapes worth a look, the largest first: rows that tensor cores take, and as many warps as
+    have rows to work on.
+    """
+    owned, walked = (
+        ((128, 64), (128, 64, 32))
+        if kernel in ("forward", "dq")
+        else ((128, 64), (128, 64, 32, 16))
+    )
+    for own, walk, warps, stages in itertools.product(owned, walked, (4, 8), (2, 3)):
+        if own >= 16 * warps and own * walk * head_dim <= 128 * 128 * 128:
+            block_q, block_kv = (own, walk) if kernel in ("forward", "dq") else (walk, own)
+            yield Tile(block_q, block_kv, warps, stages)
+
+
+def is_clean(
+    kernel: str, head_dim: int, tile: Tile, capability: int, shared_memory: int
+) -> str | None:
+    """Why the tile is not timed, or None."""
+    from attention.kernels.offline import compile_tile
+
+    for variant in VARIANTS[kernel]:
+        if variant == "no_rescale":  # its tiles are the user's
+            continue
+        try:
+            found = compile_tile(kernel, "bf16", head_dim, variant, tile, capability=capability)
+        except Exception as error:  # whatever the compiler raises
+            return f"{variant}: {type(error).__name__}"
+        for wrong, reason in (
+            (found.spilled, f"spills {found.spilled} bytes"),
+            (found.warnings, "products serialised"),
+            (found.shared > shared_memory, f"takes {found.shared} bytes of shared memory"),
+        ):
+            if wrong:
+                return f"{variant}: {reason}"
+    return None
+
+
+def time_of(function: Callable[[], Any]) -> float:
+    """Seconds, after a warm-up."""
+    device = torch.device("cuda")
+    seconds(function, repeats=3, device=device)
+    return median(seconds(function, repeats=12, device=device)[0])
+
+
+def workloads(kernel: str, head_dim: int) -> list[Callable[[], Any]]:
+    """Calls whose time depends on the kernel's tile."""
+    from attention.kernels.op import flash_attention, flash_attention_backward
+    from attention.mask import visible_keys
+
+    calls, general = [], kernel == "dkdv_general"
+    for length, causal in itertools.product(LENGTHS, (True,) if general else (True, False)):
+        heads = WIDTH // head_dim
+        shape = (TOKENS // length, length, heads, head_dim)
+        q, d_out = (
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            for _ in range(2)
+        )
+        k, v = (
+            torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+            for _ in range(2)
+        )
+        lo = hi = None
+        if general:
+            k, v = (x[:, :: min(GROUPS, heads)] for x in (k, v))
+            visible = visible_keys(q, k, causal=True, window=WINDOW)
+            lo, hi = visible.lo.int(), visible.hi.int()
+        arguments = (lo, hi, None, causal, head_dim**-0.5, "", "online", 0, 0)
+        if kernel == "forward":
+            calls.append(
+                lambda q=q, k=k, v=v, arguments=arguments: flash_attention(q, k, v, *arguments)
+            )
+        else:
+            out, lse = flash_attention(q, k, v, *arguments)
+            tensors = (d_out, None, q, k, v, out, lse)
+            calls.append(
+                lambda tensors=tensors, arguments=arguments: flash_attention_backward(
+                    *tensors, *arguments
+                )
+            )
+    return calls
+
+
+def tune(kernel: str, head_dim: int, table: dict[str, Any], capability: int, until: float) -> None:
+    """Put the fastest tile into the table, in place: what the operators look up is this very
+    table.
+    """
+    tiles = table["16-bit"][kernel]
+    before = Tile(*tiles[str(head_dim)])
+    calls = workloads(kernel, head_dim)
+    best = (1.0, before)
+    for tile in candidates(kernel, head_dim):
+        if time.monotonic() > until:
+            print(f"{kernel} D={head_dim}: out of time, {best[1]} stays", flush=True)
+            break
+        if tile == before:
+            continue
+        why = is_clean(kernel, head_dim, tile, capability, table["shared_memory"])
+        if why is None:
+            ratios = []
+            for call in calls:
+                times = {}
+                for each in (before, tile):
+                    tiles[str(head_dim)] = list(each)
+                    times[each] = time_of(call)
+                ratios.append(times[tile] / times[before])
+            ratio = geometric_mean(ratios)
+            best = min(best, (ratio, tile))
+            why = f"{ratio:.3f} of the time of {tuple(before)}: " + " ".join(
+                f"{x:.3f}" for x in ratios
+            )
+        print(f"{kernel} D={head_dim} {tuple(tile)}: {why}", flush=True)
+    tiles[str(head_dim)] = list(best[1])
+    print(
+        f"{kernel} D={head_dim}: {tuple(best[1])}, {best[0]:.3f} of the time of {tuple(before)}",
+        flush=True,
+    )
+
+
+def write_tables(path: Path) -> None:
+    """One line a kernel, as the file is kept."""
+
+    def text(value: Any, indent: int) -> str:
+        if not isinstance(value, dict) or all(isinstance(each, list) for each in value.values()):
+            return json.dumps(value)
+        lines = (
+            f'{" " * (indent + 1)}"{name}": {text(each, indent + 1)}'
+            for name, each in value.items()
+        )
+        return "{\n" + ",\n".join(lines) + "\n" + " " * indent + "}"
+
+    path.write_text(text(tables(), 0) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kernel", nargs="+", default=VARIANTS, choices=VARIANTS)
+    parser.add_argument(
+        "--head-dim", nargs="+", type=int, default=[64, 128], choices=[64, 128, 256]
+    )
+    parser.add_argument("--seconds", type=float, default=300, help="time for all of it")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only say which tiles would be timed; needs no GPU"
+    )
+    parser.add_argument("--capability", type=int, default=90, help="of --dry-run: 80, 86, 90")
+    options = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("tune: TRITON_INTERPRET=1 is set, so nothing is compiled; unset it")
+    if not options.dry_run and not torch.cuda.is_available():
+        sys.exit(
+            "tune: tiles are timed on a GPU, and there is none; --dry-run says which would be timed"
+        )
+    major, minor = (
+        divmod(options.capability, 10) if options.dry_run else torch.cuda.get_device_capability()
+    )
+    capability = 10 * major + minor
+    name = f"sm_{capability}"
+    if options.dry_run and name not in tables():
+        sys.exit(f"tune: --capability {capability} has no table; there are {', '.join(tables())}")
+    shapes = list(itertools.product(options.kernel, options.head_dim))
+    if options.dry_run:
+        for kernel, head_dim in shapes:
+            for tile in candidates(kernel, head_dim):
+                why = is_clean(kernel, head_dim, tile, capability, tables()[name]["shared_memory"])
+                print(f"{kernel} D={head_dim} {tuple(tile)}: {why or 'would be timed'}", flush=True)
+        return
+    properties = torch.cuda.get_device_properties(0)
+    if name not in tables():
+        like = table_for(
+            (properties.major, properties.minor), properties.shared_memory_per_block_optin
+        )
+        tables()[name] = json.loads(json.dumps(like))
+        table_for.cache_clear()
+    table = tables()[name]
+    start = time.monotonic()
+    for i, (kernel, head_dim) in enumerate(shapes, 1):
+        tune(kernel, head_dim, table, capability, start + options.seconds * i / len(shapes))
+    import triton
+
+    table["how"] = (
+        f"measured on an {properties.name}, torch {torch.__version__}, triton "
+        f"{triton.__version__}, head_dim {options.head_dim}"
+    )
+    write_tables(TILES)
+    print(
+        f"{TILES} is written; run the tests of attention/kernels on this GPU before you commit it"
+    )
+
+
+if __name__ == "__main__":
+    main()

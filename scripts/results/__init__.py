@@ -1,3 +1,0 @@
-"""python -m scripts.results: the pictures and tables of results/, drawn from the JSON files
-there.
-"""

@@ -1,0 +1,121 @@
+"""Do the properties bite? Every mistake in the gallery turns at least one of them red, and what is
+no mistake turns none.
+
+    pytest tests/conformance/test_mutants.py --kill-matrix results/mutants.json
+
+tries every property on every mutant, on the GPU where there is one; without the option a covering
+few do, on the CPU.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from attention import get_backend
+from conformance.backend_under_test import Subject
+from conformance.cases import SHORT
+from conformance.properties import PROPERTIES, SLOW, examine
+from tests.conformance.mutants import MATRIX_DEVICE, MUTANTS, Mutant, smallest_cover
+
+MATRIX = Path(__file__).resolve().parents[2] / "results/mutants.json"
+# catch every mutant between them, found by smallest_cover; in the order in which they are tried
+COVER = ("optional arguments", "rows without a key", "large logits", "float32 statistics")
+MISTAKES = [mutant for mutant in MUTANTS if mutant.survives is None]
+HARMLESS = [mutant for mutant in MUTANTS if mutant.survives is not None]
+
+
+def caught(mutant: Mutant, names, *, first: bool = False, device: str = "cpu") -> list[str]:
+    """The properties that are red; with first, not more than one."""
+    subject = Subject(mutant.backend(), device, mutant.dtype, random_cases=4, seed=0)
+    found = []
+    for name in names:
+        if examine(subject, name).status == "red":
+            found.append(name)
+            if first:
+                break
+    return found
+
+
+def everything() -> list[str]:
+    return [name for name in PROPERTIES if name not in SLOW]
+
+
+def row(mutant: Mutant, killed_by: list[str]) -> dict:
+    return {
+        "name": mutant.name,
+        "says": mutant.says,
+        "dtype": SHORT[mutant.dtype],
+        "survives": mutant.survives,
+        "killed_by": killed_by,
+    }
+
+
+def by_name(mutants: list[Mutant]):
+    return pytest.mark.parametrize(
+        "mutant", [pytest.param(mutant, id=mutant.name) for mutant in mutants]
+    )
+
+
+@by_name(MISTAKES)
+def test_is_caught(mutant, kill_record):
+    found = (
+        caught(mutant, everything(), device=MATRIX_DEVICE)
+        if kill_record
+        else caught(mutant, COVER, first=True)
+    )
+    if kill_record:
+        kill_record(row(mutant, found))
+    assert found, mutant.says
+
+
+@by_name(HARMLESS)
+def test_no_mistake_is_not_caught(mutant, kill_record):
+    """Red here would be a property that asks for more than attention owes."""
+    found = caught(mutant, everything(), device=MATRIX_DEVICE if kill_record else "cpu")
+    if kill_record:
+        kill_record(row(mutant, found))
+    assert not found, mutant.survives
+
+
+def test_the_loop_without_a_mistake_passes():
+    """Loaded the way the mutants are, and compared with the real one."""
+    copy = Mutant("copy", "No edit.", ())
+    assert caught(copy, everything()) == []
+    q, k, v = (
+        torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(seed))
+        for seed in range(3)
+    )
+    outs = [
+        backend.configured(block_kv=8)
+        .fn(q, k, v, causal=True, scale=0.25, block_q=16, block_kv=8)
+        .out
+        for backend in (copy.backend(), get_backend("tiled"))
+    ]
+    assert torch.equal(*outs)
+
+
+def test_the_edits_are_looked_for():
+    with pytest.raises(
+        AssertionError, match="astray: attention/tiled.py holds 0 times: what stands nowhere"
+    ):
+        Mutant("astray", "", (("tiled", "what stands nowhere", ""),)).backend()
+
+
+def test_mutants_are_told_apart():
+    assert (
+        len({mutant.name for mutant in MUTANTS})
+        == len({mutant.edits for mutant in MUTANTS})
+        == len(MUTANTS)
+    )
+
+
+def test_the_committed_matrix_is_of_these_mutants_and_properties(kill_record):
+    if kill_record:
+        pytest.skip("it is being written")
+    data = json.loads(MATRIX.read_text())
+    assert [row["name"] for row in data["mutants"]] == [mutant.name for mutant in MUTANTS]
+    assert data["properties"] == everything()
+    assert data["cover"] == smallest_cover(data["mutants"]) == list(COVER)
+    assert all(bool(row["killed_by"]) == (row["survives"] is None) for row in data["mutants"])

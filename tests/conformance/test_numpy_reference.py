@@ -1,0 +1,202 @@
+"""The NumPy forms: against plain softmax attention, against the tile loop, against central
+differences, and by hand.
+"""
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention import attention, get_backend
+from conformance import numpy_reference
+from conformance.numpy_reference import (
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_forward,
+    online_softmax,
+    online_softmax_update,
+    standard_attention,
+    tiled_attention,
+)
+
+# head dim 4, scores of the first query already divided by sqrt(4)
+WORKED_SCORES = np.array([0.8, 0.3, -0.1, 0.5, 1.2, -0.4, 0.6, 0.1])
+
+
+def random_inputs(num_queries, num_keys, head_dim=5, *, gain=1.0, seed=0):
+    generator = np.random.default_rng(seed)
+    Q, K, V = (generator.standard_normal((n, head_dim)) for n in (num_queries, num_keys, num_keys))
+    return gain * Q, gain * K, V
+
+
+def naive(Q, K, V, causal=False):
+    """The specification in float64, by another package."""
+    tensors = [torch.from_numpy(x)[None, None] for x in (Q, K, V)]
+    return attention(*tensors, backend="naive", causal=causal).out[0, 0].numpy()
+
+
+def close(found, expected, tolerance=1e-12):
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(
+        found, expected, rtol=0, atol=tolerance * max(1.0, np.abs(expected).max(initial=0.0))
+    )
+
+
+shapes = st.tuples(st.integers(1, 23), st.integers(1, 23), st.integers(1, 9))
+
+
+@given(
+    shapes,
+    st.integers(1, 30),
+    st.integers(1, 30),
+    st.booleans(),
+    st.sampled_from([0.1, 1.0, 8.0]),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=150)
+def test_every_form_is_softmax_attention(shape, block_size, block_size_q, causal, gain, seed):
+    """Any tile size, more keys than queries and fewer (rows without keys, tiles masked first),
+    small scores and large.
+    """
+    Q, K, V = random_inputs(*shape, gain=gain, seed=seed)
+    expected = naive(Q, K, V, causal)
+    close(standard_attention(Q, K, V, causal), expected)
+    close(flash_attention(Q, K, V, block_size, causal), expected)
+    close(tiled_attention(Q, K, V, block_size_q, block_size, causal), expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("num_queries, num_keys", [(50, 50), (20, 50), (50, 20)])
+def test_forward_and_backward_agree_with_the_tile_loop(num_queries, num_keys, causal):
+    """Two implementations with nothing in common: NumPy walks all rows at once, the tile loop tiles
+    the queries too.
+    """
+    Q, K, V = random_inputs(num_queries, num_keys, 8)
+    q, k, v = (torch.from_numpy(x)[None, None].requires_grad_() for x in (Q, K, V))
+    out, lse = attention(
+        q, k, v, backend=get_backend("tiled", block_q=16, block_kv=7), causal=causal
+    )
+    O, (m, l) = flash_attention_forward(Q, K, V, 12, causal)  # noqa: E741
+    close(O, out.detach().numpy()[0, 0])
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(m + np.log(l), lse.detach().numpy()[0, 0], rtol=0, atol=1e-12)
+
+    grad_O = random_inputs(num_queries, num_keys, 8, seed=1)[0]
+    expected = torch.autograd.grad(out, (q, k, v), torch.from_numpy(grad_O)[None, None])
+    for found, grad in zip(
+        flash_attention_backward(grad_O, Q, K, V, O, m, l, 9, causal), expected, strict=True
+    ):
+        close(found, grad.numpy()[0, 0])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("num_queries, num_keys, block_size", [(6, 6, 2), (4, 7, 3), (7, 4, 256)])
+def test_backward_by_central_differences(num_queries, num_keys, block_size, causal):
+    inputs = random_inputs(num_queries, num_keys, 3)
+    grad_O = random_inputs(num_queries, num_keys, 3, seed=1)[0]
+    O, (m, l) = flash_attention_forward(*inputs, block_size, causal)  # noqa: E741
+    grads = flash_attention_backward(grad_O, *inputs, O, m, l, block_size, causal)
+    step = 1e-6
+    for x, grad in zip(inputs, grads, strict=True):
+        for index in np.ndindex(x.shape):
+            value, losses = x[index], []
+            for moved in (value + step, value - step):
+                x[index] = moved
+                losses.append((grad_O * standard_attention(*inputs, causal)).sum())
+            x[index] = value
+            assert abs((losses[0] - losses[1]) / (2 * step) - grad[index]) < 1e-8
+
+
+@given(st.lists(st.floats(-700, 700), min_size=1, max_size=40), st.integers(0, 50))
+def test_online_softmax(values, chunk_size):
+    x = np.array(values)
+    softmax, m, ell, num_chunks = online_softmax(x, chunk_size)
+    p = np.exp(x - x.max())
+    close(softmax, p / p.sum())
+    assert m == x.max()
+    assert ell == pytest.approx(p.sum(), rel=1e-12)
+    assert num_chunks == (1 if chunk_size == 0 else -(-len(x) // chunk_size))
+
+
+def test_online_softmax_counts_its_chunks():
+    x = np.arange(10.0)
+    assert online_softmax(x, 1).num_chunks == 10
+    assert online_softmax(x, 10).num_chunks == online_softmax(x).num_chunks == 1
+    assert online_softmax(x, 4).num_chunks == 3
+
+
+def test_online_softmax_of_masked_entries():
+    """Whatever comes first: a chunk of -inf leaves no NaN, and nothing but -inf gives no weight."""
+    x = np.array([-np.inf, -np.inf, 1.0, 2.0])
+    close(online_softmax(x, 2).softmax, np.array([0, 0, 1, np.e]) / (1 + np.e))
+    softmax, m, ell, _ = online_softmax(x[:2], 1)
+    assert (softmax == 0).all() and m == -np.inf and ell == 0
+
+
+def test_update_by_hand():
+    """A maximum that moves from 0.8 to 1.2 makes the past worth exp(-0.4) = 0.670: 0.670 * 2.755 +
+    2.084 = 3.930.
+    """
+    m, l, O = np.array([-np.inf]), np.zeros(1), np.zeros((1, 4))  # noqa: E741
+    V = np.eye(8)[:, :4]
+    m, l, O = online_softmax_update(m, l, O, WORKED_SCORES[None, :4], V[:4])  # noqa: E741
+    assert m == 0.8 and round(l.item(), 3) == 2.754  # 2.755 where each addend is rounded first
+    close(O, np.exp(WORKED_SCORES[None, :4] - 0.8))
+    m, l, O = online_softmax_update(m, l, O, WORKED_SCORES[None, 4:], V[4:])  # noqa: E741
+    assert m == 1.2 and round(l.item(), 3) == 3.930
+    close(O, np.exp(WORKED_SCORES[None, :4] - 1.2))
+    assert online_softmax(WORKED_SCORES, 4).ell == pytest.approx(3.930, abs=5e-4)
+
+
+def test_update_by_a_masked_tile_changes_nothing():
+    """Before the first visible key too, where the maximum is still -inf."""
+    V = np.ones((3, 2))
+    masked = np.full((2, 3), -np.inf)
+    m, l, O = online_softmax_update(np.full(2, -np.inf), np.zeros(2), np.zeros((2, 2)), masked, V)  # noqa: E741
+    assert (m == -np.inf).all() and (l == 0).all() and (O == 0).all()
+    m, l, O = online_softmax_update(m, l, O, np.array([[1.0, 2.0, 3.0], [-np.inf] * 3]), V)  # noqa: E741
+    assert m.tolist() == [3, -np.inf] and O[1].tolist() == [0, 0]
+    for before, after in zip((m, l, O), online_softmax_update(m, l, O, masked, V), strict=True):
+        assert (before == after).all()
+
+
+def test_worked_example_of_two_keys():
+    """Scores [1, 0] / sqrt(2), weights 0.670 and 0.330."""
+    Q, K, V = [[1, 0]], [[1, 0], [0, 1]], [[1, 2], [3, 4]]
+    for block_size in (1, 2, 3):
+        assert np.round(flash_attention(Q, K, V, block_size), 5).tolist() == [[1.66048, 2.66048]]
+
+
+def test_a_row_without_keys_attends_to_nothing():
+    Q, K, V = random_inputs(5, 2)
+    O, (m, l) = flash_attention_forward(Q, K, V, 1, causal=True)  # noqa: E741
+    assert (
+        (O[:3] == 0).all()
+        and (m[:3] == -np.inf).all()
+        and (l[:3] == 0).all()
+        and (O[3:] != 0).all()
+    )
+    dQ, dK, dV = flash_attention_backward(np.ones_like(O), Q, K, V, O, m, l, 1, causal=True)
+    assert (dQ[:3] == 0).all() and np.isfinite(dK).all() and np.isfinite(dV).all()
+
+
+@pytest.mark.parametrize("function", [flash_attention, flash_attention_forward, tiled_attention])
+def test_a_block_holds_at_least_one_key(function):
+    with pytest.raises(ValueError, match="block_size=0 must be at least 1"):
+        function(*random_inputs(2, 2), 0)
+
+
+def test_shares_nothing_with_what_it_judges():
+    tree = ast.parse(Path(numpy_reference.__file__).read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    assert {name.partition(".")[0] for name in modules} == {"numpy", "collections", "typing"}

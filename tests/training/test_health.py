@@ -1,0 +1,412 @@
+"""Looking into a model's attention: largest scores, distance from exact attention, and the card of
+a run that went wrong.
+"""
+
+import contextlib
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention import BACKENDS, LIMITS, Recorder, compare_with_exact, find_breakdown, get_backend
+from config import ModelConfig
+from model import GPT
+from training import health
+from training.health import AttentionMonitor, compare_layers, diagnose, largest_score
+from training.memory import is_out_of_memory
+from training.step import compute_gradients
+
+TILES = {"block_q": 8, "block_kv": 4}
+
+
+def build(name: str, *, init_std: float = 0.5, **shape) -> GPT:
+    """Two layers of two heads with large random weights, so that the attention is sharp."""
+    torch.manual_seed(0)
+    config = ModelConfig(
+        num_layers=2, num_heads=2, hidden_size=32, max_seq_len=32, init_std=init_std, **shape
+    )
+    return GPT(
+        config,
+        vocab_size=50,
+        backend=get_backend(name, **(TILES if BACKENDS[name].observable else {})),
+    )
+
+
+def batch(count: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(50, (count, 33), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1].clone(), tokens[:, 1:].clone()
+
+
+def make_head_explode(model: GPT, layer: int, head: int, factor: float = 1e3) -> None:
+    """Scores of that head alone grow by `factor`."""
+    rows = slice(head * model.config.head_dim, (head + 1) * model.config.head_dim)  # of q
+    with torch.no_grad():
+        model.blocks[layer].attention.qkv.weight[rows] *= factor
+
+
+@pytest.mark.parametrize("name", ["tiled", "sdpa", "naive"])
+def test_exact_attention_is_near_exact_in_every_layer(name):
+    row = compare_layers(build(name), *batch(1))
+    assert row.keys() == {
+        f"attention/{tensor}_{figure}"
+        for tensor in ("out", "dq", "dk", "dv")
+        for figure in ("error", "cosine")
+    }
+    for key, value in row.items():
+        assert 0 < value < 1e-5 if key.endswith("error") else value > 1 - 1e-6
+
+
+def test_the_gradients_are_those_of_the_loss_in_its_worst_layer():
+    """By hand: the backward pass of the whole model, with what came in at each attention kept by a
+    hook.
+    """
+    model, (inputs, targets) = build("no_rescale"), batch(1)
+    recorder = Recorder(model.backend, keep_calls=True)
+    d_outs = {}
+    with model.use_backend(recorder.backend):
+        loss = model(inputs, targets).loss
+    for i, call in enumerate(recorder.calls):
+        call.out.register_hook(lambda grad, i=i: d_outs.__setitem__(i, grad))
+    loss.backward()
+    layers = [
+        compare_with_exact(call.q, call.k, call.v, d_outs[i], backend=model.backend)
+        for i, call in enumerate(recorder.calls)
+    ]
+    expected = {
+        f"attention/{name}": (max if name.endswith("error") else min)(
+            layer[name] for layer in layers
+        )
+        for name in layers[0]
+    }
+    assert compare_layers(model, inputs, targets) == pytest.approx(expected, rel=1e-4)
+    assert expected["attention/dq_error"] > 0.05 and layers[0]["dq_error"] != pytest.approx(
+        layers[1]["dq_error"], rel=0.01
+    )
+
+
+def test_comparing_leaves_the_run_as_it_was():
+    """Neither a gradient, nor a random number, nor dropout, nor the attention."""
+    model = build("no_rescale", dropout=0.5).train()
+    backend, state = model.backend, torch.get_rng_state()
+    compare_layers(model, *batch(1))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state) and model.training and model.backend is backend
+
+
+@pytest.mark.parametrize(
+    "keeps",
+    [{"checkpoint": "block"}, {"checkpoint": "attention", "chunk_tokens": 12}],
+    ids=["block", "attention"],
+)
+def test_a_model_that_recomputes_is_looked_at_as_one_that_does_not(keeps):
+    """Nothing is recorded twice, and dropout stays off in what is computed again."""
+    plain, sparing = (
+        build("no_rescale", dropout=0.5).train(),
+        build("no_rescale", dropout=0.5, **keeps).train(),
+    )
+    assert compare_layers(sparing, *batch(1)) == pytest.approx(
+        compare_layers(plain, *batch(1)), rel=1e-4
+    )
+    assert largest_score(sparing, batch()[0]) == pytest.approx(largest_score(plain, batch()[0]))
+
+
+@pytest.mark.parametrize("name", ["sdpa", "no_rescale"])
+def test_nothing_is_computed_after_the_last_scores(monkeypatch, name):
+    """A row of metrics wants the scores of every layer. The logits and the loss are the dearest of
+    the rest of a forward pass.
+    """
+    model, (inputs, targets) = build(name), batch(1)
+    recorder = Recorder(model.backend)
+    with model.use_backend(recorder.backend):
+        model(inputs, targets)
+    monkeypatch.setattr(model.blocks[-1], "after", None)
+    monkeypatch.setattr("model.gpt.linear_cross_entropy", None)
+    assert (
+        largest_score(model, inputs) == max(recorder.max_scores) and len(recorder.max_scores) == 2
+    )
+
+
+def test_the_loss_scale_cancels():
+    model = build("no_rescale")
+    assert compare_layers(model, *batch(1), loss_scale=2.0**10) == pytest.approx(
+        compare_layers(model, *batch(1)), rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("tried to allocate"), RuntimeError("can't allocate memory")],
+    ids=["gpu", "cpu"],
+)
+def test_no_memory_for_the_comparison_does_not_end_the_run(monkeypatch, caplog, error):
+    tried = []
+
+    def full(*_, **__):
+        tried.append(1)
+        raise error
+
+    monkeypatch.setattr("training.health.compare_layers", full)
+    watch = AttentionMonitor(
+        build("tiled"), contextlib.nullcontext(), is_out_of_memory=is_out_of_memory
+    )
+    for step in (1, 2):
+        row = watch.inspect(step, *batch(1), compare=True)
+        assert row.keys() == {"attention/max_score"} and math.isfinite(row["attention/max_score"])
+    assert len(tried) == 1 and caplog.text.count("no memory left to compare") == 1
+
+
+def test_watch_goes_on_from_the_rows_of_an_earlier_start(caplog):
+    rows = [
+        {"step": 10, "attention/max_score": 9.0},
+        {"step": 20, "attention/max_score": 12.5},
+        {"step": 30, "val/loss": 1.0},
+    ]
+    watch = AttentionMonitor(build("tiled", init_std=0.02), contextlib.nullcontext(), rows)
+    watch.inspect(40, *batch(1), compare=False)
+    assert "passed" not in caplog.text
+    assert list(watch.scores) == [10, 20, 40] and watch.summary()["max_score"] == 12.5
+    assert watch.overflow_steps() == {
+        "float16_overflow_step": 20,
+        "bfloat16_overflow_step": None,
+        "float32_overflow_step": None,
+    }
+
+
+def test_the_first_score_past_a_limit_is_announced_once(caplog):
+    model = build("tiled")
+    make_head_explode(model, layer=0, head=0)
+    score = largest_score(model, batch(1)[0])
+    assert score > LIMITS[torch.float32]
+    watch = AttentionMonitor(model, contextlib.nullcontext())
+    for step in (5, 6):
+        assert watch.inspect(step, *batch(1), compare=False)["attention/max_score"] == score
+    assert (
+        caplog.text.count("passed") == 1
+        and f"step 5: attention/max_score {score:.2f} passed 11.09 (float16)" in caplog.text
+    )
+    assert watch.summary() == {
+        "max_score": score,
+        "float16_overflow_step": 5,
+        "bfloat16_overflow_step": 5,
+        "float32_overflow_step": 5,
+    }
+
+
+@pytest.mark.parametrize(("layer", "head"), [(0, 0), (0, 1), (1, 0), (1, 1)], ids=lambda n: str(n))
+def test_the_card_names_layer_and_head(layer, head):
+    model = build("no_max", init_std=0.2)
+    make_head_explode(model, layer, head, factor=1e4)
+    card = AttentionMonitor(
+        model, contextlib.nullcontext(), [{"step": 1, "attention/max_score": 3.0}]
+    ).diagnose(7, [batch()])
+    assert (card["step"], card["layer"], card["head"], card["tensor"]) == (
+        7,
+        layer,
+        head,
+        "row_sum",
+    )
+    assert card["message"].startswith(
+        f"layer {layer}, head {head}: row_sum leaves the finite range in the tile of queries "
+    )
+    assert card["queries"][0] <= card["row"] < card["queries"][1] and card["keys"][0] <= card["row"]
+    assert card["tile_max_score"] > 88.7 and card["fate"] in ("NaN", "inf", "zero")
+    assert (
+        card["history"] == [[1, 3.0], [7, card["max_score"]]] and card["float32_overflow_step"] == 7
+    )
+
+
+def test_the_sequence_is_counted_through_the_whole_step():
+    """Two passes of 3 and 2 sequences, of which the last alone holds the token that breaks."""
+    model = build("no_max", init_std=0.1)
+    passes = [batch(3), batch(2, seed=1)]
+    for inputs, _ in passes:
+        inputs[inputs == 49] = 0
+    passes[1][0][1, 20] = 49
+    assert diagnose(model, passes)[0]["message"].startswith(
+        "the loss scale fell below 1"
+    )  # nothing is wrong with it
+    with torch.no_grad():
+        model.token_embedding.weight[49, 0] = math.inf
+    found, _ = diagnose(model, passes)
+    assert (found["sequence"], found["layer"], found["tensor"]) == (4, 0, "q")
+
+
+def without_impl(*tensors, impl, **arguments):
+    return BACKENDS["no_max"].fn(*tensors, **arguments)
+
+
+def test_another_implementation_of_the_loop_is_diagnosed_by_the_loop():
+    """A kernel that cannot be watched says no more than that its output is bad."""
+    model = build("no_max", init_std=0.2)
+    make_head_explode(model, 1, 0, factor=1e4)
+    expected, _ = diagnose(model, [batch()])
+    model.backend = replace(
+        model.backend,
+        observable=False,
+        options={"impl": "kernel"} | dict(model.backend.options),
+        fn=without_impl,
+    )
+    found, _ = diagnose(model, [batch()])
+    assert found == expected and found["queries"] is not None
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_of_a_long_sequence_the_loop_walks_one_tile(monkeypatch, layer):
+    """A kernel says which queries to look at, and the loop says the same of them as where it walks
+    them all.
+    """
+    model = build("no_max", init_std=0.2)
+    make_head_explode(model, layer, 1, factor=1e4)
+    model.backend = model.backend.configured(block_q=8, block_kv=4)
+    batches = [batch(3)]
+    expected, score = diagnose(model, batches)
+    assert expected["queries"] is not None and expected["fate"] in ("NaN", "inf")
+    model.backend = replace(
+        model.backend,
+        observable=False,
+        options={"impl": "triton"} | dict(model.backend.options),
+        implementations={},
+        fn=without_impl,
+    )
+    monkeypatch.setattr(health, "LOOKED_AT", batches[0][0].shape[1] - 1)
+    tiles = []
+    monkeypatch.setattr(
+        health,
+        "find_breakdown",
+        lambda q, *rest, **how: tiles.append(q.shape[2]) or find_breakdown(q, *rest, **how),
+    )
+    found, largest = diagnose(model, batches)
+    assert found == expected and tiles == [8]
+    assert largest == pytest.approx(score)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of Triton's interpreter
+def test_a_kernels_breakdown_in_a_long_sequence(monkeypatch):
+    """As a run with attention=no_max attention.impl=triton has it."""
+    model = build("no_max", init_std=0.2)
+    make_head_explode(model, 1, 0, factor=1e4)
+    model.backend = get_backend("no_max", block_q=16, block_kv=16)
+    expected, _ = diagnose(model, [batch()])
+    model.backend = get_backend("no_max", impl="triton", block_q=16, block_kv=16)
+    monkeypatch.setattr(health, "LOOKED_AT", batch()[0].shape[1] - 1)
+    found, _ = diagnose(model, [batch()])
+    # the layers before are the kernel's, with other roundings
+    assert found.pop("tile_max_score") == pytest.approx(expected.pop("tile_max_score"), rel=1e-5)
+    assert found | {"message": ""} == expected | {"message": ""} and expected["queries"] is not None
+    assert found["message"].startswith(
+        "layer 1, head 0: row_sum leaves the finite range in the tile of queries "
+    )
+
+
+def test_documents_are_not_cut(monkeypatch):
+    model = build("no_max", init_std=0.2)
+    make_head_explode(model, 0, 1, factor=1e4)
+    inputs, targets = batch()
+    model.backend = replace(
+        model.backend,
+        observable=False,
+        options={"impl": "triton"} | dict(model.backend.options),
+        implementations={},
+        fn=without_impl,
+    )
+    monkeypatch.setattr(health, "LOOKED_AT", inputs.shape[1] - 1)
+    found, _ = diagnose(model, [(inputs, targets, torch.zeros_like(inputs))])
+    assert (found["layer"], found["head"], found["tensor"], found["queries"]) == (0, 1, "out", None)
+
+
+def test_nothing_is_computed_after_the_breakdown():
+    model = build("no_max", init_std=0.2)
+    make_head_explode(model, 0, 0, factor=1e4)
+    calls, fn = [], model.backend.fn
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return fn(*args, **kwargs)
+
+    model.backend = replace(model.backend, fn=counted)
+    assert diagnose(model, [batch(), batch(seed=1)])[0]["layer"] == 0
+    assert len(calls) == 2  # to find that there is one, and to find where
+
+
+def test_a_backend_of_ones_own_is_diagnosed_by_its_output():
+    model = build("no_max", init_std=0.2)
+    make_head_explode(model, 1, 0, factor=1e4)
+    model.backend = replace(model.backend, name="mine", observable=False)
+    found, _ = diagnose(model, [batch()])
+    assert (found["layer"], found["head"], found["tensor"], found["queries"]) == (1, 0, "out", None)
+    assert found["message"] == "layer 1, head 0: out is not finite"
+
+
+@pytest.mark.parametrize(
+    ("value", "grad_clip"), [(math.nan, 1.0), (math.nan, 0.0), (math.inf, 0.0), (math.inf, 1.0)]
+)
+def test_a_gradient_that_is_not_finite_after_clipping(value, grad_clip):
+    """The norm is not finite either: what it divides must not become so."""
+    model = build("tiled")
+    model.blocks[0].attention.qkv.weight.register_hook(
+        lambda gradient: gradient.index_fill(0, torch.tensor([0]), value)
+    )
+    optimizer, scaler = (
+        torch.optim.SGD(model.parameters()),
+        torch.amp.GradScaler("cpu", enabled=False),
+    )
+    how = {
+        "optimizer": optimizer,
+        "scaler": scaler,
+        "autocast": contextlib.nullcontext(),
+        "grad_clip": grad_clip,
+    }
+    loss, norm = compute_gradients(model, [batch()], **how)
+    assert loss.isfinite() and not norm.isfinite()
+    found, _ = diagnose(model, [batch()])
+    assert (found["layer"], found["tensor"]) == (0, "gradient of blocks.0.attention.qkv.weight")
+    assert "not: 1 tensor, blocks.0.attention.qkv.weight" in found["message"]
+
+
+def test_a_gradient_alone_that_is_not_finite():
+    model = build("tiled")
+    model(*batch()).loss.backward()
+    model.blocks[0].mlp.up.weight.grad[0, 0] = math.nan
+    model.token_embedding.weight.grad[0, 0] = math.nan
+    found, score = diagnose(model, [batch()])
+    assert (found["layer"], found["tensor"]) == (
+        0,
+        "gradient of blocks.0.mlp.up.weight",
+    ) and math.isfinite(score)
+    assert (
+        found["message"]
+        == "the loss is finite, the gradient is not: 2 tensors, blocks.0.mlp.up.weight "
+        "nearest to the loss"
+    )
+
+
+def test_a_loss_that_is_not_finite_on_its_own():
+    model = build("tiled")
+    with torch.no_grad():
+        model.final_norm.weight.fill_(math.inf)
+    found, _ = diagnose(model, [batch()])
+    assert found == {
+        "message": "the loss is not finite, though the output of every attention layer is",
+        "tensor": "loss",
+    }
+
+
+def test_of_a_long_sequence_the_beginning_is_looked_at(monkeypatch):
+    """The scores of a prefix are the whole sequence's, its loss a mean over fewer tokens."""
+    model, (inputs, targets) = build("tiled"), batch(3)
+    weights = []
+    monkeypatch.setattr(
+        "training.health.compare_layers",
+        lambda model, *_, loss_scale: weights.append(loss_scale) or {},
+    )
+    monkeypatch.setattr("training.health.LOOKED_AT", inputs.shape[1] // 2)
+    row = AttentionMonitor(model, contextlib.nullcontext()).inspect(
+        1, inputs, targets, compare=True, loss_scale=8.0
+    )
+    assert (
+        row["attention/max_score"]
+        == largest_score(model, inputs[:1, : inputs.shape[1] // 2])
+        < largest_score(model, inputs)
+    )
+    assert weights == [4.0]

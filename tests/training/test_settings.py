@@ -1,0 +1,113 @@
+"""Settings that nothing in a run reads: which they are, and that they are refused or left out,
+never ignored.
+"""
+
+from dataclasses import fields
+
+import pytest
+
+from attention import BACKENDS
+from config import (
+    BACKEND_OPTIONS,
+    READ_UNDER,
+    AttentionConfig,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+)
+from training.settings import conditional_settings, settle, unread
+
+
+def test_a_setting_is_read_under_some_choices_alone():
+    settings = conditional_settings(
+        RunConfig(
+            attention=AttentionConfig("naive", block_kv=16), data=DataConfig("text", path="books")
+        )
+    )
+    assert settings["data.path"] is None and list(unread(settings)) == ["attention.block_kv"]
+    assert (
+        settings["attention.block_kv"].why
+        == "attention=naive has no option block_kv (it has no options)"
+    )
+    assert (
+        "tiled" in settings["attention.block_kv"].instead
+        and "naive" not in settings["attention.block_kv"].instead
+    )
+    assert conditional_settings(RunConfig()) == {}
+
+
+def test_what_was_asked_for_is_refused_and_what_a_recipe_sets_is_left_out():
+    def config() -> RunConfig:
+        return RunConfig(
+            attention=AttentionConfig("sdpa", block_kv=16), optim=OptimConfig(momentum=0.5)
+        )
+
+    with pytest.raises(
+        ValueError,
+        match="attention.block_kv=16 has no effect: attention=sdpa has no option block_kv "
+        ".*; leave it out",
+    ):
+        settle(config(), asked=["attention", "attention.block_kv"])
+    with pytest.raises(
+        ValueError,
+        match="optim.momentum=0.5 has no effect: optim=adamw does not read it; leave it out, or "
+        "add optim=muon",
+    ):
+        settle(config(), asked=["optim.momentum"])
+    settled = config()
+    assert list(settle(settled, asked=["attention"])) == ["optim.momentum", "attention.block_kv"]
+    assert settled.attention.block_kv is None and settled.optim.momentum == OptimConfig().momentum
+    excused = config()
+    excused.left_out = ["attention.block_kv"]
+    assert "attention.block_kv" in settle(excused, asked=["attention.block_kv"])
+
+
+def test_options_of_ones_own():
+    settled = RunConfig(
+        attention=AttentionConfig("tests.user_backends:WITH_AN_OPTION", options={"a": 2.0, "b": 1})
+    )
+    assert list(settle(settled, asked=[])) == [
+        "attention.options.b"
+    ] and settled.attention.options == {"a": 2.0}
+
+
+def test_an_implementation_has_options_of_its_own():
+    kernels = AttentionConfig("no_max", impl="triton", block_kv=16, softmax_dtype="input")
+    assert list(unread(conditional_settings(RunConfig(attention=kernels)))) == [
+        "attention.softmax_dtype"
+    ]
+
+
+def test_a_tokenizer_is_asked_for_by_its_group():
+    config = RunConfig(data=DataConfig("last_write"))
+    config.tokenizer.name = "gpt2"
+    with pytest.raises(ValueError, match="tokenizer.name=gpt2 has no effect: data=last_write"):
+        settle(config, asked=["tokenizer"])
+
+
+@pytest.mark.parametrize("key", ["seed", "nope", "model.num_layers"])
+def test_what_every_run_reads_cannot_be_left_out(key):
+    with pytest.raises(ValueError, match=f"left_out=\\[{key}\\]"):
+        settle(RunConfig(left_out=[key]), asked=[])
+
+
+def test_the_tables_name_settings_that_exist():
+    assert set(BACKEND_OPTIONS) <= {field.name for field in fields(AttentionConfig)}
+    # each option belongs to some backend
+    options = {
+        name
+        for backend in BACKENDS.values()
+        for name in (*backend.options, *["impl"] * bool(backend.implementations))
+    }
+    options |= {
+        name
+        for backend in BACKENDS.values()
+        for other in backend.implementations.values()
+        for name in other.options
+    }
+    assert set(BACKEND_OPTIONS) == options
+    config = RunConfig(model=ModelConfig(positions="rope"))
+    for key, (decider, readers) in READ_UNDER.items():
+        config.value_of(key)
+        assert isinstance(config.value_of(decider), str) and readers

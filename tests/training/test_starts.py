@@ -1,0 +1,113 @@
+"""What is said of a run in several starts."""
+
+import math
+
+import pytest
+
+from training.resume import attention_in_words, changes_in_words, differences
+
+
+def start(step: int, *attention: tuple[int, str], **changed: list) -> dict:
+    return {
+        "step": step,
+        "attention": [list(each) for each in attention],
+        "changed": {key.replace("__", "."): pair for key, pair in changed.items()},
+    }
+
+
+SWITCHED = {"attention": "no_rescale", "switch_at": 40, "switch_to": "tiled"}
+
+
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        ({"attention": "tiled"}, "tiled"),
+        ({"attention": "tiled", "steps_done": 9, "starts": [start(0, (0, "tiled"))]}, "tiled"),
+        (
+            {
+                "attention": "sdpa",
+                "steps_done": 9,
+                "starts": [start(0, (0, "tiled")), start(5, (5, "sdpa"))],
+            },
+            "tiled, sdpa after step 5",
+        ),
+        (
+            {
+                "attention": "sdpa",
+                "steps_done": 5,
+                "starts": [start(0, (0, "tiled")), start(5, (5, "sdpa"))],
+            },
+            "tiled",
+        ),
+        (
+            {
+                "attention": "tiled",
+                "steps_done": 9,
+                "starts": [start(0, (0, "tiled")), start(5, (5, "tiled"))],
+            },
+            "tiled",
+        ),
+        (
+            SWITCHED | {"steps_done": 60, "starts": [start(0, (0, "no_rescale"), (40, "tiled"))]},
+            "no_rescale, tiled after step 40",
+        ),
+        (
+            SWITCHED | {"steps_done": 40, "starts": [start(0, (0, "no_rescale"), (40, "tiled"))]},
+            "no_rescale",
+        ),
+        (
+            SWITCHED
+            | {
+                "steps_done": 60,
+                "starts": [
+                    start(0, (0, "naive"), (40, "tiled")),
+                    start(30, (30, "sdpa"), (50, "flex")),
+                ],
+            },
+            "naive, sdpa after step 30, flex after step 50",
+        ),
+        # of an earlier version, unfinished, or of another program
+        (SWITCHED | {"steps_done": 60}, "no_rescale, tiled after step 40"),
+        (SWITCHED | {"steps_done": 9}, "no_rescale"),
+        (SWITCHED, "no_rescale, tiled after step 40"),
+        ({"attention": "tiled", "starts": 5}, "tiled"),
+        ({"attention": "tiled", "starts": [{"step": 3}]}, "tiled"),
+        ({"attention": "tiled", "steps_done": "many", "starts": [None]}, "tiled"),
+    ],
+)
+def test_the_attention_in_words(row, said):
+    assert attention_in_words(row) == said
+
+
+def test_changes_in_words():
+    starts = [
+        start(0, (0, "tiled")),
+        start(5, (5, "sdpa"), attention__name=["tiled", "sdpa"], optim__lr=[None, 0.1]),
+        start(8, (8, "sdpa"), keep=[2, 3], logger__name=["wandb", "none"]),
+        start(9, (9, "sdpa"), deterministic=[False, True]),
+    ]
+    said = "resumed at step 5 with attention.name=sdpa (tiled before), optim.lr=0.1 (null before)"
+    assert (
+        changes_in_words({"starts": starts})
+        == f"{said}; resumed at step 9 with deterministic=true (false before)"
+    )
+    assert changes_in_words({"starts": starts[:1]}) == changes_in_words({}) == ""
+
+
+def test_differences():
+    then = {
+        "steps": 4,
+        "gone": 1,
+        "attention": {"name": "custom", "options": {"a": 1}},
+        "resume": None,
+        "data": {"cache_dir": "/a"},
+    }
+    now = {
+        "steps": 6,
+        "new": 2,
+        "attention": {"name": "custom", "options": {}},
+        "resume": "RUN",
+        "data": {"cache_dir": None},
+    }
+    assert differences(then, now) == {"steps": [4, 6], "attention.options": [{"a": 1}, {}]}
+    assert differences({"lr": math.inf}, {"lr": math.inf}) == {}

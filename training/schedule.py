@@ -1,0 +1,163 @@
+"""Which attention a run trains with, and from which step on."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from attention import BACKENDS, Backend, get_backend, kernel_choice, probe_backend
+from config import AttentionConfig, ModelConfig, RunConfig
+from model.gpt import GPT
+from model.loss import introduce_operators
+
+log = logging.getLogger("tilegpt")
+
+
+def chosen_attention(chosen: AttentionConfig) -> dict[int, Backend]:
+    """The attention by the step after which it is used: {0: first} or {0: first, switch_at:
+    second}. ValueError for an unknown one.
+    """
+    schedule = {0: get_backend(chosen.backend_name, **chosen.backend_options())}
+    if chosen.switch_at is not None:
+        try:
+            schedule[chosen.switch_at] = get_backend(chosen.switch_to, **chosen.switch_options)
+        except ValueError as error:
+            raise ValueError(f"attention.switch_to={chosen.switch_to}: {error}") from error
+    return schedule
+
+
+def check_schedule(config: RunConfig) -> dict[int, Backend]:
+    """chosen_attention() of a run. Raises ValueError for one that lacks what the run needs, on
+    whatever device it will run.
+    """
+    schedule = chosen_attention(config.attention)
+    for backend in schedule.values():
+        if config.data.documents and "document_ids" not in backend.features:
+            others = ", ".join(
+                name
+                for name, other in BACKENDS.items()
+                if "document_ids" in other.features and other.exact
+            )
+            raise ValueError(
+                f"data.documents=true needs document masks, which attention={backend.name} does "
+                f"not have; these do: {others}"
+            )
+    return schedule
+
+
+def check_model(
+    config: RunConfig, schedule: dict[int, Backend], *, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise ValueError for an attention that cannot train this model on this device; somebody's own
+    is tried out.
+    """
+    shape = {
+        "num_heads": config.model.num_heads,
+        "num_kv_heads": config.model.kv_heads,
+        "head_dim": config.model.head_dim,
+    }
+    for backend in schedule.values():
+        backend.check_model(**shape, dtype=dtype, device=device)
+        if ":" in backend.name:  # pkg.module:NAME
+            probe_backend(backend, **shape, dtype=dtype, device=device)
+
+
+def attention_schedule(
+    config: RunConfig, *, dtype: torch.dtype, device: torch.device
+) -> dict[int, Backend]:
+    """chosen_attention() of a run. Raises ValueError for one that cannot train its model; warns of
+    one that is broken on purpose.
+    """
+    chosen = config.attention
+    schedule = check_schedule(config)
+    if chosen.switch_to is not None and chosen.switch_at is None:
+        log.info(
+            f"attention.switch_to={chosen.switch_to} without attention.switch_at=STEP: this run "
+            "keeps its attention"
+        )
+    check_model(config, schedule, dtype=dtype, device=device)
+    for backend in schedule.values():
+        kernel = kernel_choice(backend, device=device, dtype=dtype, head_dim=config.model.head_dim)
+        if kernel is not None and device.type == "cuda":
+            log.info(f"attention={backend.name} runs the {kernel.kernel} kernels: {kernel.reason}")
+        if backend.defect is not None:
+            log.warning(f"attention={backend.name} is broken on purpose: {backend.defect}")
+            if backend.name == "no_rescale" and backend.options["block_kv"] >= config.seq_len:
+                log.warning(
+                    f"one tile of block_kv={backend.options['block_kv']} covers "
+                    f"seq_len={config.seq_len}: no_rescale is exact here"
+                )
+    return schedule
+
+
+def backend_after(schedule: dict[int, Backend], step: int) -> Backend:
+    """The attention of the step that follows `step` steps."""
+    return schedule[max(start for start in schedule if start <= step)]
+
+
+def prepare_model(model: GPT, backend: Backend, *, compile_mode: str) -> nn.Module:
+    """Give the model this attention; returns it as training calls it, compiled for that attention
+    if so.
+
+    compile_mode: true, false, or auto; see will_compile().
+    """
+    model.backend = backend
+    compiled = will_compile(
+        model.config, backend, next(model.parameters()).device.type, compile_mode=compile_mode
+    )
+    if not compiled:
+        return model
+    introduce_operators()
+    return torch.compile(model)
+
+
+def will_compile(config: ModelConfig, backend: Backend, device: str, *, compile_mode: str) -> bool:
+    """Whether torch.compile runs: auto does on a GPU, unless the attention fits no graph or memory
+    is to be spared in a way that it cannot.
+
+    Raises ValueError for compile=true with such a way: a compiled graph moves nothing to the host,
+    and has all chunks of a block there together, in more memory than without chunks.
+    """
+    sparing = "model.offload=true" if config.offload else ""
+    if config.chunk_tokens is not None:
+        sparing = f"model.chunk_tokens={config.chunk_tokens}"
+    if sparing and compile_mode == "true":
+        raise ValueError(
+            f"{sparing} spares memory in the middle of a step, as torch.compile cannot; add "
+            "compile=false"
+        )
+    fits = (backend.traceable or backend.operator) and not sparing
+    return compile_mode == "true" or (compile_mode == "auto" and device == "cuda" and fits)
+
+
+def describe(schedule: dict[int, Backend], **inputs: Any) -> dict[str, Any]:
+    """The schedule for summary.json: the first attention as attention, options, defect; the second
+    as switch_at, switch_to, ...
+
+    With inputs, those of kernel_choice(), also which kernels the first runs, where it has several:
+    kernel, kernel_reason.
+    """
+    first, *later = schedule.items()
+    row = {
+        "attention": first[1].name,
+        "defect": first[1].defect is not None,
+        "options": dict(first[1].options),
+    }
+    if inputs and (kernel := kernel_choice(first[1], **inputs)):
+        row |= {"kernel": kernel.kernel, "kernel_reason": kernel.reason}
+    for step, backend in later:
+        row |= {
+            "switch_at": step,
+            "switch_to": backend.name,
+            "switch_options": dict(backend.options),
+        }
+    return row
+
+
+def describe_attention(schedule: dict[int, Backend]) -> str:
+    """attention=no_rescale, attention=tiled after step 400"""
+    return ", ".join(
+        f"attention={backend.name}" + (f" after step {step}" if step else "")
+        for step, backend in schedule.items()
+    )
