@@ -6,12 +6,8 @@ so a misspelt key or a value of the wrong type is refused before anything is bui
 train.py --help` stays fast.
 """
 
-import os
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
@@ -391,7 +387,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self.compile = str(self.compile).lower()
-        for key in _keys(RunConfig):
+        for key in setting_keys(RunConfig):
             check_int64(key, _get(self, key))
         _choice("device", self.device, DEVICES)
         _choice("dtype", self.dtype, DTYPES)
@@ -484,15 +480,21 @@ class RunConfig:
         else:
             setattr(_get(self, group) if group else self, name, _get(RunConfig, key))
 
-    def is_quiet(self, step: int) -> bool:
-        """Whether nothing is logged, compared, evaluated, saved or switched after this many
-        steps.
-        """
-        intervals = (self.log_every, self.diagnose_steps, self.eval_every, self.checkpoint_every)
-        due = step in (self.steps, self.attention.switch_at) or any(
-            every and step % every == 0 for every in intervals
+    def due(self, step: int, *, diverged: bool = False) -> "Due":
+        """What is to be done after this many steps; a run ends at the last one, or diverged."""
+        end = diverged or step == self.steps
+        switch = step == self.attention.switch_at and not diverged
+
+        def each(interval: int) -> bool:
+            return interval > 0 and (end or step % interval == 0)
+
+        return Due(
+            log=each(self.log_every),
+            compare=each(self.diagnose_steps) and not diverged,
+            evaluate=each(self.eval_every) or (switch and self.eval_every > 0),
+            switch=switch,
+            save=each(self.checkpoint_every),
         )
-        return not due
 
     @property
     def accumulation_steps(self) -> int:
@@ -506,6 +508,16 @@ class RunConfig:
             if self.tokens_per_step is None
             else self.tokens_per_step // self.seq_len
         )
+
+
+class Due(NamedTuple):
+    """What is to be done after a step."""
+
+    log: bool  # a row of metrics
+    compare: bool  # the attention with exact attention in float64
+    evaluate: bool  # on the held-out sequences
+    switch: bool  # to the attention of attention.switch_to
+    save: bool  # a checkpoint
 
 
 class Unread(NamedTuple):
@@ -533,209 +545,8 @@ def register() -> None:
     ConfigStore.instance().store(name="schema", node=RunConfig)
 
 
-def check_keys(arguments: list[str]) -> None:
-    """Raise ValueError at a key=value of the command line whose key does not exist, with the
-    closest one that does.
-
-    Hydra would advise +key=value, which then does nothing. What is no key=value is left to Hydra.
-    """
-    import difflib
-
-    if {"-sc", "--shell-completion"} & set(
-        arguments
-    ):  # its own arguments: install=bash, query=bash
-        return
-    keys = ["experiment", *_keys(RunConfig)]
-    for argument in arguments:
-        written, _, value = argument.partition("=")
-        key = written.lstrip("-+")
-        if written.startswith("-") and key in keys:
-            raise ValueError(f"{argument}: write {key}={value or 'VALUE'}, without dashes")
-        if (
-            "=" not in argument
-            or written.startswith("-")
-            or not key.replace(".", "").isidentifier()
-        ):
-            continue
-        if key in keys or key.startswith(
-            ("hydra.", "attention.options.", "attention.switch_options.")
-        ):
-            continue
-        # steps for step, attention.block_kv for attention.block_k; optim.lr for lr
-        close = [
-            other for other in keys if other.rpartition(".")[2] == key
-        ] or difflib.get_close_matches(key, keys, n=1)
-        hint = (
-            f"did you mean {' or '.join(close)}?"
-            if close
-            else "python train.py --cfg job shows all keys"
-        )
-        raise ValueError(f"{argument}: there is no key '{key}'; {hint}")
-
-
-def _keys(schema: type, prefix: str = "") -> Iterator[str]:
+def setting_keys(schema: type, prefix: str = "") -> Iterator[str]:
     for each in fields(schema):
         yield prefix + each.name
         if is_dataclass(each.type):
-            yield from _keys(each.type, f"{prefix}{each.name}.")
-
-
-def as_written(node: Any) -> Any:
-    """Lists, dictionaries and values of what Hydra composed, with interpolations such as ${seq_len}
-    as they were written.
-    """
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_container(node, resolve=False)
-
-
-def read_config(cfg: Any) -> RunConfig:
-    """The dataclass of what Hydra composed. Raises ValueError, in one line, for a value that has
-    none of its own, as ${nope:1}.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        return OmegaConf.to_object(cfg)
-    except OmegaConfBaseException as error:
-        written = as_written(cfg)
-        for part in str(error.full_key or "").split("."):
-            written = written.get(part) if isinstance(written, dict) else None
-        raise ValueError(
-            f"{error.full_key}={written}: {str(error).splitlines()[0]}; write the value itself"
-        ) from None
-
-
-# Hydra's options that take the next argument for their value
-VALUE_OPTIONS = (
-    "--config-dir",
-    "-cd",
-    "--config-path",
-    "-cp",
-    "--config-name",
-    "-cn",
-    "--package",
-    "-p",
-    "--cfg",
-    "-c",
-)
-
-# options of a group that belong to none of its choices
-SHARED_OPTIONS = {
-    "attention": ("switch_at", "switch_to", "switch_options"),
-    "data": ("val_fraction", "max_documents", "documents", "cache_dir"),
-}
-
-
-def replay_overrides(arguments: list[str]) -> list[str]:
-    """Command-line arguments with resume=DIR spelled out: the run's own overrides first, the new
-    ones after, in the same directory.
-    """
-    try:
-        check_keys(arguments)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
-    # argparse wants what it knows before the first override, or after the last
-    arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
-    resume = [
-        argument.removeprefix("resume=").strip("'\"")
-        for argument in arguments
-        if argument.startswith("resume=")
-    ]
-    if not resume or resume[-1] == "null":
-        return arguments
-    run_dir = Path(resume[-1])
-    recorded = _recorded_overrides(run_dir)
-    if {"-m", "--multirun"} & set(arguments):
-        raise SystemExit(
-            f"error: resume={run_dir} goes on with one run; it cannot be part of a sweep"
-        )
-
-    options, new = options_first(
-        argument for argument in arguments if not argument.startswith("resume=")
-    )
-    replaced = {key_of(argument) for argument in new} | {"resume"}
-    old = [override for override in recorded if key_of(override) not in replaced]
-    # the options of one attention or source of data are none of another's
-    for group, shared in SHARED_OPTIONS.items():
-        if group in replaced and not {each for each in new if key_of(each) == group} & set(
-            recorded
-        ):
-            kept = tuple(f"{group}.{option}" for option in shared)
-            old = [
-                each
-                for each in old
-                if not key_of(each).startswith(f"{group}.") or key_of(each).startswith(kept)
-            ]
-    # an experiment may ask for a sweep, but one of its runs is resumed alone; .hydra stays what the
-    # first start wrote
-    folder = quoted(str(run_dir))
-    own = [f"hydra.run.dir={folder}", "hydra.mode=RUN", "hydra.output_subdir=null"]
-    # what is asked for now stands after resume=
-    return [*options, *old, f"resume={folder}", *new, *own]
-
-
-def key_of(override: str) -> str:
-    return override.lstrip("+~").partition("=")[0]
-
-
-def quoted(text: str) -> str:
-    """A string as Hydra reads it in an override, whatever is in it: backslashes count as such but
-    before a quote.
-    """
-    return (
-        "'"
-        + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text)
-        + "'"
-    )
-
-
-def unescaped(text: str) -> str:
-    """The value of an override as a person would write it: Hydra's sweepers put a backslash before
-    each colon and the like.
-    """
-    return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
-
-
-def options_first(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Hydra's own options (--config-dir DIR, ...), which argparse does not find between overrides,
-    and the rest.
-    """
-    options, rest, pending = [], [], iter(arguments)
-    for argument in pending:
-        if not argument.startswith("-"):
-            rest.append(argument)
-            continue
-        options.append(argument)
-        if argument in VALUE_OPTIONS:
-            options += islice(pending, 1)
-    return options, rest
-
-
-def _recorded_overrides(run_dir: Path) -> list[str]:
-    """What overrides.yaml of a run says. Ends the program where there is none, or where Hydra would
-    not understand it.
-    """
-    import yaml
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    path = run_dir / "overrides.yaml"
-    if not os.path.isfile(path):  # of a name that is too long pathlib raises an error
-        raise SystemExit(f"error: resume={run_dir} is no run directory: it has no overrides.yaml")
-    try:
-        recorded = yaml.safe_load(path.read_bytes())
-        if not isinstance(recorded, list) or not all(isinstance(each, str) for each in recorded):
-            raise ValueError("it is no list of settings")
-        OverridesParser.create().parse_overrides(recorded)
-        check_keys(recorded)
-    except (OSError, ValueError, yaml.YAMLError, HydraException) as error:
-        reason = " ".join(str(error).split())
-        raise SystemExit(
-            f"error: {path} is damaged: {reason}. Write the run's settings into it again, each on "
-            "a line as '- seq_len=512'; "
-            f"{run_dir / 'config.yaml'} has the values of all, and what you leave out is refused "
-            "by name"
-        ) from None
-    return recorded
+            yield from setting_keys(each.type, f"{prefix}{each.name}.")

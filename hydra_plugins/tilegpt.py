@@ -126,7 +126,7 @@ class CheckedSweeper(Sweeper):
         """The jobs to launch, each with what it may leave out. Ends the program, with every reason,
         where one could not run.
         """
-        from config import key_of
+        from training.command_line import key_of
         from training.interrupt import Stopped
         from training.settings import conditional_settings, is_asked, settle, unread
 
@@ -180,7 +180,7 @@ class CheckedSweeper(Sweeper):
         return kept
 
     def compose(self, job: list[str]) -> "RunConfig":
-        from config import read_config
+        from training.command_line import read_config
 
         composed = self.hydra_context.config_loader.load_sweep_config(self.config, job)
         with open_dict(composed):
@@ -205,7 +205,7 @@ class CheckedSweeper(Sweeper):
 
 def refusal(jobs: list[list[str]], problems: dict[int, str]) -> str:
     """error: 2 of 3 jobs cannot run, so none was started: attention=sdpa, attention=flex: ..."""
-    from config import unescaped
+    from training.command_line import unescaped
 
     shared = set.intersection(*map(set, jobs))
     by_reason: dict[str, list[str]] = {}

@@ -44,11 +44,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from config import check_keys
 from model import GPT
 from model.gpt2_weights import gpt2_name
 from scripts.arguments import parse_backend, read_settings
 from scripts.sample import read_config
+from training.command_line import check_keys
 from training.device import pick_device, pick_dtype
 from training.interrupt import one_line
 from training.metrics import check_writable, measured_on, read_metrics, write_json

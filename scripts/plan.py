@@ -28,9 +28,10 @@ from typing import Any, NamedTuple
 import torch
 
 from attention import Backend, get_backend
-from config import RunConfig, check_keys, register
+from config import RunConfig
 from model import GPT
 from training import traffic
+from training.command_line import compose
 from training.device import DTYPES, pick_device, pick_dtype
 from training.interrupt import one_line
 from training.metrics import PEAK_BANDWIDTH, PEAK_FLOPS, check_writable, measured_on, write_json
@@ -115,30 +116,6 @@ def read_options(arguments: list[str]) -> Options:
     )
 
 
-def compose_config(overrides: list[str]) -> RunConfig:
-    """The configuration that `python train.py OVERRIDES` would run. Raises ValueError with Hydra's
-    reason.
-    """
-    from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    check_keys(overrides)
-    register()
-    try:
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            return OmegaConf.to_object(compose("config", overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        # Hydra lists the choices one a line, then where it looked for them
-        message = str(error).partition("Config search path")[0]
-        if isinstance(
-            error.__cause__, OmegaConfBaseException
-        ):  # it says what is wrong with the value
-            message += f": {str(error.__cause__).splitlines()[0]}"
-        raise ValueError(" ".join(message.split()) or type(error).__name__) from error
-
-
 def vocab_size_of(config: RunConfig) -> int:
     """Without reading a corpus, and without downloading GPT-2's vocabulary to count it."""
     from data import build_data, build_tokenizer
@@ -171,7 +148,7 @@ class Planned(NamedTuple):
 def plan_all(options: Options) -> dict[str, Planned]:
     found = {}
     for name in options.attention:
-        config = compose_config([*options.overrides, f"attention={name}"])
+        config = compose(*options.overrides, f"attention={name}")
         if config.batch_size == "auto":
             config = replace(config, batch_size=1)
         backend = get_backend(config.attention.backend_name, **config.attention.backend_options())
@@ -195,7 +172,7 @@ def predict_run(run: dict[str, Any]) -> float:
     """GiB that are predicted for a run as summary.json records it, by its overrides; for comparison
     with its memory/peak_gib.
     """
-    config = compose_config(run["overrides"])
+    config = compose(*run["overrides"])
     backend = get_backend(config.attention.backend_name, **config.attention.backend_options())
     return predict_peak_gib(
         config, vocab_size_of(config), backend, getattr(torch, run["dtype"]), run["device"]

@@ -26,7 +26,6 @@ import contextlib
 import gzip
 import itertools
 import json
-import math
 import os
 import statistics
 import sys
@@ -50,18 +49,17 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from attention import Backend
 from config import RunConfig
-from data import build_data
-from data.prefetch import Prefetcher
-from model import GPT
-from scripts.plan import compose_config, text_table
-from scripts.profile_trace import ATTENTION, DATA, OPTIMIZER, PARTS, STEP, parts_of_steps
-from training.device import pick_device, pick_dtype, set_deterministic
+from scripts.plan import text_table
+from scripts.profile_trace import ATTENTION, PARTS, STEP, parts_of_steps
+from training.command_line import compose
+from training.device import pick_device
 from training.interrupt import one_line
 from training.memory import is_out_of_memory
 from training.metrics import check_writable, measured_on, write_json
-from training.optimizer import build_optimizer, set_learning_rate
-from training.schedule import attention_schedule, describe, prepare_model
-from training.step import PendingStep, queue_step
+from training.run import Run, build_run
+from training.step import Stepper
+
+NEVER = 2**62  # an interval that no run reaches
 
 
 class Options(NamedTuple):
@@ -105,19 +103,14 @@ def in_a_range(backend: Backend) -> Backend:
 
 
 class Job(NamedTuple):
-    config: RunConfig
-    device: torch.device
+    run: Run
     facts: dict[str, Any]
-    step: Callable[[int], None]
+    step: Callable[[], None]  # takes the next step
 
 
 @contextlib.contextmanager
-def build(config: RunConfig) -> Iterator[Job]:
-    """What train.py builds, and its step without what is done only now and then: rows of metrics,
-    evaluation, checkpoints.
-
-    As there, a step queues the next one where the optimizer can judge a step for itself, before it
-    is looked at.
+def build(config: RunConfig, steps: int) -> Iterator[Job]:
+    """A run of train.py's that has nothing to do but its steps: no metrics, evaluation or saves.
 
     Raises ValueError for what has nothing to do with one step.
     """
@@ -127,64 +120,29 @@ def build(config: RunConfig) -> Iterator[Job]:
         )
     if config.batch_size == "auto":
         raise ValueError(
-            "batch_size=auto: name the number that train.py found, it prints it at the start"
+            "batch_size=auto: name the number that train.py chose, it prints it at the start"
         )
-    device = pick_device(config.device)
-    torch._inductor.config.cpp.enable_kernel_profile = (
-        True  # what is compiled for a CPU would not show otherwise
-    )
-    set_deterministic(config.deterministic)
-    dtype = pick_dtype(config.dtype, device)
-    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
-    backends = attention_schedule(config, dtype=dtype, device=device)
-    data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
-    torch.manual_seed(config.seed)
-    model = GPT(config.model, vocab_size=data.vocab_size, backend=backends[0]).to(device)
-    optim = config.optimizer()
-    optimizer = build_optimizer(model, optim)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    step_model = prepare_model(model, backends[0], compile_mode=config.compile)
-    compiled = step_model is not model
-    if not compiled:  # a range would break the graph
-        model.backend = in_a_range(backends[0])
-    facts = {
-        "device": device.type,
-        "dtype": str(dtype).removeprefix("torch."),
-        "compiled": compiled,
-    }
-    facts |= describe(backends, device=device, dtype=dtype, head_dim=config.model.head_dim)
+    # otherwise code compiled for a CPU would not show
+    torch._inductor.config.cpp.enable_kernel_profile = True
+    never = {"log_every": NEVER, "checkpoint_every": NEVER, "eval_every": 0, "diagnose_every": 0}
+    facts: dict[str, Any] = {}
+    run = build_run(replace(config, steps=max(config.steps, steps + 1), **never), facts)
+    with Stepper(run) as stepper:
+        facts["compiled"] = stepper.compiled
+        if not stepper.compiled:  # a range would break the graph
+            run.model.backend = in_a_range(run.model.backend)
+        results = stepper.steps()
 
-    with Prefetcher(data, config.sequences_per_step, config.batch_size, device) as batches:
-        how = {
-            "optimizer": optimizer,
-            "scaler": scaler,
-            "autocast": autocast,
-            "grad_clip": optim.grad_clip,
-        }
-        ahead: PendingStep | None = None
+        def step() -> None:
+            result = next(results)
+            if result.diverged:
+                raise ValueError(
+                    f"step {result.step}: the loss is {result.loss} and the gradient's norm "
+                    f"{result.grad_norm}: nothing to measure"
+                )
+            stepper.update(result)
 
-        def queue(number: int, before: PendingStep | None = None) -> PendingStep:
-            set_learning_rate(optimizer, number, config.steps, optim)
-            with record_function(DATA):
-                passes = batches.passes(number)
-            return queue_step(step_model, passes, **how, update=True, before=before)
-
-        def step(number: int) -> None:
-            nonlocal ahead
-            now = ahead or queue(number)
-            ahead = queue(number + 1, before=now) if now.updated else None
-            with record_function(OPTIMIZER):
-                loss, grad_norm = now.figures()
-                if not (math.isfinite(loss) and (scaler.is_enabled() or math.isfinite(grad_norm))):
-                    raise ValueError(
-                        f"step {number}: the loss is {loss} and the gradient's norm {grad_norm}: "
-                        "nothing to measure"
-                    )
-                if not now.updated:
-                    scaler.step(optimizer)
-                    scaler.update()
-
-        yield Job(config, device, facts, step)
+        yield Job(run, facts, step)
 
 
 def wait(device: torch.device) -> None:
@@ -192,12 +150,12 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def unrecorded_ms(job: Job, first: int, steps: int) -> list[float]:
+def unrecorded_ms(job: Job, steps: int) -> list[float]:
     """Milliseconds of each of `steps` steps without the profiler: between the ends of what they
     queue on a GPU, by the clock on a CPU.
     """
-    on_gpu = job.device.type == "cuda"
-    wait(job.device)
+    on_gpu = job.run.device.type == "cuda"
+    wait(job.run.device)
 
     def stamp() -> Any:
         if not on_gpu:
@@ -207,22 +165,22 @@ def unrecorded_ms(job: Job, first: int, steps: int) -> list[float]:
         return event
 
     stamps = [stamp()]
-    for number in range(first, first + steps):
-        job.step(number)
+    for _ in range(steps):
+        job.step()
         stamps.append(stamp())
-    wait(job.device)
+    wait(job.run.device)
     return [
         start.elapsed_time(stop) if on_gpu else 1000 * (stop - start)
         for start, stop in itertools.pairwise(stamps)
     ]
 
 
-def record(job: Job, first: int, steps: int, path: Path) -> None:
+def record(job: Job, steps: int, path: Path) -> None:
     """Write the trace of `steps` steps, each a range. Two are lost: the profiler starts up in the
     first, the last ends the one before.
     """
     activities = [ProfilerActivity.CPU] + (
-        [ProfilerActivity.CUDA] if job.device.type == "cuda" else []
+        [ProfilerActivity.CUDA] if job.run.device.type == "cuda" else []
     )
     plan = schedule(wait=0, warmup=1, active=steps + 1, repeat=1)
 
@@ -233,20 +191,20 @@ def record(job: Job, first: int, steps: int, path: Path) -> None:
     with profile(
         activities=activities, schedule=plan, on_trace_ready=write, acc_events=True
     ) as profiler:
-        for number in range(first, first + steps + 2):
+        for number in range(steps + 2):
             with record_function(STEP):
-                job.step(number)
-            if number == first + steps + 1:
-                wait(job.device)
+                job.step()
+            if number == steps + 1:
+                wait(job.run.device)
             profiler.step()
 
 
-def for_nsys(job: Job, first: int, steps: int) -> None:
+def for_nsys(job: Job, steps: int) -> None:
     with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
-        for number in range(first, first + steps):
+        for _ in range(steps):
             with record_function(STEP):
-                job.step(number)
-        wait(job.device)
+                job.step()
+        wait(job.run.device)
 
 
 def summarise(parts: list[dict[str, float]]) -> list[dict[str, Any]]:
@@ -287,28 +245,28 @@ def main() -> None:
         return
     try:
         options = read_options(sys.argv[1:])
-        config = compose_config(options.overrides)
+        config = compose(*options.overrides)
         if options.nsys and pick_device(config.device).type == "cpu":
             raise ValueError("nsys=true needs a GPU; without it the trace works on a CPU too")
         trace, summary = options.out / "trace.json.gz", options.out / "profile.json"
         check_writable(summary)
-        with build(config) as job:
+        with build(config, options.warmup + 2 * options.steps + 2) as job:
             print(
                 f"model={config.model.name}, attention={job.facts['attention']}, "
-                f"{job.facts['dtype']} on {job.device.type}, ",
+                f"{job.facts['dtype']} on {job.run.device.type}, ",
                 end="",
             )
             print(
                 f"{config.sequences_per_step} x {config.seq_len} tokens a "
                 f"step{', compiled' if job.facts['compiled'] else ''}\n"
             )
-            for number in range(options.warmup):
-                job.step(number)
+            for _ in range(options.warmup):
+                job.step()
             if options.nsys:
-                for_nsys(job, options.warmup, options.steps)
+                for_nsys(job, options.steps)
                 return
-            unrecorded = unrecorded_ms(job, options.warmup, options.steps)
-            record(job, options.warmup + options.steps, options.steps, trace)
+            unrecorded = unrecorded_ms(job, options.steps)
+            record(job, options.steps, trace)
         parts, on_gpu = parts_of_steps(
             json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
         )
@@ -324,7 +282,7 @@ def main() -> None:
     write_json(
         summary,
         {
-            "environment": measured_on(job.device),
+            "environment": measured_on(job.run.device),
             "overrides": options.overrides,
             "model": asdict(config.model),
             **{

@@ -22,10 +22,9 @@ from config import (
     OptimConfig,
     RunConfig,
     TokenizerConfig,
-    quoted,
     register,
-    replay_overrides,
 )
+from training.command_line import quoted, replay_overrides
 
 ROOT = Path(__file__).resolve().parents[1]
 CHOICES = [
@@ -404,3 +403,42 @@ def test_resume_cannot_be_part_of_a_sweep(run_dir, flag):
 def test_resuming_what_is_no_run(tmp_path):
     with pytest.raises(SystemExit, match="is no run directory: it has no overrides.yaml"):
         replay_overrides([f"resume={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    ("step", "diverged", "due"),
+    [
+        (1, False, ()),
+        (3, False, ("log",)),
+        (4, False, ("compare",)),
+        (5, False, ("evaluate",)),
+        (7, False, ("evaluate", "switch")),
+        (10, False, ("evaluate", "save")),
+        (11, False, ("log", "compare", "evaluate", "save")),
+        (2, True, ("log", "evaluate", "save")),
+        (7, True, ("log", "evaluate", "save")),
+    ],
+)
+def test_what_is_due_after_a_step(step, diverged, due):
+    """A diverged step is the last one: nothing is compared with it, and no attention follows."""
+    config = RunConfig(
+        attention=AttentionConfig("no_rescale", switch_at=7, switch_to="tiled"),
+        steps=11,
+        log_every=3,
+        diagnose_every=4,
+        eval_every=5,
+        checkpoint_every=10,
+    )
+    told = config.due(step, diverged=diverged)
+    assert {name for name, value in told._asdict().items() if value} == set(due)
+
+
+def test_intervals_of_zero_are_never_due():
+    config = RunConfig(
+        attention=AttentionConfig("no_rescale", switch_at=7, switch_to="tiled"),
+        steps=10,
+        eval_every=0,
+        diagnose_every=0,
+    )
+    assert not config.due(7).evaluate and config.due(7).switch
+    assert not config.due(10).evaluate and not config.due(10).compare

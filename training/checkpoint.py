@@ -33,7 +33,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from training.memory import is_out_of_memory
-from training.resume import stop_clock
+from training.metrics import MetricsFile
+from training.resume import resumed_starts, stop_clock
 from training.retention import (
     BEST,
     LATEST,
@@ -84,16 +85,26 @@ class Checkpoints:
         starts: list[dict[str, Any]] | None = None,
         background: bool | None = None,
     ):
-        self.run_dir, self.config, self.keep, self.starts = (
-            Path(run_dir),
-            config,
-            keep,
-            starts or [],
-        )
+        self.run_dir = Path(run_dir)
+        self.config, self.keep, self.starts = config, keep, starts or []
         self._parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
         self.background = next(model.parameters()).is_cuda if background is None else background
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future | None = None
+
+    def begin(self, start: dict[str, Any]) -> tuple[int, int]:
+        """Begin where the checkpoint of resume= stopped, or at step 0: steps and tokens done.
+
+        `start` is the entry of this start, as new_start() makes it. The rows of metrics.jsonl that
+        follow the checkpoint are dropped.
+        """
+        self.starts = [start]
+        if not self.config["resume"]:
+            return 0, 0
+        meta = self.load()
+        self.starts = resumed_starts(meta, self.config, start)
+        MetricsFile(self.run_dir / METRICS).go_back_to(meta["step"], meta["folder"] / METRICS)
+        return meta["step"], meta["tokens"]
 
     def is_best(self, step: int, val_loss: float | None) -> bool:
         """Whether this is lower than the val/loss of every checkpoint of an earlier step, on the

@@ -1,37 +1,45 @@
-"""From the shell to Hydra: what is refused before anything is written, and what a process needs
-before its first job.
+"""From the words of a command line to the settings of a run, and the errors on the way there.
+
+`start()` runs train.py's main() under a shell; `compose()` gives the settings that the same words
+mean elsewhere. Nothing here imports torch: a mistyped key is answered at once.
 """
 
+import difflib
 import os
+import re
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
-from config import options_first, quoted, replay_overrides
+from config import RunConfig, register, setting_keys
 from training.interrupt import Ending
 from training.streams import keep_streams
 
-# options of Hydra that print and run nothing: what they print is all there is
-ANSWERS = (
-    "--help",
-    "-h",
-    "--hydra-help",
-    "--version",
-    "--cfg",
-    "-c",
-    "--info",
-    "-i",
-    "--shell-completion",
-    "-sc",
-)
+CONF = Path(__file__).resolve().parents[1] / "conf"
+
+# options with which Hydra prints something and runs nothing
+ANSWERS = ("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i")
+ANSWERS += ("--shell-completion", "-sc")
+# Hydra's options that take the next argument as their value
+VALUE_OPTIONS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+VALUE_OPTIONS += ("--package", "-p", "--cfg", "-c")
+
+# options of a group that all of its choices share
+SHARED_OPTIONS = {
+    "attention": ("switch_at", "switch_to", "switch_options"),
+    "data": ("val_fraction", "max_documents", "documents", "cache_dir"),
+}
 
 
 def start(main: Callable[[], Any]) -> None:
-    """Run `main`, Hydra's, under the command line of this process."""
+    """Run `main`, decorated by Hydra, under the command line of this process."""
     refuse_several_processes()
-    keep_streams(lasting=not any(argument.startswith(ANSWERS) for argument in sys.argv[1:]))
+    answers = any(argument.startswith(ANSWERS) for argument in sys.argv[1:])
+    keep_streams(lasting=not answers)
     arguments = replay_overrides(sys.argv[1:])
     refuse_unreadable(options_first(arguments)[1])
     sys.argv[1:] = arguments
@@ -43,27 +51,23 @@ def start(main: Callable[[], Any]) -> None:
 
 
 def refuse_several_processes() -> None:
-    """End each process that torchrun started: they would train the same run, each on its own. The
-    first one says so.
-    """
-    told = os.environ.get("WORLD_SIZE", "")
-    if not told.isdecimal() or int(told) < 2:
+    """End every process that torchrun started: each would train the whole run by itself."""
+    world_size = os.environ.get("WORLD_SIZE", "")
+    if not world_size.isdecimal() or int(world_size) < 2:
         return
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(
-            2
-        )  # torchrun stops them all when the first one ends: that shall be the one that speaks
+        # torchrun stops all processes when the first one ends: let rank 0 give the reason
+        time.sleep(2)
         sys.exit(1)
     sys.exit(
-        f"error: WORLD_SIZE={told}, but a run is trained by one process on one GPU: start python "
-        "train.py without torchrun, "
-        "or a run or sweep of its own for each GPU with CUDA_VISIBLE_DEVICES=0, "
-        "CUDA_VISIBLE_DEVICES=1 and so on"
+        f"error: WORLD_SIZE={world_size}, but one process on one GPU trains a run: start python "
+        "train.py without torchrun, or a run or sweep of its own for each GPU with "
+        "CUDA_VISIBLE_DEVICES=0, CUDA_VISIBLE_DEVICES=1 and so on"
     )
 
 
 def refuse_unreadable(overrides: list[str]) -> None:
-    """End the program at an override that is not of Hydra's grammar."""
+    """End the program at an override that Hydra's grammar cannot read."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -71,17 +75,246 @@ def refuse_unreadable(overrides: list[str]) -> None:
         try:
             OverridesParser.create().parse_override(override)
         except HydraException as error:
+            lines = str(error).splitlines()
+            reason = next(line for line in lines if not line.startswith("Error parsing override"))
             key, equals, value = override.partition("=")
-            reason = next(
-                line
-                for line in str(error).splitlines()
-                if not line.startswith("Error parsing override")
-            )
-            way_out = (
-                f"if the value is text, write {shlex.quote(f'{key}={quoted(value)}')}"
-                if equals
-                else "write key=value"
-            )
+            as_text = shlex.quote(f"{key}={quoted(value)}")
+            way_out = f"if the value is text, write {as_text}" if equals else "write key=value"
             raise SystemExit(
                 f"error: Hydra cannot read {override!r} ({reason}); {way_out}"
             ) from None
+
+
+def check_keys(arguments: list[str]) -> None:
+    """Raise ValueError at a key=value whose key does not exist, with the closest key that does.
+
+    Hydra would advise +key=value, which then has no effect. Arguments that are not key=value are
+    left to Hydra.
+    """
+    if {"-sc", "--shell-completion"} & set(arguments):  # takes install=bash and query=bash
+        return
+    keys = ["experiment", *setting_keys(RunConfig)]
+    for argument in arguments:
+        written, _, value = argument.partition("=")
+        key = written.lstrip("-+")
+        if written.startswith("-") and key in keys:
+            raise ValueError(f"{argument}: write {key}={value or 'VALUE'}, without dashes")
+        is_setting = "=" in argument and not written.startswith("-")
+        if not is_setting or not key.replace(".", "").isidentifier():
+            continue
+        if key in keys or key.startswith(
+            ("hydra.", "attention.options.", "attention.switch_options.")
+        ):
+            continue
+        # steps for step, attention.block_kv for attention.block_k; optim.lr for lr
+        close = [other for other in keys if other.rpartition(".")[2] == key]
+        close = close or difflib.get_close_matches(key, keys, n=1)
+        hint = "python train.py --cfg job shows all keys"
+        if close:
+            hint = f"did you mean {' or '.join(close)}?"
+        raise ValueError(f"{argument}: there is no key '{key}'; {hint}")
+
+
+def replay_overrides(arguments: list[str]) -> list[str]:
+    """Command-line arguments with resume=DIR replaced by what the run was started with.
+
+    The run's own overrides come first, the new ones after them, and the folder stays the same.
+    """
+    try:
+        check_keys(arguments)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    # argparse finds its own options before the first override or after the last one
+    arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
+    resume = [
+        argument.removeprefix("resume=").strip("'\"")
+        for argument in arguments
+        if argument.startswith("resume=")
+    ]
+    if not resume or resume[-1] == "null":
+        return arguments
+    run_dir = Path(resume[-1])
+    recorded = _recorded_overrides(run_dir)
+    if {"-m", "--multirun"} & set(arguments):
+        raise SystemExit(
+            f"error: resume={run_dir} goes on with one run; it cannot be part of a sweep"
+        )
+
+    options, new = options_first(
+        argument for argument in arguments if not argument.startswith("resume=")
+    )
+    # an experiment may ask for a sweep, but one of its runs is resumed alone; .hydra stays what the
+    # first start wrote
+    folder = quoted(str(run_dir))
+    own = [f"hydra.run.dir={folder}", "hydra.mode=RUN", "hydra.output_subdir=null"]
+    # cli_overrides() finds the new ones after resume=
+    return [*options, *_kept_overrides(recorded, new), f"resume={folder}", *new, *own]
+
+
+def _kept_overrides(recorded: list[str], new: list[str]) -> list[str]:
+    """The recorded overrides that the new ones do not replace.
+
+    Options of one attention or data source do not carry over to another.
+    """
+    replaced = {key_of(override) for override in new} | {"resume"}
+    kept = [override for override in recorded if key_of(override) not in replaced]
+    for group, shared in SHARED_OPTIONS.items():
+        choice = {override for override in new if key_of(override) == group}
+        if choice and not choice & set(recorded):
+            keys = tuple(f"{group}.{option}" for option in shared)
+            kept = [
+                override
+                for override in kept
+                if not key_of(override).startswith(f"{group}.") or key_of(override).startswith(keys)
+            ]
+    return kept
+
+
+def _recorded_overrides(run_dir: Path) -> list[str]:
+    """The list in a run's overrides.yaml. Ends the program where there is none that Hydra reads."""
+    import yaml
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    path = run_dir / "overrides.yaml"
+    if not os.path.isfile(path):  # pathlib raises an error for a name that is too long
+        raise SystemExit(
+            f"error: resume={run_dir} is not a run directory: it has no overrides.yaml"
+        )
+    try:
+        recorded = yaml.safe_load(path.read_bytes())
+        if not isinstance(recorded, list) or not all(isinstance(each, str) for each in recorded):
+            raise ValueError("it is not a list of settings")
+        OverridesParser.create().parse_overrides(recorded)
+        check_keys(recorded)
+    except (OSError, ValueError, yaml.YAMLError, HydraException) as error:
+        reason = " ".join(str(error).split())
+        raise SystemExit(
+            f"error: {path} is damaged: {reason}. Write the run's settings into it again, each on "
+            f"a line as '- seq_len=512'; {run_dir / 'config.yaml'} has the values of all, and what "
+            "you leave out is refused by name"
+        ) from None
+    return recorded
+
+
+def options_first(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Hydra's own options (--config-dir DIR, ...), and the overrides between which they stood."""
+    options, overrides, pending = [], [], iter(arguments)
+    for argument in pending:
+        if not argument.startswith("-"):
+            overrides.append(argument)
+            continue
+        options.append(argument)
+        if argument in VALUE_OPTIONS:
+            options += islice(pending, 1)
+    return options, overrides
+
+
+def key_of(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
+def quoted(text: str) -> str:
+    """Any string as Hydra's grammar takes it: backslashes count as such, except before a quote."""
+    escaped = re.sub(
+        r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text
+    )
+    return f"'{escaped}'"
+
+
+def unescaped(text: str) -> str:
+    """A value as a person would write it: sweepers put a backslash before each colon and such."""
+    return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
+
+
+def compose(*overrides: str) -> RunConfig:
+    """The settings of `python train.py OVERRIDES`. Raises ValueError with the reason."""
+    check_keys(list(overrides))
+    return read_config(hydra_config(*overrides))
+
+
+def hydra_config(*overrides: str, with_hydra: bool = False) -> Any:
+    """What Hydra composes of these overrides; with_hydra adds its own node, as in a job."""
+    from hydra import compose as compose_by_hydra
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    register()
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            return compose_by_hydra("config", list(overrides), return_hydra_config=with_hydra)
+    except (HydraException, OmegaConfBaseException) as error:
+        # Hydra lists the choices one a line, then the folders that it searched
+        message = str(error).partition("Config search path")[0]
+        if isinstance(error.__cause__, OmegaConfBaseException):
+            message += f": {str(error.__cause__).splitlines()[0]}"
+        raise ValueError(" ".join(message.split()) or type(error).__name__) from error
+
+
+def as_written(node: Any) -> Any:
+    """Plain lists, dictionaries and values, with interpolations such as ${seq_len} as written."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(node, resolve=False)
+
+
+def read_config(cfg: Any) -> RunConfig:
+    """The dataclass of what Hydra composed.
+
+    Raises ValueError in one line for an interpolation that leads nowhere, such as ${nope:1}.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_object(cfg)
+    except OmegaConfBaseException as error:
+        written = as_written(cfg)
+        for part in str(error.full_key or "").split("."):
+            written = written.get(part) if isinstance(written, dict) else None
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{error.full_key}={written}: {reason}; write the value itself") from None
+
+
+def task_overrides() -> list[str]:
+    """Every override of the job that runs now, as Hydra recorded it."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return as_written(HydraConfig.get().overrides.task)
+
+
+def job_overrides() -> list[str]:
+    """The overrides of this job, without what resume= adds."""
+    return [override for override in task_overrides() if not override.startswith("resume=")]
+
+
+def cli_overrides() -> list[str]:
+    """Of a resumed run's overrides, those of this command line: they follow resume=."""
+    overrides = task_overrides()
+    resumes = [i for i, override in enumerate(overrides) if override.startswith("resume=")]
+    return overrides[resumes[-1] + 1 :] if resumes else overrides
+
+
+def asked_keys() -> set[str]:
+    """The keys of this job's command line.
+
+    None where another sweeper chose the job: it cannot know what each choice reads.
+    """
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    job = HydraConfig.get()
+    if job.mode == RunMode.MULTIRUN and not job.sweeper._target_.endswith(".CheckedSweeper"):
+        return set()
+    return {key_of(override) for override in task_overrides()}
+
+
+def searched_folders() -> list[str]:
+    """The override that repeats --config-dir and hydra.searchpath, if there was any."""
+    from hydra.core.hydra_config import HydraConfig
+
+    sources = HydraConfig.get().runtime.config_sources
+    paths = [source.path for source in sources if "command-line" in source.provider]
+    folders = [quoted(f"file://{path}") for path in dict.fromkeys(paths) if path]
+    return [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []

@@ -40,4 +40,6 @@ def set_deterministic(deterministic: bool) -> None:
     reads what it needs for it.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
+    # the call imports torch's compiler, which takes seconds
+    if deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(deterministic)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -24,6 +24,7 @@ from attention import (
     find_breakdown,
 )
 from model.gpt import GPT
+from training.memory import is_out_of_memory
 
 log = logging.getLogger("tilegpt")
 # what the loop of tiles looks at whole, since it takes as long as the square of it: a row of
@@ -41,13 +42,8 @@ class AttentionMonitor:
         model: GPT,
         autocast: AbstractContextManager,
         rows: Iterable[dict[str, Any]] = (),
-        *,
-        is_out_of_memory: Callable[[Exception], bool] = lambda error: isinstance(
-            error, torch.OutOfMemoryError
-        ),
     ) -> None:
         self.model = model
-        self.is_out_of_memory = is_out_of_memory
         self.autocast = autocast  # of the training steps
         self.scores = {
             row["step"]: row["attention/max_score"]
@@ -83,7 +79,7 @@ class AttentionMonitor:
                         self.model, inputs, targets, document_ids, loss_scale=loss_scale
                     )
             except Exception as error:
-                if not self.is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 # the run itself fits: it shall not end for being looked at
                 self.has_room = False

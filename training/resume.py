@@ -25,14 +25,17 @@ import time
 from collections.abc import Iterable
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from config import key_of, quoted
-from training.loggers import check_logger
+from config import RunConfig
+from training.command_line import key_of, quoted
 from training.metrics import write_file
 from training.retention import meta_of, newest_first
+
+if TYPE_CHECKING:
+    from training.run import Run
 
 # where a run lies on the disk
 PLACES = ("resume", "data.cache_dir")
@@ -48,15 +51,12 @@ WATCHING = (
 )
 
 
-def check_start(config: Any, *, asked: Iterable[str]) -> None:
-    """What can be refused (ValueError) before anything is built: a logger that is not installed, or
-    a resume under settings that nobody asked for.
+def check_resume(config: RunConfig, *, asked: Iterable[str]) -> None:
+    """Raise ValueError for a resume under settings that nobody asked for.
 
     Where overrides.yaml has lost a line, or conf/ has changed since, a run would go on as another
-    one without a word. `config` is the dataclass of the settings now, `asked` the overrides of this
-    command line.
+    one without a word. `asked` are the overrides of this command line.
     """
-    check_logger(config.logger)
     if config.resume is None:
         return
     run_dir = Path(config.resume)
@@ -79,7 +79,7 @@ def check_start(config: Any, *, asked: Iterable[str]) -> None:
         )
 
 
-def resumed(
+def resumed_starts(
     meta: dict[str, Any], config: dict[str, Any], start: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """The starts of a run that `start`, its newest, takes over from a checkpoint with this
@@ -126,20 +126,16 @@ def resumed(
     ]
 
 
-def new_start(
-    attention: dict[int, str], environment: dict[str, Any], started: float
-) -> dict[str, Any]:
-    """The entry of a run's first start, or of any before resumed() has seen it. `attention`: names
-    by the step after which each is used.
-    """
-    hardware = environment["hardware"]
+def new_start(run: "Run", started: float) -> dict[str, Any]:
+    """The entry of a run's first start, or of a resume before resumed_starts() completes it."""
+    hardware = run.environment["hardware"]
     return {
         "step": 0,
         "started": started,
-        "attention": [[step, name] for step, name in attention.items()],
+        "attention": [[step, backend.name] for step, backend in run.schedule.items()],
         "changed": {},
-        "data": environment["data_fingerprint"],
-        "commit": environment["commit"],
+        "data": run.data.fingerprint,
+        "commit": run.environment["commit"],
         "on": hardware["gpu"] or hardware["cpu"],
     }
 

@@ -6,10 +6,17 @@ that nothing reads would be ignored in silence, and two runs that differ in it a
 two.
 """
 
+import logging
 from collections.abc import Iterable
+from typing import Any
 
 from attention import BACKENDS, Backend, get_backend
 from config import BACKEND_OPTIONS, READ_UNDER, AttentionConfig, RunConfig, Unread
+from training.command_line import asked_keys, cli_overrides
+from training.loggers import check_logger
+from training.resume import check_resume
+
+log = logging.getLogger("tilegpt")
 
 
 def conditional_settings(config: RunConfig) -> dict[str, Unread | None]:
@@ -24,6 +31,19 @@ def conditional_settings(config: RunConfig) -> dict[str, Unread | None]:
             None if name in has else _unread_option(name, config.attention.backend_name, has)
         )
     return told
+
+
+def check_settings(config: RunConfig, summary: dict[str, Any]) -> None:
+    """Leave out the settings that this run does not read, and note why in `summary`.
+
+    Raises ValueError for those of this command line, for a logger that is not there, and for a
+    resume under settings that nobody asked for.
+    """
+    if left_out := settle(config, asked=asked_keys()):
+        summary["left_out"] = left_out
+        log.info("\n".join(f"without {key}: {why}" for key, why in left_out.items()))
+    check_logger(config.logger)
+    check_resume(config, asked=cli_overrides())
 
 
 def settle(config: RunConfig, *, asked: Iterable[str]) -> dict[str, str]:

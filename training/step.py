@@ -1,22 +1,181 @@
-"""One optimizer step: what scripts.profile measures is what train.py runs."""
+"""The steps of a run, queued one ahead of the host.
 
-import math
-from collections.abc import Callable, Sequence
+What scripts.profile measures is what train.py runs.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from attention import Backend
+from config import Due
+from training.interrupt import Interrupt
+from training.metrics import Throughput, peak_flops
+from training.optimizer import learning_rate, set_learning_rate
+from training.schedule import backend_after, prepare_model
+
+if TYPE_CHECKING:
+    from training.run import Run
+
 
 class PendingStep(NamedTuple):
-    """A step that is on its way: the device has it all, and the host has not looked at it."""
+    """A step that the device has been given, and whose loss the host has not waited for."""
 
     passes: Sequence[tuple[Tensor, ...]]
     found: Tensor  # its loss and the norm of its gradients, on the device
-    figures: Callable[[], list[float]]  # the same two for the host, which waits for them
+    figures: Callable[[], list[float]]  # the same two on the host; waits for them
     updated: bool  # whether the optimizer's step is queued too
+
+
+class Start(NamedTuple):
+    """Where a start of a run begins."""
+
+    step: int  # how many are done
+    tokens: int  # of those steps
+
+
+FIRST = Start(0, 0)
+
+
+NEVER = Interrupt()  # not entered, so it hears no signal
+
+
+class StepResult(NamedTuple):
+    """A step whose loss the host knows."""
+
+    step: int  # how many are done, this one included
+    tokens: int  # of all steps so far
+    loss: float  # nats, the mean over the step's passes
+    lr: float
+    grad_norm: float  # before clipping
+    passes: Sequence[tuple[Tensor, ...]]  # its batches, on the device
+    loss_scale: float  # the weight of one sequence in the loss that was differentiated
+    updated: bool  # whether the weights have moved already
+    diverged: bool
+    finished: bool  # whether this is the last step, or a diverged one
+    last: bool  # whether the run ends here: finished, or stopped
+    due: Due
+
+
+class Stepper:
+    """Takes the steps of a run. A context manager: its end stops the thread that reads ahead.
+
+    with Stepper(run, start) as stepper:
+        for result in stepper.steps():  # where nothing is due, the next step is queued by then
+            ...                         # the clock of step_tokens_per_sec stands still here
+            stepper.update(result)
+    """
+
+    def __init__(self, run: "Run", start: Start = FIRST) -> None:
+        self.run, self.start = run, start
+        self.batches = run.batches()
+        self.optim = run.config.optimizer()
+        self.step_args = {
+            "optimizer": run.optimizer,
+            "scaler": run.scaler,
+            "autocast": run.autocast,
+            "grad_clip": self.optim.grad_clip,
+        }
+        per_token = run.model.flops_per_token
+        flops = {
+            "mfu": per_token(run.config.seq_len, causal=False),
+            "mfu_causal": per_token(run.config.seq_len, causal=True),
+        }
+        peak = peak_flops(run.device, run.dtype)
+        self.throughput = Throughput(run.device, flops_per_token=flops, peak=peak)
+        self.use_attention(backend_after(run.schedule, start.step))
+
+    def __enter__(self) -> "Stepper":
+        self.batches.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.batches.__exit__(*error)
+
+    @property
+    def compiled(self) -> bool:
+        return self.model is not self.run.model
+
+    def use_attention(self, backend: Backend) -> None:
+        """Train with this attention from here on; compilation does not count as speed."""
+        self.model = prepare_model(self.run.model, backend, compile_mode=self.run.config.compile)
+        self.throughput.warm_up()
+
+    def steps(self, stop: Interrupt = NEVER) -> Iterator[StepResult]:
+        """One result a step: to the last step, to one that diverged, or until stop.requested."""
+        config = self.run.config
+        step, ahead = self.start.step, None
+        while step < config.steps:
+            pending = ahead or self._queue(step)
+            ahead = None
+            if pending.updated and not stop.requested:
+                ahead = self._queue(step + 1, before=pending)
+            with record_function("optimizer"):
+                loss, grad_norm = pending.figures()  # the one wait for the GPU
+            step += 1
+            diverged = self._diverged(loss, grad_norm)
+            finished = diverged or step == config.steps
+            result = StepResult(
+                step=step,
+                tokens=self.start.tokens + (step - self.start.step) * self.run.tokens_per_step,
+                loss=loss,
+                lr=learning_rate(step - 1, config.steps, self.optim),
+                grad_norm=grad_norm,
+                passes=pending.passes,
+                loss_scale=self.run.scaler.get_scale() / config.sequences_per_step,
+                updated=pending.updated,
+                diverged=diverged,
+                finished=finished,
+                # a queued step must be waited for first
+                last=finished or (stop.requested and ahead is None),
+                due=config.due(step, diverged=diverged),
+            )
+            with self.throughput.paused():
+                yield result
+            if result.last:
+                return
+
+    def update(self, result: StepResult) -> None:
+        """Move the weights, unless the device has been told to. Counts as a part of the step."""
+        if result.updated:
+            return
+        self.throughput.resume()
+        with record_function("optimizer"):
+            self.run.scaler.step(self.run.optimizer)
+            self.run.scaler.update()
+        self.throughput.step(self.run.tokens_per_step)
+        self.throughput.pause()
+
+    def restore_gradients(self, result: StepResult) -> None:
+        """Compute the gradients of a diverged step again where a queued step has cleared them.
+
+        The weights are still the same: the device moves none where a loss or norm is not finite.
+        """
+        if result.updated:
+            compute_gradients(self.model, result.passes, **self.step_args)
+
+    def _queue(self, step: int, before: PendingStep | None = None) -> PendingStep:
+        config = self.run.config
+        set_learning_rate(self.run.optimizer, step, config.steps, self.optim)
+        with record_function("data"):
+            passes = self.batches.passes(step)
+        # where something is due, the weights must stay until it is done
+        update = not any(config.due(step + 1))
+        pending = queue_step(self.model, passes, **self.step_args, update=update, before=before)
+        if pending.updated:
+            self.throughput.step(self.run.tokens_per_step)
+        return pending
+
+    def _diverged(self, loss: float, grad_norm: float) -> bool:
+        scaler = self.run.scaler
+        # a loss scaler meets infinite gradients on purpose: only a collapsed scale is a failure
+        bad_gradients = scaler.get_scale() < 1 if scaler.is_enabled() else not isfinite(grad_norm)
+        return not isfinite(loss) or bad_gradients
 
 
 def queue_step(
@@ -81,7 +240,7 @@ def compute_gradients(
         # a factor made of a norm that is not finite would leave no gradient finite, and nobody
         # could tell where it began
         nn.utils.clip_grads_with_norm_(
-            step_model.parameters(), grad_clip or math.inf, norm.nan_to_num(nan=0.0, posinf=0.0)
+            step_model.parameters(), grad_clip or inf, norm.nan_to_num(nan=0.0, posinf=0.0)
         )
         return loss, norm
 

@@ -21,7 +21,7 @@ from typing import IO, Any, NoReturn
 
 from hydra.experimental.callback import Callback
 
-from config import as_written, key_of, quoted, unescaped
+from training.command_line import job_overrides, key_of, unescaped
 from training.metrics import read_metrics, strict, write_file
 from training.resume import attention_in_words, attention_steps, changes_in_words, load_yaml
 from training.retention import LATEST
@@ -51,6 +51,11 @@ class SweepSummary(Callback):
     def __getstate__(self) -> dict[str, Any]:
         # open files stay with the process that locked them
         return {"folder": self.folder, "locks": {}, "away": True}
+
+    def release(self) -> None:
+        """Unlock the folders."""
+        for file in self.locks.values():
+            file.close()
 
     def on_run_start(self, config: Any, **kwargs: Any) -> None:
         folder = own_folder(config, "run")
@@ -483,60 +488,6 @@ def load_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def job_overrides() -> list[str]:
-    """What this job was given on the command line, without what resume= adds."""
-    from hydra.core.hydra_config import HydraConfig
-
-    return [
-        override
-        for override in as_written(HydraConfig.get().overrides.task)
-        if not override.startswith("resume=")
-    ]
-
-
-def asked_keys() -> set[str]:
-    """The keys of this job's command line; none where another sweeper chose the job, which cannot
-    know what each choice reads.
-    """
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-
-    job = HydraConfig.get()
-    foreign = job.mode == RunMode.MULTIRUN and not job.sweeper._target_.endswith(".CheckedSweeper")
-    return set() if foreign else {key_of(override) for override in as_written(job.overrides.task)}
-
-
-def cli_overrides() -> list[str]:
-    """Of a resumed run's overrides, those of this very command line; config.replay_overrides() puts
-    them after resume=.
-    """
-    from hydra.core.hydra_config import HydraConfig
-
-    overrides = as_written(HydraConfig.get().overrides.task)
-    return overrides[
-        max(
-            (i for i, override in enumerate(overrides) if override.startswith("resume=")),
-            default=-1,
-        )
-        + 1 :
-    ]
-
-
-def searched_folders() -> list[str]:
-    """The override that adds what --config-dir or hydra.searchpath had Hydra look through, if there
-    was any.
-    """
-    from hydra.core.hydra_config import HydraConfig
-
-    paths = [
-        source.path
-        for source in HydraConfig.get().runtime.config_sources
-        if "command-line" in source.provider
-    ]
-    folders = [quoted(f"file://{path}") for path in dict.fromkeys(paths) if path]
-    return [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
 
 
 def job_names(run_dir: Path) -> dict[str, Any]:

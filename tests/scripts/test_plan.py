@@ -13,6 +13,7 @@ import torch
 
 from config import ModelConfig, RunConfig
 from scripts import plan
+from training.command_line import compose
 from training.traffic import (
     fits_on_chip,
     fused,
@@ -165,7 +166,7 @@ def test_refused_in_one_line(run_plan, arguments, words):
 
 
 def test_last_write_has_its_own_vocabulary():
-    config = plan.compose_config(["data=last_write"])
+    config = compose("data=last_write")
     assert plan.vocab_size_of(config) == 8 * 8 + 8 + 8
     assert plan.vocab_size_of(RunConfig(model=ModelConfig())) == 257
 

@@ -14,7 +14,6 @@ from config import ModelConfig
 from model import GPT
 from training import health
 from training.health import AttentionMonitor, compare_layers, diagnose, largest_score
-from training.memory import is_out_of_memory
 from training.step import compute_gradients
 
 TILES = {"block_q": 8, "block_kv": 4}
@@ -147,9 +146,7 @@ def test_no_memory_for_the_comparison_does_not_end_the_run(monkeypatch, caplog, 
         raise error
 
     monkeypatch.setattr("training.health.compare_layers", full)
-    watch = AttentionMonitor(
-        build("tiled"), contextlib.nullcontext(), is_out_of_memory=is_out_of_memory
-    )
+    watch = AttentionMonitor(build("tiled"), contextlib.nullcontext())
     for step in (1, 2):
         row = watch.inspect(step, *batch(1), compare=True)
         assert row.keys() == {"attention/max_score"} and math.isfinite(row["attention/max_score"])

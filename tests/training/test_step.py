@@ -10,8 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.command import TINY
+from training.interrupt import Interrupt
+from training.run import build_run, compose
 from training.step import (
     PendingStep,
+    Stepper,
     compute_gradients,
     copy_to_host_async,
     queue_step,
@@ -194,3 +198,54 @@ def test_after_a_step_that_went_wrong_no_weight_moves(bad):
         bad != "first",
         bad != "second",
     ]
+
+
+def test_an_update_counts_as_time_of_the_step_and_what_is_due_does_not():
+    """The clock stands still while a loop looks at a result, but not while it moves the weights."""
+    config = compose(*TINY, "steps=8", "log_every=1", "eval_every=0", "diagnose_every=0")
+    now = 0.0
+    with Stepper(build_run(config)) as stepper:
+        stepper.throughput.clock = lambda: now
+        move_weights = stepper.run.scaler.step
+
+        def slow_update(optimizer):
+            nonlocal now
+            now += 2.0
+            move_weights(optimizer)
+
+        stepper.run.scaler.step = slow_update
+        for result in stepper.steps():
+            assert not result.updated and result.due.log
+            now += 100.0
+            stepper.update(result)
+            now += 100.0
+    counted = 8 - stepper.throughput.warmup_steps
+    assert stepper.throughput.step_tokens_per_sec == 128 * counted / (2.0 * counted)
+
+
+def test_steps_queued_ahead_are_the_steps_that_are_not():
+    """Where nothing is due, the next step is queued first; the losses stay the same to the bit."""
+    losses = []
+    for log_every in (1, 100):
+        never = ("eval_every=0", "diagnose_every=0", "checkpoint_every=100")
+        config = compose(*TINY, "steps=6", f"log_every={log_every}", *never)
+        with Stepper(build_run(config)) as stepper:
+            results = []
+            for result in stepper.steps():
+                stepper.update(result)
+                results.append(result)
+        losses.append([result.loss for result in results])
+        assert [result.updated for result in results[:-1]] == [log_every == 100] * 5
+        assert [result.last for result in results] == [False] * 5 + [True]
+        assert results[-1].tokens == 6 * 128
+    assert losses[0] == losses[1]
+
+
+def test_a_stop_waits_for_the_step_that_is_queued():
+    stop = Interrupt()
+    never = ("log_every=100", "eval_every=0", "diagnose_every=0", "checkpoint_every=100")
+    with Stepper(build_run(compose(*TINY, "steps=50", *never))) as stepper:
+        for result in stepper.steps(stop):
+            stop.requested = result.step >= 3
+            stepper.update(result)
+    assert result.step == 4 and result.last and not result.finished and result.updated

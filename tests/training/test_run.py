@@ -1,0 +1,107 @@
+"""A run as an object and as a call: from any folder, with the refusals of train.py."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.command import TINY
+from training.run import build_run, compose, run
+
+CALLS = """
+import config  # the user's own, imported first
+from training.run import build_run, compose, run
+
+tiny = {tiny!r}
+summary = run(*tiny, "attention=tiled", "hydra.run.dir=first")
+import data
+
+assert config.OWNER == data.OWNER == "the user"
+assert compose("seq_len=64").seq_len == 64
+assert run(*tiny, "attention=naive", "hydra.run.dir=second")["status"] == "completed"
+run_object = build_run(compose(*tiny))
+assert config.OWNER == data.OWNER == "the user" and run_object.device.type == "cpu"
+try:
+    run(*tiny, "attention=nope")
+except ValueError as error:
+    print("refused:", error)
+print("status:", summary["status"])
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_it_runs_beside_a_config_and_data_of_the_user(tmp_path):
+    (tmp_path / "config.py").write_text("OWNER = 'the user'\n")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/__init__.py").write_text("OWNER = 'the user'\n")
+    (tmp_path / "notebook.py").write_text(CALLS.format(tiny=TINY))
+    done = subprocess.run(
+        [sys.executable, "notebook.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "refused: " in done.stdout and "'attention/nope'" in done.stdout
+    assert "status: completed" in done.stdout and "step     4/4" in done.stdout
+    for folder in ("first", "second"):
+        assert json.loads((tmp_path / folder / "summary.json").read_text())["status"] == "completed"
+
+
+def test_the_summary_is_that_of_the_file(here, capsys):
+    summary = run(*TINY, "hydra.run.dir=one")
+    assert summary == json.loads((here / "one/summary.json").read_text())
+    lines = capsys.readouterr().out
+    assert lines == (here / "one/train.log").read_text()
+    assert "step     4/4  train/loss" in lines
+
+
+def test_a_call_can_resume(here):
+    run(*TINY, "hydra.run.dir=one")
+    summary = run("resume=one", "steps=6")
+    assert summary["steps_done"] == 6 and [start["step"] for start in summary["starts"]] == [0, 4]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["stepz=4"], "there is no key 'stepz'; did you mean steps?"),
+        (["attention=naive", "attention.block_kv=8"], "attention.block_kv=8 has no effect"),
+        (["steps=0"], "steps=0 must be at least 1"),
+        (["device=cuda"], "PyTorch sees no GPU here"),
+        (["resume=nowhere"], "resume=nowhere is not a run directory"),
+        (["attention=tiled,naive"], "attention"),
+        (["hydra.run.dir=."], "which holds other files"),
+    ],
+)
+def test_what_train_refuses_is_a_value_error(here, overrides, words):
+    if "device=cuda" in overrides and torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    with pytest.raises(ValueError) as refusal:
+        run(*TINY, "hydra.run.dir=one", *overrides)
+    assert words in str(refusal.value)
+
+
+def test_a_folder_in_use_is_refused(here):
+    run(*TINY, "hydra.run.dir=one")
+    with pytest.raises(ValueError, match="one holds a run or sweep already"):
+        run(*TINY, "hydra.run.dir=one")
+
+
+def test_divergence_is_a_result(here):
+    summary = run(*TINY, "attention=no_max", "dtype=fp16", "optim.lr=100", "hydra.run.dir=one")
+    assert summary["status"] == "diverged" and summary["diagnosis"]["message"]
+
+
+def test_a_run_is_built_without_a_folder(here):
+    summary = {}
+    built = build_run(compose(*TINY, "attention=naive"), summary)
+    assert built.tokens_per_step == 4 * 32 and built.schedule[0].name == "naive"
+    assert summary["device"] == "cpu" and summary["parameters"] > 0
+    assert list(built.evaluate()) == ["val/loss", "val/loss_exact"]
+    assert not list(here.iterdir())

@@ -1,0 +1,103 @@
+"""One job, from the settings that Hydra composed to a summary: every outcome is a status."""
+
+import contextlib
+import copy
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from training.command_line import as_written, hydra_config, read_config, replay_overrides
+from training.interrupt import Ending
+from training.outcome import close_run, outcome_outside_training
+
+Train = Callable[[Any, Path, dict[str, Any]], None]  # train(config, run_dir, summary)
+
+
+def run_job(train: Train, cfg: Any) -> tuple[dict[str, Any], BaseException | None]:
+    """Train one job of Hydra's; returns its summary, and the error that ended it if there was one.
+
+    One job of a sweep never takes down another.
+    """
+    from hydra.core.hydra_config import HydraConfig
+
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    written = as_written(cfg)
+    summary = {
+        "status": "running",
+        "attention": written["attention"]["name"],
+        "seq_len": written["seq_len"],
+        "seed": written["seed"],
+        "overrides": as_written(HydraConfig.get().overrides.task),
+        "started": time.time(),
+    }
+    failure = None
+    with Ending() as ending:
+        try:
+            train(read_config(cfg), run_dir, summary)
+        except BaseException as error:
+            ending.held = True
+            failure = error
+            summary |= outcome_outside_training(error, summary["status"], run_dir)
+            # the frames would keep every tensor of this job alive
+            traceback.clear_frames(error.__traceback__)
+        # no call stands between the training and here, so no signal comes between a run and its
+        # summary
+        ending.held = True
+        close_run(run_dir, summary, ending)
+    return summary, failure
+
+
+def run_overrides(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """What training.run.run() does, among our own modules."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import open_dict, read_write
+
+    from train import train
+    from training.sweep import SweepSummary
+
+    try:
+        cfg = hydra_config(*replay_overrides(list(overrides)), with_hydra=True)
+        folders = SweepSummary()
+        folders.on_run_start(cfg)  # locks the run's folder
+    except SystemExit as error:  # how a command line is refused
+        raise ValueError(str(error).removeprefix("error: ")) from None
+    run_dir = Path(cfg.hydra.run.dir)
+    before = HydraConfig.instance().cfg
+    with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):
+        cfg.hydra.runtime.output_dir = str(run_dir.absolute())
+    HydraConfig.instance().set_config(cfg)
+    settings = copy.deepcopy(cfg)
+    with open_dict(settings):
+        del settings["hydra"]
+    try:
+        with lines_shown(run_dir / "train.log"):
+            summary, error = run_job(train, settings)
+    finally:
+        HydraConfig.instance().cfg = before
+        folders.release()
+    if summary["status"] == "failed" and error is not None:
+        raise error
+    return summary
+
+
+@contextlib.contextmanager
+def lines_shown(path: Path) -> Iterator[None]:
+    """The lines of a run on standard output and in a file, as Hydra has them of a job."""
+    log = logging.getLogger("tilegpt")
+    before = log.level, log.propagate
+    handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(path)]
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    for handler in handlers:
+        log.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            log.removeHandler(handler)
+            handler.close()
+        log.level, log.propagate = before

@@ -1,0 +1,66 @@
+"""Imports of our own modules beside a config.py or data/ of the user's."""
+
+import contextlib
+import importlib.machinery
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = (
+    "attention",
+    "conformance",
+    "config",
+    "data",
+    "lab",
+    "model",
+    "scripts",
+    "train",
+    "training",
+)
+_aside: dict[
+    str, ModuleType
+] = {}  # ours, while the user's modules of these names are in sys.modules
+
+
+@contextlib.contextmanager
+def own_modules() -> Iterator[None]:
+    """While it lasts, `import config` and the like find this project's modules.
+
+    Afterwards they find the user's again, where the user's folder has a module of that name.
+    """
+    foreign = {name: sys.modules.pop(name) for name in _loaded() if not _is_ours(sys.modules[name])}
+    sys.modules.update(_aside)
+    _aside.clear()
+    path_before = list(sys.path)
+    sys.path.insert(0, str(ROOT))
+    try:
+        yield
+    finally:
+        sys.path[:] = path_before
+        shadowed = {name for name in OURS if _is_shadowed(name)}
+        for name in _loaded():
+            if name.partition(".")[0] in shadowed:
+                _aside[name] = sys.modules.pop(name)
+        sys.modules.update(foreign)
+
+
+def _loaded() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] in OURS]
+
+
+def _is_ours(module: ModuleType) -> bool:
+    return _lies_here(getattr(module, "__file__", None), *getattr(module, "__path__", ()))
+
+
+def _is_shadowed(name: str) -> bool:
+    """Whether an import of this name would now find somebody else's module."""
+    spec = importlib.machinery.PathFinder.find_spec(name)
+    if spec is None:
+        return False
+    return not _lies_here(spec.origin, *(spec.submodule_search_locations or ()))
+
+
+def _lies_here(*places: str | None) -> bool:
+    return any(place and Path(place).resolve().is_relative_to(ROOT) for place in places)

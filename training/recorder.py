@@ -1,0 +1,204 @@
+"""What a run leaves and shows: metrics.jsonl, a logger, the terminal, summary.json."""
+
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from attention import Backend
+from model import sample_text
+from training.command_line import job_overrides, searched_folders
+from training.health import AttentionMonitor
+from training.loggers import build_logger
+from training.memory import MemoryMeter
+from training.metrics import MetricsFile, Progress, WallClock, write_json
+from training.outcome import after_training, outcome_of, resume_command, save_summary
+from training.plot import draw_loss_curve
+from training.resume import stop_clock, write_settings
+from training.run import Run
+from training.schedule import describe_attention
+from training.step import Stepper, StepResult
+from training.sweep import job_names
+
+log = logging.getLogger("tilegpt")
+
+
+class Recorder:
+    """Records one start of a run. A context manager: its end writes how the run ended.
+
+    `summary` is what summary.json will say. `starts` is the list of the run's starts, of which this
+    is the last. From here on the folder belongs to this run.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        stepper: Stepper,
+        monitor: AttentionMonitor,
+        run_dir: Path,
+        summary: dict[str, Any],
+        starts: list[dict[str, Any]],
+    ) -> None:
+        config, first = run.config, stepper.start
+        self.run, self.run_dir, self.summary = run, run_dir, summary
+        self.first, self.throughput, self.monitor = first, stepper.throughput, monitor
+        self.metrics = MetricsFile(run_dir / "metrics.jsonl")
+        self.memory = MemoryMeter(run.device)
+        self.wall = WallClock(seconds=stop_clock(starts))
+        self.progress = Progress(
+            config.steps, tokens_per_step=run.tokens_per_step, first_step=first.step
+        )
+        summary |= {"steps_done": first.step, "tokens": first.tokens, "starts": starts}
+        summary["compiled"] = stepper.compiled
+        overrides = job_overrides() + searched_folders() + run.choices
+        write_settings(run_dir, run.settings, overrides)
+        write_json(run_dir / "env.json", run.environment)
+        self._announce()
+        names = dict.fromkeys(backend.name for backend in run.schedule.values())
+        self.logger = build_logger(
+            config.logger,
+            **job_names(run_dir),
+            tags=[*names, f"seq{config.seq_len}", config.model.name, config.data.source],
+            resume=config.resume is not None,
+            run_dir=run_dir,
+            run_config=run.settings,
+        )
+
+    def _announce(self) -> None:
+        run, config = self.run, self.run.config
+        attention = describe_attention(run.schedule)
+        log.info(
+            f"{run.data.description}\n"
+            f"model={config.model.name} {self.summary['parameters']:,} parameters, {attention}"
+        )
+        log.info(
+            f"{run.device} {self.summary['dtype']}, {config.sequences_per_step} x "
+            f"{config.seq_len} tokens a step, in {self.run_dir}"
+        )
+
+    def __enter__(self) -> "Recorder":
+        steps = self.run.config.steps
+        self.terminal = ExitStack()
+        self.terminal.enter_context(logging_redirect_tqdm())
+        bar = tqdm(total=steps, initial=self.first.step, disable=None, unit="step")
+        self.bar = self.terminal.enter_context(bar)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self.terminal.close()
+        summary = self.summary
+        if error is not None:
+            summary |= outcome_of(
+                error,
+                self.run.device.type,
+                self.run_dir,
+                status=summary["status"],
+                predicted_gib=self.run.predicted_gib,
+            )
+        elif summary["status"] == "interrupted":
+            done = summary["steps_done"]
+            log.warning(f"interrupted after step {done}; {resume_command(self.run_dir)}")
+        save_summary(self.run_dir, summary)  # what follows may take long, or be killed
+        self.logger.summary(summary)
+        self.logger.finish(exit_code=0 if summary["status"] == "completed" else 1)
+
+    def begin(self, row: dict[str, float]) -> None:
+        """Record the state before the first step, and start the clock."""
+        if row:
+            row = {"step": self.first.step, "tokens": self.first.tokens, **row}
+            self._write(row)
+            log.info(self.progress.line(self.first.step, row))
+        self.wall.begin(self.first.tokens)
+
+    def row(self, result: StepResult) -> dict[str, float | None]:
+        """The row of metrics of a step, empty where none is due: its memory, loss and gradient."""
+        due, row = result.due, {}
+        if due.log or due.compare or due.evaluate:
+            row |= self.memory.row()
+        if due.log:
+            row |= {"train/loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm}
+        return row
+
+    def diverged(self, result: StepResult, diagnosis: dict[str, Any]) -> dict[str, float]:
+        """Divergence is a result of a run, not an error. Returns what its row says of it."""
+        step = result.step
+        self.summary.update(status="diverged", first_bad_step=step, diagnosis=diagnosis)
+        log.error(f"step {step}: the run diverged: {diagnosis['message']}")
+        return {"attention/max_score": diagnosis["max_score"]}
+
+    def record(self, result: StepResult, row: dict[str, float | None]) -> None:
+        """Show the step, and write its row where there is one."""
+        say = self.progress.step(result.step) and self.bar.disable  # a bar says enough
+        if row and result.due.log:
+            row |= self.throughput.row()
+        if say or result.finished or "val/loss" in row:
+            log.info(self.progress.line(result.step, {"train/loss": result.loss} | row))
+        if row:
+            self._write({"step": result.step, "tokens": result.tokens, **row})
+        self.bar.update()
+        self.bar.set_postfix(loss=f"{result.loss:.3f}", refresh=False)
+
+    def announce_switch(self, step: int, backend: Backend) -> None:
+        options = dict(backend.options) or ""
+        log.info(f"step {step}: from here on attention={backend.name} {options}")
+
+    def note_progress(self, result: StepResult) -> None:
+        self.summary.update(steps_done=result.step, tokens=result.tokens)
+
+    def end(self, result: StepResult, *, stopped: bool) -> None:
+        """How the loop ended, once its last checkpoint is under way."""
+        summary = self.summary
+        summary["tokens_per_sec"] = self.wall.tokens_per_sec(result.tokens)
+        if summary["status"] != "diverged":
+            summary["status"] = "completed" if result.finished else "interrupted"
+        summary["stopped"] = stopped
+
+    def report(self) -> None:
+        """What is made of a run that is over: loss_curve.png and a sample of its text."""
+        run, summary, status = self.run, self.summary, self.summary["status"]
+        peak_gib = summary.get("memory/peak_gib")
+        if run.device.type == "cuda" and peak_gib:
+            error = run.predicted_gib / peak_gib - 1
+            log.info(
+                f"peak memory {peak_gib:.2f} GiB, predicted {run.predicted_gib:.2f} ({error:+.1%})"
+            )
+        config = run.config
+        with after_training("loss curve", summary):
+            title = (
+                f"{describe_attention(run.schedule)} model={config.model.name} "
+                f"seq_len={config.seq_len} seed={config.seed}: {status}"
+            )
+            curve = draw_loss_curve(self.run_dir, title=title)
+            log.info(f"loss curve: {curve or 'no loss was recorded'}")
+        if config.sample_tokens and run.data.tokenizer is not None and status == "completed":
+            with after_training("sample", summary), run.autocast:
+                text = sample_text(
+                    run.model,
+                    run.data.tokenizer,
+                    "def ",
+                    max_new_tokens=config.sample_tokens,
+                    seed=config.seed,
+                )
+                (self.run_dir / "sample.txt").write_text(text)
+                log.info(f"\na sample:\n{text}\n")
+        if self.logger.url_or_hint:
+            log.info(f"logs: {self.logger.url_or_hint}")
+
+    def _write(self, row: dict[str, Any]) -> None:
+        """One row: on disk first, then to the logger; the summary keeps the newest figures."""
+        tokens, summary = row["tokens"], self.summary
+        row |= self.wall.row(tokens)
+        self.metrics.write(row)
+        self.logger.log(row, tokens=tokens)
+        summary |= {name: value for name, value in row.items() if name.startswith("val/")}
+        summary |= self.monitor.summary() | self.memory.summary()
+        summary |= {
+            "steps_done": row["step"],
+            "tokens": tokens,
+            "step_tokens_per_sec": self.throughput.step_tokens_per_sec,
+            "tokens_per_sec": self.wall.tokens_per_sec(tokens),
+        }
+        self.memory.reset()

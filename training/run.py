@@ -1,0 +1,215 @@
+"""A run as an object, and as a call.
+
+    build_run(config)                         everything that a run is made of, not trained yet
+    run("attention=tiled", "steps=50")        what `python train.py attention=tiled steps=50` does
+    compose("attention=tiled", "steps=50")    the settings of that command
+
+All three work in a notebook and from any folder, also beside a config.py or data/ of the user's.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from training.own_modules import own_modules
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from attention import Backend
+    from config import RunConfig
+    from data.interface import TrainingData
+    from data.prefetch import Prefetcher
+    from model import GPT
+
+
+@dataclass
+class Run:
+    """What a run is made of, on its device and in its precision, ready for the first step."""
+
+    config: "RunConfig"  # batch_size is a number here
+    device: "torch.device"
+    dtype: "torch.dtype"  # of the matrix products
+    schedule: "dict[int, Backend]"  # the attention by the step after which it is used
+    data: "TrainingData"
+    model: "GPT"
+    optimizer: "torch.optim.Optimizer"
+    scaler: "torch.amp.GradScaler"
+    predicted_gib: float  # peak memory of a step, by calculation
+    # what build_run() chose and a resume must choose again, as overrides
+    choices: list[str] = field(default_factory=list)
+
+    @cached_property
+    def autocast(self) -> AbstractContextManager:
+        """The context of every forward pass."""
+        import torch
+
+        return torch.autocast(
+            self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32
+        )
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds, besides the random number generators."""
+        return {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The settings as nested dictionaries, for files and loggers."""
+        return asdict(self.config)
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """Commit, versions, hardware, command and data."""
+        from training.metrics import environment
+
+        return environment(self.data.fingerprint, self.device)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.sequences_per_step * self.config.seq_len
+
+    @cached_property
+    def held_out(self) -> "tuple[Tensor, ...]":
+        return self.data.val_batch(self.config.eval_sequences)
+
+    def batches(self) -> "Prefetcher":
+        """The batches of each step, read ahead; a context manager."""
+        from data.prefetch import Prefetcher
+
+        return Prefetcher(
+            self.data, self.config.sequences_per_step, self.config.batch_size, self.device
+        )
+
+    def evaluate(self, also: "Mapping[str, Backend] | None" = None) -> dict[str, float]:
+        """val/loss and the like on the held-out sequences; see training.evaluate.evaluate()."""
+        from training.evaluate import evaluate
+
+        return evaluate(
+            self.model,
+            *self.held_out,
+            batch_size=self.config.batch_size,
+            autocast=self.autocast,
+            accuracy=self.data.metric == "accuracy",
+            also=also,
+        )
+
+
+def build_run(config: "RunConfig", summary: dict[str, Any] | None = None) -> Run:
+    """Build everything that `config` describes.
+
+    `summary` is filled along the way, so that an error loses nothing. Raises ValueError for what
+    can be refused before the first step: a device, dtype, attention or data source that cannot be.
+    """
+    with own_modules():
+        return _build_run(config, {} if summary is None else summary)
+
+
+def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
+    import torch
+
+    from data import build_data
+    from model import GPT, count_parameters
+    from training.device import pick_device, pick_dtype, set_deterministic
+    from training.optimizer import build_optimizer
+    from training.plan import GIB, largest_peak_bytes
+    from training.schedule import attention_schedule, describe, will_compile
+
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    set_deterministic(config.deterministic)
+    summary |= {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
+
+    schedule = attention_schedule(config, dtype=dtype, device=device)
+    for backend in schedule.values():
+        will_compile(config.model, backend, device.type, compile_mode=config.compile)
+    summary |= describe(schedule, device=device, dtype=dtype, head_dim=config.model.head_dim)
+
+    data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
+    torch.manual_seed(config.seed)
+    model = GPT(config.model, vocab_size=data.vocab_size, backend=schedule[0]).to(device)
+    summary |= {"parameters": count_parameters(model), "data": data.fingerprint}
+
+    def predicted_bytes(config: "RunConfig") -> float:
+        return largest_peak_bytes(
+            config,
+            vocab_size=data.vocab_size,
+            backends=schedule.values(),
+            dtype=dtype,
+            device=device,
+        )
+
+    choices = []
+    if config.batch_size == "auto":
+        config = _fit_batch_size(config, model, schedule[0], dtype, predicted_bytes)
+        choices.append(f"batch_size={config.batch_size}")
+    predicted_gib = predicted_bytes(config) / GIB
+    # only tensors are predicted: on a CPU the measured peak includes Python and its libraries
+    summary |= {"memory/predicted_gib": predicted_gib} if device.type == "cuda" else {}
+    return Run(
+        config,
+        device,
+        dtype,
+        schedule,
+        data,
+        model,
+        optimizer=build_optimizer(model, config.optimizer()),
+        scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
+        predicted_gib=predicted_gib,
+        choices=choices,
+    )
+
+
+def _fit_batch_size(
+    config: "RunConfig",
+    model: "GPT",
+    backend: "Backend",
+    dtype: "torch.dtype",
+    predicted_bytes: Callable[["RunConfig"], float],
+) -> "RunConfig":
+    """batch_size=auto: the settings with the largest batch size that fits."""
+    import torch
+
+    from training.batch_size import largest_batch, try_pass
+    from training.memory import cpu_memory_limit
+    from training.schedule import prepare_model
+
+    device = next(model.parameters()).device
+    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    trial = prepare_model(model, backend, compile_mode=config.compile)
+
+    def attempt(size: int) -> None:
+        try_pass(trial, size, seq_len=config.seq_len, autocast=autocast, device=device)
+
+    with cpu_memory_limit():
+        return largest_batch(
+            config,
+            predicted_bytes=predicted_bytes,
+            attempt=attempt,
+            device=device,
+            held_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        )
+
+
+def compose(*overrides: str) -> "RunConfig":
+    """The settings of `python train.py OVERRIDES`. Raises ValueError with the reason."""
+    with own_modules():
+        from training.command_line import compose
+
+        return compose(*overrides)
+
+
+def run(*overrides: str) -> dict[str, Any]:
+    """Train as `python train.py OVERRIDES` does; returns what summary.json says.
+
+    A run that diverges, runs out of memory or is interrupted returns with that status. Raises the
+    error of one that fails, ValueError for settings that are refused. The run directory is below
+    the current folder, as on the command line.
+    """
+    with own_modules():
+        from training.job import run_overrides
+
+        return run_overrides(overrides)
