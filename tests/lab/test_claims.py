@@ -164,7 +164,7 @@ def test_what_is_read_names_its_file(claim, monkeypatch):
     assert render.figures_of(claim) is None
     assert asked == [claim.reads]
     text, verdict = render.found(claim, None)
-    assert verdict == render.NOT_YET and "python -m scripts." in text
+    assert verdict == render.NOT_YET and "python -m " in text
 
 
 def test_files_of_the_benchmark_are_read_as_it_writes_them(monkeypatch, tmp_path):
@@ -249,7 +249,9 @@ def commands() -> set[str]:
     texts = [(ROOT / "docs" / page).read_text() for page in render.PAGES] + [
         claim.also for claim in CLAIMS.values()
     ]
-    return {module for text in texts for module in re.findall(r"python -m (scripts\.\w+)", text)}
+    return {
+        module for text in texts for module in re.findall(r"python -m ((?:scripts|lab)\.\w+)", text)
+    }
 
 
 def test_what_the_pages_name_exists():
@@ -318,9 +320,7 @@ def test_one_line_for_what_is_wrong(complaint):
 
 def test_help_shows_a_line_that_runs(run_claims):
     """The command in --help works as typed, in a process of its own."""
-    (line,) = re.findall(
-        r"^    python (-m scripts\.claims .*)$", run_claims("--help"), re.MULTILINE
-    )
+    (line,) = re.findall(r"^    python (-m lab\.claims .*)$", run_claims("--help"), re.MULTILINE)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *line.split()],
         cwd=ROOT,
