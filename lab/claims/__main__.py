@@ -31,27 +31,35 @@ def main() -> None:
     # not above: --help is answered without loading torch
     import torch
 
-    from lab.claims import CLAIMS, render
-    from lab.results.tables import FOLDER
+    from lab.claims.render import describe
+    from lab.claims.topics import CLAIMS
     from scripts.arguments import read_settings
-    from training.metrics import check_writable, environment, write_json
 
     try:
         options = Options(**read_settings(Options, sys.argv[1:]))
     except ValueError as error:
         sys.exit(f"claims: {error}")
-    torch.set_num_threads(1)
-    for name in options.run.split(",") if options.run else ():
+    names = options.run.split(",") if options.run else []
+    for name in names:
         if name not in CLAIMS:
             sys.exit(f"claims: run={name} is not a claim; valid: {', '.join(CLAIMS)}")
-        print(render.describe(CLAIMS[name], CLAIMS[name].measure()) + "\n", flush=True)
-    if options.run:
-        return
+    torch.set_num_threads(1)
+    for name in names:
+        print(describe(CLAIMS[name], CLAIMS[name].measure()) + "\n", flush=True)
+    if not names:
+        write_claims(measure=not options.render)
+
+
+def write_claims(*, measure: bool) -> None:
+    from lab.claims import render
+    from lab.claims.topics import CLAIMS
+    from lab.results.tables import FOLDER
+    from training.metrics import check_writable, environment, write_json
 
     record = FOLDER / "claims.json"
     check_writable(record)
     check_writable(render.PAGE)
-    if not options.render:
+    if measure:
         # without the path of this file
         where = environment("", "cpu") | {"command": ["python", "-m", "lab.claims"]}
         figures = {}

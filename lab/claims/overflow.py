@@ -67,8 +67,8 @@ def float16_breaks_earlier(f: Figures) -> bool:
     says="Without the maximum, float16 overflows in the first tile or two, earlier than float32.",
     criterion="at every size of the scores float16 breaks at the same tile as float32 or earlier, "
     "at one size earlier, and at standard deviation 1 by the second tile",
-    measured="the first bad tile of 16 (64 keys each, 1,024 tokens, from 0), the share of bad "
-    "rows, and the tile at which half of them have broken",
+    measured="the first bad tile of 16 (from 0, 64 keys each), the share of bad rows (rows), and "
+    "the tile at which half of them have broken (half)",
     table="standard deviation of q and k",
     because="It takes a score above 11.09 in float16 and above 88.72 in float32. Scores grow with "
     "the square of that standard deviation; ordinary random inputs reach neither limit.",

@@ -5,8 +5,8 @@ from itertools import groupby
 from string import Formatter
 from typing import Any
 
-from lab.claims import CLAIMS
 from lab.claims.claim import DOCUMENTS, FAILS, HOLDS, Claim, Figures
+from lab.claims.topics import CLAIMS
 from lab.results.tables import FOLDER, load, provenance, table
 
 PAGE = FOLDER.parent / "docs/claims.md"
@@ -93,13 +93,10 @@ def write_page() -> None:
     verdicts = Counter(claim.verdict(figures[name]) for name, claim in CLAIMS.items())
     conditional = verdicts.total() - verdicts[HOLDS] - verdicts[FAILS]
     documents = "\n".join(f"- **the {name}**, {what}" for name, what in DOCUMENTS.items())
-    sources = dict.fromkeys(claim.reads for claim in CLAIMS.values())
+    files = dict.fromkeys(claim.reads or "claims" for claim in CLAIMS.values())
     parts = [
         INTRO.format(documents=documents, count=len(CLAIMS)),
-        "\n".join(
-            f"- `results/{name or 'claims'}.json`: {provenance(load(name or 'claims'))}"
-            for name in sources
-        ),
+        "\n".join(f"- `results/{name}.json`: {provenance(load(name))}" for name in files),
         f"Of {len(CLAIMS)} claims {verdicts[HOLDS]} hold, {verdicts[FAILS]} do not, {conditional} "
         "hold only under a condition.",
     ]

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from lab.claims import CLAIMS, render
 from lab.claims import __main__ as command
+from lab.claims import render
 from lab.claims.claim import DOCUMENTS, FAILS, HOLDS, Claim, distribution
 from lab.claims.inputs import inputs
 from lab.claims.speed import milliseconds
+from lab.claims.topics import CLAIMS
 from lab.results.tables import load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -245,7 +246,7 @@ def only(monkeypatch):
     """only(claim): it is the one claim there is."""
 
     def leave(claim: Claim) -> None:
-        monkeypatch.setattr("lab.claims.CLAIMS", {"first_correction": claim})
+        monkeypatch.setattr("lab.claims.topics.CLAIMS", {"first_correction": claim})
         monkeypatch.setattr(render, "CLAIMS", {"first_correction": claim})
 
     return leave
