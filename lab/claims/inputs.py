@@ -1,34 +1,45 @@
-"""What the measurements of claims share: inputs, and ways to run attention on them.
+"""Inputs for the measurements, and ways to run attention on them.
 
 Dimensions: B batch, H heads, N queries and keys, D head dim.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from attention import Backend, attention, get_backend
+from lab.claims.claim import Figures, distribution
 
-STEP_4 = (2, 4, 256, 32)  # B, H, N, D of the chapter's own check
+CHAPTER_SHAPE = (2, 4, 256, 32)  # B, H, N, D of the chapter's own check
 
 
 def inputs(
     seed: int, *shape: int, std: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k of that standard deviation, so that scores have std**2; v of 1."""
+    """q and k with this standard deviation, so that scores have std**2; v with 1."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
     return (q * std).to(dtype), (k * std).to(dtype), v.to(dtype)
 
 
+def over_seeds(measure: Callable[[Tensor, Tensor, Tensor], Figures], seeds: int) -> Figures:
+    """The distribution of each figure of measure(q, k, v) over the inputs of many seeds."""
+    rows = [measure(*inputs(seed, *CHAPTER_SHAPE)) for seed in range(seeds)]
+    return {name: distribution(row[name] for row in rows) for name in rows[0]}
+
+
 def run(
-    name: str | Backend, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, **options
+    name: str | Backend, q: Tensor, k: Tensor, v: Tensor, *, block: int | None = None, **arguments
 ) -> Tensor:
-    """out of that backend; block=T stands for block_q=T and block_kv=T."""
-    if "block" in options:
-        options["block_q"] = options["block_kv"] = options.pop("block")
-    backend = get_backend(name, **options) if isinstance(name, str) else name.configured(**options)
+    """The output of that backend, not causal unless the arguments say so; block sets both tile
+    sizes.
+    """
+    backend = get_backend(name) if isinstance(name, str) else name
+    if block is not None:
+        backend = backend.configured(block_q=block, block_kv=block)
     with torch.no_grad():
-        return attention(q, k, v, backend=backend, causal=causal).out
+        return attention(q, k, v, backend=backend, **{"causal": False} | arguments).out
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
@@ -37,7 +48,7 @@ def exact(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
 
 
 def textbook(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The three lines every document starts from, all of it in the dtype of the inputs."""
+    """Naive attention as the documents write it, all of it in the dtype of the inputs."""
     return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
 
 

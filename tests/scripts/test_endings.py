@@ -111,7 +111,7 @@ def test_an_os_error_is_one_line():
         ),
         ("verify", ["attention=naive"], "scripts.verify.verify"),
         ("cross_eval", ["."], "scripts.cross_eval.measure"),
-        ("claims", ["run=worked_example"], "lab.claims.render.found"),
+        ("claims", ["run=clamped_sum"], "lab.claims.render.describe"),
         ("report", ["."], "scripts.report.__main__.load_runs"),
         ("sample", ["run=."], "scripts.sample.sample"),
     ],
@@ -184,7 +184,7 @@ def test_results_leave_out_what_was_not_measured(monkeypatch, capsys, tmp_path):
     )
     for module in ("tables", "calls", "__main__"):
         monkeypatch.setattr(f"lab.results.{module}.FOLDER", tmp_path)
-    monkeypatch.setattr("lab.claims.render.write_pages", lambda: None)
+    monkeypatch.setattr("lab.claims.render.write_page", lambda: None)
     sections = {"Speed": calls.kernels, "Masks": calls.masks}
     monkeypatch.setattr("lab.results.__main__.SECTIONS", sections)
     monkeypatch.setattr(sys, "argv", ["results"])
