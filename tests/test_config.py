@@ -401,7 +401,7 @@ def test_resume_cannot_be_part_of_a_sweep(run_dir, flag):
 
 
 def test_resuming_what_is_no_run(tmp_path):
-    with pytest.raises(SystemExit, match="is no run directory: it has no overrides.yaml"):
+    with pytest.raises(SystemExit, match="is not a run directory: it has no overrides.yaml"):
         replay_overrides([f"resume={tmp_path}"])
 
 
