@@ -828,7 +828,7 @@ def test_a_switched_run_goes_on_under_a_third_attention(tmp_path):
 
 def test_what_is_no_run_cannot_be_resumed(run_dir, tmp_path):
     answer = run(f"resume={tmp_path}").complaint()
-    assert f"resume={tmp_path} is no run directory" in answer
+    assert f"resume={tmp_path} is not a run directory" in answer
     assert "cannot be part of a sweep" in run("-m", f"resume={run_dir}", "seed=0,1").complaint()
     for folder in ("checkpoint", "checkpoint.best"):
         shutil.rmtree(run_dir / folder)
