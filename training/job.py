@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from training.command_line import as_written, hydra_config, read_config, replay_overrides
+from training.command_line import (
+    as_written,
+    hydra_config,
+    options_first,
+    read_config,
+    refuse_unreadable,
+    replay_overrides,
+)
 from training.interrupt import Ending
 from training.outcome import close_run, outcome_outside_training
 
@@ -59,8 +66,15 @@ def run_overrides(overrides: tuple[str, ...]) -> dict[str, Any]:
     from train import train
     from training.sweep import SweepSummary
 
+    options, settings = options_first(overrides)
+    if options:
+        raise ValueError(
+            f"{options[0]}: run() takes settings, such as steps=50; options and sweeps (-m) belong "
+            "to python train.py"
+        )
     try:
-        cfg = hydra_config(*replay_overrides(list(overrides)), with_hydra=True)
+        refuse_unreadable(settings)
+        cfg = hydra_config(*replay_overrides(settings), with_hydra=True)
         folders = SweepSummary()
         folders.on_run_start(cfg)  # locks the run's folder
     except SystemExit as error:  # how a command line is refused
@@ -70,12 +84,12 @@ def run_overrides(overrides: tuple[str, ...]) -> dict[str, Any]:
     with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):
         cfg.hydra.runtime.output_dir = str(run_dir.absolute())
     HydraConfig.instance().set_config(cfg)
-    settings = copy.deepcopy(cfg)
-    with open_dict(settings):
-        del settings["hydra"]
+    task = copy.deepcopy(cfg)
+    with open_dict(task):
+        del task["hydra"]
     try:
         with lines_shown(run_dir / "train.log"):
-            summary, error = run_job(train, settings)
+            summary, error = run_job(train, task)
     finally:
         HydraConfig.instance().cfg = before
         folders.release()

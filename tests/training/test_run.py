@@ -77,6 +77,9 @@ def test_a_call_can_resume(here):
         (["resume=nowhere"], "resume=nowhere is not a run directory"),
         (["attention=tiled,naive"], "attention"),
         (["hydra.run.dir=."], "which holds other files"),
+        (["-m"], "options and sweeps (-m) belong to python train.py"),
+        (["--help"], "run() takes settings"),
+        (["attention=tiled steps=3"], "Hydra cannot read 'attention=tiled steps=3'"),
     ],
 )
 def test_what_train_refuses_is_a_value_error(here, overrides, words):
