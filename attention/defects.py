@@ -16,7 +16,7 @@ from attention.interface import Backend
 from attention.kernels import broken_triton_backend
 from attention.mask import QueryTile, VisibleKeys, visible_keys
 from attention.online_softmax import OnlineSoftmax, finite, weighted_sum
-from attention.tiled import tile_loop_backend, tiled_attention
+from attention.tiled import TileLoop, make_loop, tile_loop_backend
 
 
 class NoMax(OnlineSoftmax):
@@ -98,9 +98,9 @@ def relative_keys(q: Tensor, k: Tensor, *, causal: bool, **optional: Any) -> Vis
     return RelativeMask(visible.lo, visible.hi, visible.num_keys) if causal else visible
 
 
-def unscaled_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **arguments: Any) -> Any:
-    """The 1 / sqrt(D) is left out, whatever scale was asked for."""
-    return tiled_attention(q, k, v, scale=1.0, **arguments)
+def unscaled_loop(q: Tensor, k: Tensor, *, scale: float, **arguments: Any) -> TileLoop:
+    """The loop without 1 / sqrt(D), whatever scale was asked for."""
+    return make_loop(q, k, scale=1.0, **arguments)
 
 
 # red wherever the result is compared with softmax attention's; names of
@@ -189,7 +189,7 @@ DEFECTS = (
     ),
     tile_loop_backend(
         "no_scale",
-        function=unscaled_attention,
+        make_loop=unscaled_loop,
         defect="scores are not divided by sqrt(head_dim): sqrt(head_dim) times too "
         "large, the stress "
         "under which no_max dies first",

@@ -67,11 +67,6 @@ class AttentionOutput(NamedTuple):
     )
 
 
-# tile loops by the names of their backends, for attention.tile_op: an operator takes names, not
-# functions
-LOOPS: dict[str, Callable[..., AttentionOutput]] = {}
-
-
 @dataclass(frozen=True)
 class Backend:
     """One implementation of attention, with its capabilities as data.
@@ -110,13 +105,8 @@ class Backend:
     # further reasons to refuse given inputs, in words: requirements(q, k, v, causal=..., scale=...,
     # **options) -> list
     requirements: Callable[..., list[str]] | None = None
-    operator: bool = field(
-        init=False
-    )  # whether torch.compile, where it may not look inside, takes fn as one operator
 
     def __post_init__(self) -> None:
-        # a function that someone has put around it, to see what it does, is another one
-        object.__setattr__(self, "operator", LOOPS.get(self.name) is self.fn)
         unknown = set(self.features) - FEATURES
         if unknown:
             raise ValueError(

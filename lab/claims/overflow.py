@@ -51,7 +51,7 @@ def limits_of_exp() -> Figures:
 
 def get_softmax(name: str) -> type[OnlineSoftmax]:
     """The streaming softmax that this backend runs through the tile loop."""
-    return get_backend(name).fn.keywords["softmax"]
+    return get_backend(name).fn.make_loop.keywords["softmax"]
 
 
 @claim(
