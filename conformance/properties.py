@@ -12,6 +12,7 @@ elsewhere is a mistake.
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from conformance.cases import Case, distance, run
 from conformance.memory_growth import exponents
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
+# PyTorch says this of FlexAttention on every machine, and no user can change it
+WARNINGS = ("return_lse is deprecated", r"flex_attention called without torch\.compile")
 LINEAR = 1.15  # the largest exponent that counts as linear in N
 
 
@@ -576,8 +579,11 @@ def examine(subject: Subject, name: str) -> Cell:
     documented = name in subject.backend.breaks
     checks = []
     try:
-        for check in PROPERTIES[name](subject):
-            checks.append(check)
+        with warnings.catch_warnings():
+            for message in WARNINGS:
+                warnings.filterwarnings("ignore", message)
+            for check in PROPERTIES[name](subject):
+                checks.append(check)
     except Refusal as error:  # a layout that no case announced
         subject.refusals.append(str(error))
     except Exception as error:  # a user's backend may raise anything
