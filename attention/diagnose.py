@@ -230,45 +230,41 @@ def _breakdown(
     return first and replace(first, fate=_fate(out[first.sequence, first.head, first.row]))
 
 
-class _Found(Exception):
-    """Ends a loop that has come to its tile; its argument is the breakdown there."""
-
-
 def _in_tile(
     q: Tensor, k: Tensor, v: Tensor, number: int, *, backend: Backend, **arguments: Any
 ) -> Breakdown | None:
-    """What left the finite range in the tile of that number, or in one after it: the loop is run
-    again, up to there.
+    """What left the finite range in the tile of that number, or in one after it. Runs the loop
+    again.
     """
     numbers = count()
+    breakdowns: list[Breakdown] = []
 
     def observe(tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
-        if next(numbers) < number:
+        if next(numbers) < number or breakdowns:
             return
-        # (B, H_kv, G, R, T or 1 or D)
-        for name, x in (("scores", scores), ("row_sum", state.row_sum), ("acc", state.acc)):
-            if (
-                at := _first(x.isnan() | (x == torch.inf if name == "scores" else x.isinf()))
-            ) is not None:
+        # (B, H_kv, G, R, T or 1 or D); a score of -inf is hidden
+        bad = {
+            "scores": scores.isnan() | (scores == torch.inf),
+            "row_sum": ~state.row_sum.isfinite(),
+            "acc": ~state.acc.isfinite(),
+        }
+        for name, is_bad in bad.items():
+            if (at := _first(is_bad)) is not None:
                 sequence, group, member, row = at[:4]
-                largest = scores[sequence, group, member].amax().item()
-                where = ((tile.start, tile.stop), (keys.start, min(keys.stop, k.shape[2])))
-                raise _Found(
-                    Breakdown(
-                        name,
-                        *where,
-                        largest,
-                        sequence,
-                        group * x.shape[2] + member,
-                        tile.start + row,
-                    )
+                breakdown = Breakdown(
+                    name,
+                    queries=(tile.start, tile.stop),
+                    keys=(keys.start, min(keys.stop, k.shape[2])),
+                    max_score=scores[sequence, group, member].amax().item(),
+                    sequence=sequence,
+                    head=group * is_bad.shape[2] + member,
+                    row=tile.start + row,
                 )
+                breakdowns.append(breakdown)
+                return
 
-    try:
-        backend.fn(q, k, v, **arguments, **backend.options, observer=observe)
-    except _Found as found:
-        return found.args[0]
-    return None
+    backend.fn(q, k, v, **arguments, **backend.options, observer=observe)
+    return breakdowns[0] if breakdowns else None
 
 
 def _first(bad: Tensor) -> list[int] | None:
@@ -324,7 +320,7 @@ def compare_with_exact(
     # document_ids need as many queries as keys; a change of the scores to -inf does not
     apart = {} if document_ids is None else {"score_mod": _inside_documents(document_ids)}
     with torch.autocast(q.device.type, enabled=False):
-        out, *gradients = _with_gradients(
+        out, *gradients = with_gradients(
             backend.fn, q, k, v, d_out, causal=causal, scale=scale, **arguments
         )
         exact: list[list[Tensor]] = []
@@ -339,7 +335,7 @@ def compare_with_exact(
             )
             # the last rows of a causal mask that is aligned bottom-right keep their keys
             exact.append(
-                _with_gradients(
+                with_gradients(
                     naive_attention,
                     *(x.double() for x in inputs),
                     causal=causal,
@@ -374,7 +370,7 @@ def _inside_documents(document_ids: Tensor) -> ScoreMod:
     return ScoreMod(mask)
 
 
-def _with_gradients(
+def with_gradients(
     function: Any, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, **arguments: Any
 ) -> list[Tensor]:
     """out, dq, dk, dv."""

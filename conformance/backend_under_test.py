@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention import Backend, attention
-from conformance.cases import Case, Expected, compare, expect
+from conformance.cases import Case, Expected, compare, expect, run
 
 # on a CPU whoever can choose runs with tiles small enough that every case crosses several, ragged
 # at the end
@@ -82,6 +82,18 @@ class Subject:
         self.refusals += reasons
         return not reasons
 
+    def passes(self, case: Case) -> str | None:
+        """Which passes of the case the backend takes: "both", "forward" alone, or None."""
+        if self.takes(case, backward=True):
+            return "both"
+        return "forward" if self.takes(case, backward=False) else None
+
+    def run(self, case: Case, tensors: list[Tensor] | None = None) -> dict[str, Tensor]:
+        """What the backend makes of a case that it takes, or of other tensors for q, k and v."""
+        given, *others = self.expected(case).inputs
+        backward = self.passes(case) == "both"
+        return run(self.backend, tensors or given, *others, backward=backward)
+
     def expected(self, case: Case) -> Expected:
         return expected_of(case, self.dtype, self.device, with_lse="lse" in self.backend.features)
 
@@ -90,18 +102,15 @@ class Subject:
         refused.
         """
         if case not in self.rows:
-            backward = self.takes(case, backward=True)
-            if backward or self.takes(case, backward=False):
-                self.rows[case] = compare(
-                    self.backend,
-                    case,
-                    self.dtype,
-                    self.device,
-                    expected=self.expected(case),
-                    backward=backward,
-                )
-            else:
-                self.rows[case] = None
+            passes = self.passes(case)
+            self.rows[case] = passes and compare(
+                self.backend,
+                case,
+                self.dtype,
+                self.device,
+                expected=self.expected(case),
+                backward=passes == "both",
+            )
         elif self.rows[case] is None or "dq" not in self.rows[case]["tensors"]:
             self.takes(case, backward=True)
         return self.rows[case]

@@ -287,6 +287,11 @@ class Expected(NamedTuple):
     own: dict[str, float]  # naive's own error in the case's dtype
     roundings: dict[str, float]  # unavoidable() ones
 
+    @property
+    def inputs(self) -> tuple[list[Tensor], dict[str, Any], Tensor, Tensor]:
+        """What run() takes after the backend."""
+        return self[:4]
+
     def budget(self, name: str) -> float:
         return 2 * self.own[name] + self.roundings[name]
 
@@ -320,22 +325,15 @@ def compare(
     for a wrong result.
     """
     expected = expected or expect(case, dtype, device, with_lse="lse" in backend.features)
-    found = run(
-        backend,
-        expected.tensors,
-        expected.arguments,
-        expected.d_out,
-        expected.d_lse,
-        backward=backward,
-    )
+    results = run(backend, *expected.inputs, backward=backward)
     row: dict[str, Any] = {
         "backend": backend.name,
         "case": f"{case}-{SHORT[dtype]}",
         "device": device,
         "tensors": {},
     }
-    for name in found:
-        error, own = distance(found[name], expected.reference[name]), expected.own[name]
+    for name, x in results.items():
+        error, own = distance(x, expected.reference[name]), expected.own[name]
         row["tensors"][name] = {
             "error": error,
             "naive": own,

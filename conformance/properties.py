@@ -25,7 +25,7 @@ from attention import Backend
 from attention.interface import Refusal
 from attention.mask import visible_keys
 from conformance.backend_under_test import Check, Subject
-from conformance.cases import Case, distance, run
+from conformance.cases import Case, distance
 from conformance.memory_growth import exponents
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
@@ -223,30 +223,14 @@ def rows_without_a_key(subject: Subject) -> Iterator[Check]:
     n = subject.length
     case = subject.case(n, n // 2 - 2)
     none = case.num_queries - case.num_keys
-    backward = subject.takes(case, backward=True)
-    if backward or subject.takes(case, backward=False):
-        expected = subject.expected(case)
-        found = run(
-            subject.backend,
-            expected.tensors,
-            expected.arguments,
-            expected.d_out,
-            expected.d_lse,
-            backward=backward,
-        )
-        for name in ("out", "dq", "lse"):
-            if name in found:
-                rows = found[name][:, :, :none]
-                yield Check(
-                    f"{name} of {case}",
-                    distance(rows, torch.full_like(rows, -torch.inf if name == "lse" else 0.0)),
-                    0.0,
-                )
-        for name, x in found.items():
-            x = x[:, :, none:] if name in ("out", "dq", "lse") else x
-            yield Check(
-                f"non-finite numbers in {name} of {case}", float((~x.isfinite()).sum()), 0.0
-            )
+    if not subject.passes(case):
+        return
+    for name, x in subject.run(case).items():
+        if name in ("out", "dq", "lse"):
+            empty, x = x[:, :, :none], x[:, :, none:]
+            nothing = torch.full_like(empty, -torch.inf if name == "lse" else 0.0)
+            yield Check(f"{name} of {case}", distance(empty, nothing), 0.0)
+        yield Check(f"non-finite numbers in {name} of {case}", float((~x.isfinite()).sum()), 0.0)
 
 
 def cross_length(subject: Subject) -> Iterator[Check]:
@@ -295,39 +279,22 @@ LAYOUTS: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
 def strides(subject: Subject) -> Iterator[Check]:
     """Views of any layout give what contiguous tensors give."""
     case = subject.case(batch=2)
-    backward = subject.takes(case, backward=True)
-    if backward or subject.takes(case, backward=False):
-        expected = subject.expected(case)
-        plain = run(
-            subject.backend,
-            expected.tensors,
-            expected.arguments,
-            expected.d_out,
-            expected.d_lse,
-            backward=backward,
+    passes = subject.passes(case)
+    if not passes:
+        return
+    expected, plain = subject.expected(case), subject.run(case)
+    for layout, change in LAYOUTS.items():
+        views = change(expected.tensors)
+        reasons = subject.backend.unsupported_reasons(
+            *(x.requires_grad_(passes == "both") for x in views), **expected.arguments
         )
-        for layout, change in LAYOUTS.items():
-            views = change(expected.tensors)
-            reasons = subject.backend.unsupported_reasons(
-                *(x.requires_grad_(backward) for x in views), **expected.arguments
+        if reasons:
+            subject.refusals += reasons
+            continue
+        for name, x in subject.run(case, views).items():
+            yield Check(
+                f"{name} of {case}, {layout}", distance(x, plain[name]), 2 * expected.budget(name)
             )
-            if reasons:
-                subject.refusals += reasons
-                continue
-            found = run(
-                subject.backend,
-                views,
-                expected.arguments,
-                expected.d_out,
-                expected.d_lse,
-                backward=backward,
-            )
-            for name in found:
-                yield Check(
-                    f"{name} of {case}, {layout}",
-                    distance(found[name], plain[name]),
-                    2 * expected.budget(name),
-                )
 
 
 def no_leak_forward(subject: Subject) -> Iterator[Check]:
@@ -470,29 +437,20 @@ def deterministic_algorithms() -> Iterator[None]:
 def bitwise_repeat(subject: Subject) -> Iterator[Check]:
     """The same call gives the same bits again, once PyTorch is asked for deterministic kernels."""
     case = subject.case(batch=2, num_heads=4, num_kv_heads=4)
-    backward = subject.takes(case, backward=True)
-    if backward or subject.takes(case, backward=False):
-        expected = subject.expected(case)
-        with deterministic_algorithms():
-            arguments = (
-                subject.backend,
-                expected.tensors,
-                expected.arguments,
-                expected.d_out,
-                expected.d_lse,
-            )
-            first = run(*arguments, backward=backward)
-            for _ in range(3 if subject.device == "cpu" else 50):
-                again = run(*arguments, backward=backward)
-                for name in first:
-                    yield Check(f"{name} of {case}", distance(again[name], first[name]), 0.0)
+    if not subject.passes(case):
+        return
+    with deterministic_algorithms():
+        first = subject.run(case)
+        for _ in range(3 if subject.device == "cpu" else 50):
+            for name, x in subject.run(case).items():
+                yield Check(f"{name} of {case}", distance(x, first[name]), 0.0)
 
 
 def compiled_equals_eager(subject: Subject) -> Iterator[Check]:
     """torch.compile changes nothing but the speed."""
     case = subject.case()
-    backward = subject.takes(case, backward=True)
-    if not (backward or subject.takes(case, backward=False)):
+    passes = subject.passes(case)
+    if not passes:
         return
     expected = subject.expected(case)
     # on a CPU only the graph is checked: generating code for it takes a compiler and its time
@@ -502,23 +460,16 @@ def compiled_equals_eager(subject: Subject) -> Iterator[Check]:
     )
     results = []
     for attend in (function, subject.attend):
-        tensors = [x.detach().requires_grad_(backward) for x in expected.tensors]
+        tensors = [x.detach().requires_grad_(passes == "both") for x in expected.tensors]
         out = attend(*tensors)
-        found = {"out": out.detach()}
-        if backward:
-            found |= zip(
-                ("dq", "dk", "dv"),
-                torch.autograd.grad(out, tensors, expected.d_out.to(out.dtype)),
-                strict=True,
-            )
-        results.append(found)
+        result = [out.detach()]
+        if passes == "both":
+            result += torch.autograd.grad(out, tensors, expected.d_out.to(out.dtype))
+        results.append(result)
     torch.compiler.reset()
-    for name, x in results[0].items():
-        yield Check(
-            f"{name} of {case}",
-            distance(x.double(), results[1][name].double()),
-            2 * expected.budget(name),
-        )
+    for name, compiled, eager in zip(("out", "dq", "dk", "dv"), *results, strict=False):
+        error = distance(compiled.double(), eager.double())
+        yield Check(f"{name} of {case}", error, 2 * expected.budget(name))
 
 
 def prefill_equals_decode(subject: Subject) -> Iterator[Check]:

@@ -47,6 +47,7 @@ ALSO = {
     "exact_variants": {"tiled"},
     "defects": {"tiled", "kernels"},
     "diagnose": {"tiled", "naive"},
+    "probe": {"diagnose"},
     "tile_op": {"backends", "tiled"},
 }
 LAZY = {
