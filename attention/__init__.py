@@ -67,8 +67,8 @@ def attention(
     document_ids: Tensor | None = None,
     score_mod: ScoreMod | None = None,
 ) -> AttentionOutput:
-    """softmax(q k^T * scale, masked) v by the named backend, and no other: what it cannot do is a
-    ValueError with every reason.
+    """softmax(q k^T * scale, masked) v by the named backend, and no other. Inputs that it does not
+    take raise a ValueError with every reason.
 
     q             (B, H, N, D), floating
     k, v          (B, H_kv, M, D), same dtype and device as q; H a multiple of H_kv (grouped-query,
@@ -87,10 +87,9 @@ def attention(
                   alibi_slopes
 
     Order: scale, softcap, alibi, mask, softmax. A row that sees no key gives out = 0 and lse =
-    -inf, with zero gradients. A score of -inf is that of a hidden key, wherever it comes from: so
-    does a row whose every score falls to -inf by overflow. A score of inf or NaN makes its row NaN.
-    Statistics, sums and all that changes a score are float32 (float64 for float64), and autocast
-    has no say inside.
+    -inf, with zero gradients. A score of -inf hides its key, also where it comes from overflow. A
+    score of inf or NaN makes its row NaN. Statistics, sums and score changes are float32 (float64
+    for float64); autocast is off inside.
     """
     if isinstance(backend, str):
         backend = get_backend(backend)

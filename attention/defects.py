@@ -79,7 +79,7 @@ class RelativeMask(VisibleKeys):
     """
 
     def query_tiles(self, block_q: int) -> list[QueryTile]:
-        # the tiles of the future cannot be skipped: that would hide the leak
+        # do not skip the tiles of the future: that would hide the leak
         return [replace_bounds(tile, self.num_keys) for tile in super().query_tiles(block_q)]
 
     def mask(self, rows: slice | None = None, keys: slice | None = None) -> Tensor:

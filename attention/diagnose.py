@@ -27,8 +27,8 @@ LIMITS = {
 }  # 11.09, 88.72, 88.72
 
 
-# scores that max_score() holds at once: 4 MiB stay in the caches of a CPU; of 256 MiB a GPU makes
-# large products, and few
+# scores that max_score() holds at once: 4 MiB fit into the caches of a CPU; 256 MiB give a GPU few,
+# large products
 PIECE_SCORES = {"cpu": 2**20, "cuda": 2**26}
 
 
@@ -48,7 +48,7 @@ def max_score(
     )
     if changed or scale == 0:
         maxima = TileMaxima(q)
-        # the tiles are only looked at: large ones take fewer steps
+        # their size does not change the scores: large tiles take fewer steps
         TILED.fn(
             q,
             k,
@@ -81,8 +81,7 @@ def _largest_product(q: Tensor, k: Tensor, visible: VisibleKeys) -> Tensor:
     """
     (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
-    # on a GPU a product of 16-bit numbers has its sums in float32, if asked to; on a CPU it would
-    # round them
+    # a GPU can sum a product of 16-bit numbers in float32; a CPU would round the sums
     multiply = torch.bmm
     if q.device.type == "cuda" and q.dtype != dtype:
         multiply = partial(torch.bmm, out_dtype=dtype)
@@ -105,13 +104,13 @@ def _largest_product(q: Tensor, k: Tensor, visible: VisibleKeys) -> Tensor:
                     hidden, -torch.inf
                 )
             largest.append(products.amax())
-            del products  # before there is another piece
+            del products  # before the next piece is made
     return torch.stack(largest).amax()
 
 
 def _key_ranges(tile: QueryTile) -> list[tuple[slice, bool]]:
-    """The keys that some row of the tile sees, and whether another does not: left of what all rows
-    see, that, and right of it.
+    """(keys, needs_mask) for the keys left of those that all rows of the tile see, for those, and
+    for the keys right of them.
     """
     if tile.full_first < tile.full_last:
         ranges = (
@@ -125,10 +124,10 @@ def _key_ranges(tile: QueryTile) -> list[tuple[slice, bool]]:
 
 
 class TileMaxima:
-    """An observer of the tile loop that keeps the largest score of each tile, and with `states`
-    what tells whether its state is finite.
+    """An observer of the tile loop that keeps the largest score of each tile. With `states` it also
+    keeps the largest row_sum and acc, which show whether the state is finite.
 
-    Nothing is read from a GPU before the loop is over, or it would wait at every tile.
+    It reads nothing from a GPU before the loop is over, so the GPU never waits at a tile.
     """
 
     def __init__(self, q: Tensor, *, states: bool = False) -> None:
@@ -143,7 +142,7 @@ class TileMaxima:
         ] = []  # of a tile's row_sum and acc the largest magnitudes; a NaN is the largest of all
 
     def observe(self, tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
-        # a backward pass that runs the tile again would have its graph kept alive
+        # detached: a backward pass that runs the tile again must not keep its graph alive
         self.values.append(scores.detach().amax().to(self.values[0].dtype))
         if self.states:
             self.sums += [
@@ -218,8 +217,8 @@ def _breakdown(
     backend: Backend,
     **arguments: Any,
 ) -> Breakdown | None:  # fmt: skip
-    """find_breakdown() of a call that has been made, which gave `out` and left the finite range in
-    that tile of its loop.
+    """find_breakdown() of a finished call, which returned `out` and left the finite range in tile
+    number `tile` of its loop.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if (at := _first(~x.isfinite())) is not None:
@@ -278,8 +277,8 @@ def _fate(x: Tensor) -> str:
     return "inf" if x.isinf().any() else "finite" if x.any() else "zero"
 
 
-# scores of one key/value head that the reference below may hold: 2048 x 2048 float64, five such
-# matrices at once, 160 MiB
+# largest number of scores of the reference for one key/value head: 2048 x 2048, in five float64
+# matrices, 160 MiB
 REFERENCE_SCORES = 2**22
 
 
@@ -299,7 +298,7 @@ def compare_with_exact(
 
     Returns {name}_error, |x - exact| / |exact| in the Euclidean norm over the whole tensor, and
     {name}_cosine, for each of the four. q, d_out (B, H, N, D); k, v (B, H_kv, M, D). The exact
-    values hold for the very numbers in q, k, v, d_out, whatever their dtype.
+    values are those of the numbers in q, k, v, d_out as rounded to their dtype.
 
     Only the last REFERENCE_SCORES / (B * H / H_kv * M) queries are compared, all of them up to M =
     2048 without grouped heads. The gradient that comes in through the others is set to 0, so dk and
@@ -310,7 +309,7 @@ def compare_with_exact(
     rows = min(q.shape[2], max(1, REFERENCE_SCORES // (q.shape[0] * groups * k.shape[2])))
     first = q.shape[2] - rows
     d_out = torch.cat((torch.zeros_like(d_out[:, :, :first]), d_out[:, :, first:]), 2)
-    # as attention() calls it: with every argument that the backend has a name for
+    # as attention() calls it: with every argument that the backend declares
     documents = {} if document_ids is None else {"document_ids": document_ids}
     arguments = (
         {name: None for name in OPTIONAL_ARGUMENTS if name in backend.features}
@@ -324,7 +323,7 @@ def compare_with_exact(
             backend.fn, q, k, v, d_out, causal=causal, scale=scale, **arguments
         )
         exact: list[list[Tensor]] = []
-        # head by head: the matrix of scores of all of them need not fit beside a model in training
+        # head by head: the scores of all heads may not fit beside a model in training
         for head in range(k.shape[1]):
             own = slice(head * groups, (head + 1) * groups)
             inputs = (
@@ -393,8 +392,8 @@ class Call(NamedTuple):
 
 
 class Recorder:
-    """A backend that behaves as another and keeps, call by call, the largest score and the
-    breakdown, or the tensors: one entry a layer.
+    """Wraps a backend and keeps, for each call, the largest score and the breakdown, or the
+    tensors: one entry a layer.
 
     recorder = Recorder(backend) with model.use_backend(recorder.backend): model(tokens)
     recorder.max_scores, recorder.breakdowns (look_for_breakdowns=True), or recorder.calls alone
@@ -426,7 +425,7 @@ class Recorder:
                 return output
             tile = None
             if backend.observable:
-                # the scores it really works with: a defect may lie in them
+                # the scores that it really uses: the defect may be in them
                 maxima = TileMaxima(q, states=look_for_breakdowns)
                 output = backend.fn(q, k, v, **arguments, **options, observer=maxima.observe)
                 self.max_scores.append(maxima.largest())

@@ -1,5 +1,5 @@
-"""The interface every attention backend meets: what goes in, what comes out, and what a backend
-says of itself.
+"""The interface of every attention backend: its inputs, its output, and what it declares about
+itself.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -13,17 +13,16 @@ from torch import Tensor
 
 ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# the arguments of attention() that a backend is only given when it declares the feature of the same
-# name
+# arguments of attention() that a backend receives only if it declares the feature of that name
 OPTIONAL_ARGUMENTS = ("window", "softcap", "alibi_slopes", "document_ids", "score_mod")
-# kinds of input that need no argument but that not every backend takes
+# kinds of input without an argument, which not every backend takes
 INPUT_FEATURES = ("gqa", "non_causal", "cross_length")
 FEATURES = frozenset((*OPTIONAL_ARGUMENTS, *INPUT_FEATURES, "lse"))
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
-    """In which scores, sums and every number that changes a score are kept: float32, and float64
+    """The dtype of scores, of sums and of every number that changes a score: float32, or float64
     for float64 inputs.
     """
     return torch.promote_types(x.dtype, torch.float32)
@@ -77,8 +76,8 @@ class Backend:
     """One implementation of attention, with its capabilities as data.
 
     `fn(q, k, v, *, causal, scale, **declared, **options) -> AttentionOutput` is called with checked
-    inputs: `declared` are the arguments window, softcap, alibi_slopes, document_ids and score_mod
-    as far as they stand in `features`, `options` are its own.
+    inputs. `declared` are those of window, softcap, alibi_slopes, document_ids and score_mod that
+    are in `features`; `options` are the backend's own.
     """
 
     name: str
@@ -158,7 +157,7 @@ class Backend:
         scale: float | None = None,
         **optional: Any,
     ) -> list[str]:
-        """Why these inputs are refused, one sentence each; empty when they are taken."""
+        """Why the backend refuses these inputs, one sentence each; empty if it takes them."""
         (_, num_heads, num_queries, head_dim), num_kv_heads, num_keys = (
             q.shape,
             k.shape[1],
@@ -198,8 +197,8 @@ class Backend:
         return reasons
 
     def check_supported(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
-        """Raise one Refusal, a ValueError, with the inputs and every reason where they are
-        refused.
+        """Raise one Refusal, a ValueError, with the inputs and every reason, if the backend does
+        not take them.
         """
         reasons = self.unsupported_reasons(q, k, v, **arguments)
         if reasons:
@@ -215,10 +214,8 @@ class Backend:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Raise that ValueError now, for a model's causal self-attention, rather than at its first
-        step.
-        """
-        # long enough for kernels that take no sequence of one
+        """Raise that ValueError for a model with causal self-attention, before its first step."""
+        # some kernels take no sequence of one token
         q, kv = (
             torch.zeros(1, heads, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
             for heads in (num_heads, num_kv_heads)
@@ -353,7 +350,7 @@ def _is_number(x: Any) -> bool:
 
 
 def prepared(q: Tensor, k: Tensor, optional: dict[str, Any]) -> dict[str, Any]:
-    """Checked optional arguments, as every backend takes them.
+    """The checked optional arguments, in the form that every backend takes.
 
     Slopes and params have the statistics' dtype and the device of q. A window is at most as wide as
     the keys: a wider one hides no more.

@@ -8,8 +8,8 @@ streaming softmax, throw it away:
             R:2R   [   ]  [ / ]                      inside: no mask
            2R:3R   [   ]  [   ]  [ / ]            (nothing drawn: skipped)
 
-The softmax object is a parameter, and so is the order of the loops: the exact twins and the broken
-variants run through this very code. Dao, "FlashAttention-2" (2023), algorithm 1 (forward) and 2
+The softmax object is a parameter, and so is the order of the loops: the exact variants and the
+broken ones run through this very code. Dao, "FlashAttention-2" (2023), algorithm 1 (forward) and 2
 (backward).
 
 Dimensions: B batch, H = H_kv * G query heads, N queries, M keys, D head dim; a tile is R = block_q
@@ -60,8 +60,8 @@ class TileLoop:
     def scores(
         self, q_rows: Tensor, k_keys: Tensor, rows: slice, keys: slice, needs_mask: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """One tile of scores (B, H_kv, G, R, T): scaled, capped, biased, masked. Also how they
-        change with the scaled score, unless 1.
+        """One tile of scores (B, H_kv, G, R, T): scaled, capped, biased, masked. Also d score / d
+        scaled score, or None where it is 1.
         """
         scores = q_rows.to(self.dtype) @ k_keys.to(self.dtype).mT * self.scale
         derivative = None

@@ -1,5 +1,4 @@
-"""A backend under examination: the cases it takes, and what it makes of them. See
-conformance.properties.
+"""A backend under test: the cases it takes, and its results for them. See conformance.properties.
 
 Dimensions: N queries, M keys.
 """
@@ -15,8 +14,7 @@ from torch import Tensor
 from attention import Backend, attention
 from conformance.cases import Case, Expected, compare, expect, run
 
-# on a CPU whoever can choose runs with tiles small enough that every case crosses several, ragged
-# at the end
+# on a CPU the tiles are small, so that every case crosses several and the last one is ragged
 TILES = {"block_q": 32, "block_kv": 16}
 
 # the same for every backend, so it is computed once
@@ -28,8 +26,7 @@ class Check(NamedTuple):
     error: float
     budget: float
     multiple: float | None = (
-        # error in units of naive attention's own, or of the rounding no one escapes where that is
-        # more
+        # error in units of naive attention's own, or of the unavoidable rounding where that is more
         None
     )
 
@@ -41,7 +38,7 @@ class Check(NamedTuple):
 
 @dataclass
 class Subject:
-    """A backend under examination, on one device and in one dtype."""
+    """A backend under test, on one device and in one dtype."""
 
     backend: Backend
     device: str
@@ -74,7 +71,7 @@ class Subject:
         return Case(num_queries=num_queries, num_keys=num_keys or num_queries, **fields)
 
     def takes(self, case: Case, *, backward: bool) -> bool:
-        """Whether the backend says so. Its reasons are kept."""
+        """Whether the backend takes the case. Its reasons not to are kept in `refusals`."""
         tensors, arguments, *_ = case.make(self.dtype, self.device)
         reasons = self.backend.unsupported_reasons(
             *(x.requires_grad_(backward) for x in tensors), **arguments

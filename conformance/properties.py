@@ -1,13 +1,11 @@
-"""What attention owes its caller, property by property, checked for any backend: ours, broken ones,
-and yours.
+"""The properties of attention, checked for any backend: ours, broken ones, and yours.
 
     for cell in verify_backend(get_backend("tiled")): print(cell.property, cell.status, cell.note)
 
-A property is a function that yields checks: an error and the budget it must stay in, which is
-relative to naive attention's own error (see conformance.cases). A backend is green where every
-check holds, red where one does not, and n/a where it declares that it takes no such input. A
-defect, or a backend that is exact but not frugal, names in `breaks` what it is red in; red
-elsewhere is a mistake.
+A property is a function that yields checks: an error and its budget, which is relative to naive
+attention's own error (see conformance.cases). A backend is green where every check holds, red where
+one fails, and n/a where it declares that it takes no such input. A defect, or an exact backend that
+needs much memory, names in `breaks` the properties in which it is red.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -111,7 +109,7 @@ def block_sizes(subject: Subject) -> Iterator[Check]:
         if subject.takes(case, backward=False):
             expected = subject.expected(case)
             first = None
-            # one tile holds all keys of the CPU's cases
+            # the last one holds all keys of the CPU's cases
             for block_q, block_kv in (
                 (32, 16),
                 (16, 32),
@@ -123,8 +121,8 @@ def block_sizes(subject: Subject) -> Iterator[Check]:
                     *expected.tensors, backend=backend, **expected.arguments
                 ).double()
                 first = out if first is None else first
-                # results a hair apart may round to neighbours, and those of a defect may be larger
-                # than the reference
+                # nearly equal results may round to neighbors, and a defect's may be larger than the
+                # reference
                 neighbours = torch.finfo(subject.dtype).eps * first.abs().max().item()
                 yield Check(
                     f"tiles {block_q}x{block_kv} of {case}",
@@ -181,7 +179,7 @@ def shifted_down(subject: Subject) -> Iterator[Check]:
 
 
 def float32_statistics(subject: Subject) -> Iterator[Check]:
-    """With 16-bit inputs scores, sums and lse are kept in float32: it shows where the scores stand
+    """With 16-bit inputs scores, sums and lse are kept in float32, which shows where scores are
     near 100.
     """
     for dtype in (
@@ -298,7 +296,7 @@ def strides(subject: Subject) -> Iterator[Check]:
 
 
 def no_leak_forward(subject: Subject) -> Iterator[Check]:
-    """What later keys and values hold does not move an earlier output, however large they are."""
+    """Later keys and values do not change an earlier output, however large they are."""
     case = subject.case()
     if subject.takes(case, backward=False):
         expected = subject.expected(case)
@@ -326,7 +324,7 @@ def no_leak_backward(subject: Subject) -> Iterator[Check]:
             d_out = torch.zeros_like(q)
             d_out[:, :, rows] = expected.d_out[:, :, rows].to(q.dtype)
             dq, dk, dv = torch.autograd.grad(subject.attend(q, k, v), (q, k, v), d_out)
-            # keys are only barred from the outputs before them
+            # a key is hidden from earlier queries only
             for name, x in (
                 {"dq": dq, "dk": dk, "dv": dv}.items() if zero.start else {"dq": dq}.items()
             ):
@@ -335,8 +333,8 @@ def no_leak_backward(subject: Subject) -> Iterator[Check]:
 
 
 def mask_positions(subject: Subject) -> Iterator[Check]:
-    """Which keys carry weight, key by key: the mask goes by positions in the sequence, wherever the
-    tiles lie.
+    """Which keys have weight, key by key: the mask depends on positions in the sequence, not on
+    tiles.
     """
     n = subject.length
     documents = {"document_ids": True}
@@ -402,7 +400,7 @@ def growth(subject: Subject, *figures: str) -> Iterator[Check]:
 
 
 def _exponents(backend: Backend, lengths: tuple[int, ...], **shape: Any) -> dict[str, float]:
-    # two properties look at one measurement
+    # two properties share one measurement
     key = (id(backend.fn), str(backend.options), lengths, str(shape))
     if _measured.get("key") != key:
         _measured.update(key=key, exponents=exponents(backend, lengths, **shape))
@@ -413,14 +411,12 @@ _measured: dict[str, Any] = {}
 
 
 def saved_bytes(subject: Subject) -> Iterator[Check]:
-    """What is kept for the backward pass grows like N, not like N x M."""
+    """The bytes saved for the backward pass grow like N, not like N x M."""
     yield from growth(subject, "saved")
 
 
 def largest_tensor(subject: Subject) -> Iterator[Check]:
-    """No intermediate, of the forward or the backward pass, is of N x M, and their peak grows like
-    N.
-    """
+    """No intermediate tensor of either pass is N x M, and their peak grows like N."""
     yield from growth(subject, "largest", "peak")
 
 
@@ -435,7 +431,7 @@ def deterministic_algorithms() -> Iterator[None]:
 
 
 def bitwise_repeat(subject: Subject) -> Iterator[Check]:
-    """The same call gives the same bits again, once PyTorch is asked for deterministic kernels."""
+    """The same call gives the same bits again, where PyTorch must use deterministic kernels."""
     case = subject.case(batch=2, num_heads=4, num_kv_heads=4)
     if not subject.passes(case):
         return
@@ -520,7 +516,7 @@ PROPERTIES: dict[str, Property] = {
     "compiled = eager": compiled_equals_eager,
     "prefill = decode": prefill_equals_decode,
 }
-# these say nothing about whether a result is right, and take their time
+# these take long, and do not tell whether a result is right
 SLOW = {"saved bytes", "largest tensor", "bitwise repeat", "compiled = eager"}
 
 
@@ -558,7 +554,7 @@ def examine(subject: Subject, name: str) -> Cell:
 
 
 def check_breaks(backend: Backend) -> None:
-    """Raise ValueError where `breaks` names what is no property."""
+    """Raise ValueError where `breaks` names something that is not a property."""
     unknown = backend.breaks - PROPERTIES.keys()
     if unknown:
         raise ValueError(
@@ -589,8 +585,8 @@ def verify_backend(
 def red_properties(
     backend: Backend, *, device: str | torch.device, dtype: torch.dtype
 ) -> list[str]:
-    """The names of the properties, as far as results go, that came out red in a quick check; those
-    a defect documents included.
+    """The properties that are red in a quick check of the results, including those that a defect
+    documents.
     """
     cells = verify_backend(backend, device=device, dtype=dtype, quick=True, random_cases=4)
     return [cell.property for cell in cells if cell.status == "red"]
