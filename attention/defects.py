@@ -107,17 +107,18 @@ def unscaled_loop(q: Tensor, k: Tensor, *, scale: float, **arguments: Any) -> Ti
 # conformance.properties.PROPERTIES
 WRONG = frozenset(
     {
-        *(
-            "forward",
-            "gradients",
-            "lse",
-            "large logits",
-            "logits + 100",
-            "logits - 120",
-            "float32 statistics",
-            "ragged tails",
-        ),
-        *("first tile masked", "N != M", "grouped heads", "optional arguments"),
+        "forward",
+        "gradients",
+        "lse",
+        "large logits",
+        "logits + 100",
+        "logits - 120",
+        "float32 statistics",
+        "ragged tails",
+        "first tile masked",
+        "N != M",
+        "grouped heads",
+        "optional arguments",
     }
 )
 LEAKS = frozenset(
@@ -141,11 +142,9 @@ NO_MAX = also_in_triton(
     tile_loop_backend(
         "no_max",
         softmax=NoMax,
-        defect="no maximum is subtracted: exact until one score passes ln(largest "
-        "number), 88.72 in "
-        "float32 and bfloat16 and 11.09 in "
-        "float16 (p is cast for p @ v); then inf, NaN or exact zeros; NaN too where every score "
-        "of a row is below -104, as every exp is 0",
+        defect="no maximum is subtracted: exact until one score passes ln(largest number), 88.72 "
+        "in float32 and bfloat16 and 11.09 in float16 (p is cast for p @ v); then inf, NaN or "
+        "exact zeros; NaN too where every score of a row is below -104, as every exp is 0",
         breaks=frozenset({"large logits", "logits + 100", "logits - 120", "float32 statistics"}),
     )
 )
@@ -154,8 +153,8 @@ NO_RESCALE = also_in_triton(
         "no_rescale",
         softmax=NoRescale,
         defect="each tile subtracts its own maximum and earlier sums are never rescaled: finite, "
-        "plausible and wrong, every tile counts "
-        "as if its best key were equally good; exact when one tile holds all keys",
+        "plausible and wrong, every tile counts as if its best key were equally good; exact when "
+        "one tile holds all keys",
         breaks=WRONG | {"block sizes", "key permutation"},
     )
 )
@@ -165,18 +164,15 @@ DEFECTS = (
     tile_loop_backend(
         "local_softmax",
         softmax=LocalSoftmax,
-        defect="each tile is normalised on its own and the results are summed: the "
-        "weights of a row "
-        "add up to the number of its tiles",
+        defect="each tile is normalised on its own and the results are summed: the weights of a "
+        "row add up to the number of its tiles",
         breaks=WRONG | {"block sizes", "key permutation", "rows sum to one"},
     ),
     tile_loop_backend(
         "zero_init_max",
         softmax=ZeroInitMax,
-        defect="the running maximum starts at 0: exact unless every score of a row is "
-        "very negative "
-        "(NaN near -104 in float32, -17 in "
-        "float16); a row without a key is NaN",
+        defect="the running maximum starts at 0: exact unless every score of a row is very "
+        "negative (NaN near -104 in float32, -17 in float16); a row without a key is NaN",
         breaks=frozenset({"logits - 120", "rows without a key"}),
     ),
     tile_loop_backend(
@@ -190,9 +186,8 @@ DEFECTS = (
     tile_loop_backend(
         "no_scale",
         make_loop=unscaled_loop,
-        defect="scores are not divided by sqrt(head_dim): sqrt(head_dim) times too "
-        "large, the stress "
-        "under which no_max dies first",
+        defect="scores are not divided by sqrt(head_dim): sqrt(head_dim) times too large, the "
+        "stress under which no_max dies first",
         breaks=WRONG,
     ),
 )

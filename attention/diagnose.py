@@ -310,49 +310,52 @@ def compare_with_exact(
     first = q.shape[2] - rows
     d_out = torch.cat((torch.zeros_like(d_out[:, :, :first]), d_out[:, :, first:]), 2)
     # as attention() calls it: with every argument that the backend declares
-    documents = {} if document_ids is None else {"document_ids": document_ids}
-    arguments = (
-        {name: None for name in OPTIONAL_ARGUMENTS if name in backend.features}
-        | documents
-        | backend.options
-    )
-    # document_ids need as many queries as keys; a change of the scores to -inf does not
-    apart = {} if document_ids is None else {"score_mod": _inside_documents(document_ids)}
+    arguments = {name: None for name in OPTIONAL_ARGUMENTS if name in backend.features}
+    if document_ids is not None:
+        arguments["document_ids"] = document_ids
+    arguments |= backend.options
     with torch.autocast(q.device.type, enabled=False):
-        out, *gradients = with_gradients(
+        out, dq, dk, dv = with_gradients(
             backend.fn, q, k, v, d_out, causal=causal, scale=scale, **arguments
         )
-        exact: list[list[Tensor]] = []
-        # head by head: the scores of all heads may not fit beside a model in training
-        for head in range(k.shape[1]):
-            own = slice(head * groups, (head + 1) * groups)
-            inputs = (
-                q[:, own, first:],
-                k[:, head : head + 1],
-                v[:, head : head + 1],
-                d_out[:, own, first:],
-            )
-            # the last rows of a causal mask that is aligned bottom-right keep their keys
-            exact.append(
-                with_gradients(
-                    naive_attention,
-                    *(x.double() for x in inputs),
-                    causal=causal,
-                    scale=scale,
-                    **apart,
-                )
-            )
-    found = (out[:, :, first:], gradients[0][:, :, first:], *gradients[1:])
+        exact = _exact_by_head(
+            q[:, :, first:], k, v, d_out[:, :, first:], document_ids, causal=causal, scale=scale
+        )
+    results = {"out": out[:, :, first:], "dq": dq[:, :, first:], "dk": dk, "dv": dv}
     row = {}
-    for name, x, parts in zip(
-        ("out", "dq", "dk", "dv"), found, zip(*exact, strict=True), strict=True
-    ):
-        x, expected = x.double(), torch.cat(parts, 1)
+    for (name, x), expected in zip(results.items(), exact, strict=True):
+        x = x.double()
         row[f"{name}_error"] = ((x - expected).norm() / expected.norm()).item()
-        row[f"{name}_cosine"] = (
-            x.flatten() @ expected.flatten() / (x.norm() * expected.norm())
-        ).item()
+        cosine = x.flatten() @ expected.flatten() / (x.norm() * expected.norm())
+        row[f"{name}_cosine"] = cosine.item()
     return row
+
+
+def _exact_by_head(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor,
+    document_ids: Tensor | None,
+    **arguments: Any,
+) -> list[Tensor]:
+    """out, dq, dk, dv of softmax attention in float64, one key/value head at a time: the scores of
+    all heads may not fit beside a model in training.
+
+    q, d_out: the last queries, whose keys a bottom-right aligned mask leaves as they are.
+    """
+    if document_ids is not None:
+        # document_ids need as many queries as keys; a change of the scores to -inf does not
+        arguments["score_mod"] = _inside_documents(document_ids)
+    groups = q.shape[1] // k.shape[1]
+    heads = zip(
+        q.split(groups, 1), k.split(1, 1), v.split(1, 1), d_out.split(groups, 1), strict=True
+    )
+    by_head = [
+        with_gradients(naive_attention, *(x.double() for x in inputs), **arguments)
+        for inputs in heads
+    ]
+    return [torch.cat(parts, 1) for parts in zip(*by_head, strict=True)]
 
 
 def _inside_documents(document_ids: Tensor) -> ScoreMod:
@@ -411,17 +414,9 @@ class Recorder:
             options = {name: arguments.pop(name) for name in backend.options}
             if keep_calls:
                 output = backend.fn(q, k, v, **arguments, **options)
-                self.calls.append(
-                    Call(
-                        q,
-                        k,
-                        v,
-                        output.out,
-                        arguments["causal"],
-                        arguments["scale"],
-                        arguments.get("document_ids"),
-                    )
-                )
+                masked = {"document_ids": arguments.get("document_ids")}
+                masked |= {name: arguments[name] for name in ("causal", "scale")}
+                self.calls.append(Call(q, k, v, output.out, **masked))
                 return output
             tile = None
             if backend.observable:
@@ -434,17 +429,11 @@ class Recorder:
                 self.max_scores.append(max_score(q, k, **arguments))
                 output = backend.fn(q, k, v, **arguments, **options)
             if look_for_breakdowns:
+                configured = backend.configured(**options)
                 with torch.no_grad():
-                    found = _breakdown(
-                        q,
-                        k,
-                        v,
-                        output.out,
-                        tile,
-                        backend=backend.configured(**options),
-                        **arguments,
+                    self.breakdowns.append(
+                        _breakdown(q, k, v, output.out, tile, backend=configured, **arguments)
                     )
-                self.breakdowns.append(found)
             return output
 
         self.backend = replace(backend, fn=recorded, traceable=False)

@@ -47,6 +47,8 @@ class Subject:
     seed: int
     rows: dict[Case, dict[str, Any] | None] = field(default_factory=dict)
     refusals: list[str] = field(default_factory=list)  # of the property in hand
+    # how memory grows with the length; two properties share the measurement
+    exponents: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.given = self.backend

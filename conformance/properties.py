@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -384,30 +383,17 @@ def optional_arguments(subject: Subject) -> Iterator[Check]:
 
 def growth(subject: Subject, *figures: str) -> Iterator[Check]:
     head_dim = 32 if 32 in subject.head_dims else subject.head_dims[0]
-    case = subject.case(128, head_dim=head_dim)
-    if subject.takes(case, backward=True):
-        lengths = (128, 256, 512) if subject.device == "cpu" else (2048, 4096, 8192)
-        found = _exponents(
+    if not subject.takes(subject.case(128, head_dim=head_dim), backward=True):
+        return
+    lengths = (128, 256, 512) if subject.device == "cpu" else (2048, 4096, 8192)
+    if not subject.exponents:
+        subject.exponents = exponents(
             subject.given, lengths, device=subject.device, dtype=subject.dtype, head_dim=head_dim
         )
-        for name in figures:
-            if name in found:
-                yield Check(
-                    f"exponent of N in the {name} bytes, N = {lengths[0]} to {lengths[-1]}",
-                    found[name],
-                    LINEAR,
-                )
-
-
-def _exponents(backend: Backend, lengths: tuple[int, ...], **shape: Any) -> dict[str, float]:
-    # two properties share one measurement
-    key = (id(backend.fn), str(backend.options), lengths, str(shape))
-    if _measured.get("key") != key:
-        _measured.update(key=key, exponents=exponents(backend, lengths, **shape))
-    return _measured["exponents"]
-
-
-_measured: dict[str, Any] = {}
+    for name in figures:
+        if name in subject.exponents:
+            what = f"exponent of N in the {name} bytes, N = {lengths[0]} to {lengths[-1]}"
+            yield Check(what, subject.exponents[name], LINEAR)
 
 
 def saved_bytes(subject: Subject) -> Iterator[Check]:
