@@ -71,38 +71,32 @@ def check_int64(key: str, value: Any) -> None:
 
 @dataclass
 class AttentionConfig:
-    """Which attention runs, and the options of the backends that have any."""
+    """Which attention runs, and the options of the backends that have any.
 
-    # a name in attention.BACKENDS, pkg.module:NAME of a Backend of one's own, or custom with a
+    conf/attention/NAME.yaml holds the options of NAME with their defaults; None is the default too.
+    """
+
+    # a name in attention.BACKENDS, pkg.module:NAME of a Backend of your own, or custom with a
     # target
     name: str = "tiled"
-    target: str | None = (
-        None  # attention=custom: where the user's Backend lives, as pkg.module:NAME
-    )
-    options: dict[str, Any] = field(
-        default_factory=dict
-    )  # a Backend of one's own: passed to its function
-    block_q: int | None = None  # query rows of a tile; None leaves the backend's own default
-    block_kv: int | None = None  # keys of a tile; None leaves the backend's own default
-    softmax_dtype: str | None = (
-        None  # tile loops: "float32" statistics, or "input" to keep them in q's dtype
-    )
-    kernel: str | None = (
-        None  # triton: portable, hopper (Gluon kernels for sm_90) or auto; None leaves auto
-    )
-    impl: str | None = (
-        # no_max, no_rescale: "tiled" in plain PyTorch, or "triton" at the speed of the kernels
-        None
-    )
-    detach_max: bool | None = (
-        None  # defects: treat the subtracted maximum as a constant in the backward pass
-    )
+    # attention=custom: where your Backend is, as pkg.module:NAME
+    target: str | None = None
+    # passed to the function of a Backend of your own
+    options: dict[str, Any] = field(default_factory=dict)
+    block_q: int | None = None  # query rows of a tile
+    block_kv: int | None = None  # keys of a tile
+    # tile loops: "float32" statistics, or "input" to keep them in q's dtype
+    softmax_dtype: str | None = None
+    kernel: str | None = None  # triton: portable, hopper (Gluon kernels for sm_90) or auto
+    # no_max, no_rescale: "tiled" in plain PyTorch, or "triton" at the speed of the kernels
+    impl: str | None = None
+    # defects: treat the subtracted maximum as a constant in the backward pass
+    detach_max: bool | None = None
     backend: str | None = None  # sdpa: auto, flash, efficient, cudnn or math
     switch_at: int | None = None  # step after which another attention takes over; None means never
     switch_to: str | None = None  # its name in attention.BACKENDS, or pkg.module:NAME
-    switch_options: dict[str, Any] = field(
-        default_factory=dict
-    )  # its options, as +attention.switch_options.block_kv=16
+    # its options, as +attention.switch_options.block_kv=16
+    switch_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key in ("block_q", "block_kv"):

@@ -6,17 +6,13 @@ register(Backend("mine", my_function))                                    # your
 backend="mine"
 """
 
-import importlib
-import os
-import sys
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attention.defects import DEFECTS
+from attention.backends import BACKENDS, get_backend, is_operator, register
 from attention.diagnose import (
     LIMITS,
     Breakdown,
@@ -25,8 +21,6 @@ from attention.diagnose import (
     find_breakdown,
     max_score,
 )
-from attention.exact_variants import EXACT_VARIANTS
-from attention.flex import FLEX
 from attention.interface import (
     AttentionOutput,
     Backend,
@@ -35,12 +29,9 @@ from attention.interface import (
     check_output,
     prepared,
 )
-from attention.kernels import TRITON, kernel_choice
-from attention.naive import NAIVE
+from attention.kernels import kernel_choice
 from attention.probe import probe
-from attention.sdpa import SDPA
 from attention.tile_op import operator_attention
-from attention.tiled import TILED
 
 __all__ = [
     "BACKENDS",
@@ -54,64 +45,12 @@ __all__ = [
     "compare_with_exact",
     "find_breakdown",
     "get_backend",
+    "is_operator",
     "kernel_choice",
     "max_score",
     "probe_backend",
     "register",
 ]
-
-BACKENDS: dict[str, Backend] = {
-    backend.name: backend
-    for backend in (NAIVE, TILED, TRITON, SDPA, FLEX, *EXACT_VARIANTS, *DEFECTS)
-}
-
-
-def register(backend: Backend) -> None:
-    """Add a backend of your own to the table. Raises ValueError where the name is taken."""
-    if backend.name in BACKENDS:
-        raise ValueError(
-            f"a backend named {backend.name!r} exists already; names in use: {', '.join(BACKENDS)}"
-        )
-    BACKENDS[backend.name] = backend
-
-
-def get_backend(name: str, **options: Any) -> Backend:
-    """The backend of that name, with its options set. Raises ValueError for an unknown name or
-    option, listing the valid ones.
-
-    `pkg.module:NAME` is a user's Backend, found from the current folder or anywhere Python looks.
-    It goes by that name, since two of them may call themselves alike.
-    """
-    if name in BACKENDS:
-        return BACKENDS[name].configured(**options)
-    if ":" in name:
-        return _load(name).configured(**options)
-    raise ValueError(
-        f"attention={name} is not known; valid: {', '.join(BACKENDS)}, or pkg.module:NAME for a "
-        "Backend of your own"
-    )
-
-
-def _load(target: str) -> Backend:
-    module_name, _, attribute = target.partition(":")
-    if not module_name or not attribute:
-        raise ValueError(f"attention={target} must read pkg.module:NAME")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # whatever the user's module raises while it is imported
-        raise ValueError(
-            f"attention={target} cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(found, Backend):
-        raise ValueError(
-            f"attention={target} must be an attention.Backend, it is a {type(found).__name__}"
-        )
-    return replace(found, name=target)
 
 
 def attention(
@@ -128,8 +67,8 @@ def attention(
     document_ids: Tensor | None = None,
     score_mod: ScoreMod | None = None,
 ) -> AttentionOutput:
-    """softmax(q k^T * scale, masked) v by the named backend, and no other: what it cannot do is a
-    ValueError with every reason.
+    """softmax(q k^T * scale, masked) v by the named backend, and no other. Inputs that it does not
+    take raise a ValueError with every reason.
 
     q             (B, H, N, D), floating
     k, v          (B, H_kv, M, D), same dtype and device as q; H a multiple of H_kv (grouped-query,
@@ -148,10 +87,9 @@ def attention(
                   alibi_slopes
 
     Order: scale, softcap, alibi, mask, softmax. A row that sees no key gives out = 0 and lse =
-    -inf, with zero gradients. A score of -inf is that of a hidden key, wherever it comes from: so
-    does a row whose every score falls to -inf by overflow. A score of inf or NaN makes its row NaN.
-    Statistics, sums and all that changes a score are float32 (float64 for float64), and autocast
-    has no say inside.
+    -inf, with zero gradients. A score of -inf hides its key, also where it comes from overflow. A
+    score of inf or NaN makes its row NaN. Statistics, sums and score changes are float32 (float64
+    for float64); autocast is off inside.
     """
     if isinstance(backend, str):
         backend = get_backend(backend)
@@ -165,7 +103,7 @@ def attention(
     check_inputs(q, k, v, causal=causal, scale=scale, **optional)
     backend.check_supported(q, k, v, causal=causal, scale=scale, **optional)
     optional = prepared(q, k, optional)
-    if torch.compiler.is_compiling() and backend.operator and score_mod is None:
+    if torch.compiler.is_compiling() and is_operator(backend) and score_mod is None:
         function = partial(operator_attention, backend.name)
     else:
         function = backend.fn if backend.traceable else torch.compiler.disable(backend.fn)

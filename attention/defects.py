@@ -16,7 +16,7 @@ from attention.interface import Backend
 from attention.kernels import broken_triton_backend
 from attention.mask import QueryTile, VisibleKeys, visible_keys
 from attention.online_softmax import OnlineSoftmax, finite, weighted_sum
-from attention.tiled import tile_loop_backend, tiled_attention
+from attention.tiled import TileLoop, make_loop, tile_loop_backend
 
 
 class NoMax(OnlineSoftmax):
@@ -79,7 +79,7 @@ class RelativeMask(VisibleKeys):
     """
 
     def query_tiles(self, block_q: int) -> list[QueryTile]:
-        # the tiles of the future cannot be skipped: that would hide the leak
+        # do not skip the tiles of the future: that would hide the leak
         return [replace_bounds(tile, self.num_keys) for tile in super().query_tiles(block_q)]
 
     def mask(self, rows: slice | None = None, keys: slice | None = None) -> Tensor:
@@ -98,26 +98,27 @@ def relative_keys(q: Tensor, k: Tensor, *, causal: bool, **optional: Any) -> Vis
     return RelativeMask(visible.lo, visible.hi, visible.num_keys) if causal else visible
 
 
-def unscaled_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **arguments: Any) -> Any:
-    """The 1 / sqrt(D) is left out, whatever scale was asked for."""
-    return tiled_attention(q, k, v, scale=1.0, **arguments)
+def unscaled_loop(q: Tensor, k: Tensor, *, scale: float, **arguments: Any) -> TileLoop:
+    """The loop without 1 / sqrt(D), whatever scale was asked for."""
+    return make_loop(q, k, scale=1.0, **arguments)
 
 
 # red wherever the result is compared with softmax attention's; names of
 # conformance.properties.PROPERTIES
 WRONG = frozenset(
     {
-        *(
-            "forward",
-            "gradients",
-            "lse",
-            "large logits",
-            "logits + 100",
-            "logits - 120",
-            "float32 statistics",
-            "ragged tails",
-        ),
-        *("first tile masked", "N != M", "grouped heads", "optional arguments"),
+        "forward",
+        "gradients",
+        "lse",
+        "large logits",
+        "logits + 100",
+        "logits - 120",
+        "float32 statistics",
+        "ragged tails",
+        "first tile masked",
+        "N != M",
+        "grouped heads",
+        "optional arguments",
     }
 )
 LEAKS = frozenset(
@@ -141,11 +142,9 @@ NO_MAX = also_in_triton(
     tile_loop_backend(
         "no_max",
         softmax=NoMax,
-        defect="no maximum is subtracted: exact until one score passes ln(largest "
-        "number), 88.72 in "
-        "float32 and bfloat16 and 11.09 in "
-        "float16 (p is cast for p @ v); then inf, NaN or exact zeros; NaN too where every score "
-        "of a row is below -104, as every exp is 0",
+        defect="no maximum is subtracted: exact until one score passes ln(largest number), 88.72 "
+        "in float32 and bfloat16 and 11.09 in float16 (p is cast for p @ v); then inf, NaN or "
+        "exact zeros; NaN too where every score of a row is below -104, as every exp is 0",
         breaks=frozenset({"large logits", "logits + 100", "logits - 120", "float32 statistics"}),
     )
 )
@@ -154,8 +153,8 @@ NO_RESCALE = also_in_triton(
         "no_rescale",
         softmax=NoRescale,
         defect="each tile subtracts its own maximum and earlier sums are never rescaled: finite, "
-        "plausible and wrong, every tile counts "
-        "as if its best key were equally good; exact when one tile holds all keys",
+        "plausible and wrong, every tile counts as if its best key were equally good; exact when "
+        "one tile holds all keys",
         breaks=WRONG | {"block sizes", "key permutation"},
     )
 )
@@ -165,18 +164,15 @@ DEFECTS = (
     tile_loop_backend(
         "local_softmax",
         softmax=LocalSoftmax,
-        defect="each tile is normalised on its own and the results are summed: the "
-        "weights of a row "
-        "add up to the number of its tiles",
+        defect="each tile is normalised on its own and the results are summed: the weights of a "
+        "row add up to the number of its tiles",
         breaks=WRONG | {"block sizes", "key permutation", "rows sum to one"},
     ),
     tile_loop_backend(
         "zero_init_max",
         softmax=ZeroInitMax,
-        defect="the running maximum starts at 0: exact unless every score of a row is "
-        "very negative "
-        "(NaN near -104 in float32, -17 in "
-        "float16); a row without a key is NaN",
+        defect="the running maximum starts at 0: exact unless every score of a row is very "
+        "negative (NaN near -104 in float32, -17 in float16); a row without a key is NaN",
         breaks=frozenset({"logits - 120", "rows without a key"}),
     ),
     tile_loop_backend(
@@ -189,10 +185,9 @@ DEFECTS = (
     ),
     tile_loop_backend(
         "no_scale",
-        function=unscaled_attention,
-        defect="scores are not divided by sqrt(head_dim): sqrt(head_dim) times too "
-        "large, the stress "
-        "under which no_max dies first",
+        make_loop=unscaled_loop,
+        defect="scores are not divided by sqrt(head_dim): sqrt(head_dim) times too large, the "
+        "stress under which no_max dies first",
         breaks=WRONG,
     ),
 )

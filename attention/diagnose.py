@@ -27,8 +27,8 @@ LIMITS = {
 }  # 11.09, 88.72, 88.72
 
 
-# scores that max_score() holds at once: 4 MiB stay in the caches of a CPU; of 256 MiB a GPU makes
-# large products, and few
+# scores that max_score() holds at once: 4 MiB fit into the caches of a CPU; 256 MiB give a GPU few,
+# large products
 PIECE_SCORES = {"cpu": 2**20, "cuda": 2**26}
 
 
@@ -48,7 +48,7 @@ def max_score(
     )
     if changed or scale == 0:
         maxima = TileMaxima(q)
-        # the tiles are only looked at: large ones take fewer steps
+        # their size does not change the scores: large tiles take fewer steps
         TILED.fn(
             q,
             k,
@@ -81,8 +81,7 @@ def _largest_product(q: Tensor, k: Tensor, visible: VisibleKeys) -> Tensor:
     """
     (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
-    # on a GPU a product of 16-bit numbers has its sums in float32, if asked to; on a CPU it would
-    # round them
+    # a GPU can sum a product of 16-bit numbers in float32; a CPU would round the sums
     multiply = torch.bmm
     if q.device.type == "cuda" and q.dtype != dtype:
         multiply = partial(torch.bmm, out_dtype=dtype)
@@ -105,13 +104,13 @@ def _largest_product(q: Tensor, k: Tensor, visible: VisibleKeys) -> Tensor:
                     hidden, -torch.inf
                 )
             largest.append(products.amax())
-            del products  # before there is another piece
+            del products  # before the next piece is made
     return torch.stack(largest).amax()
 
 
 def _key_ranges(tile: QueryTile) -> list[tuple[slice, bool]]:
-    """The keys that some row of the tile sees, and whether another does not: left of what all rows
-    see, that, and right of it.
+    """(keys, needs_mask) for the keys left of those that all rows of the tile see, for those, and
+    for the keys right of them.
     """
     if tile.full_first < tile.full_last:
         ranges = (
@@ -125,10 +124,10 @@ def _key_ranges(tile: QueryTile) -> list[tuple[slice, bool]]:
 
 
 class TileMaxima:
-    """An observer of the tile loop that keeps the largest score of each tile, and with `states`
-    what tells whether its state is finite.
+    """An observer of the tile loop that keeps the largest score of each tile. With `states` it also
+    keeps the largest row_sum and acc, which show whether the state is finite.
 
-    Nothing is read from a GPU before the loop is over, or it would wait at every tile.
+    It reads nothing from a GPU before the loop is over, so the GPU never waits at a tile.
     """
 
     def __init__(self, q: Tensor, *, states: bool = False) -> None:
@@ -143,7 +142,7 @@ class TileMaxima:
         ] = []  # of a tile's row_sum and acc the largest magnitudes; a NaN is the largest of all
 
     def observe(self, tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
-        # a backward pass that runs the tile again would have its graph kept alive
+        # detached: a backward pass that runs the tile again must not keep its graph alive
         self.values.append(scores.detach().amax().to(self.values[0].dtype))
         if self.states:
             self.sums += [
@@ -218,8 +217,8 @@ def _breakdown(
     backend: Backend,
     **arguments: Any,
 ) -> Breakdown | None:  # fmt: skip
-    """find_breakdown() of a call that has been made, which gave `out` and left the finite range in
-    that tile of its loop.
+    """find_breakdown() of a finished call, which returned `out` and left the finite range in tile
+    number `tile` of its loop.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if (at := _first(~x.isfinite())) is not None:
@@ -230,45 +229,41 @@ def _breakdown(
     return first and replace(first, fate=_fate(out[first.sequence, first.head, first.row]))
 
 
-class _Found(Exception):
-    """Ends a loop that has come to its tile; its argument is the breakdown there."""
-
-
 def _in_tile(
     q: Tensor, k: Tensor, v: Tensor, number: int, *, backend: Backend, **arguments: Any
 ) -> Breakdown | None:
-    """What left the finite range in the tile of that number, or in one after it: the loop is run
-    again, up to there.
+    """What left the finite range in the tile of that number, or in one after it. Runs the loop
+    again.
     """
     numbers = count()
+    breakdowns: list[Breakdown] = []
 
     def observe(tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
-        if next(numbers) < number:
+        if next(numbers) < number or breakdowns:
             return
-        # (B, H_kv, G, R, T or 1 or D)
-        for name, x in (("scores", scores), ("row_sum", state.row_sum), ("acc", state.acc)):
-            if (
-                at := _first(x.isnan() | (x == torch.inf if name == "scores" else x.isinf()))
-            ) is not None:
+        # (B, H_kv, G, R, T or 1 or D); a score of -inf is hidden
+        bad = {
+            "scores": scores.isnan() | (scores == torch.inf),
+            "row_sum": ~state.row_sum.isfinite(),
+            "acc": ~state.acc.isfinite(),
+        }
+        for name, is_bad in bad.items():
+            if (at := _first(is_bad)) is not None:
                 sequence, group, member, row = at[:4]
-                largest = scores[sequence, group, member].amax().item()
-                where = ((tile.start, tile.stop), (keys.start, min(keys.stop, k.shape[2])))
-                raise _Found(
-                    Breakdown(
-                        name,
-                        *where,
-                        largest,
-                        sequence,
-                        group * x.shape[2] + member,
-                        tile.start + row,
-                    )
+                breakdown = Breakdown(
+                    name,
+                    queries=(tile.start, tile.stop),
+                    keys=(keys.start, min(keys.stop, k.shape[2])),
+                    max_score=scores[sequence, group, member].amax().item(),
+                    sequence=sequence,
+                    head=group * is_bad.shape[2] + member,
+                    row=tile.start + row,
                 )
+                breakdowns.append(breakdown)
+                return
 
-    try:
-        backend.fn(q, k, v, **arguments, **backend.options, observer=observe)
-    except _Found as found:
-        return found.args[0]
-    return None
+    backend.fn(q, k, v, **arguments, **backend.options, observer=observe)
+    return breakdowns[0] if breakdowns else None
 
 
 def _first(bad: Tensor) -> list[int] | None:
@@ -282,8 +277,8 @@ def _fate(x: Tensor) -> str:
     return "inf" if x.isinf().any() else "finite" if x.any() else "zero"
 
 
-# scores of one key/value head that the reference below may hold: 2048 x 2048 float64, five such
-# matrices at once, 160 MiB
+# largest number of scores of the reference for one key/value head: 2048 x 2048, in five float64
+# matrices, 160 MiB
 REFERENCE_SCORES = 2**22
 
 
@@ -303,7 +298,7 @@ def compare_with_exact(
 
     Returns {name}_error, |x - exact| / |exact| in the Euclidean norm over the whole tensor, and
     {name}_cosine, for each of the four. q, d_out (B, H, N, D); k, v (B, H_kv, M, D). The exact
-    values hold for the very numbers in q, k, v, d_out, whatever their dtype.
+    values are those of the numbers in q, k, v, d_out as rounded to their dtype.
 
     Only the last REFERENCE_SCORES / (B * H / H_kv * M) queries are compared, all of them up to M =
     2048 without grouped heads. The gradient that comes in through the others is set to 0, so dk and
@@ -314,50 +309,53 @@ def compare_with_exact(
     rows = min(q.shape[2], max(1, REFERENCE_SCORES // (q.shape[0] * groups * k.shape[2])))
     first = q.shape[2] - rows
     d_out = torch.cat((torch.zeros_like(d_out[:, :, :first]), d_out[:, :, first:]), 2)
-    # as attention() calls it: with every argument that the backend has a name for
-    documents = {} if document_ids is None else {"document_ids": document_ids}
-    arguments = (
-        {name: None for name in OPTIONAL_ARGUMENTS if name in backend.features}
-        | documents
-        | backend.options
-    )
-    # document_ids need as many queries as keys; a change of the scores to -inf does not
-    apart = {} if document_ids is None else {"score_mod": _inside_documents(document_ids)}
+    # as attention() calls it: with every argument that the backend declares
+    arguments = {name: None for name in OPTIONAL_ARGUMENTS if name in backend.features}
+    if document_ids is not None:
+        arguments["document_ids"] = document_ids
+    arguments |= backend.options
     with torch.autocast(q.device.type, enabled=False):
-        out, *gradients = _with_gradients(
+        out, dq, dk, dv = with_gradients(
             backend.fn, q, k, v, d_out, causal=causal, scale=scale, **arguments
         )
-        exact: list[list[Tensor]] = []
-        # head by head: the matrix of scores of all of them need not fit beside a model in training
-        for head in range(k.shape[1]):
-            own = slice(head * groups, (head + 1) * groups)
-            inputs = (
-                q[:, own, first:],
-                k[:, head : head + 1],
-                v[:, head : head + 1],
-                d_out[:, own, first:],
-            )
-            # the last rows of a causal mask that is aligned bottom-right keep their keys
-            exact.append(
-                _with_gradients(
-                    naive_attention,
-                    *(x.double() for x in inputs),
-                    causal=causal,
-                    scale=scale,
-                    **apart,
-                )
-            )
-    found = (out[:, :, first:], gradients[0][:, :, first:], *gradients[1:])
+        exact = _exact_by_head(
+            q[:, :, first:], k, v, d_out[:, :, first:], document_ids, causal=causal, scale=scale
+        )
+    results = {"out": out[:, :, first:], "dq": dq[:, :, first:], "dk": dk, "dv": dv}
     row = {}
-    for name, x, parts in zip(
-        ("out", "dq", "dk", "dv"), found, zip(*exact, strict=True), strict=True
-    ):
-        x, expected = x.double(), torch.cat(parts, 1)
+    for (name, x), expected in zip(results.items(), exact, strict=True):
+        x = x.double()
         row[f"{name}_error"] = ((x - expected).norm() / expected.norm()).item()
-        row[f"{name}_cosine"] = (
-            x.flatten() @ expected.flatten() / (x.norm() * expected.norm())
-        ).item()
+        cosine = x.flatten() @ expected.flatten() / (x.norm() * expected.norm())
+        row[f"{name}_cosine"] = cosine.item()
     return row
+
+
+def _exact_by_head(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor,
+    document_ids: Tensor | None,
+    **arguments: Any,
+) -> list[Tensor]:
+    """out, dq, dk, dv of softmax attention in float64, one key/value head at a time: the scores of
+    all heads may not fit beside a model in training.
+
+    q, d_out: the last queries, whose keys a bottom-right aligned mask leaves as they are.
+    """
+    if document_ids is not None:
+        # document_ids need as many queries as keys; a change of the scores to -inf does not
+        arguments["score_mod"] = _inside_documents(document_ids)
+    groups = q.shape[1] // k.shape[1]
+    heads = zip(
+        q.split(groups, 1), k.split(1, 1), v.split(1, 1), d_out.split(groups, 1), strict=True
+    )
+    by_head = [
+        with_gradients(naive_attention, *(x.double() for x in inputs), **arguments)
+        for inputs in heads
+    ]
+    return [torch.cat(parts, 1) for parts in zip(*by_head, strict=True)]
 
 
 def _inside_documents(document_ids: Tensor) -> ScoreMod:
@@ -374,7 +372,7 @@ def _inside_documents(document_ids: Tensor) -> ScoreMod:
     return ScoreMod(mask)
 
 
-def _with_gradients(
+def with_gradients(
     function: Any, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, **arguments: Any
 ) -> list[Tensor]:
     """out, dq, dk, dv."""
@@ -397,8 +395,8 @@ class Call(NamedTuple):
 
 
 class Recorder:
-    """A backend that behaves as another and keeps, call by call, the largest score and the
-    breakdown, or the tensors: one entry a layer.
+    """Wraps a backend and keeps, for each call, the largest score and the breakdown, or the
+    tensors: one entry a layer.
 
     recorder = Recorder(backend) with model.use_backend(recorder.backend): model(tokens)
     recorder.max_scores, recorder.breakdowns (look_for_breakdowns=True), or recorder.calls alone
@@ -416,21 +414,13 @@ class Recorder:
             options = {name: arguments.pop(name) for name in backend.options}
             if keep_calls:
                 output = backend.fn(q, k, v, **arguments, **options)
-                self.calls.append(
-                    Call(
-                        q,
-                        k,
-                        v,
-                        output.out,
-                        arguments["causal"],
-                        arguments["scale"],
-                        arguments.get("document_ids"),
-                    )
-                )
+                masked = {"document_ids": arguments.get("document_ids")}
+                masked |= {name: arguments[name] for name in ("causal", "scale")}
+                self.calls.append(Call(q, k, v, output.out, **masked))
                 return output
             tile = None
             if backend.observable:
-                # the scores it really works with: a defect may lie in them
+                # the scores that it really uses: the defect may be in them
                 maxima = TileMaxima(q, states=look_for_breakdowns)
                 output = backend.fn(q, k, v, **arguments, **options, observer=maxima.observe)
                 self.max_scores.append(maxima.largest())
@@ -439,17 +429,11 @@ class Recorder:
                 self.max_scores.append(max_score(q, k, **arguments))
                 output = backend.fn(q, k, v, **arguments, **options)
             if look_for_breakdowns:
+                configured = backend.configured(**options)
                 with torch.no_grad():
-                    found = _breakdown(
-                        q,
-                        k,
-                        v,
-                        output.out,
-                        tile,
-                        backend=backend.configured(**options),
-                        **arguments,
+                    self.breakdowns.append(
+                        _breakdown(q, k, v, output.out, tile, backend=configured, **arguments)
                     )
-                self.breakdowns.append(found)
             return output
 
         self.backend = replace(backend, fn=recorded, traceable=False)

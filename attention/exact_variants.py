@@ -1,7 +1,7 @@
 """Exact variants of the tile loop that look like mistakes and are not.
 
 Any shift that is the same for a row's numerator and denominator cancels, and so does any order of
-the tiles. What each of these changes is therefore free to change; comparing them with
+the tiles. Each of these classes changes something of that kind. Comparing them with
 `attention.defects` shows which steps carry the result.
 """
 

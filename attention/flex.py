@@ -33,9 +33,7 @@ def compiled(function):
 
 
 def quick(function, device: torch.device):
-    """function, compiled on a GPU unless it is about to be compiled as a part of something
-    larger.
-    """
+    """The function, compiled on a GPU unless it is traced as part of a larger graph."""
     return (
         compiled(function)
         if device.type == "cuda" and not torch.compiler.is_compiling()
@@ -78,8 +76,8 @@ def block_mask_of(
 def standing_mask(
     num_queries: int, num_keys: int, device: torch.device, *, causal: bool, window: int | None
 ) -> BlockMask | None:
-    """Without documents one mask serves every layer and step, and making it takes longer than
-    attention with a few thousand tokens.
+    """The mask without documents, shared by all layers and steps: making it takes longer than
+    attention to a few thousand tokens.
     """
     with torch.inference_mode(False), torch.no_grad():
         q, k = (torch.empty(1, 1, length, 0, device=device) for length in (num_queries, num_keys))

@@ -1,5 +1,5 @@
-"""The interface every attention backend meets: what goes in, what comes out, and what a backend
-says of itself.
+"""The interface of every attention backend: its inputs, its output, and what it declares about
+itself.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -13,20 +13,24 @@ from torch import Tensor
 
 ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# the arguments of attention() that a backend is only given when it declares the feature of the same
-# name
+# arguments of attention() that a backend receives only if it declares the feature of that name
 OPTIONAL_ARGUMENTS = ("window", "softcap", "alibi_slopes", "document_ids", "score_mod")
-# kinds of input that need no argument but that not every backend takes
+# kinds of input without an argument, which not every backend takes
 INPUT_FEATURES = ("gqa", "non_causal", "cross_length")
 FEATURES = frozenset((*OPTIONAL_ARGUMENTS, *INPUT_FEATURES, "lse"))
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
-    """In which scores, sums and every number that changes a score are kept: float32, and float64
+    """The dtype of scores, of sums and of every number that changes a score: float32, or float64
     for float64 inputs.
     """
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """float32 for torch.float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -67,18 +71,13 @@ class AttentionOutput(NamedTuple):
     )
 
 
-# tile loops by the names of their backends, for attention.tile_op: an operator takes names, not
-# functions
-LOOPS: dict[str, Callable[..., AttentionOutput]] = {}
-
-
 @dataclass(frozen=True)
 class Backend:
     """One implementation of attention, with its capabilities as data.
 
     `fn(q, k, v, *, causal, scale, **declared, **options) -> AttentionOutput` is called with checked
-    inputs: `declared` are the arguments window, softcap, alibi_slopes, document_ids and score_mod
-    as far as they stand in `features`, `options` are its own.
+    inputs. `declared` are those of window, softcap, alibi_slopes, document_ids and score_mod that
+    are in `features`; `options` are the backend's own.
     """
 
     name: str
@@ -110,13 +109,8 @@ class Backend:
     # further reasons to refuse given inputs, in words: requirements(q, k, v, causal=..., scale=...,
     # **options) -> list
     requirements: Callable[..., list[str]] | None = None
-    operator: bool = field(
-        init=False
-    )  # whether torch.compile, where it may not look inside, takes fn as one operator
 
     def __post_init__(self) -> None:
-        # a function that someone has put around it, to see what it does, is another one
-        object.__setattr__(self, "operator", LOOPS.get(self.name) is self.fn)
         unknown = set(self.features) - FEATURES
         if unknown:
             raise ValueError(
@@ -163,7 +157,7 @@ class Backend:
         scale: float | None = None,
         **optional: Any,
     ) -> list[str]:
-        """Why these inputs are refused, one sentence each; empty when they are taken."""
+        """Why the backend refuses these inputs, one sentence each; empty if it takes them."""
         (_, num_heads, num_queries, head_dim), num_kv_heads, num_keys = (
             q.shape,
             k.shape[1],
@@ -186,8 +180,8 @@ class Backend:
             )
         if q.dtype not in self.dtypes:
             reasons.append(
-                f"it takes {', '.join(_short(dtype) for dtype in self.dtypes)}, the inputs are "
-                f"{_short(q.dtype)}"
+                f"it takes {', '.join(dtype_name(dtype) for dtype in self.dtypes)}, the inputs are "
+                f"{dtype_name(q.dtype)}"
             )
         if self.head_dims is not None and head_dim not in self.head_dims:
             reasons.append(f"it takes head_dim in {self.head_dims}, the inputs have {head_dim}")
@@ -203,12 +197,12 @@ class Backend:
         return reasons
 
     def check_supported(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
-        """Raise one Refusal, a ValueError, with the inputs and every reason where they are
-        refused.
+        """Raise one Refusal, a ValueError, with the inputs and every reason, if the backend does
+        not take them.
         """
         reasons = self.unsupported_reasons(q, k, v, **arguments)
         if reasons:
-            inputs = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {_short(q.dtype)} on {q.device}"
+            inputs = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {dtype_name(q.dtype)} on {q.device}"
             raise Refusal(f"attention={self.name} cannot take {inputs}: " + "; ".join(reasons))
 
     def check_model(
@@ -220,19 +214,13 @@ class Backend:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Raise that ValueError now, for a model's causal self-attention, rather than at its first
-        step.
-        """
-        # long enough for kernels that take no sequence of one
+        """Raise that ValueError for a model with causal self-attention, before its first step."""
+        # some kernels take no sequence of one token
         q, kv = (
             torch.zeros(1, heads, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
             for heads in (num_heads, num_kv_heads)
         )
         self.check_supported(q, kv, kv)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def check_inputs(
@@ -249,48 +237,10 @@ def check_inputs(
     score_mod: ScoreMod | None,
 ) -> None:
     """Raise ValueError, with the shapes in it, for inputs that no backend could take."""
-
-    def shapes() -> str:
-        return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
-        raise ValueError(f"q must be (B, H, N, D) and k, v (B, H_kv, M, D); got {shapes()}")
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"q, k and v must share B and D, and k and v all of their shape; got {shapes()}"
-        )
-    if min(*q.shape, *k.shape) < 1:
-        raise ValueError(f"every dimension must be at least 1; got {shapes()}")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"the query heads must be a multiple of the key/value heads; got H={q.shape[1]}, "
-            f"H_kv={k.shape[1]}"
-        )
-    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in ALL_DTYPES:
-        raise ValueError(
-            f"q, k and v must have one floating dtype; got {_short(q.dtype)}, {_short(k.dtype)}, "
-            f"{_short(v.dtype)}"
-        )
-    if not (q.device == k.device == v.device):
-        raise ValueError(
-            f"q, k and v must be on one device; got {q.device}, {k.device}, {v.device}"
-        )
+    _check_tensors(q, k, v)
     if not isinstance(causal, bool):
         raise ValueError(f"{causal=} must be True or False")
-    limits, statistics = torch.finfo(statistics_dtype(q)), _short(statistics_dtype(q))
-    if scale is not None and not (_is_number(scale) and abs(scale) <= limits.max):
-        raise ValueError(
-            f"{scale=} must be a number that is finite in {statistics}, in which scores are kept"
-        )
-    # one that is larger would take score / softcap below the smallest number
-    if softcap is not None and not (
-        _is_number(softcap) and limits.tiny <= softcap <= limits.eps / limits.tiny
-    ):
-        largest = f"{limits.eps / limits.tiny:.1e}"
-        raise ValueError(
-            f"{softcap=} must be a positive number, at most {largest} as scores are kept in "
-            f"{statistics}; None is no cap"
-        )
+    _check_scale_and_softcap(scale, softcap, statistics_dtype(q))
     if window is not None and (
         not isinstance(window, int) or isinstance(window, bool) or window < 1 or not causal
     ):
@@ -302,6 +252,55 @@ def check_inputs(
             raise ValueError(f"{name} must be a tensor, it is a {type(extra).__name__}")
         if extra is not None and extra.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}; got {extra.device}")
+    _check_score_changes(q, softcap, alibi_slopes, score_mod)
+    if document_ids is not None:
+        _check_document_ids(q, k, document_ids)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        raise ValueError(f"q must be (B, H, N, D) and k, v (B, H_kv, M, D); got {shapes}")
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"q, k and v must share B and D, and k and v all of their shape; got {shapes}"
+        )
+    if min(*q.shape, *k.shape) < 1:
+        raise ValueError(f"every dimension must be at least 1; got {shapes}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"the query heads must be a multiple of the key/value heads; got H={q.shape[1]}, "
+            f"H_kv={k.shape[1]}"
+        )
+    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in ALL_DTYPES:
+        dtypes = ", ".join(dtype_name(x.dtype) for x in (q, k, v))
+        raise ValueError(f"q, k and v must have one floating dtype; got {dtypes}")
+    if not (q.device == k.device == v.device):
+        raise ValueError(
+            f"q, k and v must be on one device; got {q.device}, {k.device}, {v.device}"
+        )
+
+
+def _check_scale_and_softcap(
+    scale: float | None, softcap: float | None, statistics: torch.dtype
+) -> None:
+    limits, name = torch.finfo(statistics), dtype_name(statistics)
+    if scale is not None and not (_is_number(scale) and abs(scale) <= limits.max):
+        raise ValueError(
+            f"{scale=} must be a number that is finite in {name}, in which scores are kept"
+        )
+    # a larger one would take score / softcap below the smallest number
+    largest = limits.eps / limits.tiny
+    if softcap is not None and not (_is_number(softcap) and limits.tiny <= softcap <= largest):
+        raise ValueError(
+            f"{softcap=} must be a positive number, at most {largest:.1e} as scores are kept in "
+            f"{name}; None is no cap"
+        )
+
+
+def _check_score_changes(
+    q: Tensor, softcap: float | None, alibi_slopes: Tensor | None, score_mod: ScoreMod | None
+) -> None:
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
         raise ValueError(
             f"score_mod must be an attention.ScoreMod, it is a {type(score_mod).__name__}"
@@ -321,29 +320,29 @@ def check_inputs(
                 f"{name} must not require a gradient, which attention does not compute: hand in "
                 "x.detach() for x"
             )
-    if alibi_slopes is not None:
-        if alibi_slopes.shape != (q.shape[1],):
-            raise ValueError(
-                f"alibi_slopes must have shape (H,) = ({q.shape[1]},); got "
-                f"{tuple(alibi_slopes.shape)}"
-            )
-        if not alibi_slopes.is_floating_point():
-            raise ValueError(f"alibi_slopes must be floating; got {_short(alibi_slopes.dtype)}")
-    if document_ids is not None:
-        if q.shape[2] != k.shape[2]:
-            raise ValueError(
-                f"document_ids need as many queries as keys; got N={q.shape[2]}, M={k.shape[2]}"
-            )
-        if document_ids.shape != (q.shape[0], q.shape[2]):
-            raise ValueError(
-                f"document_ids must have shape (B, N) = {(q.shape[0], q.shape[2])}; got "
-                f"{tuple(document_ids.shape)}"
-            )
-        if document_ids.dtype not in INTEGERS:
-            raise ValueError(
-                f"document_ids must be of {', '.join(map(_short, INTEGERS))}; got "
-                f"{_short(document_ids.dtype)}"
-            )
+    if alibi_slopes is not None and alibi_slopes.shape != (q.shape[1],):
+        raise ValueError(
+            f"alibi_slopes must have shape (H,) = ({q.shape[1]},); got {tuple(alibi_slopes.shape)}"
+        )
+    if alibi_slopes is not None and not alibi_slopes.is_floating_point():
+        raise ValueError(f"alibi_slopes must be floating; got {dtype_name(alibi_slopes.dtype)}")
+
+
+def _check_document_ids(q: Tensor, k: Tensor, document_ids: Tensor) -> None:
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"document_ids need as many queries as keys; got N={q.shape[2]}, M={k.shape[2]}"
+        )
+    if document_ids.shape != (q.shape[0], q.shape[2]):
+        raise ValueError(
+            f"document_ids must have shape (B, N) = {(q.shape[0], q.shape[2])}; got "
+            f"{tuple(document_ids.shape)}"
+        )
+    if document_ids.dtype not in INTEGERS:
+        raise ValueError(
+            f"document_ids must be of {', '.join(map(dtype_name, INTEGERS))}; got "
+            f"{dtype_name(document_ids.dtype)}"
+        )
 
 
 def _is_number(x: Any) -> bool:
@@ -351,7 +350,7 @@ def _is_number(x: Any) -> bool:
 
 
 def prepared(q: Tensor, k: Tensor, optional: dict[str, Any]) -> dict[str, Any]:
-    """Checked optional arguments, as every backend takes them.
+    """The checked optional arguments, in the form that every backend takes.
 
     Slopes and params have the statistics' dtype and the device of q. A window is at most as wide as
     the keys: a wider one hides no more.
@@ -377,13 +376,13 @@ def check_output(backend: Backend, q: Tensor, output: Any) -> None:
     if output.out.shape != q.shape or output.out.dtype != q.dtype:
         raise ValueError(
             f"attention={backend.name} must return out of shape {tuple(q.shape)} and "
-            f"{_short(q.dtype)}, "
-            f"it returned {tuple(output.out.shape)} and {_short(output.out.dtype)}"
+            f"{dtype_name(q.dtype)}, "
+            f"it returned {tuple(output.out.shape)} and {dtype_name(output.out.dtype)}"
         )
     lse, dtype = output.lse, statistics_dtype(q)
     if lse is not None and (lse.shape != q.shape[:3] or lse.dtype != dtype):
         raise ValueError(
             f"attention={backend.name} must return lse of shape {tuple(q.shape[:3])} and "
-            f"{_short(dtype)}, "
-            f"it returned {tuple(lse.shape)} and {_short(lse.dtype)}"
+            f"{dtype_name(dtype)}, "
+            f"it returned {tuple(lse.shape)} and {dtype_name(lse.dtype)}"
         )

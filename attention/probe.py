@@ -1,17 +1,26 @@
-"""A look at a backend before it is trained with: shapes, dtypes, NaN, causality, gradients, and,
-where it claims them, document masks and exactness."""
+"""Try out a backend before a model is trained with it: shapes, dtypes, NaN, causality, gradients,
+and, where the backend claims them, document masks and exactness.
+"""
 
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from attention.interface import AttentionOutput, Backend, _short
+from attention.diagnose import with_gradients
+from attention.interface import AttentionOutput, Backend, dtype_name
+
+LENGTH = 150  # several tiles, and ragged
+HALF = LENGTH // 2
+
+Attend = Callable[..., AttentionOutput]  # attention(), as a rule with its backend set
 
 
 def probe(
     backend: Backend,
-    attend: Callable[..., AttentionOutput],
+    attend: Attend,
     *,
     num_heads: int,
     num_kv_heads: int,
@@ -21,26 +30,32 @@ def probe(
 ) -> None:
     """Raise ValueError, in one sentence, for a backend that no training run could trust.
 
-    `attend` is attention(). The probe's sequence is long enough for several tiles, and ragged. A
-    backend with exact=True must be as close to softmax attention in float64 as twice naive's own
-    error in this dtype, the budget every exact backend is held to.
+    `attend` is attention(). A backend with exact=True must be as close to softmax attention in
+    float64 as twice naive's own error in this dtype, the budget of every exact backend.
     """
     generator = torch.Generator().manual_seed(0)
-    length = 150
+    q, k, v, d_out = (
+        torch.randn(1, heads, LENGTH, head_dim, generator=generator).to(device, dtype)
+        for heads in (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    )
+    attend_with = partial(attend, backend=backend)
+    results = _call(backend, attend_with, q, k, v, d_out)
+    if backend.defect is not None:
+        return
+    _check_causal(backend, attend_with, q, k, v)
+    if "document_ids" in backend.features:
+        _check_documents(backend, attend_with, q, k, v)
+    if backend.exact:
+        _check_exact(backend, partial(attend, backend="naive"), results, q, k, v, d_out)
 
-    def random(heads: int, *, grad: bool = True) -> torch.Tensor:
-        return (
-            torch.randn(1, heads, length, head_dim, generator=generator)
-            .to(device, dtype)
-            .requires_grad_(grad)
-        )
 
-    q, k, v = random(num_heads), random(num_kv_heads), random(num_kv_heads)
-    d_out = random(num_heads, grad=False)
+def _call(
+    backend: Backend, attend: Attend, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor
+) -> list[Tensor]:
+    """out, dq, dk, dv."""
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     try:
-        out = attend(
-            q, k, v, backend=backend
-        ).out  # shape and dtype are checked by attention() itself
+        out = attend(*inputs).out  # attention() itself checks shape and dtype
     except ValueError:
         raise
     except (Exception, SystemExit) as error:  # whatever the user's function raises
@@ -57,62 +72,73 @@ def probe(
             f"attention={backend.name} cuts the gradient: its output does not depend on q, k and "
             "v for autograd"
         )
-    grads = torch.autograd.grad(out, (q, k, v), d_out, allow_unused=True)
-    for name, x, grad in zip("qkv", (q, k, v), grads, strict=True):
-        if grad is None or not grad.isfinite().all():
+    gradients = torch.autograd.grad(out, inputs, d_out, allow_unused=True)
+    for name, x, gradient in zip("qkv", inputs, gradients, strict=True):
+        if gradient is None or not gradient.isfinite().all():
             raise ValueError(
-                f"attention={backend.name} gives {'no' if grad is None else 'a non-finite'} "
+                f"attention={backend.name} gives {'no' if gradient is None else 'a non-finite'} "
                 f"gradient for {name} {tuple(x.shape)}"
             )
-    if backend.defect is not None:
-        return
+    return [out.detach(), *gradients]
 
-    half = length // 2
-    with torch.no_grad():
-        k2, v2 = k.clone(), v.clone()
-        k2[:, :, half:], v2[:, :, half:] = -k2[:, :, half:], -v2[:, :, half:]
-        leak = (attend(q, k2, v2, backend=backend).out - out)[:, :, :half].abs().max().item()
+
+@torch.no_grad()
+def _largest_move(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, *, keys: slice, queries: slice, **arguments
+) -> float:
+    """How far the outputs of `queries` move when `keys` and their values change their sign."""
+    sign = torch.ones(LENGTH, 1, dtype=q.dtype, device=q.device)
+    sign[keys] = -1
+    before, after = (
+        attend(q, *kv, **arguments).out[:, :, queries] for kv in ((k, v), (k * sign, v * sign))
+    )
+    return (after - before).abs().max().item()
+
+
+def _check_causal(backend: Backend, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    leak = _largest_move(attend, q, k, v, keys=slice(HALF, None), queries=slice(HALF))
     if not leak <= 1e-3:  # a NaN is a leak too
         raise ValueError(
-            f"attention={backend.name} is not causal: changing keys {half}:{length} moved the "
-            f"outputs of queries 0:{half} by {leak:.2g}; "
+            f"attention={backend.name} is not causal: changing keys {HALF}:{LENGTH} moved the "
+            f"outputs of queries 0:{HALF} by {leak:.2g}; "
             "query i may only see keys j <= i when it is called with causal=True"
         )
-    if "document_ids" in backend.features:
-        document_ids = (torch.arange(length, device=device) >= half).int()[None]
-        with torch.no_grad():
-            k2, v2 = k.clone(), v.clone()
-            k2[:, :, :half], v2[:, :, :half] = -k2[:, :, :half], -v2[:, :, :half]
-            one, other = (
-                attend(q, *kv, backend=backend, document_ids=document_ids).out[:, :, half:]
-                for kv in ((k, v), (k2, v2))
-            )
-            leak = (one - other).abs().max().item()
-        if not leak <= 1e-3:
-            raise ValueError(
-                f"attention={backend.name} declares the feature document_ids and does not keep "
-                f"documents apart: changing keys 0:{half} "
-                f"moved the outputs of queries {half}:{length}, which are another document, "
-                f"by {leak:.2g}"
-            )
-    if not backend.exact:
-        return
 
-    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    reference = attend(*exact, backend="naive").out
-    references = (reference, *torch.autograd.grad(reference, exact, d_out.double()))
-    baseline = [x.detach().requires_grad_() for x in (q, k, v)]
-    naive = attend(*baseline, backend="naive").out
-    naives = (naive, *torch.autograd.grad(naive, baseline, d_out))
-    for name, found, expected, plain in zip(
-        ("out", "dq", "dk", "dv"), (out, *grads), references, naives, strict=True
+
+def _check_documents(backend: Backend, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
+    document_ids = (torch.arange(LENGTH, device=q.device) >= HALF).int()[None]
+    second = slice(HALF, None)
+    leak = _largest_move(
+        attend, q, k, v, keys=slice(HALF), queries=second, document_ids=document_ids
+    )
+    if not leak <= 1e-3:
+        raise ValueError(
+            f"attention={backend.name} declares the feature document_ids and does not keep "
+            f"documents apart: changing keys 0:{HALF} moved the outputs of queries "
+            f"{HALF}:{LENGTH}, which are another document, by {leak:.2g}"
+        )
+
+
+def _check_exact(
+    backend: Backend,
+    naive: Attend,
+    results: list[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor,
+) -> None:
+    exact = with_gradients(naive, *(x.double() for x in (q, k, v, d_out)))
+    in_dtype = with_gradients(naive, q, k, v, d_out)
+    for name, x, expected, plain in zip(
+        ("out", "dq", "dk", "dv"), results, exact, in_dtype, strict=True
     ):
-        error, own = ((x.double() - expected).abs().max().item() for x in (found, plain))
-        budget = 2 * own + torch.finfo(dtype).eps * expected.abs().max().item()
+        error, own = ((y.double() - expected).abs().max().item() for y in (x, plain))
+        budget = 2 * own + torch.finfo(q.dtype).eps * expected.abs().max().item()
         if not error <= budget:
             raise ValueError(
                 f"attention={backend.name} says exact=True, but its {name} is {error:.2g} away "
-                "from softmax attention in float64 where "
-                f"{budget:.2g} is allowed in {_short(dtype)}; mend it, or declare exact=False to "
-                "train with it as a variant of its own"
+                f"from softmax attention in float64 where {budget:.2g} is allowed in "
+                f"{dtype_name(q.dtype)}; mend it, or declare exact=False to train with it as a "
+                "variant of its own"
             )

@@ -80,15 +80,15 @@ def called(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any) -
 def _reason(
     q: Tensor, k: Tensor, v: Tensor, error: RuntimeError, *, backend: str, **arguments: Any
 ) -> str:
-    """PyTorch warns of its reasons before it raises the error that holds none: call it again and
-    listen.
+    """PyTorch gives its reasons as warnings, before an error without any: call it again and record
+    them.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with suppress(RuntimeError):
             scaled_dot_product_attention(q, k, v, **arguments)
     words = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
-    # headings, and what it says of the kernels that were not asked for
+    # without headings and remarks on other kernels
     words = [
         each
         for each in words
@@ -125,7 +125,7 @@ def refusals(
             "attention.backend=math and attention=tiled take it"
         )
     if backend != "auto" and not torch.compiler.is_compiling():
-        # of a batch two sequences are as good as all
+        # two sequences of a batch show as much as all
         layouts = (((min(len(x), 2), *x.shape[1:]), x.stride()) for x in (q, k, v))
         backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         reasons += _tried(backend, causal, backward, q.device, q.dtype, *layouts)
@@ -141,7 +141,7 @@ def _tried(
     dtype: torch.dtype,
     *layouts: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> tuple[str, ...]:
-    """The only complete answer is PyTorch's own: try tensors of these shapes and strides, once."""
+    """Only PyTorch knows all its conditions: try tensors of these shapes and strides, once."""
     tensors = (
         torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
         for shape, strides in layouts

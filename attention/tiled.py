@@ -8,8 +8,8 @@ streaming softmax, throw it away:
             R:2R   [   ]  [ / ]                      inside: no mask
            2R:3R   [   ]  [   ]  [ / ]            (nothing drawn: skipped)
 
-The softmax object is a parameter, and so is the order of the loops: the exact twins and the broken
-variants run through this very code. Dao, "FlashAttention-2" (2023), algorithm 1 (forward) and 2
+The softmax object is a parameter, and so is the order of the loops: the exact variants and the
+broken ones run through this very code. Dao, "FlashAttention-2" (2023), algorithm 1 (forward) and 2
 (backward).
 
 Dimensions: B batch, H = H_kv * G query heads, N queries, M keys, D head dim; a tile is R = block_q
@@ -27,7 +27,6 @@ from torch.autograd.function import once_differentiable
 
 from attention.interface import (
     FEATURES,
-    LOOPS,
     AttentionOutput,
     Backend,
     ScoreMod,
@@ -55,16 +54,14 @@ class TileLoop:
     softmax: type[OnlineSoftmax] = OnlineSoftmax
     detach_max: bool = False
     kv_outer: bool = False
+    recompute: bool = False  # whether backward() recomputes instead of using lse
     observer: Observer | None = None
-    known: tuple[Tensor, Tensor] | None = (
-        None  # out and lse of the same call, made earlier: only the backward pass is left to do
-    )
 
     def scores(
         self, q_rows: Tensor, k_keys: Tensor, rows: slice, keys: slice, needs_mask: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """One tile of scores (B, H_kv, G, R, T): scaled, capped, biased, masked. Also how they
-        change with the scaled score, unless 1.
+        """One tile of scores (B, H_kv, G, R, T): scaled, capped, biased, masked. Also d score / d
+        scaled score, or None where it is 1.
         """
         scores = q_rows.to(self.dtype) @ k_keys.to(self.dtype).mT * self.scale
         derivative = None
@@ -119,9 +116,6 @@ class TileLoop:
         return out.to(q_rows.dtype), lse.to(torch.promote_types(lse.dtype, torch.float32))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if self.known is not None:
-            out, lse = self.known
-            return out.view(q.shape), lse.view(q.shape[:-1])
         tiles = self.visible.query_tiles(self.block_q)
         if self.kv_outer:
             outputs = self.forward_kv_outer(q, k, v, tiles)
@@ -154,11 +148,83 @@ class TileLoop:
             for state, tile in zip(states, tiles, strict=True)
         ]
 
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *gradients: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv, from what forward() took and gave and `gradients`, d_out and d_lse."""
+        if self.recompute:
+            return self.backward_by_recomputing(q, k, v, *gradients)
+        return self.backward_from_lse(q, k, v, out, lse, *gradients)
+
+    def backward_from_lse(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient of softmax attention: p = exp(score - lse) is rebuilt tile by tile."""
+        dq_tiles = []
+        dk, dv = torch.zeros_like(k, dtype=self.dtype), torch.zeros_like(v, dtype=self.dtype)
+        for tile in self.visible.query_tiles(self.block_q):
+            rows = tile.rows
+            q_rows, do_rows = q[..., rows, :].to(self.dtype), d_out[..., rows, :].to(self.dtype)
+            # a row without a key has lse = -inf; exp(score - inf) = 0 keeps it out of every
+            # gradient
+            lse_rows = lse[..., rows].unsqueeze(-1)
+            lse_rows = torch.where(lse_rows == -torch.inf, torch.inf, lse_rows)
+            # sum_j p_j dp_j, from the output alone; the gradient of lse enters with the opposite
+            # sign
+            delta = (do_rows * out[..., rows, :].to(self.dtype)).sum(-1, keepdim=True)
+            delta = delta - d_lse[..., rows].unsqueeze(-1)
+            dq_rows = torch.zeros_like(q_rows)
+            for keys, needs_mask in tile.key_tiles(self.block_kv):
+                k_keys, v_keys = k[..., keys, :].to(self.dtype), v[..., keys, :].to(self.dtype)
+                scores, derivative = self.scores(q_rows, k_keys, rows, keys, needs_mask)
+                p = torch.exp(scores - lse_rows)
+                ds = p * (do_rows @ v_keys.mT - delta) * self.scale
+                if derivative is not None:
+                    ds = ds * derivative
+                dq_rows += ds @ k_keys
+                # the query heads of a group share their key/value head
+                dk[..., keys, :] += (ds.mT @ q_rows).sum(2, keepdim=True)
+                dv[..., keys, :] += (p.mT @ do_rows).sum(2, keepdim=True)
+            dq_tiles.append(dq_rows.to(q.dtype))
+        return torch.cat(dq_tiles, -2), dk.to(k.dtype), dv.to(v.dtype)
+
+    def backward_by_recomputing(
+        self, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, d_lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradient of whatever the softmax object computes: run each query tile again under
+        autograd.
+
+        Plain autograd through the whole loop would keep every tile alive, which takes more memory
+        than the matrix that the loop avoids.
+        """
+        dq_tiles = []
+        dk, dv = torch.zeros_like(k, dtype=self.dtype), torch.zeros_like(v, dtype=self.dtype)
+        for tile in self.visible.query_tiles(self.block_q):
+            inputs = [x.detach().requires_grad_() for x in (q[..., tile.rows, :], k, v)]
+            if tile.first >= tile.last:  # no key, no gradient
+                dq_tiles.append(torch.zeros_like(inputs[0]))
+                continue
+            # switches autograd on, also inside an operator of torch.library, which runs below it
+            with torch.inference_mode(False):
+                outputs = self.query_tile(*inputs, tile)
+                dq_rows, dk_rows, dv_rows = torch.autograd.grad(
+                    outputs, inputs, (d_out[..., tile.rows, :], d_lse[..., tile.rows])
+                )
+            dq_tiles.append(dq_rows)
+            dk += dk_rows
+            dv += dv_rows
+        return torch.cat(dq_tiles, -2), dk.to(k.dtype), dv.to(v.dtype)
+
 
 class BackwardFromLse(torch.autograd.Function):
-    """The exact backward: p = exp(score - lse) is rebuilt tile by tile from the saved lse, so O(N)
-    is all that is kept.
-    """
+    """The loop with TileLoop.backward_from_lse: it keeps O(N) for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, loop: TileLoop) -> tuple[Tensor, Tensor]:
@@ -169,46 +235,11 @@ class BackwardFromLse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        loop: TileLoop = ctx.loop
-        dq_tiles = []
-        dk, dv = torch.zeros_like(k, dtype=loop.dtype), torch.zeros_like(v, dtype=loop.dtype)
-        for tile in loop.visible.query_tiles(loop.block_q):
-            rows = tile.rows
-            q_rows, do_rows = q[..., rows, :].to(loop.dtype), d_out[..., rows, :].to(loop.dtype)
-            # a row without a key has lse = -inf; exp(score - inf) = 0 keeps it out of every
-            # gradient
-            lse_rows = torch.where(
-                lse[..., rows] == -torch.inf, torch.inf, lse[..., rows]
-            ).unsqueeze(-1)
-            # sum_j p_j dp_j, from the output alone; what comes in through lse adds to the score
-            # gradient with the opposite sign
-            delta = (do_rows * out[..., rows, :].to(loop.dtype)).sum(-1, keepdim=True) - d_lse[
-                ..., rows
-            ].unsqueeze(-1)
-            dq_rows = torch.zeros_like(q_rows)
-            for keys, needs_mask in tile.key_tiles(loop.block_kv):
-                k_keys, v_keys = k[..., keys, :].to(loop.dtype), v[..., keys, :].to(loop.dtype)
-                scores, derivative = loop.scores(q_rows, k_keys, rows, keys, needs_mask)
-                p = torch.exp(scores - lse_rows)
-                ds = p * (do_rows @ v_keys.mT - delta) * loop.scale
-                if derivative is not None:
-                    ds = ds * derivative
-                dq_rows += ds @ k_keys
-                # the query heads of a group share their key/value head
-                dk[..., keys, :] += (ds.mT @ q_rows).sum(2, keepdim=True)
-                dv[..., keys, :] += (p.mT @ do_rows).sum(2, keepdim=True)
-            dq_tiles.append(dq_rows.to(q.dtype))
-        return torch.cat(dq_tiles, -2), dk.to(k.dtype), dv.to(v.dtype), None
+        return *ctx.loop.backward_from_lse(*ctx.saved_tensors, d_out, d_lse), None
 
 
 class BackwardByRecomputing(torch.autograd.Function):
-    """The true gradient of whatever the softmax object computes: each query tile is run again under
-    autograd.
-
-    Plain autograd through the loop would keep every tile alive, which costs more than the matrix
-    the loop avoids.
-    """
+    """The loop with TileLoop.backward_by_recomputing: it keeps its inputs alone."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, loop: TileLoop) -> tuple[Tensor, Tensor]:
@@ -219,30 +250,12 @@ class BackwardByRecomputing(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = ctx.saved_tensors
-        loop: TileLoop = ctx.loop
-        dq_tiles = []
-        dk, dv = torch.zeros_like(k, dtype=loop.dtype), torch.zeros_like(v, dtype=loop.dtype)
-        for tile in loop.visible.query_tiles(loop.block_q):
-            inputs = [x.detach().requires_grad_() for x in (q[..., tile.rows, :], k, v)]
-            with torch.enable_grad():
-                outputs = loop.query_tile(*inputs, tile)
-            if tile.first >= tile.last:  # no key, no gradient
-                dq_tiles.append(torch.zeros_like(inputs[0]))
-                continue
-            dq_rows, dk_rows, dv_rows = torch.autograd.grad(
-                outputs, inputs, (d_out[..., tile.rows, :], d_lse[..., tile.rows])
-            )
-            dq_tiles.append(dq_rows)
-            dk += dk_rows
-            dv += dv_rows
-        return torch.cat(dq_tiles, -2), dk.to(k.dtype), dv.to(v.dtype), None
+        return *ctx.loop.backward_by_recomputing(*ctx.saved_tensors, d_out, d_lse), None
 
 
-def tiled_attention(
+def make_loop(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     *,
     causal: bool,
     scale: float,
@@ -260,26 +273,25 @@ def tiled_attention(
     kv_outer: bool = False,
     visible_keys: Callable[..., VisibleKeys] = visible_keys,
     observer: Observer | None = None,
-    known: tuple[Tensor, Tensor] | None = None,
-) -> AttentionOutput:
-    """Attention by the tile loop. q (B, H, N, D); k, v (B, H_kv, M, D).
+) -> TileLoop:
+    """The loop for q (B, H, N, D) and k (B, H_kv, M, D), with the arguments of attention().
 
     softmax_dtype: "float32" keeps scores and statistics in float32 (float64 for float64 inputs),
     "input" in q's dtype. exact=False differentiates what `softmax` computes instead of softmax
-    attention, the maximum included unless detach_max. known: out (B, H, N, D) and lse of the same
-    call, made earlier, which it returns; its backward pass is the loop's all the same.
+    attention, the maximum included unless detach_max.
     """
     if softmax_dtype not in ("float32", "input"):
         raise ValueError(f'{softmax_dtype=} must be "float32" or "input"')
-    (batch, num_heads, num_queries, head_dim), num_kv_heads = q.shape, k.shape[1]
-    groups = num_heads // num_kv_heads
-    loop = TileLoop(
+    num_heads, num_kv_heads = q.shape[1], k.shape[1]
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.detach().to(statistics_dtype(q))
+        slopes = slopes.view(num_kv_heads, num_heads // num_kv_heads, 1, 1)
+    return TileLoop(
         visible=visible_keys(q, k, causal=causal, window=window, document_ids=document_ids),
         scale=scale,
         softcap=softcap,
-        slopes=None
-        if alibi_slopes is None
-        else alibi_slopes.detach().to(statistics_dtype(q)).view(num_kv_heads, groups, 1, 1),
+        slopes=slopes,
         score_mod=score_mod,
         dtype=q.dtype if softmax_dtype == "input" else statistics_dtype(q),
         block_q=block_q,
@@ -287,14 +299,54 @@ def tiled_attention(
         softmax=softmax,
         detach_max=detach_max,
         kv_outer=kv_outer,
+        # a low-precision lse is too coarse to rebuild p from
+        recompute=not exact or softmax_dtype == "input",
         observer=observer,
-        known=known,
     )
-    # a low-precision lse is too coarse to rebuild p from
-    function = BackwardFromLse if exact and softmax_dtype == "float32" else BackwardByRecomputing
+
+
+@dataclass(frozen=True)
+class TiledAttention:
+    """Attention by a tile loop, and its backward pass by itself, which attention.tile_op needs.
+
+    q, out (B, H, N, D); k, v (B, H_kv, M, D); lse (B, H, N). `settings` are those of make_loop().
+    """
+
+    make_loop: Callable[..., TileLoop] = make_loop
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> AttentionOutput:
+        loop = self.make_loop(q, k, **settings)
+        function = BackwardByRecomputing if loop.recompute else BackwardFromLse
+        out, lse = function.apply(*grouped(q, k, v), loop)
+        return AttentionOutput(out.flatten(1, 2), lse.flatten(1, 2))
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor,
+        **settings: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv, from what the call took and gave."""
+        loop = self.make_loop(q, k, **settings)
+        q, k, v = grouped(q, k, v)
+        out, d_out = (x.reshape(q.shape) for x in (out, d_out))
+        lse, d_lse = (x.reshape(q.shape[:-1]) for x in (lse, d_lse))
+        dq, dk, dv = loop.backward(q, k, v, out, lse, d_out, d_lse)
+        return dq.flatten(1, 2), dk.squeeze(2), dv.squeeze(2)
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q as (B, H_kv, G, N, D), k and v as (B, H_kv, 1, M, D)."""
+    batch, num_heads, num_queries, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    groups = num_heads // num_kv_heads
     q = q.reshape(batch, num_kv_heads, groups, num_queries, head_dim)
-    out, lse = function.apply(q, k.unsqueeze(2), v.unsqueeze(2), loop)
-    return AttentionOutput(out.flatten(1, 2), lse.flatten(1, 2))
+    return q, k.unsqueeze(2), v.unsqueeze(2)
 
 
 def tile_loop_backend(
@@ -303,21 +355,19 @@ def tile_loop_backend(
     defect: str | None = None,
     breaks: frozenset[str] = frozenset(),
     without: tuple[str, ...] = (),
-    function: Callable[..., AttentionOutput] = tiled_attention,
+    make_loop: Callable[..., TileLoop] = make_loop,
     **variant: Any,
 ) -> Backend:
-    """A Backend that runs the tile loop with something exchanged: `variant` goes to `function`,
-    tiled_attention as a rule.
+    """A Backend that runs the tile loop with something exchanged: make_loop() itself, or the
+    arguments of it in `variant`.
     """
     exact = defect is None
     options: dict[str, Any] = {"block_q": 128, "block_kv": 64, "softmax_dtype": "float32"}
     if not exact:
         options["detach_max"] = False
-    fn = partial(function, exact=exact, **variant)
-    LOOPS.setdefault(name, fn)
     return Backend(
         name,
-        fn,
+        TiledAttention(partial(make_loop, exact=exact, **variant)),
         features=FEATURES.difference(without),
         options=options,
         exact=exact,

@@ -1,9 +1,9 @@
-"""A tile loop, step by step: what each tile of keys did to one tile of queries, and which rows came
-out wrong.
+"""A tile loop, step by step: what each tile of keys changed for one tile of queries, and which rows
+are wrong.
 
-Any backend that takes an observer can be traced, whatever its softmax object does: each update is
-done again beside the loop, and the exponentials it takes are listened to. So `p` and `alpha` are
-what the code computed, not what it should have computed.
+Any backend that takes an observer can be traced, whatever its softmax object does. Each update runs
+again beside the loop, and its exponentials are recorded. So `p` and `alpha` are what the code
+computed, not what it should have computed.
 
 Dimensions: N queries, M keys, D head dim; a tile is R rows by T keys. Everything here is of one
 sequence and one head: q (1, 1, N, D), k and v (1, 1, M, D).
@@ -42,8 +42,8 @@ class Step:
         return torch.stack(list(self.causes().values())).any(0)
 
     def causes(self) -> dict[str, Tensor]:
-        """What can be broken, in the order in which one follows from the other, and (R,) where it
-        is.
+        """(R,) true where each quantity is broken, in the order in which one follows from the
+        other.
         """
         return {
             "scores": not_finite(self.scores, masked=True),
@@ -62,7 +62,7 @@ def not_finite(x: Tensor, *, masked: bool = False) -> Tensor:
 
 
 def no_weight(row_max: Tensor, row_sum: Tensor) -> Tensor:
-    """True where keys were seen, row_max tells, and every exp came out as 0: the output is 0/0."""
+    """True where a row has seen keys, as row_max shows, and every exp is 0: the output is 0/0."""
     return (row_sum == 0) & (row_max != -torch.inf)
 
 
@@ -93,7 +93,7 @@ def observe(
 
 
 class Exponentials(TorchFunctionMode):
-    """Listens to exp and exp2: `results` holds what they gave, in order."""
+    """Records the results of exp and exp2, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def record_steps(
 
 @dataclass(frozen=True)
 class Trace:
-    """One call, looked at. `found` and `exact` go over the tiles of keys in the order of the
+    """The trace of one call. `found` and `exact` go over the tiles of keys in the order of the
     backend; None is a tile that is skipped.
     """
 
@@ -221,7 +221,7 @@ def trace(
         step.keys: step.out for step in record_steps(*wide, backend=exact, row=row, **arguments)[1]
     }
 
-    # where the exact loop skips a tile, what it had before stands
+    # where the exact loop skips a tile, its earlier output still holds
     exact_so_far = _carried({keys: step.out for keys, step in beside.items()}, tiles)
     reference = _carried(true, tiles)
     error, exact_error = (
@@ -279,7 +279,7 @@ def judge(out: Tensor, exact: Tensor, reference: Tensor) -> tuple[list[str], flo
 
 @dataclass(frozen=True)
 class Survey:
-    """What became of every row of one call."""
+    """The outcome of every row of one call."""
 
     out: Tensor  # (N, D)
     first_break: list[
@@ -289,7 +289,7 @@ class Survey:
 
 
 def survey(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: Any) -> Survey:
-    """One look at the whole call that keeps no tile."""
+    """Observe the whole call and keep no tile."""
     first_break: list[int | None] = [None] * q.shape[2]
     tiles: dict[int, range] = {}
 

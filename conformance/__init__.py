@@ -1,10 +1,12 @@
 """What judges an attention: properties, the cases they try, and the budget a result must keep.
 
-    cases.py                random and adversarial inputs; the budget, relative to naive's own error
+    command.py              attn-conform my_package.my_module:BACKEND
     properties.py           what an attention must do, one check a property; PROPERTIES is the table
-    backend_under_test.py   the attention that is judged: the cases it takes, what it makes of them
+    cases.py                random and adversarial inputs; the budget, relative to naive's own error
+    backend_under_test.py   the attention that is judged, and the cases that it takes
     memory_growth.py        the largest tensor, and what is saved for backward, against the length
     numpy_reference.py      attention in float64 NumPy, written without a line of torch
 
 It judges anybody's Backend. It imports attention alone, and nothing in attention imports it.
+packaging/attn-conform makes a distribution of the two.
 """

@@ -1,5 +1,4 @@
-"""A backend under examination: the cases it takes, and what it makes of them. See
-conformance.properties.
+"""A backend under test: the cases it takes, and its results for them. See conformance.properties.
 
 Dimensions: N queries, M keys.
 """
@@ -13,10 +12,9 @@ import torch
 from torch import Tensor
 
 from attention import Backend, attention
-from conformance.cases import Case, Expected, compare, expect
+from conformance.cases import Case, Expected, compare, expect, run
 
-# on a CPU whoever can choose runs with tiles small enough that every case crosses several, ragged
-# at the end
+# on a CPU the tiles are small, so that every case crosses several and the last one is ragged
 TILES = {"block_q": 32, "block_kv": 16}
 
 # the same for every backend, so it is computed once
@@ -28,8 +26,7 @@ class Check(NamedTuple):
     error: float
     budget: float
     multiple: float | None = (
-        # error in units of naive attention's own, or of the rounding no one escapes where that is
-        # more
+        # error in units of naive attention's own, or of the unavoidable rounding where that is more
         None
     )
 
@@ -41,7 +38,7 @@ class Check(NamedTuple):
 
 @dataclass
 class Subject:
-    """A backend under examination, on one device and in one dtype."""
+    """A backend under test, on one device and in one dtype."""
 
     backend: Backend
     device: str
@@ -50,6 +47,8 @@ class Subject:
     seed: int
     rows: dict[Case, dict[str, Any] | None] = field(default_factory=dict)
     refusals: list[str] = field(default_factory=list)  # of the property in hand
+    # how memory grows with the length; two properties share the measurement
+    exponents: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.given = self.backend
@@ -74,13 +73,25 @@ class Subject:
         return Case(num_queries=num_queries, num_keys=num_keys or num_queries, **fields)
 
     def takes(self, case: Case, *, backward: bool) -> bool:
-        """Whether the backend says so. Its reasons are kept."""
+        """Whether the backend takes the case. Its reasons not to are kept in `refusals`."""
         tensors, arguments, *_ = case.make(self.dtype, self.device)
         reasons = self.backend.unsupported_reasons(
             *(x.requires_grad_(backward) for x in tensors), **arguments
         )
         self.refusals += reasons
         return not reasons
+
+    def passes(self, case: Case) -> str | None:
+        """Which passes of the case the backend takes: "both", "forward" alone, or None."""
+        if self.takes(case, backward=True):
+            return "both"
+        return "forward" if self.takes(case, backward=False) else None
+
+    def run(self, case: Case, tensors: list[Tensor] | None = None) -> dict[str, Tensor]:
+        """What the backend makes of a case that it takes, or of other tensors for q, k and v."""
+        given, *others = self.expected(case).inputs
+        backward = self.passes(case) == "both"
+        return run(self.backend, tensors or given, *others, backward=backward)
 
     def expected(self, case: Case) -> Expected:
         return expected_of(case, self.dtype, self.device, with_lse="lse" in self.backend.features)
@@ -90,18 +101,15 @@ class Subject:
         refused.
         """
         if case not in self.rows:
-            backward = self.takes(case, backward=True)
-            if backward or self.takes(case, backward=False):
-                self.rows[case] = compare(
-                    self.backend,
-                    case,
-                    self.dtype,
-                    self.device,
-                    expected=self.expected(case),
-                    backward=backward,
-                )
-            else:
-                self.rows[case] = None
+            passes = self.passes(case)
+            self.rows[case] = passes and compare(
+                self.backend,
+                case,
+                self.dtype,
+                self.device,
+                expected=self.expected(case),
+                backward=passes == "both",
+            )
         elif self.rows[case] is None or "dq" not in self.rows[case]["tensors"]:
             self.takes(case, backward=True)
         return self.rows[case]

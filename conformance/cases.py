@@ -1,5 +1,4 @@
-"""Cases for any backend, random and adversarial, and the budget that decides whether its results
-will do.
+"""Cases for any backend, random and adversarial, and the budget for the errors of its results.
 
 The reference is naive attention in float64 on the same rounded inputs. A result may be twice as far
 from it as naive attention in the same dtype is, plus the roundings that no implementation escapes
@@ -68,7 +67,7 @@ class Case:
         return hash((str(self), *self.optional.values()))
 
     def features(self) -> set[str]:
-        """What of a backend's features the case needs."""
+        """The features that the case needs of a backend."""
         wanted = {
             "gqa": self.num_kv_heads != self.num_heads,
             "cross_length": self.num_queries != self.num_keys,
@@ -79,7 +78,7 @@ class Case:
     def make(
         self, dtype: torch.dtype, device: str
     ) -> tuple[list[Tensor], dict[str, Any], Tensor, Tensor]:
-        """q, k, v in dtype; the keyword arguments; and what flows back into out and lse."""
+        """q, k, v in dtype; the keyword arguments; and the gradients of out and lse."""
         generator = torch.Generator().manual_seed(self.seed)
         random = partial(torch.randn, generator=generator, dtype=torch.float64)
         q = random(self.batch, self.num_heads, self.num_queries, self.head_dim)
@@ -88,8 +87,8 @@ class Case:
         d_out, d_lse = random(q.shape), random(q.shape[:3])
         q, k, v = ADVERSARIAL[self.inputs](q, k, v)
         arguments: dict[str, Any] = {"causal": self.causal} | self.optional
-        # no power of two among them, which every dtype holds exactly; later keys gain, but not so
-        # much that an exponential overflows
+        # no powers of two, which every dtype holds exactly; later keys gain, but no exponential
+        # overflows
         slopes = (
             torch.logspace(-0.7, -3.7, self.num_heads, base=2)
             * (1 if self.causal else 8 / self.num_keys)
@@ -101,7 +100,7 @@ class Case:
                 every_index, "attention.kernels.score_mods:every_index", slopes
             )
         if "document_ids" in arguments:
-            # every sequence of the batch is divided otherwise
+            # every sequence of the batch has other documents
             documents = (7 // torch.arange(1, 1 + 2 * self.batch, 2)).clamp(min=1)[:, None]
             number = torch.arange(self.num_queries) * documents // self.num_queries
             # 0 2 1 0 2 1 0: ids fall as well as rise, and come again for another document
@@ -117,7 +116,7 @@ class Case:
 def every_index(
     score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, params: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A score_mod that uses all it is given; its kernel stands in attention/kernels/score_mods.py.
+    """A score_mod that uses every argument; its kernel is in attention/kernels/score_mods.py.
     params: one slope a head.
     """
     gain = 1 / (1 + b)
@@ -141,14 +140,14 @@ def _spike(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
 
 
 def _huge(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """Every row's own key scores in the hundreds, past the largest exponent of every dtype, and no
-    two rows agree how far.
+    """Each row's own key scores in the hundreds, past the largest exponent of every dtype, and
+    differently in each row.
     """
     return 40 * q, 0.3 * k + q[:, : k.shape[1]], v
 
 
 def _negative(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """Every score is far below zero: what starts from a maximum of 0 has nothing left."""
+    """Every score is far below zero: with a maximum that starts at 0, every exp is 0."""
     return q.abs() + 3, -(k.abs() + 3) * (40 / q.shape[-1] ** 0.5), v
 
 
@@ -165,7 +164,7 @@ def _ties(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
 
 
 def _trained(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """What a trained model asks: one head pair on last_write (experiment=retrieval, step 400),
+    """q, k, v of a trained model: one head pair on last_write (experiment=retrieval, step 400),
     scores from -60 to 62.
     """
     assert q.shape[1:] == k.shape[1:] == (2, 128, 32), (
@@ -209,7 +208,7 @@ def run(
     if backward:
         loss = (output.out.double() * d_out).sum()
         if d_lse is not None and output.lse is not None:
-            # a row without a key has lse = -inf, which nobody should differentiate through
+            # a row without a key has lse = -inf: nothing flows back through it
             loss = loss + (torch.where(output.lse.isinf(), 0.0, output.lse).double() * d_lse).sum()
         results = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(loss, (q, k, v)), strict=True))
     results["out"] = output.out.detach()
@@ -225,7 +224,7 @@ def unavoidable(
     d_lse: Tensor,
     reference: dict[str, Tensor],
 ) -> dict[str, float]:
-    """What rounding alone may cost each result, in units of the result.
+    """The error that rounding alone may cause in each result, in units of the result.
 
     Everything is rounded once to its own dtype, and the rounding of a score or of lse is a relative
     error of exp(score - lse): eps * (|score| + |lse|). The backward also subtracts delta =
@@ -277,7 +276,7 @@ def unavoidable(
 
 
 class Expected(NamedTuple):
-    """What a case ought to give, and how far from it one may be."""
+    """The exact results of a case, and the budget for the errors."""
 
     tensors: list[Tensor]
     arguments: dict[str, Any]
@@ -287,12 +286,17 @@ class Expected(NamedTuple):
     own: dict[str, float]  # naive's own error in the case's dtype
     roundings: dict[str, float]  # unavoidable() ones
 
+    @property
+    def inputs(self) -> tuple[list[Tensor], dict[str, Any], Tensor, Tensor]:
+        """What run() takes after the backend."""
+        return self[:4]
+
     def budget(self, name: str) -> float:
         return 2 * self.own[name] + self.roundings[name]
 
 
 def expect(case: Case, dtype: torch.dtype, device: str, *, with_lse: bool = True) -> Expected:
-    """What naive attention says of the case; without lse, nothing flows back into it."""
+    """The results of naive attention; without lse, nothing flows back through it."""
     tensors, arguments, d_out, d_lse = case.make(dtype, device)
     if not with_lse:
         d_lse = torch.zeros_like(d_lse)
@@ -320,22 +324,15 @@ def compare(
     for a wrong result.
     """
     expected = expected or expect(case, dtype, device, with_lse="lse" in backend.features)
-    found = run(
-        backend,
-        expected.tensors,
-        expected.arguments,
-        expected.d_out,
-        expected.d_lse,
-        backward=backward,
-    )
+    results = run(backend, *expected.inputs, backward=backward)
     row: dict[str, Any] = {
         "backend": backend.name,
         "case": f"{case}-{SHORT[dtype]}",
         "device": device,
         "tensors": {},
     }
-    for name in found:
-        error, own = distance(found[name], expected.reference[name]), expected.own[name]
+    for name, x in results.items():
+        error, own = distance(x, expected.reference[name]), expected.own[name]
         row["tensors"][name] = {
             "error": error,
             "naive": own,

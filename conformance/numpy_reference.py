@@ -1,5 +1,5 @@
 """Flash attention for one head in NumPy: a second oracle, which shares no line with the rest of the
-package.
+project.
 
 Texts that teach the algorithm write it as functions of three matrices; these are those functions,
 under the names and with the argument order they go by, in float64. They read in the order of the

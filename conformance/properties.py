@@ -1,21 +1,19 @@
-"""What attention owes its caller, property by property, checked for any backend: ours, broken ones,
-and yours.
+"""The properties of attention, checked for any backend: ours, broken ones, and yours.
 
     for cell in verify_backend(get_backend("tiled")): print(cell.property, cell.status, cell.note)
 
-A property is a function that yields checks: an error and the budget it must stay in, which is
-relative to naive attention's own error (see conformance.cases). A backend is green where every
-check holds, red where one does not, and n/a where it declares that it takes no such input. A
-defect, or a backend that is exact but not frugal, names in `breaks` what it is red in; red
-elsewhere is a mistake.
+A property is a function that yields checks: an error and its budget, which is relative to naive
+attention's own error (see conformance.cases). A backend is green where every check holds, red where
+one fails, and n/a where it declares that it takes no such input. A defect, or an exact backend that
+needs much memory, names in `breaks` the properties in which it is red.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +22,12 @@ from attention import Backend
 from attention.interface import Refusal
 from attention.mask import visible_keys
 from conformance.backend_under_test import Check, Subject
-from conformance.cases import Case, distance, run
+from conformance.cases import Case, distance
 from conformance.memory_growth import exponents
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
+# PyTorch says this of FlexAttention on every machine, and no user can change it
+WARNINGS = ("return_lse is deprecated", r"flex_attention called without torch\.compile")
 LINEAR = 1.15  # the largest exponent that counts as linear in N
 
 
@@ -108,7 +108,7 @@ def block_sizes(subject: Subject) -> Iterator[Check]:
         if subject.takes(case, backward=False):
             expected = subject.expected(case)
             first = None
-            # one tile holds all keys of the CPU's cases
+            # the last one holds all keys of the CPU's cases
             for block_q, block_kv in (
                 (32, 16),
                 (16, 32),
@@ -120,8 +120,8 @@ def block_sizes(subject: Subject) -> Iterator[Check]:
                     *expected.tensors, backend=backend, **expected.arguments
                 ).double()
                 first = out if first is None else first
-                # results a hair apart may round to neighbours, and those of a defect may be larger
-                # than the reference
+                # nearly equal results may round to neighbors, and a defect's may be larger than the
+                # reference
                 neighbours = torch.finfo(subject.dtype).eps * first.abs().max().item()
                 yield Check(
                     f"tiles {block_q}x{block_kv} of {case}",
@@ -178,7 +178,7 @@ def shifted_down(subject: Subject) -> Iterator[Check]:
 
 
 def float32_statistics(subject: Subject) -> Iterator[Check]:
-    """With 16-bit inputs scores, sums and lse are kept in float32: it shows where the scores stand
+    """With 16-bit inputs scores, sums and lse are kept in float32, which shows where scores are
     near 100.
     """
     for dtype in (
@@ -220,30 +220,14 @@ def rows_without_a_key(subject: Subject) -> Iterator[Check]:
     n = subject.length
     case = subject.case(n, n // 2 - 2)
     none = case.num_queries - case.num_keys
-    backward = subject.takes(case, backward=True)
-    if backward or subject.takes(case, backward=False):
-        expected = subject.expected(case)
-        found = run(
-            subject.backend,
-            expected.tensors,
-            expected.arguments,
-            expected.d_out,
-            expected.d_lse,
-            backward=backward,
-        )
-        for name in ("out", "dq", "lse"):
-            if name in found:
-                rows = found[name][:, :, :none]
-                yield Check(
-                    f"{name} of {case}",
-                    distance(rows, torch.full_like(rows, -torch.inf if name == "lse" else 0.0)),
-                    0.0,
-                )
-        for name, x in found.items():
-            x = x[:, :, none:] if name in ("out", "dq", "lse") else x
-            yield Check(
-                f"non-finite numbers in {name} of {case}", float((~x.isfinite()).sum()), 0.0
-            )
+    if not subject.passes(case):
+        return
+    for name, x in subject.run(case).items():
+        if name in ("out", "dq", "lse"):
+            empty, x = x[:, :, :none], x[:, :, none:]
+            nothing = torch.full_like(empty, -torch.inf if name == "lse" else 0.0)
+            yield Check(f"{name} of {case}", distance(empty, nothing), 0.0)
+        yield Check(f"non-finite numbers in {name} of {case}", float((~x.isfinite()).sum()), 0.0)
 
 
 def cross_length(subject: Subject) -> Iterator[Check]:
@@ -292,43 +276,26 @@ LAYOUTS: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
 def strides(subject: Subject) -> Iterator[Check]:
     """Views of any layout give what contiguous tensors give."""
     case = subject.case(batch=2)
-    backward = subject.takes(case, backward=True)
-    if backward or subject.takes(case, backward=False):
-        expected = subject.expected(case)
-        plain = run(
-            subject.backend,
-            expected.tensors,
-            expected.arguments,
-            expected.d_out,
-            expected.d_lse,
-            backward=backward,
+    passes = subject.passes(case)
+    if not passes:
+        return
+    expected, plain = subject.expected(case), subject.run(case)
+    for layout, change in LAYOUTS.items():
+        views = change(expected.tensors)
+        reasons = subject.backend.unsupported_reasons(
+            *(x.requires_grad_(passes == "both") for x in views), **expected.arguments
         )
-        for layout, change in LAYOUTS.items():
-            views = change(expected.tensors)
-            reasons = subject.backend.unsupported_reasons(
-                *(x.requires_grad_(backward) for x in views), **expected.arguments
+        if reasons:
+            subject.refusals += reasons
+            continue
+        for name, x in subject.run(case, views).items():
+            yield Check(
+                f"{name} of {case}, {layout}", distance(x, plain[name]), 2 * expected.budget(name)
             )
-            if reasons:
-                subject.refusals += reasons
-                continue
-            found = run(
-                subject.backend,
-                views,
-                expected.arguments,
-                expected.d_out,
-                expected.d_lse,
-                backward=backward,
-            )
-            for name in found:
-                yield Check(
-                    f"{name} of {case}, {layout}",
-                    distance(found[name], plain[name]),
-                    2 * expected.budget(name),
-                )
 
 
 def no_leak_forward(subject: Subject) -> Iterator[Check]:
-    """What later keys and values hold does not move an earlier output, however large they are."""
+    """Later keys and values do not change an earlier output, however large they are."""
     case = subject.case()
     if subject.takes(case, backward=False):
         expected = subject.expected(case)
@@ -356,7 +323,7 @@ def no_leak_backward(subject: Subject) -> Iterator[Check]:
             d_out = torch.zeros_like(q)
             d_out[:, :, rows] = expected.d_out[:, :, rows].to(q.dtype)
             dq, dk, dv = torch.autograd.grad(subject.attend(q, k, v), (q, k, v), d_out)
-            # keys are only barred from the outputs before them
+            # a key is hidden from earlier queries only
             for name, x in (
                 {"dq": dq, "dk": dk, "dv": dv}.items() if zero.start else {"dq": dq}.items()
             ):
@@ -365,8 +332,8 @@ def no_leak_backward(subject: Subject) -> Iterator[Check]:
 
 
 def mask_positions(subject: Subject) -> Iterator[Check]:
-    """Which keys carry weight, key by key: the mask goes by positions in the sequence, wherever the
-    tiles lie.
+    """Which keys have weight, key by key: the mask depends on positions in the sequence, not on
+    tiles.
     """
     n = subject.length
     documents = {"document_ids": True}
@@ -416,41 +383,26 @@ def optional_arguments(subject: Subject) -> Iterator[Check]:
 
 def growth(subject: Subject, *figures: str) -> Iterator[Check]:
     head_dim = 32 if 32 in subject.head_dims else subject.head_dims[0]
-    case = subject.case(128, head_dim=head_dim)
-    if subject.takes(case, backward=True):
-        lengths = (128, 256, 512) if subject.device == "cpu" else (2048, 4096, 8192)
-        found = _exponents(
+    if not subject.takes(subject.case(128, head_dim=head_dim), backward=True):
+        return
+    lengths = (128, 256, 512) if subject.device == "cpu" else (2048, 4096, 8192)
+    if not subject.exponents:
+        subject.exponents = exponents(
             subject.given, lengths, device=subject.device, dtype=subject.dtype, head_dim=head_dim
         )
-        for name in figures:
-            if name in found:
-                yield Check(
-                    f"exponent of N in the {name} bytes, N = {lengths[0]} to {lengths[-1]}",
-                    found[name],
-                    LINEAR,
-                )
-
-
-def _exponents(backend: Backend, lengths: tuple[int, ...], **shape: Any) -> dict[str, float]:
-    # two properties look at one measurement
-    key = (id(backend.fn), str(backend.options), lengths, str(shape))
-    if _measured.get("key") != key:
-        _measured.update(key=key, exponents=exponents(backend, lengths, **shape))
-    return _measured["exponents"]
-
-
-_measured: dict[str, Any] = {}
+    for name in figures:
+        if name in subject.exponents:
+            what = f"exponent of N in the {name} bytes, N = {lengths[0]} to {lengths[-1]}"
+            yield Check(what, subject.exponents[name], LINEAR)
 
 
 def saved_bytes(subject: Subject) -> Iterator[Check]:
-    """What is kept for the backward pass grows like N, not like N x M."""
+    """The bytes saved for the backward pass grow like N, not like N x M."""
     yield from growth(subject, "saved")
 
 
 def largest_tensor(subject: Subject) -> Iterator[Check]:
-    """No intermediate, of the forward or the backward pass, is of N x M, and their peak grows like
-    N.
-    """
+    """No intermediate tensor of either pass is N x M, and their peak grows like N."""
     yield from growth(subject, "largest", "peak")
 
 
@@ -465,31 +417,22 @@ def deterministic_algorithms() -> Iterator[None]:
 
 
 def bitwise_repeat(subject: Subject) -> Iterator[Check]:
-    """The same call gives the same bits again, once PyTorch is asked for deterministic kernels."""
+    """The same call gives the same bits again, where PyTorch must use deterministic kernels."""
     case = subject.case(batch=2, num_heads=4, num_kv_heads=4)
-    backward = subject.takes(case, backward=True)
-    if backward or subject.takes(case, backward=False):
-        expected = subject.expected(case)
-        with deterministic_algorithms():
-            arguments = (
-                subject.backend,
-                expected.tensors,
-                expected.arguments,
-                expected.d_out,
-                expected.d_lse,
-            )
-            first = run(*arguments, backward=backward)
-            for _ in range(3 if subject.device == "cpu" else 50):
-                again = run(*arguments, backward=backward)
-                for name in first:
-                    yield Check(f"{name} of {case}", distance(again[name], first[name]), 0.0)
+    if not subject.passes(case):
+        return
+    with deterministic_algorithms():
+        first = subject.run(case)
+        for _ in range(3 if subject.device == "cpu" else 50):
+            for name, x in subject.run(case).items():
+                yield Check(f"{name} of {case}", distance(x, first[name]), 0.0)
 
 
 def compiled_equals_eager(subject: Subject) -> Iterator[Check]:
     """torch.compile changes nothing but the speed."""
     case = subject.case()
-    backward = subject.takes(case, backward=True)
-    if not (backward or subject.takes(case, backward=False)):
+    passes = subject.passes(case)
+    if not passes:
         return
     expected = subject.expected(case)
     # on a CPU only the graph is checked: generating code for it takes a compiler and its time
@@ -499,23 +442,16 @@ def compiled_equals_eager(subject: Subject) -> Iterator[Check]:
     )
     results = []
     for attend in (function, subject.attend):
-        tensors = [x.detach().requires_grad_(backward) for x in expected.tensors]
+        tensors = [x.detach().requires_grad_(passes == "both") for x in expected.tensors]
         out = attend(*tensors)
-        found = {"out": out.detach()}
-        if backward:
-            found |= zip(
-                ("dq", "dk", "dv"),
-                torch.autograd.grad(out, tensors, expected.d_out.to(out.dtype)),
-                strict=True,
-            )
-        results.append(found)
+        result = [out.detach()]
+        if passes == "both":
+            result += torch.autograd.grad(out, tensors, expected.d_out.to(out.dtype))
+        results.append(result)
     torch.compiler.reset()
-    for name, x in results[0].items():
-        yield Check(
-            f"{name} of {case}",
-            distance(x.double(), results[1][name].double()),
-            2 * expected.budget(name),
-        )
+    for name, compiled, eager in zip(("out", "dq", "dk", "dv"), *results, strict=False):
+        error = distance(compiled.double(), eager.double())
+        yield Check(f"{name} of {case}", error, 2 * expected.budget(name))
 
 
 def prefill_equals_decode(subject: Subject) -> Iterator[Check]:
@@ -566,7 +502,7 @@ PROPERTIES: dict[str, Property] = {
     "compiled = eager": compiled_equals_eager,
     "prefill = decode": prefill_equals_decode,
 }
-# these say nothing about whether a result is right, and take their time
+# these take long, and do not tell whether a result is right
 SLOW = {"saved bytes", "largest tensor", "bitwise repeat", "compiled = eager"}
 
 
@@ -576,8 +512,11 @@ def examine(subject: Subject, name: str) -> Cell:
     documented = name in subject.backend.breaks
     checks = []
     try:
-        for check in PROPERTIES[name](subject):
-            checks.append(check)
+        with warnings.catch_warnings():
+            for message in WARNINGS:
+                warnings.filterwarnings("ignore", message)
+            for check in PROPERTIES[name](subject):
+                checks.append(check)
     except Refusal as error:  # a layout that no case announced
         subject.refusals.append(str(error))
     except Exception as error:  # a user's backend may raise anything
@@ -601,7 +540,7 @@ def examine(subject: Subject, name: str) -> Cell:
 
 
 def check_breaks(backend: Backend) -> None:
-    """Raise ValueError where `breaks` names what is no property."""
+    """Raise ValueError where `breaks` names something that is not a property."""
     unknown = backend.breaks - PROPERTIES.keys()
     if unknown:
         raise ValueError(
@@ -632,8 +571,8 @@ def verify_backend(
 def red_properties(
     backend: Backend, *, device: str | torch.device, dtype: torch.dtype
 ) -> list[str]:
-    """The names of the properties, as far as results go, that came out red in a quick check; those
-    a defect documents included.
+    """The properties that are red in a quick check of the results, including those that a defect
+    documents.
     """
     cells = verify_backend(backend, device=device, dtype=dtype, quick=True, random_cases=4)
     return [cell.property for cell in cells if cell.status == "red"]

@@ -24,11 +24,9 @@ Triton runs on a CPU where TRITON_INTERPRET=1 is set (minutes).
 import contextlib
 import json
 import math
-import os
 import re
 import sys
 import time
-import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,14 +37,12 @@ from tqdm import tqdm
 from attention import BACKENDS, Backend, kernel_choice
 from conformance.backend_under_test import Subject
 from conformance.cases import SHORT
+from conformance.command import set_up
 from conformance.properties import PROPERTIES, Cell, check_breaks, examine
 from scripts.arguments import parse_backend, read_settings
 from training.device import DTYPES, pick_device, pick_dtype
 from training.interrupt import one_line
 from training.metrics import check_writable, measured_on, write_json
-
-# what PyTorch says of FlexAttention on every machine, and nobody here can act upon
-WARNINGS = ("return_lse is deprecated", r"flex_attention called without torch\.compile")
 
 
 @dataclass
@@ -126,14 +122,11 @@ def verify(
     )  # at a terminal
     for dtype in dtypes:
         subject = Subject(backend, device.type, dtype, options.cases, options.seed)
-        with warnings.catch_warnings():
-            for message in WARNINGS:
-                warnings.filterwarnings("ignore", message)
-            column = []
-            for name in PROPERTIES:
-                bar.set_postfix_str(f"{SHORT[dtype]}, {name}")
-                column.append(examine(subject, name))
-                bar.update()
+        column = []
+        for name in PROPERTIES:
+            bar.set_postfix_str(f"{SHORT[dtype]}, {name}")
+            column.append(examine(subject, name))
+            bar.update()
         cells += [as_json(cell, dtype) for cell in column]
         taken = [case for case, row in subject.rows.items() if row is not None]
         tried["random"] += sum(case.seed > 0 for case in taken)
@@ -250,9 +243,6 @@ def main() -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
         return
-    os.environ.setdefault(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # what cuBLAS needs to be deterministic, read at its first call
     try:
         options = read_options(sys.argv[1:])
         device = pick_device(options.device)
@@ -262,14 +252,7 @@ def main() -> None:
             check_writable(options.out)
     except (ValueError, OSError) as error:
         sys.exit(f"verify: {error}")
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # the tensors are small: threads would only wait for one another
-    else:
-        from torch import _dynamo
-
-        _dynamo.config.recompile_limit = (
-            1000  # flex is compiled for every kind of case, and must not stop being
-        )
+    set_up(device)
     columns: dict[str, dict[str, Any]] = {}
     for name, backend in backends.items():
         columns[name] = verify(backend, dtypes, options, device)

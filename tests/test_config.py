@@ -86,6 +86,19 @@ def test_every_backend_is_a_choice():
     assert {name for group, name in CHOICES if group == "attention"} == {*BACKENDS, "custom"}
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_attentions_yaml_holds_its_options_with_their_defaults(name):
+    """All of them, but those that one of its implementations lacks: these stay None."""
+    config = yaml.safe_load((ROOT / f"conf/attention/{name}.yaml").read_text())
+    backend = BACKENDS[name]
+    each_has = [set(other.options) for other in backend.implementations.values()]
+    shared = set(backend.options).intersection(*each_has)
+    assert config == {"name": name} | {key: backend.options[key] for key in shared}
+    for impl in backend.implementations:
+        options = backend.configured(impl=impl).options
+        assert {key: options[key] for key in shared} == {key: config[key] for key in shared}
+
+
 def test_the_default_run():
     config = composed()
     assert (

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from attention import BACKENDS
 from config import RunConfig
 from training.command_line import key_of, quoted
 from training.metrics import write_file
@@ -199,10 +200,10 @@ def changes_in_words(row: dict[str, Any]) -> str:
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
-    """{key: [then, now]} of nested settings, as attention.name; those that only one version of the
-    program knows are left out.
+    """{key: [then, now]} of nested settings, as attention.name. Left out are settings that only one
+    version of the program has, and an attention's options where they have their defaults.
     """
-    flat_then, flat_now = dict(_flat(then)), dict(_flat(now))
+    flat_then, flat_now = (dict(_flat(_without_defaults(settings))) for settings in (then, now))
     keys = [key for key in flat_now if key in flat_then and key not in PLACES]
     # a NaN is no other than itself
     return {
@@ -210,6 +211,18 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any
         for key in keys
         if repr(flat_then[key]) != repr(flat_now[key])
     }
+
+
+def _without_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with None for an option of the attention that has its default: earlier versions
+    recorded None.
+    """
+    chosen = settings.get("attention", {})
+    backend = BACKENDS.get(chosen.get("name"))
+    if backend is None:
+        return settings
+    defaults = {name: None for name, value in backend.options.items() if chosen.get(name) == value}
+    return settings | {"attention": chosen | defaults}
 
 
 def _only_start(config: dict[str, Any]) -> dict[str, Any]:

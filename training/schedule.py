@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attention import BACKENDS, Backend, get_backend, kernel_choice, probe_backend
+from attention import BACKENDS, Backend, get_backend, is_operator, kernel_choice, probe_backend
 from config import AttentionConfig, ModelConfig, RunConfig
 from model.gpt import GPT
 from model.loss import introduce_operators
@@ -127,7 +127,7 @@ def will_compile(config: ModelConfig, backend: Backend, device: str, *, compile_
             f"{sparing} spares memory in the middle of a step, as torch.compile cannot; add "
             "compile=false"
         )
-    fits = (backend.traceable or backend.operator) and not sparing
+    fits = (backend.traceable or is_operator(backend)) and not sparing
     return compile_mode == "true" or (compile_mode == "auto" and device == "cuda" and fits)
 
 

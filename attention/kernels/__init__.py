@@ -87,10 +87,10 @@ def triton_attention(
 def broken_triton_attention(
     *tensors: Tensor, softmax: str, detach_max: bool, impl: str, **arguments: Any
 ) -> AttentionOutput:
-    """A defect at the kernels' speed, with the gradient of what it computes; what a kernel saves as
-    lse is not its log-sum-exp.
+    """A defect at the speed of the kernels, with the gradient of what it computes. It returns no
+    lse: what the kernel saves is not the log-sum-exp.
 
-    impl stands among the options for the record.
+    impl is an option so that a run records it.
     """
     assert impl == "triton"
     if softmax == "no_rescale" and detach_max:
@@ -113,7 +113,7 @@ def refusals(
             "the interpreter (slow, for tests), "
             f"or use {in_pytorch}, the same loop in plain PyTorch"
         ]
-    # what torch.compile cannot look into was asked before it came
+    # torch.compile cannot trace these checks; they ran before it
     asked = not torch.compiler.is_compiling()
     if (
         asked

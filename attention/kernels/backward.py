@@ -30,8 +30,8 @@ def delta_of(
     stride_don, batch_head, num_heads, N,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """rowsum(d_out * out) = sum_j p_j dp_j, from the output alone; what comes in through lse adds
-    to ds with the opposite sign.
+    """rowsum(d_out * out) = sum_j p_j dp_j, from the output alone; the gradient of lse enters with
+    the opposite sign.
     """
     batch = tl.cast(batch_head // num_heads, tl.int64)
     head = tl.cast(batch_head % num_heads, tl.int64)
@@ -74,7 +74,7 @@ def delta_kernel(
 
 @triton.jit
 def load_rows(ptr, start, limit, other, BLOCK: tl.constexpr):
-    """One float a query: lse or delta."""
+    """Load one float for each query: lse or delta."""
     rows = start + tl.arange(0, BLOCK)
     return tl.load(ptr + rows, mask=rows < limit, other=other)
 
@@ -87,7 +87,7 @@ def in_base_2(lse):
 
 @triton.jit
 def load_lse_log2(ptr, start, limit, BLOCK: tl.constexpr):
-    """lse in base 2; a row past the end counts as one without a key."""
+    """Load lse in base 2; a row past the end counts as one without a key."""
     return in_base_2(load_rows(ptr, start, limit, float("-inf"), BLOCK))
 
 
@@ -99,9 +99,8 @@ def add_query_tile(
     PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What the queries start_q : start_q + BLOCK_Q add to dk and dv. Scores are transposed (keys,
-    queries): p and ds then feed the next product as they are, and no result of a product is ever
-    transposed."""
+    """Add what the queries start_q : start_q + BLOCK_Q contribute to dk and dv. Scores are
+    transposed (keys, queries), so p and ds feed the next product without a transposition."""
     q = load_tile(q_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
     lse = load_lse_log2(lse_ptr, start_q, N, BLOCK_Q)
     rows = start_q + tl.arange(0, BLOCK_Q)
@@ -132,8 +131,8 @@ def walk_queries(
     PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All that one query head adds to dk and dv: queries first : last see some of these keys,
-    full_first : full_last all of them.
+    """Add all that one query head contributes to dk and dv. Queries first : last see some of these
+    keys, full_first : full_last all of them.
     """
     row_offset = tl.cast(batch * num_heads + head, tl.int64) * N
     lse_ptr += row_offset
@@ -157,9 +156,7 @@ def walk_queries(
     return dk, dv
 
 
-@triton.jit(
-    do_not_specialize=["section"]
-)  # it follows from the lengths: none of them shall compile anew
+@triton.jit(do_not_specialize=["section"])  # it depends on the lengths; do not recompile for each
 def dkdv_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, dk_ptr, dv_ptr, lo_ptr, hi_ptr,
     ranges_ptr, params_ptr,
@@ -209,7 +206,7 @@ def dkdv_kernel(
             full_first = tl.cdiv(N, BLOCK_Q) * BLOCK_Q  # a ragged tail of keys is masked throughout
         full_first = tl.minimum(full_first, tl.cdiv(N, BLOCK_Q) * BLOCK_Q)
     if GROUPS == 1:
-        # not a loop of one: it would take registers that the tile needs
+        # one head needs no loop, which would take registers from the tile
         dk, dv = walk_queries(
             dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch,
             kv_head, num_kv_heads, keys,
@@ -240,7 +237,7 @@ def add_key_tile(
     PROBABILITY: tl.constexpr, SCORE_GRADIENT: tl.constexpr, BLOCK_KV: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What the keys start : start + BLOCK_KV add to dq."""
+    """Add what the keys start : start + BLOCK_KV contribute to dq."""
     k = load_tile(k_desc, batch, kv_head, start, BLOCK_KV, BLOCK_D)
     keys = start + tl.arange(0, BLOCK_KV)
     scores, derivative = scores_of(
@@ -257,9 +254,7 @@ def add_key_tile(
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
-@triton.jit(
-    do_not_specialize=["section"]
-)  # it follows from the lengths: none of them shall compile anew
+@triton.jit(do_not_specialize=["section"])  # it depends on the lengths; do not recompile for each
 def dq_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr, dq_ptr, lo_ptr, hi_ptr, params_ptr,
     stride_dqb, stride_dqh, stride_dqn, stride_interval,

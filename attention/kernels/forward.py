@@ -18,8 +18,8 @@ import triton.language as tl
 
 @triton.jit
 def place(pid, num_tiles, num_heads, section):
-    """tile, head: what a program owns of num_heads heads (of the whole batch) of num_tiles tiles
-    each.
+    """tile, head: the work of a program, of num_heads heads (of the whole batch) with num_tiles
+    tiles each.
 
     Programs start in order of pid, about as many at a time as the GPU has multiprocessors. Heads
     are taken in sections whose other tensors the L2 cache holds, and in a section every head's
@@ -28,8 +28,8 @@ def place(pid, num_tiles, num_heads, section):
         tile  0 0 1 1  0 0 0 0 1 1 1 1
         head  0 1 0 1  2 3 4 5 2 3 4 5
 
-    A section with fewer heads is the first: were it the last, its first tiles, the longest under a
-    causal mask, would have too few short ones after them to keep every multiprocessor busy.
+    A section with fewer heads comes first. Under a causal mask its first tiles are the longest; at
+    the end, too few short tiles would follow them to keep every multiprocessor busy.
     """
     left_over = num_heads - (tl.cdiv(num_heads, section) - 1) * section
     later = pid - left_over * num_tiles  # negative in the first section
@@ -105,9 +105,8 @@ def key_ranges(
 
 @triton.jit
 def edge_tile(step, full_first, full_last, INTERVALS: tl.constexpr):
-    """Where the masked tiles start, which are those before full_first and those from full_last on:
-    one loop takes both edges, because a third copy of the loop's body makes the compiler serialise
-    its products."""
+    """Where a masked tile starts: before full_first, or from full_last on. One loop walks both
+    edges, because a third copy of the loop's body makes the compiler serialise its products."""
     start = step + (full_last - full_first)
     if INTERVALS:  # otherwise there is no left edge
         start = tl.where(step < full_first, step, start)
@@ -166,9 +165,7 @@ def absorb_tile(
     return row_max, row_sum, acc
 
 
-@triton.jit(
-    do_not_specialize=["section"]
-)  # it follows from the lengths: none of them shall compile anew
+@triton.jit(do_not_specialize=["section"])  # it depends on the lengths; do not recompile for each
 def forward_kernel(
     q_desc, k_desc, v_desc, out_ptr, lse_ptr, lo_ptr, hi_ptr, params_ptr,
     stride_ob, stride_oh, stride_on, stride_interval,

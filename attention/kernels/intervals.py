@@ -1,5 +1,5 @@
-"""The intervals of attention/mask.py in one launch, where PyTorch takes about twenty; and what the
-backward makes of them, in another.
+"""The intervals of attention/mask.py in one launch, where PyTorch takes about twenty. A second
+launch inverts them for the backward pass.
 
 Dimensions: B batch, N queries, M keys.
 """
@@ -17,8 +17,8 @@ from attention.kernels.launch import batch_stride, tiles_of
 class Blocks(NamedTuple):
     """How much of a sequence a program of intervals_kernel takes at a time."""
 
-    rows: int  # its own
-    search: int  # positions, where it looks for the edge of a document
+    rows: int  # that it computes
+    search: int  # positions that it searches at a time for the edge of a document
     num_warps: int
 
 
@@ -46,9 +46,7 @@ def smaller(a, b):
 
 @triton.jit
 def is_edge(ids_ptr, stride_n, at, N):
-    """Whether a document ends before position `at`, or a sequence does: 0, N and what lies outside
-    them count.
-    """
+    """Whether a document or the sequence ends before position `at`; 0, N and all outside count."""
     inside = (at > 0) & (at < N)
     ids_ptr += tl.cast(at, tl.int64) * stride_n
     return (inside == 0) | (
@@ -56,7 +54,7 @@ def is_edge(ids_ptr, stride_n, at, N):
     )
 
 
-@triton.jit(do_not_specialize=["N", "M", "window"])  # no length shall compile anew
+@triton.jit(do_not_specialize=["N", "M", "window"])  # do not recompile for each length
 def intervals_kernel(
     ids_ptr, lo_ptr, hi_ptr, stride_ids_b, stride_ids_n, N, M, window,
     CAUSAL: tl.constexpr, BLOCK: tl.constexpr, SEARCH: tl.constexpr,
@@ -110,7 +108,8 @@ def intervals(
     """lo and hi (B or 1, N) int32, as visible_keys() of attention/mask.py defines them.
     document_ids (B, N) need N = M.
 
-    It does not take q or k: a compiler then sees that all layers ask for the same, and asks once.
+    It does not take q or k, so a compiler sees that all layers need the same intervals, and
+    computes them once.
     """
     lo, hi = empty_intervals(document_ids, num_queries, device)
     blocks = blocks_for(device)

@@ -49,8 +49,8 @@ def tables() -> dict[str, dict[str, Any]]:
 
 @cache
 def table_for(capability: tuple[int, int], shared_memory: int) -> dict[str, Any]:
-    """The table of that compute capability; of one that has none, the largest whose tiles fit into
-    a program's shared memory (bytes).
+    """The table of this compute capability; if it has none, the table of the largest one whose
+    tiles fit into a program's shared memory (bytes).
     """
     own = tables().get(f"sm_{capability[0]}{capability[1]}")
     if own is not None:
@@ -67,27 +67,27 @@ def table_for(capability: tuple[int, int], shared_memory: int) -> dict[str, Any]
 
 @cache
 def properties(device: torch.device) -> Any:
-    """torch.cuda.get_device_properties, asked once: a launch looks at them several times."""
+    """torch.cuda.get_device_properties, cached: a launch needs them several times."""
     return torch.cuda.get_device_properties(device)
 
 
 def tiles_of(length: int, block: int) -> int:
-    """How many tiles it takes. triton.cdiv is the same in two microseconds."""
+    """The number of tiles. triton.cdiv does the same in two microseconds."""
     return -(-length // block)
 
 
 def section_of(device: torch.device, streamed: int, *, heads: int = 1, equal: bool) -> int:
-    """How many heads are worked on at a time, so that what they stream stays in the L2 cache:
-    `streamed` bytes, which `heads` heads share.
+    """The number of heads to work on at a time, so that what they stream stays in the L2 cache:
+    `streamed` bytes, shared by `heads` heads.
 
-    equal: whether all programs have equally much to do. Where they have not, several heads at a
-    time let the longest programs of all of them come first.
+    equal: whether all programs have the same amount of work. Otherwise a section has several heads,
+    and the longest programs of all of them come first.
     """
     if equal:
         return heads
     if device.type == "cpu":
-        return 2 * heads  # the interpreter has no cache, and few heads: more than one section
-    # about half of the cache: the rest is for what is read once, and written
+        return 2 * heads  # the interpreter has no cache, and few heads: this makes several sections
+    # about half of the cache; the rest is for data that is read once or written
     return heads * max(1, round(properties(device).L2_cache_size / 2 / streamed))
 
 
@@ -98,14 +98,15 @@ def bytes_of_a_head(x: Tensor) -> int:
 
 def descriptor_strides(x: Tensor) -> list[int]:
     """Strides of x (B, H, N, D) for a tensor descriptor."""
-    # that of a dimension of size 1 is never used, but it is checked
+    # Triton checks the stride of a dimension of size 1, though it never uses it
     return [
         stride if size > 1 else 16 for size, stride in zip(x.shape, x.stride()[:3], strict=False)
     ] + [1]
 
 
 def batch_stride(x: Tensor | None) -> int:
-    """Of a tensor (B or 1, ...) that all sequences may share, or that may be missing."""
+    """The stride along B of a tensor (B or 1, ...), 0 where all sequences share it or there is
+    none."""
     return 0 if x is None or x.shape[0] == 1 else x.stride(0)
 
 
@@ -118,8 +119,8 @@ def pick_tile(
     block_q: int = 0,
     block_kv: int = 0,
 ) -> Tile:
-    """The table's tile, or one of block_q by block_kv: a defect depends on where its tiles of keys
-    end, so there they are the user's.
+    """The table's tile, or one of block_q by block_kv. The user chooses these for a defect, whose
+    result depends on where a tile of keys ends.
     """
     if block_q and block_kv:
         if kernel.startswith("dkdv"):

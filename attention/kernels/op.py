@@ -49,12 +49,12 @@ def empty_heads(like: Tensor) -> Tensor:
 
 
 def is_packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether they lie as the parts of one projection (B, N, H + 2 H_kv, D): their gradients should
-    lie so too.
+    """Whether q, k, v are parts of one projection (B, N, H + 2 H_kv, D). Their gradients should
+    have the same layout.
     """
     _, num_heads, length, head_dim = q.shape
     row = (num_heads + 2 * k.shape[1]) * head_dim
-    # the sizes last: where they are symbols, comparing them costs a guard
+    # compare sizes last: where they are symbols, a comparison costs a guard
     return (
         q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, row, 1)
         and k.shape[2] == length
@@ -83,8 +83,8 @@ def readable(x: Tensor) -> Tensor:
     """x as a tensor descriptor can point at it: contiguous along D, every other stride a positive
     multiple of 16 bytes.
 
-    A view of a packed qkv projection is readable as it is; what is not is copied. The interpreter
-    computes bfloat16 on raw bits, so there x becomes float32.
+    A view of a packed qkv projection is readable as it is; another layout is copied. The
+    interpreter computes bfloat16 on raw bits, so there x becomes float32.
     """
     if x.is_cpu and x.dtype == torch.bfloat16:
         x = x.float()
@@ -187,8 +187,7 @@ def flash_attention(
     lo, hi: (B or 1, N) int32, the interval of keys each query sees; without them all, or by
     `causal`. score_mod: pkg.module:NAME of a @triton.jit function or "", params (float32) its
     numbers. softmax: a name in SOFTMAXES. block_q, block_kv: the tile, or 0 for the table's.
-    kernel_choice: auto, portable or hopper, see choice.py (`kernel` is the name of an argument of
-    inductor's own).
+    kernel_choice: auto, portable or hopper, see select.py (inductor uses the name `kernel`).
     """
     dtype = q.dtype
     q, k, v = readable(q), readable(k), readable(v)
@@ -245,8 +244,8 @@ def flash_attention_backward(
     """dq, dk, dv, in the dtypes and shapes of q, k, v, from what flash_attention took and gave.
 
     packed, for N = M: the one tensor (B, N, H + 2 H_kv, D) that unpacked() sees them in. A compiler
-    can then see that the gradient of a projection to q, k and v lies there already; views of one
-    tensor are nothing that an operator may return.
+    can then see that this is the gradient of a projection to q, k and v. An operator may not return
+    views of one tensor.
     """
     dtype = q.dtype
     d_out, q, k, v, out = readable(d_out), readable(q), readable(k), readable(v), readable(out)
@@ -318,7 +317,7 @@ def _(
 
 def _save(ctx, inputs, output) -> None:
     q, k, v, lo, hi, params, *ctx.settings = inputs
-    ctx.packed = is_packed(q, k, v)  # here: what is saved may come back with other strides
+    ctx.packed = is_packed(q, k, v)  # here, as saved tensors may come back with other strides
     ctx.set_materialize_grads(False)  # no zeros for a gradient of lse, which few use
     ctx.save_for_backward(q, k, v, *output, lo, hi, params)
 
@@ -336,8 +335,8 @@ flash_attention.register_autograd(_backward, setup_context=_save)
 
 
 class FlashAttention(torch.autograd.Function):
-    """The same gradient for eager mode: the registered one looks at the schema anew in each call,
-    which takes 50 microseconds.
+    """The same gradient for eager mode: the registered one reads the schema in each call, which
+    takes 50 microseconds.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Changes of a score before the mask: what is done to it, and the derivative of that.
+"""Changes of a score before the mask, with their derivatives.
 
 mod(score, b, h, i, j, params_ptr) -> (changed score, d changed / d score), elementwise on a tile in
 float32; score is already scaled. b, h: batch and query head. i, j: position of the query among the
@@ -54,8 +54,8 @@ def softcap_alibi(score, b, h, i, j, params_ptr):
 
 @triton.jit
 def every_index(score, b, h, i, j, params_ptr):
-    """The kernel of every_index() in conformance/cases.py, which holds backends to what they
-    hand on; params: one slope a head.
+    """The kernel of every_index() in conformance/cases.py, which tests that a backend passes every
+    argument; params: one slope a head.
     """
     gain = 1.0 / (1 + b)
     return gain * (score + score * score / 8) - tl.load(params_ptr + h) * (i - j), gain * (

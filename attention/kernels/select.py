@@ -1,5 +1,5 @@
-"""Which kernels attention=triton runs: the portable pair, or the ones written for Hopper. Importing
-this does not import Triton.
+"""Which kernels attention=triton runs: the portable pair, or the ones written for Hopper. This
+module does not import Triton.
 """
 
 from functools import cache
@@ -73,8 +73,8 @@ def why_not_hopper(
 
 
 def choose_kernel(kernel: str, **inputs) -> Choice:
-    """What runs for kernel=auto, portable or hopper with the inputs that why_not_hopper() names.
-    Raises ValueError where hopper cannot.
+    """The kernels that run for kernel=auto, portable or hopper. The other arguments are those of
+    why_not_hopper(). Raises ValueError where kernel=hopper cannot run.
     """
     if kernel == "portable":
         return Choice("portable", "asked for")

@@ -1,4 +1,4 @@
-"""The steps of the streaming softmax that a kernel is given, so that a broken softmax shares every
+"""The steps of the streaming softmax, as arguments of the kernels: a broken softmax shares every
 other line with the exact one.
 
 They are the methods of attention/online_softmax.py in the base-2 domain: row_max and the scores are

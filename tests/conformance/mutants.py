@@ -108,8 +108,9 @@ ROW_SUM = "row_sum = alpha * self.row_sum + p.sum(-1, keepdim=True)"
 ACC = "acc = alpha * self.acc + weighted_sum(p, v)"
 NEXT_STATE = "return replace(self, row_max=next_max, row_sum=row_sum, acc=acc)"
 EMPTY = (
-    "return cls(torch.full_like(row_sum, -torch.inf), row_sum, torch.zeros_like(q, dtype=dtype), "
-    "detach_max)"
+    "torch.full_like(row_sum, -torch.inf),\n"
+    "            row_sum,\n"
+    "            torch.zeros_like(q, dtype=dtype),"
 )
 RESULT = "return self.acc / row_sum, (self.row_max + torch.log(row_sum)).squeeze(-1)"
 GUARD = "return torch.where(row_max == -torch.inf, 0.0, row_max)"
@@ -122,7 +123,7 @@ TILES = "for j in range(self.first // block_kv * block_kv, self.last, block_kv):
 KEY_TILE = "yield slice(j, end), j < self.full_first or end > self.full_last"
 CHANGE = "change = document_ids[:, 1:] != document_ids[:, :-1]"
 BIAS = "scores = scores - (self.slopes * (i - j))"
-SLOPES = "alibi_slopes.detach().to(statistics_dtype(q)).view(num_kv_heads, groups, 1, 1)"
+SLOPES = "slopes.view(num_kv_heads, num_heads // num_kv_heads, 1, 1)"
 FIRST, LAST = (
     "            self.lo[:, starts].amin(0),\n",
     "            self.hi[:, stops - 1].amax(0),\n",
@@ -290,7 +291,7 @@ MUTANTS = (
         "Scores and sums are kept in the inputs' dtype.",
         loop(
             ("else statistics_dtype(q),", "else q.dtype,"),
-            ('if exact and softmax_dtype == "float32" else', "if False else"),
+            ('recompute=not exact or softmax_dtype == "input"', "recompute=True"),
         ),
     ),
     Mutant(
@@ -497,7 +498,7 @@ MUTANTS = (
     Mutant(
         "alibi_rounded",
         "The slopes are rounded to bfloat16.",
-        loop((SLOPES, SLOPES.replace(".to(", ".bfloat16().to("))),
+        loop((".detach().to(statistics_dtype(q))", ".detach().bfloat16().to(statistics_dtype(q))")),
     ),
     Mutant(
         "alibi_heads_in_turn",
@@ -505,9 +506,7 @@ MUTANTS = (
         loop(
             (
                 SLOPES,
-                SLOPES.replace(
-                    "num_kv_heads, groups, 1, 1)", "groups, num_kv_heads, 1, 1).transpose(0, 1)"
-                ),
+                "slopes.view(num_heads // num_kv_heads, num_kv_heads, 1, 1).transpose(0, 1)",
             )
         ),
     ),
@@ -531,8 +530,9 @@ MUTANTS = (
         "A score_mod gets the key/value head as h.",
         loop(
             (
-                "h = torch.arange(scores.shape[1] * scores.shape[2], "
-                "device=scores.device).view(*scores.shape[1:3], 1, 1)",
+                "h = torch.arange(scores.shape[1] * scores.shape[2], device=scores.device).view(\n"
+                "                    *scores.shape[1:3], 1, 1\n"
+                "                )",
                 "h = torch.arange(scores.shape[1], device=scores.device).view(-1, 1, 1, 1)",
             )
         ),
@@ -566,12 +566,12 @@ MUTANTS = (
     Mutant(
         "backward_without_lse",
         "What flows back through lse is lost.",
-        loop((" - d_lse[..., rows].unsqueeze(-1)\n            dq_rows", "\n            dq_rows")),
+        loop(("delta = delta - d_lse[..., rows].unsqueeze(-1)", "pass")),
     ),
     Mutant(
         "backward_without_scale",
         "The scores' gradient is not scaled.",
-        loop(("- delta) * loop.scale", "- delta)")),
+        loop(("- delta) * self.scale", "- delta)")),
     ),
     Mutant(
         "backward_without_softcap",
@@ -583,8 +583,8 @@ MUTANTS = (
         "A row without a key rebuilds p from lse = -inf.",
         loop(
             (
-                "torch.where(lse[..., rows] == -torch.inf, torch.inf, lse[..., rows])",
-                "lse[..., rows]",
+                "torch.where(lse_rows == -torch.inf, torch.inf, lse_rows)",
+                "lse_rows",
             )
         ),
     ),
@@ -619,7 +619,7 @@ MUTANTS = (
         softmax(
             (
                 EMPTY,
-                EMPTY.replace("-torch.inf), row_sum,", "-torch.inf), torch.ones_like(row_sum),"),
+                EMPTY.replace(" row_sum,\n", " torch.ones_like(row_sum),\n"),
             )
         ),
         survives="the first key a row sees multiplies the sum by alpha = exp(-inf) = 0, and a row "

@@ -199,9 +199,9 @@ def test_complaints(run_verify, argument, message):
 def test_pytorchs_remarks_on_flex_attention_are_not_printed_and_others_are(
     run_verify, monkeypatch, recwarn
 ):
-    examine = verify.examine
+    forward = PROPERTIES["forward"]
 
-    def remark(*arguments):
+    def remark(subject):
         warnings.warn("return_lse is deprecated and will be removed", FutureWarning, stacklevel=1)
         warnings.warn(
             "flex_attention called without torch.compile() - this is slow",
@@ -209,10 +209,10 @@ def test_pytorchs_remarks_on_flex_attention_are_not_printed_and_others_are(
             stacklevel=1,
         )
         warnings.warn("something is wrong", UserWarning, stacklevel=1)
-        return examine(*arguments)
+        return forward(subject)
 
-    monkeypatch.setattr(verify, "PROPERTIES", {"forward": verify.PROPERTIES["forward"]})
-    monkeypatch.setattr(verify, "examine", remark)
+    monkeypatch.setattr(verify, "PROPERTIES", {"forward": forward})
+    monkeypatch.setitem(PROPERTIES, "forward", remark)
     run_verify("attention=naive", "cases=0")
     assert [str(warning.message) for warning in recwarn] == ["something is wrong"]
 

@@ -111,3 +111,16 @@ def test_differences():
     }
     assert differences(then, now) == {"steps": [4, 6], "attention.options": [{"a": 1}, {}]}
     assert differences({"lr": math.inf}, {"lr": math.inf}) == {}
+
+
+def test_an_option_at_its_default_is_no_difference():
+    """conf/attention/ holds the defaults; earlier versions recorded None for each of them."""
+
+    def settings(name: str, **options: object) -> dict:
+        return {"attention": {"name": name, "block_kv": None, "softmax_dtype": None} | options}
+
+    default = settings("tiled", block_kv=64, softmax_dtype="float32")
+    assert differences(settings("tiled"), default) == differences(default, settings("tiled")) == {}
+    assert differences(default, settings("naive")) == {"attention.name": ["tiled", "naive"]}
+    smaller = settings("tiled", block_kv=16)
+    assert differences(default, smaller) == {"attention.block_kv": [None, 16]}

@@ -95,20 +95,20 @@ def queries_seeing(
 
 @gluon.jit
 def load_rows(ptr, start, N, OTHER: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """One number a query, by one warp."""
+    """Load one number for each query, by one warp."""
     rows = start + gl.arange(0, BLOCK_Q, gl.BlockedLayout([BLOCK_Q // 32], [32], [1], [0]))
     return gl.load(ptr + rows, mask=rows < N, other=OTHER)
 
 
 @gluon.jit
 def about(block_ring, visit, word):
-    """The word of shared memory that says this of the block."""
+    """The word of shared memory that holds this fact about the block."""
     return block_ring.buffers.index(visit % block_ring.depth * WORDS + word)
 
 
 @gluon.jit
 def load_keys(desc, batch, kv_head, start_kv, ring, visit):
-    """Ask for a block's keys, or values, whose halves are tiles of their own."""
+    """Request a block's keys or values. Its halves are separate tiles."""
     ring.await_empty(visit)
     mbarrier.expect(ring.full_barrier(visit), 2 * desc.block_type.nbytes)
     for half in gl.static_range(2):
@@ -153,7 +153,7 @@ def producer(
                 edge += N - M
             else:
                 edge -= M
-        # found here alone: consumers have no registers for what it takes
+        # only the producer computes this: consumers lack the registers for it
         block_ring.await_empty(visit)
         tell(about(block_ring, visit, BATCH), batch)
         tell(about(block_ring, visit, KV_HEAD), kv_head)
@@ -244,8 +244,8 @@ def rows_of_sum(start_q, SELF: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.conste
 def multiply_ds(
     ds_tiles, pair, k_tiles, k_first, SELF: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr
 ):
-    """This consumer's half of dq = ds^T k, under way. ds_tiles: of the one part, or of this
-    consumer's of two. k_first: which of the k tiles is the first half of the keys."""
+    """Start this consumer's half of dq = ds^T k. ds_tiles: those of the one part, or of this
+    consumer's part of two. k_first: which of the k tiles is the first half of the keys."""
     COLUMNS: gl.constexpr = D * BLOCK_Q // BLOCK_KV
     dq = gl.zeros(
         [PART, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -264,8 +264,8 @@ def multiply_ds(
 def add_dq(dq, row, dq_desc, dq_tile, FREE: gl.constexpr):
     """Add dq (64, columns) to the sum (rows, 32) from `row` on, in the order in which the threads
     hold it (see convert_dq_kernel): so a thread has four neighbours, and eight threads a row, which
-    neither collides in shared memory nor scatters in global memory. FREE: the tile's last addition
-    has been awaited."""
+    neither collides in shared memory nor scatters in global memory. FREE: the caller has waited for
+    the tile's last addition."""
     COLUMNS: gl.constexpr = dq.shape[1]
     dq = (
         dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2])
@@ -356,7 +356,7 @@ def add_queries(
             last_ds_tiles.index(pair + SELF).store(ds)
             fence_async_shared()
             dv_pending = warpgroup_mma(p_operand, do_part, dv, is_async=True)
-            if PARTS == 2:  # of one part, add_dq awaits them: at head_dim 128 that is 2% faster
+            if PARTS == 2:  # else add_dq waits for them: at head_dim 128 that is 2% faster
                 await_own_stores()
             await_all(BOTH)
             dq_pending = multiply_ds(
@@ -440,8 +440,8 @@ def add_block(
     GROUPED: gl.constexpr, STAY: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of this consumer's half of a block of keys, and what the block adds to dq. The next
-    item.
+    """Compute dk and dv of this consumer's half of a block of keys, and add the block's part of dq.
+    Returns the next item.
     """
     dtype: gl.constexpr = k_ring.buffers.dtype
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -465,7 +465,7 @@ def add_block(
     k = k_ring.buffers.index(k_first + SELF).reshape([OWN, D])
     v_ring.await_full(visit)
     v = v_ring.buffers.index(SELF).reshape([OWN, D])
-    if BLOCK_Q == 128:  # read once, from registers
+    if BLOCK_Q == 128:  # read once, and kept in registers
         FIXED: gl.constexpr = gl.DotOperandLayout(
             0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16]), 2
         )
@@ -483,7 +483,7 @@ def add_block(
                 scale_log2, SELF, CAUSAL, INTERVALS, MASKED, STAY, D, BLOCK_Q, STAGES,
             )  # fmt: skip
     else:
-        # not a loop of one: it would take registers
+        # one head needs no loop, which would take registers
         dk, dv, item = walk_queries(
             dk, dv, item, first, full_first, full_last, last, edge, dq_row, k, v, dq_desc,
             k_ring.buffers, k_first,
@@ -519,7 +519,7 @@ def consumer(
     GROUPED: gl.constexpr, STAY: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """SELF: which of the two consumers this is."""
+    """SELF: the number of this consumer, 0 or 1."""
     visit = gl.to_tensor(0)
     item = gl.to_tensor(0)
     block_ring.await_full(visit)

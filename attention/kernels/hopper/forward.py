@@ -129,8 +129,8 @@ def mask_scores(scores, start_kv, lo, hi, INTERVALS: gl.constexpr):
 
 @gluon.jit
 def sum_of_own(p):
-    """(BLOCK_Q, 4): four threads share a row, each two columns out of eight. They add theirs up
-    when the row is done.
+    """(BLOCK_Q, 4): four threads share a row, each with two columns out of eight. They add up their
+    sums when the row is done.
     """
     BLOCK_KV: gl.constexpr = p.shape[1]
     return gl.sum(gl.sum(p.reshape([p.shape[0], BLOCK_KV // 8, 4, 2]), 3), 1)
@@ -257,7 +257,7 @@ def hand_back(
     CONSUMERS: gl.constexpr,
     TURNS: gl.constexpr,
 ):
-    """Release `count` tiles that other consumers need and this one does not."""
+    """Release `count` tiles that this consumer does not need and others do."""
     for _ in range(0, count):
         k_ring.await_full(item)
         k_ring.release(item)
@@ -279,7 +279,7 @@ def consumer(
     TURNS: gl.constexpr,
     ROUND_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """SELF: which of the consumers this is."""
+    """SELF: the number of this consumer."""
     dtype: gl.constexpr = out_desc.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -389,7 +389,7 @@ def consumer(
         v_ring.await_full(item - 1)
         v = v_ring.buffer(item - 1).reshape([BLOCK_KV, D])
         acc_pending = warpgroup_mma(p, v, acc, is_async=True)
-        # meanwhile: where the next piece of work lies, which takes divisions
+        # meanwhile compute the place of the next piece of work, which takes divisions
         work_ring.await_full(visit)
         work = told(work_ring.buffer(visit))
         work_ring.release(visit)
@@ -433,9 +433,7 @@ def forward_kernel(
     STAGES: gl.constexpr, TURNS: gl.constexpr,
     ROUND_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """FIRST_MASKED: the tile at the end of the keys may hold some that are not seen. EDGES: so may
-    others.
-    """
+    """FIRST_MASKED: the last tile of keys may hold hidden keys. EDGES: other tiles may, too."""
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, BLOCK_Q, D], q_desc.layout)
     out_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, BLOCK_Q, D], out_desc.layout)

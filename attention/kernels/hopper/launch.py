@@ -1,5 +1,4 @@
-"""From tensors to launches of the Hopper kernels: shapes of their tiles, descriptors, the order of
-work.
+"""Launch the Hopper kernels: tile shapes, descriptors, the order of work.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -90,15 +89,15 @@ _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def counters(device: torch.device) -> Tensor:
-    """Two zeros, which a launch leaves as zeros. One pair a stream, because launches of one stream
-    run one after the other.
+    """Two zeros, which every launch resets to zeros. One pair a stream, because launches of one
+    stream run one after the other.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)  # memory of the graph's own
+        return torch.zeros(2, dtype=torch.int32, device=device)  # memory that belongs to the graph
     key = device, driver.active.get_current_stream(device.index)  # as Triton asks at a launch
     if key not in _counters:
-        # this thread may be taking its memory from a pool that somebody will use again, as
-        # torch.compile(mode="reduce-overhead") does
+        # the calling thread may allocate from a pool whose memory is used again, as under
+        # torch.compile(mode="reduce-overhead")
         with ThreadPoolExecutor(1) as another:
             _counters[key] = another.submit(_zeros, device).result()
     return _counters[key]
@@ -106,7 +105,7 @@ def counters(device: torch.device) -> Tensor:
 
 def _zeros(device: torch.device) -> Tensor:
     zeros = torch.zeros(2, dtype=torch.int32, device=device)
-    torch.cuda.current_stream(device).synchronize()  # which is another thread's, so another stream
+    torch.cuda.current_stream(device).synchronize()  # the stream of this thread, not of the caller
     return zeros
 
 
@@ -166,8 +165,8 @@ def forward(
     causal: bool,
     scale: float,
 ):
-    """Fill out (B, H, N, D) and lse (B, H, N). q, k, v as a descriptor can point at them; lo, hi (B
-    or 1, N) int32.
+    """Fill out (B, H, N, D) and lse (B, H, N). A descriptor must be able to point at q, k, v; lo,
+    hi (B or 1, N) int32.
     """
     batch, num_heads, num_queries, head_dim = q.shape
     num_kv_heads, num_keys = k.shape[1:3]
@@ -189,7 +188,7 @@ def backward(
     ranges: Tensor | None, *, causal: bool, scale: float,
 ) -> None:  # fmt: skip
     """Fill dq, dk and dv. ranges (B or 1, tiles of BLOCK_KV keys, 4) int32 goes with lo and hi: see
-    query_ranges in op.py.
+    query_ranges in intervals.py.
     """
     batch, num_heads, num_queries, head_dim = q.shape
     num_kv_heads, num_keys = k.shape[1:3]

@@ -1,5 +1,5 @@
-"""What the Hopper kernels need beside Gluon's own words: rings of buffers, named barriers, masks,
-and names that changed between releases.
+"""What the Hopper kernels need besides Gluon: rings of buffers, named barriers, masks, and names
+that changed between releases.
 
 A Hopper kernel divides its warps: one warp (the producer) asks the copy engine (TMA) for tiles,
 groups of four warps (the consumers) multiply them on the tensor cores. They meet at barriers in
@@ -31,7 +31,7 @@ WITH_PRODUCER = gl.constexpr(288)  # threads of two consumers and a producer of 
 @builtin
 def add_box(desc, coordinates, source, _semantic=None):
     """Add a box of shared memory to global memory, as store_box does otherwise; Triton 3.6 has the
-    operation, but no word for it.
+    operation, but no function for it.
     """
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(
@@ -88,7 +88,7 @@ class Ring:
 
     @gluon.jit
     def release(self, item):
-        """This consumer is done with the item."""
+        """Release the item, which this consumer no longer needs."""
         if self.named == 0:
             # an arrival, in other words: behind mbarrier.arrive Triton has the consumer's warps
             # wait for one another once more
@@ -99,7 +99,7 @@ class Ring:
 
     @gluon.jit
     def await_last(self, item):
-        """After items 0 ... item - 1: no named barrier is left half full."""
+        """Wait, after items 0 ... item - 1, so that no named barrier stays half full."""
         if self.named > 0:
             for late in range(gl.maximum(item - self.depth, 0), item):
                 await_all(self.named + late % self.depth, WITH_PRODUCER)
@@ -129,23 +129,21 @@ def make_ring(
 
 @gluon.jit
 def tell(word, number):
-    """Leave a number for the consumers in a word of shared memory; said by the producer, one
-    warp.
+    """Write a number for the consumers into a word of shared memory. The producer, one warp, calls
+    this.
     """
     word.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
 def told(word):
-    """The number there, for every thread of a consumer."""
+    """Read that number, in every thread of a consumer."""
     return gl.max(word.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 def leave_zeros(counter_ptr, programs):
-    """The last program that is done with the two counters leaves them as the next launch wants
-    them.
-    """
+    """The last program resets the two counters for the next launch."""
     if gl.atomic_add(counter_ptr + 1, 1) == programs - 1:
         gl.store(counter_ptr, 0)
         gl.store(counter_ptr + 1, 0)
@@ -212,8 +210,8 @@ def await_own_stores():
 
 @gluon.jit
 def computed_here(x):
-    """x, of which the compiler knows nothing more: what follows from it cannot be moved out of a
-    loop, where it would take registers.
+    """x, with its origin hidden from the compiler. So nothing computed from x moves out of a loop,
+    where it would take registers.
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1
@@ -222,8 +220,8 @@ def computed_here(x):
 
 @gluon.jit
 def rounded(x, dtype: gl.constexpr):
-    """x in dtype, two numbers a register, here: left to the compiler it is done later, or number by
-    number and then put together.
+    """Round x to dtype here, two numbers a register. The compiler would do it later, or one number
+    at a time.
     """
     gl.static_assert(dtype == gl.bfloat16 or dtype == gl.float16)
     if dtype == gl.bfloat16:
@@ -263,7 +261,7 @@ def rescale_operands(count):
 @gluon.jit
 def rescaled(acc, alpha):
     """acc * alpha, an accumulator (rows, columns) by a factor a row (rows, 1). A warp whose rows
-    all have the factor 1 passes over it.
+    all have the factor 1 skips it.
     """
     COUNT: gl.constexpr = acc.shape[1] // 2  # of a thread
     return gl.inline_asm_elementwise(

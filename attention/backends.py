@@ -1,0 +1,79 @@
+"""The table of backends, and how a name becomes one."""
+
+import importlib
+import os
+import sys
+from dataclasses import replace
+from typing import Any
+
+from attention.defects import DEFECTS
+from attention.exact_variants import EXACT_VARIANTS
+from attention.flex import FLEX
+from attention.interface import Backend
+from attention.kernels import TRITON
+from attention.naive import NAIVE
+from attention.sdpa import SDPA
+from attention.tiled import TILED, TiledAttention
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (NAIVE, TILED, TRITON, SDPA, FLEX, *EXACT_VARIANTS, *DEFECTS)
+}
+
+
+def register(backend: Backend) -> None:
+    """Add a backend of your own to the table. Raises ValueError where the name is taken."""
+    if backend.name in BACKENDS:
+        raise ValueError(
+            f"a backend named {backend.name!r} exists already; names in use: {', '.join(BACKENDS)}"
+        )
+    BACKENDS[backend.name] = backend
+
+
+def get_backend(name: str, **options: Any) -> Backend:
+    """The backend of that name, with its options set. Raises ValueError for an unknown name or
+    option, listing the valid ones.
+
+    `pkg.module:NAME` is a user's Backend, found from the current folder or anywhere Python looks.
+    It goes by that name, since two of them may call themselves alike.
+    """
+    if name in BACKENDS:
+        return BACKENDS[name].configured(**options)
+    if ":" in name:
+        return _load(name).configured(**options)
+    raise ValueError(
+        f"attention={name} is not known; valid: {', '.join(BACKENDS)}, or pkg.module:NAME for a "
+        "Backend of your own"
+    )
+
+
+def _load(target: str) -> Backend:
+    module_name, _, attribute = target.partition(":")
+    if not module_name or not attribute:
+        raise ValueError(f"attention={target} must read pkg.module:NAME")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # whatever the user's module raises while it is imported
+        raise ValueError(
+            f"attention={target} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(found, Backend):
+        raise ValueError(
+            f"attention={target} must be an attention.Backend, it is a {type(found).__name__}"
+        )
+    return replace(found, name=target)
+
+
+def is_operator(backend: Backend) -> bool:
+    """Whether torch.compile takes this backend as one operator: a tile loop in BACKENDS.
+
+    An operator finds its loop by name. A function that somebody has put around a loop, or a loop
+    that only shares the name, is another one.
+    """
+    listed = BACKENDS.get(backend.name)
+    return isinstance(backend.fn, TiledAttention) and listed is not None and listed.fn is backend.fn
