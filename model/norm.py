@@ -41,16 +41,19 @@ def add_norm(x: Tensor, branch: Tensor | None, norm: nn.Module) -> tuple[Tensor,
     return x, normed
 
 
-def add_norm_product(
-    x: Tensor, branch: Tensor | None, norm: nn.Module, product: nn.Linear
+def add_norm_linear(
+    x: Tensor, branch: Tensor | None, norm: nn.Module, linear: nn.Linear, *, recompute: bool
 ) -> tuple[Tensor, Tensor]:
-    """x + branch and product(norm(x + branch)); autograd keeps the sum and not the norm, which the
-    backward kernel writes again.
+    """x + branch and linear(norm(x + branch)); with recompute, autograd keeps the sum alone and the
+    backward pass computes the norm again.
     """
+    if not recompute:
+        x, normed = add_norm(x, branch, norm)
+        return x, linear(normed)
     if branch is not None and has_kernel(x, branch):
-        return AddNormProduct.apply(x, branch, *arguments(x, norm), product.weight, product.bias)
+        return AddNormLinear.apply(x, branch, *arguments(x, norm), linear.weight, linear.bias)
     x = x if branch is None else x + branch
-    return x, elementwise_recomputed(lambda x: product(norm(x)))(x)
+    return x, elementwise_recomputed(lambda x: linear(norm(x)))(x)
 
 
 def arguments(x: Tensor, norm: nn.Module) -> tuple:
@@ -176,8 +179,8 @@ def _split(
 add_norm_operator.register_autograd(_backward, setup_context=_save)
 
 
-class AddNormProduct(torch.autograd.Function):
-    """add_norm_product() by the kernels."""
+class AddNormLinear(torch.autograd.Function):
+    """add_norm_linear() with recompute, by the kernels."""
 
     @staticmethod
     def forward(
