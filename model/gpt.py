@@ -116,6 +116,14 @@ def gelu_by_sigmoid(x: Tensor) -> Tensor:
     return (wide * torch.sigmoid(wide * (twice + twice * 0.044715 * wide.square()))).to(x.dtype)
 
 
+def mlp_width(config: ModelConfig) -> int:
+    """Features into the MLP's second matrix."""
+    if config.activation == "swiglu":
+        # 8/3 C rounded up to a multiple of 64, so that the matrices divide into whole tiles
+        return 64 * -(-8 * config.hidden_size // (3 * 64))
+    return 4 * config.hidden_size
+
+
 class MLP(nn.Module):
     """gelu: the tanh form at width 4 C, as in GPT-2. swiglu: silu(gate) * up at 8/3 C, which has as
     many parameters.
@@ -124,14 +132,12 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gated = config.activation == "swiglu"
+        width = mlp_width(config)
+        self.up = nn.Linear(
+            config.hidden_size, 2 * width if self.gated else width, bias=config.bias
+        )
         if self.gated:
-            # 8/3 C rounded up to a multiple of 64, so that the matrices divide into whole tiles
-            width = 64 * -(-8 * config.hidden_size // (3 * 64))
-            self.up = nn.Linear(config.hidden_size, 2 * width, bias=config.bias)
             self.up.rows = (width, width)  # Muon treats gate and up as two matrices
-        else:
-            width = 4 * config.hidden_size
-            self.up = nn.Linear(config.hidden_size, width, bias=config.bias)
         self.down = nn.Linear(width, config.hidden_size, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
