@@ -1,36 +1,35 @@
-"""How much memory a training step takes, before it runs: counted from what the model keeps for its
-backward pass.
+"""How much memory a training step takes, before it runs: counted from the code, part by part.
 
 predict_peak_bytes(config, vocab_size, backend, dtype, device)    # a run, by its RunConfig
 predict_step(model_config, vocab_size=..., batch_size=..., ...)   # a step of a model
 
-Bytes a token of one block, eager or compiled, C hidden_size, e bytes of an element of the matrix
-products (2 under 16-bit autocast):
+A block keeps, in bytes for each token (C hidden_size, e bytes of an element of the matrix products:
+2 under 16-bit autocast):
 
     residual stream, twice   4 C + 4 C     float32, the inputs of the two norms
     inputs of the products   e (C + C)     of qkv and of the MLP; proj reads the attention's own
                              output
-    attention                e (3 C + C)   q, k, v and out, with 4 bytes a row of lse; naive keeps
-                             (4 + e) N a head and row instead of lse
+    attention                e (3 C + C)   q, k, v and out, and 4 bytes a head of lse; naive keeps
+                             (4 + e) N a head instead of lse
     MLP                      e (4 C + 4 C) before and after the gelu
 
 With model.checkpoint=attention a block keeps its input, 4 C, and the attention's line, of which a
-compiled graph keeps out and lse alone; with checkpoint=block its input alone, and with offload=true
-that is on the host. What it computes again is there for one block at a time, or for chunk_tokens of
-one block.
+compiled graph keeps only out and lse. With checkpoint=block it keeps its input, and with
+offload=true the host keeps that. What is recomputed is there for one block at a time, or for
+chunk_tokens of one block.
 
-Beside them the float32 parameters, their gradients and AdamW's two moments (16 bytes a parameter),
-the 16-bit copies of the matrices that autocast makes, the gradients that the loss has ready, and
-what the step that needs most of it at once works with: the logits of a chunk, the backward pass of
-an MLP or of an attention, or the optimizer.
+The float32 parameters, their gradients and AdamW's two moments add 16 bytes a parameter. Autocast
+adds 16-bit copies of the matrices, and the loss the gradients that it has ready. The rest is what
+the largest phase works with: the logits of a chunk, the backward pass of an MLP or of an attention,
+or the optimizer.
 
-The formulas are held to PyTorch's own count of saved bytes and of live tensors by
-tests/training/test_plan_bytes.py. Not modelled: gaps in the allocator's blocks, that torch.compile
-may keep or recompute other tensors than in the version these formulas were read from, and
-optim=muon, whose matrices have one moment where AdamW's have two.
+tests/training/test_plan_bytes.py compares the formulas with PyTorch's own count of saved bytes and
+of live tensors. Three things are not modelled: gaps in the allocator's blocks; a torch.compile that
+keeps or recomputes other tensors than the version behind these formulas; and optim=muon, whose
+matrices have one moment where AdamW's have two.
 
-Dimensions: B batch, N tokens of a sequence, T = B N tokens of a pass, C hidden_size, H query heads,
-H_kv key/value heads, D head dim, S = B H N N scores.
+Dimensions: B batch, N tokens of a sequence, C hidden_size, H query heads, H_kv key/value heads, D
+head dim.
 """
 
 from collections.abc import Iterable
@@ -46,7 +45,7 @@ from model.loss import chunk_rows, padded_vocab
 from training.schedule import will_compile
 
 GIB = 1024**3
-# cuBLAS and cuBLASLt take one each, at the CUBLAS_WORKSPACE_CONFIG=:4096:8 that training sets
+# one each of cuBLAS and cuBLASLt, at the CUBLAS_WORKSPACE_CONFIG=:4096:8 that training sets
 CUDA_WORKSPACES = 2 * 8 * 4096 * 1024
 
 MATERIALISED = "materialised"
@@ -124,16 +123,21 @@ class StepShape:
         # the share of a sequence in one chunk
         self.chunk = min(1, (config.chunk_tokens or self.seq_len) / self.seq_len)
         self.offloads = config.offload and not self.on_cpu
-        # q and k are then tensors of their own beside the packed qkv
+        # whether q and k are tensors of their own beside the packed qkv
         self.rotates = config.positions == "rope" or config.qk_norm
-        # bytes of tensors with a row for each token: the residual stream, in float32; in the dtype
-        # of the products q (or out), k (or v), all three, and what comes after `up` and before
-        # `down`
+        # bytes of the residual stream, (B, N, C) in float32
         self.residual = 4 * self.tokens * self.width
+        # bytes in the dtype of the products: q (as long as out), k (as long as v), all three, the
+        # result of the MLP's first matrix, the input of its second
         self.q = self.element * self.tokens * self.width
         self.k = self.q * config.kv_heads // config.num_heads
         self.qkv = self.q + 2 * self.k
-        self.up, self.down = (self.element * self.tokens * each for each in mlp_widths(config))
+        up, down = mlp_widths(config)
+        self.up = self.element * self.tokens * up
+        self.down = self.element * self.tokens * down
+        # float32 gradients of the MLP's second matrix and of the output layer
+        self.d_down = 4 * self.width * down
+        self.d_output = 4 * self.width * self.vocab_size
 
 
 @dataclass(frozen=True)
@@ -146,8 +150,8 @@ class PartBytes:
 
 
 def attention_call(step: StepShape) -> PartBytes:
-    """What one call of the attention allocates, counted from the code of each kind. Saved is its
-    output too, but not q, k and v.
+    """One call of the attention, counted from the code of each kind. It saves its output too, but
+    not q, k and v.
     """
     if step.kind == MATERIALISED:
         return materialised_call(step)
@@ -157,7 +161,7 @@ def attention_call(step: StepShape) -> PartBytes:
 
 
 def probabilities(step: StepShape) -> int:
-    """N x N a head, kept once in float32 and once in v's dtype."""
+    """N x N for each head, once in float32 and once in v's dtype."""
     return step.tokens * step.config.num_heads * step.seq_len * (4 + step.element)
 
 
@@ -168,8 +172,8 @@ def materialised_call(step: StepShape) -> PartBytes:
     operands = 2 * step.q
     if not step.compiled:
         operands = mask + (2 * step.residual + step.q if step.narrow else 2 * step.q)
-    # softmax's backward: p, its gradient, the result, and on a GPU the product of the first two;
-    # the probabilities are among them
+    # softmax's backward: p (among the saved), its gradient, the result, and on a GPU the product of
+    # the first two
     backward = (12 if step.on_cpu else 16) * scores - probabilities(step)
     return PartBytes(
         saved=probabilities(step) + operands,
@@ -200,7 +204,7 @@ def tile_loop_call(step: StepShape) -> PartBytes:
     lse = 4 * step.tokens * heads
     forward = max(14 * tile + step.q + row_tile, 2 * step.q) + lse
     d_kv = 8 * step.tokens * step.config.kv_heads * head_dim  # float32
-    # at the end gradients are put together and cast, while the last tile is still there
+    # at the end the gradients are joined and cast, while the last tile is still there
     end = 12 * tile + row_tile + d_kv + 2 * step.q + (2 * step.k if step.narrow else 0)
     if step.kind == TILE_LOOP:
         saved = step.q + lse
@@ -216,13 +220,13 @@ def dropout_mask(step: StepShape, element: int) -> int:
     """What one dropout of (B, N, C) keeps."""
     if not step.config.dropout:
         return 0
-    # the CPU's dropout keeps its mask as numbers
-    as_numbers = step.on_cpu and not step.compiled
-    return step.tokens * step.width * (element if as_numbers else 1)
+    # the CPU's dropout keeps its mask in the dtype of its input
+    wide = step.on_cpu and not step.compiled
+    return step.tokens * step.width * (element if wide else 1)
 
 
 def embedding_saved(step: StepShape) -> int:
-    """Tokens, positions, the dropout's mask, and the tables of the positions."""
+    """Tokens, positions, the dropout's mask, and RoPE's tables or the learned positions."""
     saved = 8 * step.tokens + 8 * step.seq_len + dropout_mask(step, 4)
     if step.config.positions == "rope":
         return saved + 4 * step.seq_len * step.config.head_dim
@@ -232,10 +236,10 @@ def embedding_saved(step: StepShape) -> int:
 def norm_saved(step: StepShape) -> int:
     """The input of a norm and its statistics."""
     if step.config.norm == "layernorm":
-        # a compiled graph on the CPU keeps no mean; on a GPU the norm is our own kernel, compiled
-        # or not
+        # a compiled graph on the CPU keeps no mean; on a GPU our own kernel keeps it, compiled or
+        # not
         return step.residual + step.tokens * (4 if step.compiled and step.on_cpu else 8)
-    # on the CPU several operators, which keep the normalised input too
+    # on the CPU rms_norm is several operators, which keep the normalised input too
     unfused = step.on_cpu and not step.compiled
     return step.residual * (2 if unfused else 1) + 4 * step.tokens
 
@@ -250,21 +254,21 @@ def qk_norm_saved(step: StepShape) -> int:
 
 
 def qkv_saved(step: StepShape) -> int:
-    """q, k and v, as far as the attention call keeps them."""
+    """The part of q, k and v that the attention keeps."""
     if step.kind == MATERIALISED:
-        # the call repeats k and v, and copies a narrow q and k to float32
+        # it keeps repeated k and v instead, and float32 copies of narrow q and k
         return step.q if step.compiled or not step.narrow else 0
     return step.qkv + (step.q + step.k if step.rotates and step.chunk == 1 else 0)
 
 
 def merged_saved(step: StepShape) -> int:
-    """What proj keeps of the attention's output, where the call's own does not serve."""
+    """What proj keeps of the attention's output, beside what the attention itself keeps."""
     merged = step.config.num_heads > 1
     if step.kind in (FUSED, LIBRARY):
-        # no copy where the kernel writes (B, N, H, D): Triton's does, PyTorch's follow q's layout
+        # no copy where the kernel writes (B, N, H, D): Triton's does, PyTorch's follows q's layout
         merged &= step.rotates and step.backend.name != "triton" and step.chunk == 1
     elif step.kind != TILE_LOOP:
-        merged = True  # these keep no output of their own
+        merged = True  # the other two keep no output themselves
     return step.q if merged else 0
 
 
@@ -283,7 +287,7 @@ def activation_saved(step: StepShape) -> int:
 def mlp_bytes(step: StepShape) -> PartBytes:
     """The MLP with its norm and its dropout."""
     inputs = norm_saved(step) + step.q
-    # the copy of the residual stream's gradient for the product, or by dropout's mask
+    # the product reads a copy of the residual stream's gradient: cast, or masked by dropout
     copy = step.q if step.narrow or step.config.dropout else 0
     # the gradient of the activation's input is as wide as `up`
     d_hidden = step.up if step.config.activation == "swiglu" else step.down
@@ -293,40 +297,33 @@ def mlp_bytes(step: StepShape) -> PartBytes:
     )
 
 
-def output_gradient(step: StepShape) -> int:
-    """The gradient of the output layer."""
-    return 4 * step.vocab_size * step.width
-
-
 def loss_bytes(step: StepShape) -> PartBytes:
-    """The loss has its gradients ready after the forward pass, a chunk of logits at a time."""
+    """The loss, which computes its gradients in the forward pass, a chunk of logits at a time."""
     element, compiled_float32 = step.element, step.compiled and not step.narrow
     rows = min(chunk_rows(step.tokens, step.vocab_size, step.width, step.device), step.tokens)
     chunks = -(-step.tokens // rows)
     padded = padded_vocab(step.vocab_size, step.device)
     matrix = padded * step.width  # elements of the output layer
-    # x in float32 and as the product takes it, and the output layer likewise
+    # x in float32 and in the dtype of the product, and a copy of the output layer
     forward = step.residual + (step.q if step.narrow else 0)
     if step.narrow or padded > step.vocab_size:
         forward += element * matrix
     if chunks > 1:
         forward += step.q + 4 * matrix
-    # a chunk's logits and their softmax in float32, then their gradient
-    if step.on_cpu:
-        # a compiled graph writes the gradient over the softmax
-        softmax = rows * padded * (2 * element if step.compiled else 8)
-    else:
-        # one kernel writes the gradient over the logits; a compiled graph adds up float32's
+    # a chunk's softmax, in float32
+    softmax = rows * padded * (2 * element if step.compiled else 8)
+    if not step.on_cpu:
+        # one kernel writes the gradient over the logits; a compiled graph in float32 sums the
         # gradients of the weights at the end
         softmax = element * (rows * padded + (chunks - 1) * matrix * compiled_float32)
-    # the gradients of x and of the weights, which wait in float32
+    # a chunk's gradients of its logits, of x and of the weights
     products = element * (rows * (padded + 2 * step.width) + matrix)
     if step.narrow and chunks == 1:
         products += 4 * matrix
     return PartBytes(
         saved=step.q + matrix * (4 if chunks > 1 or not step.compiled else element),
         forward=forward + max(softmax, products),
-        backward=step.residual + output_gradient(step),
+        backward=step.residual + step.d_output,
     )
 
 
@@ -356,17 +353,17 @@ def block_bytes(step: StepShape) -> BlockBytes:
 
 
 def kept_by_block(step: StepShape, block: BlockBytes) -> tuple[int, int]:
-    """What model.checkpoint lets a block keep on the device: without its attention, and of it."""
+    """What model.checkpoint lets a block keep on the device, without its attention and of it."""
     checkpoint, attention = step.config.checkpoint, block.attention.saved
     if checkpoint == "none":
         return block.saved - attention, attention
     if checkpoint == "elementwise":
-        # neither what the norms computed nor the activation
+        # all but the results of the norms and of the activation
         return 2 * step.residual + step.up + 2 * block.mask, attention
     if checkpoint == "block":
         attention = 0
     elif step.compiled:
-        attention -= qkv_saved(step)  # a graph computes all of q, k and v again
+        attention -= qkv_saved(step)  # a compiled graph computes q, k and v again
     return 0 if step.offloads else step.residual, attention
 
 
@@ -381,7 +378,7 @@ class StepBytes:
     blocks: int  # activations kept by the blocks and the last norm, without the attention's
     # what the attention calls keep: q, k, v, out and lse, or the N x N probabilities
     attention: int
-    scores: int  # the part of that which grows with N x N
+    scores: int  # the part of attention that grows with N x N
     loss: int  # kept by the loss: the gradients of its input and of the output layer
     working: int  # the rest of the peak: gradients of activations, temporaries, libraries
     peak: int  # of the whole step
@@ -396,7 +393,7 @@ class StepBytes:
 def predict_step(config: ModelConfig, **sizes: Any) -> StepBytes:
     """Bytes of one step: forward, backward and AdamW. `sizes` are the other fields of StepShape.
 
-    Parameters stay float32. The peak is the largest of the phases below. It leaves out the Python
+    Parameters are float32. The peak is the largest of the phases below, and leaves out the Python
     process and the CUDA context.
     """
     step = StepShape(config, **sizes)
@@ -414,10 +411,10 @@ def predict_step(config: ModelConfig, **sizes: Any) -> StepBytes:
         "optimizer": 16 * count,
     }
     if config.checkpoint != "none" and step.chunk == 1:
-        # the copies of the matrices that autocast made are there until the loss has run
+        # autocast keeps its copies of the matrices until the loss has run
         phases["loss forward"] += layers * block.copies
     # the last norm is done, and the output layer has its gradient
-    state += output_gradient(step) - norm_saved(step)
+    state += step.d_output - norm_saved(step)
     in_halves = config.checkpoint == "block" and config.chunk_tokens is not None
     if config.checkpoint == "attention" or in_halves:
         phases |= phases_of_halves(step, block, state - attention)
@@ -441,25 +438,25 @@ def predict_step(config: ModelConfig, **sizes: Any) -> StepBytes:
 
 
 def phases_of_block(step: StepShape, block: BlockBytes, state: int) -> dict[str, float]:
-    """Peaks of the last block, where it keeps what it needs or is recomputed whole; state: the rest
-    of what is there.
+    """Peaks of the last block, if it keeps what it needs or is recomputed as a whole; state is what
+    the step holds then.
     """
     attention, mlp = block.attention, block.mlp
-    mlp_work = mlp.backward + down_gradient(step)
-    # variables of the functions around the call: the normalised input, and qkv where the call does
-    # not keep it
+    mlp_work = mlp.backward + step.d_down
+    # variables of the functions around the call: the normalised input, and qkv if the call does not
+    # keep it
     variables = step.residual + (step.qkv if step.kind == MATERIALISED else 0)
     forward = attention.forward + (0 if step.compiled else variables)
     d_out = step.residual + (step.q if step.narrow or step.config.dropout else 0)
     if step.config.checkpoint == "block":
-        # its forward pass runs beside the incoming gradient
+        # its forward pass runs while the incoming gradient is there
         restored = step.chunk * step.residual if step.offloads else 0
         state += block.saved - step.residual + restored + block.copies
         forward += step.residual
     else:
-        forward -= output_gradient(step)
+        forward -= step.d_output
     if step.config.checkpoint == "elementwise":
-        mlp_work += block.copies + activation_saved(step)  # the activation, once more
+        mlp_work += block.copies + activation_saved(step)  # recomputed
     return {
         "mlp": state + mlp_work,
         "attention forward": state - mlp.saved + forward,
@@ -468,18 +465,18 @@ def phases_of_block(step: StepShape, block: BlockBytes, state: int) -> dict[str,
 
 
 def phases_of_halves(step: StepShape, block: BlockBytes, state: int) -> dict[str, float]:
-    """Peaks of the last block, where what precedes and what follows attention are recomputed each
-    by itself, over a chunk at a time; state: the rest of what is there.
+    """Peaks of the last block, if the parts before and after its attention are recomputed each by
+    itself, a chunk at a time; state is what the step holds then, without the block's attention.
     """
     attention, mlp, residual = block.attention, block.mlp, step.residual
     restored = step.chunk * residual if step.offloads else 0
-    mlp_work = step.chunk * (mlp.saved + mlp.backward + block.mask) + down_gradient(step)
+    mlp_work = step.chunk * (mlp.saved + mlp.backward + block.mask) + step.d_down
     before = step.qkv + residual + step.chunk * (block.before + residual)
     if step.chunk < 1:
-        # the chunks' gradients of x and of out gather beside the incoming one
+        # the chunks' gradients of x and of out collect beside the incoming one
         mlp_work += 2 * residual + step.q
         before += 2 * residual
-    # q, k and v are there although the call does not keep them
+    # q, k and v are there even if the call does not keep them
     forward = attention.forward + (step.qkv if step.kind == MATERIALISED else 0)
     held = state + attention.saved
     return {
@@ -490,15 +487,10 @@ def phases_of_halves(step: StepShape, block: BlockBytes, state: int) -> dict[str
     }
 
 
-def down_gradient(step: StepShape) -> int:
-    """The gradient of the MLP's second matrix."""
-    return 4 * step.width * mlp_widths(step.config)[1]
-
-
 def predict_peak_bytes(
     config: Any, vocab_size: int, backend: Backend, dtype: torch.dtype, device: torch.device | str
 ) -> StepBytes:
-    """predict_step() of a run: config is a RunConfig, dtype and device those it was resolved to.
+    """predict_step() of a run: config is its RunConfig; dtype and device are those it uses.
 
     On a GPU the peak is that of torch.cuda.max_memory_allocated(). On a CPU, where the measured
     peak is the resident memory of the process with Python and PyTorch (0.3 to 0.7 GiB), the
