@@ -1,12 +1,12 @@
-"""Block.forward once more, faster on a GPU, or in less memory with model.checkpoint.
+"""Block.forward in a faster form for a GPU, and in less memory with model.checkpoint.
 
-`fused_block` runs the layers of a Block. It has no parameters of its own, and gives the results and
-gradients of `Block.forward`: tests/model/test_fused_block.py compares them.
+`fused_block` runs the layers of a Block and has no parameters of its own. Its results and gradients
+are those of `Block.forward`: tests/model/test_fused_block.py compares them.
 
-    on a GPU                 x + branch and the norm after it are one kernel (model/norm.py)
+    on a GPU                 one kernel computes x + branch and the norm after it (model/norm.py)
     checkpoint=elementwise   the backward pass recomputes norms and activations
     checkpoint=attention     it recomputes all but q, k, v and the attention
-    checkpoint=block         it recomputes the block from its input
+    checkpoint=block         it recomputes the whole block from its input
     chunk_tokens             norms, projections and MLP take that many tokens at a time
     offload                  the block's input waits in the host's memory
 
@@ -43,7 +43,7 @@ def fused_block(
     document_ids: Tensor | None,
     cache: LayerCache | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """block(x + branch) in two parts, whose sum one kernel computes together with the next norm.
+    """block(x + branch), returned as two parts: one kernel adds them and computes the next norm.
 
     x and branch (B, N, C), in and out; None stands for zero.
     """
@@ -67,8 +67,8 @@ def before_attention(
         x, branch, block.attention_norm, block.attention.qkv, recompute=recompute
     )
 
-    # in_chunks wants the tokens in dimension 1, and to transpose back after what is recomputed
-    # makes torch.compile keep q and k: else its backward pass would repeat QK-norm and RoPE
+    # the tokens in dimension 1, as in_chunks needs them. The transposes back come after what is
+    # recomputed, so torch.compile keeps q and k: without them it would repeat QK-norm and RoPE
     def heads(qkv: Tensor) -> tuple[Tensor, ...]:
         return tuple(t.transpose(1, 2) for t in block.attention.heads(qkv, rope))
 
@@ -76,7 +76,7 @@ def before_attention(
 
 
 def after_attention(block: "Block", x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """x plus the projection of out, the attention's output; and what the MLP adds to that sum."""
+    """x + branch, where proj makes branch of the attention's output; and the branch of the MLP."""
     recompute = recomputes_elementwise(block)
     x, hidden = add_norm_linear(
         x,
@@ -110,8 +110,8 @@ def recomputed_block(
         x, branch = after_attention(block, x, out)
         return x + branch
 
-    # recompute what comes before and after attention each by itself: with chunks, recomputing the
-    # whole block at once would hold all of them together again
+    # recompute the parts before and after attention each by itself: recomputing the whole block at
+    # once would hold all its chunks together
     if checkpoint == "attention" or (checkpoint == "block" and config.chunk_tokens is not None):
         before, after = recomputed(before, dropout=dropout), recomputed(after, dropout=dropout)
 

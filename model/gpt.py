@@ -35,7 +35,7 @@ Rope = tuple[Tensor, Tensor]  # the cosines and sines of rope_tables()
 
 
 class ModelOutput(NamedTuple):
-    """The logits, or with targets the loss: it is computed without all logits at once."""
+    """The logits, or with targets the loss, which never has all logits at once."""
 
     logits: Tensor | None  # (B, N, vocab_size)
     loss: Tensor | None  # scalar float32, mean over targets != -100
@@ -190,7 +190,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, backend) for _ in range(config.num_layers))
         self.final_norm = build_norm(config)
-        # where it is tied, the token embedding serves, and the state dict has no second entry
+        # None where it is tied: the token embedding is the output layer then
         self.output_layer = (
             None if config.tie_embeddings else nn.Linear(config.hidden_size, vocab_size, bias=False)
         )
@@ -260,8 +260,8 @@ class GPT(nn.Module):
         fused = is_fused(self.config, x)
         caches = [None] * len(self.blocks) if cache is None else cache.layers
         for block, layer_cache in zip(self.blocks, caches, strict=True):
-            # the same arithmetic twice: as Block writes it down, and as a GPU does it faster, or
-            # checkpointing in less memory. Block runs wherever fused_block has nothing to add
+            # both give the same result: Block is the specification, fused_block its fast form for
+            # training on a GPU and for checkpointing. Elsewhere fused_block has nothing to add
             if fused:
                 x, branch = fused_block(block, x, branch, rope, document_ids, layer_cache)
             else:
@@ -273,9 +273,7 @@ class GPT(nn.Module):
         return ModelOutput(F.linear(x, self._output_weight), None)  # (B, N, vocab_size)
 
     def _positions(self, tokens: Tensor, cache: KVCache | None) -> Tensor:
-        """The positions (N,) of the tokens. Raises ValueError for more than the model or the cache
-        holds.
-        """
+        """The positions of the tokens, (N,)."""
         past = 0 if cache is None else cache.length
         total, longest = past + tokens.shape[1], self.config.max_seq_len
         if self.position_embedding is not None and total > longest:

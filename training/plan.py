@@ -135,6 +135,9 @@ class StepShape:
         up, down = mlp_widths(config)
         self.up = self.element * self.tokens * up
         self.down = self.element * self.tokens * down
+        # the mask of a dropout in a block, and the copies of a block's matrices that autocast makes
+        self.mask = dropout_mask(self, self.element)
+        self.copies = self.element * matrix_elements(config) if self.narrow else 0
         # float32 gradients of the MLP's second matrix and of the output layer
         self.d_down = 4 * self.width * down
         self.d_output = 4 * self.width * self.vocab_size
@@ -292,7 +295,7 @@ def mlp_bytes(step: StepShape) -> PartBytes:
     # the gradient of the activation's input is as wide as `up`
     d_hidden = step.up if step.config.activation == "swiglu" else step.down
     return PartBytes(
-        saved=inputs + step.up + activation_saved(step) + dropout_mask(step, step.element),
+        saved=inputs + step.up + activation_saved(step) + step.mask,
         backward=step.residual + max(copy + step.down, d_hidden),
     )
 
@@ -327,39 +330,24 @@ def loss_bytes(step: StepShape) -> PartBytes:
     )
 
 
-@dataclass(frozen=True)
-class BlockBytes:
-    """One block, as if it kept everything."""
-
-    copies: int  # its matrices in the dtype of the products
-    before: int  # the first norm, the input of qkv, QK-norm
-    attention: PartBytes
-    mask: int  # of the dropout after attention
-    mlp: PartBytes
-
-    @property
-    def saved(self) -> int:
-        return self.before + self.attention.saved + self.mask + self.mlp.saved
+def before_saved(step: StepShape) -> int:
+    """The first norm of a block, the input of qkv, and QK-norm."""
+    return norm_saved(step) + step.q + qk_norm_saved(step)
 
 
-def block_bytes(step: StepShape) -> BlockBytes:
-    return BlockBytes(
-        copies=step.element * matrix_elements(step.config) if step.narrow else 0,
-        before=norm_saved(step) + step.q + qk_norm_saved(step),
-        attention=attention_bytes(step),
-        mask=dropout_mask(step, step.element),
-        mlp=mlp_bytes(step),
-    )
+def block_saved(step: StepShape) -> int:
+    """All that a block computes."""
+    return before_saved(step) + attention_bytes(step).saved + step.mask + mlp_bytes(step).saved
 
 
-def kept_by_block(step: StepShape, block: BlockBytes) -> tuple[int, int]:
+def kept_by_block(step: StepShape) -> tuple[int, int]:
     """What model.checkpoint lets a block keep on the device, without its attention and of it."""
-    checkpoint, attention = step.config.checkpoint, block.attention.saved
+    checkpoint, attention = step.config.checkpoint, attention_bytes(step).saved
     if checkpoint == "none":
-        return block.saved - attention, attention
+        return block_saved(step) - attention, attention
     if checkpoint == "elementwise":
         # all but the results of the norms and of the activation
-        return 2 * step.residual + step.up + 2 * block.mask, attention
+        return 2 * step.residual + step.up + 2 * step.mask, attention
     if checkpoint == "block":
         attention = 0
     elif step.compiled:
@@ -398,9 +386,9 @@ def predict_step(config: ModelConfig, **sizes: Any) -> StepBytes:
     """
     step = StepShape(config, **sizes)
     count = parameter_count(config, step.vocab_size)
-    layers, block, loss = config.num_layers, block_bytes(step), loss_bytes(step)
-    kept, attention = kept_by_block(step, block)
-    kept_copies = layers * block.copies if config.checkpoint == "none" else 0
+    layers, loss = config.num_layers, loss_bytes(step)
+    kept, attention = kept_by_block(step)
+    kept_copies = layers * step.copies if config.checkpoint == "none" else 0
     ends = embedding_saved(step) + norm_saved(step)
     before_loss = kept_copies + layers * (kept + attention) + ends
 
@@ -412,14 +400,14 @@ def predict_step(config: ModelConfig, **sizes: Any) -> StepBytes:
     }
     if config.checkpoint != "none" and step.chunk == 1:
         # autocast keeps its copies of the matrices until the loss has run
-        phases["loss forward"] += layers * block.copies
+        phases["loss forward"] += layers * step.copies
     # the last norm is done, and the output layer has its gradient
     state += step.d_output - norm_saved(step)
     in_halves = config.checkpoint == "block" and config.chunk_tokens is not None
     if config.checkpoint == "attention" or in_halves:
-        phases |= phases_of_halves(step, block, state - attention)
+        phases |= phases_of_halves(step, state - attention)
     else:
-        phases |= phases_of_block(step, block, state)
+        phases |= phases_of_block(step, state)
 
     peak = round(max(phases.values())) + (CUDA_WORKSPACES if step.device == "cuda" else 0)
     return StepBytes(
@@ -437,11 +425,11 @@ def predict_step(config: ModelConfig, **sizes: Any) -> StepBytes:
     )
 
 
-def phases_of_block(step: StepShape, block: BlockBytes, state: int) -> dict[str, float]:
+def phases_of_block(step: StepShape, state: int) -> dict[str, float]:
     """Peaks of the last block, if it keeps what it needs or is recomputed as a whole; state is what
     the step holds then.
     """
-    attention, mlp = block.attention, block.mlp
+    attention, mlp = attention_bytes(step), mlp_bytes(step)
     mlp_work = mlp.backward + step.d_down
     # variables of the functions around the call: the normalised input, and qkv if the call does not
     # keep it
@@ -451,12 +439,12 @@ def phases_of_block(step: StepShape, block: BlockBytes, state: int) -> dict[str,
     if step.config.checkpoint == "block":
         # its forward pass runs while the incoming gradient is there
         restored = step.chunk * step.residual if step.offloads else 0
-        state += block.saved - step.residual + restored + block.copies
+        state += block_saved(step) - step.residual + restored + step.copies
         forward += step.residual
     else:
         forward -= step.d_output
     if step.config.checkpoint == "elementwise":
-        mlp_work += block.copies + activation_saved(step)  # recomputed
+        mlp_work += step.copies + activation_saved(step)  # recomputed
     return {
         "mlp": state + mlp_work,
         "attention forward": state - mlp.saved + forward,
@@ -464,14 +452,14 @@ def phases_of_block(step: StepShape, block: BlockBytes, state: int) -> dict[str,
     }
 
 
-def phases_of_halves(step: StepShape, block: BlockBytes, state: int) -> dict[str, float]:
+def phases_of_halves(step: StepShape, state: int) -> dict[str, float]:
     """Peaks of the last block, if the parts before and after its attention are recomputed each by
     itself, a chunk at a time; state is what the step holds then, without the block's attention.
     """
-    attention, mlp, residual = block.attention, block.mlp, step.residual
+    attention, mlp, residual = attention_bytes(step), mlp_bytes(step), step.residual
     restored = step.chunk * residual if step.offloads else 0
-    mlp_work = step.chunk * (mlp.saved + mlp.backward + block.mask) + step.d_down
-    before = step.qkv + residual + step.chunk * (block.before + residual)
+    mlp_work = step.chunk * (mlp.saved + mlp.backward + step.mask) + step.d_down
+    before = step.qkv + residual + step.chunk * (before_saved(step) + residual)
     if step.chunk < 1:
         # the chunks' gradients of x and of out collect beside the incoming one
         mlp_work += 2 * residual + step.q
@@ -480,7 +468,7 @@ def phases_of_halves(step: StepShape, block: BlockBytes, state: int) -> dict[str
     forward = attention.forward + (step.qkv if step.kind == MATERIALISED else 0)
     held = state + attention.saved
     return {
-        "mlp": held + restored + block.copies + mlp_work,
+        "mlp": held + restored + step.copies + mlp_work,
         "attention forward": held + residual + forward,
         "attention backward": held + residual + step.q + attention.backward,
         "projection": state + restored + before,
