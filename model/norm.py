@@ -155,8 +155,8 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, 
 def _split(
     d_parameters: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    d_bias = None if bias is None else d_parameters[1].to(bias.dtype)
-    return d_parameters[0].to(weight.dtype), d_bias
+    d_weight = d_parameters[0].to(weight.dtype)
+    return d_weight, None if bias is None else d_parameters[1].to(bias.dtype)
 
 
 add_norm_operator.register_autograd(_backward, setup_context=_save)
