@@ -1,6 +1,4 @@
-"""The GPT: GPT-2's architecture or the modern variations on it, with the attention left to
-`attention`.
-"""
+"""The GPT: the architecture of GPT-2 or modern variations; `attention` computes its attention."""
 
 from model.generate import generate, sample_text
 from model.gpt import GPT, ModelOutput, count_parameters

@@ -1,10 +1,8 @@
-"""What a block keeps for its backward pass, and where: activation checkpointing, sequences in
-chunks, inputs in the host's memory.
+"""Activation checkpointing, sequences in chunks, and block inputs in the host's memory.
 
-Chen et al. 2016 (arXiv:1604.06174): what is cheap to compute is not kept but computed again when
-the backward pass needs it. The recomputation is PyTorch's (torch.utils.checkpoint, not reentrant),
-which brings random numbers and autocast back as they were, and which torch.compile takes into its
-graph.
+Checkpointing (Chen et al. 2016, arXiv:1604.06174) does not keep what is cheap to compute: the
+backward pass computes it again. PyTorch does the recomputation (torch.utils.checkpoint, not
+reentrant). It restores random numbers and autocast, and torch.compile takes it into its graph.
 """
 
 import logging
@@ -19,85 +17,67 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 Result = Tensor | tuple[Tensor, ...]
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-# PyTorch asks there whether a region that keeps its products works in place; ours does not
+# PyTorch warns there of regions that keep their products and work in place; ours do not
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(
     lambda record: "context_fn" not in record.getMessage()
 )
 
 
 def recomputed(function: Callable[..., Result], *, dropout: float = 0.0) -> Callable[..., Result]:
-    """The same function of tensors, of which autograd keeps the inputs alone.
+    """The same function of tensors, for which autograd keeps the inputs alone.
 
-    Recomputing stops where the last tensor that the backward pass wants is there: a product at the
-    function's end is not done again.
+    Recomputing stops at the last tensor that the backward pass needs: it does not repeat a product
+    at the end of the function.
     """
-
-    def run(*inputs: Tensor) -> Result:
-        # reading and setting random states costs time, and only dropout draws any
-        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0)
-
-    return run
+    # saving and restoring random states costs time, and only dropout draws random numbers
+    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=dropout > 0)
 
 
 def elementwise_recomputed(function: Callable[..., Result]) -> Callable[..., Result]:
-    """recomputed(function) for a function without dropout that ends with a product, in a compiled
-    graph too.
+    """recomputed(function), for a function without dropout that ends with a product.
 
-    There nothing stops before the product, unless it is named as something to keep.
+    A compiled graph would repeat that product, unless it is named as something to keep.
     """
-
-    def run(*inputs: Tensor) -> Result:
-        if not torch.compiler.is_compiling():
-            return recomputed(function)(*inputs)
-        keep_products = partial(create_selective_checkpoint_contexts, PRODUCTS)
-        return checkpoint(
-            function,
-            *inputs,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=keep_products,
-        )
-
+    run = recomputed(function)
+    if torch.compiler.is_compiling():
+        run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, PRODUCTS))
     return run
 
 
 def in_chunks(function: Callable[..., Result], *inputs: Tensor, size: int | None) -> Result:
     """function(*inputs), over `size` tokens at a time; None takes all at once.
 
-    In every tensor, in and out, the tokens are dimension 1. What function computes for a token must
-    not depend on the others. The results are those of one call, but for the order in which a
-    product may sum, and so are the gradients.
+    The tokens are dimension 1 of every input and result, and function must treat each token by
+    itself. Results and gradients are those of one call, but a product may sum in another order.
     """
     if size is None or inputs[0].shape[1] <= size:
         return function(*inputs)
     kind = inputs[0].device.type
-    # autocast would make one 16-bit copy of each weight for all chunks, and add their gradients up
-    # in 16 bits
+    # with its cache, autocast would make one 16-bit copy of each weight for all chunks, and sum
+    # their gradients in 16 bits
     with torch.autocast(
         kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
     ):
-        chunks = [function(*rows) for rows in zip(*(x.split(size, 1) for x in inputs), strict=True)]
-    return (
-        torch.cat(chunks, 1)
-        if isinstance(chunks[0], Tensor)
-        else tuple(torch.cat(parts, 1) for parts in zip(*chunks, strict=True))
-    )
+        parts = zip(*(x.split(size, 1) for x in inputs), strict=True)
+        chunks = [function(*part) for part in parts]
+    if isinstance(chunks[0], Tensor):
+        return torch.cat(chunks, 1)
+    return tuple(torch.cat(results, 1) for results in zip(*chunks, strict=True))
 
 
 class OnHost(NamedTuple):
-    """A tensor of the GPU, waiting in the host's memory."""
+    """A copy of a GPU tensor in the host's memory."""
 
     copy: Tensor
 
 
 @contextmanager
 def kept_on_host(x: Tensor) -> Iterator[None]:
-    """What autograd keeps of x inside, whole or in parts, it keeps in pinned host memory; on a CPU
-    there is nothing to do.
+    """Inside, autograd keeps x and its parts in pinned host memory. On a CPU nothing changes.
 
-    The copies are queued on the stream of the computation: what follows waits for them (a block
-    input of GPT-2 at a million tokens takes 0.1 s of some seconds), and no memory is used again too
-    early. Not for torch.compile, which decides itself what to keep.
+    The copies are queued on the stream of the computation, so no memory is reused too early. What
+    follows waits for them: 0.1 s of some seconds for a block input of GPT-2 at a million tokens.
+    Not for torch.compile, which decides itself what to keep.
     """
     copies: dict[Any, Tensor] = {}
     device, storage = x.device, x.untyped_storage().data_ptr()
@@ -105,7 +85,7 @@ def kept_on_host(x: Tensor) -> Iterator[None]:
     def pack(saved: Tensor) -> Tensor | OnHost:
         if device.type != "cuda" or saved.untyped_storage().data_ptr() != storage:
             return saved
-        key = (saved.storage_offset(), saved.shape)  # the two halves of a block keep the same rows
+        key = (saved.storage_offset(), saved.shape)  # both halves of a block keep the same rows
         if key not in copies:
             host = torch.empty(saved.shape, dtype=saved.dtype, pin_memory=True)
             copies[key] = host.copy_(saved, non_blocking=True)

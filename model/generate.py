@@ -1,14 +1,12 @@
 """Sampling from a GPT, token by token.
 
 The context never exceeds `model.config.max_seq_len` tokens, the longest the model was made for.
-When the next token would pass it, the context restarts from its most recent half, which takes the
-positions from 0 on:
+When the next token would exceed it, the context restarts with its most recent half, at position 0:
 
     max_seq_len = 6:   a b c d e f   ->   e f g   ->   e f g h   ->   e f g h i   ->   e f g h i j
                        ->   i j k
 
-A cache is refilled with that half in one pass, so that sampling with and without one read the same
-context at every token.
+One pass refills the cache with that half, so sampling reads the same context with and without one.
 
 Dimensions: B batch, N tokens.
 """
@@ -41,9 +39,9 @@ def generate(
 
     temperature divides the logits; 0 takes the likeliest token. top_k draws among the k likeliest
     only. generator must be on the model's device; None draws from PyTorch's own. use_cache=False
-    reads the whole context again for every token: slow, and what the cache is tested against; an
-    attention without the `cross_length` feature needs it. Raises FloatingPointError where the
-    logits are not finite.
+    reads the whole context again for every token. That is slow, tests the cache, and serves an
+    attention without the `cross_length` feature. Raises FloatingPointError for logits that are not
+    finite.
     """
     if tokens.shape[1] < 1:
         raise ValueError(
@@ -54,11 +52,10 @@ def generate(
     if top_k is not None and top_k < 1:
         raise ValueError(f"{top_k=} must be at least 1")
     max_seq_len = model.config.max_seq_len
-    cache = (
-        KVCache(model.config.num_layers, max_len=min(max_seq_len, tokens.shape[1] + max_new_tokens))
-        if use_cache
-        else None
-    )
+    cache = None
+    if use_cache:
+        max_len = min(max_seq_len, tokens.shape[1] + max_new_tokens)
+        cache = KVCache(model.config.num_layers, max_len=max_len)
     training = model.training
     model.eval()
     try:
@@ -83,7 +80,7 @@ def sample_token(
     logits: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None
 ) -> Tensor:
     """One token (B, 1) for each row of logits (B, vocab_size)."""
-    # on a GPU, drawing from NaN or inf is an assertion in the kernel, which ends the process
+    # on a GPU, drawing from NaN or inf fails an assertion in the kernel, which ends the process
     if not logits.isfinite().all():
         raise FloatingPointError(
             "the model's logits are not finite: there is nothing to sample from"
@@ -107,12 +104,12 @@ def sample_text(
     seed: int = 0,
     use_cache: bool | None = None,
 ) -> str:
-    """The prompt with its continuation; an empty prompt starts a document. use_cache=None uses one
-    where the attention can.
+    """The prompt with its continuation; an empty prompt starts a document. use_cache=None uses a
+    cache if the attention can.
     """
     device = next(model.parameters()).device
     encoded = tokenizer.encode(prompt).tolist()
-    # in the data an end of text is what precedes a document
+    # in the data an end of text precedes each document
     context = encoded or [tokenizer.end_of_text]
     tokens = generate(
         model,

@@ -1,5 +1,4 @@
-"""GPT-2's published weights, in the naming and layout that Hugging Face stores them in, renamed to
-ours.
+"""GPT-2's published weights: from Hugging Face's naming and layout to ours.
 
 transformer.h.3.attn.c_attn.weight (C, 3C)   ->   blocks.3.attention.qkv.weight (3C, C)
 """
@@ -11,8 +10,7 @@ from torch import Tensor
 
 from config import ModelConfig
 
-# what a ModelConfig must say for the architecture to be GPT-2's; num_kv_heads must equal num_heads
-# besides
+# a ModelConfig with these values and num_kv_heads equal to num_heads is GPT-2's architecture
 ARCHITECTURE = dict(
     positions="learned",
     norm="layernorm",
@@ -37,7 +35,7 @@ RENAMES = (
 )
 # the layers Hugging Face stores as Conv1D, (in, out) where nn.Linear has (out, in)
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-# causal masks that older files carry
+# causal masks in older files
 BUFFERS = (".attn.bias", ".attn.masked_bias")
 
 
@@ -52,15 +50,15 @@ def from_gpt2(
 ) -> dict[str, Tensor]:
     """`state_dict` in our names and layout, for a model with these `parameters`.
 
-    Raises one ValueError that names every missing, unexpected or wrong-shape tensor, or what in
-    `config` is not GPT-2.
+    Raises one ValueError that names every missing, unexpected or wrong-shape tensor, or the fields
+    of `config` that are not GPT-2's.
     """
     required = ARCHITECTURE | {"num_kv_heads": config.num_heads}
-    found = vars(config) | {"num_kv_heads": config.kv_heads}
+    actual = vars(config) | {"num_kv_heads": config.kv_heads}
     foreign = [
-        f"{key}={found[key]} (needs {value})"
+        f"{key}={actual[key]} (needs {value})"
         for key, value in required.items()
-        if found[key] != value
+        if actual[key] != value
     ]
     if foreign:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens already read, so that the next token costs one query instead of the
+"""Keys and values of the tokens read so far, so that the next token costs one query instead of the
 whole context.
 
 Dimensions: B batch, H_kv key/value heads, N new tokens, M tokens so far, D head dim.
@@ -18,10 +18,8 @@ class LayerCache:
         self.v: Tensor | None = None
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v (B, H_kv, N, D) after what is there; return everything so far as views (B,
-        H_kv, M, D).
-        """
-        if self.k is None or self.v is None:
+        """Append k and v (B, H_kv, N, D); return views of all so far, (B, H_kv, M, D)."""
+        if self.k is None:
             batch_size, num_kv_heads, _, head_dim = k.shape
             self.k = k.new_empty(batch_size, num_kv_heads, self.max_len, head_dim)
             self.v = torch.empty_like(self.k)
@@ -34,8 +32,8 @@ class LayerCache:
 class KVCache:
     """Room for `max_len` tokens in every layer.
 
-    Each layer's room is taken whole at its first use, when the dtype (which autocast decides),
-    device and batch size are known.
+    A layer allocates its room at its first use, which tells the dtype (autocast decides it), the
+    device and the batch size.
     """
 
     def __init__(self, num_layers: int, *, max_len: int):
@@ -48,6 +46,6 @@ class KVCache:
         return self.layers[0].length
 
     def reset(self) -> None:
-        """Forget every token and keep the room."""
+        """Forget every token, but keep the memory."""
         for layer in self.layers:
             layer.length = 0

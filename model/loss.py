@@ -1,13 +1,13 @@
 """The training loss, without the logits of all tokens at once.
 
 The logits of a language model are its largest tensor: tokens x vocabulary, 3.1 GiB in 16 bits for
-the 32,768 tokens of a GPT-2 step, beside which softmax and its gradient want as much again in
-float32. linear_cross_entropy() takes a chunk of tokens at a time. As soon as the logits of a chunk
-are there, so is their gradient, p - 1 at the target: both products that it enters are done on the
-spot, and the chunk is thrown away. Three products in all, as many as keeping the logits takes, and
-the backward pass has only to scale the results. The idea is that of Liger Kernel's fused linear
-cross-entropy (Hsu et al., 2024, arXiv:2410.10989). On a GPU the softmax of a chunk, its loss and
-its gradient are one kernel (model/loss_kernel.py).
+the 32,768 tokens of a GPT-2 step. Softmax and its gradient need as much again in float32.
+linear_cross_entropy() takes a chunk of tokens at a time. The logits of a chunk give their gradient
+at once: p, less 1 at the target. Both products of that gradient are done on the spot, and the chunk
+is freed. These are three products in all, as many as with all logits kept, and the backward pass
+only scales the results. The idea comes from Liger Kernel's fused linear cross-entropy (Hsu et al.,
+2024, arXiv:2410.10989). On a GPU one kernel computes a chunk's softmax, loss and gradient
+(model/loss_kernel.py).
 
 Dimensions: B batch, N tokens of a sequence, T = B N tokens of a pass, R tokens of a chunk, C
 hidden_size.
@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100  # the target where no loss is taken
-# logits of a chunk. On a GPU 512 MiB in 16 bits: at GPT-2's vocabulary 4,736 tokens. Half of that
-# made a step of GPT-2 4% slower on an H200; twice as much is no faster. A CPU is at full speed
-# sooner: 16 MiB in float32 take no longer than all at once
+# logits of a chunk. On a GPU 512 MiB in 16 bits: 4,736 tokens at GPT-2's vocabulary. Half of that
+# made a step of GPT-2 4% slower on an H200; twice as much is no faster. A CPU reaches full speed
+# sooner: chunks of 16 MiB in float32 take no longer than all logits at once
 CHUNK_LOGITS = {"cuda": 2**28, "cpu": 2**22}
 # looked up once: torch.compile cannot trace the look-up
 TRITON = importlib.util.find_spec("triton") is not None
@@ -31,10 +31,10 @@ ROW_GRANULE = 128  # chunks are multiples of it, so that the products divide int
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean of -log p(target) in nats over the targets that count; 0 where none does.
+    """Mean of -log p(target) in nats over the targets that count; 0 if none does.
 
-    logits (B, N, vocab_size) of any floating dtype, targets (B, N) int64 with -100 where no loss is
-    taken; a float32 scalar comes back.
+    logits (B, N, vocab_size) of any floating dtype, targets (B, N) int64, -100 where no loss is
+    taken. Returns a float32 scalar.
     """
     total = F.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -43,12 +43,12 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """cross_entropy(F.linear(x, weight), targets), the same mean, without holding more logits than
-    a chunk's; once differentiable.
+    """cross_entropy(F.linear(x, weight), targets), with the logits of one chunk at a time; once
+    differentiable.
 
-    x (B, N, C), weight (vocab_size, C), targets (B, N) int64 with -100 where no loss is taken; a
-    float32 scalar comes back. The products run in autocast's dtype, softmax and the sum over chunks
-    of weight's gradient in float32 (float64 for float64).
+    x (B, N, C), weight (vocab_size, C), targets (B, N) int64, -100 where no loss is taken. Returns
+    a float32 scalar. The products run in autocast's dtype. Softmax and the sum of weight's gradient
+    over chunks are float32 (float64 for float64).
     """
     kind = x.device.type
     dtype = (
@@ -64,29 +64,28 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def chunk_rows(tokens: int, vocab_size: int, width: int, device: str) -> int:
-    """Tokens of a chunk, R: equal chunks of at most about CHUNK_LOGITS, or of as many logits as x
-    has elements where that is more.
+    """Tokens of a chunk, R. Chunks are equal, of at most about CHUNK_LOGITS logits, or as many as x
+    has elements if that is more.
 
-    A longer pass has thus no more than vocab_size / width chunks, which torch.compile writes out
-    one by one.
+    So there are never more than vocab_size / width chunks, which torch.compile unrolls.
     """
     chunks = min(-(-tokens * vocab_size // CHUNK_LOGITS[device]), -(-vocab_size // width))
     return ROW_GRANULE * -(-tokens // (ROW_GRANULE * max(chunks, 1)))
 
 
 def padded_vocab(vocab_size: int, device: str) -> int:
-    """Columns of the logits: on a GPU a multiple of 64. Rows that start off a 16-byte granule cost
-    its products most of their speed.
+    """Columns of the logits: on a GPU a multiple of 64. Rows that do not start at a multiple of 16
+    bytes cost the products most of their speed.
     """
     return -(-vocab_size // 64) * 64 if device == "cuda" else vocab_size
 
 
 def has_kernel(logits: Tensor) -> bool:
-    """Whether model/loss_kernel.py takes them."""
+    """Whether model/loss_kernel.py takes these logits."""
     return TRITON and logits.is_cuda and logits.dtype != torch.float64
 
 
-# operators: for torch.compile one node each that changes its input
+# operators, so that each is one node to torch.compile; they change their first argument
 @torch.library.custom_op(
     "tilegpt::cross_entropy_in_place",
     mutates_args=("logits",),
@@ -95,7 +94,7 @@ def has_kernel(logits: Tensor) -> bool:
 def cross_entropy_in_place(
     logits: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool
 ) -> Tensor:
-    """-log p(target) of each row, 0 where it is ignored; logits become the gradient: see
+    """-log p(target) of each row, 0 for an ignored target; the gradient replaces the logits. See
     model/loss_kernel.py.
     """
     from model.loss_kernel import launch
@@ -104,13 +103,13 @@ def cross_entropy_in_place(
 
 
 @cross_entropy_in_place.register_fake
-def _(logits: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool) -> Tensor:
+def _(logits, targets, vocab_size, with_gradients):
     return logits.new_empty(logits.shape[0], dtype=torch.float32)
 
 
 def adds_in_place(total: Tensor, a: Tensor) -> bool:
-    """Whether add_product takes them: 16 bits a number into a float32 sum is a product that CUDA's
-    library has, and the CPU's has not.
+    """Whether add_product takes them: CUDA's library sums a 16-bit product into float32, the CPU's
+    does not.
     """
     return a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) and total.dtype == torch.float32
 
@@ -119,24 +118,23 @@ def adds_in_place(total: Tensor, a: Tensor) -> bool:
     "tilegpt::add_product", mutates_args=("total",), tags=(torch.Tag.needs_exact_strides,)
 )
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total (M, N) float32 += a b, for a (M, K) and b (K, N) in 16 bits: no product waits beside
-    the sum, none is rounded.
+    """total (M, N) float32 += a b, for a (M, K) and b (K, N) in 16 bits. The product is neither
+    stored beside the sum nor rounded.
     """
     torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
 
 
 @add_product.register_fake
-def _(total: Tensor, a: Tensor, b: Tensor) -> None:
+def _(total, a, b):
     return None
 
 
 def introduce_operators() -> None:
-    """To torch.compile, before it meets them: PyTorch 2.11 describes an unknown operator's inputs,
-    what these were made of, and so on.
+    """Register the loss's operators with torch.compile before it meets them.
 
-    The operators of the norms have several results each, so that the description doubles with every
-    one of them: when the loss came, a GPT-2 of 12 layers had not been compiled after six minutes.
-    Later releases describe only what they print.
+    PyTorch 2.11 describes an unknown operator by its inputs, their inputs, and so on. The norms'
+    operators have several results each, so the description doubles with each of them: a GPT-2 of 12
+    layers had not compiled after six minutes. Later releases describe only what they print.
     """
     from torch._inductor.lowering import lowerings, make_fallback
 
@@ -149,7 +147,7 @@ def introduce_operators() -> None:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The sum of -log p(target), with its gradients made on the way."""
+    """The sum of -log p(target), with its gradients computed in the forward pass."""
 
     @staticmethod
     def forward(
@@ -166,15 +164,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         padding = padded_vocab(vocab_size, x.device.type) - vocab_size
         w = weight.to(dtype)
         w = F.pad(w, (0, 0, 0, padding)) if padding else w
-        # float16 ends at 65,504, and the gradient of the weights is a sum over the chunk's tokens:
-        # x goes into it smaller by a power of two. The gradient of the logits stays between -1 and
-        # 1: it is divided by the number of tokens afterwards, or it would underflow
+        # float16 ends at 65,504, and the gradient of the weights sums over the chunk's tokens, so x
+        # enters it scaled down by a power of two. The gradient of the logits stays between -1 and
+        # 1, and is divided by the number of tokens afterwards, or it would underflow
         shrink = 2.0 ** -max(0, rows.bit_length() - 10) if dtype == torch.float16 else 1.0
-        total, d_weight, d_x = (
-            x.new_zeros((), dtype=torch.promote_types(dtype, torch.float32)),
-            None,
-            [],
-        )
+        total = x.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
+        d_weight, d_x = None, []
         for x_rows, targets_rows in zip(x.to(dtype).split(rows), targets.split(rows), strict=True):
             loss, d_logits = LinearCrossEntropy.chunk(
                 x_rows, w, targets_rows, vocab_size, total.dtype, with_gradients
@@ -189,7 +184,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                     add_product(d_weight, d_logits.mT, x_rows)
                 else:
                     d_weight.add_(d_logits.mT @ x_rows)
-                del d_logits  # or it would wait beside the next chunk's
+                del d_logits  # frees it before the next chunk
         if with_gradients:
             ctx.shrink, ctx.dtypes = shrink, (x.dtype, weight.dtype)
             ctx.save_for_backward(torch.cat(d_x) if len(d_x) > 1 else d_x[0], d_weight[:vocab_size])
@@ -213,7 +208,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             return loss.sum(), logits if with_gradients else None
         if logits.shape[1] > vocab_size:
             logits[:, vocab_size:] = -torch.inf
-        logits = logits.to(dtype)  # the narrow ones end here
+        logits = logits.to(dtype)  # frees the narrow ones
         log_p = torch.log_softmax(logits, -1)
         del logits
         counts = (targets != IGNORED).unsqueeze(1)
@@ -232,7 +227,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 "linear_cross_entropy is only once differentiable: cross_entropy of the logits "
                 "takes create_graph=True"
             )
-        # copies: whoever keeps the graph may come here again
+        # copies, because retain_graph=True may run this twice
         d_x, d_weight = (
             x.to(dtype, copy=True) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )

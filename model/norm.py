@@ -1,8 +1,7 @@
 """The norms of the residual stream, together with the sums before them.
 
-On a GPU, while training, `x + branch` and its norm are one kernel (model/norm_kernel.py), and so is
-their backward pass: it takes the gradients of both results, and writes those of x and of the
-branch.
+On a GPU, while training, one kernel computes `x + branch` and its norm (model/norm_kernel.py). One
+kernel is the backward pass too: from the gradients of both results to those of x and the branch.
 """
 
 from typing import Any
@@ -16,7 +15,7 @@ from model.checkpointing import elementwise_recomputed
 from model.loss import TRITON
 
 NORM_EPS = 1e-5
-MAX_WIDTH = 8192  # a row that a program holds in its registers
+MAX_WIDTH = 8192  # the longest row that a program holds in its registers
 
 
 def build_norm(config: ModelConfig) -> nn.Module:
@@ -26,35 +25,35 @@ def build_norm(config: ModelConfig) -> nn.Module:
 
 
 def add_norm(x: Tensor, branch: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """x + branch and norm(x + branch), both (B, N, C); None adds nothing. norm is one of
-    build_norm's.
+    """x + branch and norm(x + branch), both (B, N, C); None adds nothing. norm comes from
+    build_norm().
 
-    The kernel gives the norm in autocast's dtype, in which a product would take it anyway, PyTorch
-    in x's.
-    """
-    if branch is None:
-        return x, norm(x)
-    if not has_kernel(x, branch):
-        x = x + branch
-        return x, norm(x)
-    x, normed, _ = add_norm_operator(x, branch, *arguments(x, norm))
-    return x, normed
-
-
-def add_norm_product(
-    x: Tensor, branch: Tensor | None, norm: nn.Module, product: nn.Linear
-) -> tuple[Tensor, Tensor]:
-    """x + branch and product(norm(x + branch)); autograd keeps the sum and not the norm, which the
-    backward kernel writes again.
+    The kernel returns the norm in autocast's dtype, as the next product wants it; PyTorch in x's.
     """
     if branch is not None and has_kernel(x, branch):
-        return AddNormProduct.apply(x, branch, *arguments(x, norm), product.weight, product.bias)
+        x, normed, _ = add_norm_operator(x, branch, *arguments(x, norm))
+        return x, normed
     x = x if branch is None else x + branch
-    return x, elementwise_recomputed(lambda x: product(norm(x)))(x)
+    return x, norm(x)
+
+
+def add_norm_linear(
+    x: Tensor, branch: Tensor | None, norm: nn.Module, linear: nn.Linear, *, recompute: bool
+) -> tuple[Tensor, Tensor]:
+    """x + branch and linear(norm(x + branch)); with recompute, autograd keeps the sum alone and the
+    backward pass computes the norm again.
+    """
+    if not recompute:
+        x, normed = add_norm(x, branch, norm)
+        return x, linear(normed)
+    if branch is not None and has_kernel(x, branch):
+        return AddNormLinear.apply(x, branch, *arguments(x, norm), linear.weight, linear.bias)
+    x = x if branch is None else x + branch
+    return x, elementwise_recomputed(lambda x: linear(norm(x)))(x)
 
 
 def arguments(x: Tensor, norm: nn.Module) -> tuple:
-    """Of the operator, after x and the branch."""
+    """What the operator takes after x and the branch."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     centred = isinstance(norm, nn.LayerNorm)
@@ -62,8 +61,8 @@ def arguments(x: Tensor, norm: nn.Module) -> tuple:
 
 
 def has_kernel(x: Tensor, branch: Tensor) -> bool:
-    """Not without gradients: to a decoding step, a few tokens, an operator of our own costs more
-    than its kernel saves.
+    """Only with gradients: in a decoding step of a few tokens, calling an operator of our own costs
+    more than its kernel saves.
     """
     return TRITON and torch.is_grad_enabled() and x.is_cuda and fits_kernel(x, branch)
 
@@ -76,7 +75,7 @@ def fits_kernel(x: Tensor, branch: Tensor) -> bool:
     )
 
 
-# operators: for torch.compile one node each. What they return are tensors of their own, no views
+# operators, so that each is one node to torch.compile. They return new tensors, no views
 @torch.library.custom_op("tilegpt::add_norm", mutates_args=())
 def add_norm_operator(
     x: Tensor,
@@ -96,15 +95,7 @@ def add_norm_operator(
 
 
 @add_norm_operator.register_fake
-def _(
-    x: Tensor,
-    branch: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    centred: bool,
-    dtype: torch.dtype,
-) -> list[Tensor]:
+def _(x, branch, weight, bias, eps, centred, dtype):
     statistics = x.new_empty(2 if centred else 1, x.shape[:-1].numel(), dtype=torch.float32)
     return [x.new_empty(x.shape), x.new_empty(x.shape, dtype=dtype), statistics]
 
@@ -115,8 +106,8 @@ def add_norm_backward(
     statistics: Tensor, dtype: torch.dtype,
     again: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of x, of weight and bias in one, and of a branch in dtype where that is not
-    x's; with `again`, the norm in d_y's.
+    """The gradient of x; of weight and bias in one tensor; of the branch, where its dtype is not
+    x's; and with `again` the norm, in d_y's dtype.
     """
     from model.norm_kernel import backward
 
@@ -133,11 +124,7 @@ def add_norm_backward(
 
 
 @add_norm_backward.register_fake
-def _(
-    d_total: Tensor | None, d_y: Tensor, total: Tensor, weight: Tensor, bias: Tensor | None,
-    statistics: Tensor, dtype: torch.dtype,
-    again: bool,
-) -> list[Tensor]:  # fmt: skip
+def _(d_total, d_y, total, weight, bias, statistics, dtype, again):
     d_parameters = total.new_empty(1 if bias is None else 2, total.shape[-1], dtype=torch.float32)
     more = [dtype] * (dtype != total.dtype) + [d_y.dtype] * again
     return [
@@ -150,7 +137,7 @@ def _(
 def _save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     _, branch, weight, bias, *_ = inputs
     total, _, statistics = output
-    ctx.set_materialize_grads(False)  # no zeros for the sum behind the last norm, which nobody uses
+    ctx.set_materialize_grads(False)  # no zeros for the sum at the last norm, which nothing uses
     ctx.dtype = branch.dtype
     ctx.save_for_backward(total, weight, bias, statistics)
 
@@ -168,16 +155,15 @@ def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, 
 def _split(
     d_parameters: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    return d_parameters[0].to(weight.dtype), None if bias is None else d_parameters[1].to(
-        bias.dtype
-    )
+    d_weight = d_parameters[0].to(weight.dtype)
+    return d_weight, None if bias is None else d_parameters[1].to(bias.dtype)
 
 
 add_norm_operator.register_autograd(_backward, setup_context=_save)
 
 
-class AddNormProduct(torch.autograd.Function):
-    """add_norm_product() by the kernels."""
+class AddNormLinear(torch.autograd.Function):
+    """add_norm_linear() with recompute, by the kernels."""
 
     @staticmethod
     def forward(
@@ -199,19 +185,9 @@ class AddNormProduct(torch.autograd.Function):
             d_total, d_y, total, weight, bias, statistics, ctx.dtype, True
         )
         d_out = d_out.flatten(0, -2)
-        d_offset = (
-            None
-            if ctx.offset_dtype is None
-            else d_out.sum(0, dtype=torch.float32).to(ctx.offset_dtype)
-        )
+        d_offset = None
+        if ctx.offset_dtype is not None:
+            d_offset = d_out.sum(0, dtype=torch.float32).to(ctx.offset_dtype)
         d_matrix = (d_out.mT @ y.flatten(0, -2)).to(matrix.dtype)
-        return (
-            d_x,
-            *(d_branch or [d_x]),
-            *_split(d_parameters, weight, bias),
-            None,
-            None,
-            None,
-            d_matrix,
-            d_offset,
-        )
+        d_norm = (*_split(d_parameters, weight, bias), None, None, None)
+        return d_x, *(d_branch or [d_x]), *d_norm, d_matrix, d_offset

@@ -41,9 +41,8 @@ from training.plan import (
     RECOMPUTED,
     TILE_LOOP,
     kind_of,
-    parameter_counts,
+    parameter_count,
     predict_peak_bytes,
-    predict_peak_gib,
     predict_step,
 )
 from training.schedule import will_compile
@@ -174,8 +173,9 @@ def predict_run(run: dict[str, Any]) -> float:
     """
     config = compose(*run["overrides"])
     backend = get_backend(config.attention.backend_name, **config.attention.backend_options())
-    return predict_peak_gib(
-        config, vocab_size_of(config), backend, getattr(torch, run["dtype"]), run["device"]
+    dtype = getattr(torch, run["dtype"])
+    return (
+        predict_peak_bytes(config, vocab_size_of(config), backend, dtype, run["device"]).peak / GIB
     )
 
 
@@ -417,7 +417,7 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"plan: {error}")
     device, dtype = device_and_dtype(config)
-    count = sum(parameter_counts(config.model, vocab_size).values())
+    count = parameter_count(config.model, vocab_size)
     dtype_name = str(dtype).removeprefix("torch.")
     gpu = options.gpu or gpu_here() or "h200"
     if device == "cuda" and not options.gpu:

@@ -1,36 +1,35 @@
-"""How much memory a training step takes, before it runs: counted from what the model keeps for its
-backward pass.
+"""How much memory a training step takes, before it runs: counted from the code, part by part.
 
-predict_peak_gib(config, vocab_size, backend, dtype, device)    # one figure for a run
-predict_step(...)                                               # the same, part by part
+predict_peak_bytes(config, vocab_size, backend, dtype, device)    # a run, by its RunConfig
+predict_step(model_config, vocab_size=..., batch_size=..., ...)   # a step of a model
 
-Bytes a token of one block, eager or compiled, C hidden_size, e bytes of an element of the matrix
-products (2 under 16-bit autocast):
+A block keeps, in bytes for each token (C hidden_size, e bytes of an element of the matrix products:
+2 under 16-bit autocast):
 
     residual stream, twice   4 C + 4 C     float32, the inputs of the two norms
     inputs of the products   e (C + C)     of qkv and of the MLP; proj reads the attention's own
                              output
-    attention                e (3 C + C)   q, k, v and out, with 4 bytes a row of lse; naive keeps
-                             (4 + e) N a head and row instead of lse
+    attention                e (3 C + C)   q, k, v and out, and 4 bytes a head of lse; naive keeps
+                             (4 + e) N a head instead of lse
     MLP                      e (4 C + 4 C) before and after the gelu
 
 With model.checkpoint=attention a block keeps its input, 4 C, and the attention's line, of which a
-compiled graph keeps out and lse alone; with checkpoint=block its input alone, and with offload=true
-that is on the host. What it computes again is there for one block at a time, or for chunk_tokens of
-one block.
+compiled graph keeps only out and lse. With checkpoint=block it keeps its input, and with
+offload=true the host keeps that. What is recomputed is there for one block at a time, or for
+chunk_tokens of one block.
 
-Beside them the float32 parameters, their gradients and AdamW's two moments (16 bytes a parameter),
-the 16-bit copies of the matrices that autocast makes, the gradients that the loss has ready, and
-what the step that needs most of it at once works with: the logits of a chunk, the backward pass of
-an MLP or of an attention, or the optimizer.
+The float32 parameters, their gradients and AdamW's two moments add 16 bytes a parameter. Autocast
+adds 16-bit copies of the matrices, and the loss the gradients that it has ready. The rest is what
+the largest phase works with: the logits of a chunk, the backward pass of an MLP or of an attention,
+or the optimizer.
 
-The formulas are held to PyTorch's own count of saved bytes and of live tensors by
-tests/training/test_plan_bytes.py. Not modelled: gaps in the allocator's blocks, that torch.compile
-may keep or recompute other tensors than in the version these formulas were read from, and
-optim=muon, whose matrices have one moment where AdamW's have two.
+tests/training/test_plan_bytes.py compares the formulas with PyTorch's own count of saved bytes and
+of live tensors. Three things are not modelled: gaps in the allocator's blocks; a torch.compile that
+keeps or recomputes other tensors than the version behind these formulas; and optim=muon, whose
+matrices have one moment where AdamW's have two.
 
-Dimensions: B batch, N tokens of a sequence, T = B N tokens of a pass, C hidden_size, H query heads,
-H_kv key/value heads, D head dim, S = B H N N scores.
+Dimensions: B batch, N tokens of a sequence, C hidden_size, H query heads, H_kv key/value heads, D
+head dim.
 """
 
 from collections.abc import Iterable
@@ -41,25 +40,24 @@ import torch
 
 from attention import Backend
 from config import ModelConfig
+from model.gpt import mlp_width
 from model.loss import chunk_rows, padded_vocab
 from training.schedule import will_compile
 
 GIB = 1024**3
-# cuBLAS and cuBLASLt take one each, at the CUBLAS_WORKSPACE_CONFIG=:4096:8 that training sets
+# one each of cuBLAS and cuBLASLt, at the CUBLAS_WORKSPACE_CONFIG=:4096:8 that training sets
 CUDA_WORKSPACES = 2 * 8 * 4096 * 1024
 
-MATERIALISED, FUSED, LIBRARY, TILE_LOOP, RECOMPUTED = (
-    "materialised",
-    "fused",
-    "fused by PyTorch",
-    "tile loop",
-    "recomputed tile loop",
-)
+MATERIALISED = "materialised"
+FUSED = "fused"
+LIBRARY = "fused by PyTorch"
+TILE_LOOP = "tile loop"
+RECOMPUTED = "recomputed tile loop"
 
 
 def kind_of(backend: Backend, device: str) -> str:
-    """How a backend uses memory. A user's own that is none of ours is taken for one that keeps q,
-    k, v, out and lse.
+    """How a backend uses memory. A user's own backend counts as one that keeps q, k, v, out and
+    lse, unless it says otherwise.
     """
     options = backend.options
     if (
@@ -74,137 +72,287 @@ def kind_of(backend: Backend, device: str) -> str:
     return TILE_LOOP if backend.exact and options.get("softmax_dtype") != "input" else RECOMPUTED
 
 
-@dataclass(frozen=True)
-class AttentionBytes:
-    """One attention call, above its inputs."""
-
-    forward: int  # peak without gradients
-    saved: int  # kept for the backward pass, its output included, q, k and v not
-    forward_peak: int  # peak with gradients, the saved included
-    backward_peak: int  # peak of the backward pass, the saved included
-    scores: int = 0  # the part of the saved that grows with N x N
-
-    @property
-    def training(self) -> int:
-        return max(self.forward_peak, self.backward_peak)
-
-
-def attention_bytes(
-    kind: str,
-    *,
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    seq_len: int,
-    head_dim: int,
-    element: int,
-    device: str = "cuda",
-    block_q: int = 128,
-    block_kv: int = 64,
-    compiled: bool = False,
-) -> AttentionBytes:
-    """What one causal call allocates, counted from the code of each kind. element: bytes of an
-    element of q.
-
-    A compiled graph leaves out the masks and float32 copies of q and k that naive keeps when it
-    runs operator by operator.
-    """
-    rows = batch * heads * seq_len
-    size, kv_size = (
-        rows * head_dim,
-        batch * kv_heads * seq_len * head_dim,
-    )  # elements of q and out; of k and v
-    scores, mask = rows * seq_len, seq_len**2
-    wide = element if element > 4 else 4
-    if kind == MATERIALISED:
-        # p, and p in v's dtype; what is cast for nothing is the same tensor
-        narrow = element if element < 4 else 0
-        kept = scores * (wide + (narrow or wide))
-        # k and v repeated for the query heads, q and k in float32
-        operands = size * (2 * element if compiled or not narrow else 2 * wide + element) + (
-            0 if compiled else mask
-        )
-        saved = kept + operands
-        forward = 3 * wide * scores + mask + 2 * element * size
-        # softmax's backward: p, its gradient, the result, and on a GPU the product of the first two
-        during = (3 if device == "cpu" else 4) * wide * scores
-        return AttentionBytes(
-            forward,
-            saved,
-            (3 * wide + narrow) * scores + mask + operands,
-            during + operands + 2 * element * size,
-            kept,
-        )
-    if kind in (FUSED, LIBRARY):
-        saved = element * size + 4 * rows
-        # rowsum(d_out * out), dq, dk, dv
-        work = element * (size + 2 * kv_size) + 4 * rows
-        if device != "cpu" and kind == LIBRARY:
-            work += (
-                8 * size
-                # PyTorch's flash kernel adds dq up in float32, and copies out and d_out into its
-                # own layout
-            )
-        elif device != "cpu" and element == 2 and head_dim in (64, 128):
-            work += (
-                4 * size + 4 * rows
-            )  # Triton's kernels for Hopper add dq up in float32 too; planned alike on every GPU
-        return AttentionBytes(saved, saved, saved, saved + work)
-    tile_rows = min(block_q, seq_len)
-    tile = batch * heads * tile_rows * min(block_kv, seq_len)
-    row_tile = batch * heads * tile_rows * head_dim
-    saved = element * size + 4 * rows
-    forward = max(14 * tile + element * size + 12 * row_tile, 2 * element * size) + 4 * rows
-    # while it runs, and at its end, when gradients are put together and cast while the last tile is
-    # still there
-    results = element * size + 2 * element * kv_size * (element < 4)
-    end = 12 * tile + 12 * row_tile + 8 * kv_size + element * size + results
-    if kind == TILE_LOOP:
-        return AttentionBytes(
-            forward,
-            saved,
-            forward,
-            saved + max(20 * tile + 12 * row_tile + 8 * kv_size + element * size, end),
-        )
-    # plain autograd inside one tile of queries keeps every tile of its keys, and an accumulator a
-    # tile
-    graph = (
-        batch
-        * heads
-        * tile_rows
-        * seq_len
-        * ((9 if element >= 4 else 14) + 5 * head_dim / block_kv)
-    )
-    return AttentionBytes(
-        forward,
-        4 * rows,
-        forward,
-        4 * rows + round(graph) + max(8 * kv_size + 2 * element * size, end - 24 * tile),
-    )
-
-
-def parameter_counts(config: ModelConfig, vocab_size: int) -> dict[str, int]:
-    """Parameters by what they are for; their sum is count_parameters(model)."""
-    width, kv_width, bias = config.hidden_size, config.kv_heads * config.head_dim, int(config.bias)
-    qkv = width + 2 * kv_width
-    norm = width * (2 if config.norm == "layernorm" and config.bias else 1)
-    up, down = mlp_widths(config)
-    return {
-        "embedding": vocab_size * width
-        + (config.max_seq_len * width if config.positions == "learned" else 0),
-        "attention": config.num_layers * (width * qkv + width * width + bias * (qkv + width)),
-        "mlp": config.num_layers * (width * up + down * width + bias * (up + width)),
-        "norms": (2 * config.num_layers + 1) * norm,
-        "output": 0 if config.tie_embeddings else vocab_size * width,
-    }
-
-
 def mlp_widths(config: ModelConfig) -> tuple[int, int]:
     """Features out of the first matrix and into the second."""
-    if config.activation == "swiglu":
-        width = 64 * -(-8 * config.hidden_size // (3 * 64))
-        return 2 * width, width
-    return 4 * config.hidden_size, 4 * config.hidden_size
+    width = mlp_width(config)
+    return 2 * width if config.activation == "swiglu" else width, width
+
+
+def matrix_elements(config: ModelConfig) -> int:
+    """Elements of the matrices of one block."""
+    qkv_heads = config.num_heads + 2 * config.kv_heads
+    up, down = mlp_widths(config)
+    return config.hidden_size * (qkv_heads * config.head_dim + config.hidden_size + up + down)
+
+
+def parameter_count(config: ModelConfig, vocab_size: int) -> int:
+    """count_parameters(model), without the model."""
+    width, (up, _) = config.hidden_size, mlp_widths(config)
+    norm = width * (2 if config.norm == "layernorm" and config.bias else 1)
+    block = matrix_elements(config) + 2 * norm
+    if config.bias:
+        block += 3 * width + 2 * config.kv_heads * config.head_dim + up
+    embedding = vocab_size * width * (1 if config.tie_embeddings else 2)
+    if config.positions == "learned":
+        embedding += config.max_seq_len * width
+    return embedding + config.num_layers * block + norm
+
+
+@dataclass
+class StepShape:
+    """A training step of batch_size sequences of seq_len tokens, and what decides its memory."""
+
+    config: ModelConfig
+    vocab_size: int
+    batch_size: int
+    seq_len: int
+    backend: Backend
+    dtype: torch.dtype  # of the matrix products: float32, bfloat16 or float16
+    device: str = "cuda"
+    compiled: bool = False
+    accumulates: bool = False  # gradients of earlier passes are there already
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.kind = kind_of(self.backend, self.device)
+        self.on_cpu = self.device == "cpu"
+        self.tokens = self.batch_size * self.seq_len
+        self.width = config.hidden_size
+        self.element = self.dtype.itemsize
+        self.narrow = self.element < 4
+        # the share of a sequence in one chunk
+        self.chunk = min(1, (config.chunk_tokens or self.seq_len) / self.seq_len)
+        self.offloads = config.offload and not self.on_cpu
+        # whether q and k are tensors of their own beside the packed qkv
+        self.rotates = config.positions == "rope" or config.qk_norm
+        # bytes of the residual stream, (B, N, C) in float32
+        self.residual = 4 * self.tokens * self.width
+        # bytes in the dtype of the products: q (as long as out), k (as long as v), all three, the
+        # result of the MLP's first matrix, the input of its second
+        self.q = self.element * self.tokens * self.width
+        self.k = self.q * config.kv_heads // config.num_heads
+        self.qkv = self.q + 2 * self.k
+        up, down = mlp_widths(config)
+        self.up = self.element * self.tokens * up
+        self.down = self.element * self.tokens * down
+        # the mask of a dropout in a block, and the copies of a block's matrices that autocast makes
+        self.mask = dropout_mask(self, self.element)
+        self.copies = self.element * matrix_elements(config) if self.narrow else 0
+        # float32 gradients of the MLP's second matrix and of the output layer
+        self.d_down = 4 * self.width * down
+        self.d_output = 4 * self.width * self.vocab_size
+
+
+@dataclass(frozen=True)
+class PartBytes:
+    """One part of the model in a training step."""
+
+    saved: int  # kept for the backward pass
+    forward: int = 0  # peak of the forward pass, beside saved
+    backward: int = 0  # peak of the backward pass, beside saved
+
+
+def attention_call(step: StepShape) -> PartBytes:
+    """One call of the attention, counted from the code of each kind. It saves its output too, but
+    not q, k and v.
+    """
+    if step.kind == MATERIALISED:
+        return materialised_call(step)
+    if step.kind in (FUSED, LIBRARY):
+        return fused_call(step)
+    return tile_loop_call(step)
+
+
+def probabilities(step: StepShape) -> int:
+    """N x N for each head, once in float32 and once in v's dtype."""
+    return step.tokens * step.config.num_heads * step.seq_len * (4 + step.element)
+
+
+def materialised_call(step: StepShape) -> PartBytes:
+    scores, mask = step.tokens * step.config.num_heads * step.seq_len, step.seq_len**2
+    # k and v repeated for the query heads. A compiled graph leaves out the mask, and the float32
+    # copies of narrow q and k
+    operands = 2 * step.q
+    if not step.compiled:
+        operands = mask + (2 * step.residual + step.q if step.narrow else 2 * step.q)
+    # softmax's backward: p (among the saved), its gradient, the result, and on a GPU the product of
+    # the first two
+    backward = (12 if step.on_cpu else 16) * scores - probabilities(step)
+    return PartBytes(
+        saved=probabilities(step) + operands,
+        forward=(8 if step.narrow else 4) * scores + mask,
+        backward=backward + 2 * step.q,
+    )
+
+
+def fused_call(step: StepShape) -> PartBytes:
+    lse = 4 * step.tokens * step.config.num_heads
+    backward = lse + step.qkv  # rowsum(d_out * out), dq, dk, dv
+    if step.kind == LIBRARY and not step.on_cpu:
+        # PyTorch's flash kernel sums dq in float32, and copies out and d_out into its own layout
+        backward += 2 * step.residual
+    elif not step.on_cpu and step.element == 2 and step.config.head_dim in (64, 128):
+        # Triton's kernels for Hopper sum dq in float32 too; planned alike on every GPU
+        backward += step.residual + lse
+    return PartBytes(step.q + lse, backward=backward)
+
+
+def tile_loop_call(step: StepShape) -> PartBytes:
+    heads, head_dim = step.config.num_heads, step.config.head_dim
+    block_q = step.backend.options.get("block_q") or 128
+    block_kv = step.backend.options.get("block_kv") or 64
+    rows = step.batch_size * heads * min(block_q, step.seq_len)  # of one tile, in all heads
+    tile = rows * min(block_kv, step.seq_len)
+    row_tile = 12 * rows * head_dim
+    lse = 4 * step.tokens * heads
+    forward = max(14 * tile + step.q + row_tile, 2 * step.q) + lse
+    d_kv = 8 * step.tokens * step.config.kv_heads * head_dim  # float32
+    # at the end the gradients are joined and cast, while the last tile is still there
+    end = 12 * tile + row_tile + d_kv + 2 * step.q + (2 * step.k if step.narrow else 0)
+    if step.kind == TILE_LOOP:
+        saved = step.q + lse
+        return PartBytes(saved, forward - saved, max(20 * tile + row_tile + d_kv + step.q, end))
+    # plain autograd inside one tile of queries keeps every tile of its keys, with an accumulator
+    # for each
+    score = (14 if step.narrow else 9) + 5 * head_dim / block_kv
+    backward = round(rows * step.seq_len * score) + max(d_kv + 2 * step.q, end - 24 * tile)
+    return PartBytes(lse, forward - lse, backward)
+
+
+def dropout_mask(step: StepShape, element: int) -> int:
+    """What one dropout of (B, N, C) keeps."""
+    if not step.config.dropout:
+        return 0
+    # the CPU's dropout keeps its mask in the dtype of its input
+    wide = step.on_cpu and not step.compiled
+    return step.tokens * step.width * (element if wide else 1)
+
+
+def embedding_saved(step: StepShape) -> int:
+    """Tokens, positions, the dropout's mask, and RoPE's tables or the learned positions."""
+    saved = 8 * step.tokens + 8 * step.seq_len + dropout_mask(step, 4)
+    if step.config.positions == "rope":
+        return saved + 4 * step.seq_len * step.config.head_dim
+    return saved + (4 * step.seq_len * step.width if step.compiled else 0)
+
+
+def norm_saved(step: StepShape) -> int:
+    """The input of a norm and its statistics."""
+    if step.config.norm == "layernorm":
+        # a compiled graph on the CPU keeps no mean; on a GPU our own kernel keeps it, compiled or
+        # not
+        return step.residual + step.tokens * (4 if step.compiled and step.on_cpu else 8)
+    # on the CPU rms_norm is several operators, which keep the normalised input too
+    unfused = step.on_cpu and not step.compiled
+    return step.residual * (2 if unfused else 1) + 4 * step.tokens
+
+
+def qk_norm_saved(step: StepShape) -> int:
+    if not step.config.qk_norm:
+        return 0
+    statistics = 4 * step.tokens * (step.config.num_heads + step.config.kv_heads)
+    if step.narrow and not step.compiled:
+        return statistics + (step.q + step.k) * 4 // step.element
+    return statistics + (step.qkv if step.kind == MATERIALISED else 0)
+
+
+def qkv_saved(step: StepShape) -> int:
+    """The part of q, k and v that the attention keeps."""
+    if step.kind == MATERIALISED:
+        # it keeps repeated k and v instead, and float32 copies of narrow q and k
+        return step.q if step.compiled or not step.narrow else 0
+    return step.qkv + (step.q + step.k if step.rotates and step.chunk == 1 else 0)
+
+
+def merged_saved(step: StepShape) -> int:
+    """What proj keeps of the attention's output, beside what the attention itself keeps."""
+    merged = step.config.num_heads > 1
+    if step.kind in (FUSED, LIBRARY):
+        # no copy where the kernel writes (B, N, H, D): Triton's does, PyTorch's follows q's layout
+        merged &= step.rotates and step.backend.name != "triton" and step.chunk == 1
+    elif step.kind != TILE_LOOP:
+        merged = True  # the other two keep no output themselves
+    return step.q if merged else 0
+
+
+def attention_bytes(step: StepShape) -> PartBytes:
+    call = attention_call(step)
+    saved = qkv_saved(step) + call.saved + merged_saved(step)
+    return PartBytes(saved, call.forward, call.backward)
+
+
+def activation_saved(step: StepShape) -> int:
+    """The input of `down`, and for swiglu silu(gate), which a compiled graph computes again."""
+    gated = step.config.activation == "swiglu" and not step.compiled
+    return step.down * (2 if gated else 1)
+
+
+def mlp_bytes(step: StepShape) -> PartBytes:
+    """The MLP with its norm and its dropout."""
+    inputs = norm_saved(step) + step.q
+    # the product reads a copy of the residual stream's gradient: cast, or masked by dropout
+    copy = step.q if step.narrow or step.config.dropout else 0
+    # the gradient of the activation's input is as wide as `up`
+    d_hidden = step.up if step.config.activation == "swiglu" else step.down
+    return PartBytes(
+        saved=inputs + step.up + activation_saved(step) + step.mask,
+        backward=step.residual + max(copy + step.down, d_hidden),
+    )
+
+
+def loss_bytes(step: StepShape) -> PartBytes:
+    """The loss, which computes its gradients in the forward pass, a chunk of logits at a time."""
+    element, compiled_float32 = step.element, step.compiled and not step.narrow
+    rows = min(chunk_rows(step.tokens, step.vocab_size, step.width, step.device), step.tokens)
+    chunks = -(-step.tokens // rows)
+    padded = padded_vocab(step.vocab_size, step.device)
+    matrix = padded * step.width  # elements of the output layer
+    # x in float32 and in the dtype of the product, and a copy of the output layer
+    forward = step.residual + (step.q if step.narrow else 0)
+    if step.narrow or padded > step.vocab_size:
+        forward += element * matrix
+    if chunks > 1:
+        forward += step.q + 4 * matrix
+    # a chunk's softmax, in float32
+    softmax = rows * padded * (2 * element if step.compiled else 8)
+    if not step.on_cpu:
+        # one kernel writes the gradient over the logits; a compiled graph in float32 sums the
+        # gradients of the weights at the end
+        softmax = element * (rows * padded + (chunks - 1) * matrix * compiled_float32)
+    # a chunk's gradients of its logits, of x and of the weights
+    products = element * (rows * (padded + 2 * step.width) + matrix)
+    if step.narrow and chunks == 1:
+        products += 4 * matrix
+    return PartBytes(
+        saved=step.q + matrix * (4 if chunks > 1 or not step.compiled else element),
+        forward=forward + max(softmax, products),
+        backward=step.residual + step.d_output,
+    )
+
+
+def before_saved(step: StepShape) -> int:
+    """The first norm of a block, the input of qkv, and QK-norm."""
+    return norm_saved(step) + step.q + qk_norm_saved(step)
+
+
+def block_saved(step: StepShape) -> int:
+    """All that a block computes."""
+    return before_saved(step) + attention_bytes(step).saved + step.mask + mlp_bytes(step).saved
+
+
+def kept_by_block(step: StepShape) -> tuple[int, int]:
+    """What model.checkpoint lets a block keep on the device, without its attention and of it."""
+    checkpoint, attention = step.config.checkpoint, attention_bytes(step).saved
+    if checkpoint == "none":
+        return block_saved(step) - attention, attention
+    if checkpoint == "elementwise":
+        # all but the results of the norms and of the activation
+        return 2 * step.residual + step.up + 2 * step.mask, attention
+    if checkpoint == "block":
+        attention = 0
+    elif step.compiled:
+        attention -= qkv_saved(step)  # a compiled graph computes q, k and v again
+    return 0 if step.offloads else step.residual, attention
 
 
 @dataclass(frozen=True)
@@ -216,10 +364,9 @@ class StepBytes:
     optimizer: int  # AdamW's two moments
     weight_copies: int  # the matrices in the dtype of the products
     blocks: int  # activations kept by the blocks and the last norm, without the attention's
-    attention: (
-        int  # what the attention calls keep: q, k, v, out and lse, or the N x N probabilities
-    )
-    scores: int  # the part of that which grows with N x N
+    # what the attention calls keep: q, k, v, out and lse, or the N x N probabilities
+    attention: int
+    scores: int  # the part of attention that grows with N x N
     loss: int  # kept by the loss: the gradients of its input and of the output layer
     working: int  # the rest of the peak: gradients of activations, temporaries, libraries
     peak: int  # of the whole step
@@ -231,241 +378,112 @@ class StepBytes:
         return self.weight_copies + self.blocks + self.attention + self.loss
 
 
-def predict_step(
-    config: ModelConfig,
-    *,
-    vocab_size: int,
-    batch_size: int,
-    seq_len: int,
-    backend: Backend,
-    dtype: torch.dtype,
-    device: str = "cuda",
-    compiled: bool = False,
-    accumulates: bool = False,
-) -> StepBytes:
-    """Bytes of one step: forward, backward and AdamW, of batch_size sequences of seq_len tokens.
+def predict_step(config: ModelConfig, **sizes: Any) -> StepBytes:
+    """Bytes of one step: forward, backward and AdamW. `sizes` are the other fields of StepShape.
 
-    dtype: of the matrix products (float32, bfloat16 or float16; parameters stay float32).
-    accumulates: whether gradients of earlier passes are there already. The peak is the largest of:
-    the loss, forward and backward, the last block's MLP and its attention, forward and backward,
-    and the optimizer. Memory of the Python process and of the CUDA context is not in it.
+    Parameters are float32. The peak is the largest of the phases below, and leaves out the Python
+    process and the CUDA context.
     """
-    count = sum(parameter_counts(config, vocab_size).values())
-    tokens, width, layers = batch_size * seq_len, config.hidden_size, config.num_layers
-    e = dtype.itemsize
-    narrow = e < 4
-    kv_width = config.kv_heads * config.head_dim
-    up, down = mlp_widths(config)
-    turned = (
-        config.positions == "rope" or config.qk_norm
-    )  # q and k are then tensors of their own beside the packed qkv
-    kind = kind_of(backend, device)
-    tiles = {
-        name: backend.options[name] for name in ("block_q", "block_kv") if backend.options.get(name)
-    }
-    call = attention_bytes(
-        kind,
-        batch=batch_size,
-        heads=config.num_heads,
-        kv_heads=config.kv_heads,
-        seq_len=seq_len,
-        head_dim=config.head_dim,
-        element=e,
-        device=device,
-        compiled=compiled,
-        **tiles,
-    )
+    step = StepShape(config, **sizes)
+    count = parameter_count(config, step.vocab_size)
+    layers, loss = config.num_layers, loss_bytes(step)
+    kept, attention = kept_by_block(step)
+    kept_copies = layers * step.copies if config.checkpoint == "none" else 0
+    ends = embedding_saved(step) + norm_saved(step)
+    before_loss = kept_copies + layers * (kept + attention) + ends
 
-    part = (
-        1 if config.chunk_tokens is None else min(1, config.chunk_tokens / seq_len)
-    )  # of a sequence, in one chunk
-    # q, k, v, per token, and what makes them
-    if kind == MATERIALISED:
-        inputs = (
-            e * width if compiled or not narrow else 0
-        )  # q; the call repeats k and v, and makes float32 copies of narrow q and k
-    else:
-        inputs = e * (width + 2 * kv_width) + (
-            e * (width + kv_width) if turned and part == 1 else 0
-        )
-    makers = 0
-    if config.qk_norm:
-        makers += 4 * (config.num_heads + config.kv_heads)
-        if narrow and not compiled:
-            makers += 4 * (width + kv_width)
-        elif kind == MATERIALISED:
-            makers += e * (width + 2 * kv_width)
-    # heads are merged without a copy where the kernel writes (B, N, H, D): Triton's does, PyTorch's
-    # follow the layout of q
-    follows = kind in (FUSED, LIBRARY) and turned and backend.name != "triton" and part == 1
-    merged = config.num_heads > 1 and (kind == TILE_LOOP or follows)
-    # these two keep no output of their own: proj does
-    merged = merged or kind in (MATERIALISED, RECOMPUTED)
-    attention = tokens * inputs + call.saved + tokens * e * width * merged
-
-    # the CPU's rms_norm is several operators, which keep the normalised input too
-    unfused = config.norm == "rmsnorm" and not compiled and device == "cpu"
-    # a compiled graph on the CPU keeps no mean; on a GPU the norm is our own kernel, compiled or
-    # not
-    statistics = 8 if config.norm == "layernorm" and not (compiled and device == "cpu") else 4
-    norm = tokens * (4 * width + statistics + (4 * width if unfused else 0))
-    in_bits = compiled or device != "cpu"  # the CPU's dropout keeps its mask as numbers
-    mask, first_mask = (0 if not config.dropout else 1 if in_bits else x for x in (e, 4))
-    hidden = e * (up + down) + (e * down if config.activation == "swiglu" and not compiled else 0)
-    before = norm + tokens * (e * width + makers)
-    mlp = norm + tokens * (e * width + hidden + mask * width)
-    block = before + attention + tokens * mask * width + mlp
-    matrices = (
-        width * (width + 2 * kv_width) + width * width + width * up + down * width
-    )  # of a block
-    copies = e * matrices if narrow else 0
-    start = (
-        tokens * (8 + first_mask * width)
-        + 8 * seq_len
-        + (4 * seq_len * config.head_dim if config.positions == "rope" else 0)
-    )
-    start += 4 * seq_len * width if compiled and config.positions == "learned" else 0
-    ends = start + norm
-
-    # the loss: a chunk's logits and their softmax in float32, then their gradient, which stands in
-    # their place in a compiled graph. On a GPU one kernel makes it of the logits in place, and a
-    # compiled graph adds up float32's gradients of the weights at the end
-    rows = min(chunk_rows(tokens, vocab_size, width, device), tokens)
-    padded = padded_vocab(vocab_size, device)
-    chunked_loss = rows < tokens
-    output_gradient = 4 * vocab_size * width
-    loss = tokens * e * width + (4 if chunked_loss or not compiled else e) * padded * width
-    loss_forward = tokens * (4 + e * narrow) * width + e * padded * width * (
-        narrow or padded > vocab_size
-    )
-    loss_forward += (e * tokens * width + 4 * padded * width) * chunked_loss
-    if device == "cuda":
-        softmax = e * rows * padded + (
-            e * (-(-tokens // rows) - 1) * padded * width if compiled and not narrow else 0
-        )
-    else:
-        softmax = rows * padded * (2 * e if compiled else 8)
-    loss_forward += max(
-        softmax,
-        e * rows * (padded + 2 * width) + (e + 4 * (narrow and not chunked_loss)) * padded * width,
-    )
-    loss_backward = loss + tokens * 4 * width + output_gradient
-
-    # what the blocks keep, and what one of them has beside that once it has computed the rest again
-    residual = tokens * 4 * width
-    in_parts = config.checkpoint == "attention" or (
-        config.checkpoint == "block" and config.chunk_tokens is not None
-    )
-    kept_attention = 0 if config.checkpoint == "block" else attention
-    if compiled and config.checkpoint == "attention":
-        kept_attention -= (
-            tokens * inputs
-        )  # a graph computes the part that makes q, k and v again to its end
-    # all but the norms' outputs and statistics and what the activation made of `up`, which is back
-    # while the MLP's gradients are made
-    back = copies + tokens * (hidden - e * up) if config.checkpoint == "elementwise" else 0
-    slim = 2 * residual + attention + tokens * (e * up + 2 * mask * width)
-    kept = {
-        "none": block,
-        "elementwise": slim,
-        "attention": residual + kept_attention,
-        "block": residual,
-    }[config.checkpoint]
-    kept -= kept_attention
-    elsewhere = config.offload and device != "cpu"
-    host = layers * residual if elsewhere else 0
-    kept -= residual if elsewhere else 0
-    restored = part * residual if elsewhere else 0
-    copied = layers * copies if config.checkpoint == "none" else 0
-
-    state = 4 * count + 8 * count + (4 * count if accumulates else 0)
-    saved = copied + layers * (kept + kept_attention) + ends + loss
-    library = CUDA_WORKSPACES if device == "cuda" else 0
-    # the gradient of the residual stream, its copy for the product or by dropout's mask, those on
-    # both sides of the activation; and that of the down matrix
-    cast = e if narrow or config.dropout else 0
-    mlp_backward = tokens * (
-        4 * width
-        + max(cast * width + e * down, e * up if config.activation == "swiglu" else e * down)
-    )
-    down_gradient = 4 * down * width
-    # variables of the functions around the call: the normalised input, and qkv where it is not kept
-    # anyway
-    around = (
-        0
-        if compiled
-        else tokens * (4 * width + (e * (width + 2 * kv_width) if kind == MATERIALISED else 0))
-    )
-    until_block = state + saved - loss - norm + output_gradient
+    state = (16 if step.accumulates else 12) * count + before_loss
     phases = {
-        # the copies of weights that autocast made are there until its end
-        "loss forward": state
-        + saved
-        - loss
-        + (layers * copies if config.checkpoint != "none" and part == 1 else 0)
-        + loss_forward,
-        "loss backward": state + saved - loss + loss_backward,
+        "loss forward": state + loss.forward,
+        "loss backward": state + loss.saved + loss.backward,
         "optimizer": 16 * count,
     }
-    if in_parts:
-        until_block += attention - kept_attention
-        # the chunks' gradients of x and of out gather beside the incoming one
-        lists = tokens * (8 * width + e * width) if part < 1 else 0
-        d_qkv = tokens * e * (width + 2 * kv_width)
-        unpacked = d_qkv if kind == MATERIALISED else 0  # q, k and v, which it does not keep
-        phases |= {
-            "mlp": until_block
-            + restored
-            + copies
-            + part * (mlp + mlp_backward + tokens * mask * width)
-            + lists
-            + down_gradient,
-            "attention forward": until_block + residual + call.forward_peak - call.saved + unpacked,
-            "attention backward": until_block
-            + tokens * (4 * width + e * width)
-            + call.backward_peak
-            - call.saved,
-            "projection": until_block
-            - attention
-            + restored
-            + d_qkv
-            + residual * (1 + 2 * (part < 1))
-            + part * (before + residual),
-        }
+    if config.checkpoint != "none" and step.chunk == 1:
+        # autocast keeps its copies of the matrices until the loss has run
+        phases["loss forward"] += layers * step.copies
+    # the last norm is done, and the output layer has its gradient
+    state += step.d_output - norm_saved(step)
+    in_halves = config.checkpoint == "block" and config.chunk_tokens is not None
+    if config.checkpoint == "attention" or in_halves:
+        phases |= phases_of_halves(step, state - attention)
     else:
-        again = config.checkpoint == "block"  # its forward pass runs beside the incoming gradient
-        until_block += (block - residual + restored + copies) if again else 0
-        until_attention = until_block - mlp - call.saved
-        phases |= {
-            "mlp": until_block + mlp_backward + down_gradient + back,
-            "attention forward": until_attention
-            + (residual if again else -output_gradient)
-            + call.forward_peak
-            + around,
-            "attention backward": until_attention
-            + tokens * (4 * width + cast * width)
-            + call.backward_peak,
-        }
-    peak = round(max(phases.values())) + library
+        phases |= phases_of_block(step, state)
+
+    peak = round(max(phases.values())) + (CUDA_WORKSPACES if step.device == "cuda" else 0)
     return StepBytes(
         parameters=4 * count,
         gradients=4 * count,
         optimizer=8 * count,
-        weight_copies=copied,
+        weight_copies=kept_copies,
         blocks=layers * kept + ends,
-        attention=layers * kept_attention,
-        scores=layers * call.scores if kept_attention else 0,
-        loss=loss,
-        working=peak - 12 * count - saved,
+        attention=layers * attention,
+        scores=layers * probabilities(step) if attention and step.kind == MATERIALISED else 0,
+        loss=loss.saved,
+        working=peak - 12 * count - before_loss - loss.saved,
         peak=peak,
-        host=host,
+        host=layers * step.residual if step.offloads else 0,
     )
+
+
+def phases_of_block(step: StepShape, state: int) -> dict[str, float]:
+    """Peaks of the last block, if it keeps what it needs or is recomputed as a whole; state is what
+    the step holds then.
+    """
+    attention, mlp = attention_bytes(step), mlp_bytes(step)
+    mlp_work = mlp.backward + step.d_down
+    # variables of the functions around the call: the normalised input, and qkv if the call does not
+    # keep it
+    variables = step.residual + (step.qkv if step.kind == MATERIALISED else 0)
+    forward = attention.forward + (0 if step.compiled else variables)
+    d_out = step.residual + (step.q if step.narrow or step.config.dropout else 0)
+    if step.config.checkpoint == "block":
+        # its forward pass runs while the incoming gradient is there
+        restored = step.chunk * step.residual if step.offloads else 0
+        state += block_saved(step) - step.residual + restored + step.copies
+        forward += step.residual
+    else:
+        forward -= step.d_output
+    if step.config.checkpoint == "elementwise":
+        mlp_work += step.copies + activation_saved(step)  # recomputed
+    return {
+        "mlp": state + mlp_work,
+        "attention forward": state - mlp.saved + forward,
+        "attention backward": state - mlp.saved + d_out + attention.backward,
+    }
+
+
+def phases_of_halves(step: StepShape, state: int) -> dict[str, float]:
+    """Peaks of the last block, if the parts before and after its attention are recomputed each by
+    itself, a chunk at a time; state is what the step holds then, without the block's attention.
+    """
+    attention, mlp, residual = attention_bytes(step), mlp_bytes(step), step.residual
+    restored = step.chunk * residual if step.offloads else 0
+    mlp_work = step.chunk * (mlp.saved + mlp.backward + step.mask) + step.d_down
+    before = step.qkv + residual + step.chunk * (before_saved(step) + residual)
+    if step.chunk < 1:
+        # the chunks' gradients of x and of out collect beside the incoming one
+        mlp_work += 2 * residual + step.q
+        before += 2 * residual
+    # q, k and v are there even if the call does not keep them
+    forward = attention.forward + (step.qkv if step.kind == MATERIALISED else 0)
+    held = state + attention.saved
+    return {
+        "mlp": held + restored + step.copies + mlp_work,
+        "attention forward": held + residual + forward,
+        "attention backward": held + residual + step.q + attention.backward,
+        "projection": state + restored + before,
+    }
 
 
 def predict_peak_bytes(
     config: Any, vocab_size: int, backend: Backend, dtype: torch.dtype, device: torch.device | str
 ) -> StepBytes:
-    """predict_step() of a run: config is a RunConfig, dtype and device those it was resolved to."""
+    """predict_step() of a run: config is its RunConfig; dtype and device are those it uses.
+
+    On a GPU the peak is that of torch.cuda.max_memory_allocated(). On a CPU, where the measured
+    peak is the resident memory of the process with Python and PyTorch (0.3 to 0.7 GiB), the
+    prediction counts tensors alone: a lower bound.
+    """
     device = torch.device(device).type
     compiled = will_compile(config.model, backend, device, compile_mode=config.compile)
     return predict_step(
@@ -492,16 +510,3 @@ def largest_peak_bytes(
     return max(
         predict_peak_bytes(config, vocab_size, backend, dtype, device).peak for backend in backends
     )
-
-
-def predict_peak_gib(
-    config: Any, vocab_size: int, backend: Backend, dtype: torch.dtype, device: torch.device | str
-) -> float:
-    """The peak of a training step of this run in GiB, as torch.cuda.max_memory_allocated() will
-    call it.
-
-    config is a RunConfig. On a CPU the measured peak is the resident memory of the whole process,
-    which holds Python and PyTorch too (0.3 to 0.7 GiB): there the prediction, tensors alone, is a
-    lower bound.
-    """
-    return predict_peak_bytes(config, vocab_size, backend, dtype, device).peak / GIB

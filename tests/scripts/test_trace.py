@@ -312,7 +312,7 @@ def test_takes_q_k_v_of_a_run(tmp_path):
     with torch.no_grad():
         tokens = data.val_batch(64).inputs[2:3]
         x = model.token_embedding(tokens) + model.position_embedding(torch.arange(48))
-        x = sum(model.blocks[0](x, None, rope=None, document_ids=None, cache=None))
+        x = model.blocks[0](x, None, None, None)
         qkv = model.blocks[1].attention.qkv(
             model.blocks[1].attention_norm(x)
         )  # (1, 48, 4 * 8 + 2 * 8 + 2 * 8)

@@ -119,7 +119,7 @@ def test_nothing_is_computed_after_the_last_scores(monkeypatch, name):
     recorder = Recorder(model.backend)
     with model.use_backend(recorder.backend):
         model(inputs, targets)
-    monkeypatch.setattr(model.blocks[-1], "after", None)
+    monkeypatch.setattr(model.blocks[-1].attention, "proj", None)
     monkeypatch.setattr("model.gpt.linear_cross_entropy", None)
     assert (
         largest_score(model, inputs) == max(recorder.max_scores) and len(recorder.max_scores) == 2

@@ -1,0 +1,124 @@
+"""Block.forward in a faster form for a GPU, and in less memory with model.checkpoint.
+
+`fused_block` runs the layers of a Block and has no parameters of its own. Its results and gradients
+are those of `Block.forward`: tests/model/test_fused_block.py compares them.
+
+    on a GPU                 one kernel computes x + branch and the norm after it (model/norm.py)
+    checkpoint=elementwise   the backward pass recomputes norms and activations
+    checkpoint=attention     it recomputes all but q, k, v and the attention
+    checkpoint=block         it recomputes the whole block from its input
+    chunk_tokens             norms, projections and MLP take that many tokens at a time
+    offload                  the block's input waits in the host's memory
+
+Dimensions: B batch, N tokens, C hidden_size, H query heads, H_kv key/value heads, D head dim.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+import model.norm
+from config import ModelConfig
+from model.checkpointing import elementwise_recomputed, in_chunks, kept_on_host, recomputed
+from model.kv_cache import LayerCache
+from model.norm import add_norm_linear
+
+if TYPE_CHECKING:
+    from model.gpt import Block, Rope
+
+
+def is_fused(config: ModelConfig, x: Tensor) -> bool:
+    """Whether fused_block does anything that Block.forward does not."""
+    return config.checkpoint != "none" or model.norm.has_kernel(x, x)
+
+
+def fused_block(
+    block: "Block",
+    x: Tensor,
+    branch: Tensor | None,
+    rope: "Rope | None",
+    document_ids: Tensor | None,
+    cache: LayerCache | None,
+) -> tuple[Tensor, Tensor | None]:
+    """block(x + branch), returned as two parts: one kernel adds them and computes the next norm.
+
+    x and branch (B, N, C), in and out; None stands for zero.
+    """
+
+    def attend(qkv: tuple[Tensor, ...]) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in qkv)  # (B, H or H_kv, N, D)
+        return block.attention.attend(q, k, v, document_ids=document_ids, cache=cache)
+
+    if block.config.checkpoint in ("attention", "block"):
+        return recomputed_block(block, x if branch is None else x + branch, rope, attend), None
+    x, qkv = before_attention(block, x, branch, rope)
+    return after_attention(block, x, attend(qkv))
+
+
+def before_attention(
+    block: "Block", x: Tensor, branch: Tensor | None, rope: "Rope | None"
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """x + branch, and from it q, k and v, (B, N, H or H_kv, D)."""
+    recompute = recomputes_elementwise(block)
+    x, qkv = add_norm_linear(
+        x, branch, block.attention_norm, block.attention.qkv, recompute=recompute
+    )
+
+    # the tokens in dimension 1, as in_chunks needs them. The transposes back come after what is
+    # recomputed, so torch.compile keeps q and k: without them it would repeat QK-norm and RoPE
+    def heads(qkv: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.transpose(1, 2) for t in block.attention.heads(qkv, rope))
+
+    return x, (elementwise_recomputed(heads) if recompute else heads)(qkv)
+
+
+def after_attention(block: "Block", x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """x + branch, where proj makes branch of the attention's output; and the branch of the MLP."""
+    recompute = recomputes_elementwise(block)
+    x, hidden = add_norm_linear(
+        x,
+        block.dropout(block.attention.proj(out)),  # unnamed: it need not outlive the sum
+        block.mlp_norm,
+        block.mlp.up,
+        recompute=recompute,
+    )
+
+    def contract(hidden: Tensor) -> Tensor:
+        return block.mlp.down(block.mlp.activate(hidden))
+
+    return x, block.dropout((elementwise_recomputed(contract) if recompute else contract)(hidden))
+
+
+def recomputes_elementwise(block: "Block") -> bool:
+    return block.config.checkpoint == "elementwise" and torch.is_grad_enabled()
+
+
+def recomputed_block(
+    block: "Block", x: Tensor, rope: "Rope | None", attend: Callable[..., Tensor]
+) -> Tensor:
+    """block(x) for checkpoint=attention and block; without gradients only the chunks remain."""
+    config, dropout = block.config, block.dropout.p
+    checkpoint = config.checkpoint if torch.is_grad_enabled() else "none"
+
+    def before(x: Tensor, *rope: Tensor) -> tuple[Tensor, ...]:
+        return before_attention(block, x, None, rope or None)[1]
+
+    def after(x: Tensor, out: Tensor) -> Tensor:
+        x, branch = after_attention(block, x, out)
+        return x + branch
+
+    # recompute the parts before and after attention each by itself: recomputing the whole block at
+    # once would hold all its chunks together
+    if checkpoint == "attention" or (checkpoint == "block" and config.chunk_tokens is not None):
+        before, after = recomputed(before, dropout=dropout), recomputed(after, dropout=dropout)
+
+    def run(x: Tensor) -> Tensor:
+        tables = (table.unsqueeze(0) for table in rope or ())
+        qkv = in_chunks(before, x, *tables, size=config.chunk_tokens)
+        return in_chunks(after, x, attend(qkv), size=config.chunk_tokens)
+
+    with kept_on_host(x) if config.offload and checkpoint != "none" else nullcontext():
+        return recomputed(run, dropout=dropout)(x) if checkpoint == "block" else run(x)
