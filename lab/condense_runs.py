@@ -39,7 +39,7 @@ def condense(run_dir: Path, columns: tuple[str, ...]) -> dict:
     return curves
 
 
-@one_line("collect")
+@one_line("condense_runs")
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -54,7 +54,7 @@ def main() -> None:
     options = parser.parse_args()
     for folder in options.folders:
         if not folder.is_dir():
-            sys.exit(f"collect: {folder} is not a folder")
+            sys.exit(f"condense_runs: {folder} is not a folder")
     check_writable(options.out)
     runs, environments = [], []
     for folder in options.folders:
@@ -65,7 +65,7 @@ def main() -> None:
                 environments.append(environment)
             runs.append(run | {"curves": condense(run_dir, tuple(options.columns))})
     if not runs:
-        sys.exit(f"collect: no runs in {', '.join(map(str, options.folders))}")
+        sys.exit(f"condense_runs: no runs in {', '.join(map(str, options.folders))}")
     # runs of one sweep differ in nothing but the command line
     common = (
         {

@@ -363,7 +363,7 @@ def measure(folder: Path, *, kills: int, harms: int, seed: int) -> dict[str, Any
     return result
 
 
-@one_line("kills")
+@one_line("crash_test")
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -384,7 +384,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if min(options.kills, options.harms) < 0:
-        sys.exit(f"kills: --kills {options.kills} --harms {options.harms} must be at least 0")
+        sys.exit(f"crash_test: --kills {options.kills} --harms {options.harms} must be at least 0")
     check_writable(options.out)
     folder = Path(tempfile.mkdtemp(prefix="tilegpt-kills-"))
     result = measure(folder, kills=options.kills, harms=options.harms, seed=options.seed)
@@ -399,7 +399,7 @@ def main() -> None:
     if any(
         outcome not in (IDENTICAL, REFUSED) for counts in outcomes.values() for outcome in counts
     ):
-        sys.exit(f"kills: a run did not survive; its folder is below {folder}")
+        sys.exit(f"crash_test: a run did not survive; its folder is below {folder}")
     shutil.rmtree(folder)
 
 

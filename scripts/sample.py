@@ -1,7 +1,7 @@
 """Let a trained run write: a prompt, and what the model makes of it.
 
-    python -m scripts.sample run="$(ls -dt outputs/*/*/checkpoint | head -1 | xargs dirname)"
-    prompt="def main("
+    python -m scripts.sample run=$(dirname $(ls -dt outputs/*/*/checkpoint | head -1)) \
+        prompt="def main("
 
 Arguments are key=value as for train.py; every key but `run` has a default:
 

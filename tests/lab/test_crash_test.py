@@ -51,7 +51,7 @@ def test_bad_input_is_one_line_before_the_work(tmp_path, arguments, said):
     done = kills(*(argument.format(file=tmp_path / "file") for argument in arguments))
     assert (
         done.returncode == 1
-        and done.stderr.startswith("kills: ")
+        and done.stderr.startswith("crash_test: ")
         and said in done.stderr
         and len(done.stderr.splitlines()) == 1
     )

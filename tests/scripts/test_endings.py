@@ -19,12 +19,18 @@ from training.metrics import check_writable, write_file
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 
 
+MODULES = {
+    "claims": "lab.claims.__main__",
+    "condense_runs": "lab.condense_runs",
+    "report": "scripts.report.__main__",
+    "results": "lab.results.__main__",
+}
+
+
 def start(monkeypatch, name: str, *arguments: str) -> object:
-    """The exit code, or the line, with which scripts.NAME ends."""
+    """The exit code, or the line, with which a command of scripts/ or lab/ ends."""
     monkeypatch.setattr(sys, "argv", [name, *arguments])
-    module = import_module(
-        f"scripts.{name}.__main__" if name in ("claims", "report", "results") else f"scripts.{name}"
-    )
+    module = import_module(MODULES.get(name, f"scripts.{name}"))
     with pytest.raises(SystemExit) as ended:
         sys.exit(module.main())
     return ended.value.code
@@ -45,7 +51,7 @@ def never(*_: object, **__: object) -> None:
         ("verify", ["attention=naive", "out={folder}"], "scripts.verify.verify"),
         ("plan", ["attention=naive", "device=cpu", "out={out}"], "scripts.plan.plan_all"),
         ("plots", [str(RESULTS / "memory_h200.json"), "out={out}"], "scripts.plots.draw_memory"),
-        ("collect", ["{folder}", "--out", "{out}"], "lab.condense_runs.read_sweep"),
+        ("condense_runs", ["{folder}", "--out", "{out}"], "lab.condense_runs.read_sweep"),
         ("trace", ["out={folder}"], "scripts.trace.look"),
     ],
     ids=lambda value: value if isinstance(value, str) and "." not in value else "",
@@ -155,9 +161,13 @@ def test_figures_of_tables_are_rounded(value, text):
     assert tables.rounded(value) == text
 
 
-def test_collect_of_a_folder_that_is_not_there(monkeypatch, tmp_path):
-    told = start(monkeypatch, "collect", str(tmp_path / "nope"), "--out", str(tmp_path / "x.json"))
-    assert told == f"collect: {tmp_path / 'nope'} is not a folder" and os.listdir(tmp_path) == []
+def test_condense_runs_of_a_folder_that_is_not_there(monkeypatch, tmp_path):
+    told = start(
+        monkeypatch, "condense_runs", str(tmp_path / "nope"), "--out", str(tmp_path / "x.json")
+    )
+    assert (
+        told == f"condense_runs: {tmp_path / 'nope'} is not a folder" and os.listdir(tmp_path) == []
+    )
 
 
 def test_results_leave_out_what_was_not_measured(monkeypatch, capsys, tmp_path):

@@ -1010,10 +1010,3 @@ def test_without_a_gap_it_says_so(tmp_path):
     write_run(tmp_path / "2", "tiled", seed=2, **{"val/loss_exact": 1.61})
     write_run(tmp_path / "3", "tiled", seed=3, **{"val/loss_exact": 1.59})
     assert "is the same under exact attention" not in report_on(tmp_path).text
-
-
-def test_compare_is_another_name_for_it():
-    from scripts import compare
-    from scripts.report.__main__ import main
-
-    assert compare.main is main

@@ -249,7 +249,7 @@ def test_command_in_the_help_runs_as_typed(tmp_path):
         )
 
     line = re.search(
-        r"^ +(python -m scripts\.sample .*)$",
+        r"^ +(python -m scripts\.sample (?:.*\\\n)*.*)$",
         run("python -m scripts.sample --help").stdout,
         re.MULTILINE,
     )[1]
