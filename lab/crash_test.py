@@ -1,10 +1,15 @@
 """Kill a training at random moments, fill its disk, damage its checkpoints and its data, and see
 whether the resumed run ends as if nothing had been.
 
-    python -m lab.crash_test --out outputs/kills.json
+    python -m lab.crash_test out=outputs/kills.json
 
-Every training is a process of its own, `python train.py` on one CPU core. --kills of them are
-killed (SIGKILL), every other one while it saves, and resumed. --harms more have their disk filled
+    kills  runs to kill (20)
+    harms  runs whose disk fills up or whose files are damaged (30)
+    seed   of the moments (0)
+    out    the result (outputs/kills.json)
+
+Every training is a process of its own, `python train.py` on one CPU core. kills= of them are
+killed (SIGKILL), every other one while it saves, and resumed. harms= more have their disk filled
 while they run (a limit on the size of a file makes a write fail half way), or are killed and have a
 file of their latest checkpoint, of all of them, or metrics.jsonl, overrides.yaml or config.yaml
 truncated, altered or removed. The token store is damaged in the same ways. Its training half may
@@ -15,7 +20,6 @@ checkpoint is left, or the settings are not known any more, the answer must be o
 of the run may have changed. Ends with 1 where anything else happened.
 """
 
-import argparse
 import json
 import os
 import random
@@ -28,13 +32,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from training.interrupt import one_line
+from scripts.arguments import check_at_least, command
 from training.metrics import ROOT, check_writable, measured_on, read_metrics, write_json
 from training.retention import LATEST, newest_first, step_of
 
@@ -53,6 +58,17 @@ MEASURED = ("seconds", "tokens_per_sec", "step_tokens_per_sec", "mfu", "memory/"
 IDENTICAL, REFUSED = "identical", "refused"
 CACHE = "cache"  # beside the runs: the token store is theirs, to be damaged
 REBUILT = "it is built again"
+
+
+@dataclass
+class Options:
+    kills: int = 20
+    harms: int = 30
+    seed: int = 0
+    out: Path = Path("outputs/kills.json")
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 0, "kills", "harms")
 
 
 def start(*arguments: str) -> subprocess.Popen:
@@ -363,42 +379,18 @@ def measure(folder: Path, *, kills: int, harms: int, seed: int) -> dict[str, Any
     return result
 
 
-@one_line("crash_test")
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kills", type=int, default=20, help="runs to kill (20)")
-    parser.add_argument(
-        "--harms",
-        type=int,
-        default=30,
-        help="runs whose disk fills up or whose files are damaged (30)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("outputs/kills.json"),
-        help="the result (outputs/kills.json)",
-    )
-    options = parser.parse_args()
-    if min(options.kills, options.harms) < 0:
-        sys.exit(f"crash_test: --kills {options.kills} --harms {options.harms} must be at least 0")
+@command("crash_test", Options)
+def main(options: Options) -> None:
     check_writable(options.out)
     folder = Path(tempfile.mkdtemp(prefix="tilegpt-kills-"))
     result = measure(folder, kills=options.kills, harms=options.harms, seed=options.seed)
-    where = measured_on("cpu")
     outcomes = {
-        name: dict(Counter(found["outcome"] for found in result[name]))
-        for name in ("kills", "harms")
+        name: dict(Counter(each["outcome"] for each in result[name])) for name in ("kills", "harms")
     }
-    write_json(options.out, {"environment": where, **result, "outcomes": outcomes})
+    write_json(options.out, {"environment": measured_on("cpu"), **result, "outcomes": outcomes})
     print(f"{options.out}: kills {outcomes['kills']}, harms {outcomes['harms']}")
     # what nobody expected stays to be looked at
-    if any(
-        outcome not in (IDENTICAL, REFUSED) for counts in outcomes.values() for outcome in counts
-    ):
+    if any(counts.keys() - {IDENTICAL, REFUSED} for counts in outcomes.values()):
         sys.exit(f"crash_test: a run did not survive; its folder is below {folder}")
     shutil.rmtree(folder)
 

@@ -7,6 +7,10 @@ import torch
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def pick_device(name: str) -> torch.device:
     """auto is a GPU where PyTorch sees one. Raises ValueError for cuda without one."""
     if name == "cuda" and not torch.cuda.is_available():

@@ -24,6 +24,7 @@ from attention import (
     find_breakdown,
 )
 from model.gpt import GPT
+from training.device import dtype_name
 
 log = logging.getLogger("tilegpt")
 # what the loop of tiles looks at whole, since it takes as long as the square of it: a row of
@@ -125,7 +126,7 @@ class AttentionMonitor:
         step that went wrong card() looks at whole.
         """
         return {
-            f"{_short(dtype)}_overflow_step": next(
+            f"{dtype_name(dtype)}_overflow_step": next(
                 (step for step, score in self.scores.items() if score > limit), None
             )
             for dtype, limit in LIMITS.items()
@@ -135,7 +136,7 @@ class AttentionMonitor:
         """Keep the score, and say so where it is the first to pass a limit of exp."""
         previous = max(self.scores.values(), default=-math.inf)
         passed = [
-            f"{limit:.2f} ({_short(dtype)})"
+            f"{limit:.2f} ({dtype_name(dtype)})"
             for dtype, limit in LIMITS.items()
             if previous <= limit < score
         ]
@@ -147,10 +148,6 @@ class AttentionMonitor:
             )
         if math.isfinite(score):
             self.scores[step] = max(score, self.scores.get(step, -math.inf))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def weigh(function: Callable[..., object], *given: Tensor) -> Figures:
     """Bytes that function(*given) takes above what it is given: the largest tensor, and the most
     alive together.
     """
-    with LiveTensors() as scale:
+    with LiveTensors(count_inputs=True) as scale:
         for x in given:
             x.detach()  # weighed from the start, so that it can be subtracted
         kept = function(*given)
@@ -159,7 +159,7 @@ def linear_memory(lengths: tuple[int, ...] = (256, 512, 1024)) -> Figures:
         else FAILS
     ),
     tiny={},
-    also="python -m scripts.benchmark --attention naive tiled sdpa --seq-len 256 512 1024",
+    also="python -m scripts.benchmark attention=naive,tiled,sdpa seq_len=256,512,1024",
 )
 def less_memory_at_every_length() -> Figures:
     ratio = {}

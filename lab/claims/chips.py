@@ -5,8 +5,13 @@ CUDA programming guide.
 import torch
 
 from lab.claims.claim import NOT_TESTABLE, Figures, claim, verdict
-from training.metrics import PEAK_BANDWIDTH, PEAK_FLOPS
-from training.traffic import BLOCK_DEFAULT_KIB, REGISTER_BYTES, SHARED_KIB
+from training.hardware import (
+    BLOCK_DEFAULT_KIB,
+    PEAK_BANDWIDTH,
+    PEAK_FLOPS,
+    REGISTER_BYTES,
+    SHARED_KIB,
+)
 
 KIB = 1024
 # shared memory one thread block may use, in KiB

@@ -270,7 +270,7 @@ CHECKLIST = (
     ("write tiled attention with a correct softmax", "attention/tiled.py"),
     (
         "measure memory and verify the reduction",
-        "python -m scripts.benchmark --attention naive tiled sdpa --seq-len 256 512 1024",
+        "python -m scripts.benchmark attention=naive,tiled,sdpa seq_len=256,512,1024",
     ),
     ("show that two implementations agree", "python -m scripts.verify attention=tiled"),
     ("explain kernel fusion", "python -m lab.claims run=fusion,small_calls"),

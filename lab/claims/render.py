@@ -26,23 +26,19 @@ DOCS = RESULTS.parent / "docs"
 NOT_YET = "not measured yet"
 # how the files of results/ that claims read were made
 MADE_BY = {
-    "memory_h200": "python -m scripts.benchmark --attention naive triton triton:kernel=portable "
-    "sdpa:backend=flash sdpa:backend=cudnn "
-    "sdpa:backend=efficient tiled:block_q=2048,block_kv=2048 --seq-len 1024 2048 4096 8192 16384 "
-    "32768 65536 131072 --dtype bf16 "
-    "--out results/memory_h200.json",
-    "longest_h200": "python -m scripts.benchmark --max-length --attention naive triton "
-    "--batch 2 --heads 8 "
-    "--full --dtype fp16 "
-    "--memory-gib 8 --out results/longest_h200.json && python -m scripts.benchmark --max-length "
-    "--attention naive triton --heads 32 "
-    "--full --dtype fp16 --memory-gib 24 40 --append --out results/longest_h200.json",
-    "tile_speed_h200": "python -m scripts.benchmark --attention naive triton "
-    "tiled:block_q=64,block_kv=64 "
-    "tiled:block_q=256,block_kv=256 "
-    "tiled:block_q=1024,block_kv=1024 tiled:block_q=2048,block_kv=2048 --seq-len 1024 2048 4096 "
-    "8192 --batch 2 --heads 8 --full --dtype "
-    "fp16 --out results/tile_speed_h200.json",
+    "memory_h200": "python -m scripts.benchmark attention=naive,triton,triton:kernel=portable,"
+    "sdpa:backend=flash,sdpa:backend=cudnn,sdpa:backend=efficient,"
+    "tiled:block_q=2048,block_kv=2048 seq_len=1024,2048,4096,8192,16384,32768,65536,131072 "
+    "dtype=bf16 out=results/memory_h200.json",
+    "longest_h200": "python -m scripts.benchmark max_length=true attention=naive,triton batch=2 "
+    "heads=8 causal=false dtype=fp16 memory_gib=8 out=results/longest_h200.json && "
+    "python -m scripts.benchmark max_length=true attention=naive,triton heads=32 causal=false "
+    "dtype=fp16 memory_gib=24,40 append=true out=results/longest_h200.json",
+    "tile_speed_h200": "python -m scripts.benchmark attention=naive,triton,"
+    "tiled:block_q=64,block_kv=64,tiled:block_q=256,block_kv=256,"
+    "tiled:block_q=1024,block_kv=1024,tiled:block_q=2048,block_kv=2048 "
+    "seq_len=1024,2048,4096,8192 batch=2 heads=8 causal=false dtype=fp16 "
+    "out=results/tile_speed_h200.json",
 }
 
 

@@ -34,15 +34,15 @@ def kills(*arguments: str) -> subprocess.CompletedProcess:
 
 def test_help_shows_a_line_to_type():
     assert re.search(
-        r"^    python -m scripts\.kills --out \S+$", kills("--help").stdout, re.MULTILINE
+        r"^    python -m lab\.crash_test out=\S+$", kills("--help").stdout, re.MULTILINE
     )
 
 
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (("--kills", "-1"), "--kills -1"),
-        (("--out", "{file}/kills.json"), "kills.json cannot be written"),
+        (("kills=-1",), "kills=-1"),
+        (("out={file}/kills.json",), "kills.json cannot be written"),
     ],
     ids=["n", "out"],
 )
