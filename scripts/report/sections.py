@@ -69,40 +69,37 @@ def at_a_glance(runs: list[Run]) -> list[str]:
 
 
 def warnings(runs: list[Run], *, left_out: int = 0) -> list[str]:
-    found = []
+    texts = []
     if left_out:
-        found.append(
-            f"{_count(left_out, 'job')} of the sweep never started: index.jsonl has the commands."
-        )
-    corpora = {str(run.env["data_fingerprint"]) for run in runs if run.env.get("data_fingerprint")}
-    if len(corpora) > 1:
+        jobs = _count(left_out, "job")
+        texts.append(f"{jobs} of the sweep never started: index.jsonl has the commands.")
+    if len({str(run.env.get("data_fingerprint")) for run in runs} - {"None", ""}) > 1:
         # the fingerprint is of the tokenizer too
-        found.append(
+        texts.append(
             "These runs read different data or tokenizers: curves compare only where the data "
             "fingerprint is the same."
         )
-    machines = {
-        str([hardware.get(name) for name in ("cpu", "gpu")])
-        for run in runs
-        if isinstance(hardware := run.env.get("hardware"), dict) and run.figure("tokens_per_sec")
-    }
+    machines = set()
+    for run in runs:
+        hardware = run.env.get("hardware")
+        if isinstance(hardware, dict) and run.figure("tokens_per_sec"):
+            machines.add(str([hardware.get(name) for name in ("cpu", "gpu")]))
     if len(machines) > 1:
-        found.append(f"The speeds were measured on {len(machines)} different machines.")
-    found += [f"Damaged: {run.name}: {run.damage}." for run in runs if run.damage]
-    found += [
-        f"{run.name} was {changes}." for run in runs if (changes := changes_in_words(run.summary))
-    ]
-    for status, meaning in (
-        ("failed", "failed"),
-        ("unfinished", "ended without a summary"),
-        ("interrupted", "were interrupted"),
-    ):
+        texts.append(f"The speeds were measured on {len(machines)} different machines.")
+    texts += [f"Damaged: {run.name}: {run.damage}." for run in runs if run.damage]
+    for run in runs:
+        if changes := changes_in_words(run.summary):
+            texts.append(f"{run.name} was {changes}.")
+    meanings = {
+        "failed": "failed",
+        "unfinished": "ended without a summary",
+        "interrupted": "were interrupted",
+    }
+    for status, meaning in meanings.items():
         if count := len(ended(runs, status)):
-            found.append(
-                f"{count} of {_count(len(runs), 'run')} {meaning}: means of variants leave them "
-                "out."
-            )
-    return found
+            of_all = f"{count} of {_count(len(runs), 'run')}"
+            texts.append(f"{of_all} {meaning}: means of variants leave them out.")
+    return texts
 
 
 def variant_table(runs: list[Run], styles: dict[str, Style]) -> Table:
@@ -297,18 +294,15 @@ def provenance(runs: list[Run]) -> Table:
         if len(values) == 1:
             shared.setdefault(group, []).append(f"{key} {next(iter(values))}".strip())
             continue
-        # the value most runs have needs no list of them
+        # the value that most runs have needs no list of them
         most = max(values.values(), key=len)
-        told = [
-            f"{value}: {', '.join(names) if names is not most else _count(len(names), 'run')}"
+        words = [
+            f"{value}: {_count(len(names), 'run') if names is most else ', '.join(names)}"
             for value, names in values.items()
         ]
-        differing.append([f"{group}: {key}" if key else group, "; ".join(told)])
-    return Table(
-        ["fact", "value"],
-        [[group, ", ".join(told)] for group, told in shared.items()] + differing,
-        notes=True,
-    )
+        differing.append([f"{group}: {key}" if key else group, "; ".join(words)])
+    rows = [[group, ", ".join(words)] for group, words in shared.items()]
+    return Table(["fact", "value"], rows + differing, notes=True)
 
 
 def _environment(run: Run) -> dict[tuple[str, str], str]:
@@ -320,8 +314,9 @@ def _environment(run: Run) -> dict[tuple[str, str], str]:
     }
     facts |= {("settings", key): run.summary.get(key) for key in ("device", "dtype", "compiled")}
     for group in ("hardware", "versions"):
-        known = run.env[group] if isinstance(run.env.get(group), dict) else {}
-        facts |= {(group, key.replace("_", " ")): value for key, value in known.items()}
+        recorded = run.env.get(group)
+        for key, value in recorded.items() if isinstance(recorded, dict) else ():
+            facts[group, key.replace("_", " ")] = value
     facts["platform", ""] = run.env.get("platform")
     return {key: _fact(value) for key, value in facts.items() if value is not None}
 
