@@ -3,7 +3,7 @@ over the same batches.
 
     python -m lab.nanogpt folder=../nanoGPT seq_len=1024,8192 attention=triton out=nanogpt.json
 
-nanoGPT (github.com/karpathy/nanoGPT) is no part of this project: folder= is your clone of it, of
+nanoGPT (github.com/karpathy/nanoGPT) is not part of this project: folder= is your clone of it, of
 which model.py is read. Its step is that of its train.py: TF32, autocast, torch.compile, its own
 fused AdamW, clipping; batches wait in pinned memory. Ours is `python train.py` as anyone runs it,
 data, logging and all. Each has a process of its own, nanoGPT's runs first and last at every length,

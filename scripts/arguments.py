@@ -85,12 +85,13 @@ def unknown_key(argument: str, keys: Sequence[str]) -> str:
     """What to write instead of an argument that no key fits."""
     written, equals, value = argument.partition("=")
     key = written.lstrip("-").replace("-", "_")
+    all_keys = f"the keys are: {', '.join(keys) or 'none'}"
     if written.startswith("-") and key in keys:
         return f"{argument}: write {key}={value or 'VALUE'}, without dashes"
     if not equals:
-        return f"{argument!r} is not key=value; the keys are: {', '.join(keys)}"
+        return f"{argument!r} is not key=value; {all_keys}"
     close = difflib.get_close_matches(key, keys, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"the keys are: {', '.join(keys)}"
+    hint = f"did you mean {close[0]}?" if close else all_keys
     return f"{argument}: there is no key {key!r}; {hint}"
 
 

@@ -31,8 +31,8 @@ ROUNDS = 4
 
 
 class MemoryProbe:
-    """Allocated bytes above what is there when it starts, and bytes reserved from a GPU, as `with
-    MemoryProbe(device) as probe`.
+    """Bytes allocated since its start, and bytes reserved from a GPU, as `with MemoryProbe(device)
+    as probe`.
     """
 
     def __init__(self, device: torch.device):
@@ -206,7 +206,7 @@ class Measurement:
         for name, function in functions.items():
             if self.turns == 0:
                 once = seconds(function, repeats=1, device=call.device)[0][0]
-                # long calls need no warm-up of the clocks, and nobody wants to wait for 20 of them
+                # long calls need no warm-up of the clocks, and 20 of them would take too long
                 self.counts[name] = max(3, min(self.repeats, int(3 / max(once, 1e-6))))
                 self.times[name] = [], []
             done = self.counts[name] * self.turns // ROUNDS

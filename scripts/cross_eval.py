@@ -190,8 +190,8 @@ def default_judges(checkpoints: Sequence[Checkpoint], device: torch.device) -> l
     order = list(dict.fromkeys(["sdpa", *BACKENDS]))
 
     def place(backend: Backend) -> tuple[int, int]:
-        known = backend.name in order
-        index = order.index(backend.name) if known else len(order)
+        in_table = backend.name in order
+        index = order.index(backend.name) if in_table else len(order)
         return index, backend.options.get("block_kv", 0)
 
     return sorted(unique.values(), key=place)

@@ -43,7 +43,7 @@ from scripts.arguments import Device, Dtype, check_at_least, command, parse_back
 from training.device import pick_device, pick_dtype
 from training.metrics import check_writable, measured_on, write_json
 
-# what PyTorch says of FlexAttention on every machine, and nobody here can act upon
+# PyTorch warns so of FlexAttention on every machine, and a reader can do nothing about it
 WARNINGS = ("return_lse is deprecated", r"flex_attention called without torch\.compile")
 
 

@@ -42,9 +42,9 @@ import torch
 from attention import Backend
 from config import ModelConfig
 from model.loss import chunk_rows, padded_vocab
+from training.memory import GIB
 from training.schedule import will_compile
 
-GIB = 1024**3
 # cuBLAS and cuBLASLt take one each, at the CUBLAS_WORKSPACE_CONFIG=:4096:8 that training sets
 CUDA_WORKSPACES = 2 * 8 * 4096 * 1024
 

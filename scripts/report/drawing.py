@@ -91,7 +91,7 @@ def render(name: str, draw: Callable[[], Any]) -> Drawing:
         # letters stay letters: they can be searched, copied and read aloud
         "svg.fonttype": "none",
         "svg.hashsalt": name,
-        # a dollar sign in somebody's file name is no formula
+        # a dollar sign in a file name does not begin a formula
         "text.parse_math": False,
     }
     with matplotlib.rc_context(look):
