@@ -27,6 +27,7 @@ from attention.interface import (
     ScoreMod,
     check_inputs,
     check_output,
+    dtype_name,
     prepared,
 )
 from attention.kernels import kernel_choice
@@ -43,6 +44,7 @@ __all__ = [
     "ScoreMod",
     "attention",
     "compare_with_exact",
+    "dtype_name",
     "find_breakdown",
     "get_backend",
     "is_operator",

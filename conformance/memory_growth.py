@@ -7,6 +7,8 @@ unseen, the allocator's peak counts.
 Dimensions: N tokens, D head dim.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,25 +19,39 @@ from attention import Backend, attention
 
 
 class LiveTensors(TorchDispatchMode):
-    """Weighs the memory behind every tensor that an operator returns."""
+    """Bytes of the tensors that operators make, while these are alive.
 
-    def __init__(self) -> None:
+    count_inputs: tensors made outside count too, once an operator returns a view of them.
+    """
+
+    def __init__(self, *, count_inputs: bool = False) -> None:
         super().__init__()
+        self.count_inputs = count_inputs
         self.largest = self.peak = 0  # bytes of one tensor; of all that are alive together
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        outside = set()
+        if not self.count_inputs:
+            outside = storages(args, kwargs).keys() - self.alive.keys()
         result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor):
-                storage = x.untyped_storage()
-                self.alive[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        for key, storage in storages(result).items():
+            if key not in outside:
+                self.alive[key] = (StorageWeakRef(storage), storage.nbytes())
                 self.largest = max(self.largest, storage.nbytes())
-        self.alive = {
-            pointer: entry for pointer, entry in self.alive.items() if not entry[0].expired()
-        }
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.alive.values()))
+        self.peak = max(self.peak, self.bytes)
         return result
+
+    @property
+    def bytes(self) -> int:
+        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+        return sum(nbytes for _, nbytes in self.alive.values())
+
+
+def storages(*trees: Any) -> dict[int, torch.UntypedStorage]:
+    """The memory behind the tensors of nested arguments, each once."""
+    tensors = (x for x in tree_leaves(trees) if isinstance(x, torch.Tensor))
+    return {x.untyped_storage()._cdata: x.untyped_storage() for x in tensors}
 
 
 def weigh(
@@ -67,7 +83,7 @@ def weigh(
         out.backward(d_out)
 
     if q.device.type == "cpu":
-        with LiveTensors() as scale:
+        with LiveTensors(count_inputs=True) as scale:
             passes()
         return {"largest": scale.largest, "peak": scale.peak, "saved": sum(saved.values())}
     passes()  # compiles, and allocates the libraries' workspaces

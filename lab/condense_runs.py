@@ -1,17 +1,21 @@
 """Condense runs into one small JSON file that can be committed: settings, outcome and curves of
 each, and where they ran.
 
-    python -m lab.condense_runs multirun/DAY/TIME --out results/break_it_cpu.json
+    python -m lab.condense_runs multirun/DAY/TIME out=results/break_it_cpu.json
 
-Only reads run directories. Curves keep the rows of metrics.jsonl with the columns asked for.
+The arguments are sweeps, runs, or folders of either, and
+
+    out      the JSON file to write
+    columns  columns of metrics.jsonl to keep (losses, accuracies, attention/max_score, grad_norm)
+
+Only reads run directories.
 """
 
-import argparse
 import json
-import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from training.interrupt import one_line
+from scripts.arguments import command
 from training.metrics import check_writable, read_metrics, write_file
 from training.sweep import load_json, read_sweep
 
@@ -26,7 +30,14 @@ CURVES = (
 )
 
 
-def condense(run_dir: Path, columns: tuple[str, ...]) -> dict:
+@dataclass
+class Options:
+    paths: list[Path]
+    out: Path
+    columns: list[str] = field(default_factory=lambda: list(CURVES))
+
+
+def condense(run_dir: Path, columns: list[str]) -> dict:
     """step and the columns, each as one list with null where a row has no such figure; columns
     without any figure are left out.
     """
@@ -39,43 +50,27 @@ def condense(run_dir: Path, columns: tuple[str, ...]) -> dict:
     return curves
 
 
-@one_line("collect")
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="DIR", help="sweeps, runs, or folders of either"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument(
-        "--columns", nargs="*", default=CURVES, help="columns of metrics.jsonl to keep"
-    )
-    options = parser.parse_args()
-    for folder in options.folders:
+@command("condense_runs", Options)
+def main(options: Options) -> None:
+    for folder in options.paths:
         if not folder.is_dir():
-            sys.exit(f"collect: {folder} is not a folder")
+            raise ValueError(f"{folder} is not a folder")
     check_writable(options.out)
     runs, environments = [], []
-    for folder in options.folders:
+    for folder in options.paths:
         for run in read_sweep(folder):
             run_dir = Path(run.pop("dir"))
             environment = load_json(run_dir / "env.json")
             if environment and environment not in environments:
                 environments.append(environment)
-            runs.append(run | {"curves": condense(run_dir, tuple(options.columns))})
+            runs.append(run | {"curves": condense(run_dir, options.columns)})
     if not runs:
-        sys.exit(f"collect: no runs in {', '.join(map(str, options.folders))}")
+        raise ValueError(f"no runs in {', '.join(map(str, options.paths))}")
     # runs of one sweep differ in nothing but the command line
-    common = (
-        {
-            key: value
-            for key, value in environments[0].items()
-            if all(other.get(key) == value for other in environments)
-        }
-        if environments
-        else {}
-    )
+    common = {}
+    for key, value in environments[0].items() if environments else ():
+        if all(other.get(key) == value for other in environments):
+            common[key] = value
     write_file(options.out, json.dumps({"environment": common, "runs": runs}, indent=1))
     print(f"{options.out}: {len(runs)} runs, {options.out.stat().st_size / 1024:.0f} KiB")
 

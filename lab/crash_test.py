@@ -1,21 +1,25 @@
 """Kill a training at random moments, fill its disk, damage its checkpoints and its data, and see
 whether the resumed run ends as if nothing had been.
 
-    python -m lab.crash_test --out outputs/kills.json
+    python -m lab.crash_test out=outputs/kills.json
 
-Every training is a process of its own, `python train.py` on one CPU core. --kills of them are
-killed (SIGKILL), every other one while it saves, and resumed. --harms more have their disk filled
+    kills  runs to kill (20)
+    harms  runs whose disk fills up or whose files are damaged (30)
+    seed   of the moments (0)
+    out    the result (outputs/kills.json)
+
+Every training is a process of its own, `python train.py` on one CPU core. kills= of them are
+killed (SIGKILL), every other one while it saves, and resumed. harms= more have their disk filled
 while they run (a limit on the size of a file makes a write fail half way), or are killed and have a
 file of their latest checkpoint, of all of them, or metrics.jsonl, overrides.yaml or config.yaml
 truncated, altered or removed. The token store is damaged in the same ways. Its training half may
 also become zeros, its held-out half a copy of the training half, and a run may find its training
 half truncated while it reads. Weights, optimizer, random state and every computed row of
 metrics.jsonl must then be, to the bit, those of the run that nothing disturbed. Where no whole
-checkpoint is left, or the settings are not known any more, the answer must be one line, and no file
+checkpoint is left, or the settings are lost, the answer must be one line, and no file
 of the run may have changed. Ends with 1 where anything else happened.
 """
 
-import argparse
 import json
 import os
 import random
@@ -28,13 +32,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from training.interrupt import one_line
+from scripts.arguments import check_at_least, command
 from training.metrics import ROOT, check_writable, measured_on, read_metrics, write_json
 from training.retention import LATEST, newest_first, step_of
 
@@ -55,13 +60,22 @@ CACHE = "cache"  # beside the runs: the token store is theirs, to be damaged
 REBUILT = "it is built again"
 
 
+@dataclass
+class Options:
+    kills: int = 20
+    harms: int = 30
+    seed: int = 0
+    out: Path = Path("outputs/kills.json")
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 0, "kills", "harms")
+
+
 def start(*arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "train.py", *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command,
+        [sys.executable, "train.py", *arguments],
         cwd=ROOT,
-        env=environment,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -93,12 +107,7 @@ def reached(run_dir: Path) -> int:
 def state(run_dir: Path) -> dict[str, Any]:
     """All that must be equal at the end of two runs that are the same."""
     folder = run_dir / LATEST
-    lines = (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
-    written = read_metrics(run_dir / "metrics.jsonl")
-    computed = [
-        {key: value for key, value in row.items() if not key.startswith(MEASURED)}
-        for row in written
-    ]
+    rows = read_metrics(run_dir / "metrics.jsonl")
     training = torch.load(folder / "training.pt", weights_only=True)
     # a run draws on PyTorch's generators alone: Python's and NumPy's are not seeded, and differ
     # from process to process
@@ -106,51 +115,54 @@ def state(run_dir: Path) -> dict[str, Any]:
     return {
         "weights": load_file(folder / "model.safetensors"),
         "training": training,
-        "metrics": computed,
-        "rows": lines,
+        "metrics": [
+            {key: value for key, value in row.items() if not key.startswith(MEASURED)}
+            for row in rows
+        ],
+        "rows": (run_dir / "metrics.jsonl").read_bytes().count(b"\n"),
     }
 
 
 def same(a: Any, b: Any) -> bool:
     """Equal to the last bit, through dictionaries, lists and tensors."""
-    if isinstance(a, dict):
-        return (
-            isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-        )
-    if isinstance(a, (list, tuple)):
-        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(same, a, b))
-    return (
-        isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-        if isinstance(a, torch.Tensor)
-        else a == b
-    )
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return type(a) is type(b) and a == b
 
 
-def contents(run_dir: Path) -> dict[str, bytes]:
-    """Every file of a run, but for the log of what was said."""
-    return {
-        str(path): path.read_bytes()
-        for path in run_dir.rglob("*")
-        if path.is_file() and path.name != "train.log"
-    }
+def contents(run_dir: Path) -> dict[Path, bytes]:
+    """Every file of a run, but for the log of its output."""
+    files = (path for path in run_dir.rglob("*") if path.is_file() and path.name != "train.log")
+    return {path: path.read_bytes() for path in files}
 
 
 def is_one_line(output: str) -> bool:
-    return (
-        "Traceback" not in output
-        and sum(line.startswith("error: ") for line in output.splitlines()) == 1
-    )
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    return "Traceback" not in output and len(errors) == 1
+
+
+def unexpected(code: int, output: str) -> str:
+    return f"ended with {code}: {output.strip().splitlines()[-1]}"
+
+
+def started_until(run_dir: Path, step: int) -> subprocess.Popen:
+    """A run whose metrics have reached this step."""
+    process = start(*RUN, f"hydra.run.dir={run_dir}")
+    wait_for(process, lambda: reached(run_dir) >= step)
+    return process
 
 
 def killed(
-    run_dir: Path, moment: random.Random, *, saving: bool, earliest: int = 1
+    run_dir: Path, moment: random.Random, *, saving: bool = False, earliest: int = 3 * EVERY
 ) -> dict[str, Any]:
     """Start a run and kill it: after a random row of metrics, or in the save that comes after it.
-    Says when that was.
+    Returns when that was.
     """
-    target = moment.randint(earliest, STEPS - 2 * EVERY)
-    process = start(*RUN, f"hydra.run.dir={run_dir}")
-    wait_for(process, lambda: reached(run_dir) >= target)
+    process = started_until(run_dir, moment.randint(earliest, STEPS - 2 * EVERY))
     if saving:
         wait_for(process, (run_dir / f"{LATEST}.tmp").exists)
     time.sleep(moment.uniform(0, 0.01))
@@ -159,13 +171,12 @@ def killed(
     if code != -signal.SIGKILL:
         raise RuntimeError(f"the run ended with {code} before it was killed: {output}")
     last = next(iter(newest_first(run_dir)), None)
+    # what a save leaves behind that did not come to its end
+    moved = last is not None and not (run_dir / LATEST).exists()
     return {
         "step": reached(run_dir),
         "checkpoint": step_of(last) if last else None,
-        # what a save leaves that did not come to its end
-        "in_a_save": (run_dir / f"{LATEST}.tmp").exists()
-        or not (run_dir / LATEST).exists()
-        and last is not None,
+        "in_a_save": moved or (run_dir / f"{LATEST}.tmp").exists(),
     }
 
 
@@ -173,7 +184,7 @@ def judged(run_dir: Path, straight: dict[str, Any], *, said: str = "") -> str:
     """Resume to the end and compare with the run that nothing disturbed."""
     code, output = resume(run_dir)
     if code != 0:
-        return f"ended with {code}: {output.strip().splitlines()[-1]}"
+        return unexpected(code, output)
     if said not in output:
         return f"does not say: {said}"
     return IDENTICAL if same(state(run_dir), straight) else "another run"
@@ -182,7 +193,7 @@ def judged(run_dir: Path, straight: dict[str, Any], *, said: str = "") -> str:
 def kill(
     run_dir: Path, straight: dict[str, Any], moment: random.Random, *, saving: bool
 ) -> dict[str, Any]:
-    found = killed(run_dir, moment, saving=saving)
+    found = killed(run_dir, moment, saving=saving, earliest=1)
     if found["checkpoint"] is not None:
         return found | {"outcome": judged(run_dir, straight)}
     # nothing was saved yet: there is nothing to resume, and the run is started again
@@ -195,9 +206,7 @@ def fill_disk(run_dir: Path, straight: dict[str, Any], moment: random.Random) ->
     """From a random moment on, no file of the process may grow beyond a random size, less than a
     checkpoint's.
     """
-    process = start(*RUN, f"hydra.run.dir={run_dir}")
-    target = moment.randint(EVERY + 2, STEPS - 2 * EVERY)
-    wait_for(process, lambda: reached(run_dir) >= target)
+    process = started_until(run_dir, moment.randint(EVERY + 2, STEPS - 2 * EVERY))
     limit = moment.randint(100_000, (run_dir / LATEST / "training.pt").stat().st_size - 1)
     resource.prlimit(
         process.pid, resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
@@ -212,9 +221,7 @@ def truncate_store(
     """At a random moment, cut the training tokens off somewhere in their first half: one of the
     next windows lies beyond.
     """
-    process = start(*RUN, f"hydra.run.dir={run_dir}")
-    target = moment.randint(EVERY + 2, STEPS - 2 * EVERY)
-    wait_for(process, lambda: reached(run_dir) >= target)
+    process = started_until(run_dir, moment.randint(EVERY + 2, STEPS - 2 * EVERY))
     tokens = store_of(run_dir) / "train.bin"
     position = moment.randrange(tokens.stat().st_size // 2)
     os.truncate(tokens, position)
@@ -235,13 +242,9 @@ def failed_and_resumed(
     """
     code, output = finish(process)
     found = {"checkpoint": step_of(newest_first(run_dir)[0])}
-    if (
-        code != 1
-        or not is_one_line(output)
-        or named not in output
-        or f"resume={run_dir}" not in output
-    ):
-        return found | {"outcome": f"ended with {code}: {output.strip().splitlines()[-1]}"}
+    as_it_should = is_one_line(output) and named in output and f"resume={run_dir}" in output
+    if code != 1 or not as_it_should:
+        return found | {"outcome": unexpected(code, output)}
     return found | {"outcome": judged(run_dir, straight, said=said)}
 
 
@@ -287,20 +290,20 @@ def damage_tokens(folder: Path, moment: random.Random) -> str:
 
 
 def damage_store(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
-    found = killed(run_dir, moment, saving=False, earliest=3 * EVERY)
+    found = killed(run_dir, moment)
     found |= {"harm": "store damaged", "what": damage_tokens(store_of(run_dir), moment)}
     return found | {"outcome": judged(run_dir, straight, said=REBUILT)}
 
 
 def damage_latest(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
-    found = killed(run_dir, moment, saving=False, earliest=3 * EVERY)
+    found = killed(run_dir, moment)
     folder = newest_first(run_dir)[0]
     found |= {"harm": "latest damaged", "what": damage(folder.iterdir(), moment)}
     return found | {"outcome": judged(run_dir, straight, said="going on from step")}
 
 
 def damage_all(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
-    found = killed(run_dir, moment, saving=False, earliest=3 * EVERY)
+    found = killed(run_dir, moment)
     found |= {
         "harm": "all damaged",
         "what": [damage(folder.iterdir(), moment) for folder in newest_first(run_dir)],
@@ -309,7 +312,7 @@ def damage_all(run_dir: Path, straight: dict[str, Any], moment: random.Random) -
 
 
 def damage_record(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
-    found = killed(run_dir, moment, saving=False, earliest=3 * EVERY)
+    found = killed(run_dir, moment)
     files = [run_dir / name for name in ("metrics.jsonl", "overrides.yaml", "config.yaml")]
     found |= {"harm": "record damaged", "what": damage(files, moment)}
     return found | {
@@ -325,7 +328,7 @@ def refused(run_dir: Path) -> str | None:
     if code == 0:
         return None
     unharmed = is_one_line(output) and before.items() <= contents(run_dir).items()
-    return REFUSED if unharmed else f"ended with {code}: {output.strip().splitlines()[-1]}"
+    return REFUSED if unharmed else unexpected(code, output)
 
 
 HARMS = (
@@ -363,43 +366,19 @@ def measure(folder: Path, *, kills: int, harms: int, seed: int) -> dict[str, Any
     return result
 
 
-@one_line("kills")
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kills", type=int, default=20, help="runs to kill (20)")
-    parser.add_argument(
-        "--harms",
-        type=int,
-        default=30,
-        help="runs whose disk fills up or whose files are damaged (30)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("outputs/kills.json"),
-        help="the result (outputs/kills.json)",
-    )
-    options = parser.parse_args()
-    if min(options.kills, options.harms) < 0:
-        sys.exit(f"kills: --kills {options.kills} --harms {options.harms} must be at least 0")
+@command("crash_test", Options)
+def main(options: Options) -> None:
     check_writable(options.out)
     folder = Path(tempfile.mkdtemp(prefix="tilegpt-kills-"))
     result = measure(folder, kills=options.kills, harms=options.harms, seed=options.seed)
-    where = measured_on("cpu")
     outcomes = {
-        name: dict(Counter(found["outcome"] for found in result[name]))
-        for name in ("kills", "harms")
+        name: dict(Counter(each["outcome"] for each in result[name])) for name in ("kills", "harms")
     }
-    write_json(options.out, {"environment": where, **result, "outcomes": outcomes})
+    write_json(options.out, {"environment": measured_on("cpu"), **result, "outcomes": outcomes})
     print(f"{options.out}: kills {outcomes['kills']}, harms {outcomes['harms']}")
-    # what nobody expected stays to be looked at
-    if any(
-        outcome not in (IDENTICAL, REFUSED) for counts in outcomes.values() for outcome in counts
-    ):
-        sys.exit(f"kills: a run did not survive; its folder is below {folder}")
+    # the folder of an unexpected outcome stays, to be looked at
+    if any(counts.keys() - {IDENTICAL, REFUSED} for counts in outcomes.values()):
+        sys.exit(f"crash_test: a run did not survive; its folder is below {folder}")
     shutil.rmtree(folder)
 
 

@@ -3,7 +3,7 @@ over the same batches.
 
     python -m lab.nanogpt folder=../nanoGPT seq_len=1024,8192 attention=triton out=nanogpt.json
 
-nanoGPT (github.com/karpathy/nanoGPT) is no part of this project: folder= is your clone of it, of
+nanoGPT (github.com/karpathy/nanoGPT) is not part of this project: folder= is your clone of it, of
 which model.py is read. Its step is that of its train.py: TF32, autocast, torch.compile, its own
 fused AdamW, clipping; batches wait in pinned memory. Ours is `python train.py` as anyone runs it,
 data, logging and all. Each has a process of its own, nanoGPT's runs first and last at every length,
@@ -24,7 +24,6 @@ Anything else is our train.py's own, as model.checkpoint=elementwise.
 """
 
 import importlib.util
-import json
 import math
 import subprocess
 import sys
@@ -33,7 +32,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from io import StringIO
 from itertools import pairwise
 from multiprocessing import get_context
@@ -46,15 +45,13 @@ import torch
 
 from model import GPT
 from model.gpt2_weights import gpt2_name
-from scripts.arguments import parse_backend, read_settings
+from scripts.arguments import check_at_least, command, parse_backend
 from scripts.sample import read_config
-from training.command_line import check_keys
 from training.device import pick_device, pick_dtype
-from training.interrupt import one_line
-from training.metrics import check_writable, measured_on, read_metrics, write_json
+from training.metrics import ROOT, check_writable, measured_on, read_metrics, write_json
 from training.optimizer import set_learning_rate
+from training.sweep import load_json
 
-ROOT = Path(__file__).resolve().parent.parent
 WARMUP, WINDOW = 10, 10  # steps that are not timed, and steps timed together
 # what moves nanoGPT's losses by roundings alone
 NOISE = {"nanogpt, noise 1": {"noise_seed": 1}, "nanogpt, noise 2": {"noise_seed": 2}}
@@ -76,8 +73,8 @@ NAMES = {
 class Options:
     folder: Path
     out: Path | None = None
-    seq_len: str = "1024,8192,32768"
-    attention: str = "triton"
+    seq_len: list[int] = field(default_factory=lambda: [1024, 8192, 32768])
+    attention: list[str] = field(default_factory=lambda: ["triton"])
     tokens: int = 32768
     steps: int = 60
     curve_steps: int = 300
@@ -87,50 +84,23 @@ class Options:
     tokenizer: str = "bpe"
     lr: float = 6e-4
     device: str = "auto"
-    overrides: list[str] = field(default_factory=list)  # passed on to train.py
+    overrides: list[str] = field(default_factory=list)  # train.py's own settings
 
-
-def read_options(arguments: list[str]) -> Options:
-    """Options from key=value arguments. Raises ValueError for what cannot be run."""
-    own = {each.name for each in fields(Options)} - {"overrides"}
-    passed_on = [argument for argument in arguments if argument.partition("=")[0] not in own]
-    values = read_settings(
-        Options, [argument for argument in arguments if argument not in passed_on]
-    )
-    if "folder" not in values:
-        raise ValueError("folder=DIR is missing: a clone of github.com/karpathy/nanoGPT")
-    check_keys(passed_on)
-    options = Options(**values, overrides=passed_on)
-    if not (options.folder / "model.py").is_file():
-        raise ValueError(
-            f"folder={options.folder} has no model.py; git clone "
-            "https://github.com/karpathy/nanoGPT names the folder wanted"
-        )
-    if options.steps < WARMUP + WINDOW:
-        raise ValueError(
-            f"steps={options.steps} must be at least {WARMUP + WINDOW}: the first {WARMUP} "
-            "are not timed"
-        )
-    for length in lengths(options):
-        if options.tokens % length:
-            raise ValueError(f"tokens={options.tokens} is not a multiple of seq_len={length}")
-    for name in options.attention.split(","):
-        parse_backend(name)
-    if options.out:
-        check_writable(options.out)
-    return options
-
-
-def lengths(options: Options) -> list[int]:
-    try:
-        found = [int(length) for length in options.seq_len.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"seq_len={options.seq_len} is no list of lengths such as 1024,8192"
-        ) from None
-    if min(found) < 1:
-        raise ValueError(f"seq_len={options.seq_len} must be at least 1")
-    return found
+    def __post_init__(self) -> None:
+        check_at_least(self, WARMUP + WINDOW, "steps")  # the first are not timed
+        check_at_least(self, 1, "seq_len")
+        if not (self.folder / "model.py").is_file():
+            raise ValueError(
+                f"folder={self.folder} has no model.py; it is what git clone "
+                "https://github.com/karpathy/nanoGPT makes"
+            )
+        for length in self.seq_len:
+            if self.tokens % length:
+                raise ValueError(f"tokens={self.tokens} is not a multiple of seq_len={length}")
+        for name in self.attention:
+            parse_backend(name)
+        if self.out:
+            check_writable(self.out)
 
 
 def train_ours(
@@ -156,37 +126,24 @@ def train_ours(
         "logger": "none",
         "hydra.run.dir": run_dir,
     }
-    overrides = [f"{key}={value}" for key, value in settings.items()] + [
-        f"attention.{option}" for option in rest.split(",") if option
-    ]
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    overrides += [f"attention.{option}" for option in rest.split(",") if option]
     overrides += options.overrides
     done = subprocess.run(
         [sys.executable, "train.py", *overrides], cwd=ROOT, capture_output=True, text=True
     )
-    summary = (
-        json.loads((run_dir / "summary.json").read_text())
-        if (run_dir / "summary.json").exists()
-        else {}
-    )
+    summary = load_json(run_dir / "summary.json")
     if done.returncode or summary.get("status") != "completed":
         raise ValueError(
             f"train.py {' '.join(overrides)} ended {summary.get('status')}: "
             f"{(done.stdout + done.stderr).strip()[-500:]}"
         )
     rows = read_metrics(run_dir / "metrics.jsonl")
-    timed = [
-        row["step_tokens_per_sec"]
-        for row in rows
-        if row["step"] > WARMUP and row.get("step_tokens_per_sec")
-    ]
-    peak = max(
-        (row["memory/peak_gib"] for row in rows if row["step"] > 0 and row.get("memory/peak_gib")),
-        default=None,
-    )
-    return spread(timed) | {
-        "peak_gib": peak,
-        "losses": {row["step"]: row["train/loss"] for row in rows if "train/loss" in row},
-    }
+    speeds = {row["step"]: row.get("step_tokens_per_sec") for row in rows}
+    timed = [speed for step, speed in speeds.items() if step > WARMUP and speed]
+    peaks = [row.get("memory/peak_gib") or 0 for row in rows if row["step"] > 0]
+    losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+    return percentiles(timed) | {"peak_gib": max(peaks, default=0) or None, "losses": losses}
 
 
 def train_theirs(
@@ -208,9 +165,8 @@ def train_theirs(
     config = read_config(run_dir)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = (
-        True  # as its train.py does
-    )
+    # as its train.py does
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     torch.manual_seed(config.seed)
@@ -231,11 +187,9 @@ def train_theirs(
             optim.weight_decay, optim.lr, (optim.beta1, optim.beta2), device.type
         )
     run = torch.compile(model) if compiled and device.type == "cuda" else model
-    batches = [data.train_batch(step, config.sequences_per_step) for step in range(steps)]
-    batches = [
-        tuple(tensor.pin_memory() if device.type == "cuda" else tensor for tensor in batch[:2])
-        for batch in batches
-    ]
+    batches = [data.train_batch(step, config.sequences_per_step)[:2] for step in range(steps)]
+    if device.type == "cuda":
+        batches = [[tensor.pin_memory() for tensor in batch] for batch in batches]
 
     losses, times = [], []
     for step, (inputs, targets) in enumerate(batches):
@@ -244,10 +198,8 @@ def train_theirs(
         if step == WARMUP and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         set_learning_rate(optimizer, step, config.steps, optim)
-        inputs, targets = (
-            inputs.to(device, non_blocking=True),
-            targets.to(device, non_blocking=True),
-        )
+        inputs = inputs.to(device, non_blocking=True)
+        targets = targets.to(device, non_blocking=True)
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
             _, loss = run(inputs, targets)
         loss.backward()
@@ -259,11 +211,9 @@ def train_theirs(
         times.append(now(device))
     tokens = WINDOW * config.sequences_per_step * config.seq_len
     peak = torch.cuda.max_memory_allocated() / 1024**3 if device.type == "cuda" else None
-    found = {
-        "peak_gib": peak,
-        "losses": {step + 1: loss.item() for step, loss in enumerate(losses)},
-    }
-    return spread([tokens / (after - before) for before, after in pairwise(times)]) | found
+    speeds = [tokens / (after - before) for before, after in pairwise(times)]
+    losses = {step: loss.item() for step, loss in enumerate(losses, 1)}
+    return percentiles(speeds) | {"peak_gib": peak, "losses": losses}
 
 
 def load_model_file(folder: Path) -> ModuleType:
@@ -294,11 +244,8 @@ def add_noise(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(
-                1
-                + torch.finfo(parameter.dtype).eps
-                * torch.randn(parameter.shape, generator=generator)
-            )
+            eps = torch.finfo(parameter.dtype).eps
+            parameter.mul_(1 + eps * torch.randn(parameter.shape, generator=generator))
 
 
 def now(device: torch.device) -> float:
@@ -307,7 +254,7 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def spread(values: list[float]) -> dict[str, Any]:
+def percentiles(values: list[float]) -> dict[str, Any]:
     """Median with the 20th and 80th percentile of the steps' tokens per second, each over ten
     steps.
     """
@@ -322,32 +269,30 @@ def in_own_process(*arguments: Any, **variation: Any) -> dict[str, Any]:
 
 def compare_speed(options: Options, scratch: Path, seq_len: int) -> Iterator[dict[str, Any]]:
     """Every run at one length, nanoGPT's first and last."""
-    names = options.attention.split(",")
-    for i, name in enumerate(names):
-        run_dir = scratch / f"{seq_len}-{i}"
-        found = {
-            name: train_ours(
-                options,
-                run_dir,
-                attention=name,
-                seq_len=seq_len,
-                steps=options.steps,
-                log_every=WINDOW,
-            )
-        }
-        if name == names[0]:  # which reads its settings from a run of ours
-            found = {"nanogpt": in_own_process(options.folder, run_dir, options.steps)} | found
-        for who, row in found.items():
-            yield describe(who, seq_len, options, row)
-    yield describe(
-        "nanogpt", seq_len, options, in_own_process(options.folder, run_dir, options.steps)
-    )
+
+    def theirs() -> dict[str, Any]:
+        found = in_own_process(options.folder, scratch / f"{seq_len}-0", options.steps)
+        return describe("nanogpt", seq_len, options, found)
+
+    for i, name in enumerate(options.attention):
+        ours = train_ours(
+            options,
+            scratch / f"{seq_len}-{i}",
+            attention=name,
+            seq_len=seq_len,
+            steps=options.steps,
+            log_every=WINDOW,
+        )
+        if i == 0:  # nanoGPT's run reads its settings from ours
+            yield theirs()
+        yield describe(name, seq_len, options, ours)
+    yield theirs()
 
 
 def describe(who: str, seq_len: int, options: Options, found: dict[str, Any]) -> dict[str, Any]:
     """The row of a run, which is printed too."""
     row = {"who": who, "seq_len": seq_len, "batch_size": options.tokens // seq_len} | found
-    row.pop("losses")
+    del row["losses"]
     peak = f", {row['peak_gib']:.2f} GiB" if row["peak_gib"] else ""
     print(
         f"{who:28} {seq_len:>6} tokens: {row['step_tokens_per_sec']:>9,.0f} tokens/s, "
@@ -359,22 +304,22 @@ def describe(who: str, seq_len: int, options: Options, found: dict[str, Any]) ->
 
 def compare_curves(options: Options, scratch: Path) -> dict[str, Any]:
     """Losses step by step, and the root mean square of their differences from nanoGPT's."""
-    seq_len, steps = lengths(options)[0], options.curve_steps
+    seq_len, steps = options.seq_len[0], options.curve_steps
     losses = {}
-    for i, name in enumerate(options.attention.split(",")):
+    for i, name in enumerate(options.attention):
         run_dir = scratch / f"curve-{i}"
-        losses[name] = train_ours(
+        ours = train_ours(
             options, run_dir, attention=name, seq_len=seq_len, steps=steps, log_every=1
-        )["losses"]
-    on_a_gpu = pick_device(options.device).type == "cuda"
-    for name, variation in ({"nanogpt": {}} | NOISE | (OTHER_KERNELS if on_a_gpu else {})).items():
+        )
+        losses[name] = ours["losses"]
+    variations = {"nanogpt": {}} | NOISE
+    if pick_device(options.device).type == "cuda":
+        variations |= OTHER_KERNELS
+    for name, variation in variations.items():
         losses[name] = in_own_process(options.folder, run_dir, steps, **variation)["losses"]
-    reference = np.array(list(losses["nanogpt"].values()))
-    apart = {
-        name: np.array(list(curve.values())) - reference
-        for name, curve in losses.items()
-        if name != "nanogpt"
-    }
+    curves = {name: np.array(list(curve.values())) for name, curve in losses.items()}
+    reference = curves.pop("nanogpt")
+    apart = {name: curve - reference for name, curve in curves.items()}
     rms = {name: float(np.sqrt(np.mean(difference**2))) for name, difference in apart.items()}
     mean = {name: float(difference.mean()) for name, difference in apart.items()}
     for name in apart:
@@ -386,39 +331,25 @@ def compare_curves(options: Options, scratch: Path) -> dict[str, Any]:
     return {"seq_len": seq_len, "steps": steps, "losses": losses, "rms": rms, "mean": mean}
 
 
-@one_line("nanogpt")
-def main() -> None:
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(__doc__)
-        return
-    try:
-        options = read_options(sys.argv[1:])
-        settings = {
-            key: str(value) if isinstance(value, Path) else value
-            for key, value in vars(options).items()
-            if key not in ("folder", "out")
-        }
-        found = {
-            "environment": measured_on(pick_device(options.device)),
-            "settings": settings,
-            "speed": [],
-        }
-        with tempfile.TemporaryDirectory() as scratch:
-            for seq_len in lengths(options):
-                for row in compare_speed(options, Path(scratch), seq_len):
-                    found["speed"].append(row)
-                    save(options.out, found)
-            if options.curve_steps:
-                found["curves"] = compare_curves(options, Path(scratch))
-                save(options.out, found)
-    except ValueError as error:
-        sys.exit(f"nanogpt: {error}")
+@command("nanogpt", Options)
+def main(options: Options) -> None:
+    settings = {key: value for key, value in vars(options).items() if key not in ("folder", "out")}
+    where = measured_on(pick_device(options.device))
+    result = {"environment": where, "settings": settings, "speed": []}
 
+    def save() -> None:
+        """After every run: what was measured is kept, whatever becomes of the rest."""
+        if options.out:
+            write_json(options.out, result)
 
-def save(path: Path | None, found: dict[str, Any]) -> None:
-    """After every run: what was measured is kept, whatever becomes of the rest."""
-    if path:
-        write_json(path, found)
+    with tempfile.TemporaryDirectory() as scratch:
+        for seq_len in options.seq_len:
+            for row in compare_speed(options, Path(scratch), seq_len):
+                result["speed"].append(row)
+                save()
+        if options.curve_steps:
+            result["curves"] = compare_curves(options, Path(scratch))
+            save()
 
 
 if __name__ == "__main__":

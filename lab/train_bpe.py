@@ -1,13 +1,15 @@
 """Train the byte-pair vocabulary that `tokenizer=bpe` reads: pure Python, deterministic, seconds on
 one core.
 
-    python -m lab.train_bpe --vocab-size 4096 --out /tmp/bpe_4096.tiktoken
+    python -m lab.train_bpe vocab_size=4096 out=/tmp/bpe_4096.tiktoken
 
-Without options it learns 8,192 ranks and writes them where `tokenizer=bpe` reads them,
-data/bpe_8192.tiktoken. Byte-pair encoding (Sennrich et al., 2016, arXiv:1508.07909): start from the
-256 bytes; again and again, give the most frequent pair of neighbouring tokens a token of its own.
-Neighbours are counted inside pre-tokens only (words, numbers, runs of punctuation or space, split
-by `data.tokenizer.PATTERN`), so no token ever spans two words.
+vocab_size= is the number of ranks to learn, the 256 bytes included (8192), and out= the file to
+write (data/bpe_8192.tiktoken, which `tokenizer=bpe` reads).
+
+Byte-pair encoding (Sennrich et al., 2016, arXiv:1508.07909) starts from the 256 bytes; again and
+again, it gives the most frequent pair of neighbouring tokens a token of its own. Neighbours are
+counted inside pre-tokens only (words, numbers, runs of punctuation or space, split by
+`data.tokenizer.PATTERN`), so no token ever spans two words.
 
 Text repeats itself, so every distinct pre-token is kept once with its count, and one merge touches
 only the pre-tokens that hold the pair:
@@ -16,20 +18,25 @@ only the pre-tokens that hold the pair:
     merge (t, h) -> 256                 pairs  256 e: 11           e n: 2      (h e is gone)
 """
 
-import argparse
 import base64
 import heapq
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from data.tokenizer import PATTERN, RANKS_FILE
-from training.interrupt import one_line
+from scripts.arguments import command
 from training.metrics import check_writable, write_file
 
 Pair = tuple[int, int]
+
+
+@dataclass
+class Options:
+    vocab_size: int = 8192
+    out: Path = RANKS_FILE
 
 
 def count_pretokens(texts: Iterable[str]) -> Counter[bytes]:
@@ -59,7 +66,7 @@ def merge_pair(word: list[int], pair: Pair, new: int) -> list[int]:
 def check_vocab_size(vocab_size: int) -> None:
     if vocab_size < 256:
         raise ValueError(
-            f"--vocab-size {vocab_size} must be at least 256: every byte has a rank, so that any "
+            f"vocab_size={vocab_size} must be at least 256: every byte has a rank, so that any "
             "text can be encoded"
         )
 
@@ -115,40 +122,17 @@ def rank_lines(vocab: list[bytes]) -> Iterator[str]:
         yield f"{base64.b64encode(token).decode()} {rank}\n"
 
 
-@one_line("train_bpe")
-def main() -> None:
-    summary, example = __doc__.strip().split("\n\n")[:2]
-    parser = argparse.ArgumentParser(
-        description=summary,
-        epilog=f"example:\n  {example.strip()}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--vocab-size",
-        type=int,
-        default=8192,
-        help="ranks to learn, the 256 bytes included (default 8192)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=RANKS_FILE,
-        help="file to write (default: the one tokenizer=bpe reads)",
-    )
-    arguments = parser.parse_args()
-    try:
-        check_vocab_size(arguments.vocab_size)
-        check_writable(arguments.out)
-    except (OSError, ValueError) as error:
-        sys.exit(f"train_bpe: {error}")
-
+@command("train_bpe", Options)
+def main(options: Options) -> None:
     from config import DataConfig
     from data.corpora import documents
 
+    check_vocab_size(options.vocab_size)
+    check_writable(options.out)
     texts = (document["text"] for document in documents(DataConfig(source="stdlib")))
-    vocab = train(count_pretokens(texts), arguments.vocab_size)
-    write_file(arguments.out, "".join(rank_lines(vocab)))
-    print(f"{len(vocab)} ranks written to {arguments.out}")
+    vocab = train(count_pretokens(texts), options.vocab_size)
+    write_file(options.out, "".join(rank_lines(vocab)))
+    print(f"{len(vocab)} ranks written to {options.out}")
 
 
 if __name__ == "__main__":

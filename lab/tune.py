@@ -1,49 +1,70 @@
 """Measure which tiles the Triton kernels are fastest with on this GPU, and write them into the
 table that ships with them.
 
-    python -m lab.tune --head-dim 64 128 --seconds 300
+    python -m lab.tune head_dim=64,128 seconds=300
+
+Arguments are key=value, lists with commas; all have a default:
+
+    kernel      of forward, dkdv, dkdv_general, dq (all)
+    head_dim    of 64, 128, 256 (64,128)
+    seconds     time for all of it (300)
+    dry_run     true: only say which tiles would be timed; needs no GPU (false)
+    capability  of the dry run: 80, 86, 90 (90)
 
 A tile that spills registers, has its products serialised or does not fit into shared memory is left
-out before it is timed (--dry-run stops there, and needs no GPU: it compiles for --capability). The
+out before it is timed (dry_run=true stops there: it compiles for capability=). The
 others are timed in bfloat16 over 16,384 tokens of heads * head_dim = 2048, at 1,024 and 16,384
 tokens a sequence, causal and not; dkdv_general with grouped heads and a window. The geometric mean
 of the times decides. Other tables in the file stay as they are. The clock of a shared GPU wanders:
 what is in force is timed again beside every candidate.
 """
 
-import argparse
 import itertools
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from attention.kernels.launch import TILES, VARIANTS, Tile, table_for, tables
+from scripts.arguments import command
 from scripts.attention_call import seconds
 
 LENGTHS = (1024, 16384)
 TOKENS, WIDTH = 16384, 2048
 GROUPS, WINDOW = 4, 512
+HEAD_DIMS = (64, 128, 256)
+
+
+@dataclass
+class Options:
+    kernel: list[Literal[tuple(VARIANTS)]] = field(default_factory=lambda: list(VARIANTS))
+    head_dim: list[int] = field(default_factory=lambda: [64, 128])
+    seconds: float = 300
+    dry_run: bool = False
+    capability: int = 90
+
+    def __post_init__(self) -> None:
+        for head_dim in self.head_dim:
+            if head_dim not in HEAD_DIMS:
+                raise ValueError(f"head_dim={head_dim} is not one of: {HEAD_DIMS}")
 
 
 def candidates(kernel: str, head_dim: int) -> Iterator[Tile]:
     """Shapes worth a look, the largest first: rows that tensor cores take, and as many warps as
     have rows to work on.
     """
-    owned, walked = (
-        ((128, 64), (128, 64, 32))
-        if kernel in ("forward", "dq")
-        else ((128, 64), (128, 64, 32, 16))
-    )
-    for own, walk, warps, stages in itertools.product(owned, walked, (4, 8), (2, 3)):
+    walks_keys = kernel in ("forward", "dq")
+    walked = (128, 64, 32) if walks_keys else (128, 64, 32, 16)
+    for own, walk, warps, stages in itertools.product((128, 64), walked, (4, 8), (2, 3)):
         if own >= 16 * warps and own * walk * head_dim <= 128 * 128 * 128:
-            block_q, block_kv = (own, walk) if kernel in ("forward", "dq") else (walk, own)
+            block_q, block_kv = (own, walk) if walks_keys else (walk, own)
             yield Tile(block_q, block_kv, warps, stages)
 
 
@@ -57,16 +78,15 @@ def is_clean(
         if variant == "no_rescale":  # its tiles are the user's
             continue
         try:
-            found = compile_tile(kernel, "bf16", head_dim, variant, tile, capability=capability)
+            compiled = compile_tile(kernel, "bf16", head_dim, variant, tile, capability=capability)
         except Exception as error:  # whatever the compiler raises
             return f"{variant}: {type(error).__name__}"
-        for wrong, reason in (
-            (found.spilled, f"spills {found.spilled} bytes"),
-            (found.warnings, "products serialised"),
-            (found.shared > shared_memory, f"takes {found.shared} bytes of shared memory"),
-        ):
-            if wrong:
-                return f"{variant}: {reason}"
+        if compiled.spilled:
+            return f"{variant}: spills {compiled.spilled} bytes"
+        if compiled.warnings:
+            return f"{variant}: products serialised"
+        if compiled.shared > shared_memory:
+            return f"{variant}: takes {compiled.shared} bytes of shared memory"
     return None
 
 
@@ -86,13 +106,9 @@ def workloads(kernel: str, head_dim: int) -> list[Callable[[], Any]]:
     for length, causal in itertools.product(LENGTHS, (True,) if general else (True, False)):
         heads = WIDTH // head_dim
         shape = (TOKENS // length, length, heads, head_dim)
-        q, d_out = (
+        q, k, v, d_out = (
             torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-            for _ in range(2)
-        )
-        k, v = (
-            torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
-            for _ in range(2)
+            for _ in range(4)
         )
         lo = hi = None
         if general:
@@ -101,17 +117,11 @@ def workloads(kernel: str, head_dim: int) -> list[Callable[[], Any]]:
             lo, hi = visible.lo.int(), visible.hi.int()
         arguments = (lo, hi, None, causal, head_dim**-0.5, "", "online", 0, 0)
         if kernel == "forward":
-            calls.append(
-                lambda q=q, k=k, v=v, arguments=arguments: flash_attention(q, k, v, *arguments)
-            )
+            calls.append(partial(flash_attention, q, k, v, *arguments))
         else:
             out, lse = flash_attention(q, k, v, *arguments)
             tensors = (d_out, None, q, k, v, out, lse)
-            calls.append(
-                lambda tensors=tensors, arguments=arguments: flash_attention_backward(
-                    *tensors, *arguments
-                )
-            )
+            calls.append(partial(flash_attention_backward, *tensors, *arguments))
     return calls
 
 
@@ -166,51 +176,30 @@ def write_tables(path: Path) -> None:
     path.write_text(text(tables(), 0) + "\n")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kernel", nargs="+", default=VARIANTS, choices=VARIANTS)
-    parser.add_argument(
-        "--head-dim", nargs="+", type=int, default=[64, 128], choices=[64, 128, 256]
-    )
-    parser.add_argument("--seconds", type=float, default=300, help="time for all of it")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="only say which tiles would be timed; needs no GPU"
-    )
-    parser.add_argument("--capability", type=int, default=90, help="of --dry-run: 80, 86, 90")
-    options = parser.parse_args()
+@command("tune", Options)
+def main(options: Options) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
-        sys.exit("tune: TRITON_INTERPRET=1 is set, so nothing is compiled; unset it")
-    if not options.dry_run and not torch.cuda.is_available():
-        sys.exit(
-            "tune: tiles are timed on a GPU, and there is none; --dry-run says which would be timed"
-        )
-    major, minor = (
-        divmod(options.capability, 10) if options.dry_run else torch.cuda.get_device_capability()
-    )
-    capability = 10 * major + minor
-    name = f"sm_{capability}"
-    if options.dry_run and name not in tables():
-        sys.exit(f"tune: --capability {capability} has no table; there are {', '.join(tables())}")
+        raise ValueError("TRITON_INTERPRET=1 is set, so nothing is compiled; unset it")
     shapes = list(itertools.product(options.kernel, options.head_dim))
     if options.dry_run:
-        for kernel, head_dim in shapes:
-            for tile in candidates(kernel, head_dim):
-                why = is_clean(kernel, head_dim, tile, capability, tables()[name]["shared_memory"])
-                print(f"{kernel} D={head_dim} {tuple(tile)}: {why or 'would be timed'}", flush=True)
+        say_candidates(shapes, options.capability)
         return
-    properties = torch.cuda.get_device_properties(0)
-    if name not in tables():
-        like = table_for(
-            (properties.major, properties.minor), properties.shared_memory_per_block_optin
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "tiles are timed on a GPU, and there is none; dry_run=true says which would be timed"
         )
+    properties = torch.cuda.get_device_properties(0)
+    major, minor = capability = properties.major, properties.minor
+    name = f"sm_{10 * major + minor}"
+    if name not in tables():
+        like = table_for(capability, properties.shared_memory_per_block_optin)
         tables()[name] = json.loads(json.dumps(like))
         table_for.cache_clear()
     table = tables()[name]
     start = time.monotonic()
     for i, (kernel, head_dim) in enumerate(shapes, 1):
-        tune(kernel, head_dim, table, capability, start + options.seconds * i / len(shapes))
+        until = start + options.seconds * i / len(shapes)
+        tune(kernel, head_dim, table, 10 * major + minor, until)
     import triton
 
     table["how"] = (
@@ -221,6 +210,16 @@ def main() -> None:
     print(
         f"{TILES} is written; run the tests of attention/kernels on this GPU before you commit it"
     )
+
+
+def say_candidates(shapes: list[tuple[str, int]], capability: int) -> None:
+    table = tables().get(f"sm_{capability}")
+    if table is None:
+        raise ValueError(f"capability={capability} has no table; there are {', '.join(tables())}")
+    for kernel, head_dim in shapes:
+        for tile in candidates(kernel, head_dim):
+            why = is_clean(kernel, head_dim, tile, capability, table["shared_memory"])
+            print(f"{kernel} D={head_dim} {tuple(tile)}: {why or 'would be timed'}", flush=True)
 
 
 if __name__ == "__main__":

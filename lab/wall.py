@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from statistics import linear_regression
@@ -29,18 +30,27 @@ from typing import Any
 
 import torch
 
-from training.interrupt import one_line
-from training.metrics import check_writable, measured_on, read_metrics, write_json
+from scripts.arguments import check_at_least, command
+from training.metrics import ROOT, check_writable, measured_on, read_metrics, write_json
 from training.sweep import load_json
 
-ROOT = Path(__file__).resolve().parent.parent
-OWN = {
-    "seq_len": "1024,8192,32768",
-    "tokens": "32768",
-    "steps": "20,120,220",
-    "trees": str(ROOT),
-    "out": "wall.json",
-}
+
+@dataclass
+class Options:
+    seq_len: list[int] = field(default_factory=lambda: [1024, 8192, 32768])
+    tokens: int = 32768
+    steps: list[int] = field(default_factory=lambda: [20, 120, 220])
+    trees: list[Path] = field(default_factory=lambda: [ROOT])
+    out: Path = Path("wall.json")
+    overrides: list[str] = field(default_factory=list)  # train.py's own settings
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "seq_len", "tokens", "steps")
+        if len(set(self.steps)) < 2:
+            raise ValueError(
+                f"steps={self.steps[0]} must be two different lengths of a run or more, such as "
+                "steps=20,120,220"
+            )
 
 
 def timed_run(tree: Path, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
@@ -64,15 +74,9 @@ def timed_run(tree: Path, run_dir: Path, overrides: list[str]) -> dict[str, Any]
             f"wall: train.py {' '.join(overrides)} in {tree} ended {summary.get('status')}: "
             f"{log.read_text()[-500:]}"
         )
-    speeds = {
-        key: summary[key] for key in ("tokens_per_sec", "step_tokens_per_sec") if key in summary
-    }
-    return {
-        "steps": summary["steps_done"],
-        "tokens": summary["tokens"],
-        "seconds": seconds,
-        "arrivals": arrivals,
-    } | speeds
+    names = ("tokens", "tokens_per_sec", "step_tokens_per_sec")
+    reported = {key: summary[key] for key in names if key in summary}
+    return {"steps": summary["steps_done"], "seconds": seconds, "arrivals": arrivals} | reported
 
 
 def slope(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -94,68 +98,44 @@ def by_arrival(run: dict[str, Any]) -> float:
     """Tokens a second between the second row after the start, when all is compiled, and the
     last.
     """
-    (first, begin), (last, end) = (
-        list(run["arrivals"].items())[2],
-        list(run["arrivals"].items())[-1],
-    )
+    _, _, (first, begin), *_, (last, end) = run["arrivals"].items()
     return (last - first) * run["tokens"] / run["steps"] / (end - begin)
 
 
-@one_line("wall")
-def main() -> None:
-    own, overrides = dict(OWN), []
-    for argument in sys.argv[1:]:
-        key, _, value = argument.partition("=")
-        if key in own:
-            own[key] = value
-        else:
-            overrides.append(argument)
-    trees, lengths = (
-        [Path(tree) for tree in own["trees"].split(",")],
-        sorted(map(int, own["steps"].split(","))),
-    )
-    if len(set(lengths)) < 2 or lengths[0] < 1:
-        sys.exit(
-            f"wall: steps={own['steps']} must be two different lengths of a run or more, such as "
-            "steps=20,120,220"
-        )
-    check_writable(Path(own["out"]))
-    found = []
+@command("wall", Options)
+def main(options: Options) -> None:
+    check_writable(options.out)
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for seq_len in map(int, own["seq_len"].split(",")):
-            runs: dict[Path, list[dict[str, Any]]] = {tree: [] for tree in trees}
-            # the first run of each tree fills the compilers' caches, and does not count
-            for number, steps in enumerate([lengths[0], *lengths]):
-                for tree in trees:
-                    settings = [
-                        *overrides,
-                        f"seq_len={seq_len}",
-                        f"batch_size={int(own['tokens']) // seq_len}",
-                        f"steps={steps}",
-                    ]
-                    run_dir = Path(folder, f"{seq_len}-{number}-{trees.index(tree)}")
-                    measured = timed_run(tree, run_dir, settings)
-                    if number:
-                        runs[tree].append(measured)
-            for tree in trees:
-                measured = {"slope": slope(runs[tree]), "by_arrival": by_arrival(runs[tree][-1])}
-                found.append(
-                    {"tree": tree.name, "seq_len": seq_len} | measured | {"each": runs[tree]}
-                )
+        for seq_len in options.seq_len:
+            runs = measure(options, seq_len, Path(folder))
+            for tree, each in runs.items():
+                row = {"tree": tree.name, "seq_len": seq_len, "slope": slope(each)}
+                rows.append(row | {"by_arrival": by_arrival(each[-1]), "each": each})
                 print(
                     f"{tree.name:12} seq_len={seq_len}: "
-                    f"{measured['slope']['tokens_per_sec']:,.0f} tokens/s by whole runs, "
-                    f"{measured['by_arrival']:,.0f} by arrival of rows; reported "
-                    f"{runs[tree][-1].get('tokens_per_sec'):,.0f}"
+                    f"{row['slope']['tokens_per_sec']:,.0f} tokens/s by whole runs, "
+                    f"{rows[-1]['by_arrival']:,.0f} by arrival of rows; reported "
+                    f"{each[-1].get('tokens_per_sec'):,.0f}"
                 )
-            write_json(
-                Path(own["out"]),
-                {
-                    "environment": measured_on("cuda" if torch.cuda.is_available() else "cpu"),
-                    "overrides": overrides,
-                    "runs": found,
-                },
-            )
+            where = measured_on("cuda" if torch.cuda.is_available() else "cpu")
+            data = {"environment": where, "overrides": options.overrides, "runs": rows}
+            write_json(options.out, data)
+
+
+def measure(options: Options, seq_len: int, folder: Path) -> dict[Path, list[dict[str, Any]]]:
+    """The runs of every checkout at one length, from the shortest; they take turns."""
+    runs: dict[Path, list[dict[str, Any]]] = {tree: [] for tree in options.trees}
+    lengths = sorted(options.steps)
+    size = [f"seq_len={seq_len}", f"batch_size={options.tokens // seq_len}"]
+    # the first run of each tree fills the compilers' caches, and does not count
+    for number, steps in enumerate([lengths[0], *lengths]):
+        for place, tree in enumerate(options.trees):
+            settings = [*options.overrides, *size, f"steps={steps}"]
+            run = timed_run(tree, folder / f"{seq_len}-{number}-{place}", settings)
+            if number:
+                runs[tree].append(run)
+    return runs
 
 
 if __name__ == "__main__":

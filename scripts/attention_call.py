@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from attention import Backend, attention
+from conformance.memory_growth import LiveTensors
 from training.memory import (
     GIB,
     cpu_memory_limit,
@@ -26,52 +24,15 @@ from training.memory import (
 )
 
 FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of any GPU
-SHORTEST_WAIT, LONGEST_WAIT = (
-    0.5e-3,
-    16e-3,
-)  # seconds; a call that needs more of them waits for the GPU itself, or fills its queue
+# seconds; a call that needs a longer wait waits for the GPU itself, or fills its queue
+SHORTEST_WAIT, LONGEST_WAIT = 0.5e-3, 16e-3
 CYCLES_PER_SECOND = 2.5e9  # of a fast GPU: on others the wait is longer than asked for
 ROUNDS = 4
 
 
-class LiveTensors(TorchDispatchMode):
-    """Bytes of the tensors that operators make, while they are alive; tensors made outside do not
-    count.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        outside = {
-            storage_of(x)._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)
-        } - self.alive.keys()
-        result = func(*args, **kwargs)
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor) and storage_of(x)._cdata not in outside:
-                self.alive[storage_of(x)._cdata] = (
-                    StorageWeakRef(storage_of(x)),
-                    storage_of(x).nbytes(),
-                )
-        self.peak = max(self.peak, self.bytes)
-        return result
-
-    @property
-    def bytes(self) -> int:
-        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
-        return sum(size for _, size in self.alive.values())
-
-
-def storage_of(x: Tensor) -> torch.UntypedStorage:
-    return x.untyped_storage()
-
-
 class MemoryProbe:
-    """Allocated bytes above what is there when it starts, and bytes reserved from a GPU, as `with
-    MemoryProbe(device) as probe`.
+    """Bytes allocated since its start, and bytes reserved from a GPU, as `with MemoryProbe(device)
+    as probe`.
     """
 
     def __init__(self, device: torch.device):
@@ -94,11 +55,9 @@ class MemoryProbe:
 
     @property
     def now(self) -> int:
-        return (
-            torch.cuda.memory_allocated(self.device) - self.before
-            if self.device.type == "cuda"
-            else self.live.bytes
-        )
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device) - self.before
+        return self.live.bytes
 
     def take_peak(self) -> tuple[int, int | None]:
         """The peak since the start or the last call, allocated and (on a GPU) reserved."""
@@ -146,9 +105,8 @@ def seconds(
         called = time.perf_counter()
         function()
         took = time.perf_counter() - called
-        was_late = (
-            start.query()
-        )  # the GPU has begun already: what it waited for the host would count
+        # the GPU has begun already: what it waited for the host would count
+        was_late = start.query()
         end.record()
         if was_late and wait < LONGEST_WAIT:
             wait *= 2
@@ -163,9 +121,8 @@ def pairs(shape: dict[str, Any]) -> float:
     """Scores of one head that the mask leaves: half of the square under a causal one, as the field
     counts, or what a window leaves.
     """
-    length = min(
-        shape.get("documents") or shape["seq_len"], shape["seq_len"]
-    )  # what attends to one another
+    # of the tokens that attend to one another
+    length = min(shape.get("documents") or shape["seq_len"], shape["seq_len"])
     window = min(shape.get("window") or length, length)
     per_document = (window * length - window**2 / 2) if shape["causal"] else length**2
     return per_document * shape["seq_len"] / length
@@ -182,24 +139,19 @@ class Call:
         self, backend: Backend, shape: dict[str, Any], *, device: torch.device, dtype: torch.dtype
     ):
         self.backend, self.device = backend, device
-        batch, heads, length, head_dim = (
-            shape[name] for name in ("batch", "heads", "seq_len", "head_dim")
-        )
+        batch, heads, length = shape["batch"], shape["heads"], shape["seq_len"]
         kv_heads = heads // shape.get("groups", 1)
         self.inputs = [
-            torch.randn(batch, n, length, head_dim, device=device, dtype=dtype)
+            torch.randn(batch, n, length, shape["head_dim"], device=device, dtype=dtype)
             for n in (heads, kv_heads, kv_heads)
         ]
-        self.mask: dict[str, Any] = {"causal": shape["causal"]} | {
-            name: shape[name] for name in ("window",) if shape.get(name)
-        }
+        self.mask: dict[str, Any] = {"causal": shape["causal"]}
+        if shape.get("window"):
+            self.mask["window"] = shape["window"]
         if shape.get("documents"):
-            self.mask["document_ids"] = (
-                torch.arange(length, device=device)
-                .div(shape["documents"], rounding_mode="floor")
-                .expand(batch, -1)
-            )
-        self.flops = 4 * batch * heads * head_dim * pairs(shape)  # of the forward pass
+            documents = torch.arange(length, device=device) // shape["documents"]
+            self.mask["document_ids"] = documents.expand(batch, -1)
+        self.flops = 4 * batch * heads * shape["head_dim"] * pairs(shape)  # of the forward pass
         # a long sequence leaves no room for a gradient that a backend without a backward pass never
         # sees
         brief = (x[:1, :, :128].detach().requires_grad_() for x in self.inputs)
@@ -254,18 +206,17 @@ class Measurement:
         for name, function in functions.items():
             if self.turns == 0:
                 once = seconds(function, repeats=1, device=call.device)[0][0]
-                # long calls need no warm-up of the clocks, and nobody wants to wait for 20 of them
+                # long calls need no warm-up of the clocks, and 20 of them would take too long
                 self.counts[name] = max(3, min(self.repeats, int(3 / max(once, 1e-6))))
                 self.times[name] = [], []
-            done, due = (
-                self.counts[name] * turns // ROUNDS for turns in (self.turns, self.turns + 1)
-            )
+            done = self.counts[name] * self.turns // ROUNDS
+            due = self.counts[name] * (self.turns + 1) // ROUNDS
             if due > done:
                 seconds(function, repeats=max(1, (due - done) // 4), device=call.device)
-                found = seconds(
+                timed = seconds(
                     function, repeats=due - done, device=call.device, pause_s=self.pause_s
                 )
-                for all_times, times in zip(self.times[name], found, strict=True):
+                for all_times, times in zip(self.times[name], timed, strict=True):
                     all_times += times
         self.turns += 1
 
@@ -331,7 +282,7 @@ def memory_cap(gib: float | None, device: torch.device) -> Iterator[None]:
     total = torch.cuda.get_device_properties(device).total_memory
     if gib is not None and gib * GIB > total:
         raise ValueError(
-            f"--memory-gib {gib:g} is more than the {total / GIB:.1f} GiB of "
+            f"memory_gib={gib:g} is more than the {total / GIB:.1f} GiB of "
             f"{torch.cuda.get_device_name(device)}"
         )
     torch.cuda.set_per_process_memory_fraction(1.0 if gib is None else gib * GIB / total)
@@ -352,45 +303,35 @@ def longest(
     """The longest length that fits: doubling from `start`, then halving the gap until it is below
     `precision`.
 
-    fits(length) returns the seconds it took, or what is known of the failure. A trial that would
+    fits(length) returns the seconds it took, or a description of the failure. A trial that would
     take longer than limit_s by the square of the last one's time is not made: limited_by is then
     "time", and the length is a lower bound.
     """
-    length, best, failure, first_failure, took = start, 0, None, 0, 0.0
-    while True:
+    length, best, took = start, 0, 0.0
+    failed, failure = 0, None  # the shortest length that failed, and how
+    limited_by = "memory"
+    while length not in (best, failed):
         if best and took * (length / best) ** 2 > limit_s:
-            return {
-                "max_seq_len": best,
-                "limited_by": "time",
-                "seconds": took,
-                "oom": failure,
-                "oom_seq_len": first_failure or None,
-            }
-        found = fits(length)
-        if isinstance(found, dict):
-            failure, first_failure = found, length
+            limited_by = "time"
+            break
+        outcome = fits(length)
+        if isinstance(outcome, dict):
+            failed, failure = length, outcome
         else:
-            best, took = length, found
-        if not first_failure:
+            best, took = length, outcome
+        if not failed:
             length *= 2
-            continue
-        if first_failure - best <= max(multiple, precision * best) or first_failure <= multiple:
-            return {
-                "max_seq_len": best,
-                "limited_by": "memory",
-                "seconds": took,
-                "oom": failure,
-                "oom_seq_len": first_failure,
-            }
-        length = max(multiple, (best + first_failure) // 2 // multiple * multiple)
-        if length in (best, first_failure):
-            return {
-                "max_seq_len": best,
-                "limited_by": "memory",
-                "seconds": took,
-                "oom": failure,
-                "oom_seq_len": first_failure,
-            }
+        elif failed - best <= max(multiple, precision * best) or failed <= multiple:
+            break
+        else:
+            length = max(multiple, (best + failed) // 2 // multiple * multiple)
+    return {
+        "max_seq_len": best,
+        "limited_by": limited_by,
+        "seconds": took,
+        "oom": failure,
+        "oom_seq_len": failed or None,
+    }
 
 
 def try_length(
@@ -416,7 +357,7 @@ def try_length(
     try:
         call = Call(backend, shape, device=device, dtype=dtype)
         took = run(call)
-        # the first call may have compiled: what the next length will take is told by the second
+        # the first call may have compiled: the second predicts what the next length will take
         return run(call) if took > 1 else took
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):

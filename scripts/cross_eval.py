@@ -1,38 +1,42 @@
-"""Judge trained weights under every attention: the matrix trained-under x evaluated-under.
+"""Evaluate trained weights under every attention: the matrix trained-under x evaluated-under.
 
     python -m scripts.cross_eval multirun/2026-01-31_12-00-00
 
 A broken attention can have a loss curve as good as exact attention's, and weights that are of no
 use under any other. This shows it: each run's checkpoint is evaluated under exact attention (sdpa),
 under every attention that some run was trained with, and, where no_rescale is among them, at half
-and at double each of its tile sizes. Other judges: --under tiled naive no_rescale:block_kv=16.
+and at double each of its tile sizes. The arguments are runs, sweeps or folders of either, and
 
-Prints the matrix, writes every single figure to cross_eval.json, and draws the means over seeds to
-cross_eval.png beside it. Runs that failed, ran out of memory or never ended are left out, with a
-line each. Given a cross_eval.json it only prints and draws.
+    under      other judges: sdpa,no_rescale:block_kv=16,pkg.module:BACKEND
+    sequences  held-out sequences to evaluate on (64)
+    device     auto, cpu or cuda (auto)
+    out        the JSON file (cross_eval.json in the folder of the runs)
+
+Prints the matrix, writes every single figure to the JSON file, and draws the means over seeds to a
+PNG beside it. Runs that failed, ran out of memory or never ended are left out, with a line each.
+Given a cross_eval.json it only prints and draws.
 """
 
-import argparse
 import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from attention import BACKENDS, Backend, get_backend
+from attention import BACKENDS, Backend, dtype_name, get_backend
 from config import RunConfig
 from data import Batch, build_data
 from model import GPT
-from scripts.arguments import parse_backend
+from scripts.arguments import Device, check_at_least, command, parse_backend
 from scripts.cross_eval_matrix import draw, in_text, read_rows
 from scripts.sample import read_config
 from training.checkpoint import load_model_state, read_meta
 from training.device import pick_device, pick_dtype
 from training.evaluate import exact_judge, judged
-from training.interrupt import one_line
 from training.memory import is_out_of_memory, release_memory
 from training.metrics import check_writable, environment, write_json
 from training.schedule import chosen_attention
@@ -43,93 +47,62 @@ TILES = ("block_q", "block_kv")
 JUDGED = ("completed", "diverged", "interrupted")
 
 
+@dataclass
+class Options:
+    paths: list[Path]
+    under: list[str] | None = None
+    sequences: int = 64
+    device: Device = "auto"
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "sequences")
+
+
 class Checkpoint(NamedTuple):
     """A run whose weights can be loaded."""
 
     folder: Path
     config: RunConfig
     summary: dict[str, Any]
-    setting: dict[
-        str, str
-    ]  # what else sets it apart from the other runs, besides attention and seed
+    # what sets it apart from the other runs, besides attention and seed
+    setting: dict[str, str]
     backends: dict[int, Backend]  # by the step after which it was used
 
 
-@one_line("cross_eval")
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.cross_eval",
-        description="Evaluate every checkpoint of a sweep under every attention: a matrix, "
-        "as text, JSON "
-        "and heat map.",
-        epilog="example: python -m scripts.cross_eval multirun/*/* --under sdpa "
-        "no_rescale:block_kv=16",
-    )
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUNS",
-        help="runs, sweeps or folders of either; or one cross_eval.json",
-    )
-    parser.add_argument(
-        "--under",
-        nargs="+",
-        metavar="NAME",
-        help="the judges: NAME, NAME:option=value,... or pkg.module:BACKEND",
-    )
-    parser.add_argument(
-        "--sequences", type=int, default=64, metavar="N", help="held-out sequences to judge by (64)"
-    )
-    parser.add_argument(
-        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="where to evaluate (auto)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="the JSON file (default: cross_eval.json in the folder of the runs)",
-    )
-    arguments = parser.parse_args(argv)
-    try:
-        written_before = len(arguments.runs) == 1 and arguments.runs[0].is_file()
-        out = arguments.runs[0] if written_before else measure(arguments)
-        rows = read_rows(out)
-        print(in_text(rows))
-        draw(rows, out.with_suffix(".png"))
-    except (OSError, ValueError) as error:
-        print(f"cross_eval: {error}", file=sys.stderr)
-        return 2
+@command("cross_eval", Options)
+def main(options: Options) -> None:
+    written_before = len(options.paths) == 1 and options.paths[0].is_file()
+    out = options.paths[0] if written_before else measure(options)
+    rows = read_rows(out)
+    print(in_text(rows))
+    draw(rows, out.with_suffix(".png"))
     print(f"{out} and {out.with_suffix('.png').name}")
-    return 0
 
 
-def measure(arguments: argparse.Namespace) -> Path:
+def measure(options: Options) -> Path:
     """Evaluate and write the JSON file; returns its path."""
-    if arguments.sequences < 1:
-        raise ValueError(f"--sequences {arguments.sequences} must be at least 1")
-    device = pick_device(arguments.device)
-    checkpoints = load_checkpoints(arguments.runs)
-    base = Path(os.path.commonpath([folder.resolve() for folder in arguments.runs]))
-    out = arguments.out or base / "cross_eval.json"
-    judges = (
-        [parse_judge(text) for text in arguments.under]
-        if arguments.under
-        else default_judges(checkpoints, device)
-    )
+    device = pick_device(options.device)
+    checkpoints = load_checkpoints(options.paths)
+    base = Path(os.path.commonpath([folder.resolve() for folder in options.paths]))
+    out = options.out or base / "cross_eval.json"
+    if options.under:
+        judges = [parse_judge(text) for text in options.under]
+    else:
+        judges = default_judges(checkpoints, device)
     check_writable(out)
-    rows, fingerprints = [], []
+    rows, fingerprints = [], {}
     for number, checkpoint in enumerate(checkpoints, 1):
         print(f"{number} of {len(checkpoints)}: {checkpoint.folder}", flush=True)
         try:
-            found, fingerprint = judge(
-                checkpoint, judges, base=base, sequences=arguments.sequences, device=device
+            new_rows, fingerprint = judge(
+                checkpoint, judges, base=base, sequences=options.sequences, device=device
             )
         except (ValueError, OSError) as error:  # damaged weights, or a corpus that is not here
             leave_out(checkpoint.folder, error)
             continue
-        rows += found
-        fingerprints += [fingerprint] if fingerprint not in fingerprints else []
+        rows += new_rows
+        fingerprints[fingerprint] = None
         release_memory(device)
     if not rows:
         raise ValueError("no checkpoint could be evaluated")
@@ -137,58 +110,49 @@ def measure(arguments: argparse.Namespace) -> Path:
     if all(row["status"].startswith("refused") for row in rows):
         name, status = rows[0]["evaluated_under"]["name"], rows[0]["status"]
         raise ValueError(f"nothing could be evaluated, nothing is written: {name} {status}")
-    write_json(
-        out,
-        {
-            "environment": environment(" ".join(fingerprints), device),
-            "sequences": arguments.sequences,
-            "rows": rows,
-        },
-    )
+    where = environment(" ".join(fingerprints), device)
+    write_json(out, {"environment": where, "sequences": options.sequences, "rows": rows})
     return out
 
 
 def load_checkpoints(folders: Sequence[Path]) -> list[Checkpoint]:
     """Every run below the folders whose weights can be loaded; the others are left out with a line
-    each. ValueError where none is.
+    each. Raises ValueError where none can be.
     """
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(f"{folder} is neither a folder of runs nor a cross_eval.json")
     # a run below two of the folders counts once
-    summaries = list(
-        {
-            Path(row["dir"]).resolve(): row for folder in folders for row in read_sweep(folder)
-        }.values()
-    )
-    found = []
+    by_path = {Path(row["dir"]).resolve(): row for each in folders for row in read_sweep(each)}
+    summaries = list(by_path.values())
+    checkpoints = []
     for summary, setting in zip(summaries, differing_settings(summaries), strict=True):
         folder = Path(summary["dir"])
         try:
-            if not any(
-                (folder / name).exists() for name in ("summary.json", "metrics.jsonl", "checkpoint")
-            ):
-                raise ValueError(
-                    summary.get("error")
-                    or "no run directory: without summary.json, metrics.jsonl and checkpoint"
-                )
-            if summary["status"] not in JUDGED:
-                raise ValueError(summary["status"])
-            config = read_config(folder)
-            backends = chosen_attention(config.attention)
-            read_meta(folder)
+            checkpoints.append(load_checkpoint(folder, summary, setting))
         except (ValueError, OSError) as error:
             leave_out(folder, error)
-            continue
-        others = {
-            key: value
-            for key, value in setting.items()
-            if key != "seed" and key.partition(".")[0] != "attention"
-        }
-        found.append(Checkpoint(folder, config, summary, others, backends))
-    if not found:
+    if not checkpoints:
         raise ValueError(f"no run with a checkpoint below {', '.join(map(str, folders))}")
-    return found
+    return checkpoints
+
+
+def load_checkpoint(folder: Path, summary: dict[str, Any], setting: dict[str, str]) -> Checkpoint:
+    files = ("summary.json", "metrics.jsonl", "checkpoint")
+    if not any((folder / name).exists() for name in files):
+        missing = "no run directory: without summary.json, metrics.jsonl and checkpoint"
+        raise ValueError(summary.get("error") or missing)
+    if summary["status"] not in JUDGED:
+        raise ValueError(summary["status"])
+    config = read_config(folder)
+    backends = chosen_attention(config.attention)
+    read_meta(folder)
+    others = {
+        key: value
+        for key, value in setting.items()
+        if key != "seed" and key.partition(".")[0] != "attention"
+    }
+    return Checkpoint(folder, config, summary, others, backends)
 
 
 def leave_out(folder: Path, error: Exception) -> None:
@@ -199,7 +163,7 @@ def parse_judge(text: str) -> Backend:
     try:
         return parse_backend(text)
     except ValueError as error:
-        raise ValueError(f"--under {text}: {error}") from error
+        raise ValueError(f"under={text}: {error}") from error
 
 
 def default_judges(checkpoints: Sequence[Checkpoint], device: torch.device) -> list[Backend]:
@@ -209,38 +173,28 @@ def default_judges(checkpoints: Sequence[Checkpoint], device: torch.device) -> l
     Tiles of another size are another judge for a broken attention alone.
     """
     used = [backend for checkpoint in checkpoints for backend in checkpoint.backends.values()]
-    sizes = {
-        (size, tuple(b.options.items())): b
-        for b in used
-        if b.name == "no_rescale"
-        for size in neighbours(b.options["block_kv"])
-    }
-    used += [backend.configured(block_kv=size) for (size, _), backend in sizes.items()]
+    for backend in [backend for backend in used if backend.name == "no_rescale"]:
+        tile = backend.options["block_kv"]
+        used += [backend.configured(block_kv=size) for size in (tile // 2, 2 * tile) if size]
     shapes = {(each.config.model.head_dim, each.config.data.documents) for each in checkpoints}
     exact = [
         exact_judge(head_dim, device, documents=documents) for head_dim, documents in sorted(shapes)
     ]
     unique = {}
     for backend in (*exact, *used):
-        options = {
-            name: value
-            for name, value in described(backend)["options"].items()
-            if not (backend.exact and name in TILES)
-        }
+        options = described(backend)["options"]
+        if backend.exact:
+            options = {name: value for name, value in options.items() if name not in TILES}
         unique.setdefault((backend.name, str(options)), backend)
-    # as they stand in the table of backends, no_rescale from small tiles to large
-    order = {name: place for place, name in enumerate(dict.fromkeys(["sdpa", *BACKENDS]))}
-    return sorted(
-        unique.values(),
-        key=lambda backend: (
-            order.get(backend.name, len(order)),
-            backend.options.get("block_kv", 0),
-        ),
-    )
+    # in the order of the table of backends, no_rescale from small tiles to large
+    order = list(dict.fromkeys(["sdpa", *BACKENDS]))
 
+    def place(backend: Backend) -> tuple[int, int]:
+        in_table = backend.name in order
+        index = order.index(backend.name) if in_table else len(order)
+        return index, backend.options.get("block_kv", 0)
 
-def neighbours(block_kv: int) -> tuple[int, ...]:
-    return tuple(size for size in (block_kv // 2, 2 * block_kv) if size)
+    return sorted(unique.values(), key=place)
 
 
 def described(backend: Backend) -> dict[str, Any]:
@@ -266,30 +220,26 @@ def judge(
     model = GPT(config.model, vocab_size=data.vocab_size, backend=get_backend("sdpa")).to(device)
     meta = load_model_state(checkpoint.folder, model)
     (_, first), *later = checkpoint.backends.items()
+    trained_under = described(first)
+    if later:
+        step, second = later[0]
+        trained_under |= {"switch_at": step, "switch_to": described(second)}
+    folder = checkpoint.folder.resolve()
     common = {
-        "run": str(checkpoint.folder.resolve().relative_to(base))
-        if checkpoint.folder.resolve() != base
-        else checkpoint.folder.name,
-        "trained_under": described(first)
-        | ({"switch_at": later[0][0], "switch_to": described(later[0][1])} if later else {}),
+        "run": checkpoint.folder.name if folder == base else str(folder.relative_to(base)),
+        "trained_under": trained_under,
         "setting": checkpoint.setting,
         "seed": config.seed,
         "step": meta["step"],
         "trained": checkpoint.summary["status"],
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
     }
     batch = data.val_batch(sequences)
-    rows = []
-    for backend in judges:
-        found = outcome(
-            model,
-            backend,
-            batch,
-            batch_size=config.batch_size,
-            dtype=dtype,
-            accuracy=data.metric == "accuracy",
-        )
-        rows.append(common | {"evaluated_under": described(backend)} | found)
+    how = {"batch_size": config.batch_size, "dtype": dtype, "accuracy": data.metric == "accuracy"}
+    rows = [
+        common | {"evaluated_under": described(each)} | outcome(model, each, batch, **how)
+        for each in judges
+    ]
     return rows, data.fingerprint
 
 
@@ -324,4 +274,4 @@ def outcome(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

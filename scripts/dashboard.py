@@ -1,28 +1,27 @@
 """Save the comparison of a project's runs as a wandb workspace: attentions beside one another,
 against tokens, mean and band over seeds.
 
-    python -m scripts.dashboard entity=me project=tilegpt --dry-run
+    python -m scripts.dashboard entity=me project=tilegpt dry_run=true
 
-Arguments are key=value as for train.py:
+Arguments are key=value:
 
     entity   user or team that the workspace is saved for
     project  where the runs are (tilegpt)
     group    one sweep only: the name of its folder, which its runs have as their group
-    name     of the workspace
+    name     of the workspace (attentions compared)
+    dry_run  true: print the workspace as JSON, in the form in which wandb keeps it, and send
+             nothing (false)
 
---dry-run prints the workspace as JSON, in the form in which wandb keeps it, and sends nothing.
 Needs the package wandb-workspaces; never asks for a key.
 """
 
-import argparse
 import json
 import os
-import sys
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scripts.arguments import command
 from training.loggers import has_key, installed, reachable
 
 SAVE_TIMEOUT = 60.0  # seconds: wandb itself would go on trying
@@ -34,6 +33,7 @@ class Options:
     project: str = "tilegpt"
     group: str | None = None
     name: str = "attentions compared"
+    dry_run: bool = False
 
 
 @dataclass
@@ -71,54 +71,16 @@ SECTIONS = {
 PINNED = ("status", "val/loss", "val/loss_exact", "tokens_per_sec", "step_tokens_per_sec")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.dashboard",
-        description="Save the comparison of a project's runs as a wandb workspace.",
-        epilog="example: python -m scripts.dashboard entity=me project=tilegpt --dry-run",
-    )
-    parser.add_argument(
-        "settings",
-        nargs="*",
-        metavar="KEY=VALUE",
-        help="entity=, project=, group= (one sweep), name=",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the workspace as JSON and send nothing"
-    )
-    arguments = parser.parse_args(argv)
-    try:
-        options = read_options(arguments.settings)
-        for package in ("wandb", "wandb_workspaces"):
-            if not installed(package):
-                raise ValueError(
-                    f"the package {package} is missing: pip install wandb-workspaces, or pip "
-                    "install -e '.[dashboard]'"
-                )
-        workspace = build_workspace(options)
-        print(json.dumps(spec(workspace), indent=1) if arguments.dry_run else save(workspace))
-    except ValueError as error:
-        # pydantic, which checks the workspace, takes several lines
-        print(f"dashboard: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def read_options(settings: Sequence[str]) -> Options:
-    """Raises ValueError for an unknown key, an empty value or a missing entity."""
-    values = {}
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        if key not in Options.__annotations__ or not value:
+@command("dashboard", Options)
+def main(options: Options) -> None:
+    for package in ("wandb", "wandb_workspaces"):
+        if not installed(package):
             raise ValueError(
-                f"{setting!r} is not key=value with a key of: {', '.join(Options.__annotations__)}"
+                f"the package {package} is missing: pip install wandb-workspaces, or pip install "
+                "-e '.[dashboard]'"
             )
-        values[key] = value
-    if "entity" not in values:
-        raise ValueError(
-            "entity=NAME is missing: the wandb user or team that the workspace is saved for"
-        )
-    return Options(**values)
+    workspace = build_workspace(options)
+    print(json.dumps(spec(workspace), indent=1) if options.dry_run else save(workspace))
 
 
 def build_workspace(options: Options) -> Any:
@@ -184,12 +146,12 @@ def save(workspace: Any) -> str:
     settings = wandb.setup().settings
     if not (settings.api_key or has_key(settings.base_url)):
         raise ValueError(
-            "wandb has no API key: wandb login, or WANDB_API_KEY; --dry-run prints the "
+            "wandb has no API key: wandb login, or WANDB_API_KEY; dry_run=true prints the "
             "workspace without one"
         )
     if not reachable(settings.base_url):
         raise ValueError(
-            f"wandb's server {settings.base_url} does not answer; --dry-run prints the "
+            f"wandb's server {settings.base_url} does not answer; dry_run=true prints the "
             "workspace without it"
         )
     outcome: list[str | Exception] = []
@@ -220,4 +182,4 @@ def save(workspace: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

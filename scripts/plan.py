@@ -9,37 +9,49 @@ experiment=, ...), and of its own:
     attention   several names, separated by commas (naive,tiled,sdpa,triton)
     batch_size  auto, with tokens_per_step=N, plans for one sequence; the table of cards says how
                 many fit
-    gpu         the card to plan for: {gpus} (the one that is here, else h200); device=cpu plans for
-                a CPU
+    gpu         the card to plan for: b200, h200, h100, a100-80, a100-40, l40s, l4, rtx4090, rtx3090
+                (the one that is here, else h200); device=cpu plans for a CPU
     measure     true: also build the model, run three steps here, and print the error of the
                 prediction
     out         write everything to this JSON file
 
 Bytes are counted from the code (training/plan.py says how exactly, and what is not modelled). A
-card loses {context} GiB to the CUDA context.
+card loses 0.7 GiB to the CUDA context.
 """
 
 import re
-import sys
-from dataclasses import asdict, replace
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from attention import Backend, get_backend
+from attention import Backend, dtype_name, get_backend
 from config import RunConfig
 from model import GPT
+from scripts.arguments import command
+from scripts.tables import text_table
 from training import traffic
 from training.command_line import compose
 from training.device import DTYPES, pick_device, pick_dtype
-from training.interrupt import one_line
-from training.metrics import PEAK_BANDWIDTH, PEAK_FLOPS, check_writable, measured_on, write_json
+from training.hardware import (
+    BLOCK_DEFAULT_KIB,
+    CARD_SIZES,
+    CONTEXT_GIB,
+    GPUS,
+    PEAK_BANDWIDTH,
+    PEAK_FLOPS,
+    REGISTER_BYTES,
+    SHARED_KIB,
+)
+from training.metrics import check_writable, measured_on, write_json
 from training.plan import (
     GIB,
     MATERIALISED,
     RECOMPUTED,
     TILE_LOOP,
+    StepBytes,
     kind_of,
     parameter_count,
     predict_peak_bytes,
@@ -48,71 +60,16 @@ from training.plan import (
 from training.schedule import will_compile
 
 ROOT = Path(__file__).resolve().parent.parent
-CONTEXT_GIB = (
-    0.7  # seen on an H200: what the driver and the libraries take of a card before the first tensor
-)
-
-
-class Card(NamedTuple):
-    data_sheet: str  # its key in training.metrics.PEAK_FLOPS and PEAK_BANDWIDTH
-    memory_gib: float
-    capability: str  # compute capability
-
-
-GPUS = {
-    "b200": Card("B200", 178.0, "10.0"),
-    "h200": Card("H200", 139.8, "9.0"),
-    "h100": Card("H100", 79.6, "9.0"),
-    "a100-80": Card("A100.*80GB", 79.3, "8.0"),
-    "a100-40": Card("A100", 39.5, "8.0"),
-    "l40s": Card("L40S", 44.5, "8.9"),
-    "l4": Card("L4", 22.5, "8.9"),
-    "rtx4090": Card("RTX 4090", 23.6, "8.9"),
-    "rtx3090": Card("RTX 3090", 23.6, "8.6"),
-}
-CARD_SIZES = {
-    8: 8.0,
-    12: 12.0,
-    16: 16.0,
-    24: 24.0,
-    40: 39.5,
-    48: 48.0,
-    80: 79.3,
-    141: 139.8,
-}  # as sold: GiB
 TILES = ((64, 64), (128, 64), (128, 128), (256, 64), (256, 256))
-OWN_KEYS = ("attention", "gpu", "measure", "out")
 
 
-class Options(NamedTuple):
-    attention: list[str]
-    gpu: str | None
-    measure: bool
-    out: Path | None
-    overrides: list[str]
-
-
-def read_options(arguments: list[str]) -> Options:
-    """Our own keys, and what is left for Hydra. Raises ValueError for a value that is not one."""
-    own, overrides = {}, []
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key in OWN_KEYS:
-            own[key] = value
-        else:
-            overrides.append(argument)
-    if own.get("gpu") and own["gpu"] not in GPUS:
-        raise ValueError(f"gpu={own['gpu']} is not one of: {', '.join(GPUS)}")
-    if own.get("measure", "false") not in ("true", "false"):
-        raise ValueError(f"measure={own['measure']} must be true or false")
-    names = [name for name in own.get("attention", "naive,tiled,sdpa,triton").split(",") if name]
-    return Options(
-        names,
-        own.get("gpu"),
-        own.get("measure") == "true",
-        Path(own["out"]) if own.get("out") else None,
-        overrides,
-    )
+@dataclass
+class Options:
+    attention: list[str] = field(default_factory=lambda: ["naive", "tiled", "sdpa", "triton"])
+    gpu: Literal[tuple(GPUS)] | None = None
+    measure: bool = False
+    out: Path | None = None
+    overrides: list[str] = field(default_factory=list)  # train.py's own settings
 
 
 def vocab_size_of(config: RunConfig) -> int:
@@ -141,11 +98,11 @@ def device_and_dtype(config: RunConfig) -> tuple[str, torch.dtype]:
 class Planned(NamedTuple):
     config: RunConfig
     backend: Backend
-    plan: Any  # StepBytes
+    plan: StepBytes
 
 
 def plan_all(options: Options) -> dict[str, Planned]:
-    found = {}
+    planned = {}
     for name in options.attention:
         config = compose(*options.overrides, f"attention={name}")
         if config.batch_size == "auto":
@@ -154,17 +111,11 @@ def plan_all(options: Options) -> dict[str, Planned]:
         device, dtype = device_and_dtype(config)
         if dtype not in backend.dtypes:
             raise ValueError(
-                f"attention={name} does not take {str(dtype).removeprefix('torch.')}; choose "
-                "another dtype="
+                f"attention={name} does not take {dtype_name(dtype)}; choose another dtype="
             )
-        found[name] = Planned(
-            config,
-            backend,
-            predict_peak_bytes(config, vocab_size_of(config), backend, dtype, device),
-        )
-    if not found:
-        raise ValueError("attention= names no backend")
-    return found
+        plan = predict_peak_bytes(config, vocab_size_of(config), backend, dtype, device)
+        planned[name] = Planned(config, backend, plan)
+    return planned
 
 
 def predict_run(run: dict[str, Any]) -> float:
@@ -186,16 +137,13 @@ def largest_batch(planned: Planned, vocab_size: int, gib: float) -> int:
     compiled = will_compile(config.model, planned.backend, device, compile_mode=config.compile)
 
     def fits(batch_size: int) -> bool:
-        sizes = {
-            "vocab_size": vocab_size,
-            "batch_size": batch_size,
-            "seq_len": config.seq_len,
-            "device": device,
-            "compiled": compiled,
-        }
         plan = predict_step(
             config.model,
-            **sizes,
+            vocab_size=vocab_size,
+            batch_size=batch_size,
+            seq_len=config.seq_len,
+            device=device,
+            compiled=compiled,
             backend=planned.backend,
             dtype=dtype,
             accumulates=config.accumulation_steps > 1,
@@ -205,30 +153,31 @@ def largest_batch(planned: Planned, vocab_size: int, gib: float) -> int:
     low, high = 0, 1
     while fits(high):
         low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(high), True, lo=low + 1, key=lambda size: not fits(size)) - 1
 
 
-def traffic_of(planned: Planned, *, printed: bool = False) -> traffic.Traffic:
-    """Of one attention call of the run, forward; printed: by the accounting that the documents
-    print.
-    """
+def call_traffic(
+    backend: Backend, device: str, sizes: tuple[int, ...], *, causal: bool = True
+) -> traffic.Traffic:
+    """Of one forward call. sizes: batch, heads, seq_len, head_dim and the bytes of an element."""
+    kind = kind_of(backend, device)
+    if kind == MATERIALISED:
+        return traffic.naive(*sizes, causal=causal)
+    given = {name: backend.options.get(name) for name in ("block_q", "block_kv")}
+    tiles = {name: size for name, size in given.items() if size}
+    count = traffic.tile_loop if kind in (TILE_LOOP, RECOMPUTED) else traffic.fused
+    return count(*sizes, **tiles, causal=causal)
+
+
+def traffic_of(planned: Planned) -> tuple[traffic.Traffic, traffic.Traffic]:
+    """Of one attention call of the run: by the accounting that is often printed, and counted."""
     config, backend = planned.config, planned.backend
     device, dtype = device_and_dtype(config)
-    kind, shape = kind_of(backend, device), config.model
-    sizes = (config.batch_size, shape.num_heads, config.seq_len, shape.head_dim, dtype.itemsize)
-    if printed:
-        return (traffic.printed_naive if kind == MATERIALISED else traffic.printed_fused)(*sizes)
-    if kind == MATERIALISED:
-        return traffic.naive(*sizes)
-    tiles = {
-        name: backend.options[name] for name in ("block_q", "block_kv") if backend.options.get(name)
-    }
-    return (traffic.tile_loop if kind in (TILE_LOOP, RECOMPUTED) else traffic.fused)(
-        *sizes, **tiles
-    )
+    heads, head_dim = config.model.num_heads, config.model.head_dim
+    sizes = (config.batch_size, heads, config.seq_len, head_dim, dtype.itemsize)
+    materialised = kind_of(backend, device) == MATERIALISED
+    printed = traffic.printed_naive if materialised else traffic.printed_fused
+    return printed(*sizes), call_traffic(backend, device, sizes)
 
 
 def measure_peak(planned: Planned, vocab_size: int) -> int:
@@ -253,9 +202,8 @@ def measure_peak(planned: Planned, vocab_size: int) -> int:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         run = torch.compile(model) if compiled else model
         tokens = torch.randint(vocab_size, (config.batch_size, config.seq_len), device=device)
-        for _ in range(
-            3
-        ):  # AdamW's moments come with the first, and libraries take their workspaces
+        # AdamW's moments come with the first step, and libraries take their workspaces
+        for _ in range(3):
             probe.take_peak()
             with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
                 loss = run(tokens, tokens).loss
@@ -279,85 +227,54 @@ PARTS = {
 }
 
 
-def memory_table(found: dict[str, Planned]) -> list[list[str]]:
-    unit, size = (
-        ("GiB", GIB) if max(x.plan.peak for x in found.values()) >= GIB else ("MiB", GIB // 1024)
-    )
-    rows = [[unit, *found]]
+def memory_table(plans: dict[str, StepBytes]) -> list[list[str]]:
+    in_gib = any(plan.peak >= GIB for plan in plans.values())
+    unit, size = ("GiB", GIB) if in_gib else ("MiB", GIB // 1024)
+    rows = [[unit, *plans]]
     for part, words in PARTS.items():
-        if part == "host" and not any(x.plan.host for x in found.values()):
-            continue
-        values = [
-            getattr(x.plan, part) - (x.plan.scores if part == "attention" else 0)
-            for x in found.values()
-        ]
-        rows.append([words, *(f"{value / size:,.2f}" for value in values)])
+        values = [getattr(plan, part) for plan in plans.values()]
+        if part == "attention":
+            values = [plan.attention - plan.scores for plan in plans.values()]
+        if part != "host" or any(values):
+            rows.append([words, *(f"{value / size:,.2f}" for value in values)])
     return rows
 
 
-def fits_table(found: dict[str, Planned], vocab_size: int) -> list[list[str]]:
-    rows = [["card", *found]]
+def fits_table(planned: dict[str, Planned], vocab_size: int) -> list[list[str]]:
+    rows = [["card", *planned]]
     for size, gib in CARD_SIZES.items():
         cells = []
-        for planned in found.values():
-            most = largest_batch(planned, vocab_size, gib - CONTEXT_GIB)
-            cells.append(
-                ("yes" if planned.config.batch_size <= most else "no") + f" (batch_size {most})"
-            )
+        for each in planned.values():
+            most = largest_batch(each, vocab_size, gib - CONTEXT_GIB)
+            fits = "yes" if each.config.batch_size <= most else "no"
+            cells.append(f"{fits} (batch_size {most})")
         rows.append([f"{size} GB", *cells])
     return rows
 
 
-def traffic_table(found: dict[str, Planned]) -> list[list[str]]:
-    columns = {
-        name: (traffic_of(planned, printed=True), traffic_of(planned))
-        for name, planned in found.items()
-    }
+def traffic_table(planned: dict[str, Planned]) -> list[list[str]]:
+    columns = [traffic_of(each) for each in planned.values()]
+    printed, counted = zip(*columns, strict=True)
     return [
-        ["one attention call, forward", *columns],
-        [
-            "GB, as usually printed",
-            *(f"{printed.bytes / 1e9:,.3f}" for printed, _ in columns.values()),
-        ],
-        [
-            "GB, K and V read per query tile",
-            *(f"{real.bytes / 1e9:,.3f}" for _, real in columns.values()),
-        ],
-        [
-            "FLOP/byte, as usually printed",
-            *(f"{printed.intensity:,.1f}" for printed, _ in columns.values()),
-        ],
-        ["FLOP/byte", *(f"{real.intensity:,.1f}" for _, real in columns.values())],
+        ["one attention call, forward", *planned],
+        ["GB, as usually printed", *(f"{x.bytes / 1e9:,.3f}" for x in printed)],
+        ["GB, K and V read per query tile", *(f"{x.bytes / 1e9:,.3f}" for x in counted)],
+        ["FLOP/byte, as usually printed", *(f"{x.intensity:,.1f}" for x in printed)],
+        ["FLOP/byte", *(f"{x.intensity:,.1f}" for x in counted)],
     ]
 
 
 def chip_table(head_dim: int, element: int) -> list[list[str]]:
-    default = f"{traffic.BLOCK_DEFAULT_KIB} KiB default"
-    rows = [["tile (queries x keys)", "shared", "registers", default, *traffic.SHARED_KIB]]
+    blocks = {f"{BLOCK_DEFAULT_KIB} KiB default": BLOCK_DEFAULT_KIB}
+    blocks |= {capability: block for capability, (_, block) in SHARED_KIB.items()}
+    rows = [["tile (queries x keys)", "shared", "registers", *blocks]]
     for block_q, block_kv in TILES:
         shared, registers = traffic.tile_bytes(block_q, block_kv, head_dim, element)
-        fits = [
-            traffic.fits_on_chip(block_q, block_kv, head_dim, element, capability)
-            for capability in traffic.SHARED_KIB
-        ]
-        fits = [
-            shared <= traffic.BLOCK_DEFAULT_KIB * 1024 and registers <= traffic.REGISTER_BYTES,
-            *fits,
-        ]
+        in_registers = registers <= REGISTER_BYTES
+        fits = [in_registers and shared <= kib * 1024 for kib in blocks.values()]
         sizes = [f"{shared / 1024:.0f} KiB", f"{registers / 1024:.0f} KiB"]
         rows.append([f"{block_q} x {block_kv}", *sizes, *("yes" if fit else "no" for fit in fits)])
     return rows
-
-
-def text_table(rows: list[list[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            c.ljust(w) if i == 0 else c.rjust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
 
 
 def gpu_here() -> str | None:
@@ -369,21 +286,21 @@ def gpu_here() -> str | None:
     )
 
 
-def print_for_gpu(found: dict[str, Planned], vocab_size: int, gpu: str) -> None:
-    config, card = next(iter(found.values())).config, GPUS[gpu]
+def print_for_gpu(planned: dict[str, Planned], vocab_size: int, gpu: str) -> None:
+    config, card = next(iter(planned.values())).config, GPUS[gpu]
     element, head_dim = device_and_dtype(config)[1].itemsize, config.model.head_dim
     print(
         f"\nfits, with the largest batch_size that does ({CONTEXT_GIB} GiB of each card are the "
         "CUDA context's):\n"
     )
-    print(text_table(fits_table(found, vocab_size)))
-    print(f"\n{text_table(traffic_table(found))}\n")
+    print(text_table(fits_table(planned, vocab_size)))
+    print(f"\n{text_table(traffic_table(planned))}\n")
     ridge = PEAK_FLOPS[card.data_sheet] / PEAK_BANDWIDTH[card.data_sheet]
     print(
         f"{gpu}'s data sheet: from {ridge:,.0f} FLOP/byte on its tensor cores are the limit, "
         "below that its memory."
     )
-    shared = traffic.SHARED_KIB[card.capability][1]
+    shared = SHARED_KIB[card.capability][1]
     shape = (config.batch_size, config.model.num_heads, config.seq_len, head_dim, element)
     bound = traffic.lower_bound_bytes(*shape, sram_bytes=shared * 1024)
     print(
@@ -397,28 +314,18 @@ def print_for_gpu(found: dict[str, Planned], vocab_size: int, gpu: str) -> None:
     print(text_table(chip_table(head_dim, element)))
 
 
-@one_line("plan")
-def main() -> None:
-    if {"--help", "-h"} & set(sys.argv[1:]):
-        print(__doc__.format(gpus=", ".join(GPUS), context=CONTEXT_GIB))
-        return
-    try:
-        options = read_options(sys.argv[1:])
-        if options.out:
-            check_writable(options.out)
-        found = plan_all(options)
-        first = next(iter(found.values()))
-        config, vocab_size = first.config, vocab_size_of(first.config)
-        measured = (
-            {name: measure_peak(planned, vocab_size) for name, planned in found.items()}
-            if options.measure
-            else {}
-        )
-    except ValueError as error:
-        sys.exit(f"plan: {error}")
+@command("plan", Options)
+def main(options: Options) -> None:
+    if options.out:
+        check_writable(options.out)
+    planned = plan_all(options)
+    config = next(iter(planned.values())).config
+    vocab_size = vocab_size_of(config)
+    measured = {}
+    if options.measure:
+        measured = {name: measure_peak(each, vocab_size) for name, each in planned.items()}
     device, dtype = device_and_dtype(config)
     count = parameter_count(config.model, vocab_size)
-    dtype_name = str(dtype).removeprefix("torch.")
     gpu = options.gpu or gpu_here() or "h200"
     if device == "cuda" and not options.gpu:
         why = "the GPU that is here" if gpu_here() else "an assumption: no GPU is known here"
@@ -426,38 +333,42 @@ def main() -> None:
             f"planned for gpu={gpu}, {why}; gpu=NAME plans for another card, device=cpu for a CPU\n"
         )
     print(f"model={config.model.name}: {count:,} parameters, vocabulary {vocab_size:,}")
-    print(
-        f"{config.batch_size} x {config.seq_len} tokens a pass, {device} "
-        f"{dtype_name}\n\n{text_table(memory_table(found))}"
-    )
+    pass_of = f"{config.batch_size} x {config.seq_len} tokens a pass"
+    print(f"{pass_of}, {device} {dtype_name(dtype)}\n")
+    print(text_table(memory_table({name: each.plan for name, each in planned.items()})))
     for name, peak in measured.items():
         print(
             f"measured here, attention={name}: {peak / GIB:,.3f} GiB; the prediction is "
-            f"{found[name].plan.peak / peak - 1:+.1%} off"
+            f"{planned[name].plan.peak / peak - 1:+.1%} off"
         )
     if device == "cuda":
-        print_for_gpu(found, vocab_size, gpu)
+        print_for_gpu(planned, vocab_size, gpu)
     if options.out:
-        rows = [
-            {
-                "attention": name,
-                "model": asdict(planned.config.model),
-                "vocab_size": vocab_size,
-                **{
-                    key: getattr(planned.config, key)
-                    for key in ("seq_len", "batch_size", "compile")
-                },
-                "device": device,
-                "dtype": dtype_name,
-                "plan": asdict(planned.plan),
-                "measured_peak_bytes": measured.get(name),
-                "traffic_bytes": traffic_of(planned).bytes,
-                "printed_traffic_bytes": traffic_of(planned, printed=True).bytes,
-            }
-            for name, planned in found.items()
-        ]
         where = measured_on(pick_device("auto"))
+        rows = [
+            as_json(name, each, vocab_size, measured.get(name)) for name, each in planned.items()
+        ]
         write_json(options.out, {"environment": where, "rows": rows})
+
+
+def as_json(
+    name: str, planned: Planned, vocab_size: int, measured_bytes: int | None
+) -> dict[str, Any]:
+    config = planned.config
+    device, dtype = device_and_dtype(config)
+    printed, counted = traffic_of(planned)
+    return {
+        "attention": name,
+        "model": asdict(config.model),
+        "vocab_size": vocab_size,
+        **{key: getattr(config, key) for key in ("seq_len", "batch_size", "compile")},
+        "device": device,
+        "dtype": dtype_name(dtype),
+        "plan": asdict(planned.plan),
+        "measured_peak_bytes": measured_bytes,
+        "traffic_bytes": counted.bytes,
+        "printed_traffic_bytes": printed.bytes,
+    }
 
 
 if __name__ == "__main__":

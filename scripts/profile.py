@@ -28,10 +28,9 @@ import itertools
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,12 +48,11 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from attention import Backend
 from config import RunConfig
-from scripts.plan import text_table
+from scripts.arguments import check_at_least, command
 from scripts.profile_trace import ATTENTION, PARTS, STEP, parts_of_steps
+from scripts.tables import text_table
 from training.command_line import compose
 from training.device import pick_device
-from training.interrupt import one_line
-from training.memory import is_out_of_memory
 from training.metrics import check_writable, measured_on, write_json
 from training.run import Run, build_run
 from training.step import Stepper
@@ -62,34 +60,16 @@ from training.step import Stepper
 NEVER = 2**62  # an interval that no run reaches
 
 
-class Options(NamedTuple):
-    steps: int
-    warmup: int
-    nsys: bool
-    out: Path
-    overrides: list[str]
+@dataclass
+class Options:
+    steps: int = 10
+    warmup: int = 5
+    nsys: bool = False
+    out: Path = Path("outputs/profile")
+    overrides: list[str] = field(default_factory=list)  # train.py's own settings
 
-
-def read_options(arguments: list[str]) -> Options:
-    """Our own keys, and what is left for Hydra. Raises ValueError for a value that is not one."""
-    own = {"steps": "10", "warmup": "5", "nsys": "false", "out": "outputs/profile"}
-    overrides = []
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if equals and key in own:
-            own[key] = value
-        else:
-            overrides.append(argument)
-    for key in ("steps", "warmup"):
-        if not own[key].isdecimal() or int(own[key]) < 1:
-            raise ValueError(f"{key}={own[key]} must be a whole number of at least 1")
-    if own["nsys"] not in ("true", "false"):
-        raise ValueError(f"nsys={own['nsys']} must be true or false")
-    if not own["out"]:
-        raise ValueError("out= names no folder")
-    return Options(
-        int(own["steps"]), int(own["warmup"]), own["nsys"] == "true", Path(own["out"]), overrides
-    )
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "steps", "warmup")
 
 
 def in_a_range(backend: Backend) -> Backend:
@@ -211,22 +191,17 @@ def summarise(parts: list[dict[str, float]]) -> list[dict[str, Any]]:
     """One row a part, and the step last: mean and standard deviation over the steps in ms, and its
     share of the step.
     """
-    columns = {part: [each[part] for each in parts] for part in PARTS} | {
-        "step": [sum(each.values()) for each in parts]
-    }
+    columns = {part: [each[part] for each in parts] for part in PARTS}
+    columns["step"] = [sum(each.values()) for each in parts]
     total = statistics.fmean(columns["step"])
-    return [
-        {
-            "part": part,
-            "ms": statistics.fmean(ms),
-            "stdev_ms": spread(ms),
-            "share": statistics.fmean(ms) / total,
-        }
-        for part, ms in columns.items()
-    ]
+    rows = []
+    for part, ms in columns.items():
+        mean = statistics.fmean(ms)
+        rows.append({"part": part, "ms": mean, "stdev_ms": deviation(ms), "share": mean / total})
+    return rows
 
 
-def spread(values: list[float]) -> float | None:
+def deviation(values: list[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
@@ -238,61 +213,45 @@ def table(rows: list[dict[str, Any]], on_gpu: bool) -> str:
     return text_table(cells)
 
 
-@one_line("profile")
-def main() -> None:
-    if {"--help", "-h"} & set(sys.argv[1:]):
-        print(__doc__)
-        return
-    try:
-        options = read_options(sys.argv[1:])
-        config = compose(*options.overrides)
-        if options.nsys and pick_device(config.device).type == "cpu":
-            raise ValueError("nsys=true needs a GPU; without it the trace works on a CPU too")
-        trace, summary = options.out / "trace.json.gz", options.out / "profile.json"
-        check_writable(summary)
-        with build(config, options.warmup + 2 * options.steps + 2) as job:
-            print(
-                f"model={config.model.name}, attention={job.facts['attention']}, "
-                f"{job.facts['dtype']} on {job.run.device.type}, ",
-                end="",
-            )
-            print(
-                f"{config.sequences_per_step} x {config.seq_len} tokens a "
-                f"step{', compiled' if job.facts['compiled'] else ''}\n"
-            )
-            for _ in range(options.warmup):
-                job.step()
-            if options.nsys:
-                for_nsys(job, options.steps)
-                return
-            unrecorded = unrecorded_ms(job, options.steps)
-            record(job, options.steps, trace)
-        parts, on_gpu = parts_of_steps(
-            json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+@command("profile", Options)
+def main(options: Options) -> None:
+    config = compose(*options.overrides)
+    if options.nsys and pick_device(config.device).type == "cpu":
+        raise ValueError("nsys=true needs a GPU; without it the trace works on a CPU too")
+    trace, summary = options.out / "trace.json.gz", options.out / "profile.json"
+    check_writable(summary)
+    with build(config, options.warmup + 2 * options.steps + 2) as job:
+        print(
+            f"model={config.model.name}, attention={job.facts['attention']}, {job.facts['dtype']} "
+            f"on {job.run.device.type}, {config.sequences_per_step} x {config.seq_len} tokens a "
+            f"step{', compiled' if job.facts['compiled'] else ''}\n"
         )
-    except (ValueError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
-            raise
-        sys.exit(f"profile: {str(error).splitlines()[0]}")
+        for _ in range(options.warmup):
+            job.step()
+        if options.nsys:
+            for_nsys(job, options.steps)
+            return
+        unrecorded = unrecorded_ms(job, options.steps)
+        record(job, options.steps, trace)
+    parts, on_gpu = parts_of_steps(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
     rows = summarise(parts[: options.steps])
     print(table(rows, on_gpu))
     mean = statistics.fmean(unrecorded)
     step_tokens_per_sec = 1000 * config.sequences_per_step * config.seq_len / mean
     print(f"\nunrecorded: {mean:,.3f} ms a step, {step_tokens_per_sec:,.0f} tokens/s")
+    shape = {key: getattr(config, key) for key in ("seq_len", "batch_size", "accumulation_steps")}
     write_json(
         summary,
         {
             "environment": measured_on(job.run.device),
             "overrides": options.overrides,
             "model": asdict(config.model),
-            **{
-                key: getattr(config, key) for key in ("seq_len", "batch_size", "accumulation_steps")
-            },
+            **shape,
             "optim": config.optim.name,
             **job.facts,
             "n": options.steps,
             "unrecorded_ms": mean,
-            "unrecorded_stdev_ms": spread(unrecorded),
+            "unrecorded_stdev_ms": deviation(unrecorded),
             "step_tokens_per_sec": step_tokens_per_sec,
             "parts": rows,
         },

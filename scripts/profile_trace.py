@@ -88,31 +88,25 @@ def part_of(
     where that is unknown.
     """
     name, lower = kernel.lower(), [operator.lower() for operator in operators]
-    if phase == DATA or name.startswith(
-        "memcpy htod"
-    ):  # read ahead, a batch is copied during any phase
+    # read ahead, a batch is copied during any phase
+    if phase == DATA or name.startswith("memcpy htod"):
         return DATA
-    if (
-        phase == OPTIMIZER
-        or OPTIMIZER_NAMES.search(name)
-        or any(OPTIMIZER_NAMES.search(each) for each in lower)
-    ):
+    if phase == OPTIMIZER or any(OPTIMIZER_NAMES.search(each) for each in (name, *lower)):
         return OPTIMIZER
     if ATTENTION_KERNELS.search(name):
         return BACKWARD if BACKWARD_KERNELS.search(name) else FORWARD
     calls = [each for each in lower if ATTENTION_OPS.search(each)]
     if calls:
-        # a call that is repeated during the backward pass is a forward pass all the same; without
-        # its range it cannot be told
-        backward = any("backward" in each for each in calls) or (
-            phase == "backward" and ATTENTION not in calls
-        )
+        # a call that is repeated during the backward pass is a forward pass all the same; only its
+        # range shows that
+        in_backward = phase == "backward" and ATTENTION not in calls
+        backward = in_backward or any("backward" in each for each in calls)
         return BACKWARD if backward else FORWARD
     if any(ATTENTION_OPS.search(each.lower()) for each in gradient_of):
         return BACKWARD
     if PRODUCT_KERNELS.search(name) or any(PRODUCT_OPS.search(each) for each in lower):
         return PRODUCTS
-    if LOSS_NAMES.search(name) or any(LOSS_NAMES.search(each) for each in lower):
+    if any(LOSS_NAMES.search(each) for each in (name, *lower)):
         return LOSS
     return ELEMENTWISE if phase in ("forward", "backward") else OTHER
 
@@ -161,8 +155,8 @@ class Trace:
         for ranges in trace.ranges.values():
             for each in ranges:
                 if each.sequence is not None and each.sequence >= 0 and not _in_backward(each):
-                    known = trace.made_by.get(each.sequence)
-                    if known is None or known.start < each.start:
+                    earlier = trace.made_by.get(each.sequence)
+                    if earlier is None or earlier.start < each.start:
                         trace.made_by[each.sequence] = each
         return trace
 
@@ -243,8 +237,7 @@ def _of_cpu(trace: Trace, steps: list[Range]) -> list[dict[str, float]]:
 def _part_on_cpu(trace: Trace, each: Range, phase: str) -> str:
     if phase in (DATA, OPTIMIZER):
         return phase
-    # what is no operator (a range, a node of the autograd graph, a function in Python) spends its
-    # own time in Python
+    # a range, a node of the autograd graph or a function in Python spends its own time in Python
     is_operator = re.match(r"\w+::|graph_\d+_cpp_", each.name) and not each.name.startswith(
         "autograd::"
     )

@@ -1,9 +1,9 @@
 """Let a trained run write: a prompt, and what the model makes of it.
 
-    python -m scripts.sample run="$(ls -dt outputs/*/*/checkpoint | head -1 | xargs dirname)"
-    prompt="def main("
+    python -m scripts.sample run=$(dirname $(ls -dt outputs/*/*/checkpoint | head -1)) \
+        prompt="def main("
 
-Arguments are key=value as for train.py; every key but `run` has a default:
+Arguments are key=value; every key but `run` has a default:
 
     run          the run's directory, or one of its checkpoints, such as RUN/checkpoint.best
     prompt       text to go on from; empty (the default) starts a document
@@ -29,10 +29,9 @@ from attention import get_backend
 from config import RunConfig
 from data import build_tokenizer
 from model import GPT, sample_text
-from scripts.arguments import read_settings
+from scripts.arguments import Device, check_at_least, command
 from training.checkpoint import load_model_state, read_meta
 from training.device import pick_device, pick_dtype
-from training.interrupt import one_line
 from training.retention import run_of
 from training.schedule import backend_after, chosen_attention
 from training.sweep import load_json
@@ -47,21 +46,11 @@ class Options:
     top_k: int = 50
     seed: int = 0
     attention: str | None = None
-    device: str = "auto"
+    device: Device = "auto"
     cache: bool | None = None
 
-
-def read_options(arguments: list[str]) -> Options:
-    """Options from key=value arguments. Raises ValueError for an unknown key, a value of the wrong
-    type or a missing run.
-    """
-    values = read_settings(Options, arguments)
-    if "run" not in values:
-        raise ValueError("run=DIR is missing: the directory of a run, as in run=outputs/DATE/TIME")
-    options = Options(**values)
-    if options.tokens < 1:
-        raise ValueError(f"tokens={options.tokens} must be at least 1")
-    return options
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "tokens")
 
 
 def read_config(run: Path) -> RunConfig:
@@ -88,8 +77,8 @@ def sample(options: Options) -> str:
     config = replace(read_config(options.run), device=options.device)
     if config.data.source == "last_write":
         raise ValueError(
-            f"{options.run} was trained on last_write, whose tokens stand for no text: there is "
-            "nothing to write"
+            f"{options.run} was trained on last_write, whose tokens are not text: there is nothing "
+            "to write"
         )
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
@@ -120,15 +109,9 @@ def sample(options: Options) -> str:
         )
 
 
-@one_line("sample")
-def main() -> None:
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(__doc__)
-        return
-    try:
-        print(sample(read_options(sys.argv[1:])))
-    except (ValueError, FloatingPointError) as error:
-        sys.exit(f"sample: {error}")
+@command("sample", Options)
+def main(options: Options) -> None:
+    print(sample(options))
 
 
 if __name__ == "__main__":

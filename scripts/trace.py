@@ -4,7 +4,7 @@ a broken one breaks.
     python -m scripts.trace attention=no_max dtype=fp16 inputs=large
 
 Prints the tiles of one tile of queries and writes a page that replays them, exact beside broken.
-Arguments are key=value as for train.py; every key has a default, and the first thing to look at is
+Arguments are key=value; every key has a default, and the first thing to look at is
 an example of eight keys that can be followed by hand:
 
     attention      a tile loop: its name, or pkg.module:NAME for your own (no_rescale; with run=,
@@ -33,22 +33,21 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, AttentionOutput, Backend, get_backend
+from attention import BACKENDS, AttentionOutput, Backend, dtype_name, get_backend
 from attention.trace import Trace, trace
 from conformance.cases import ADVERSARIAL, Case
 from data import build_data
 from model import GPT
-from scripts.arguments import read_settings
+from scripts.arguments import Device, check_at_least, command
 from scripts.sample import read_config
 from scripts.trace_page import render_page
 from training.checkpoint import load_model_state, read_meta
 from training.device import DTYPES, pick_device, pick_dtype
-from training.interrupt import one_line
 from training.memory import cpu_memory_limit, describe_out_of_memory, is_out_of_memory
 from training.metrics import check_writable, write_file
 from training.schedule import backend_after, chosen_attention
@@ -75,12 +74,16 @@ CAUSES = {
 }
 
 
+# the capture of a trained model has a shape of its own; run=DIR takes one of any model
+INPUTS = ("worked", *(name for name in ADVERSARIAL if name != "trained"))
+
+
 @dataclass
 class Options:
     attention: str | None = None
-    dtype: str | None = None
-    softmax_dtype: str = "float32"
-    inputs: str | None = None
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    softmax_dtype: Literal["float32", "input"] = "float32"
+    inputs: Literal[INPUTS] | None = None
     seq_len: int | None = None
     head_dim: int | None = None
     seed: int | None = None
@@ -92,8 +95,28 @@ class Options:
     layer: int | None = None
     head: int | None = None
     sequence: int | None = None
-    device: str = "auto"
+    device: Device = "auto"
     out: Path = Path("trace.html")
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "seq_len", "head_dim", "block_q", "block_kv")
+        check_at_least(self, 0, "layer", "head", "sequence")
+        if not self.out.parent.is_dir():
+            raise ValueError(f"out={self.out}: there is no folder {self.out.parent}")
+        if self.run is not None:
+            random = ("inputs", "seq_len", "head_dim", "seed", "causal")
+            self.refuse(random, f"run={self.run} brings its own q, k and v")
+            return
+        self.refuse(("layer", "head", "sequence"), "they belong to a run: give run=DIR too")
+        if self.inputs in (None, "worked"):
+            reason = "the worked example has 8 queries of head_dim 4: ask for other inputs="
+            self.refuse(("seq_len", "head_dim", "seed"), reason)
+
+    def refuse(self, keys: tuple[str, ...], reason: str) -> None:
+        values = {key: getattr(self, key) for key in keys}
+        given = [f"{key}={value}" for key, value in values.items() if value is not None]
+        if given:
+            raise ValueError(f"{' '.join(given)}: {reason}")
 
 
 class Call(NamedTuple):
@@ -110,58 +133,6 @@ class Call(NamedTuple):
     block_kv: int
     row: int | None = None
     columns: tuple[str, ...] | None = None  # what the entries of an output row mean
-
-
-def read_options(arguments: list[str]) -> Options:
-    """Options from key=value arguments. Raises ValueError for an unknown key or value, and for keys
-    that do not go together.
-    """
-    values = read_settings(Options, arguments)
-    options = Options(**values)
-    # the capture of a trained model has a shape of its own; run=DIR takes one of any model
-    inputs = ("worked", *(name for name in ADVERSARIAL if name != "trained"))
-    for key, valid in (
-        ("dtype", DTYPES),
-        ("inputs", inputs),
-        ("softmax_dtype", ("float32", "input")),
-        ("device", ("auto", "cpu", "cuda")),
-    ):
-        if key in values and values[key] not in valid:
-            raise ValueError(f"{key}={values[key]} is not one of: {', '.join(valid)}")
-    for key, minimum in (
-        ("seq_len", 1),
-        ("head_dim", 1),
-        ("block_q", 1),
-        ("block_kv", 1),
-        ("layer", 0),
-        ("head", 0),
-        ("sequence", 0),
-    ):
-        if values.get(key, minimum) < minimum:
-            raise ValueError(f"{key}={values[key]} must be at least {minimum}")
-    if not options.out.parent.is_dir():
-        raise ValueError(f"out={options.out}: there is no folder {options.out.parent}")
-    if options.run is not None:
-        _refuse(
-            values,
-            ("inputs", "seq_len", "head_dim", "seed", "causal"),
-            f"run={options.run} brings its own q, k and v",
-        )
-    else:
-        _refuse(values, ("layer", "head", "sequence"), "they belong to a run: give run=DIR too")
-        if options.inputs in (None, "worked"):
-            _refuse(
-                values,
-                ("seq_len", "head_dim", "seed"),
-                "the worked example has 8 queries of head_dim 4: ask for other inputs=",
-            )
-    return options
-
-
-def _refuse(values: dict[str, Any], keys: tuple[str, ...], reason: str) -> None:
-    given = [f"{key}={values[key]}" for key in keys if key in values]
-    if given:
-        raise ValueError(f"{' '.join(given)}: {reason}")
 
 
 def worked_example() -> tuple[Tensor, Tensor, Tensor]:
@@ -317,7 +288,7 @@ def look(options: Options) -> tuple[Call, Backend, Trace]:
 
 def headline(call: Call, backend: Backend) -> str:
     options = backend.options
-    (*_, num_queries, head_dim), dtype = call.q.shape, str(call.q.dtype).removeprefix("torch.")
+    (*_, num_queries, head_dim), dtype = call.q.shape, dtype_name(call.q.dtype)
     return (
         f"attention={backend.name} in "
         f"{dtype}{' throughout' if options.get('softmax_dtype') == 'input' else ''}, "
@@ -344,7 +315,7 @@ def verdict(found: Trace, dtype: torch.dtype) -> str:
     if found.first is None:
         return text + " Nothing leaves the finite range."
     queries, keys, cause, score = found.first
-    why = CAUSES[cause].format(dtype=str(dtype).removeprefix("torch."))
+    why = CAUSES[cause].format(dtype=dtype_name(dtype))
     return (
         f"{text} The first tile to leave the finite range is that of queries "
         f"{queries.start}:{queries.stop} and keys {keys[0]}:{keys[1]}, "
@@ -378,44 +349,36 @@ def table(found: Trace) -> str:
     return "\n".join(lines)
 
 
-@one_line("trace")
-def main() -> None:
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(__doc__)
-        return
+@command("trace", Options)
+def main(options: Options) -> None:
+    check_writable(options.out)
     try:
-        options = read_options(sys.argv[1:])
-        check_writable(options.out)
         with cpu_memory_limit():
-            call, backend, found = look(options)
-        text = {
-            "headline": headline(call, backend),
-            "verdict": verdict(found, call.q.dtype),
-            "defect": backend.defect,
-        }
-        page = render_page(
-            found,
-            backend=backend,
-            dtype=call.q.dtype,
-            columns=call.columns,
-            command=" ".join(x for x in sys.argv[1:] if not x.startswith("out=")),
-            **text,
-        )
-        print(*filter(None, text.values()), "", table(found), "", sep="\n")
-        write_file(options.out, page)
-        print(f"{options.out}: {len(page) / 1e6:.2f} MB, open it in a browser")
-    except (ValueError, OSError) as error:
-        sys.exit(f"trace: {error}")
+            call, backend, replay = look(options)
     except (RuntimeError, MemoryError) as error:
         if options.seq_len is None or not is_out_of_memory(error):
             raise
         asked = describe_out_of_memory(error, "cpu")["asked_gib"]
-        needs = (
-            f" needs {asked:,.0f} GiB at once, which are not free"
-            if asked
-            else " needs more memory than is free"
-        )
-        sys.exit(f"trace: seq_len={options.seq_len}{needs}; ask for fewer tokens")
+        needs = f"{asked:,.0f} GiB at once, which are not free" if asked else "more memory"
+        raise ValueError(
+            f"seq_len={options.seq_len} needs {needs}; ask for fewer tokens"
+        ) from error
+    text = {
+        "headline": headline(call, backend),
+        "verdict": verdict(replay, call.q.dtype),
+        "defect": backend.defect,
+    }
+    page = render_page(
+        replay,
+        backend=backend,
+        dtype=call.q.dtype,
+        columns=call.columns,
+        command=" ".join(x for x in sys.argv[1:] if not x.startswith("out=")),
+        **text,
+    )
+    print(*filter(None, text.values()), "", table(replay), "", sep="\n")
+    write_file(options.out, page)
+    print(f"{options.out}: {len(page) / 1e6:.2f} MB, open it in a browser")
 
 
 if __name__ == "__main__":

@@ -24,10 +24,9 @@ Triton runs on a CPU where TRITON_INTERPRET=1 is set (minutes).
 import contextlib
 import json
 import math
-import re
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,42 +38,32 @@ from conformance.backend_under_test import Subject
 from conformance.cases import SHORT
 from conformance.command import set_up
 from conformance.properties import PROPERTIES, Cell, check_breaks, examine
-from scripts.arguments import parse_backend, read_settings
-from training.device import DTYPES, pick_device, pick_dtype
-from training.interrupt import one_line
+from scripts.arguments import Device, Dtype, check_at_least, command, parse_backend
+from training.device import pick_device, pick_dtype
 from training.metrics import check_writable, measured_on, write_json
 
 
 @dataclass
 class Options:
-    attention: str = "all"
-    device: str = "auto"
-    dtype: str = "auto"
+    attention: list[str] = field(default_factory=lambda: ["all"])
+    device: Device = "auto"
+    dtype: list[Dtype] = field(default_factory=lambda: ["auto"])
     cases: int = 100
     seed: int = 0
     out: Path | None = None
 
-
-def read_options(arguments: list[str]) -> Options:
-    """Options from key=value arguments. Raises ValueError for an unknown key or a value of the
-    wrong type.
-    """
-    options = Options(**read_settings(Options, arguments))
-    if options.cases < 0 or options.seed < 0:
-        raise ValueError(f"cases={options.cases} and seed={options.seed} must be at least 0")
-    if options.out is not None and not options.out.absolute().parent.is_dir():
-        raise ValueError(f"out={options.out}: its folder does not exist")
-    return options
+    def __post_init__(self) -> None:
+        check_at_least(self, 0, "cases", "seed")
+        if self.out is not None and not self.out.absolute().parent.is_dir():
+            raise ValueError(f"out={self.out}: its folder does not exist")
 
 
-def pick_backends(text: str, device: torch.device) -> dict[str, Backend]:
+def pick_backends(names: list[str], device: torch.device) -> dict[str, Backend]:
     """Column to backend. What a backend also has in kernels that run on this device gets a column
     of its own.
     """
-    # at the commas between backends, not between the options of one
-    names = list(BACKENDS) if text == "all" else re.split(r",(?![^,:=]*=)", text)
     found = {}
-    for given in names:
+    for given in BACKENDS if names == ["all"] else names:
         backend = parse_backend(given)
         check_breaks(backend)
         column = given if "=" in given else backend.name
@@ -89,13 +78,10 @@ def pick_backends(text: str, device: torch.device) -> dict[str, Backend]:
     return found
 
 
-def pick_dtypes(text: str, device: torch.device) -> list[torch.dtype]:
-    if text == "auto":
-        text = "fp32" if device.type == "cpu" else "fp32,bf16,fp16"
-    for name in text.split(","):
-        if name not in DTYPES:
-            raise ValueError(f"dtype={text} must be auto or of: {', '.join(DTYPES)}")
-    return [pick_dtype(name, device) for name in text.split(",")]
+def pick_dtypes(names: list[str], device: torch.device) -> list[torch.dtype]:
+    if "auto" in names:
+        names = ["fp32"] if device.type == "cpu" else ["fp32", "bf16", "fp16"]
+    return [pick_dtype(name, device) for name in names]
 
 
 def as_json(cell: Cell, dtype: torch.dtype) -> dict[str, Any]:
@@ -226,32 +212,23 @@ def write(
         if {name: before.get(name) for name in head} == head:
             columns = before["backends"] | columns
     order = list(BACKENDS)
-    # in the table's order, implementations behind what they implement, and the user's own at the
-    # end
-    names = sorted(
-        columns,
-        key=lambda name: (
-            order.index(name.split(" (")[0]) if name.split(" (")[0] in order else len(order),
-            name,
-        ),
-    )
-    write_json(options.out, head | {"backends": {name: columns[name] for name in names}})
+
+    def place(column: str) -> tuple[int, str]:
+        """In the table's order, implementations behind what they implement, your own at the end."""
+        name = column.split(" (")[0]
+        return order.index(name) if name in order else len(order), column
+
+    backends = {name: columns[name] for name in sorted(columns, key=place)}
+    write_json(options.out, head | {"backends": backends})
 
 
-@one_line("verify")
-def main() -> None:
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(__doc__)
-        return
-    try:
-        options = read_options(sys.argv[1:])
-        device = pick_device(options.device)
-        dtypes = pick_dtypes(options.dtype, device)
-        backends = pick_backends(options.attention, device)
-        if options.out is not None:
-            check_writable(options.out)
-    except (ValueError, OSError) as error:
-        sys.exit(f"verify: {error}")
+@command("verify", Options)
+def main(options: Options) -> None:
+    device = pick_device(options.device)
+    dtypes = pick_dtypes(options.dtype, device)
+    backends = pick_backends(options.attention, device)
+    if options.out is not None:
+        check_writable(options.out)
     set_up(device)
     columns: dict[str, dict[str, Any]] = {}
     for name, backend in backends.items():
@@ -259,27 +236,27 @@ def main() -> None:
         print(f"{name}: {columns[name]['seconds']} s", file=sys.stderr, flush=True)
         if options.out is not None:
             write(options, columns, dtypes, device)
-    print(
-        matrix(columns),
-        "",
-        "+ green   x red, as documented   ! not as documented   . refused by the backend",
-        "",
-        sep="\n",
-    )
+    print(report(columns))
+    wrong = sum(not cell["ok"] for column in columns.values() for cell in column["cells"])
+    if wrong:
+        raise ValueError(f"{wrong} cells are not as documented")
+    if all(map(not_verified, columns.values())):
+        raise ValueError("nothing was verified")
+
+
+def report(columns: dict[str, dict[str, Any]]) -> str:
+    """The matrix, what was tried, and remarks."""
+    marks = "+ green   x red, as documented   ! not as documented   . refused by the backend"
+    lines = [matrix(columns), "", marks, ""]
     for name, column in columns.items():
         worst, tried = column["worst_multiple_of_naive"], column["tried"]
         if worst is not None:
-            cases = (
-                f"{tried['adversarial']} fixed and {tried['random']} random cases, "
-                f"{tried['checks']} checks"
+            lines.append(
+                f"{name:<16} {tried['adversarial']} fixed and {tried['random']} random cases, "
+                f"{tried['checks']} checks; worst green error {worst:.2f} x naive's own or a "
+                "rounding"
             )
-            print(f"{name:<16} {cases}; worst green error {worst:.2f} x naive's own or a rounding")
-    print(*remarks(columns), sep="\n")
-    wrong = sum(not cell["ok"] for column in columns.values() for cell in column["cells"])
-    if wrong:
-        sys.exit(f"verify: {wrong} cells are not as documented")
-    if all(map(not_verified, columns.values())):
-        sys.exit("verify: nothing was verified")
+    return "\n".join([*lines, *remarks(columns)])
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ def send_at(monkeypatch, place: str, *signals: signal.Signals) -> None:
 
 
 AFTER = {
-    "training.plot.draw_loss_curve": ["SIGINT"],
-    "model.sample_text": ["SIGTERM"],
+    "training.recorder.draw_loss_curve": ["SIGINT"],
+    "training.recorder.sample_text": ["SIGTERM"],
     "training.outcome.release_memory": ["SIGHUP", "SIGHUP"],
     "training.outcome.write_json": ["SIGINT", "SIGINT"],
     "os.fsync": ["SIGINT"],
@@ -85,7 +85,7 @@ def test_a_signal_after_the_last_step_leaves_a_completed_run(monkeypatch, tmp_pa
 
 def test_ctrl_c_after_a_job_ends_its_sweep(monkeypatch, tmp_path):
     """The job is completed, the others are listed."""
-    send_at(monkeypatch, "training.plot.draw_loss_curve", signal.SIGINT)
+    send_at(monkeypatch, "training.recorder.draw_loss_curve", signal.SIGINT)
     done = run(*tiny_sweep(tmp_path, "seed=0,1,2", "eval_every=0"))
     assert done.code == 130 and [row["status"] for row in index(tmp_path)] == [
         "completed",
@@ -156,7 +156,10 @@ def test_a_name_is_no_formula(tmp_path, name):
 
 @pytest.mark.parametrize(
     "place, lost",
-    [("training.plot.draw_loss_curve", "loss curve"), ("model.sample_text", "sample")],
+    [
+        ("training.recorder.draw_loss_curve", "loss curve"),
+        ("training.recorder.sample_text", "sample"),
+    ],
 )
 def test_what_fails_after_the_training_is_said_and_costs_nothing_else(
     monkeypatch, tmp_path, place, lost

@@ -584,11 +584,11 @@ def test_other_data_can_be_asked_for(tmp_path, books):
 @pytest.mark.parametrize(
     "content, said",
     [
-        (b"", "no list of settings"),
+        (b"", "it is not a list of settings"),
         (bytes(200), "special characters are not allowed"),
         (b"- steps=4\n- [", "while parsing"),
-        (b"steps: 4\n", "no list of settings"),
-        (b"- 4\n", "no list of settings"),
+        (b"steps: 4\n", "it is not a list of settings"),
+        (b"- 4\n", "it is not a list of settings"),
         (b"- steps=4\n- attention.block_kv=[1\n", "no viable alternative"),
         (b"- stepz=4\n", "there is no key 'stepz'"),
     ],

@@ -436,8 +436,8 @@ def test_ctrl_c_stops_the_sweep_and_the_job_can_go_on(tmp_path):
 @pytest.mark.parametrize(
     "moment, overrides",
     [
-        ("training.plot.draw_loss_curve", []),
-        ("training.plot.draw_loss_curve", DIVERGES),
+        ("training.recorder.draw_loss_curve", []),
+        ("training.recorder.draw_loss_curve", DIVERGES),
         ("data.build_data", []),
     ],
     ids=["completed", "diverged", "before"],

@@ -21,6 +21,7 @@ from attention import (
     Breakdown,
     Recorder,
     compare_with_exact,
+    dtype_name,
     find_breakdown,
 )
 from model.gpt import GPT
@@ -121,7 +122,7 @@ class AttentionMonitor:
         step that went wrong card() looks at whole.
         """
         return {
-            f"{_short(dtype)}_overflow_step": next(
+            f"{dtype_name(dtype)}_overflow_step": next(
                 (step for step, score in self.scores.items() if score > limit), None
             )
             for dtype, limit in LIMITS.items()
@@ -131,7 +132,7 @@ class AttentionMonitor:
         """Keep the score, and say so where it is the first to pass a limit of exp."""
         previous = max(self.scores.values(), default=-math.inf)
         passed = [
-            f"{limit:.2f} ({_short(dtype)})"
+            f"{limit:.2f} ({dtype_name(dtype)})"
             for dtype, limit in LIMITS.items()
             if previous <= limit < score
         ]
@@ -143,10 +144,6 @@ class AttentionMonitor:
             )
         if math.isfinite(score):
             self.scores[step] = max(score, self.scores.get(step, -math.inf))
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

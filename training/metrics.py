@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from training.hardware import PEAK_FLOPS, data_sheet
+
 log = logging.getLogger("tilegpt")
 
 PACKAGES = (
@@ -38,39 +40,6 @@ PACKAGES = (
     "wandb",
 )
 ROOT = Path(__file__).resolve().parent.parent
-
-# dense peak of the matrix units for 16-bit floats with float32 accumulation, in FLOP/s, from
-# NVIDIA's data sheets (the sparse figure halved where only that is printed); the first entry whose
-# words are in the device's name counts
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,  # SXM
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
-# device memory bandwidth in bytes/s, from the same data sheets and looked up the same way
-PEAK_BANDWIDTH = {
-    "B200": 8.0e12,
-    "GH200": 4.0e12,  # with HBM3
-    "H200": 4.8e12,
-    "H100 NVL": 3.9e12,
-    "H100 PCIe": 2.0e12,
-    "H100": 3.35e12,  # SXM
-    "A100 80GB PCIe": 1.935e12,
-    "A100.*80GB": 2.039e12,  # SXM
-    "A100": 1.555e12,
-    "L40S": 0.864e12,
-    "L4": 0.300e12,
-    "RTX 4090": 1.008e12,
-    "RTX 3090": 0.936e12,
-}
 
 
 class MetricsFile:
@@ -198,18 +167,6 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float | None:
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     return data_sheet(PEAK_FLOPS, torch.cuda.get_device_name(device))
-
-
-def data_sheet(table: dict[str, float], device_name: str) -> float | None:
-    """The entry of PEAK_FLOPS or PEAK_BANDWIDTH for a GPU as PyTorch names it; None for an unknown
-    one.
-    """
-    # the parts for laptops share a name with faster ones
-    if "Laptop" in device_name:
-        return None
-    return next(
-        (peak for words, peak in table.items() if re.search(rf"\b{words}\b", device_name)), None
-    )
 
 
 class WallClock:

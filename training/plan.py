@@ -44,7 +44,6 @@ from model.gpt import mlp_width
 from model.loss import chunk_rows, padded_vocab
 from training.schedule import will_compile
 
-GIB = 1024**3
 # one each of cuBLAS and cuBLASLt, at the CUBLAS_WORKSPACE_CONFIG=:4096:8 that training sets
 CUDA_WORKSPACES = 2 * 8 * 4096 * 1024
 

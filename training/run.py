@@ -111,6 +111,7 @@ def build_run(config: "RunConfig", summary: dict[str, Any] | None = None) -> Run
 def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     import torch
 
+    from attention import dtype_name
     from data import build_data
     from model import GPT, count_parameters
     from training.device import pick_device, pick_dtype, set_deterministic
@@ -121,7 +122,7 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     set_deterministic(config.deterministic)
-    summary |= {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
+    summary |= {"device": device.type, "dtype": dtype_name(dtype)}
 
     schedule = attention_schedule(config, dtype=dtype, device=device)
     for backend in schedule.values():

@@ -14,20 +14,7 @@ counts what is asked for.
 
 from dataclasses import dataclass
 
-# shared memory in KiB by compute capability, from the CUDA C++ programming guide: of a
-# multiprocessor, and what one block may ask for
-SHARED_KIB = {
-    "7.0": (96, 96),  # V100
-    "7.5": (64, 64),  # T4
-    "8.0": (164, 163),  # A100
-    "8.6": (100, 99),  # RTX 30
-    "8.9": (100, 99),  # RTX 40, L4, L40S
-    "9.0": (228, 227),  # H100, H200
-    "10.0": (228, 227),  # B200
-    "12.0": (100, 99),  # RTX 50
-}
-REGISTER_BYTES = 256 * 1024  # of a multiprocessor, for every capability above
-BLOCK_DEFAULT_KIB = 48  # what a block gets without asking for more
+from training.hardware import REGISTER_BYTES, SHARED_KIB
 
 
 @dataclass(frozen=True)

@@ -6,53 +6,64 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
+from scripts.tables import mean_and_deviation
+
 FOLDER = Path(__file__).resolve().parents[2] / "results"
+Row = dict[str, Any]
 
 
-def load(name: str) -> dict[str, Any]:
+def load(name: str) -> Row:
     return json.loads((FOLDER / f"{name}.json").read_text())
 
 
-def load_all(*names: str) -> list[dict[str, Any]]:
+def load_all(*names: str) -> list[Row]:
     """Those of the files that are there. Raises FileNotFoundError where none is."""
     return [load(name) for name in names if (FOLDER / f"{name}.json").is_file()] or [load(names[0])]
 
 
-def provenance(data: dict[str, Any]) -> str:
+def provenance(data: Row) -> str:
     environment = data["environment"]
     hardware, versions = environment["hardware"], environment["versions"]
     chip = hardware["gpu"] or f"{hardware['cpu']}, {hardware['cpu_cores']} cores"
-    packages = ", ".join(
-        f"{name} {versions[name]}"
-        for name in ("torch", "triton", "flash-attn-4", "python")
-        if versions.get(name)
-    )
+    names = ("torch", "triton", "flash-attn-4", "python")
+    packages = ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
     # runs of one table may come from several commits; then each says its own
     runs = data.get("runs") or data.get("speed") or [{}]
     commits = {run.get("commit") or environment.get("commit") or "unknown" for run in runs}
-    return (
-        f"Measured on {chip}; {packages}; commit "
-        f"{', '.join(sorted(commit[:7] for commit in commits))}."
-    )
+    short = ", ".join(sorted(commit[:7] for commit in commits))
+    return f"Measured on {chip}; {packages}; commit {short}."
 
 
-def table(head: list[str], rows: Iterable[list[Any]]) -> str:
+def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    head = list(head)
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def section(data: dict[str, Any], *parts: str) -> str:
+def formatted(columns: dict[str, str], rows: Iterable[Row]) -> str:
+    """A table from the format of each column, as in {"peak GiB": "{memory/peak_gib:.2f}"}; a dash
+    where a row has no such figure.
+    """
+
+    def cell(form: str, row: Row) -> str:
+        try:
+            return form.format_map(row)
+        except (KeyError, TypeError):  # absent, or None
+            return "-"
+
+    return table(columns, ([cell(form, row) for form in columns.values()] for row in rows))
+
+
+def section(data: Row, *parts: str) -> str:
     return "\n\n".join((provenance(data), *parts))
 
 
 def spread(values: list[float], form: str = "{:.3f}") -> str:
     """Mean and, of several, the standard deviation and their number."""
-    if len(values) == 1:
-        return form.format(values[0])
-    return f"{form.format(fmean(values))} ± {form.format(stdev(values))} (n={len(values)})"
+    text = mean_and_deviation(values, form)
+    return text if len(values) == 1 else f"{text} (n={len(values)})"
 
 
 def rounded(value: float) -> str:
@@ -67,14 +78,17 @@ def plain(name: str) -> str:
     return re.sub(r"[:,]\w+=", " ", name)
 
 
-def groups(
-    runs: list[dict[str, Any]], key: Callable[[dict[str, Any]], Any]
-) -> dict[Any, list[dict[str, Any]]]:
-    found: dict[Any, list[dict[str, Any]]] = {}
+def groups(runs: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    by_key: dict[Any, list[Row]] = {}
     for run in runs:
-        found.setdefault(key(run), []).append(run)
-    return found
+        by_key.setdefault(key(run), []).append(run)
+    return by_key
 
 
-def finite(runs: list[dict[str, Any]], name: str) -> list[float]:
+def finite(runs: Iterable[Row], name: str) -> list[float]:
     return [run[name] for run in runs if run.get(name) is not None]
+
+
+def joined(values: Iterable[Any], form: str = "{}") -> str:
+    """One figure of several runs: 12.1/13.0/12.7."""
+    return "/".join(map(form.format, values))

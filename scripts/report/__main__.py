@@ -6,59 +6,40 @@ DIR/cross_eval.json where scripts.cross_eval wrote one, and where the numbers co
 DIR/report.html, DIR/report.md and the Markdown's figures, DIR/report_figures/.
 
     python -m scripts.report multirun/2026-01-31_12-00-00
+
+The arguments are sweeps, runs, or folders of either. out=FILE.html writes the page elsewhere.
 """
 
-import argparse
-import sys
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.arguments import command
 from scripts.report import sections as parts
 from scripts.report.drawing import variant_styles
 from scripts.report.matrix import cross_blocks
 from scripts.report.page import Card, Figure, Section, Table, Text, render_html, render_markdown
 from scripts.report.runs import Run, ended, load_runs
-from training.interrupt import one_line
 from training.metrics import check_writable, write_file
 from training.sweep import not_started
 
 
-@one_line("report")
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.report",
-        description="Report on the runs of a sweep: one self-contained HTML page, and the "
-        "same as Markdown.",
-        epilog="example: python -m scripts.report multirun/* --out comparison.html",
-    )
-    parser.add_argument(
-        "dirs", nargs="+", type=Path, metavar="DIR", help="a sweep, a run, or a folder of either"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE.html",
-        help="where to write (default: report.html in the first DIR)",
-    )
-    arguments = parser.parse_args(argv)
-    out = arguments.out or arguments.dirs[0] / "report.html"
-    try:
-        if out.suffix != ".html" or out.is_dir():
-            raise ValueError(
-                f"--out {out} is not a name for an HTML file; give one that ends in .html"
-            )
-        runs = load_runs(arguments.dirs)
-        check_writable(out)
-        left_out = sum(len(not_started(folder)) for folder in arguments.dirs)
-        write_report(runs, cross_blocks(arguments.dirs), out, left_out=left_out)
-    except (OSError, ValueError) as error:
-        print(f"report: {error}", file=sys.stderr)
-        return 2
-    print(
-        f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}: {out} and "
-        f"{out.with_suffix('.md').name}"
-    )
-    return 0
+@dataclass
+class Options:
+    paths: list[Path]
+    out: Path | None = None
+
+
+@command("report", Options)
+def main(options: Options) -> None:
+    out = options.out or options.paths[0] / "report.html"
+    if out.suffix != ".html" or out.is_dir():
+        raise ValueError(f"out={out} is not a name for an HTML file; give one that ends in .html")
+    runs = load_runs(options.paths)
+    check_writable(out)
+    left_out = sum(len(not_started(folder)) for folder in options.paths)
+    write_report(runs, cross_blocks(options.paths), out, left_out=left_out)
+    count = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
+    print(f"{count}: {out} and {out.with_suffix('.md').name}")
 
 
 def write_report(
@@ -120,4 +101,4 @@ def build_report(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,23 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from scripts.palette import ON_DARK
 from scripts.report.runs import Run, in_order
 
-# Okabe and Ito's colours for every kind of colour vision, without the yellow that vanishes on
-# white; beside each its twin on dark paper
-PALETTE = {
-    "#0072b2": "#4aa8e0",
-    "#e69f00": "#f0b840",
-    "#009e73": "#2cc79b",
-    "#cc79a7": "#e39cc4",
-    "#d55e00": "#f08040",
-    "#56b4e9": "#8fd0f5",
-    "#8a8a8a": "#b4b4b4",
-    "#7a5cc4": "#a993ea",
-}
 INK, SOFT, GRID, PAPER = "#1c1c1e", "#6a6a70", "#e4e4e8", "#ffffff"
 VARIABLES = {INK: "--ink", SOFT: "--soft", GRID: "--grid", PAPER: "--paper"} | {
-    color: f"--series-{i}" for i, color in enumerate(PALETTE)
+    color: f"--series-{i}" for i, color in enumerate(ON_DARK)
 }
 # without the marks of a diverged run (X) and of one that ran out of memory (s)
 MARKERS = "oD^vPh*<>p"
@@ -66,18 +55,15 @@ def variant_styles(runs: list[Run]) -> dict[str, Style]:
     defects = {run.summary.get("attention") for run in runs if run.is_defect}
     is_defect = {run.variant: run.summary.get("attention") in defects for run in runs}
     exact = len(is_defect) - sum(is_defect.values())
-    colors, styles = list(PALETTE), {}
-    for i, variant in enumerate(
-        sorted(is_defect, key=lambda variant: (is_defect[variant], in_order(variant)))
-    ):
-        styles[variant] = Style(
-            color=colors[i % len(colors)],
-            marker=MARKERS[i % len(MARKERS)],
-            linestyle=(0, (4, 2)) if is_defect[variant] else "-",
-            linewidth=1.7
-            if is_defect[variant]
-            else 1.5 + 2.5 * (exact - 1 - i) / max(1, exact - 1),
-        )
+    colors, styles = list(ON_DARK), {}
+    ordered = sorted(is_defect, key=lambda variant: (is_defect[variant], in_order(variant)))
+    for i, variant in enumerate(ordered):
+        color, marker = colors[i % len(colors)], MARKERS[i % len(MARKERS)]
+        if is_defect[variant]:
+            styles[variant] = Style(color, marker, linestyle=(0, (4, 2)), linewidth=1.7)
+        else:
+            width = 1.5 + 2.5 * (exact - 1 - i) / max(1, exact - 1)
+            styles[variant] = Style(color, marker, linestyle="-", linewidth=width)
     return styles
 
 
@@ -87,26 +73,27 @@ def render(name: str, draw: Callable[[], Any]) -> Drawing:
     """
     import matplotlib
 
-    look = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
-    look |= {
+    look = {
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "xtick.color": SOFT,
+        "ytick.color": SOFT,
         "axes.edgecolor": SOFT,
         "grid.color": GRID,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.axisbelow": True,
-    }
-    look |= {
         "axes.grid": True,
         "axes.titlelocation": "left",
         "axes.titlesize": 10.5,
         "legend.frameon": False,
         "font.size": 10,
+        # letters stay letters: they can be searched, copied and read aloud
+        "svg.fonttype": "none",
+        "svg.hashsalt": name,
+        # a dollar sign in a file name does not begin a formula
+        "text.parse_math": False,
     }
-    look |= {"xtick.color": SOFT, "ytick.color": SOFT}
-    # letters stay letters: they can be searched, copied and read aloud
-    look |= {"svg.fonttype": "none", "svg.hashsalt": name}
-    # a dollar sign in somebody's file name is no formula
-    look |= {"text.parse_math": False}
     with matplotlib.rc_context(look):
         figure = draw()
         # the layout is the same for both

@@ -4,17 +4,21 @@ takes it to the page.
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 from attention import LIMITS
 from scripts.report.drawing import INK, PAPER, SOFT, Style, legend, short
-from scripts.report.runs import MIN_POINTS, Run
+from scripts.report.runs import Run
 
 # past these scores exp overflows; bfloat16 has float32's range
 FLOAT16_LIMIT, FLOAT32_LIMIT = min(LIMITS.values()), max(LIMITS.values())
 # drawn elsewhere, or no more than bookkeeping
 DRAWN = {"step", "tokens", "seconds", "lr", "mfu", "tokens_per_sec", "step_tokens_per_sec"}
 DRAWN |= {"train/loss", "val/loss", "val/loss_exact", "val/accuracy", "val/accuracy_exact"}
+
+# by status: a marker, and its words in the legend
+END_MARKS = {"diverged": ("X", "diverged: last finite value"), "oom": ("s", "out of memory")}
 
 
 def curve_lengths(runs: list[Run], *metrics: str) -> list[int]:
@@ -30,43 +34,39 @@ def draw_curves(
     """
     from matplotlib.figure import Figure
 
+    exact_metric = f"{metric}_exact"
     lengths = curve_lengths(runs, metric, *([train_metric] if train_metric else []))
-    columns = (
-        [metric, f"{metric}_exact"]
-        if any(run.curve(f"{metric}_exact") for run in runs)
-        else [metric]
-    )
-    figure = Figure(
-        figsize=(9.6, (3.5 if len(lengths) < 4 else 2.7) * len(lengths) + 0.4), layout="constrained"
-    )
+    has_exact = any(run.curve(exact_metric) for run in runs)
+    columns = [metric, exact_metric] if has_exact else [metric]
+    size = (9.6, (3.5 if len(lengths) < 4 else 2.7) * len(lengths) + 0.4)
+    figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(len(lengths), len(columns), sharey="row", sharex="row", squeeze=False)
     for row, seq_len in zip(grid, lengths, strict=True):
         here = [run for run in runs if run.seq_len == seq_len]
         for axes, column in zip(row, columns, strict=True):
             for variant, style in styles.items():
                 group = [run for run in here if run.variant == variant]
-                if train_metric and axes is row[0]:
-                    mean, _, rest = over_seeds([run.curve(train_metric) for run in group])
-                    for curve in [mean, *rest]:
-                        axes.plot(
-                            *_xy(curve), color=style.color, alpha=0.3, linewidth=0.8, zorder=1
-                        )
                 draw_seeds(axes, [run.curve(column) for run in group], style)
                 for tokens in set().union(*(run.switches for run in group)):
-                    axes.axvline(
-                        tokens, color=style.color, linewidth=1, linestyle=(0, (1, 2)), zorder=2
-                    )
+                    dotted = {"linewidth": 1, "linestyle": (0, (1, 2)), "zorder": 2}
+                    axes.axvline(tokens, color=style.color, **dotted)
+                if train_metric and axes is row[0]:
+                    mean, _, rest = over_seeds([run.curve(train_metric) for run in group])
+                    faint = {"color": style.color, "alpha": 0.3, "linewidth": 0.8, "zorder": 1}
+                    for curve in [mean, *rest]:
+                        axes.plot(*_xy(curve), **faint)
             axes.set_xlabel("training tokens")
             axes.xaxis.set_major_formatter(short)
-        _limit(row[0], here, metric, train_metric)
+        own = row[0]
+        _limit(own, here, metric, train_metric)
         for run in here:
             curve = (run.curve(train_metric) if train_metric else {}) | run.curve(metric)
-            _mark_end(row[0], run, curve, styles[run.variant])
+            _mark_end(own, run, curve, styles[run.variant])
         length = f", seq_len={seq_len:,}" if seq_len else ""
-        row[0].set_title(f"{metric}: own attention{length}")
-        if len(row) > 1:
-            row[1].set_title(f"{metric}_exact: same weights, exact attention")
-        row[0].set_ylabel("nats per token" if metric == "val/loss" else metric.rpartition("/")[2])
+        own.set_title(f"{metric}: own attention{length}")
+        own.set_ylabel("nats per token" if metric == "val/loss" else metric.rpartition("/")[2])
+        if has_exact:
+            row[1].set_title(f"{exact_metric}: same weights, exact attention")
     legend(figure, styles, _end_marks(runs))
     return figure
 
@@ -86,17 +86,12 @@ def over_seeds(
     common = sorted(set.intersection(*map(set, curves)))
     if len(common) < 2:
         return {}, {}, curves
-    values = {tokens: [curve[tokens] for curve in curves] for tokens in common}
-    rest = [
-        {tokens: value for tokens, value in curve.items() if tokens >= common[-1]}
-        for curve in curves
-    ]
-    mean = {tokens: sum(x) / len(x) for tokens, x in values.items()}
-    return (
-        mean,
-        {tokens: (min(x), max(x)) for tokens, x in values.items()},
-        [curve for curve in rest if len(curve) > 1],
-    )
+    mean, band = {}, {}
+    for tokens in common:
+        values = [curve[tokens] for curve in curves]
+        mean[tokens], band[tokens] = fmean(values), (min(values), max(values))
+    rest = [{x: y for x, y in curve.items() if x >= common[-1]} for curve in curves]
+    return mean, band, [curve for curve in rest if len(curve) > 1]
 
 
 def draw_seeds(axes: Any, curves: list[dict[float, float]], style: Style) -> None:
@@ -104,19 +99,13 @@ def draw_seeds(axes: Any, curves: list[dict[float, float]], style: Style) -> Non
     as a thin line.
     """
     mean, band, rest = over_seeds(curves)
+    color = style.color
     if band:
-        axes.fill_between(
-            list(band),
-            *zip(*band.values(), strict=True),
-            color=style.color,
-            alpha=0.2,
-            linewidth=0,
-            zorder=2,
-        )
+        low, high = zip(*band.values(), strict=True)
+        axes.fill_between(list(band), low, high, color=color, alpha=0.2, linewidth=0, zorder=2)
     for curve in rest:
-        axes.plot(
-            *_xy(curve), color=style.color, linestyle=style.linestyle, linewidth=0.9, zorder=3
-        )
+        thin = {"linestyle": style.linestyle, "linewidth": 0.9}
+        axes.plot(*_xy(curve), color=color, **thin, zorder=3)
     if mean:
         axes.plot(*_xy(mean), **style.line, markevery=max(1, len(mean) // 12), zorder=3)
 
@@ -125,28 +114,20 @@ def _mark_end(axes: Any, run: Run, curve: dict[float, float], style: Style) -> N
     """A cross where a diverged run had its last finite value; a square where memory ran out on the
     way.
     """
-    if curve and run.status in ("diverged", "oom"):
-        tokens = max(curve)
-        marker = "X" if run.status == "diverged" else "s"
-        # a curve that shot up has its mark at the upper edge
-        height = min(curve[tokens], axes.get_ylim()[1])
-        axes.plot(
-            [tokens],
-            [height],
-            marker,
-            color=style.color,
-            markeredgecolor=INK,
-            markersize=10,
-            zorder=5,
-            clip_on=False,
-        )
+    if not curve or run.status not in END_MARKS:
+        return
+    tokens = max(curve)
+    # a curve that shot up has its mark at the upper edge
+    height = min(curve[tokens], axes.get_ylim()[1])
+    look = {"color": style.color, "markeredgecolor": INK, "markersize": 10}
+    marker, _ = END_MARKS[run.status]
+    axes.plot([tokens], [height], marker, **look, zorder=5, clip_on=False)
 
 
 def _end_marks(runs: list[Run]) -> dict[str, str]:
-    ended = {run.status for run in runs if run.metrics}
-    marks = {"diverged": ("diverged: last finite value", "X"), "oom": ("out of memory", "s")}
-    switched = {"attention switched": "|"} if any(run.switches for run in runs) else {}
-    return dict(mark for status, mark in marks.items() if status in ended) | switched
+    statuses = {run.status for run in runs if run.metrics}
+    marks = {words: marker for status, (marker, words) in END_MARKS.items() if status in statuses}
+    return marks | ({"attention switched": "|"} if any(run.switches for run in runs) else {})
 
 
 def _limit(axes: Any, runs: list[Run], metric: str, train_metric: str | None) -> None:
@@ -154,27 +135,20 @@ def _limit(axes: Any, runs: list[Run], metric: str, train_metric: str | None) ->
     if "accuracy" in metric:
         axes.set_ylim(-0.02, 1.02)
         return
-    held_out = [
-        list(run.curve(name).values())
-        for run in runs
-        for name in (metric, f"{metric}_exact")
-        if run.status != "diverged"
-    ]
-    everything = [
-        list(run.curve(name).values())
-        for run in runs
-        for name in (metric, f"{metric}_exact", train_metric)
-        if name
-    ]
+
+    def curves(runs: list[Run], *metrics: str | None) -> list[list[float]]:
+        return [list(run.curve(name).values()) for run in runs for name in metrics if name]
+
+    own = (metric, f"{metric}_exact")
+    everything = curves(runs, *own, train_metric)
     # the first value of a curve is the untrained model's
-    learnt = [values[1:] for values in held_out if len(values) > 1] or [
-        values[1:2] or values for values in everything
-    ]
-    bottom, top = (
-        min(x for values in everything for x in values),
-        max(x for values in learnt for x in values),
-    )
-    axes.set_ylim(bottom - 0.05 * (top - bottom or 1), top + 0.06 * (top - bottom or 1))
+    held_out = curves([run for run in runs if run.status != "diverged"], *own)
+    learnt = [values[1:] for values in held_out if len(values) > 1]
+    learnt = learnt or [values[1:2] or values for values in everything]
+    bottom = min(x for values in everything for x in values)
+    top = max(x for values in learnt for x in values)
+    height = top - bottom or 1
+    axes.set_ylim(bottom - 0.05 * height, top + 0.06 * height)
 
 
 def other_metrics(runs: list[Run]) -> list[str]:
@@ -188,9 +162,7 @@ def draw_others(runs: list[Run], styles: dict[str, Style]) -> Any:
     from matplotlib.figure import Figure
 
     panels = [
-        (metric, seq_len)
-        for metric in other_metrics(runs)
-        for seq_len in curve_lengths(runs, metric)
+        (metric, length) for metric in other_metrics(runs) for length in curve_lengths(runs, metric)
     ]
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
@@ -198,9 +170,7 @@ def draw_others(runs: list[Run], styles: dict[str, Style]) -> Any:
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     lengths = {seq_len for _, seq_len in panels}
     for axes, (metric, seq_len) in zip(grid, panels, strict=False):
-        here = [
-            run for run in runs if run.seq_len == seq_len and len(run.curve(metric)) >= MIN_POINTS
-        ]
+        here = [run for run in runs if run.seq_len == seq_len and metric in run.logged]
         for variant, style in styles.items():
             draw_seeds(axes, [run.curve(metric) for run in here if run.variant == variant], style)
         values = [value for run in here for value in run.curve(metric).values()]
@@ -234,23 +204,21 @@ def draw_limits(axes: Any, largest: float) -> None:
     """Lines at the scores past which exp overflows: the one of float16 and, once that is passed,
     the one of float32 and bfloat16.
     """
-    axes.axhline(FLOAT16_LIMIT, color=SOFT, linewidth=0.9, linestyle=(0, (2, 2)))
+    line = {"color": SOFT, "linewidth": 0.9, "linestyle": (0, (2, 2))}
     look = {
         "xycoords": ("axes fraction", "data"),
         "textcoords": "offset points",
+        "xytext": (0, -3),
         "fontsize": 7.5,
         "color": SOFT,
         "va": "top",
     }
-    # scores grow: below the higher line there is room on the left
-    axes.annotate(
-        f"{FLOAT16_LIMIT:.2f} float16", (0.99, FLOAT16_LIMIT), xytext=(0, -3), ha="right", **look
-    )
+    axes.axhline(FLOAT16_LIMIT, **line)
+    axes.annotate(f"{FLOAT16_LIMIT:.2f} float16", (0.99, FLOAT16_LIMIT), ha="right", **look)
     if largest > FLOAT16_LIMIT:
-        axes.axhline(FLOAT32_LIMIT, color=SOFT, linewidth=0.9, linestyle=(0, (2, 2)))
-        axes.annotate(
-            f"{FLOAT32_LIMIT:.2f} float32, bfloat16", (0.01, FLOAT32_LIMIT), xytext=(0, -3), **look
-        )
+        # scores grow: below the higher line there is room on the left
+        axes.axhline(FLOAT32_LIMIT, **line)
+        axes.annotate(f"{FLOAT32_LIMIT:.2f} float32, bfloat16", (0.01, FLOAT32_LIMIT), **look)
 
 
 def draw_history(history: dict[float, float], bad_step: float | None, style: Style) -> Any:
@@ -260,13 +228,8 @@ def draw_history(history: dict[float, float], bad_step: float | None, style: Sty
 
     figure = Figure(figsize=(4.4, 1.9), layout="constrained")
     axes = figure.subplots()
-    axes.plot(
-        *_xy(history),
-        color=style.color,
-        linewidth=1.6,
-        marker="o" if len(history) < 12 else None,
-        markersize=3,
-    )
+    marker = "o" if len(history) < 12 else None
+    axes.plot(*_xy(history), color=style.color, linewidth=1.6, marker=marker, markersize=3)
     _scale(axes, list(history.values()))
     draw_limits(axes, max(history.values()))
     if bad_step is not None:
@@ -282,139 +245,112 @@ def cost_lengths(runs: list[Run]) -> list[int]:
     """Sequence lengths with a peak, a speed or a lack of memory to draw; a run that failed at once
     has none.
     """
-    known = [
-        run
-        for run in runs
-        if run.peak_gib is not None or run.status == "oom" or run.figure("step_tokens_per_sec")
-    ]
-    return sorted({run.seq_len for run in known if run.seq_len})
+    return sorted(
+        {
+            run.seq_len
+            for run in runs
+            if run.peak_gib is not None or run.status == "oom" or run.figure("step_tokens_per_sec")
+        }
+        - {0}
+    )
 
 
 def draw_cost(runs: list[Run], styles: dict[str, Style]) -> Any:
     """Peak memory and speed: against the sequence length where there are several, else a bar a
     variant.
     """
+    from matplotlib.figure import Figure
+
     lengths = cost_lengths(runs)
     runs = [run for run in runs if run.seq_len in lengths]
-    speeds = [run.figure("step_tokens_per_sec") for run in runs]
-    figures = {
-        "peak memory (GiB)": [run.peak_gib for run in runs],
-        "tokens per second, the steps alone": speeds,
+    costs = {
+        "peak memory (GiB)": {run: run.peak_gib for run in runs},
+        "tokens per second, the steps alone": {
+            run: run.figure("step_tokens_per_sec") for run in runs
+        },
     }
-    figures = {title: values for title, values in figures.items() if any(values)}
-    return (_draw_cost_lines if len(lengths) > 1 else _draw_cost_bars)(runs, styles, figures)
+    costs = {title: values for title, values in costs.items() if any(values.values())}
+    shown = {run.variant for run in runs}
+    variants = {name: style for name, style in styles.items() if name in shown}
+    height = 4.2 if len(lengths) > 1 else 0.9 + 0.34 * len(variants)
+    figure = Figure(figsize=(9.6 if len(costs) > 1 else 6.4, height), layout="constrained")
+    grid = figure.subplots(1, len(costs), squeeze=False, sharey=len(lengths) == 1)[0]
+    for axes, (title, values) in zip(grid, costs.items(), strict=True):
+        axes.set_title(title)
+        if len(lengths) > 1:
+            _draw_cost_lines(axes, styles, values, lengths)
+        else:
+            _draw_cost_bars(axes, variants, values)
+    if len(lengths) > 1:
+        ran_out = any(run.status == "oom" for run in runs)
+        legend(figure, styles, {"out of memory": "X"} if ran_out else {})
+    else:
+        grid[0].set_yticks(range(len(variants)), variants)
+        grid[0].invert_yaxis()
+    return figure
 
 
 def _draw_cost_lines(
-    runs: list[Run], styles: dict[str, Style], figures: dict[str, list[float | None]]
-) -> Any:
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+    axes: Any, styles: dict[str, Style], values: dict[Run, float | None], lengths: list[int]
+) -> None:
+    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
-    lengths = sorted({run.seq_len for run in runs})
-    figure = Figure(figsize=(9.6 if len(figures) > 1 else 6.4, 4.2), layout="constrained")
-    grid = figure.subplots(1, len(figures), squeeze=False)[0]
-    out_of_memory = {(run.variant, run.seq_len) for run in runs if run.status == "oom"}
-    for axes, (title, values) in zip(grid, figures.items(), strict=True):
-        axes.set(xscale="log", yscale="log", xlabel="seq_len")
-        crossed = out_of_memory and title.startswith("peak")
-        # the crosses stand between the axes and the title
-        axes.set_title(title, pad=26 if crossed else 6)
-        for i, (variant, style) in enumerate(styles.items()):
-            mean = {
-                n: _mean(
-                    x
-                    for run, x in zip(runs, values, strict=True)
-                    if (run.variant, run.seq_len) == (variant, n)
-                )
-                for n in lengths
-            }
-            axes.plot(*_xy({n: value for n, value in mean.items() if value}), **style.line)
-            for n in lengths if crossed else ():
-                if (variant, n) in out_of_memory:
-                    # the height is a share of the picture: memory that was not there has no amount
-                    height = 1.03 + 0.035 * (i % 3)
-                    axes.plot(
-                        [n],
-                        [height],
-                        "X",
-                        color=style.color,
-                        markersize=9,
-                        transform=axes.get_xaxis_transform(),
-                        clip_on=False,
-                    )
-        axes.xaxis.set_major_locator(FixedLocator(lengths))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n:,.0f}"))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_locator(LogLocator(base=2))
-        axes.yaxis.set_major_formatter(short)
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.set_xlim(lengths[0] / 1.15, lengths[-1] * 1.15)
-        if len(lengths) > 5:
-            axes.tick_params(axis="x", rotation=35)
-    legend(figure, styles, {"out of memory": "X"} if out_of_memory else {})
-    return figure
+    axes.set(xscale="log", yscale="log", xlabel="seq_len")
+    for i, (variant, style) in enumerate(styles.items()):
+        mean, ran_out = {}, []
+        for n in lengths:
+            group = [run for run in values if (run.variant, run.seq_len) == (variant, n)]
+            measured = [values[run] for run in group if values[run] is not None]
+            if any(measured):
+                mean[n] = fmean(measured)
+            if any(run.status == "oom" for run in group):
+                ran_out.append(n)
+        axes.plot(*_xy(mean), **style.line)
+        if ran_out and axes.get_title().startswith("peak"):
+            # between the axes and the title: memory that was not there has no amount
+            axes.set_title(axes.get_title(), pad=26)
+            where = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+            height = [1.03 + 0.035 * (i % 3)] * len(ran_out)
+            axes.plot(ran_out, height, "X", color=style.color, markersize=9, **where)
+    axes.xaxis.set_major_locator(FixedLocator(lengths))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(LogLocator(base=2))
+    axes.yaxis.set_major_formatter(short)
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_xlim(lengths[0] / 1.15, lengths[-1] * 1.15)
+    if len(lengths) > 5:
+        axes.tick_params(axis="x", rotation=35)
 
 
-def _draw_cost_bars(
-    runs: list[Run], styles: dict[str, Style], figures: dict[str, list[float | None]]
-) -> Any:
-    from matplotlib.figure import Figure
-
-    variants = [variant for variant in styles if any(run.variant == variant for run in runs)]
-    figure = Figure(
-        figsize=(9.6 if len(figures) > 1 else 6.4, 0.9 + 0.34 * len(variants)), layout="constrained"
-    )
-    grid = figure.subplots(1, len(figures), squeeze=False, sharey=True)[0]
-    for axes, (title, values) in zip(grid, figures.items(), strict=True):
-        longest = max(value for value in values if value is not None)
-        for place, variant in enumerate(variants):
-            group = [
-                (run, value)
-                for run, value in zip(runs, values, strict=True)
-                if run.variant == variant
-            ]
-            known = [value for _, value in group if value is not None]
-            mean = _mean(known)
-            if mean is not None:
-                hatch = None if styles[variant].linestyle == "-" else "////"
-                axes.barh(
-                    place,
-                    mean,
-                    height=0.7,
-                    color=styles[variant].color,
-                    hatch=hatch,
-                    edgecolor=PAPER,
-                    linewidth=0,
-                )
-            if len(known) > 1:
-                axes.plot([min(known), max(known)], [place, place], color=INK, linewidth=1.2)
-                axes.plot(known, [place] * len(known), "o", color=INK, markersize=2.5)
-            label = (
-                short(mean)
-                if mean is not None
-                else ", ".join(sorted({run.status for run, _ in group}))
-            )
-            axes.text(max([0, *known]) + 0.015 * longest, place, label, va="center", fontsize=9)
-        axes.set(title=title, xlim=(0, 1.14 * longest))
-        axes.xaxis.set_major_formatter(short)
-        axes.xaxis.set_major_locator(_few_ticks())
-        axes.grid(visible=False, axis="y")
-        axes.tick_params(axis="y", length=0)
-    grid[0].set_yticks(range(len(variants)), variants)
-    grid[0].invert_yaxis()
-    return figure
+def _draw_cost_bars(axes: Any, styles: dict[str, Style], values: dict[Run, float | None]) -> None:
+    longest = max(value for value in values.values() if value is not None)
+    for place, (variant, style) in enumerate(styles.items()):
+        group = [run for run in values if run.variant == variant]
+        measured = [values[run] for run in group if values[run] is not None]
+        label = ", ".join(sorted({run.status for run in group}))
+        if measured:
+            mean = fmean(measured)
+            label = short(mean)
+            look = {"color": style.color, "edgecolor": PAPER, "linewidth": 0}
+            hatch = None if style.linestyle == "-" else "////"
+            axes.barh(place, mean, height=0.7, hatch=hatch, **look)
+        if len(measured) > 1:
+            axes.plot([min(measured), max(measured)], [place, place], color=INK, linewidth=1.2)
+            axes.plot(measured, [place] * len(measured), "o", color=INK, markersize=2.5)
+        end = max([0, *measured]) + 0.015 * longest
+        axes.text(end, place, label, va="center", fontsize=9)
+    axes.set_xlim(0, 1.14 * longest)
+    axes.xaxis.set_major_formatter(short)
+    axes.xaxis.set_major_locator(_few_ticks())
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
 
 
 def _few_ticks() -> Any:
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(4)
-
-
-def _mean(values: Any) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 def _xy(curve: dict[float, float]) -> tuple[Sequence[float], Sequence[float]]:

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from scripts.cross_eval_matrix import Matrix, build_matrices, read_rows
+from scripts.cross_eval_matrix import Matrix, build_matrices, read_rows, reasons
 from scripts.report.page import Table, Text
 from training.sweep import load_json
 
@@ -44,12 +43,7 @@ def cross_blocks(dirs: Sequence[Path]) -> list[Table | Text]:
         Text(about + "The stronger the colour, the worse; framed: the attention of the training.")
     )
     blocks += map(_table, build_matrices(rows))
-    reasons = dict.fromkeys(
-        f"{row['evaluated_under']['name']} {row['status']}"
-        for row in rows
-        if str(row["status"]).startswith("refused")
-    )
-    return blocks + [Text(reason) for reason in reasons]
+    return blocks + [Text(reason) for reason in reasons(rows)]
 
 
 def trained_on(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
@@ -73,26 +67,20 @@ def trained_on(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _table(matrix: Matrix) -> Table:
-    means = {
-        (label, x): fmean(cell.values)
-        for label, row in matrix.cells.items()
-        for x, cell in enumerate(row)
-        if cell.values
-    }
     low, high = matrix.scale
     # a high loss is bad, and so is a low accuracy
-    badness = {
-        key: (value - low if matrix.metric == "loss" else high - value) / (high - low)
-        for key, value in means.items()
-    }
+    good, bad = (low, high) if matrix.metric == "loss" else (high, low)
+    shares = [
+        [(cell.mean - good) / (bad - good) if cell.values else None for cell in row]
+        for row in matrix.cells.values()
+    ]
     rows = [
         [label, *(cell.text(matrix.form) if any(cell) else "-" for cell in row)]
         for label, row in matrix.cells.items()
     ]
-    places = range(len(matrix.judges))
     return Table(
         [matrix.metric, *matrix.judges],
         rows,
-        shares=[[badness.get((label, x)) for x in places] for label in matrix.cells],
+        shares=shares,
         framed=[matrix.own[label] for label in matrix.cells],
     )

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from scripts.report.drawing import PALETTE, Drawing
+from scripts.palette import ON_DARK
+from scripts.report.drawing import Drawing
 
 
 @dataclass
@@ -36,6 +37,12 @@ class Table:
     shares: list[list[float | None]] | None = None
     framed: list[set[int]] | None = None  # the places in each row of shares that get a frame
 
+    def kind(self, column: int) -> str:
+        """The HTML class of a column: a sentence, words, or numbers."""
+        if self.notes and column == len(self.head) - 1:
+            return ' class="note"'
+        return ' class="word"' if column < self.words else ""
+
 
 @dataclass
 class Card:
@@ -55,7 +62,7 @@ def _style() -> str:
     """page.css, and the colours of the figures as variables: on light paper, on dark."""
     light, dark = (
         ":root { " + " ".join(f"--series-{i}: {color};" for i, color in enumerate(colors)) + " }"
-        for colors in (PALETTE, PALETTE.values())
+        for colors in (ON_DARK, ON_DARK.values())
     )
     rules = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     return f"{rules}{light}\n@media screen and (prefers-color-scheme: dark) {{ {dark} }}\n"
@@ -108,31 +115,25 @@ def _svg(figure: Figure) -> str:
 
 
 def _html_table(table: Table) -> str:
-    def classes(column: int) -> str:
-        if table.notes and column == len(table.head) - 1:
-            return ' class="note"'
-        return ' class="word"' if column < table.words else ""
-
-    def heat(row: int, column: int) -> str:
+    def attributes(row: int, column: int) -> str:
+        """The class of a cell of the body, and its share of a heat map's colour."""
         place = column - table.words
         if table.shares is None or place < 0:
-            return ""
+            return table.kind(column)
         share = table.shares[row][place]
         framed = ' class="framed"' if table.framed and place in table.framed[row] else ""
         return framed + (f' style="--share: {share:.3f}"' if share is not None else "")
 
     head = "".join(
-        f'<th scope="col"{classes(i)}>{escape(text)}</th>' for i, text in enumerate(table.head)
+        f'<th scope="col"{table.kind(i)}>{escape(text)}</th>' for i, text in enumerate(table.head)
     )
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td{classes(i)}{heat(n, i)}>{escape(text)}</td>" for i, text in enumerate(row))
-        + "</tr>"
-        for n, row in enumerate(table.rows)
-    )
+    lines = []
+    for n, row in enumerate(table.rows):
+        cells = (f"<td{attributes(n, i)}>{escape(text)}</td>" for i, text in enumerate(row))
+        lines.append(f"<tr>{''.join(cells)}</tr>")
     kind = ' class="heat"' if table.shares else ""
-    table = f"<table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class="wide">{table}</div>'
+    body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
+    return f'<div class="wide"><table{kind}>{body}</table></div>'
 
 
 def render_markdown(title: str, sections: list[Section], figures: str) -> str:
@@ -153,26 +154,16 @@ def _markdown(block: Text | Figure | Table | Card, figures: str) -> str:
                 f"\n\n{_plain(block.caption)}" if block.caption else ""
             )
         case Table():
-            rule = [
-                ":---" if i < block.words or (block.notes and i == len(block.head) - 1) else "---:"
-                for i in range(len(block.head))
-            ]
-            lines = [
-                [_plain(cell) for cell in block.head],
-                rule,
-                *([_plain(cell) for cell in row] for row in block.rows),
-            ]
+            rule = [":---" if block.kind(i) else "---:" for i in range(len(block.head))]
+            rows = [[_plain(cell) for cell in row] for row in (block.head, *block.rows)]
+            lines = [rows[0], rule, *rows[1:]]
             return "\n".join(f"| {' | '.join(line)} |" for line in lines)
         case Card():
-            facts = "".join(
-                f"\n- {_plain(key)}: {_plain(value)}" for key, value in block.facts.items()
-            )
-            figure = f"\n\n{_markdown(block.figure, figures)}" if block.figure else ""
-            return (
-                f"### {_plain(block.title)}\n\n{_plain(block.sentence)}"
-                + (f"\n{facts}" if facts else "")
-                + figure
-            )
+            text = f"### {_plain(block.title)}\n\n{_plain(block.sentence)}"
+            facts = [f"- {_plain(key)}: {_plain(value)}" for key, value in block.facts.items()]
+            if facts:
+                text += "\n\n" + "\n".join(facts)
+            return f"{text}\n\n{_markdown(block.figure, figures)}" if block.figure else text
 
 
 def _plain(text: str) -> str:

@@ -37,9 +37,8 @@ class Run:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     env: dict[str, Any] = field(default_factory=dict)
     place: str = ""  # its folder, relative to the folder reported on
-    variant: str = (
-        ""  # what is compared: the attention, and every other override in which the runs differ
-    )
+    # what is compared: the attention, and every other override in which the runs differ
+    variant: str = ""
     damage: str = ""  # what is missing of its files, or of what is in them
     name: str = ""  # the variant, seq_len and seed: no two runs of a report share one
 
@@ -71,11 +70,10 @@ class Run:
     def switches(self) -> set[float]:
         """Training tokens after which another attention took over."""
         points = [(number(row.get("step")) or 0, number(row.get("tokens"))) for row in self.metrics]
-        first = [
-            next((tokens for at, tokens in points if at >= step), None)
-            for step, _ in attention_steps(self.summary)[1:]
-        ]
-        return {tokens for tokens in first if tokens is not None}
+        first = set()
+        for step, _ in attention_steps(self.summary)[1:]:
+            first.add(next((tokens for at, tokens in points if at >= step), None))
+        return first - {None}
 
     @cached_property
     def logged(self) -> list[str]:
@@ -86,13 +84,7 @@ class Run:
     def curve(self, metric: str) -> dict[float, float]:
         """Values by tokens. What was not finite is not in the file as a number, and not here."""
         points = ((number(row.get("tokens")), number(row.get(metric))) for row in self.metrics)
-        return dict(
-            sorted(
-                (tokens, value)
-                for tokens, value in points
-                if tokens is not None and value is not None
-            )
-        )
+        return dict(sorted(point for point in points if None not in point))
 
 
 def ended(runs: Iterable[Run], *statuses: str) -> list[Run]:
@@ -100,7 +92,7 @@ def ended(runs: Iterable[Run], *statuses: str) -> list[Run]:
 
 
 def load_runs(dirs: Sequence[Path]) -> list[Run]:
-    """Every run below `dirs`; ValueError where there is none."""
+    """Every run below `dirs`. Raises ValueError where none is."""
     for folder in dirs:
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder")
@@ -117,35 +109,29 @@ def load_runs(dirs: Sequence[Path]) -> list[Run]:
     _name(runs)
     top = dirs[0].resolve()
     for run, path in zip(runs, summaries, strict=True):
-        # no path of this machine: a report is passed on
+        # without the path of this machine: a report is passed on
         run.place = str(path.relative_to(top)) if len(dirs) == 1 and path != top else path.name
     return runs
 
 
 def _load(path: Path, summary: dict[str, Any]) -> Run:
-    # what is not of its kind counts as absent: everything below may rely on these
+    # a value of another type counts as absent: everything below may rely on these
     overrides = summary.get("overrides")
-    summary["overrides"] = (
-        [x for x in overrides if isinstance(x, str)] if isinstance(overrides, list) else []
-    )
+    overrides = overrides if isinstance(overrides, list) else []
+    summary["overrides"] = [x for x in overrides if isinstance(x, str)]
     for key, kind in (("attention", str), ("oom", dict)):
         if not isinstance(summary.get(key), kind):
             summary.pop(key, None)
-    if summary["status"] != "completed" and is_stale(
-        summary
-    ):  # a completed run has evaluated its last step
+    # a completed run has evaluated its last step
+    if summary["status"] != "completed" and is_stale(summary):
         summary = {key: value for key, value in summary.items() if not key.startswith("val/")}
     try:
         metrics = read_metrics(path / "metrics.jsonl")
     except OSError as error:
         metrics = []
         summary.setdefault("error", f"metrics.jsonl cannot be read: {error.strerror}")
-    return Run(
-        summary,
-        metrics,
-        load_json(path / "env.json"),
-        damage="; ".join(_damages(path, summary, metrics)),
-    )
+    damage = "; ".join(_damages(path, summary, metrics))
+    return Run(summary, metrics, load_json(path / "env.json"), damage=damage)
 
 
 def _damages(path: Path, summary: dict[str, Any], metrics: list[dict[str, Any]]) -> Iterator[str]:
@@ -153,21 +139,17 @@ def _damages(path: Path, summary: dict[str, Any], metrics: list[dict[str, Any]])
     ended.
     """
     ran = summary["status"] not in ("failed", "unfinished", "oom")
-    if "status" not in load_json(path / "summary.json") and (
-        ran or (path / "summary.json").exists()
-    ):
-        yield f"summary.json is {'unreadable' if (path / 'summary.json').exists() else 'missing'}"
+    summary_exists = (path / "summary.json").exists()
+    if "status" not in load_json(path / "summary.json") and (ran or summary_exists):
+        yield f"summary.json is {'unreadable' if summary_exists else 'missing'}"
     if not ran:
         return
-    lines = (
-        (path / "metrics.jsonl").read_bytes().count(b"\n")
-        if (path / "metrics.jsonl").is_file()
-        else 0
-    )
+    file = path / "metrics.jsonl"
+    lines = file.read_bytes().count(b"\n") if file.is_file() else 0
     steps = [int(step) for row in metrics if (step := number(row.get("step"))) is not None]
     done = number(summary.get("steps_done")) or 0
-    # the last step need not be logged, but it is no further from the last row than rows are from
-    # one another
+    # the last step need not be logged, but it follows the last row as closely as rows follow one
+    # another
     usual = max((b - a for a, b in pairwise(steps)), default=0)
     if not steps and done:
         yield "metrics.jsonl is empty or missing"
@@ -179,55 +161,38 @@ def _damages(path: Path, summary: dict[str, Any], metrics: list[dict[str, Any]])
 
 def _given(run: Run, key: str) -> str | None:
     """What the command line said of a key, if it did."""
-    return next(
-        (
-            value
-            for name, _, value in (x.partition("=") for x in run.summary["overrides"])
-            if name == key
-        ),
-        None,
-    )
+    values = dict(x.partition("=")[::2] for x in reversed(run.summary["overrides"]))
+    return values.get(key)
 
 
 def _variants(runs: list[Run]) -> list[str]:
-    # a run that was resumed for more steps is no other variant
-    resumed = [run for run in runs if _given(run, "resume")]
-    steps = {_given(run, "steps") for run in runs if run not in resumed}
-    dropped = {"attention", "seq_len", "seed"} | (
-        {"steps"} if resumed and len(steps) < 2 else set()
-    )
+    dropped = {"attention", "seq_len", "seed"}
+    # a run that was resumed for more steps stays with its variant
+    fresh = [run for run in runs if not _given(run, "resume")]
+    if len(fresh) < len(runs) and len({_given(run, "steps") for run in fresh}) < 2:
+        dropped.add("steps")
     names = []
     for run, setting in zip(runs, differing_settings([run.summary for run in runs]), strict=True):
-        told = (
-            {"attention.switch_at", "attention.switch_to"}
-            if len(attention_steps(run.summary)) > 1
-            else set()
-        )
-        others = [
-            f"{key.rpartition('.')[2]}={value}"
-            for key, value in setting.items()
-            if key not in dropped | told
-        ]
-        attention = (
-            attention_in_words(run.summary)
-            if run.summary.get("attention")
-            else Path(run.summary["dir"]).name
-        )
-        names.append(" ".join([attention, *others]))
+        words = [Path(run.summary["dir"]).name]
+        if run.summary.get("attention"):
+            words = [attention_in_words(run.summary)]
+        switched = len(attention_steps(run.summary)) > 1
+        in_words = {"attention.switch_at", "attention.switch_to"} if switched else set()
+        for key, value in setting.items():
+            if key not in dropped | in_words:
+                words.append(f"{key.rpartition('.')[2]}={value}")
+        names.append(" ".join(words))
     return names
 
 
 def _name(runs: list[Run]) -> None:
-    several = {
-        key: len({str(run.summary.get(key)) for run in runs}) > 1 for key in ("seq_len", "seed")
-    }
     for run in runs:
-        told = [
-            f"{key}={run.summary[key]}"
-            for key in several
-            if several[key] and run.summary.get(key) is not None
-        ]
-        run.name = " ".join([run.variant, *told])
+        run.name = run.variant
+    for key in ("seq_len", "seed"):
+        if len({str(run.summary.get(key)) for run in runs}) > 1:
+            for run in runs:
+                if run.summary.get(key) is not None:
+                    run.name += f" {key}={run.summary[key]}"
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:

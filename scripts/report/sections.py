@@ -4,7 +4,8 @@ figures.
 
 import math
 from collections.abc import Iterable
-from statistics import fmean, stdev
+from itertools import product
+from statistics import fmean
 from typing import Any
 
 from scripts.report.drawing import Style, render
@@ -20,10 +21,10 @@ from scripts.report.figures import (
 )
 from scripts.report.page import Card, Figure, Table, Text
 from scripts.report.runs import MIN_POINTS, Run, ended, in_order, number
+from scripts.tables import mean_and_deviation
 from training.resume import changes_in_words
 from training.sweep import remark
 
-GIB = "{:.2f} GiB"
 SPEEDS = (
     "The speed drawn is that of the steps alone, without warm-up, metrics, evaluation and "
     "checkpoints. "
@@ -34,80 +35,71 @@ HELD_OUT = ("val/loss", "val/loss_exact", "val/accuracy")
 
 def title(runs: list[Run]) -> str:
     variants = sorted({run.variant for run in runs}, key=in_order)
-    told = ", ".join(variants) if len(variants) < 6 else _count(len(variants), "variant")
-    return f"{told}: {_count(len(runs), 'run')}" if len(runs) > 1 else told
+    words = ", ".join(variants) if len(variants) < 6 else _count(len(variants), "variant")
+    return f"{words}: {_count(len(runs), 'run')}" if len(runs) > 1 else words
 
 
 def at_a_glance(runs: list[Run]) -> list[str]:
-    variants, seeds = (
-        len({run.variant for run in runs}),
-        len({str(run.summary.get("seed")) for run in runs}),
-    )
-    shape = f"{_count(len(runs), 'run')} of {_count(variants, 'variant')}" + (
-        f" and {_count(seeds, 'seed')}" if seeds > 1 else ""
-    )
+    variants = {run.variant for run in runs}
+    seeds = {str(run.summary.get("seed")) for run in runs}
+    shape = f"{_count(len(runs), 'run')} of {_count(len(variants), 'variant')}"
+    if len(seeds) > 1:
+        shape += f" and {_count(len(seeds), 'seed')}"
     texts = [f"{shape}: {_outcomes(runs)}."]
-    gaps = {run: gap for run in ended(runs, "completed") if (gap := _gap(run)) is not None}
-    means = {
-        variant: fmean(gap for run, gap in gaps.items() if run.variant == variant)
-        for variant in {run.variant for run in gaps}
-    }
-    if not means:
-        return texts
-    if all(abs(gap) < 0.0005 for gap in gaps.values()):
-        return [
-            *texts,
+    judged = [run for run in ended(runs, "completed") if _gap(run) is not None]
+    if judged and all(abs(_gap(run)) < 0.0005 for run in judged):
+        texts.append(
             "In every completed run the held-out loss is the same under exact attention as under "
-            "the run's own, to three decimals.",
-        ]
-    widest = max(means, key=lambda variant: abs(means[variant]))
-    own, exact = (
-        fmean(run.figure(name) for run in gaps if run.variant == widest)
-        for name in ("val/loss", "val/loss_exact")
-    )
-    texts.append(
-        "The widest gap between a variant's own held-out loss and that of the same weights under "
-        f"exact attention is {widest}'s: "
-        f"{own:.3f} against {exact:.3f} nats per token."
-    )
+            "the run's own, to three decimals."
+        )
+    elif judged:
+        groups: dict[str, list[Run]] = {}
+        for run in judged:
+            groups.setdefault(run.variant, []).append(run)
+        widest = max(groups, key=lambda variant: abs(fmean(map(_gap, groups[variant]))))
+        own, exact = (
+            fmean(run.figure(name) for run in groups[widest])
+            for name in ("val/loss", "val/loss_exact")
+        )
+        texts.append(
+            "The widest gap between a variant's own held-out loss and that of the same weights "
+            f"under exact attention is {widest}'s: {own:.3f} against {exact:.3f} nats per token."
+        )
     return texts
 
 
 def warnings(runs: list[Run], *, left_out: int = 0) -> list[str]:
-    found = []
+    texts = []
     if left_out:
-        found.append(
-            f"{_count(left_out, 'job')} of the sweep never started: index.jsonl has the commands."
-        )
-    corpora = {str(run.env["data_fingerprint"]) for run in runs if run.env.get("data_fingerprint")}
-    if len(corpora) > 1:
+        jobs = _count(left_out, "job")
+        texts.append(f"{jobs} of the sweep never started: index.jsonl has the commands.")
+    if len({str(run.env.get("data_fingerprint")) for run in runs} - {"None", ""}) > 1:
         # the fingerprint is of the tokenizer too
-        found.append(
+        texts.append(
             "These runs read different data or tokenizers: curves compare only where the data "
             "fingerprint is the same."
         )
-    machines = {
-        str([hardware.get(name) for name in ("cpu", "gpu")])
-        for run in runs
-        if isinstance(hardware := run.env.get("hardware"), dict) and run.figure("tokens_per_sec")
-    }
+    machines = set()
+    for run in runs:
+        hardware = run.env.get("hardware")
+        if isinstance(hardware, dict) and run.figure("tokens_per_sec"):
+            machines.add(str([hardware.get(name) for name in ("cpu", "gpu")]))
     if len(machines) > 1:
-        found.append(f"The speeds were measured on {len(machines)} different machines.")
-    found += [f"Damaged: {run.name}: {run.damage}." for run in runs if run.damage]
-    found += [
-        f"{run.name} was {changes}." for run in runs if (changes := changes_in_words(run.summary))
-    ]
-    for status, meaning in (
-        ("failed", "failed"),
-        ("unfinished", "ended without a summary"),
-        ("interrupted", "were interrupted"),
-    ):
+        texts.append(f"The speeds were measured on {len(machines)} different machines.")
+    texts += [f"Damaged: {run.name}: {run.damage}." for run in runs if run.damage]
+    for run in runs:
+        if changes := changes_in_words(run.summary):
+            texts.append(f"{run.name} was {changes}.")
+    meanings = {
+        "failed": "failed",
+        "unfinished": "ended without a summary",
+        "interrupted": "were interrupted",
+    }
+    for status, meaning in meanings.items():
         if count := len(ended(runs, status)):
-            found.append(
-                f"{count} of {_count(len(runs), 'run')} {meaning}: means of variants leave them "
-                "out."
-            )
-    return found
+            of_all = f"{count} of {_count(len(runs), 'run')}"
+            texts.append(f"{of_all} {meaning}: means of variants leave them out.")
+    return texts
 
 
 def variant_table(runs: list[Run], styles: dict[str, Style]) -> Table:
@@ -125,31 +117,20 @@ def variant_table(runs: list[Run], styles: dict[str, Style]) -> Table:
         ("steps alone", "{:,.0f}", lambda run: run.figure("step_tokens_per_sec")),
         ("peak GiB", "{:.2f}", lambda run: run.peak_gib),
     ]
-    head = [
-        "variant",
-        *(["seq_len"] if len(lengths) > 1 else []),
-        "runs",
-        "steps",
-        *(name for name, _, _ in columns),
-    ]
+    several = len(lengths) > 1
+    head = ["variant", *(["seq_len"] if several else []), "runs", "steps"]
     rows = []
-    for variant in styles:
-        for seq_len in lengths:
-            group = [run for run in runs if (run.variant, run.seq_len) == (variant, seq_len)]
-            completed = ended(group, "completed")
-            if group:
-                steps = sorted(
-                    {
-                        f"{run.figure('steps_done'):,.0f}"
-                        for run in completed
-                        if run.figure("steps_done") is not None
-                    }
-                )
-                cells = [
-                    spread([figure(run) for run in completed], form) for _, form, figure in columns
-                ]
-                length = [f"{seq_len:,}" if seq_len else "-"] if len(lengths) > 1 else []
-                rows.append([variant, *length, _outcomes(group), ", ".join(steps) or "-", *cells])
+    for variant, seq_len in product(styles, lengths):
+        group = [run for run in runs if (run.variant, run.seq_len) == (variant, seq_len)]
+        if not group:
+            continue
+        completed = ended(group, "completed")
+        steps = {_cell(run.figure("steps_done"), "{:,.0f}") for run in completed} - {"-"}
+        length = [f"{seq_len:,}" if seq_len else "-"] if several else []
+        cells = [_mean(map(figure, completed), form) for _, form, figure in columns]
+        words = [variant, *length, _outcomes(group), ", ".join(sorted(steps)) or "-"]
+        rows.append([*words, *cells])
+    head += [name for name, _, _ in columns]
     return _without_empty(Table(head, rows, words=head.index("runs") + 1))
 
 
@@ -166,12 +147,8 @@ def curve_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Te
         "look healthy under itself; under exact attention its weights are judged." + seeds * several
     )
     figures: list[Figure | Text] = []
-    if not any(
-        row.get("step") and number(row.get(name)) is not None
-        for run in runs
-        for row in run.metrics
-        for name in HELD_OUT
-    ):
+    rows = [row for run in runs for row in run.metrics if row.get("step")]
+    if not any(number(row.get(name)) is not None for row in rows for name in HELD_OUT):
         figures.append(Text("No evaluation after step 0: there is no held-out loss to show."))
     elif not curve_lengths(runs, "val/loss", "train/loss", "val/accuracy"):
         figures.append(Text(f"No curve: no run has logged a loss {MIN_POINTS} times."))
@@ -187,32 +164,25 @@ def curve_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Te
 
 def cost_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Text]:
     lengths = cost_lengths(runs)
-    if not any(
-        run.peak_gib or run.figure("step_tokens_per_sec") for run in runs if run.seq_len in lengths
-    ):
+    here = [run for run in runs if run.seq_len in lengths]
+    if not any(run.peak_gib or run.figure("step_tokens_per_sec") for run in here):
         return [Text("No run has measured its memory or its speed.")]
-    shape = (
-        "Both axes are logarithmic: a line of slope 2 grows with the square of the length, one of "
-        "slope 1 with the length. A cross above "
-        "the frame: out of memory. "
-        if len(lengths) > 1
-        else (
+    if len(lengths) > 1:
+        caption = (
+            "Both axes are logarithmic: a line of slope 2 grows with the square of the length, one "
+            "of slope 1 with the length. A cross above the frame: out of memory. "
+        )
+    else:
+        caption = (
             f"At seq_len={lengths[0]:,}. Means over seeds, each seed as a dot. Hatched: wrong on "
             "purpose. "
         )
-    )
-    with_speed = any(run.figure("step_tokens_per_sec") for run in runs)
-    on_cpu = any(run.summary.get("device") == "cpu" for run in runs)
-    caption = shape + with_speed * f"{SPEEDS} "
-    caption += on_cpu * "On a CPU peak memory is that of the whole process, libraries included."
-    return [
-        Figure(
-            "cost",
-            "peak memory and training speed",
-            caption,
-            render("cost", lambda: draw_cost(runs, styles)),
-        )
-    ]
+    if any(run.figure("step_tokens_per_sec") for run in runs):
+        caption += f"{SPEEDS} "
+    if any(run.summary.get("device") == "cpu" for run in runs):
+        caption += "On a CPU peak memory is that of the whole process, libraries included."
+    drawing = render("cost", lambda: draw_cost(runs, styles))
+    return [Figure("cost", "peak memory and training speed", caption, drawing)]
 
 
 def other_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure]:
@@ -221,31 +191,21 @@ def other_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure]:
     caption = (
         "Against training tokens. A logarithmic scale where values span more than a factor of 30."
     )
-    return [
-        Figure(
-            "others",
-            "other metrics against training tokens",
-            caption,
-            render("others", lambda: draw_others(runs, styles)),
-        )
-    ]
+    drawing = render("others", lambda: draw_others(runs, styles))
+    return [Figure("others", "other metrics against training tokens", caption, drawing)]
 
 
 def diverged_card(run: Run, place: int, style: Style) -> Card:
-    """What is known of how a run left the finite range, with its largest scores on the way."""
+    """How a run left the finite range, with its largest scores on the way."""
     diagnosis = run.summary.get("diagnosis")
-    known = diagnosis if isinstance(diagnosis, dict) else {}
-    history = score_history(known, run)
-    facts = {
-        key.replace("_", " "): _fact(value)
-        for key, value in known.items()
-        if key not in ("message", "history")
-    }
-    facts |= {
-        key: ":".join(map(str, known[key]))
-        for key in ("queries", "keys")
-        if isinstance(known.get(key), list)
-    }
+    diagnosis = diagnosis if isinstance(diagnosis, dict) else {}
+    history = score_history(diagnosis, run)
+    facts = {}
+    for key, value in diagnosis.items():
+        if key in ("queries", "keys") and isinstance(value, list):
+            facts[key] = ":".join(map(str, value))
+        elif key not in ("message", "history"):
+            facts[key.replace("_", " ")] = _fact(value)
     facts.setdefault("step", _fact(run.summary.get("first_bad_step")))
     facts.setdefault("dtype", _fact(run.summary.get("dtype")))
     if not any("max score" in key for key in facts):
@@ -253,17 +213,13 @@ def diverged_card(run: Run, place: int, style: Style) -> Card:
     past = next((step for step, score in history.items() if score > FLOAT16_LIMIT), None)
     if past is not None and not any("16" in key for key in facts):
         facts[f"past {FLOAT16_LIMIT:.2f}, where exp overflows float16"] = f"step {past:g}"
-    step = number(run.summary.get("first_bad_step"))
+    facts = {key: value for key, value in facts.items() if value != "-"}
     figure = None
     if len(history) > 1:
-        drawing = render(f"scores_{place}", lambda: draw_history(history, step, style))
-        figure = Figure(f"scores_{place}", f"largest score of {run.name} by step", "", drawing)
-    return Card(
-        run.name,
-        _sentence(run),
-        {key: value for key, value in facts.items() if value != "-"},
-        figure,
-    )
+        name, step = f"scores_{place}", number(run.summary.get("first_bad_step"))
+        drawing = render(name, lambda: draw_history(history, step, style))
+        figure = Figure(name, f"largest score of {run.name} by step", "", drawing)
+    return Card(run.name, _sentence(run), facts, figure)
 
 
 def score_history(diagnosis: dict[str, Any], run: Run) -> dict[float, float]:
@@ -288,33 +244,20 @@ def oom_table(runs: list[Run]) -> Table:
     rows = []
     for run in runs:
         oom = run.summary.get("oom", {})
-        predicted = number(oom.get("predicted_gib")) or run.figure("memory/predicted_gib")
-        gib = [number(oom.get(key)) for key in ("asked_gib", "free_gib", "total_gib")] + [predicted]
-        rows.append(
-            [
-                run.name,
-                *(GIB.format(value) if value is not None else "-" for value in gib),
-                _sentence(run),
-            ]
-        )
+        gib = [number(oom.get(f"{key}_gib")) for key in ("asked", "free", "total", "predicted")]
+        gib[-1] = gib[-1] or run.figure("memory/predicted_gib")
+        rows.append([run.name, *(_cell(value, "{:.2f} GiB") for value in gib), _sentence(run)])
     head = ["run", "asked", "free", "total", "predicted", "message"]
     return _without_empty(Table(head, rows, notes=True))
 
 
 def broken_table(runs: list[Run]) -> Table:
-    rows = [
-        [
-            run.name,
-            run.status,
-            _cell(run.figure("steps_done"), "{:,.0f}"),
-            run.place,
-            _sentence(run),
-        ]
-        for run in runs
-    ]
-    return _without_empty(
-        Table(["run", "status", "steps", "folder", "message"], rows, words=2, notes=True)
-    )
+    rows = []
+    for run in runs:
+        steps = _cell(run.figure("steps_done"), "{:,.0f}")
+        rows.append([run.name, run.status, steps, run.place, _sentence(run)])
+    head = ["run", "status", "steps", "folder", "message"]
+    return _without_empty(Table(head, rows, words=2, notes=True))
 
 
 def run_table(runs: list[Run]) -> Table:
@@ -330,15 +273,10 @@ def run_table(runs: list[Run]) -> Table:
         "peak GiB": ("memory/peak_gib", "{:.2f}"),
         "bad step": ("first_bad_step", "{:.0f}"),
     }
-    rows = [
-        [
-            run.name,
-            run.status,
-            run.place,
-            *(_cell(run.figure(key), form) for key, form in columns.values()),
-        ]
-        for run in runs
-    ]
+    rows = []
+    for run in runs:
+        figures = [_cell(run.figure(key), form) for key, form in columns.values()]
+        rows.append([run.name, run.status, run.place, *figures])
     return _without_empty(Table(["run", "status", "folder", *columns], rows, words=3))
 
 
@@ -356,18 +294,15 @@ def provenance(runs: list[Run]) -> Table:
         if len(values) == 1:
             shared.setdefault(group, []).append(f"{key} {next(iter(values))}".strip())
             continue
-        # the value most runs have needs no list of them
+        # the value that most runs have needs no list of them
         most = max(values.values(), key=len)
-        told = [
-            f"{value}: {', '.join(names) if names is not most else _count(len(names), 'run')}"
+        words = [
+            f"{value}: {_count(len(names), 'run') if names is most else ', '.join(names)}"
             for value, names in values.items()
         ]
-        differing.append([f"{group}: {key}" if key else group, "; ".join(told)])
-    return Table(
-        ["fact", "value"],
-        [[group, ", ".join(told)] for group, told in shared.items()] + differing,
-        notes=True,
-    )
+        differing.append([f"{group}: {key}" if key else group, "; ".join(words)])
+    rows = [[group, ", ".join(words)] for group, words in shared.items()]
+    return Table(["fact", "value"], rows + differing, notes=True)
 
 
 def _environment(run: Run) -> dict[tuple[str, str], str]:
@@ -379,8 +314,9 @@ def _environment(run: Run) -> dict[tuple[str, str], str]:
     }
     facts |= {("settings", key): run.summary.get(key) for key in ("device", "dtype", "compiled")}
     for group in ("hardware", "versions"):
-        known = run.env[group] if isinstance(run.env.get(group), dict) else {}
-        facts |= {(group, key.replace("_", " ")): value for key, value in known.items()}
+        recorded = run.env.get(group)
+        for key, value in recorded.items() if isinstance(recorded, dict) else ():
+            facts[group, key.replace("_", " ")] = value
     facts["platform", ""] = run.env.get("platform")
     return {key: _fact(value) for key, value in facts.items() if value is not None}
 
@@ -403,18 +339,19 @@ def _sentence(run: Run) -> str:
     return remark(run.summary)
 
 
-def spread(values: Iterable[float | None], form: str) -> str:
+def _mean(values: Iterable[float | None], form: str) -> str:
     """Mean and, of several, the standard deviation."""
-    known = [value for value in values if value is not None]
-    if len(known) < 2:
-        return _cell(known[0] if known else None, form)
-    return f"{_cell(fmean(known), form)} ± {form.replace('+', '').format(stdev(known))}"
+    return _signless(mean_and_deviation([x for x in values if x is not None], form))
 
 
 def _cell(value: float | None, form: str) -> str:
-    text = "-" if value is None else form.format(value)
-    # rounded to nothing it has no sign
-    return text if text == "-" or text.strip("+-0.,%") else text.lstrip("+-")
+    return "-" if value is None else _signless(form.format(value))
+
+
+def _signless(text: str) -> str:
+    """A figure that is rounded to nothing has no sign."""
+    mean = text.partition(" ")[0]
+    return text if text == "-" or mean.strip("+-0.,%") else text.lstrip("+-")
 
 
 def _fact(value: Any) -> str:
@@ -440,11 +377,8 @@ def _count(number_of: int, noun: str) -> str:
 
 def _without_empty(table: Table) -> Table:
     """The table less the columns in which no row has anything."""
-    kept = [
-        i
-        for i in range(len(table.head))
-        if i == 0 or any(row[i] not in ("", "-") for row in table.rows)
-    ]
+    columns = zip(*table.rows, strict=True) if table.rows else ()
+    kept = [i for i, column in enumerate(columns) if i == 0 or set(column) - {"", "-"}]
     return Table(
         [table.head[i] for i in kept],
         [[row[i] for i in kept] for row in table.rows],

@@ -34,15 +34,15 @@ def kills(*arguments: str) -> subprocess.CompletedProcess:
 
 def test_help_shows_a_line_to_type():
     assert re.search(
-        r"^    python -m scripts\.kills --out \S+$", kills("--help").stdout, re.MULTILINE
+        r"^    python -m lab\.crash_test out=\S+$", kills("--help").stdout, re.MULTILINE
     )
 
 
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (("--kills", "-1"), "--kills -1"),
-        (("--out", "{file}/kills.json"), "kills.json cannot be written"),
+        (("kills=-1",), "kills=-1"),
+        (("out={file}/kills.json",), "kills.json cannot be written"),
     ],
     ids=["n", "out"],
 )
@@ -51,7 +51,7 @@ def test_bad_input_is_one_line_before_the_work(tmp_path, arguments, said):
     done = kills(*(argument.format(file=tmp_path / "file") for argument in arguments))
     assert (
         done.returncode == 1
-        and done.stderr.startswith("kills: ")
+        and done.stderr.startswith("crash_test: ")
         and said in done.stderr
         and len(done.stderr.splitlines()) == 1
     )

@@ -41,16 +41,14 @@ def test_the_file_is_kept_as_it_is_written(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
 def test_help_and_complaints():
-    example = re.search(r"^    python (-m scripts\.tune .*)$", tune("--help").stdout, re.MULTILINE)[
-        1
-    ]
+    example = re.search(r"^    python (-m lab\.tune .*)$", tune("--help").stdout, re.MULTILINE)[1]
     assert (
         tune(*example.split()[2:]).stderr
-        == "tune: tiles are timed on a GPU, and there is none; --dry-run says which "
+        == "tune: tiles are timed on a GPU, and there is none; dry_run=true says which "
         "would be timed\n"
     )
     assert "TRITON_INTERPRET=1 is set" in tune(interpret="1").stderr
     assert (
         "has no table; there are sm_90, sm_80, sm_86"
-        in tune("--dry-run", "--capability", "75").stderr
+        in tune("dry_run=true", "capability=75").stderr
     )

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attention import Backend, get_backend
 from config import ModelConfig
+from conformance.memory_growth import LiveTensors
 from model import GPT, KVCache
 from model.checkpointing import PRODUCTS, in_chunks
-from scripts.attention_call import LiveTensors
 from training.schedule import prepare_model, will_compile
 
 BLOCK, ATTENTION, ELEMENTWISE = (

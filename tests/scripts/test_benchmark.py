@@ -15,11 +15,11 @@ import torch
 
 from attention import Backend, get_backend
 from attention.naive import naive_attention
+from conformance.memory_growth import LiveTensors
 from scripts import attention_call, benchmark
 from scripts.attention_call import (
     ROUNDS,
     Call,
-    LiveTensors,
     Measurement,
     longest,
     measure_memory,
@@ -40,14 +40,14 @@ WRONG = Backend("wrong", wrong, features=frozenset({"non_causal"}))
 
 @pytest.fixture
 def run_benchmark(monkeypatch, capsys, tmp_path):
-    """run_benchmark("--option", ...): its rows and what it printed, on a machine without a GPU;
+    """run_benchmark("key=value", ...): its rows and what it printed, on a machine without a GPU;
     SystemExit carries its complaint.
     """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def run(*arguments: str) -> tuple[list[dict], str]:
         monkeypatch.setattr(
-            sys, "argv", ["benchmark", *arguments, "--out", str(tmp_path / "bench.json")]
+            sys, "argv", ["benchmark", *arguments, f"out={tmp_path / 'bench.json'}"]
         )
         benchmark.main()
         data = json.loads((tmp_path / "bench.json").read_text())
@@ -65,7 +65,7 @@ def no_verification(monkeypatch):
     monkeypatch.setattr(benchmark, "wrong_results", lambda backend, **where: [])
 
 
-SMALL = ("--heads", "2", "--seq-len", "64", "128", "--repeats", "3")
+SMALL = ("heads=2", "seq_len=64,128", "repeats=3")
 
 
 @pytest.mark.parametrize(
@@ -90,33 +90,20 @@ def test_speed_counts_the_scores_that_the_mask_leaves(special, pairs_of_8):
 
 def test_grouped_heads_a_window_and_documents_are_what_is_timed(run_benchmark, no_verification):
     rows, _ = run_benchmark(
-        "--attention",
-        "naive",
-        "sdpa",
-        "--heads",
-        "4",
-        "--groups",
-        "2",
-        "--seq-len",
-        "64",
-        "--repeats",
-        "3",
+        "attention=naive,sdpa",
+        "heads=4",
+        "groups=2",
+        "seq_len=64",
+        "repeats=3",
     )
     assert all(row["groups"] == 2 and row["forward_seconds"] > 0 for row in rows)
     rows, said = run_benchmark(
-        "--attention",
-        "naive",
-        "sdpa",
-        "--heads",
-        "2",
-        "--seq-len",
-        "64",
-        "--window",
-        "8",
-        "--documents",
-        "32",
-        "--repeats",
-        "3",
+        "attention=naive,sdpa",
+        "heads=2",
+        "seq_len=64",
+        "window=8",
+        "documents=32",
+        "repeats=3",
     )
     assert rows[0]["window"] == 8 and rows[0]["documents"] == 32 and rows[0]["backward_seconds"] > 0
     assert "refused" in rows[1] and "document_ids" in rows[1]["refused"]
@@ -132,17 +119,11 @@ def test_grouped_heads_a_window_and_documents_are_what_is_timed(run_benchmark, n
 
 def test_rows_over_everything_asked_for(run_benchmark, no_verification):
     rows, _ = run_benchmark(
-        "--attention",
-        "naive",
-        "tiled:block_q=64",
-        "--dtype",
-        "fp32",
-        "bf16",
-        "--head-dim",
-        "16",
-        "32",
-        *SMALL[:-3],
-        *SMALL[-2:],
+        "attention=naive,tiled:block_q=64",
+        "dtype=fp32,bf16",
+        "head_dim=16,32",
+        *SMALL,
+        "seq_len=64",
     )
     assert (
         len({(r["attention"], r["dtype"], r["head_dim"], r["seq_len"]) for r in rows})
@@ -340,19 +321,11 @@ def test_backends_take_turns(run_benchmark, no_verification, monkeypatch):
 
     monkeypatch.setattr(Measurement, "turn", watched)
     rows, output = run_benchmark(
-        "--attention",
-        "naive",
-        "tiled",
-        "sdpa",
-        "--heads",
-        "2",
-        "--seq-len",
-        "64",
-        "128",
-        "--head-dim",
-        "8",
-        "--repeats",
-        "10",
+        "attention=naive,tiled,sdpa",
+        "heads=2",
+        "seq_len=64,128",
+        "head_dim=8",
+        "repeats=10",
     )
     all_three, others = ["naive", "tiled", "sdpa"], ["naive", "sdpa"]
     assert [name for name, length in turns if length == 64] == all_three * 2 + others * 2
@@ -378,9 +351,9 @@ def test_the_hosts_time_is_said_where_it_is_the_longer_one():
 
 def test_a_backend_with_wrong_results_is_refused(run_benchmark):
     with pytest.raises(SystemExit) as error:
-        run_benchmark("--attention", "tests.scripts.test_benchmark:WRONG", *SMALL)
+        run_benchmark("attention=tests.scripts.test_benchmark:WRONG", *SMALL)
     assert re.match(
-        r"benchmark: .*is wrong in float32.*red in forward.*--allow-broken", error.value.code
+        r"benchmark: .*is wrong in float32.*red in forward.*allow_broken=true", error.value.code
     )
     assert "\n" not in error.value.code
 
@@ -394,7 +367,7 @@ def test_the_others_are_timed_beside_a_backend_with_wrong_results(
         lambda backend, **where: {"naive": [], "no_rescale": ["forward"]}[backend.name],
     )
     with pytest.raises(SystemExit) as error:
-        run_benchmark("--attention", "no_rescale", "naive", *SMALL)
+        run_benchmark("attention=no_rescale,naive", *SMALL)
     assert re.match(r"benchmark: no_rescale is wrong in float32.*red in forward", error.value.code)
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert [(row["attention"], row["seq_len"]) for row in rows] == [("naive", 64), ("naive", 128)]
@@ -405,39 +378,10 @@ def test_a_backend_with_wrong_results_can_be_timed_and_is_marked(run_benchmark, 
     red = {"naive": [], "no_rescale": ["forward", "block sizes"]}
     monkeypatch.setattr(benchmark, "wrong_results", lambda backend, **where: red[backend.name])
     rows, output = run_benchmark(
-        "--attention", "naive", "no_rescale:block_kv=16", "--allow-broken", *SMALL
+        "attention=naive,no_rescale:block_kv=16", "allow_broken=true", *SMALL
     )
     assert [row.get("broken") for row in rows] == [None, ["forward", "block sizes"]] * 2
     assert output.count("BROKEN") == 2
-
-
-def test_an_earlier_verification_counts_where_it_is_of_the_same_options(monkeypatch, tmp_path):
-    def cell(name: str, status: str, note: str = "") -> dict:
-        return {"property": name, "status": status, "note": note, "dtype": "fp32"}
-
-    cells = [
-        cell("forward", "red"),
-        cell("lse", "green"),
-        cell("saved bytes", "red"),
-        cell("strides and views", "red", "it cannot take q"),
-    ]
-    data = {
-        "environment": {"commit": "c0ffee"},
-        "device": "cpu",
-        "backends": {"sdpa": {"options": {"backend": "auto"}, "cells": cells}},
-    }
-    (tmp_path / "verify.json").write_text(json.dumps(data))
-    verified = benchmark.read_verification(tmp_path / "verify.json", CPU, "c0ffee")
-    where = {"device": CPU, "dtype": torch.float32, "verified": verified}
-    # what is red in memory, or refuses a layout, still computes the right thing
-    assert benchmark.wrong_results(get_backend("sdpa"), **where) == ["forward"]
-    # these options it does not speak of: checked now
-    assert benchmark.wrong_results(get_backend("sdpa", backend="math"), **where) == []
-    with pytest.raises(ValueError, match="of commit c0ffee on cpu, this is another"):
-        benchmark.read_verification(tmp_path / "verify.json", CPU, "another")
-    (tmp_path / "verify.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not what python -m scripts.verify"):
-        benchmark.read_verification(tmp_path / "verify.json", CPU, "c0ffee")
 
 
 def test_a_verdict_is_kept_for_the_same_code_alone(monkeypatch, tmp_path):
@@ -447,11 +391,10 @@ def test_a_verdict_is_kept_for_the_same_code_alone(monkeypatch, tmp_path):
         "conformance.properties.red_properties",
         lambda backend, **_: checked.append(dict(backend.options)) or ["forward"],
     )
-    monkeypatch.setattr(benchmark, "measured_on", lambda device: where)
 
     def verdict(name: str, dtype: torch.dtype = torch.float32, **options) -> list[str]:
         return benchmark.wrong_results(
-            get_backend(name, **options), device=torch.device("cpu"), dtype=dtype
+            get_backend(name, **options), device=CPU, dtype=dtype, where=where
         )
 
     assert verdict("tiled") == verdict("tiled") == ["forward"] and len(checked) == 1
@@ -474,16 +417,16 @@ def test_out_of_memory_is_a_row(run_benchmark, no_verification, monkeypatch):
         )
 
     monkeypatch.setattr(Measurement, "turn", runs_out)
-    rows, output = run_benchmark("--attention", "naive", *SMALL)
+    rows, output = run_benchmark("attention=naive", *SMALL)
     assert len(rows) == 2 and all("can't allocate memory" in row["oom"]["message"] for row in rows)
     assert output.count("out of memory") == 2
 
 
 def test_a_shape_that_is_refused_is_a_row_and_only_that_is_an_error(run_benchmark, no_verification):
-    rows, _ = run_benchmark("--attention", "flex", "naive", "--head-dim", "8", *SMALL)
+    rows, _ = run_benchmark("attention=flex,naive", "head_dim=8", *SMALL)
     assert ["refused" in row for row in rows] == [True, False] * 2
     with pytest.raises(SystemExit, match="nothing was measured: attention=flex cannot take"):
-        run_benchmark("--attention", "flex", "--head-dim", "8", *SMALL)
+        run_benchmark("attention=flex", "head_dim=8", *SMALL)
 
 
 @pytest.mark.parametrize("limit", [1, 64, 100, 127, 1000, 5000, 123_456])
@@ -511,21 +454,14 @@ def test_longest_sequence_in_little_memory(run_benchmark, no_verification):
     alone first or at the same length.
     """
     rows, output = run_benchmark(
-        "--attention",
-        "naive",
-        "--max-length",
-        "--memory-gib",
-        "0.3",
-        "--heads",
-        "8",
-        "--seq-len",
-        "256",
-        "--limit-s",
-        "20",
-        "--head-dim",
-        "16",
-        "--device",
-        "cpu",
+        "attention=naive",
+        "max_length=true",
+        "memory_gib=0.3",
+        "heads=8",
+        "seq_len=256",
+        "limit_s=20",
+        "head_dim=16",
+        "device=cpu",
     )
     forward, training = rows
     assert (forward["pass"], training["pass"]) == ("forward", "training")
@@ -547,17 +483,17 @@ def test_longest_sequence_in_little_memory(run_benchmark, no_verification):
 def test_rows_are_added_to_a_file_of_the_same_code_and_machine(
     run_benchmark, no_verification, tmp_path, monkeypatch
 ):
-    short = ("--attention", "sdpa", "--heads", "2", "--repeats", "3", "--append", "--seq-len")
-    run_benchmark(*short, "64")
-    rows, _ = run_benchmark(*short, "128")
+    short = ("attention=sdpa", "heads=2", "repeats=3", "append=true")
+    run_benchmark(*short, "seq_len=64")
+    rows, _ = run_benchmark(*short, "seq_len=128")
     assert [row["seq_len"] for row in rows] == [64, 128]
     monkeypatch.setenv("TILEGPT_COMMIT", "another")
     monkeypatch.setattr("training.metrics._output", lambda *command: None)
     with pytest.raises(SystemExit, match="measured with another commit"):
-        run_benchmark(*short, "64")
+        run_benchmark(*short, "seq_len=64")
     (tmp_path / "bench.json").write_text("[]")
-    with pytest.raises(SystemExit, match="no benchmark's file"):
-        run_benchmark(*short, "64")
+    with pytest.raises(SystemExit, match="is not a file of scripts.benchmark"):
+        run_benchmark(*short, "seq_len=64")
 
 
 def test_backends_and_their_options_from_text():
@@ -575,11 +511,11 @@ def test_backends_and_their_options_from_text():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--attention", "flashy"], "attention=flashy is not known"),
-        (["--seq-len", "0"], "--seq-len 0 must be positive"),
-        (["--pause", "-1"], "--pause -1 must be between 0 and 60 seconds"),
-        (["--memory-gib", "8"], "--memory-gib belongs to --max-length"),
-        (["--device", "cuda"], "PyTorch sees no GPU"),
+        (["attention=flashy"], "attention=flashy is not known"),
+        (["seq_len=0"], "seq_len=0 must be at least 1"),
+        (["pause=-1"], "pause=-1 must be between 0 and 60 seconds"),
+        (["memory_gib=8"], "memory_gib= belongs to max_length=true"),
+        (["device=cuda"], "PyTorch sees no GPU"),
     ],
 )
 def test_refused_in_one_line(run_benchmark, arguments, words):
@@ -593,7 +529,7 @@ def test_refused_in_one_line(run_benchmark, arguments, words):
 
 
 def test_the_line_of_the_help_runs_as_typed(run_benchmark, no_verification):
-    line = re.search(r"python -m scripts\.benchmark (.*) --out", benchmark.__doc__)[1]
-    rows, _ = run_benchmark(*line.split(), "--repeats", "3")
+    line = re.search(r"python -m scripts\.benchmark (.*) out=", benchmark.__doc__)[1]
+    rows, _ = run_benchmark(*line.split(), "repeats=3")
     assert {row["attention"] for row in rows} == {"naive", "tiled", "sdpa"}
     assert Path(benchmark.__file__).stem == "benchmark"

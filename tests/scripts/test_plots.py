@@ -213,13 +213,13 @@ def test_the_committed_measurements_can_be_drawn(name, tmp_path):
     ("arguments", "words"),
     [
         (["{folder}/absent.json"], "absent.json cannot be read"),
-        (["{folder}/text.json"], "is no benchmark"),
+        (["{folder}/text.json"], "is not a benchmark"),
         (
             ["{folder}/bench.json", "baseline=flex"],
             "baseline=flex was not measured; measured are: naive, triton",
         ),
-        (["{folder}/bench.json", "outt=x"], "outt= is not one of"),
-        (["out=x"], "name a FILE.json"),
+        (["{folder}/bench.json", "outt=x"], "outt=x: there is no key 'outt'; did you mean out?"),
+        (["out=x"], "name a file or a folder"),
     ],
     ids=["absent", "no-benchmark", "baseline", "option", "no-file"],
 )

@@ -132,15 +132,15 @@ def test_keeps_the_options_the_run_was_trained_with(run_sample, tmp_path):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ((), "run=DIR is missing"),
+        ((), "run= is missing"),
         (
             ("run=DIR", "token=3"),
-            "'token=3' is not key=value with a key of: run, prompt, tokens, temperature",
+            "token=3: there is no key 'token'; did you mean tokens?",
         ),
         (("run=DIR", "hello"), "'hello' is not key=value"),
-        (("run=DIR", "tokens=many"), "tokens=many is no int"),
+        (("run=DIR", "tokens=many"), "tokens=many must be a whole number"),
         (("run=DIR", "tokens=-1"), "tokens=-1 must be at least 1"),
-        (("run=DIR", "cache=maybe"), "cache=maybe is no bool"),
+        (("run=DIR", "cache=maybe"), "cache=maybe must be true or false"),
         (("run=DIR", "temperature=-1"), "temperature=-1.0 must be at least 0"),
         (("run=DIR", "top_k=-1"), "top_k=-1 must be at least 1"),
         (("run=DIR", "attention=magic"), "attention=magic is not known; valid: naive"),
@@ -225,7 +225,7 @@ def test_a_checkpoint_is_chosen_by_its_folder(run_sample, tmp_path, name):
 
 def test_complains_about_a_run_on_last_write(complaint, tmp_path):
     write_run(tmp_path / "run", data=DataConfig(source="last_write"))
-    assert "was trained on last_write, whose tokens stand for no text" in complaint(
+    assert "was trained on last_write, whose tokens are not text" in complaint(
         f"run={tmp_path}/run"
     )
 
@@ -249,7 +249,7 @@ def test_command_in_the_help_runs_as_typed(tmp_path):
         )
 
     line = re.search(
-        r"^ +(python -m scripts\.sample .*)$",
+        r"^ +(python -m scripts\.sample (?:.*\\\n)*.*)$",
         run("python -m scripts.sample --help").stdout,
         re.MULTILINE,
     )[1]

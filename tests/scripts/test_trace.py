@@ -21,6 +21,7 @@ from conformance.numpy_reference import online_softmax, standard_attention
 from data import build_data
 from model import GPT
 from scripts import trace, trace_page
+from scripts.arguments import read_settings
 from training.checkpoint import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +30,7 @@ EXACT = [name for name in OBSERVABLE if BACKENDS[name].exact]
 
 
 def look(*arguments: str) -> tuple[trace.Call, Trace]:
-    call, _, found = trace.look(trace.read_options([*arguments, "device=cpu"]))
+    call, _, found = trace.look(read_settings(trace.Options, [*arguments, "device=cpu"]))
     return call, found
 
 
@@ -357,10 +358,10 @@ def test_a_run_whose_earlier_layer_broke(tmp_path):
             "attention=tests.user_backends:NOPE cannot be loaded",
         ),
         (["attention=nope"], "attention=nope is not known; valid: "),
-        (["tile=3"], "'tile=3' is not key=value with a key of: attention, dtype, "),
+        (["tile=3"], "tile=3: there is no key 'tile'; the keys are: attention, dtype, "),
         (["inputs=big"], "inputs=big is not one of: worked, normal, large, "),
         (["dtype=fp64"], "dtype=fp64 is not one of: fp32, bf16, fp16"),
-        (["block_kv=x"], "block_kv=x is no int"),
+        (["block_kv=x"], "block_kv=x must be a whole number"),
         (["inputs=normal", "seq_len=0"], "seq_len=0 must be at least 1"),
         (
             ["seq_len=64"],

@@ -17,6 +17,7 @@ from attention import BACKENDS, Backend, register
 from conformance.properties import PROPERTIES
 from lab.results.verify_figure import draw_kills, draw_matrix, effort, kills, verdict
 from scripts import verify
+from scripts.arguments import read_settings
 from tests.user_backends import RIGHT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,19 +100,19 @@ def test_kernels_of_a_defect_get_their_own_column_where_they_run(monkeypatch):
         pytest.skip("with a GPU they run")
     device = torch.device("cpu")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert list(verify.pick_backends("no_max,tiled", device)) == [
+    assert list(verify.pick_backends(["no_max", "tiled"], device)) == [
         "no_max",
         "no_max (triton)",
         "tiled",
     ]
     monkeypatch.delenv("TRITON_INTERPRET")
-    assert list(verify.pick_backends("no_max,tiled", device)) == ["no_max", "tiled"]
+    assert list(verify.pick_backends(["no_max", "tiled"], device)) == ["no_max", "tiled"]
 
 
 def test_options_follow_the_name():
-    found = verify.pick_backends(
-        "tiled:block_q=16,block_kv=32,naive,tests.user_backends:RIGHT,tiled", torch.device("cpu")
-    )
+    typed = "attention=tiled:block_q=16,block_kv=32,naive,tests.user_backends:RIGHT,tiled"
+    names = read_settings(verify.Options, [typed]).attention
+    found = verify.pick_backends(names, torch.device("cpu"))
     assert list(found) == [
         "tiled:block_q=16,block_kv=32",
         "naive",
@@ -179,15 +180,15 @@ def test_several_dtypes_share_a_column(run_verify):
             "verify: attention=no_such:BACKEND cannot be loaded: ModuleNotFoundError",
         ),
         ("attention=tiled:block_kv=abc", "verify: block_kv=abc must be a whole number, at least 1"),
-        ("dtype=int8", "verify: dtype=int8 must be auto or of: fp32, bf16, fp16"),
+        ("dtype=int8", "verify: dtype=int8 is not one of: auto, fp32, bf16, fp16"),
         ("device=cuda", "verify: device=cuda, but PyTorch sees no GPU here"),
-        ("cases=many", "verify: cases=many is no int"),
-        ("cases=-1", "verify: cases=-1 and seed=0 must be at least 0"),
+        ("cases=many", "verify: cases=many must be a whole number"),
+        ("cases=-1", "verify: cases=-1 must be at least 0"),
         ("out=nowhere/found.json", "verify: out=nowhere/found.json: its folder does not exist"),
         (
             "backend=tiled",
-            "verify: 'backend=tiled' is not key=value with a key of: attention, device, dtype, "
-            "cases, seed, out",
+            "verify: backend=tiled: there is no key 'backend'; the keys are: attention, device, "
+            "dtype, cases, seed, out",
         ),
     ],
 )

@@ -17,10 +17,10 @@ from torch import Tensor
 import model.norm
 from attention import get_backend
 from config import ModelConfig, RunConfig
+from conformance.memory_growth import LiveTensors
 from model import GPT, count_parameters
 from model.loss import CHUNK_LOGITS
 from scripts.arguments import parse_backend
-from scripts.attention_call import LiveTensors
 from scripts.plan import predict_run
 from training.plan import (
     StepShape,

@@ -1,0 +1,147 @@
+"""The figures of training runs: exact attention beside the two defects."""
+
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from attention import LIMITS
+from lab.results.tables import Row, groups
+from scripts.palette import BACKENDS
+
+WORDS = {"triton": "exact"}
+
+
+def points(run: Row, column: str) -> dict[int, float]:
+    """Values of one curve by step, without step 0 and where they are finite."""
+    curve = zip(run["curves"]["step"], run["curves"][column], strict=True)
+    return {step: value for step, value in curve if step and value is not None}
+
+
+def plot_run(axes: Any, run: Row, column: str, **style: Any) -> None:
+    curve = points(run, column)
+    axes.plot(list(curve), list(curve.values()), color=BACKENDS[run["attention"]], **style)
+
+
+def finish(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def draw_headline(runs: list[Row], retrieval: list[Row], path: Path) -> None:
+    """Four panels: loss under the run's own attention, under exact attention, the largest score,
+    and accuracy on last_write.
+    """
+    from matplotlib import pyplot
+
+    figure, grid = pyplot.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    own, exact, score, accuracy = grid.flat
+    for (name, dtype), group in groups(runs, lambda run: (run["attention"], run["dtype"])).items():
+        style = {"linestyle": ":" if dtype == "float16" else "-", "linewidth": 1.2}
+        for run in group:
+            label = f"{WORDS.get(name, name)}, {dtype}" if run is group[0] else None
+            plot_run(own, run, "val/loss", label=label, **style)
+            plot_run(exact, run, "val/loss_exact", **style)
+            plot_run(score, run, "attention/max_score", **style)
+            if run["status"] == "diverged":
+                for axes in (own, exact, score):
+                    mark_end(axes)
+    own.set(title="held-out loss under the run's own attention", ylabel="nats per byte")
+    exact.set(title="the same weights under exact attention", ylabel="nats per byte")
+    title = "largest attention score, and where its exponential overflows"
+    score.set(title=title, yscale="log")
+    for axes in (own, exact, score):
+        axes.set_xlabel("optimizer step")
+    low, high = min(LIMITS.values()), max(LIMITS.values())
+    for limit in (low, high):
+        score.axhline(limit, color="#555555", linestyle="--", linewidth=0.8)
+    # where no curve passes
+    left, right = score.get_xlim()
+    score.text(right, 0.95 * low, "float16", ha="right", va="top", fontsize=8)
+    score.text(left, 1.06 * high, " bfloat16, float32", ha="left", va="bottom", fontsize=8)
+    draw_accuracy(accuracy, retrieval)
+    accuracy.set(title="another task, a small model: accuracy on last_write")
+    own.legend(fontsize=8)
+    accuracy.legend(fontsize=8)
+    finish(figure, path)
+
+
+def mark_end(axes: Any) -> None:
+    """A cross at the last point of the last curve."""
+    line = axes.lines[-1]
+    where = line.get_xdata()[-1:], line.get_ydata()[-1:]
+    axes.plot(*where, "x", color=line.get_color(), markersize=9, markeredgewidth=2)
+
+
+def draw_accuracy(axes: Any, runs: list[Row]) -> None:
+    """Accuracy on last_write by tile size, of no_rescale beside exact attention."""
+    tiles = sorted(groups(runs, lambda run: (run["attention"], run["options"]["block_kv"])).items())
+    by_tile = {
+        block_kv: [run["val/accuracy"] for run in group]
+        for (name, block_kv), group in tiles
+        if name == "no_rescale"
+    }
+    color = BACKENDS["no_rescale"]
+    means = [fmean(values) for values in by_tile.values()]
+    axes.plot(list(by_tile), means, color=color, label="no_rescale")
+    for block_kv, values in by_tile.items():
+        axes.plot([block_kv] * len(values), values, "o", color=color, alpha=0.6)
+    exact = fmean(run["val/accuracy"] for run in runs if run["attention"] == "tiled")
+    axes.axhline(exact, color=BACKENDS["triton"], label="exact")
+    axes.set(xscale="log", xlabel="keys of a tile (sequence of 128)", ylim=(0, 1.03))
+    axes.set(ylabel="held-out accuracy")
+    axes.set_xticks(list(by_tile), map(str, by_tile))
+
+
+def draw_retrieval(runs: list[Row], path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    draw_accuracy(axes, runs)
+    axes.set_title("last_write")
+    axes.legend()
+    finish(figure, path)
+
+
+def draw_text(runs: list[Row], path: Path) -> None:
+    """Loss under the run's own attention beside that under exact attention."""
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
+    for (name, dtype), group in groups(runs, lambda run: (run["attention"], run["dtype"])).items():
+        if dtype != "bfloat16" and name != "no_max":
+            continue
+        for run in group:
+            steps = next(x for x in run["overrides"] if x.startswith("steps=")).partition("=")[2]
+            label = f"{name}, {dtype}, schedule of {steps}" if run is group[0] else None
+            style = {
+                "linestyle": ":" if dtype == "float32" else "-",
+                "marker": "x" if run["status"] == "diverged" else None,
+            }
+            for axes, column in zip(panels, ("val/loss", "val/loss_exact"), strict=True):
+                plot_run(axes, run, column, label=label, **style)
+    own, exact = panels
+    own.set(title="held-out loss under the run's own attention", ylabel="nats per byte")
+    exact.set(title="the same weights under exact attention")
+    for axes in panels:
+        axes.set_xlabel("optimizer step")
+        axes.legend()
+    finish(figure, path)
+
+
+def crossing(exact: list[Row], broken: list[Row]) -> int | None:
+    """The first evaluated step from which on the broken runs' mean loss stays above the exact
+    ones'.
+    """
+    curves = [points(run, "val/loss") for run in (*exact, *broken)]
+    first = None
+    for step in sorted(set.intersection(*map(set, curves)), reverse=True):
+        losses = [curve[step] for curve in curves]
+        if fmean(losses[len(exact) :]) <= fmean(losses[: len(exact)]):
+            break
+        first = step
+    return first

@@ -1,0 +1,22 @@
+"""Tables for a terminal, and the words for several measurements of one figure."""
+
+from collections.abc import Sequence
+from statistics import fmean, stdev
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of one width: the first on the left, the others on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    )
+
+
+def mean_and_deviation(values: Sequence[float], form: str) -> str:
+    """1.234 ± 0.005: the mean and, of several values, their standard deviation; a dash for none."""
+    if not values:
+        return "-"
+    mean = form.format(fmean(values))
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {form.replace('+', '').format(stdev(values))}"

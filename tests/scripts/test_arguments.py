@@ -1,0 +1,87 @@
+"""The one reader of key=value arguments."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from scripts.arguments import check_at_least, command, read_settings
+
+
+@dataclass
+class Options:
+    run: Path
+    attention: list[str] = field(default_factory=lambda: ["naive"])
+    seq_len: list[int] | None = None
+    dtype: Literal["fp32", "bf16"] | None = None
+    prompt: str = ""
+    out: Path | None = None
+    causal: bool = True
+    rate: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "seq_len")
+
+
+@dataclass
+class Files:
+    paths: list[Path]
+    out: Path | None = None
+
+
+def test_every_kind_of_value():
+    typed = ["run=a/b", "seq_len=8,16", "dtype=bf16", "prompt=", "causal=False", "rate=2e-3"]
+    options = read_settings(Options, [*typed, "attention=sdpa,tiled:block_q=8,block_kv=4,m:X"])
+    assert options == Options(
+        run=Path("a/b"),
+        attention=["sdpa", "tiled:block_q=8,block_kv=4", "m:X"],
+        seq_len=[8, 16],
+        dtype="bf16",
+        causal=False,
+        rate=2e-3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("sequ_len=8", "sequ_len=8: there is no key 'sequ_len'; did you mean seq_len?"),
+        ("colour=red", "colour=red: there is no key 'colour'; the keys are: run, attention, "),
+        ("--seq-len=8", "--seq-len=8: write seq_len=8, without dashes"),
+        ("--out", "--out: write out=VALUE, without dashes"),
+        ("naive", "'naive' is not key=value; the keys are: run, attention, "),
+        ("seq_len=8,x", "seq_len=x must be a whole number"),
+        ("seq_len=0", "seq_len=0 must be at least 1"),
+        ("dtype=fp64", "dtype=fp64 is not one of: fp32, bf16"),
+        ("causal=perhaps", "causal=perhaps must be true or false"),
+        ("out=", "out= has no value"),
+    ],
+)
+def test_what_is_wrong_is_said_with_the_way_out(argument, said):
+    with pytest.raises(ValueError) as error:
+        read_settings(Options, ["run=x", argument])
+    assert str(error.value).startswith(said)
+
+
+def test_a_key_without_a_default_must_be_given():
+    with pytest.raises(ValueError, match="run= is missing; --help says what it is for"):
+        read_settings(Options, [])
+    with pytest.raises(ValueError, match="name a file or a folder"):
+        read_settings(Files, ["out=x"])
+
+
+def test_paths_may_be_bare_even_with_an_equals_sign_in_them():
+    paths = ["multirun/a", "multirun/attention=tiled,seed=1"]
+    assert read_settings(Files, [*paths, "out=x"]) == Files([Path(x) for x in paths], Path("x"))
+
+
+def test_help_is_the_docstring_and_errors_are_one_line(capsys):
+    @command("look", Files)
+    def main(options: Files) -> None:
+        raise ValueError(f"{options.paths[0]}\n  cannot be read")
+
+    main(["--help"])
+    assert capsys.readouterr().out == f"{__doc__}\n"
+    with pytest.raises(SystemExit, match=r"^look: a cannot be read$"):
+        main(["a"])

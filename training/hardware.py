@@ -1,0 +1,94 @@
+"""What data sheets and NVIDIA's programming guide say of GPUs."""
+
+import re
+from typing import NamedTuple
+
+# dense peak of the matrix units for 16-bit floats with float32 accumulation, in FLOP/s, from
+# NVIDIA's data sheets (the sparse figure halved where only that is printed); the first entry whose
+# words are in the device's name counts
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,  # SXM
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+# device memory bandwidth in bytes/s, from the same data sheets and looked up the same way
+PEAK_BANDWIDTH = {
+    "B200": 8.0e12,
+    "GH200": 4.0e12,  # with HBM3
+    "H200": 4.8e12,
+    "H100 NVL": 3.9e12,
+    "H100 PCIe": 2.0e12,
+    "H100": 3.35e12,  # SXM
+    "A100 80GB PCIe": 1.935e12,
+    "A100.*80GB": 2.039e12,  # SXM
+    "A100": 1.555e12,
+    "L40S": 0.864e12,
+    "L4": 0.300e12,
+    "RTX 4090": 1.008e12,
+    "RTX 3090": 0.936e12,
+}
+# shared memory in KiB by compute capability, from the CUDA C++ programming guide: of a
+# multiprocessor, and what one block may ask for
+SHARED_KIB = {
+    "7.0": (96, 96),  # V100
+    "7.5": (64, 64),  # T4
+    "8.0": (164, 163),  # A100
+    "8.6": (100, 99),  # RTX 30
+    "8.9": (100, 99),  # RTX 40, L4, L40S
+    "9.0": (228, 227),  # H100, H200
+    "10.0": (228, 227),  # B200
+    "12.0": (100, 99),  # RTX 50
+}
+REGISTER_BYTES = 256 * 1024  # of a multiprocessor, for every capability above
+BLOCK_DEFAULT_KIB = 48  # what a block gets without asking for more
+# seen on an H200: what the driver and the libraries take of a card before the first tensor
+CONTEXT_GIB = 0.7
+
+
+class Card(NamedTuple):
+    data_sheet: str  # its key in PEAK_FLOPS and PEAK_BANDWIDTH
+    capability: str  # compute capability
+
+
+GPUS = {
+    "b200": Card("B200", "10.0"),
+    "h200": Card("H200", "9.0"),
+    "h100": Card("H100", "9.0"),
+    "a100-80": Card("A100.*80GB", "8.0"),
+    "a100-40": Card("A100", "8.0"),
+    "l40s": Card("L40S", "8.9"),
+    "l4": Card("L4", "8.9"),
+    "rtx4090": Card("RTX 4090", "8.9"),
+    "rtx3090": Card("RTX 3090", "8.6"),
+}
+# GiB of a card, by the GB it is sold with
+CARD_SIZES = {
+    8: 8.0,
+    12: 12.0,
+    16: 16.0,
+    24: 24.0,
+    40: 39.5,
+    48: 48.0,
+    80: 79.3,
+    141: 139.8,
+}
+
+
+def data_sheet(table: dict[str, float], device_name: str) -> float | None:
+    """The entry of PEAK_FLOPS or PEAK_BANDWIDTH for a GPU as PyTorch names it; None for an unknown
+    one.
+    """
+    # the parts for laptops share a name with faster ones
+    if "Laptop" in device_name:
+        return None
+    return next(
+        (peak for words, peak in table.items() if re.search(rf"\b{words}\b", device_name)), None
+    )
