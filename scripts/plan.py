@@ -45,9 +45,9 @@ from training.hardware import (
     REGISTER_BYTES,
     SHARED_KIB,
 )
+from training.memory import GIB
 from training.metrics import check_writable, measured_on, write_json
 from training.plan import (
-    GIB,
     MATERIALISED,
     RECOMPUTED,
     TILE_LOOP,

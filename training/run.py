@@ -115,8 +115,9 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     from data import build_data
     from model import GPT, count_parameters
     from training.device import pick_device, pick_dtype, set_deterministic
+    from training.memory import GIB
     from training.optimizer import build_optimizer
-    from training.plan import GIB, largest_peak_bytes
+    from training.plan import largest_peak_bytes
     from training.schedule import attention_schedule, describe, will_compile
 
     device = pick_device(config.device)
