@@ -11,42 +11,31 @@ key=value:
     render  true: measure nothing, write docs/claims.md from results/
 """
 
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from training.interrupt import one_line
+from scripts.arguments import command
 
 
 @dataclass
 class Options:
-    run: str = ""
+    run: list[str] = field(default_factory=list)
     render: bool = False
 
 
-@one_line("claims")
-def main() -> None:
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(__doc__)
-        return
-    # not above: --help is answered without loading torch
+@command("claims", Options)
+def main(options: Options) -> None:
     import torch
 
     from lab.claims.render import describe
     from lab.claims.topics import CLAIMS
-    from scripts.arguments import read_settings
 
-    try:
-        options = Options(**read_settings(Options, sys.argv[1:]))
-    except ValueError as error:
-        sys.exit(f"claims: {error}")
-    names = options.run.split(",") if options.run else []
-    for name in names:
+    for name in options.run:
         if name not in CLAIMS:
-            sys.exit(f"claims: run={name} is not a claim; valid: {', '.join(CLAIMS)}")
+            raise ValueError(f"run={name} is not a claim; valid: {', '.join(CLAIMS)}")
     torch.set_num_threads(1)
-    for name in names:
+    for name in options.run:
         print(describe(CLAIMS[name], CLAIMS[name].measure()) + "\n", flush=True)
-    if not names:
+    if not options.run:
         write_claims(measure=not options.render)
 
 

@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from lab.claims.claim import Figures, claim, distribution
-from lab.results.headline import points
+from lab.results.curves import points
 from lab.results.tables import finite, load
 
 
