@@ -143,9 +143,9 @@ def main() -> None:
         sys.exit(f"train_bpe: {error}")
 
     from config import DataConfig
-    from data.corpora import documents
+    from data.corpora import Corpus
 
-    texts = (document["text"] for document in documents(DataConfig(source="stdlib")))
+    texts = (document["text"] for document in Corpus(DataConfig(source="stdlib")).documents())
     vocab = train(count_pretokens(texts), arguments.vocab_size)
     write_file(arguments.out, "".join(rank_lines(vocab)))
     print(f"{len(vocab)} ranks written to {arguments.out}")

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from config import DataConfig
-from data.corpora import count_documents, documents, identity
+from data.corpora import Corpus
 from data.local_files import text_files
 
 
 def rows(**settings) -> dict[str, str]:
-    return {row["path"]: row["text"] for row in documents(DataConfig(**settings))}
+    return {row["path"]: row["text"] for row in Corpus(DataConfig(**settings)).documents()}
 
 
 def write(folder, **files):
@@ -31,7 +31,7 @@ def write(folder, **files):
 def test_documents_are_a_datasets_stream():
     import datasets
 
-    stream = documents(DataConfig(source="stdlib", max_documents=2))
+    stream = Corpus(DataConfig(source="stdlib", max_documents=2)).documents()
     assert isinstance(stream, datasets.IterableDataset)
     assert list(next(iter(stream))) == ["path", "text"]
 
@@ -58,12 +58,13 @@ def test_stdlib_is_the_core_of_the_standard_library():
     assert corpus["json/decoder.py"] == Path(json.decoder.__file__).read_text(encoding="utf-8")
     assert list(corpus) == sorted(corpus, key=lambda path: path.split("/"))
     assert all(path.endswith(".py") and text for path, text in corpus.items())
-    assert len(corpus) <= count_documents(DataConfig(source="stdlib")) < 1.05 * len(corpus)
+    assert len(corpus) <= Corpus(DataConfig(source="stdlib")).max_documents() < 1.05 * len(corpus)
 
 
 def test_torch_source():
-    corpus = rows(source="torch_source", max_documents=40)
-    assert len(corpus) == 40 == count_documents(DataConfig(source="torch_source", max_documents=40))
+    settings = dict(source="torch_source", max_documents=40)
+    corpus = rows(**settings)
+    assert len(corpus) == 40 == Corpus(DataConfig(**settings)).max_documents()
     assert "__init__.py" in corpus and "version.py" not in corpus
 
 
@@ -153,7 +154,7 @@ def test_max_documents_counts_documents_with_text(tmp_path):
 
 def test_identity_follows_the_files_and_the_settings(tmp_path):
     def known(**settings):
-        return identity(DataConfig(source="text", path=str(tmp_path), **settings))
+        return Corpus(DataConfig(source="text", path=str(tmp_path), **settings)).identity()
 
     write(tmp_path, a_txt="one")
     before = known()
@@ -241,8 +242,8 @@ def test_a_broken_table_is_reported_once(tmp_path):
     write(tmp_path, a_jsonl='{"text": "x"\nnonsense\n')
     config = DataConfig(source="text", path=str(tmp_path))
     code = (
-        "from config import DataConfig; from data.corpora import documents; "
-        f"list(documents({config!r}))"
+        "from config import DataConfig; from data.corpora import Corpus; "
+        f"list(Corpus({config!r}).documents())"
     )
     errors = (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -13,7 +13,7 @@ import pytest
 
 import data.hub
 from config import DataConfig
-from data.corpora import documents
+from data.corpora import Corpus
 from data.hub import offline
 from data.network import answers
 
@@ -24,7 +24,7 @@ ROWS = {"text": ["one", None, "two", "", "three"], "n": [1, 2, 3, 4, 5]}
 def read(**settings):
     return [
         (row["path"], row["text"])
-        for row in documents(DataConfig(source="hub", name="org/name", **settings))
+        for row in Corpus(DataConfig(source="hub", name="org/name", **settings)).documents()
     ]
 
 
@@ -108,7 +108,7 @@ def test_out_of_reach_names_the_way_out_at_once(unreachable_hub, streaming):
     with pytest.raises(
         ValueError, match=rf"data\.name=org/name .*no-such-host\.invalid does not answer.*{WAY_OUT}"
     ):
-        documents(DataConfig(source="hub", name="org/name", streaming=streaming))
+        Corpus(DataConfig(source="hub", name="org/name", streaming=streaming)).documents()
     assert time.perf_counter() - start < 3
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import data.token_store
 from config import DataConfig, TokenizerConfig
 from data import build_tokenizer
-from data.corpora import documents
+from data.corpora import Corpus
 from data.token_store import DamagedStore, cache_folder, hash_of_path, open_store
 
 BYTE = build_tokenizer(TokenizerConfig("byte"))
@@ -77,7 +77,7 @@ def build_counter(monkeypatch):
 def test_both_halves_hold_the_corpus(config):
     store = open_store(config, BYTE)
     expected = {"train": [], "val": []}
-    for row in documents(config):
+    for row in Corpus(config).documents():
         expected["val" if hash_of_path(row["path"]) < 0.2 else "train"].append(row["text"])
     assert texts_of(store.train) == expected["train"]
     assert texts_of(store.val) == expected["val"]
@@ -566,7 +566,7 @@ def test_a_damaged_store_stays_until_another_is_built(config, tmp_path, monkeypa
         raise ValueError("no corpus") if failure == "no-corpus" else KeyboardInterrupt
 
     monkeypatch.setattr(
-        *(data.corpora, "documents") if failure == "no-corpus" else (BYTE, "encode"),
+        *(Corpus, "documents") if failure == "no-corpus" else (BYTE, "encode"),
         fail,
         raising=False,
     )
