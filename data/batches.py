@@ -44,7 +44,7 @@ class TextData:
         self.vocab_size = tokenizer.vocab_size
         self.seq_len = seq_len
         self.seed = seed
-        self.train, self.val = store.train.tokens, store.val.tokens
+        self.train, self.val = store.train, store.val
         # if neither half has a second document, there is nothing to keep apart: batches and losses
         # are the same with and without data.documents
         apart = config.documents and max(meta["train_documents"], meta["val_documents"]) > 1

@@ -55,15 +55,13 @@ class LastWriteData:
         # lower half of the range is the writes; the upper half is divided evenly among questions
         drawn = random.integers(2 * self.num_writes, size=(num_sequences, self.seq_len))  # (B, N)
         is_write = drawn < self.num_writes
-        key, value = np.divmod(drawn, self.num_values)  # (B, N), of the writes
-        asked_key = key - self.num_keys  # (B, N), of the questions
-        inputs = np.where(is_write, drawn, self.num_writes + asked_key)
-        targets = np.full_like(inputs, IGNORED)
+        key, value = drawn // self.num_values % self.num_keys, drawn % self.num_values
+        targets = np.full_like(drawn, IGNORED)
         position = np.arange(self.seq_len)
         for k in range(self.num_keys):
             writes = np.where(is_write & (key == k), position, -1)
             last_write = np.maximum.accumulate(writes, axis=1)  # (B, N), -1 before the first
             last_value = np.take_along_axis(value, last_write.clip(0), axis=1)
-            scored = ~is_write & (asked_key == k) & (last_write >= 0)
+            scored = ~is_write & (key == k) & (last_write >= 0)
             targets[scored] = self.first_answer + last_value[scored]
-        return to_batch(inputs, targets)
+        return to_batch(np.where(is_write, drawn, self.num_writes + key), targets)

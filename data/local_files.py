@@ -5,7 +5,7 @@ import importlib.util
 import logging
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def list_files(config: DataConfig) -> tuple[Path, list[Path]]:
         root, left_out = Path(sysconfig.get_path("stdlib")), STDLIB_LEFT_OUT
     else:
         # find_spec locates torch without importing it
-        root, left_out = Path(importlib.util.find_spec("torch").origin).parent, set()
+        root, left_out = Path(importlib.util.find_spec("torch").origin).parent, ()
     return root, [
         file
         for file in walk(root, left_out)
@@ -46,7 +46,7 @@ def list_files(config: DataConfig) -> tuple[Path, list[Path]]:
     ]
 
 
-def walk(folder: Path, left_out: set[str]) -> list[Path]:
+def walk(folder: Path, left_out: Container[str] = ()) -> list[Path]:
     """All files under a folder, sorted, except hidden ones, caches and folders in `left_out`."""
 
     def refuse(error: OSError) -> None:
@@ -72,34 +72,30 @@ def walk(folder: Path, left_out: set[str]) -> list[Path]:
 
 def text_files(path: str) -> list[Path]:
     """The files that data.path names, sorted."""
-    given = Path(path).expanduser().absolute()
-    if given.is_dir():
-        files = walk(given, left_out=set())
-        if not files:
-            raise ValueError(
-                f"data.path={path} is a folder without files; put text files into it or name "
-                "another folder, file or glob"
-            )
-        return files
+    given, files = Path(path).expanduser().absolute(), []
     if given.is_file():
-        return [given]
-    if given.exists():
-        raise ValueError(
-            f"data.path={path} is neither a file nor a folder; write what comes through it "
-            "to a file first"
+        files = [given]
+    elif given.is_dir():
+        files = walk(given)
+        problem = (
+            "is a folder without files; put text files into it or name another folder, file or glob"
         )
-    if not glob.has_magic(path):
-        raise ValueError(
-            f"data.path={path} does not exist (looked from {Path.cwd()}); name a file, a folder "
-            "or a glob of text files"
+    elif given.exists():
+        problem = "is neither a file nor a folder; write what comes through it to a file first"
+    elif glob.has_magic(path):
+        matches = glob.glob(str(given), recursive=True)
+        files = sorted(Path(match) for match in matches if os.path.isfile(match))
+        problem = (
+            f"matches no file (looked from {Path.cwd()}); '**' goes into folders, as in "
+            "'books/**/*.txt'"
         )
-    matches = glob.glob(str(given), recursive=True)
-    files = sorted(Path(match) for match in matches if os.path.isfile(match))
+    else:
+        problem = (
+            f"does not exist (looked from {Path.cwd()}); name a file, a folder or a glob of text "
+            "files"
+        )
     if not files:
-        raise ValueError(
-            f"data.path={path} matches no file (looked from {Path.cwd()}); '**' goes into "
-            "folders, as in 'books/**/*.txt'"
-        )
+        raise ValueError(f"data.path={path} {problem}")
     return files
 
 

@@ -76,12 +76,11 @@ class Prefetcher:
     def _read(self, step: int) -> list[tuple[Tensor, ...]]:
         batch = self.data.train_batch(step, self.num_sequences)
         passes = list(zip(*(x.split(self.batch_size) for x in batch), strict=True))
-        if not self.on_gpu:
-            return passes
-        with torch.cuda.stream(self.stream):
-            passes = [
-                tuple(x.pin_memory().to(self.device, non_blocking=True) for x in tensors)
-                for tensors in passes
-            ]
-        self.stream.synchronize()  # only the prefetch thread waits here
+        if self.on_gpu:
+            with torch.cuda.stream(self.stream):
+                passes = [
+                    tuple(x.pin_memory().to(self.device, non_blocking=True) for x in tensors)
+                    for tensors in passes
+                ]
+            self.stream.synchronize()  # only the prefetch thread waits here
         return passes

@@ -4,6 +4,7 @@
                                                                  every document
                              train_offsets.npy  val_offsets.npy  int64: document d is
                                                                  tokens[offsets[d]:offsets[d + 1]]
+                                                                 (no run reads these)
                              meta.json                           counts, dtype, hashes; size and
                                                                  checksum of the files above
 
@@ -59,14 +60,9 @@ class DamagedStore(ValueError):
     """A store that cannot be used, and why, in one line."""
 
 
-class Split(NamedTuple):
-    tokens: TokenFile  # T tokens of uint16 or uint32
-    offsets: np.ndarray  # (documents + 1,) int64
-
-
 class TokenStore(NamedTuple):
-    train: Split
-    val: Split
+    train: TokenFile  # uint16 or uint32, as is val
+    val: TokenFile
     meta: dict[str, Any]
 
 
@@ -84,36 +80,25 @@ def open_store(config: DataConfig, tokenizer: Tokenizer) -> TokenStore:
     name = hashlib.sha256(json.dumps(built_from).encode()).hexdigest()[:16]
     folder = cache_folder(config) / f"{config.source}-{name}"
     remove_dead_builds(folder.parent)
-    try:
-        store = load(folder)
-    except DamagedStore as damage:
-        log.warning(f"{damage}; it is built again")
-        store = None
-    if store is None:
-        build(corpus, tokenizer, folder)
-        store = load(folder)
-        assert store is not None, f"{folder} was built and is not there"
-    return store
+    if folder.exists():
+        try:
+            return load(folder)
+        except DamagedStore as damage:
+            log.warning(f"{damage}; it is built again")
+    build(corpus, tokenizer, folder)
+    return load(folder)
 
 
-def load(folder: Path) -> TokenStore | None:
-    """The store in that folder, after checking every byte of it. None if there is no store.
+def load(folder: Path) -> TokenStore:
+    """The store in that folder, after checking every byte of it.
 
     Raises DamagedStore if the store is not whole.
     """
-    if not os.path.exists(folder):
-        return None
     began = time.perf_counter()
     try:
         meta = read_meta(folder)
         verify(folder, meta["files"])
-        halves = [
-            Split(
-                TokenFile(folder / f"{name}.bin", meta["dtype"]),
-                np.load(folder / f"{name}_offsets.npy", mmap_mode="r"),
-            )
-            for name in HALVES
-        ]
+        halves = [TokenFile(folder / f"{half}.bin", meta["dtype"]) for half in HALVES]
     except OSError as error:
         raise DamagedStore(f"the token store {folder} cannot be read ({error})") from error
     except ValueError as error:
@@ -187,12 +172,12 @@ def publish(unfinished: Path, folder: Path) -> None:
         try:
             unfinished.rename(folder)
         except OSError:
-            damaged = unfinished_beside(folder)
+            if not folder.exists():
+                raise
             try:
-                # if there is a whole store, another process was faster, and its store is as good
-                if load(folder) is None:
-                    raise
+                load(folder)  # if it is whole, another process was faster, and its store is as good
             except DamagedStore:
+                damaged = unfinished_beside(folder)
                 folder.rename(damaged)
                 unfinished.rename(folder)
                 remove(damaged)
@@ -323,14 +308,14 @@ def hold_out_one(
     tokens = np.fromfile(folder / "train.bin", dtype)
     if len(lengths["train"]) > 1:
         start = sum(lengths["train"][:document])
-        lengths["val"] = [lengths["train"].pop(document)]
+        stop = start + lengths["train"].pop(document)
     else:
-        held_out = max(1, round(len(tokens) * val_fraction))
-        start = len(tokens) - held_out
-        lengths.update(train=[start], val=[held_out])
-    stop = start + lengths["val"][0]
+        stop = len(tokens)
+        start = stop - max(1, round(stop * val_fraction))
+        lengths["train"] = [start]
+    lengths["val"] = [stop - start]
     tokens[start:stop].tofile(folder / "val.bin")
-    np.concatenate([tokens[:start], tokens[stop:]]).tofile(folder / "train.bin")
+    np.delete(tokens, slice(start, stop)).tofile(folder / "train.bin")
 
 
 def hash_of_path(path: str) -> float:

@@ -143,21 +143,16 @@ def gpt2() -> BytePairTokenizer:
     """GPT-2's vocabulary, from tiktoken's cache or from its server."""
     import tiktoken
 
-    way_out = (
-        "use tokenizer=bpe or tokenizer=byte, which need no network, "
-        "or set TIKTOKEN_CACHE_DIR to a folder in which tiktoken has already stored it"
-    )
-    # tiktoken downloads without a timeout, so first see whether the server answers
-    if not gpt2_is_cached() and not answers(GPT2_FILES[0]):
-        raise ValueError(
-            "tokenizer=gpt2: the vocabulary is not on this machine and its server does not "
-            f"answer; {way_out}"
-        )
     try:
+        # tiktoken downloads without a timeout, so first see whether the server answers
+        if not gpt2_is_cached() and not answers(GPT2_FILES[0]):
+            raise OSError("it is not on this machine and its server does not answer")
         return BytePairTokenizer(tiktoken.get_encoding("gpt2"), "gpt2")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"tokenizer=gpt2: the vocabulary could not be loaded ({error}); {way_out}"
+            f"tokenizer=gpt2: the vocabulary could not be loaded ({error}); use tokenizer=bpe or "
+            "tokenizer=byte, which need no network, or set TIKTOKEN_CACHE_DIR to a folder in "
+            "which tiktoken has already stored it"
         ) from error
 
 

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,14 +42,14 @@ def text_config(tmp_path, **settings):
     )
 
 
-def texts_of(split):
-    """The documents of a split, cut at the stored offsets, without the end-of-text token that each
-    must have.
-    """
-    pieces = [
-        split.tokens[start:stop]
-        for start, stop in zip(split.offsets[:-1], split.offsets[1:], strict=True)
-    ]
+def offsets_of(half):
+    """Where the documents of a half start, and its end, as stored."""
+    return np.load(half.path.with_name(f"{half.path.stem}_offsets.npy"))
+
+
+def texts_of(half):
+    """The documents of a half, cut at the stored offsets, each without its end of text."""
+    pieces = [half[start:stop] for start, stop in pairwise(offsets_of(half))]
     assert all(
         piece[-1] == BYTE.end_of_text and BYTE.end_of_text not in piece[:-1] for piece in pieces
     )
@@ -87,8 +88,8 @@ def test_both_halves_hold_the_corpus(config):
 
 def test_tokens_are_stored_in_the_smallest_type(config):
     store = open_store(config, BYTE)
-    assert store.train.tokens.dtype == store.train.tokens[:4].dtype == np.uint16
-    assert store.train.offsets.dtype == np.int64
+    assert store.train.dtype == store.train[:4].dtype == np.uint16
+    assert offsets_of(store.train).dtype == np.int64
 
 
 def test_a_large_vocabulary_is_stored_in_32_bits(config):
@@ -96,9 +97,9 @@ def test_a_large_vocabulary_is_stored_in_32_bits(config):
         vocab_size, end_of_text, fingerprint = 100_000, 99_999, "wide"
 
     store = open_store(config, Wide())
-    assert store.train.tokens.dtype == np.uint32
-    end = store.train.offsets[1]
-    assert store.train.tokens[end - 1 : end].tolist() == [99_999]
+    assert store.train.dtype == np.uint32
+    end = offsets_of(store.train)[1]
+    assert store.train[end - 1 : end].tolist() == [99_999]
 
 
 def test_documents_are_held_out_whole_and_stay_there_when_others_join(config, tmp_path):
@@ -136,8 +137,8 @@ def test_the_end_of_an_only_document_is_held_out(tmp_path, monkeypatch, name):
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / name).write_text("0123456789" * 100)
     store = open_store(text_config(tmp_path, val_fraction=0.1), BYTE)
-    assert (len(store.train.tokens), len(store.val.tokens)) == (901, 100)
-    whole = np.concatenate([store.train.tokens[:], store.val.tokens[:]])
+    assert (len(store.train), len(store.val)) == (901, 100)
+    whole = np.concatenate([store.train[:], store.val[:]])
     assert BYTE.decode(whole[:-1]) == "0123456789" * 100 and whole[-1] == BYTE.end_of_text
     assert store.meta["held_out"] == "end"
 
@@ -145,7 +146,7 @@ def test_the_end_of_an_only_document_is_held_out(tmp_path, monkeypatch, name):
 def test_built_once(config, monkeypatch):
     builds = build_counter(monkeypatch)
     first, second = open_store(config, BYTE), open_store(config, BYTE)
-    assert len(builds) == 1 and (first.train.tokens[:] == second.train.tokens[:]).all()
+    assert len(builds) == 1 and (first.train[:] == second.train[:]).all()
 
 
 def test_an_open_store_needs_no_datasets(config):
@@ -194,7 +195,7 @@ def test_corpus_hash_is_of_the_texts_not_of_the_place(config, tmp_path):
 
 def both_halves(config):
     store = open_store(config, BYTE)
-    return store.train.tokens[:].tolist(), store.val.tokens[:].tolist()
+    return store.train[:].tolist(), store.val[:].tolist()
 
 
 def overwrite(file, content):
@@ -383,7 +384,7 @@ def gated(text):
             passed.append(sys.stdin.readline())
     return encode(text)
 tokenizer.encode = gated
-print("opened", len(open_store({config!r}, tokenizer).train.tokens), flush=True)
+print("opened", len(open_store({config!r}, tokenizer).train), flush=True)
 """
 
 
@@ -513,7 +514,7 @@ def test_two_processes_may_build_at_once(config, before):
         rival.stdin.flush()
     outputs = [rival.communicate()[0] for rival in rivals]
     assert [rival.returncode for rival in rivals] == [0, 0]
-    assert outputs == [f"opened {len(open_store(config, BYTE).train.tokens)}\n"] * 2
+    assert outputs == [f"opened {len(open_store(config, BYTE).train)}\n"] * 2
     assert len(stores(config)) == 1
 
 
