@@ -59,9 +59,7 @@ class Done(NamedTuple):
     output: str  # stdout and stderr together
 
     def complaint(self) -> str:
-        """The one line with which a run is refused. Fails where it was not refused, or not in one
-        line, or with a traceback.
-        """
+        """The single line that refuses a run. Fails for a traceback, or for any other output."""
         assert self.code not in (0, None) and "Traceback" not in self.output, self.output
         lines = [line for line in self.output.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1, self.output

@@ -1,6 +1,4 @@
-"""Shared by all tests: Triton's interpreter where there is no GPU, the gpu marker, the conformance
-report, the kill matrix.
-"""
+"""Shared by all tests: Triton's interpreter, the gpu marker, and the two report options."""
 
 import json
 import os
@@ -69,9 +67,7 @@ def conformance_record(request):
 
 @pytest.fixture
 def kill_record(request):
-    """Call it with one mutant's row, which then stands in the matrix; None where no matrix is asked
-    for.
-    """
+    """Call it with one mutant's row to add it to the matrix; None without --kill-matrix."""
     return request.config.stash[KILLS].append if request.config.getoption("--kill-matrix") else None
 
 

@@ -1,5 +1,6 @@
-"""Whatever a user gets wrong: one clear line that names the value and the way out, an exit code
-that is not 0, and nothing lost.
+"""Whatever a user gets wrong: one line that names the value and the way out, and nothing lost.
+
+The exit code is not 0.
 """
 
 import errno
@@ -271,9 +272,7 @@ def test_refused_in_one_line(tmp_path, overrides, said):
 
 @pytest.mark.parametrize("raised", ["SystemExit(3)", "KeyboardInterrupt"])
 def test_a_module_of_a_user_that_ends_the_program(tmp_path, monkeypatch, raised):
-    """A regression test: it ended a whole sweep without a word, and KeyboardInterrupt passed for
-    Ctrl-C.
-    """
+    """A regression test: it silently ended a sweep, and KeyboardInterrupt passed for Ctrl-C."""
     (tmp_path / "ends.py").write_text(f"raise {raised}\n")
     monkeypatch.syspath_prepend(tmp_path)
     answer = run(
@@ -311,9 +310,7 @@ def test_a_backend_that_says_it_is_not_exact_may_train(tmp_path):
 
 
 def test_a_backend_is_handed_the_arguments_it_has_names_for(tmp_path):
-    """A regression test: the comparison with exact attention left out those that were not in
-    use.
-    """
+    """A regression test: the comparison with exact attention left out unused arguments."""
     assert run(*tiny(tmp_path, "attention=custom", BACKENDS_OF_A_USER + "WINDOWED")).code == 0
     assert metrics(tmp_path)[-1]["attention/out_error"] < 1e-5
 

@@ -1,5 +1,6 @@
-"""Every choice in conf/ composes into the schema, every nonsense is refused in words, and a resumed
-run asks for what it asked before.
+"""Every choice in conf/ fits the schema, and every wrong value is refused in words.
+
+A resumed run replays the arguments of its first start.
 """
 
 from dataclasses import fields, is_dataclass

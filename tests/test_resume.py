@@ -1,6 +1,4 @@
-"""Interrupted, killed and resumed: the same run to the last bit, or a refusal that costs
-nothing.
-"""
+"""Interrupted, killed and resumed: the same run to the last bit, or a refusal without loss."""
 
 import errno
 import hashlib
@@ -66,9 +64,7 @@ def straight(tmp_path_factory) -> dict[str, Path]:
 
 
 def send_at_step(monkeypatch, step: int, *signals: signal.Signals) -> None:
-    """Let this process get the signals while it prepares that step, counted from 0, for the first
-    time.
-    """
+    """Send the signals to this process while it first prepares that step, counted from 0."""
     train_batch, pending = TextData.train_batch, list(signals)
 
     def patched(self, at: int, num_sequences: int):
@@ -87,8 +83,9 @@ def send_at_step(monkeypatch, step: int, *signals: signal.Signals) -> None:
 def test_interrupted_and_resumed_is_the_same_run(
     straight, monkeypatch, tmp_path, dtype, name, step
 ):
-    """To the last bit: weights, optimizer, loss scale, random state, and every row that was
-    computed, none lost and none twice.
+    """To the last bit: weights, optimizer, loss scale and random state.
+
+    Every computed row of metrics is there once.
     """
     send_at_step(monkeypatch, step, signal.Signals[name])
     stopped = run(*tiny(tmp_path, *STATEFUL, f"dtype={dtype}"))
@@ -104,8 +101,9 @@ def test_interrupted_and_resumed_is_the_same_run(
 
 
 def test_written_in_the_background_it_is_the_same_run(straight, monkeypatch, tmp_path):
-    """As on a GPU. The interrupted run ends when its checkpoint is on disk, and the next step does
-    not get into it.
+    """As on a GPU: an interrupted run ends when its checkpoint is on disk.
+
+    The next step does not get into that checkpoint.
     """
     monkeypatch.setattr(training.checkpoint, "Checkpoints", partial(Checkpoints, background=True))
     send_at_step(monkeypatch, 6, signal.SIGTERM)
@@ -119,8 +117,9 @@ def test_written_in_the_background_it_is_the_same_run(straight, monkeypatch, tmp
 def test_a_write_that_fails_in_the_background_is_said_and_loses_nothing(
     straight, monkeypatch, tmp_path
 ):
-    """The disk is full at the second checkpoint, that of a best evaluation; the third has to wait
-    for it, and finds out.
+    """The disk is full at the second checkpoint, that of a best evaluation.
+
+    The third has to wait for it, and raises its error.
     """
     monkeypatch.setattr(training.checkpoint, "Checkpoints", partial(Checkpoints, background=True))
     rotate, steps = training.checkpoint.rotate, []
@@ -426,9 +425,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(straight, tmp
 
 
 def best_and_evaluated(run_dir: Path) -> tuple[int, dict[int, float]]:
-    """The step of checkpoint.best, and val/loss by step of all evaluations but the first, of
-    weights that learnt nothing.
-    """
+    """The step of checkpoint.best, and val/loss by step of all evaluations but the first."""
     held_out = {
         row["step"]: row["val/loss"]
         for row in metrics(run_dir)
@@ -452,8 +449,9 @@ def test_the_last_checkpoints_and_the_best_stay(tmp_path):
 
 
 def test_the_best_is_that_of_all_evaluations(tmp_path):
-    """Also where none of their steps is one of checkpoint_every, and across a resume. The learning
-    rate makes the loss go up and down.
+    """Even if none falls on a step of checkpoint_every, and across a resume.
+
+    The learning rate makes the loss go up and down.
     """
     rates = (
         "optim.lr=0.1",
@@ -475,9 +473,7 @@ def test_the_best_is_that_of_all_evaluations(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["tiled", "sdpa", "triton"])
 def test_a_deterministic_run_on_a_gpu_is_the_same_run(monkeypatch, tmp_path, attention):
-    """deterministic=true, interrupted and resumed: compiled, in bfloat16, with dropout, to the last
-    bit.
-    """
+    """deterministic=true, compiled, in bfloat16, with dropout: the same to the last bit."""
     overrides = (
         *STATEFUL,
         "device=cuda",
@@ -532,9 +528,7 @@ def books(tmp_path) -> Path:
 
 
 def test_changed_data_are_refused(tmp_path, books):
-    """Under the same settings the run would not be the one it says it is. Asked for, it goes on,
-    and says so.
-    """
+    """With other data it would not be the same run. On request it goes on, and says so."""
     run_dir = tmp_path / "run"
     assert run(*tiny(run_dir, "data=text", f"data.path={books}")).code == 0
     before, fingerprint = contents(run_dir), summary(run_dir)["data"]
@@ -649,8 +643,9 @@ def test_all_of_them_are_named_with_one_way_out(run_dir, books):
 
 
 def test_what_is_asked_for_is_never_refused(tmp_path):
-    """Regression tests: what stood in overrides.yaml as well, in these very words, did not count;
-    and a NaN differs from itself.
+    """Regression tests: an argument that repeated a line of overrides.yaml did not count.
+
+    And a NaN differs from itself.
     """
     assert run(*tiny(tmp_path, "batch_size=auto", "tokens_per_step=128")).code == 0
     assert run(f"resume={tmp_path}", "steps=5", "batch_size=auto").code == 0
@@ -842,9 +837,7 @@ def test_a_folder_of_any_name_can_be_resumed(tmp_path):
 
 
 def test_what_a_resume_replays_stays_what_was_asked_for(run_dir):
-    """A regression test: batch_size=... was added at every start, and so to the name that a logger
-    shows.
-    """
+    """A regression test: every start added batch_size=..., also to the name that a logger shows."""
     asked_for = [
         line
         for line in (run_dir / "overrides.yaml").read_text().splitlines()

@@ -1,6 +1,4 @@
-"""Windows of text: right tokens, pure functions of (seed, step), a held-out half that never
-moves.
-"""
+"""Windows of text: right tokens, functions of (seed, step), a held-out half that never moves."""
 
 import errno
 import gc

@@ -1,6 +1,4 @@
-"""Which documents a local source yields, and one clear sentence for each way of naming a wrong
-one.
-"""
+"""Which documents a local source yields, and one clear error for each wrong way to name one."""
 
 import json
 import os
@@ -236,8 +234,9 @@ def test_bad_input_is_one_clear_error(tmp_path, capfd, files, path, message):
 
 
 def test_a_broken_table_is_reported_once(tmp_path):
-    """datasets logs what it raises; in a fresh process, because its log keeps the stderr it has
-    seen first.
+    """`datasets` logs an error that it raises.
+
+    In a fresh process, because its log keeps the stderr that it saw first.
     """
     write(tmp_path, a_jsonl='{"text": "x"\nnonsense\n')
     config = DataConfig(source="text", path=str(tmp_path))

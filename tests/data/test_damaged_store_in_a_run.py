@@ -1,5 +1,6 @@
-"""A run whose token store is damaged, before it or under it, is the run that it would have been, or
-ends with one line and a summary.
+"""A token store is damaged before a run, or while the run reads it.
+
+The run gives the same result as with a whole store, or ends with one line and a summary.
 """
 
 import os
@@ -94,8 +95,9 @@ HARM = {
 
 @pytest.mark.parametrize("harm, said", HARM.values(), ids=HARM)
 def test_a_store_that_is_damaged_under_the_run(corpus, cache, tmp_path, monkeypatch, harm, said):
-    """The system ended the run with SIGBUS and without a summary, or PyTorch said "index out of
-    range in self".
+    """A regression test: SIGBUS ended the run without a summary.
+
+    Or PyTorch said "index out of range in self".
     """
     overrides, straight = corpus
     train_batch = TextData.train_batch

@@ -1,5 +1,6 @@
-"""data.documents=true: every window numbers its documents, and the fingerprint says so; tokens and
-targets stay as they are.
+"""data.documents=true: windows number their documents, and the fingerprint says so.
+
+Tokens and targets stay as they are.
 """
 
 import numpy as np
@@ -63,9 +64,7 @@ def test_fingerprint_and_description_tell_whether_documents_are_apart(config):
 
 
 def test_a_single_document_is_the_same_either_way(config, tmp_path):
-    """Its end is never read, only said: there is nothing to keep apart, so the losses are
-    comparable.
-    """
+    """No window reads past its end, so nothing is kept apart and losses can be compared."""
     config.path = str(tmp_path / "corpus" / "59.txt")
     apart, together = open_data(config), open_data(config, documents=False)
     assert apart.fingerprint == together.fingerprint and apart.description == together.description
@@ -80,9 +79,7 @@ def test_a_single_document_is_the_same_either_way(config, tmp_path):
 
 
 def test_the_end_is_read_as_soon_as_there_is_a_second_document(config):
-    """The other side of the test above: one more document, and the fingerprint differs because
-    batches do.
-    """
+    """The counterpart of the test above: with a second document, batches differ."""
     assert (open_data(config).train_batch(0, 64).document_ids > 0).any()
 
 

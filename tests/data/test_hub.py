@@ -1,6 +1,4 @@
-"""The hub within reach (played by datasets in memory), out of reach, and out of reach with the
-dataset in the cache.
-"""
+"""The hub within reach (played by datasets in memory), out of reach, and only in the cache."""
 
 import json
 import shutil

@@ -1,6 +1,4 @@
-"""Reading ahead changes when a batch is read, never which: the same batches in the same order, and
-nothing left over however it ends.
-"""
+"""Prefetching changes when a batch is read, never which; and it leaves nothing running."""
 
 import threading
 import time
@@ -16,8 +14,9 @@ CPU = torch.device("cpu")
 
 
 class Steps:
-    """Data whose one tensor holds its step; it keeps what it was asked for, by which thread, and
-    fails or waits where told to.
+    """Data whose one tensor holds its step.
+
+    It records the steps and threads that read it, and can fail at a step or take some seconds.
     """
 
     def __init__(self, *, fails_at: int | None = None, seconds: float = 0.0) -> None:
@@ -107,9 +106,7 @@ def test_an_error_is_raised_when_its_step_comes_and_not_before():
     "error", [KeyboardInterrupt, RuntimeError, None], ids=["ctrl-c", "error", "end"]
 )
 def test_nothing_is_left_running(error):
-    """However the block is left, its thread is gone at once: it finishes what it reads and starts
-    nothing new.
-    """
+    """However the block ends, its thread finishes its batch, starts no other, and is gone."""
     data = Steps(seconds=0.05)
     start = time.perf_counter()
     try:

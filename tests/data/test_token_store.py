@@ -1,5 +1,6 @@
-"""A store holds what its corpus says, is built once, survives killed and rival builds, and never
-passes for whole when damaged.
+"""A store holds its corpus, is built once, and survives killed and rival builds.
+
+A damaged store is never taken for a whole one.
 """
 
 import errno
@@ -118,9 +119,7 @@ def test_a_wider_share_holds_out_the_same_documents_and_more(tmp_path, config):
 
 
 def test_some_document_is_held_out_of_a_small_corpus(tmp_path):
-    """Five documents at 5% leave three users in four without a held-out half if only the hashes
-    decide.
-    """
+    """By hashes alone, three in four corpora of five documents would have no held-out half."""
     (tmp_path / "corpus").mkdir()
     for number in range(5):
         (tmp_path / "corpus" / f"{number}.txt").write_text(f"text {number}")
@@ -322,9 +321,7 @@ def change(folder, **values):
 
 @pytest.mark.parametrize("damage, said", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_store_is_built_again(config, caplog, damage, said):
-    """A run trained on zeros, or validated on its training data, under the fingerprint of the data
-    it should have read.
-    """
+    """A regression test: a run trained on zeros, or validated on its training data."""
     before = both_halves(config)
     folder = cache_folder(config) / stores(config)[0]
     meta = (folder / "meta.json").read_bytes()
@@ -429,9 +426,7 @@ def test_a_killed_build_is_removed_by_a_process_that_builds_nothing(config, monk
 
 
 def test_the_build_of_a_live_process_is_left_alone(config, tmp_path):
-    """Neither a start that builds nor one that finds its store may touch it, though a dead build
-    lies beside it.
-    """
+    """No start may touch it, whether it builds or not, though a dead build lies beside it."""
     (alive,) = start_builds(config, 1)
     leave_a_dead_build(config)
     other = text_config(tmp_path, val_fraction=0.4)

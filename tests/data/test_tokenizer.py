@@ -38,9 +38,7 @@ TEXTS = {
 
 
 def gpt2_like() -> BytePairTokenizer:
-    """Our ranks under GPT-2's pattern, whose lookahead is the one that overflows on long runs of
-    space.
-    """
+    """Our ranks under GPT-2's pattern, whose lookahead overflows on long runs of space."""
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
 
@@ -107,9 +105,7 @@ def test_broken_utf8_is_shown_not_raised(tokenizer):
 
 @by_name
 def test_lone_surrogates_do_not_stop_a_prompt(tokenizer):
-    """Python hands undecodable command-line bytes on as lone surrogates, which UTF-8 cannot
-    encode.
-    """
+    """Python decodes invalid command-line bytes to lone surrogates, which UTF-8 cannot encode."""
     assert tokenizer.decode(tokenizer.encode("a\udcffb")) in ("a?b", "a\ufffdb")
 
 
@@ -125,8 +121,9 @@ LONG = {
 @pytest.mark.parametrize("text", LONG.values(), ids=LONG)
 @pytest.mark.parametrize("make", [bpe, gpt2_like], ids=["bpe", "gpt2-pattern"])
 def test_a_million_characters(make, text):
-    """A million spaces before a word used to kill the process: tiktoken's stack overflows, a panic
-    that no except catches.
+    """A regression test: a million spaces before a word killed the process.
+
+    tiktoken's stack overflowed, a panic that no `except` catches.
     """
     tokenizer = make()
     assert tokenizer.decode(tokenizer.encode(text)) == text

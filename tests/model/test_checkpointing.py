@@ -1,6 +1,4 @@
-"""Activation checkpointing, sequences in chunks, inputs on the host: the same training, with less
-of it kept.
-"""
+"""Activation checkpointing, chunks and offloading: the same training with fewer tensors kept."""
 
 import gc
 
