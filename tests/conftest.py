@@ -61,7 +61,7 @@ def seeded():
 
 @pytest.fixture
 def conformance_record(request):
-    """Call it with one case's row, which then stands in the report."""
+    """Call it with one case's row to add it to the report."""
     return request.config.stash[CONFORMANCE].append
 
 
@@ -73,7 +73,7 @@ def kill_record(request):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
-    """A pytest-xdist worker is done: take over its rows."""
+    """Take over the rows of a pytest-xdist worker that is done."""
     node.config.stash[CONFORMANCE].extend(node.workeroutput.get("conformance", []))
     node.config.stash[KILLS].extend(node.workeroutput.get("kills", []))
 

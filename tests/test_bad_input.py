@@ -45,7 +45,7 @@ def finished(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run_dir(finished, tmp_path) -> Path:
-    """A finished run of four steps to do harm to."""
+    """A finished run of four steps, for tests to damage."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
@@ -465,7 +465,7 @@ def test_a_sweep_without_a_job(tmp_path, choice):
 
 
 def test_jobs_of_a_sweep_do_not_share_a_folder(tmp_path):
-    """A regression test: each wrote its rows into those of the one before."""
+    """A regression test: each job wrote its rows into the previous job's file."""
     done = run(*tiny_sweep(tmp_path, "seed=0,1", "steps=1"), "hydra.sweep.subdir=one")
     assert "choose another hydra.sweep.subdir" in done.complaint()
     assert summary(tmp_path / "one")["seed"] == 0 and len(metrics(tmp_path / "one")) == 2
@@ -544,7 +544,7 @@ def test_a_summary_that_cannot_be_written_is_a_failure(tmp_path):
 
 
 def test_a_folder_with_a_run_in_it_takes_no_other(run_dir):
-    """Two runs in one metrics.jsonl are none, and the first one's checkpoint would be gone."""
+    """Two runs would mix in one metrics.jsonl, and the first would lose its checkpoint."""
     before = contents(run_dir)
     answer = run(*tiny(run_dir, "seed=1")).complaint()
     assert f"resume={run_dir}" in answer

@@ -104,7 +104,7 @@ def test_the_default_run():
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_run_of_an_experiment_composes(name):
-    """The run, or the sweep it asks for, job by job, as Hydra would."""
+    """Compose the run, or every job of its sweep, as Hydra would."""
     lines = (ROOT / f"conf/experiment/{name}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_" and lines[1].startswith(
         f"# python train.py experiment={name}"
@@ -326,7 +326,7 @@ def test_resume_replays_what_the_run_was_asked_for(run_dir):
 
 
 def kept(run_dir: Path, *new: str) -> list[str]:
-    """What is replayed of a run's own overrides beside new ones."""
+    """The overrides of a run that are replayed together with new ones."""
     replayed = replay_overrides([f"resume={run_dir}", *new])
     return replayed[: replayed.index(f"resume='{run_dir}'")]
 

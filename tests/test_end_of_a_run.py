@@ -27,7 +27,7 @@ hangs_up = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="the platfor
 
 
 def send_at(monkeypatch, place: str, *signals: signal.Signals) -> None:
-    """Let this process get the signals at the first call of a function of ours, module.name."""
+    """Send the signals to this process at the first call of our function module.name."""
     module, _, name = place.rpartition(".")
     called, pending = getattr(import_module(module), name), list(signals)
 
@@ -80,7 +80,7 @@ def test_a_signal_after_the_last_step_leaves_a_completed_run(monkeypatch, tmp_pa
 
 
 def test_ctrl_c_after_a_job_ends_its_sweep(monkeypatch, tmp_path):
-    """The job is completed, the others are listed."""
+    """That job counts as completed; the table lists the others."""
     send_at(monkeypatch, "training.plot.draw_loss_curve", signal.SIGINT)
     done = run(*tiny_sweep(tmp_path, "seed=0,1,2", "eval_every=0"))
     assert done.code == 130 and [row["status"] for row in index(tmp_path)] == [

@@ -50,13 +50,13 @@ def finished(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run_dir(finished, tmp_path) -> Path:
-    """A finished run of four steps to do harm to."""
+    """A finished run of four steps, for tests to damage."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 @pytest.fixture(scope="session")
 def straight(tmp_path_factory) -> dict[str, Path]:
-    """Runs that nothing disturbs, by dtype; float16 has a loss scale as well."""
+    """Undisturbed runs by dtype; float16 has a loss scale too."""
     folder = tmp_path_factory.mktemp("straight")
     for dtype in ("fp32", "fp16"):
         assert run(*tiny(folder / dtype, *STATEFUL, f"dtype={dtype}")).code == 0
@@ -206,7 +206,7 @@ def test_killed_at_random_and_resumed_is_the_same_run(tmp_path):
 
 
 def test_a_folder_that_another_process_writes_to(tmp_path):
-    """Refused however soon, without a trace; free at once when that process is killed."""
+    """A second process is refused without a trace; a kill of the first frees the folder at once."""
     process = start(*tiny(tmp_path, "steps=5000", "checkpoint_every=5"))
     while process.poll() is None and not (tmp_path / ".lock").exists():
         time.sleep(0.001)
@@ -227,7 +227,7 @@ def test_a_folder_that_another_process_writes_to(tmp_path):
 
 
 def test_looking_more_often_changes_nothing(straight, tmp_path):
-    """Rows, evaluations and checkpoints draw no random numbers of the run's."""
+    """Rows, evaluations and checkpoints do not draw from the run's random numbers."""
     assert (
         run(*tiny(tmp_path, *STATEFUL, "log_every=1", "eval_every=1", "checkpoint_every=1")).code
         == 0
@@ -281,7 +281,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(run_dir, name, harm, said):
 
 
 def rewritten(folder: Path, change) -> None:
-    """Somebody changes a meta.json and makes it vouch for itself."""
+    """Change a meta.json, and its own checksum with it."""
     path = folder / "meta.json"
     meta = json.loads(path.read_text())
     meta = change(meta) if callable(change) else meta | change
@@ -353,7 +353,7 @@ def test_an_earlier_checkpoint_of_any_form_stops_no_run(tmp_path, change):
 
 
 class Harm:
-    """What its unpickling would do."""
+    """An object whose unpickling would run code."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -364,7 +364,7 @@ class Harm:
 
 @pytest.mark.parametrize("kind", ["pickle", "list", "empty", "optimizer", "random", "words"])
 def test_a_crafted_state_is_refused_and_not_run(run_dir, tmp_path, kind):
-    """A regression test: a traceback of PyTorch's; it never ran what it holds."""
+    """A regression test: PyTorch ended with a traceback. It never ran the code inside."""
     path = run_dir / "checkpoint/training.pt"
     state = torch.load(path, weights_only=True)
     crafted = {
@@ -521,7 +521,7 @@ def test_a_refused_resume_costs_nothing(run_dir, overrides, said):
 
 @pytest.fixture
 def books(tmp_path) -> Path:
-    """A text of one's own, that one can change."""
+    """A text of the user's own, which tests can change."""
     file = tmp_path / "books.txt"
     file.write_text("the quick brown fox jumps over the lazy dog\n\n" * 200)
     return file
@@ -602,7 +602,7 @@ def test_damaged_overrides_are_refused(run_dir, content, said):
 
 @pytest.mark.parametrize("damaged", ["overrides.yaml", "overrides.yaml and config.yaml", "conf"])
 def test_settings_that_nobody_asked_for_are_refused(run_dir, damaged):
-    """A line of overrides.yaml is lost, or a default is another by now."""
+    """For example, a line of overrides.yaml is lost, or a default has changed."""
     if damaged == "conf":
         path, line, lost = run_dir / "config.yaml", "keep: 2\n", "keep: 3\n"
         key, then, now = "keep", 3, 2
@@ -625,7 +625,7 @@ def test_settings_that_nobody_asked_for_are_refused(run_dir, damaged):
 
 
 def test_all_of_them_are_named_with_one_way_out(run_dir, books):
-    """As Hydra reads it, whatever the values are; what follows from another setting is left out."""
+    """The command is in Hydra's syntax, and leaves out settings that follow from others."""
     strange = books.rename(books.with_name("it's, all = mine.txt"))
     path = "data.path='" + str(strange).replace("'", "\\'") + "'"
     assert run(f"resume={run_dir}", "steps=5", "data=text", path, "seed=1").code == 0
@@ -675,7 +675,7 @@ def test_a_configuration_of_ones_own_is_found_again(tmp_path):
 
 
 def test_a_run_of_an_earlier_version_keeps_its_history(tmp_path):
-    """Its checkpoints have no starts, but the settings under which it began."""
+    """Its checkpoints have the settings of the first start, but no list of starts."""
     assert run(*tiny(tmp_path, "attention.switch_at=2", "attention.switch_to=sdpa")).code == 0
     path = tmp_path / "checkpoint/meta.json"
     meta = json.loads(path.read_text())
@@ -696,7 +696,7 @@ def test_a_run_of_an_earlier_version_keeps_its_history(tmp_path):
 
 
 def test_a_logger_that_is_not_installed_costs_nothing(run_dir, monkeypatch):
-    """A regression test: the finished run was a failed one after it."""
+    """A regression test: the finished run was marked as failed."""
     monkeypatch.setattr("training.loggers.installed", lambda package: False)
     before = contents(run_dir)
     assert (
@@ -707,7 +707,7 @@ def test_a_logger_that_is_not_installed_costs_nothing(run_dir, monkeypatch):
 
 
 def test_the_best_on_other_data_is_no_measure(tmp_path, books):
-    """Of a text that is easier, say."""
+    """The other data may be an easier text."""
     assert (
         run(
             *tiny(tmp_path / "run", "data=text", f"data.path={books}", "optim.lr=0.03", "steps=20")
@@ -734,7 +734,7 @@ def test_a_run_that_saved_nothing_is_started_anew(tmp_path):
 
 @pytest.mark.parametrize("harm", ["cut", "emptied", "removed", "hole", "altered", "step"])
 def test_damaged_metrics_are_put_back(straight, monkeypatch, tmp_path, harm):
-    """From the checkpoint: the rows are those of a run that nothing disturbed."""
+    """They are restored from the checkpoint, and equal those of an undisturbed run."""
     send_at_step(monkeypatch, 6, signal.SIGTERM)
     assert run(*tiny(tmp_path, *STATEFUL)).code == 130
     path = tmp_path / "metrics.jsonl"

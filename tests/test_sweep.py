@@ -149,7 +149,7 @@ def mixed(tmp_path_factory):
 
 
 def test_an_option_that_one_attention_lacks_is_left_out_of_it(mixed):
-    """A regression test: naive failed when its turn came, as it has no tiles."""
+    """A regression test: naive failed when its turn came, because it has no tiles."""
     folder, done = mixed
     assert done.code == 0 and "Traceback" not in done.output, done.output
     rows = index(folder)
@@ -321,7 +321,7 @@ def test_another_sweeper_minimises_val_loss(tmp_path):
 
 
 def test_shell_completion():
-    """A regression test: its words were taken for settings."""
+    """A regression test: the completion's arguments were taken for settings."""
     done = run("-sc", "install=bash")
     assert done.code == 0 and "hydra_bash_completion" in done.output
     line = "python train.py attention=no_"

@@ -58,7 +58,7 @@ def learned(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def exact_runs(tmp_path_factory) -> dict[str, Path]:
-    """The same run of ten steps, under Triton's interpreter of two, for each exact attention."""
+    """Ten steps under each exact attention; only two under Triton's interpreter, which is slow."""
     folder = tmp_path_factory.mktemp("exact")
     for name in EXACT:
         done = run(
@@ -345,7 +345,7 @@ def test_the_weights_of_a_diverged_run_are_those_before_the_bad_step(diverged, t
 
 
 def seconds_of_the_processor(command: list[str]) -> tuple[float, str]:
-    """What a process and its children take, whatever runs beside them; and what it prints."""
+    """The processor seconds of a process and its children, and what it prints."""
     before = os.times()
     output = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=100

@@ -18,7 +18,7 @@ def rows(**settings) -> dict[str, str]:
 
 
 def write(folder, **files):
-    """Files named a__b_txt for a/b.txt."""
+    """Write files; the argument a__b_txt stands for a/b.txt."""
     for name, content in files.items():
         file = folder / name.replace("__", "/").replace("_", ".")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -264,7 +264,7 @@ def test_unreadable(tmp_path, locked):
 
 @pytest.mark.parametrize("file", ["a.txt", "a.jsonl"])
 def test_permission_denied(tmp_path, monkeypatch, file):
-    """The same as above for whoever runs the tests as root."""
+    """The same as above, for people who run the tests as root."""
 
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
@@ -293,7 +293,7 @@ def test_a_package_file_in_an_old_encoding_is_skipped(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names are Unix's")
 def test_what_is_no_file_is_left_out(tmp_path):
-    """A pipe that nobody writes to would be read for ever, and a link to nothing cannot be."""
+    """Reading a pipe that nobody writes to would never end; a broken link cannot be read."""
     (tmp_path / "text.txt").write_text("words")
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "broken.txt").symlink_to(tmp_path / "gone.txt")

@@ -20,7 +20,7 @@ def open_data(config, *, documents=True, seq_len=32):
 
 
 def test_numbers_by_hand():
-    """An end belongs to the document it ends, also two in a row, the first token and the last."""
+    """An end belongs to the document it ends, even twice in a row, as first token or as last."""
     tokens = np.array([1, 2, END, 3, END, END, 4, 5, END], dtype=np.uint16)
     batch = windows(np.stack([tokens[:7], tokens[2:]]), end_of_text=END)
     assert batch.inputs.tolist() == [[1, 2, END, 3, END, END], [END, 3, END, END, 4, 5]]
@@ -36,7 +36,7 @@ def test_tensors_of_a_packed_batch(config):
 
 
 def test_numbers_are_those_of_the_stored_documents(config):
-    """The offsets on disk divide a window where the numbers do, wherever it begins."""
+    """Document numbers change where the stored documents end, wherever a window begins."""
     data = open_data(config, seq_len=200)
     text = data.train[:]
     ends = np.flatnonzero(text == data.end_of_text)
@@ -64,7 +64,7 @@ def test_fingerprint_and_description_tell_whether_documents_are_apart(config):
 
 
 def test_a_single_document_is_the_same_either_way(config, tmp_path):
-    """No window reads past its end, so nothing is kept apart and losses can be compared."""
+    """Its end is a target but never an input: there is nothing to keep apart."""
     config.path = str(tmp_path / "corpus" / "59.txt")
     apart, together = open_data(config), open_data(config, documents=False)
     assert apart.fingerprint == together.fingerprint and apart.description == together.description

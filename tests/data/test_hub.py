@@ -35,7 +35,7 @@ def online(monkeypatch):
 
 @pytest.fixture
 def reachable_hub(online, monkeypatch):
-    """A hub that holds ROWS; returns the calls it got."""
+    """A hub that holds ROWS. Returns the calls of load_dataset."""
     calls = []
 
     def load_dataset(*where, streaming, **rest):

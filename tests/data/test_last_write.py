@@ -1,4 +1,4 @@
-"""The vectorised labels against an obvious loop, and what makes the task fair to compare on."""
+"""The vectorised labels against an obvious loop, and what makes comparisons fair."""
 
 import subprocess
 import sys
@@ -64,7 +64,7 @@ def test_every_token_is_drawn_as_often_as_promised(num_keys, num_values):
 
 
 def test_the_loss_ignores_the_targets_that_data_ignores():
-    """The data cannot import the model, so each names the target: both use PyTorch's."""
+    """data and model cannot import one another, so each names PyTorch's ignored target itself."""
     assert IGNORED == loss.IGNORED == torch.nn.CrossEntropyLoss().ignore_index
 
 

@@ -65,7 +65,7 @@ def test_each_step_is_read_once_in_order_by_one_other_thread():
 
 
 def test_reading_hides_behind_a_step_that_takes_longer():
-    """Only the first batch is waited for."""
+    """The main thread waits only for the first batch."""
     with Prefetcher(Steps(seconds=0.02), 1, 1, CPU, ahead=2) as batches:
         waited = []
         for step in range(10):
@@ -140,7 +140,7 @@ def test_on_a_cpu_the_step_reads_for_itself():
 @pytest.mark.gpu
 @pytest.mark.parametrize("documents", [False, True])
 def test_on_a_gpu_batches_arrive_whole(config, documents):
-    """While the GPU is busy with the steps before, whose memory is given back and taken again."""
+    """While the GPU computes earlier steps, whose memory is freed and reused."""
     config.documents = documents
     data = build_data(config, TokenizerConfig("byte"), seq_len=512, seed=3)
     work = torch.randn(4096, 4096, device="cuda")

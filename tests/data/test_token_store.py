@@ -44,7 +44,7 @@ def text_config(tmp_path, **settings):
 
 
 def offsets_of(half):
-    """Where the documents of a half start, and its end, as stored."""
+    """The stored offsets of a half's documents, and of its end."""
     return np.load(half.path.with_name(f"{half.path.stem}_offsets.npy"))
 
 
@@ -58,14 +58,14 @@ def texts_of(half):
 
 
 def stores(config):
-    """The names in the cache folder, but for those of its locks."""
+    """The names in the cache folder, except its locks."""
     return sorted(
         path.name for path in cache_folder(config).iterdir() if not path.name.startswith(".")
     )
 
 
 def build_counter(monkeypatch):
-    """Every build that really happens from now on, as a growing list."""
+    """A list that grows with every build from now on."""
     builds, build = [], data.token_store.build
 
     def counted(*arguments):
@@ -198,7 +198,7 @@ def both_halves(config):
 
 
 def overwrite(file, content):
-    """The file begins with that and is as long as before."""
+    """Overwrite the beginning of a file; its length stays."""
     file.write_bytes(content[: file.stat().st_size] + file.read_bytes()[len(content) :])
 
 
@@ -215,7 +215,7 @@ def swap(one, other):
 
 
 def without(folder, key):
-    """As a meta.json that was written before there was such a key."""
+    """Remove a key from meta.json, as if it were older than the key."""
     meta = json.loads((folder / "meta.json").read_text())
     del meta[key]
     (folder / "meta.json").write_text(json.dumps(meta))
@@ -314,7 +314,7 @@ DAMAGE = {
 
 
 def change(folder, **values):
-    """Other values in meta.json, under the old checksum."""
+    """Change values in meta.json, but not its checksum."""
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | values))
 
@@ -337,7 +337,7 @@ def test_a_damaged_store_is_built_again(config, caplog, damage, said):
 
 
 def test_a_store_appears_in_one_step(config, monkeypatch):
-    """Copied into place, a half-written store could be opened, or be left by a kill."""
+    """If it were copied into place, a process could open half a store, or a kill leave it."""
     publish, written = data.token_store.publish, []
 
     def watched(unfinished, folder):
@@ -386,7 +386,7 @@ print("opened", len(open_store({config!r}, tokenizer).train), flush=True)
 
 
 def start_builds(config, count):
-    """Processes that stand still in the middle of a build until they get a line."""
+    """Start processes that pause in the middle of a build until they get a line."""
     command = [sys.executable, "-c", GATED_BUILD.format(config=config)]
     processes = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -397,7 +397,7 @@ def start_builds(config, count):
 
 
 def leave_a_dead_build(config):
-    """As a killed process does."""
+    """Leave an unfinished build, as a killed process does."""
     folder = cache_folder(config) / "unfinished-0123"
     folder.mkdir(parents=True)
     (folder / "train.bin").write_bytes(bytes(100))
@@ -439,7 +439,7 @@ def test_the_build_of_a_live_process_is_left_alone(config, tmp_path):
 
 
 def test_without_locks_no_build_is_removed(config, monkeypatch):
-    """A file system may have none; then nobody can tell whether a build is alive."""
+    """On a file system without locks, no process can tell whether a build is alive."""
 
     def refuse(*_):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -454,7 +454,7 @@ def test_without_locks_no_build_is_removed(config, monkeypatch):
 
 
 def test_a_whole_store_needs_no_permission_to_write(config, monkeypatch):
-    """A cache that an administrator has filled."""
+    """For example, in a cache that an administrator filled."""
     open_store(config, BYTE)
     leave_a_dead_build(config)
 
@@ -552,7 +552,7 @@ def test_a_copy_of_another_store_is_noticed(config, tmp_path, caplog):
 
 @pytest.mark.parametrize("failure", ["no-corpus", "interrupted"])
 def test_a_damaged_store_stays_until_another_is_built(config, tmp_path, monkeypatch, failure):
-    """Its corpus may be out of reach, and its owner may know how to repair it."""
+    """The corpus may be out of reach, and the owner may know how to repair the store."""
     open_store(config, BYTE)
     folder = cache_folder(config) / stores(config)[0]
     flip(folder / "train.bin", 7)
@@ -595,7 +595,7 @@ def whole(tmp_path_factory):
 
 
 def loads_or_says_why(folder, content, meta):
-    """With that as its meta.json."""
+    """With this content of meta.json, the store loads, or says what is damaged."""
     file = folder / "meta.json"
     before = file.read_bytes()
     try:

@@ -39,7 +39,7 @@ def test_a_read_only_cache_folder(config, tmp_path):
 
 
 def test_a_full_disk(config):
-    """Played by a limit on the size of a file, which fails in the same calls."""
+    """A limit on file size stands in for a full disk: the same calls fail."""
     code = (
         "import resource; from config import *; from data import build_data;"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000));"

@@ -1,4 +1,4 @@
-"""Every text survives the round trip, and a vocabulary that cannot be had is one clear error."""
+"""Every text survives the round trip; a missing or damaged vocabulary gives one clear error."""
 
 import base64
 import hashlib
@@ -97,7 +97,7 @@ def test_vocabulary(tokenizer):
 
 @by_name
 def test_broken_utf8_is_shown_not_raised(tokenizer):
-    """A model samples bytes in any order."""
+    """A model may sample bytes in any order."""
     half_a_letter = "é".encode()[:1]
     token = half_a_letter[0] if tokenizer.name == "byte" else read_ranks(RANKS_FILE)[half_a_letter]
     assert tokenizer.decode([token]) == "\ufffd"
@@ -148,7 +148,7 @@ def test_bpe_is_shorter_than_bytes():
 
 
 def test_fingerprint_changes_with_the_order_of_the_ranks(tmp_path):
-    """Merges are made in rank order: the same tokens under other ranks cut a text elsewhere."""
+    """Merges go by rank: the same tokens with other ranks split a text differently."""
     (tmp_path / "same").write_bytes(RANKS_FILE.read_bytes())
     lines = RANKS_FILE.read_text().splitlines()
     lines[300:302] = [lines[301].replace(" 301", " 300"), lines[300].replace(" 300", " 301")]
@@ -165,7 +165,7 @@ def test_token_dtype(vocab_size, name):
 
 
 def test_a_changed_vocabulary_is_read_anew(tmp_path):
-    """tiktoken's own reader goes on returning the file it has seen first."""
+    """tiktoken's own reader would return the old content."""
     file = tmp_path / "ranks"
     file.write_bytes(RANKS_FILE.read_bytes())
     before = bpe(file)
@@ -203,7 +203,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("line, number", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_line_of_a_vocabulary_is_named(tmp_path, line, number):
-    """Said to be "not enough values to unpack" once."""
+    """A regression test: the error was "not enough values to unpack"."""
     lines = RANKS_FILE.read_bytes().splitlines()
     lines[number - 1] = line
     (tmp_path / "ranks").write_bytes(b"\n".join(lines))

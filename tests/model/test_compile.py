@@ -115,7 +115,7 @@ def test_statistics_in_the_inputs_dtype():
 
 
 def test_a_recorder_watches_the_loop_itself():
-    """A function put around the loop is another one, and no operator."""
+    """A function wrapped around the loop is not the registered operator."""
     model = build(get_backend("tiled"))
     recorder = Recorder(model.backend)
     assert model.backend.operator and not recorder.backend.operator

@@ -63,7 +63,7 @@ def build():
 
 
 def packed() -> PackedBatch:
-    """Two rows of 80 tokens: LENGTHS, and LENGTHS from behind."""
+    """Two rows of 80 tokens, with documents of LENGTHS and of LENGTHS reversed."""
     tokens = torch.randint(1, 61, (2, 81), generator=torch.Generator().manual_seed(2))
     for row, lengths in zip(tokens, (LENGTHS, LENGTHS[::-1]), strict=True):
         row[torch.tensor(lengths).cumsum(0) - 1] = END
@@ -71,7 +71,7 @@ def packed() -> PackedBatch:
 
 
 def separated(tokens: torch.Tensor) -> PackedBatch:
-    """tokens (2, 81) as the data hands them out."""
+    """The batch that data.documents=true makes of tokens (2, 81)."""
     batch = windows(tokens.cpu().numpy(), end_of_text=END)
     return PackedBatch(*(x.to(tokens.device) for x in batch))
 
@@ -146,7 +146,7 @@ def test_learned_positions_go_on_counting(build):
 
 @pytest.mark.parametrize("name", ["naive", INTERPRETED])
 def test_compiled_without_a_graph_break_and_once(build, name):
-    """Other documents of the same shape are no reason to compile again."""
+    """A batch of the same shape with other documents is not compiled again."""
     torch.compiler.reset()
     graphs = []
 

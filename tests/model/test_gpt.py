@@ -97,7 +97,7 @@ def test_swiglu_width_is_eight_thirds_rounded_up_to_64(build_gpt, width, hidden)
 
 
 class Capture:
-    """A backend that keeps what it is given, and attends to nothing."""
+    """A backend that records its inputs and returns zeros."""
 
     def __init__(self):
         self.calls = []

@@ -237,7 +237,7 @@ def test_float16_gradients_neither_overflow_nor_vanish():
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operator makes."""
+    """Counts the elements of the largest tensor that an operator makes."""
 
     elements = 0
 
