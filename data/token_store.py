@@ -80,7 +80,7 @@ def open_store(config: DataConfig, tokenizer: Tokenizer) -> TokenStore:
     name = hashlib.sha256(json.dumps(built_from).encode()).hexdigest()[:16]
     folder = cache_folder(config) / f"{config.source}-{name}"
     remove_dead_builds(folder.parent)
-    if folder.exists():
+    if os.path.exists(folder):  # unlike Path.exists(), it is False where the system cannot tell
         try:
             return load(folder)
         except DamagedStore as damage:
@@ -172,7 +172,7 @@ def publish(unfinished: Path, folder: Path) -> None:
         try:
             unfinished.rename(folder)
         except OSError:
-            if not folder.exists():
+            if not os.path.exists(folder):
                 raise
             try:
                 load(folder)  # if it is whole, another process was faster, and its store is as good
