@@ -1,4 +1,4 @@
-# two commands: `make train` and `make test`. Both make .venv the first time and are quick afterwards.
+# Two commands: `make train` and `make test`. The first to run installs everything into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 

@@ -1,16 +1,15 @@
-"""Text in, batches out: a corpus is tokenized once into a store on disk and read as random windows
-from then on.
+"""Text in, batches out.
+
+A corpus is tokenized once into a store on disk. Every run reads random windows from that store.
 
     tokenizer.py    text <-> tokens: byte, bpe, gpt2
     corpora.py      where the documents come from: stdlib, torch_source, text, hub
-    token_store.py  documents -> flat token files, built once, found again by what they were built
-                    from
-    batches.py      token files -> train and held-out windows
+    token_store.py  documents -> flat token files, named by what they were built from
+    batches.py      token files -> training and held-out windows
     last_write.py   the synthetic recall task, which needs none of the above
-    prefetch.py     batches on the GPU before their step has come
+    prefetch.py     copies batches to the GPU before their step comes
 
-Importing this package loads neither torch nor datasets nor tiktoken; building does, where it has
-to.
+Importing this package loads neither torch nor datasets nor tiktoken. Building loads what it needs.
 """
 
 from config import DataConfig, TokenizerConfig
@@ -20,8 +19,10 @@ __all__ = ["Batch", "PackedBatch", "Tokenizer", "TrainingData", "build_data", "b
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
-    """The tokenizer of that name; ValueError where gpt2's vocabulary is neither cached nor within
-    reach, or vocab_size is too small.
+    """The tokenizer that the settings name.
+
+    Raises ValueError if vocab_size is too small, or if gpt2's vocabulary is neither cached nor
+    within reach.
     """
     from data.tokenizer import BUILDERS
 
@@ -39,28 +40,25 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 def build_data(
     config: DataConfig, tokenizer: TokenizerConfig, *, seq_len: int, seed: int
 ) -> TrainingData:
-    """The data of a run; ValueError names the setting where the corpus cannot be read, is too
-    short, cannot be stored, or is another.
+    """The data of a run.
+
+    Raises ValueError, naming the setting, if the corpus cannot be read or stored, is too short, or
+    does not have the fingerprint in data.fingerprint.
     """
-    data = _build_data(config, tokenizer, seq_len=seq_len, seed=seed)
-    if config.fingerprint not in (None, data.fingerprint):
-        raise ValueError(
-            f"data.fingerprint={config.fingerprint} is asked for, and data={config.source} has "
-            f"{data.fingerprint}: other documents, "
-            "tokenizer or share held out; data.fingerprint=null takes what is there"
-        )
-    return data
-
-
-def _build_data(
-    config: DataConfig, tokenizer: TokenizerConfig, *, seq_len: int, seed: int
-) -> TrainingData:
     if config.source == "last_write":
         from data.last_write import LastWriteData
 
-        return LastWriteData(
+        data = LastWriteData(
             num_keys=config.num_keys, num_values=config.num_values, seq_len=seq_len, seed=seed
         )
-    from data.batches import TextData
+    else:
+        from data.batches import TextData
 
-    return TextData(config, build_tokenizer(tokenizer), seq_len=seq_len, seed=seed)
+        data = TextData(config, build_tokenizer(tokenizer), seq_len=seq_len, seed=seed)
+    if config.fingerprint not in (None, data.fingerprint):
+        raise ValueError(
+            f"data.fingerprint={config.fingerprint} is asked for, and data={config.source} has "
+            f"{data.fingerprint}: its documents, tokenizer or held-out share differ; "
+            "data.fingerprint=null takes what is there"
+        )
+    return data

@@ -1,8 +1,7 @@
-"""Datasets of the Hugging Face hub, with an answer within a second or so where the hub is out of
-reach.
+"""Datasets of the Hugging Face hub, or a refusal within about a second if the hub is out of reach.
 
-Left to itself `datasets` retries for about 25 seconds. So the hub's host is tried first; where it
-does not answer, only what this machine has cached is looked at, as HF_HUB_OFFLINE=1 would have it.
+By itself, `datasets` retries for about 25 seconds. So the hub's host is tried first. If it does not
+answer, only this machine's cache is read, as with HF_HUB_OFFLINE=1.
 """
 
 from collections.abc import Iterator
@@ -18,9 +17,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def offline(switched_on: bool) -> Iterator[None]:
-    """HF_HUB_OFFLINE=1 for a block of code: the variable itself is read only once, when `datasets`
-    is imported.
-    """
+    """HF_HUB_OFFLINE=1 inside a `with`; `datasets` reads the variable itself only at import."""
     import datasets
     import huggingface_hub
 
@@ -36,8 +33,9 @@ def offline(switched_on: bool) -> Iterator[None]:
 
 
 def load_from_hub(config: DataConfig) -> "Dataset | IterableDataset":
-    """One split of a dataset; ValueError where neither the hub nor the cache of earlier downloads
-    has it.
+    """One split of a dataset. Raises ValueError if neither the hub nor this machine's cache has it.
+
+    The cache holds earlier downloads.
     """
     import datasets
 
@@ -63,7 +61,7 @@ def load_from_hub(config: DataConfig) -> "Dataset | IterableDataset":
 def read_from_hub(
     table: "Dataset | IterableDataset", config: DataConfig
 ) -> Iterator[dict[str, Any]]:
-    """The rows; with data.streaming=true they arrive over the network, which may fail half-way."""
+    """The rows. With data.streaming=true they come over the network, which may fail half-way."""
     try:
         yield from table
     except OSError as error:

@@ -1,5 +1,4 @@
-"""What the rest of the project sees of the data: batches, a tokenizer, and one object that hands
-out both halves of a corpus.
+"""What the rest of the project sees of the data: batches, a tokenizer, and both halves of a corpus.
 
 B sequences, N tokens of one sequence.
 """
@@ -12,14 +11,14 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-IGNORED = -100  # a target that takes no loss: cross_entropy's own default
+IGNORED = -100  # a target that takes no loss: the default ignore_index of torch's cross-entropy
 
 
 class Batch(NamedTuple):
     """Token `targets[b, i]` is what the model should say after reading `inputs[b, :i + 1]`.
 
-    This or a PackedBatch: a tuple of tensors in the order in which the model takes them,
-    `model(*batch)`.
+    The tensors stand in the order in which the model takes them, as in `model(*batch)`. So do those
+    of a PackedBatch.
     """
 
     inputs: "Tensor"  # (B, N) int64, on the CPU
@@ -27,11 +26,11 @@ class Batch(NamedTuple):
 
 
 class PackedBatch(NamedTuple):
-    """A Batch whose sequences hold several documents that shall not see one another.
+    """A Batch whose sequences hold several documents that must not see one another.
 
-    A document's end of text is its last token. Its target is the first token of the next document,
-    and counts like any other: that is how a model learns what documents begin with, which an empty
-    prompt, one end of text, asks of it.
+    The end of text is the last token of its document. Its target, the first token of the next
+    document, counts like any other: from it a model learns how documents begin. Sampling from an
+    empty prompt, which is a single end of text, relies on that.
     """
 
     inputs: "Tensor"  # (B, N) int64, on the CPU
@@ -42,9 +41,7 @@ class PackedBatch(NamedTuple):
 
 class Tokenizer(Protocol):
     name: str
-    vocab_size: (
-        int  # the end of text included, and tokens that no text has where more were asked for
-    )
+    vocab_size: int  # counts the end of text, and the unused tokens of tokenizer.vocab_size
     end_of_text: int  # the token that follows every document
     fingerprint: str  # equal fingerprints give equal tokens
 
@@ -53,24 +50,23 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """The text of any tokens; bytes that are not UTF-8 become U+FFFD, tokens that no text has
-        become nothing.
-        """
+        """The text of any tokens. Invalid UTF-8 becomes U+FFFD; unused tokens become nothing."""
         ...
 
 
 class TrainingData(Protocol):
     tokenizer: Tokenizer | None  # None where the tokens stand for no text
     vocab_size: int
-    # of corpus, held-out share, tokenizer, and whether documents are kept apart: losses are
-    # comparable only where it is equal
+    # a hash of the corpus, the held-out share, the tokenizer, and whether documents are kept apart:
+    # losses can be compared only where fingerprints are equal
     fingerprint: str
     description: str  # one line for the start of a run
     metric: Literal["accuracy"] | None  # what is reported beside the loss
 
     def train_batch(self, step: int, num_sequences: int) -> Batch | PackedBatch:
-        """Random sequences: a pure function of (seed, step), of which the first k do not depend on
-        `num_sequences`.
+        """Random sequences, a pure function of (seed, step).
+
+        The first k sequences are the same for every `num_sequences`.
         """
         ...
 
@@ -80,24 +76,21 @@ class TrainingData(Protocol):
 
 
 def generator(seed: int, step: int) -> np.random.Generator:
-    """The random numbers of one step. Philox is a function of its key: any step can be drawn
-    without drawing those before it.
+    """The random numbers of one step.
+
+    Philox is a function of its key: a step can be drawn without drawing the steps before it.
     """
-    # as one number: a pair of numbers past 2**63 would go through floating point
+    # one integer, because numpy would convert a pair with a number past 2**63 to floating point
     return np.random.Generator(np.random.Philox(key=seed << 64 | step))
 
 
 def to_batch(
     inputs: np.ndarray, targets: np.ndarray, document_ids: np.ndarray | None = None
 ) -> Batch | PackedBatch:
-    """(B, N) integer arrays as tensors."""
+    """Tensors from (B, N) integer arrays; document_ids are int32."""
     import torch
 
-    batch = Batch(
-        torch.from_numpy(inputs.astype(np.int64)), torch.from_numpy(targets.astype(np.int64))
-    )
-    return (
-        batch
-        if document_ids is None
-        else PackedBatch(*batch, torch.from_numpy(document_ids.astype(np.int32)))
-    )
+    batch = Batch(*(torch.from_numpy(x.astype(np.int64)) for x in (inputs, targets)))
+    if document_ids is None:
+        return batch
+    return PackedBatch(*batch, torch.from_numpy(document_ids))

@@ -1,18 +1,17 @@
-"""Documents that lie on this machine: which files make up a corpus, and how one of them is read."""
+"""Documents on this machine: which files make up a corpus, and how to read one of them."""
 
 import glob
 import importlib.util
 import logging
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
 from config import DataConfig
 
-# installations differ in whether they ship the tests and the bundled tools; encodings and
-# pydoc_data are tables, not programs
+# not every installation ships its tests and bundled tools; encodings and pydoc_data hold tables
 STDLIB_LEFT_OUT = {
     "test",
     "tests",
@@ -24,37 +23,31 @@ STDLIB_LEFT_OUT = {
     "encodings",
     "pydoc_data",
 }
-# written when this copy was built: without them the same version is the same corpus everywhere
+# files that differ between two builds of the same version
 BUILD_RECORDS = ("_sysconfigdata", "config-", "version.py")
-TABLES = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-}  # suffix -> its reader in `datasets`
+# suffix -> its reader in `datasets`
+TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 def list_files(config: DataConfig) -> tuple[Path, list[Path]]:
-    """The files of a local corpus in a fixed order, and the folder that their paths are relative
-    to.
-    """
+    """The root folder of a local corpus, and its files in a fixed order."""
     if config.source == "text":
         files = text_files(config.path)
         return Path(os.path.commonpath([file.parent for file in files])), files
     if config.source == "stdlib":
         root, left_out = Path(sysconfig.get_path("stdlib")), STDLIB_LEFT_OUT
     else:
-        # finds the package without importing it
-        root, left_out = Path(importlib.util.find_spec("torch").origin).parent, set()
-    files = [file for file in walk(root, left_out) if file.suffix == ".py"]
+        # find_spec locates torch without importing it
+        root, left_out = Path(importlib.util.find_spec("torch").origin).parent, ()
     return root, [
-        file for file in files if not file.relative_to(root).parts[0].startswith(BUILD_RECORDS)
+        file
+        for file in walk(root, left_out)
+        if file.suffix == ".py" and not file.relative_to(root).parts[0].startswith(BUILD_RECORDS)
     ]
 
 
-def walk(folder: Path, left_out: set[str]) -> list[Path]:
-    """All files under a folder, sorted, but for hidden ones, caches, and the folders named in
-    `left_out`.
-    """
+def walk(folder: Path, left_out: Container[str] = ()) -> list[Path]:
+    """All files under a folder, sorted, except hidden ones, caches and folders in `left_out`."""
 
     def refuse(error: OSError) -> None:
         raise ValueError(
@@ -68,7 +61,7 @@ def walk(folder: Path, left_out: set[str]) -> list[Path]:
             for name in folders
             if name not in left_out and name != "__pycache__" and not name.startswith(".")
         ]
-        # no pipe, no socket, and no link to what is gone
+        # isfile leaves out pipes, sockets and broken links
         files += [
             Path(parent, name)
             for name in names
@@ -79,41 +72,38 @@ def walk(folder: Path, left_out: set[str]) -> list[Path]:
 
 def text_files(path: str) -> list[Path]:
     """The files that data.path names, sorted."""
-    given = Path(path).expanduser().absolute()
-    if given.is_dir():
-        files = walk(given, left_out=set())
-        if not files:
-            raise ValueError(
-                f"data.path={path} is a folder without files; put text files into it or name "
-                "another folder, file or glob"
-            )
-    elif given.is_file():
+    given, files = Path(path).expanduser().absolute(), []
+    if given.is_file():
         files = [given]
+    elif given.is_dir():
+        files = walk(given)
+        problem = (
+            "is a folder without files; put text files into it or name another folder, file or glob"
+        )
     elif given.exists():
-        raise ValueError(
-            f"data.path={path} is neither a file nor a folder; write what comes through it "
-            "to a file first"
-        )
+        problem = "is neither a file nor a folder; write what comes through it to a file first"
     elif glob.has_magic(path):
-        files = sorted(
-            Path(match) for match in glob.glob(str(given), recursive=True) if os.path.isfile(match)
+        matches = glob.glob(str(given), recursive=True)
+        files = sorted(Path(match) for match in matches if os.path.isfile(match))
+        problem = (
+            f"matches no file (looked from {Path.cwd()}); '**' goes into folders, as in "
+            "'books/**/*.txt'"
         )
-        if not files:
-            raise ValueError(
-                f"data.path={path} matches no file (looked from {Path.cwd()}); '**' goes into "
-                "folders, as in 'books/**/*.txt'"
-            )
     else:
-        raise ValueError(
-            f"data.path={path} does not exist (looked from {Path.cwd()}); name a file, a folder "
-            "or a glob of text files"
+        problem = (
+            f"does not exist (looked from {Path.cwd()}); name a file, a folder or a glob of text "
+            "files"
         )
+    if not files:
+        raise ValueError(f"data.path={path} {problem}")
     return files
 
 
 def read_text(file: Path) -> str:
-    """A file as text; UnicodeDecodeError where it holds something else, ValueError where it may not
-    be read.
+    """A file as text.
+
+    Raises UnicodeDecodeError for a file that is not UTF-8 text, ValueError for one that cannot be
+    read.
     """
     try:
         raw = file.read_bytes()
@@ -122,7 +112,7 @@ def read_text(file: Path) -> str:
             f"{file} cannot be read ({error.strerror}); change its permissions or leave it "
             "out of data.path"
         ) from error
-    # a NUL is valid UTF-8 and in no text: it is how a binary file, or UTF-16, gives itself away
+    # NUL is valid UTF-8, but text does not contain it: the file is binary, or UTF-16
     if (position := raw.find(b"\0")) >= 0:
         raise UnicodeDecodeError("utf-8", raw, position, position + 1, "NUL")
     return raw.decode("utf-8-sig")
@@ -132,7 +122,7 @@ def read_table(file: Path) -> Iterator[dict[str, Any]]:
     """The rows of a JSON, JSONL or parquet file."""
     import datasets
 
-    # the library logs a broken file before it raises what is reported here
+    # `datasets` would log a broken file before it raises the error that is reported below
     datasets.logging.set_verbosity(logging.CRITICAL)
     kind = TABLES[file.suffix]
     try:

@@ -1,7 +1,7 @@
-"""One question, answered within a second: is there any use in asking that server?
+"""Does a server answer within a second?
 
-The libraries that download vocabularies and datasets retry for half a minute or have no timeout at
-all. Behind a closed network that looks like a hang, so their callers ask here first.
+The libraries that download vocabularies and datasets retry for half a minute, or have no timeout at
+all. Behind a closed network that looks like a hang, so our code asks here first.
 """
 
 import socket
@@ -12,9 +12,7 @@ from urllib.request import getproxies, proxy_bypass
 
 
 def answers(url: str, timeout: float = 1.0) -> bool:
-    """Whether the host of `url`, or the proxy that leads to it, accepts a connection within
-    `timeout` seconds.
-    """
+    """Whether the host of `url`, or its proxy, accepts a connection within `timeout` seconds."""
     target = urlsplit(url)
     proxy = getproxies().get(target.scheme)
     if proxy and not proxy_bypass(target.hostname):
@@ -27,7 +25,7 @@ def answers(url: str, timeout: float = 1.0) -> bool:
             socket.create_connection(address, timeout=timeout).close()
             connected.set()
 
-    # looking up a name cannot be given a timeout, so it happens in a thread that may be left behind
+    # resolving a name has no timeout, so it runs in a thread that we can leave behind
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(timeout)

@@ -1,15 +1,14 @@
-"""Batches read, widened and copied to the GPU by a thread, a few steps before they are needed:
-reading hides behind computing.
+"""Read batches and copy them to the GPU in a thread, a few steps before they are needed.
 
     with Prefetcher(data, num_sequences, batch_size, device) as batches:
-        for pass_ in batches.passes(step):  # on the device, and the steps after it are under way
+        for pass_ in batches.passes(step):  # on the device; the next steps are under way
             model(*pass_)
 
-    main thread    | step 7          | step 8          | step 9
-    this thread      9 -> host -> GPU  10 -> host -> GPU
+    main thread      | step 7           | step 8            | step 9
+    prefetch thread    9 -> host -> GPU   10 -> host -> GPU
 
-What comes out is data.train_batch(step, num_sequences), cut into passes of batch_size sequences, so
-a run is the same with it and without it, from whatever step it goes on. On a CPU there is no
+The result is data.train_batch(step, num_sequences), cut into passes of batch_size sequences. So a
+run is the same with and without prefetching, whatever step it starts from. On a CPU there is no
 thread: a step there takes hundreds of times as long as its batch.
 """
 
@@ -21,15 +20,12 @@ from torch import Tensor
 
 from data.interface import TrainingData
 
-# one step is enough to hide a batch that takes as long as a step; two also hide one that now and
-# then takes longer
+# one step ahead hides a batch that takes as long as a step; two also hide an occasional longer one
 AHEAD = 2
 
 
 class Prefetcher:
-    """Use as a context manager: the thread ends with the block, however that is left, after the
-    batch it is reading.
-    """
+    """Use as a context manager: the thread ends with the block, after the batch it is reading."""
 
     def __init__(
         self,
@@ -40,58 +36,51 @@ class Prefetcher:
         *,
         ahead: int | None = None,
     ) -> None:
-        self.data, self.num_sequences, self.batch_size, self.device = (
-            data,
-            num_sequences,
-            batch_size,
-            device,
-        )
+        self.data = data
+        self.num_sequences = num_sequences
+        self.batch_size = batch_size
+        self.device = device
         self.on_gpu = device.type == "cuda"
         self.ahead = (AHEAD if self.on_gpu else 0) if ahead is None else ahead
         self.pending: dict[int, Future[list[tuple[Tensor, ...]]]] = {}  # by step
-        self.thread = ThreadPoolExecutor(
-            1, thread_name_prefix="prefetch"
-        )  # starts with the first batch it is given
-        # copies on a stream of their own do not queue behind the step that is being computed
+        # the thread starts with its first batch
+        self.executor = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        # on a stream of their own, copies do not queue behind the step that is being computed
         self.stream = torch.cuda.Stream(device) if self.on_gpu else None
 
     def __enter__(self) -> "Prefetcher":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.thread.shutdown(cancel_futures=True)
+        self.executor.shutdown(cancel_futures=True)
         self.pending.clear()
 
     def passes(self, step: int) -> list[tuple[Tensor, ...]]:
-        """What the model takes in one forward and backward pass after the other of this step, on
-        the device: inputs, targets, ...
+        """The model's inputs for each forward and backward pass of this step, on the device.
 
-        What reading them raised is raised here, and not before its step has come.
+        An error in reading them is raised here, when their step has come, and not earlier.
         """
         if not self.ahead:
             return self._read(step)
-        wanted = range(step, step + 1 + self.ahead)
         self.pending = {
-            number: self.pending.get(number) or self.thread.submit(self._read, number)
-            for number in wanted
+            number: self.pending.get(number) or self.executor.submit(self._read, number)
+            for number in range(step, step + 1 + self.ahead)
         }
         passes = self.pending.pop(step).result()
         if self.on_gpu:
             for x in itertools.chain(*passes):
-                # its memory belongs to the other stream, which must not write to it again before
-                # this one has read it
+                # the copy stream owns this memory; it must not reuse it before this stream is done
                 x.record_stream(torch.cuda.current_stream(self.device))
         return passes
 
     def _read(self, step: int) -> list[tuple[Tensor, ...]]:
         batch = self.data.train_batch(step, self.num_sequences)
         passes = list(zip(*(x.split(self.batch_size) for x in batch), strict=True))
-        if not self.on_gpu:
-            return passes
-        with torch.cuda.stream(self.stream):
-            passes = [
-                tuple(x.pin_memory().to(self.device, non_blocking=True) for x in tensors)
-                for tensors in passes
-            ]
-        self.stream.synchronize()  # here it is this thread that waits
+        if self.on_gpu:
+            with torch.cuda.stream(self.stream):
+                passes = [
+                    tuple(x.pin_memory().to(self.device, non_blocking=True) for x in tensors)
+                    for tensors in passes
+                ]
+            self.stream.synchronize()  # only the prefetch thread waits here
         return passes

@@ -1,8 +1,7 @@
-"""The files of a token store: tokens read by position, and what tells whether a file is still the
-one that was written.
+"""The files of a token store: reading tokens by position, checksums, and syncing to disk.
 
-Nothing is mapped into memory. Where another program truncates a mapped file, the system ends the
-process with SIGBUS; a read that finds no bytes is an OSError that names the file.
+Nothing is mapped into memory. If another program truncates a mapped file, the system ends the
+process with SIGBUS. A read past the end is an OSError that names the file.
 """
 
 import os
@@ -15,17 +14,16 @@ import xxhash
 
 CHUNK = 1 << 20  # bytes read at once while a file is checked
 
-# XXH3 finds damage, not forgery, and reads as fast as the page cache gives: on a core with SHA
-# instructions SHA-256 takes six times as long, CRC-32 more than three times
+# XXH3 detects damage, not forgery, and is as fast as the page cache: on a core with SHA
+# instructions, SHA-256 takes six times as long, and CRC-32 more than three times
 CHECKSUM = "xxh3_128"
 
 
 class TokenFile:
-    """A file of T tokens, of which `tokens.rows(starts, length)` and `tokens[start:stop]` are read
-    from the disk at every call.
+    """A file of T tokens. `rows(starts, length)` and `tokens[start:stop]` read it at every call.
 
-    The file stays open as long as the object lives: a run goes on reading its store when another
-    process replaces it.
+    The file stays open as long as the object lives, so a run can go on reading its store after
+    another process replaced it.
     """
 
     def __init__(self, path: Path, dtype: str) -> None:
@@ -42,27 +40,26 @@ class TokenFile:
         return self.rows(np.array([start]), stop - start)[0]
 
     def rows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """(B, length) read-only: the tokens from each of B starts on. OSError names a file that
-        cannot be read or became shorter.
+        """`length` tokens from each of B starts, (B, length), read-only.
+
+        Raises OSError, naming the file, if it cannot be read or became shorter.
         """
         size = length * self.dtype.itemsize
         positions = (starts * self.dtype.itemsize).tolist()
         try:
-            # as fast as copying the rows out of a mapped file; reading into the rows of an array
-            # takes 1.4 times as long
+            # as fast as copying rows out of a mapped file; reading into the rows of an array takes
+            # 1.4 times as long
             content = b"".join(
                 [os.pread(self._descriptor, size, position) for position in positions]
             )
             if len(content) < len(positions) * size:
-                content = b"".join([self._read_on(size, position) for position in positions])
+                content = b"".join([self._read_all(size, position) for position in positions])
         except OSError as error:
             raise OSError(f"{self.path} cannot be read ({error.strerror or error})") from error
         return np.frombuffer(content, self.dtype).reshape(len(positions), length)
 
-    def _read_on(self, size: int, position: int) -> bytes:
-        """That many bytes, where one read may give less; it gives nothing only at the end of the
-        file.
-        """
+    def _read_all(self, size: int, position: int) -> bytes:
+        """Exactly `size` bytes. One read may give fewer, and gives none at the end of the file."""
         content = b""
         while len(content) < size:
             more = os.pread(self._descriptor, size - len(content), position + len(content))
@@ -76,13 +73,11 @@ class TokenFile:
 
 
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | str]]:
-    """Size and checksum of these files, under a progress bar that appears after a second where
-    somebody watches.
-    """
+    """Size and checksum of each file. On a terminal, a progress bar appears after a second."""
     from tqdm import tqdm
 
     total = sum((folder / name).stat().st_size for name in names)
-    found = {}
+    entries = {}
     with tqdm(
         total=total,
         desc=f"checking {folder.name}",
@@ -92,18 +87,17 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int | s
         disable=None,
     ) as progress:
         for name in names:
-            checksum, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(CHUNK))
+            checksum, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
             with open(folder / name, "rb", buffering=0) as file:
                 while count := file.readinto(buffer):
                     checksum.update(buffer[:count])
-                    size += count
                     progress.update(count)
-            found[name] = {"bytes": size, CHECKSUM: checksum.hexdigest()}
-    return found
+                entries[name] = {"bytes": file.tell(), CHECKSUM: checksum.hexdigest()}
+    return entries
 
 
 def sync(path: Path) -> None:
-    """Push a file, or the names in a folder, to the disk itself."""
+    """Flush a file, or the names in a folder, to the disk itself."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -125,11 +125,11 @@ def rank_lines(vocab: list[bytes]) -> Iterator[str]:
 @command("train_bpe", Options)
 def main(options: Options) -> None:
     from config import DataConfig
-    from data.corpora import documents
+    from data.corpora import Corpus
 
     check_vocab_size(options.vocab_size)
     check_writable(options.out)
-    texts = (document["text"] for document in documents(DataConfig(source="stdlib")))
+    texts = (document["text"] for document in Corpus(DataConfig(source="stdlib")).documents())
     vocab = train(count_pretokens(texts), options.vocab_size)
     write_file(options.out, "".join(rank_lines(vocab)))
     print(f"{len(vocab)} ranks written to {options.out}")

@@ -59,9 +59,7 @@ class Done(NamedTuple):
     output: str  # stdout and stderr together
 
     def complaint(self) -> str:
-        """The one line with which a run is refused. Fails where it was not refused, or not in one
-        line, or with a traceback.
-        """
+        """The single line that refuses a run. Fails for a traceback, or for any other output."""
         assert self.code not in (0, None) and "Traceback" not in self.output, self.output
         lines = [line for line in self.output.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1, self.output
@@ -77,7 +75,7 @@ def cache_folder() -> str:
 
 
 def tiny(run_dir: Path, *overrides: str) -> list[str]:
-    """The overrides of a tiny run; of two for one key, the later."""
+    """The overrides of a tiny run; the last one for a key wins."""
     values = {override.partition("=")[0]: override for override in (*TINY, *overrides)}
     return [*values.values(), f"hydra.run.dir={run_dir}"]
 
@@ -151,7 +149,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def computed(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows without what was measured: the same for two runs that computed the same."""
+    """The rows without measurements: equal for two runs that computed the same."""
     return [
         {key: value for key, value in row.items() if key not in MEASURED}
         for row in metrics(run_dir)
@@ -167,7 +165,7 @@ def index(sweep_dir: Path) -> list[dict[str, Any]]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a run, but for the log of what was said."""
+    """Every file of a run except its log."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != "train.log")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 

@@ -1,6 +1,4 @@
-"""Shared by all tests: Triton's interpreter where there is no GPU, the gpu marker, the conformance
-report, the kill matrix.
-"""
+"""Shared by all tests: Triton's interpreter, the gpu marker, and the two report options."""
 
 import json
 import os
@@ -63,21 +61,19 @@ def seeded():
 
 @pytest.fixture
 def conformance_record(request):
-    """Call it with one case's row, which then stands in the report."""
+    """Call it with one case's row to add it to the report."""
     return request.config.stash[CONFORMANCE].append
 
 
 @pytest.fixture
 def kill_record(request):
-    """Call it with one mutant's row, which then stands in the matrix; None where no matrix is asked
-    for.
-    """
+    """Call it with one mutant's row to add it to the matrix; None without --kill-matrix."""
     return request.config.stash[KILLS].append if request.config.getoption("--kill-matrix") else None
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
-    """A pytest-xdist worker is done: take over its rows."""
+    """Take over the rows of a pytest-xdist worker that is done."""
     node.config.stash[CONFORMANCE].extend(node.workeroutput.get("conformance", []))
     node.config.stash[KILLS].extend(node.workeroutput.get("kills", []))
 

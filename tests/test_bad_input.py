@@ -1,5 +1,6 @@
-"""Whatever a user gets wrong: one clear line that names the value and the way out, an exit code
-that is not 0, and nothing lost.
+"""Whatever a user gets wrong: one line that names the value and the way out, and nothing lost.
+
+The exit code is not 0.
 """
 
 import errno
@@ -44,7 +45,7 @@ def finished(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run_dir(finished, tmp_path) -> Path:
-    """A finished run of four steps to do harm to."""
+    """A finished run of four steps, for tests to damage."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
@@ -271,9 +272,7 @@ def test_refused_in_one_line(tmp_path, overrides, said):
 
 @pytest.mark.parametrize("raised", ["SystemExit(3)", "KeyboardInterrupt"])
 def test_a_module_of_a_user_that_ends_the_program(tmp_path, monkeypatch, raised):
-    """A regression test: it ended a whole sweep without a word, and KeyboardInterrupt passed for
-    Ctrl-C.
-    """
+    """A regression test: it silently ended a sweep, and KeyboardInterrupt passed for Ctrl-C."""
     (tmp_path / "ends.py").write_text(f"raise {raised}\n")
     monkeypatch.syspath_prepend(tmp_path)
     answer = run(
@@ -311,9 +310,7 @@ def test_a_backend_that_says_it_is_not_exact_may_train(tmp_path):
 
 
 def test_a_backend_is_handed_the_arguments_it_has_names_for(tmp_path):
-    """A regression test: the comparison with exact attention left out those that were not in
-    use.
-    """
+    """A regression test: the comparison with exact attention left out unused arguments."""
     assert run(*tiny(tmp_path, "attention=custom", BACKENDS_OF_A_USER + "WINDOWED")).code == 0
     assert metrics(tmp_path)[-1]["attention/out_error"] < 1e-5
 
@@ -468,7 +465,7 @@ def test_a_sweep_without_a_job(tmp_path, choice):
 
 
 def test_jobs_of_a_sweep_do_not_share_a_folder(tmp_path):
-    """A regression test: each wrote its rows into those of the one before."""
+    """A regression test: each job wrote its rows into the previous job's file."""
     done = run(*tiny_sweep(tmp_path, "seed=0,1", "steps=1"), "hydra.sweep.subdir=one")
     assert "choose another hydra.sweep.subdir" in done.complaint()
     assert summary(tmp_path / "one")["seed"] == 0 and len(metrics(tmp_path / "one")) == 2
@@ -547,7 +544,7 @@ def test_a_summary_that_cannot_be_written_is_a_failure(tmp_path):
 
 
 def test_a_folder_with_a_run_in_it_takes_no_other(run_dir):
-    """Two runs in one metrics.jsonl are none, and the first one's checkpoint would be gone."""
+    """Two runs would mix in one metrics.jsonl, and the first would lose its checkpoint."""
     before = contents(run_dir)
     answer = run(*tiny(run_dir, "seed=1")).complaint()
     assert f"resume={run_dir}" in answer

@@ -1,5 +1,6 @@
-"""Every choice in conf/ composes into the schema, every nonsense is refused in words, and a resumed
-run asks for what it asked before.
+"""Every choice in conf/ fits the schema, and every wrong value is refused in words.
+
+A resumed run replays the arguments of its first start.
 """
 
 from dataclasses import fields, is_dataclass
@@ -116,7 +117,7 @@ def test_the_default_run():
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_run_of_an_experiment_composes(name):
-    """The run, or the sweep it asks for, job by job, as Hydra would."""
+    """Compose the run, or every job of its sweep, as Hydra would."""
     lines = (ROOT / f"conf/experiment/{name}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_" and lines[1].startswith(
         f"# python train.py experiment={name}"
@@ -338,7 +339,7 @@ def test_resume_replays_what_the_run_was_asked_for(run_dir):
 
 
 def kept(run_dir: Path, *new: str) -> list[str]:
-    """What is replayed of a run's own overrides beside new ones."""
+    """The overrides of a run that are replayed together with new ones."""
     replayed = replay_overrides([f"resume={run_dir}", *new])
     return replayed[: replayed.index(f"resume='{run_dir}'")]
 

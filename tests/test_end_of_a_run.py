@@ -1,6 +1,4 @@
-"""What a signal, a closed stream or a failure after the last step does to a run: its summary says
-what was trained.
-"""
+"""A signal, a closed stream or a failure after the last step: the summary still tells what ran."""
 
 import os
 import signal
@@ -29,7 +27,7 @@ hangs_up = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="the platfor
 
 
 def send_at(monkeypatch, place: str, *signals: signal.Signals) -> None:
-    """Let this process get the signals at the first call of a function of ours, module.name."""
+    """Send the signals to this process at the first call of our function module.name."""
     module, _, name = place.rpartition(".")
     called, pending = getattr(import_module(module), name), list(signals)
 
@@ -53,9 +51,7 @@ AFTER = {
 @posix
 @pytest.mark.parametrize("place, signals", AFTER.items(), ids=AFTER)
 def test_a_signal_after_the_last_step_leaves_a_completed_run(monkeypatch, tmp_path, place, signals):
-    """A regression test: Ctrl-C lost the summary while it was written, and before that made a
-    completed run an interrupted one.
-    """
+    """A regression test: Ctrl-C lost the summary, or marked a completed run as interrupted."""
     if place == "os.fsync":  # of the summary alone: a checkpoint calls it too
         write_json = import_module("training.outcome").write_json
 
@@ -84,7 +80,7 @@ def test_a_signal_after_the_last_step_leaves_a_completed_run(monkeypatch, tmp_pa
 
 
 def test_ctrl_c_after_a_job_ends_its_sweep(monkeypatch, tmp_path):
-    """The job is completed, the others are listed."""
+    """That job counts as completed; the table lists the others."""
     send_at(monkeypatch, "training.recorder.draw_loss_curve", signal.SIGINT)
     done = run(*tiny_sweep(tmp_path, "seed=0,1,2", "eval_every=0"))
     assert done.code == 130 and [row["status"] for row in index(tmp_path)] == [
@@ -101,9 +97,7 @@ def test_ctrl_c_after_a_job_ends_its_sweep(monkeypatch, tmp_path):
     "names", [["SIGHUP"], ["SIGHUP", "SIGHUP"], ["SIGTERM", "SIGTERM"]], ids=",".join
 )
 def test_a_closed_terminal_saves_first(monkeypatch, tmp_path, names):
-    """It sends SIGHUP twice, itself and by its shell; a run that is told twice to end still
-    saves.
-    """
+    """It sends SIGHUP twice, itself and through its shell; the run still saves."""
     send_at(
         monkeypatch, "training.step.compute_gradients", *(signal.Signals[name] for name in names)
     )
@@ -144,9 +138,7 @@ def test_a_killed_end_of_a_run_is_not_written_as_failed(tmp_path):
 
 @pytest.mark.parametrize("name", ["a$b_{$", "$\\frac{$", "100%_$x^2$"])
 def test_a_name_is_no_formula(tmp_path, name):
-    """A regression test: matplotlib read mathematics in the title, and the curve and the sample
-    were lost.
-    """
+    """A regression test: matplotlib read mathematics in the title; curve and sample were lost."""
     done = run(
         *tiny(tmp_path, "sample_tokens=4", "model.name='" + name.replace("\\", "\\\\") + "'")
     )
@@ -164,9 +156,7 @@ def test_a_name_is_no_formula(tmp_path, name):
 def test_what_fails_after_the_training_is_said_and_costs_nothing_else(
     monkeypatch, tmp_path, place, lost
 ):
-    """A regression test: without a curve there was no sample either, and the summary had no word
-    about it.
-    """
+    """A regression test: without a curve there was no sample, and the summary did not say why."""
 
     def fails(*arguments, **options):
         raise RuntimeError("the pen is dry\nand more")
@@ -191,9 +181,7 @@ def test_what_fails_after_the_training_is_said_and_costs_nothing_else(
     "shell", ["2>&-", ">&-", ">&- 2>&- <&-", "| head -1", ">/dev/full", ">/dev/full 2>/dev/full"]
 )
 def test_a_stream_that_is_closed(tmp_path, shell):
-    """A regression test: without stderr no step was made; without stdout there were tracebacks and
-    no table.
-    """
+    """A regression test: without stderr no step ran; without stdout there was no table."""
     if "/dev/full" in shell and not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     command = subprocess.list2cmdline(
@@ -235,9 +223,7 @@ def test_an_answer_that_cannot_be_printed_is_a_failure():
 
 @pytest.mark.parametrize("rank, said", [("0", True), ("1", False), (None, True)])
 def test_several_processes_are_refused_before_anything_is_written(tmp_path, rank, said):
-    """A regression test: two processes trained the same run, or the second died by the lock with
-    the wrong advice.
-    """
+    """A regression test: two processes trained one run, or the second failed with wrong advice."""
     variables = {"WORLD_SIZE": "2"} | ({"RANK": rank} if rank else {})
     done = run(*tiny(tmp_path / "run"), **variables)
     assert done.code == 1 and not (tmp_path / "run").exists()

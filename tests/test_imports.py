@@ -109,7 +109,7 @@ def imports_of(file: Path) -> Iterator[Import]:
 
 
 def sources(*names: str) -> list[Path]:
-    """The files of packages and modules of ours."""
+    """The files of these packages and modules of ours."""
     return [
         file
         for name in names

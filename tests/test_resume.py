@@ -1,6 +1,4 @@
-"""Interrupted, killed and resumed: the same run to the last bit, or a refusal that costs
-nothing.
-"""
+"""Interrupted, killed and resumed: the same run to the last bit, or a refusal without loss."""
 
 import errno
 import hashlib
@@ -52,13 +50,13 @@ def finished(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run_dir(finished, tmp_path) -> Path:
-    """A finished run of four steps to do harm to."""
+    """A finished run of four steps, for tests to damage."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 @pytest.fixture(scope="session")
 def straight(tmp_path_factory) -> dict[str, Path]:
-    """Runs that nothing disturbs, by dtype; float16 has a loss scale as well."""
+    """Undisturbed runs by dtype; float16 has a loss scale too."""
     folder = tmp_path_factory.mktemp("straight")
     for dtype in ("fp32", "fp16"):
         assert run(*tiny(folder / dtype, *STATEFUL, f"dtype={dtype}")).code == 0
@@ -66,9 +64,7 @@ def straight(tmp_path_factory) -> dict[str, Path]:
 
 
 def send_at_step(monkeypatch, step: int, *signals: signal.Signals) -> None:
-    """Let this process get the signals while it prepares that step, counted from 0, for the first
-    time.
-    """
+    """Send the signals to this process while it first prepares that step, counted from 0."""
     train_batch, pending = TextData.train_batch, list(signals)
 
     def patched(self, at: int, num_sequences: int):
@@ -87,8 +83,9 @@ def send_at_step(monkeypatch, step: int, *signals: signal.Signals) -> None:
 def test_interrupted_and_resumed_is_the_same_run(
     straight, monkeypatch, tmp_path, dtype, name, step
 ):
-    """To the last bit: weights, optimizer, loss scale, random state, and every row that was
-    computed, none lost and none twice.
+    """To the last bit: weights, optimizer, loss scale and random state.
+
+    Every computed row of metrics is there once.
     """
     send_at_step(monkeypatch, step, signal.Signals[name])
     stopped = run(*tiny(tmp_path, *STATEFUL, f"dtype={dtype}"))
@@ -104,8 +101,9 @@ def test_interrupted_and_resumed_is_the_same_run(
 
 
 def test_written_in_the_background_it_is_the_same_run(straight, monkeypatch, tmp_path):
-    """As on a GPU. The interrupted run ends when its checkpoint is on disk, and the next step does
-    not get into it.
+    """As on a GPU: an interrupted run ends when its checkpoint is on disk.
+
+    The next step does not get into that checkpoint.
     """
     monkeypatch.setattr(training.checkpoint, "Checkpoints", partial(Checkpoints, background=True))
     send_at_step(monkeypatch, 6, signal.SIGTERM)
@@ -119,8 +117,9 @@ def test_written_in_the_background_it_is_the_same_run(straight, monkeypatch, tmp
 def test_a_write_that_fails_in_the_background_is_said_and_loses_nothing(
     straight, monkeypatch, tmp_path
 ):
-    """The disk is full at the second checkpoint, that of a best evaluation; the third has to wait
-    for it, and finds out.
+    """The disk is full at the second checkpoint, that of a best evaluation.
+
+    The third has to wait for it, and raises its error.
     """
     monkeypatch.setattr(training.checkpoint, "Checkpoints", partial(Checkpoints, background=True))
     rotate, steps = training.checkpoint.rotate, []
@@ -207,7 +206,7 @@ def test_killed_at_random_and_resumed_is_the_same_run(tmp_path):
 
 
 def test_a_folder_that_another_process_writes_to(tmp_path):
-    """Refused however soon, without a trace; free at once when that process is killed."""
+    """A second process is refused without a trace; a kill of the first frees the folder at once."""
     process = start(*tiny(tmp_path, "steps=5000", "checkpoint_every=5"))
     while process.poll() is None and not (tmp_path / ".lock").exists():
         time.sleep(0.001)
@@ -228,7 +227,7 @@ def test_a_folder_that_another_process_writes_to(tmp_path):
 
 
 def test_looking_more_often_changes_nothing(straight, tmp_path):
-    """Rows, evaluations and checkpoints draw no random numbers of the run's."""
+    """Rows, evaluations and checkpoints do not draw from the run's random numbers."""
     assert (
         run(*tiny(tmp_path, *STATEFUL, "log_every=1", "eval_every=1", "checkpoint_every=1")).code
         == 0
@@ -282,7 +281,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(run_dir, name, harm, said):
 
 
 def rewritten(folder: Path, change) -> None:
-    """Somebody changes a meta.json and makes it vouch for itself."""
+    """Change a meta.json, and its own checksum with it."""
     path = folder / "meta.json"
     meta = json.loads(path.read_text())
     meta = change(meta) if callable(change) else meta | change
@@ -354,7 +353,7 @@ def test_an_earlier_checkpoint_of_any_form_stops_no_run(tmp_path, change):
 
 
 class Harm:
-    """What its unpickling would do."""
+    """An object whose unpickling would run code."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -365,7 +364,7 @@ class Harm:
 
 @pytest.mark.parametrize("kind", ["pickle", "list", "empty", "optimizer", "random", "words"])
 def test_a_crafted_state_is_refused_and_not_run(run_dir, tmp_path, kind):
-    """A regression test: a traceback of PyTorch's; it never ran what it holds."""
+    """A regression test: PyTorch ended with a traceback. It never ran the code inside."""
     path = run_dir / "checkpoint/training.pt"
     state = torch.load(path, weights_only=True)
     crafted = {
@@ -426,9 +425,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_last_good_one(straight, tmp
 
 
 def best_and_evaluated(run_dir: Path) -> tuple[int, dict[int, float]]:
-    """The step of checkpoint.best, and val/loss by step of all evaluations but the first, of
-    weights that learnt nothing.
-    """
+    """The step of checkpoint.best, and val/loss by step of all evaluations but the first."""
     held_out = {
         row["step"]: row["val/loss"]
         for row in metrics(run_dir)
@@ -452,8 +449,9 @@ def test_the_last_checkpoints_and_the_best_stay(tmp_path):
 
 
 def test_the_best_is_that_of_all_evaluations(tmp_path):
-    """Also where none of their steps is one of checkpoint_every, and across a resume. The learning
-    rate makes the loss go up and down.
+    """Even if none falls on a step of checkpoint_every, and across a resume.
+
+    The learning rate makes the loss go up and down.
     """
     rates = (
         "optim.lr=0.1",
@@ -475,9 +473,7 @@ def test_the_best_is_that_of_all_evaluations(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["tiled", "sdpa", "triton"])
 def test_a_deterministic_run_on_a_gpu_is_the_same_run(monkeypatch, tmp_path, attention):
-    """deterministic=true, interrupted and resumed: compiled, in bfloat16, with dropout, to the last
-    bit.
-    """
+    """deterministic=true, compiled, in bfloat16, with dropout: the same to the last bit."""
     overrides = (
         *STATEFUL,
         "device=cuda",
@@ -525,16 +521,14 @@ def test_a_refused_resume_costs_nothing(run_dir, overrides, said):
 
 @pytest.fixture
 def books(tmp_path) -> Path:
-    """A text of one's own, that one can change."""
+    """A text of the user's own, which tests can change."""
     file = tmp_path / "books.txt"
     file.write_text("the quick brown fox jumps over the lazy dog\n\n" * 200)
     return file
 
 
 def test_changed_data_are_refused(tmp_path, books):
-    """Under the same settings the run would not be the one it says it is. Asked for, it goes on,
-    and says so.
-    """
+    """With other data it would not be the same run. On request it goes on, and says so."""
     run_dir = tmp_path / "run"
     assert run(*tiny(run_dir, "data=text", f"data.path={books}")).code == 0
     before, fingerprint = contents(run_dir), summary(run_dir)["data"]
@@ -608,7 +602,7 @@ def test_damaged_overrides_are_refused(run_dir, content, said):
 
 @pytest.mark.parametrize("damaged", ["overrides.yaml", "overrides.yaml and config.yaml", "conf"])
 def test_settings_that_nobody_asked_for_are_refused(run_dir, damaged):
-    """A line of overrides.yaml is lost, or a default is another by now."""
+    """For example, a line of overrides.yaml is lost, or a default has changed."""
     if damaged == "conf":
         path, line, lost = run_dir / "config.yaml", "keep: 2\n", "keep: 3\n"
         key, then, now = "keep", 3, 2
@@ -631,7 +625,7 @@ def test_settings_that_nobody_asked_for_are_refused(run_dir, damaged):
 
 
 def test_all_of_them_are_named_with_one_way_out(run_dir, books):
-    """As Hydra reads it, whatever the values are; what follows from another setting is left out."""
+    """The command is in Hydra's syntax, and leaves out settings that follow from others."""
     strange = books.rename(books.with_name("it's, all = mine.txt"))
     path = "data.path='" + str(strange).replace("'", "\\'") + "'"
     assert run(f"resume={run_dir}", "steps=5", "data=text", path, "seed=1").code == 0
@@ -649,8 +643,9 @@ def test_all_of_them_are_named_with_one_way_out(run_dir, books):
 
 
 def test_what_is_asked_for_is_never_refused(tmp_path):
-    """Regression tests: what stood in overrides.yaml as well, in these very words, did not count;
-    and a NaN differs from itself.
+    """Regression tests: an argument that repeated a line of overrides.yaml did not count.
+
+    And a NaN differs from itself.
     """
     assert run(*tiny(tmp_path, "batch_size=auto", "tokens_per_step=128")).code == 0
     assert run(f"resume={tmp_path}", "steps=5", "batch_size=auto").code == 0
@@ -680,7 +675,7 @@ def test_a_configuration_of_ones_own_is_found_again(tmp_path):
 
 
 def test_a_run_of_an_earlier_version_keeps_its_history(tmp_path):
-    """Its checkpoints have no starts, but the settings under which it began."""
+    """Its checkpoints have the settings of the first start, but no list of starts."""
     assert run(*tiny(tmp_path, "attention.switch_at=2", "attention.switch_to=sdpa")).code == 0
     path = tmp_path / "checkpoint/meta.json"
     meta = json.loads(path.read_text())
@@ -701,7 +696,7 @@ def test_a_run_of_an_earlier_version_keeps_its_history(tmp_path):
 
 
 def test_a_logger_that_is_not_installed_costs_nothing(run_dir, monkeypatch):
-    """A regression test: the finished run was a failed one after it."""
+    """A regression test: the finished run was marked as failed."""
     monkeypatch.setattr("training.loggers.installed", lambda package: False)
     before = contents(run_dir)
     assert (
@@ -712,7 +707,7 @@ def test_a_logger_that_is_not_installed_costs_nothing(run_dir, monkeypatch):
 
 
 def test_the_best_on_other_data_is_no_measure(tmp_path, books):
-    """Of a text that is easier, say."""
+    """The other data may be an easier text."""
     assert (
         run(
             *tiny(tmp_path / "run", "data=text", f"data.path={books}", "optim.lr=0.03", "steps=20")
@@ -739,7 +734,7 @@ def test_a_run_that_saved_nothing_is_started_anew(tmp_path):
 
 @pytest.mark.parametrize("harm", ["cut", "emptied", "removed", "hole", "altered", "step"])
 def test_damaged_metrics_are_put_back(straight, monkeypatch, tmp_path, harm):
-    """From the checkpoint: the rows are those of a run that nothing disturbed."""
+    """They are restored from the checkpoint, and equal those of an undisturbed run."""
     send_at_step(monkeypatch, 6, signal.SIGTERM)
     assert run(*tiny(tmp_path, *STATEFUL)).code == 130
     path = tmp_path / "metrics.jsonl"
@@ -842,9 +837,7 @@ def test_a_folder_of_any_name_can_be_resumed(tmp_path):
 
 
 def test_what_a_resume_replays_stays_what_was_asked_for(run_dir):
-    """A regression test: batch_size=... was added at every start, and so to the name that a logger
-    shows.
-    """
+    """A regression test: every start added batch_size=..., also to the name that a logger shows."""
     asked_for = [
         line
         for line in (run_dir / "overrides.yaml").read_text().splitlines()

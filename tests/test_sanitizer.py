@@ -68,7 +68,7 @@ def call(
 
 
 def model_kernels() -> None:
-    """Those of the loss and of the norms."""
+    """The kernels of the loss and of the norms."""
     from model import loss_kernel, norm_kernel
 
     logits = torch.randn(40, 1008, device="cuda", dtype=torch.bfloat16)

@@ -1,6 +1,4 @@
-"""Several runs from one command: the index, the table, the exit code, and that no job harms
-another.
-"""
+"""Several runs from one command: index, table, exit code, and no job harms another."""
 
 import importlib.util
 import json
@@ -143,9 +141,7 @@ OWN = "tests.user_backends:RIGHT"
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """Attentions with and without the option block_kv, two of a user's own among them, beside two
-    values of it.
-    """
+    """Attentions with and without the option block_kv, two of them a user's; two values of it."""
     folder = tmp_path_factory.mktemp("mixed")
     own = "attention.target=tests.user_backends:RIGHT_IN_FP32"
     names = f"attention=naive,tiled,{OWN},custom"
@@ -153,7 +149,7 @@ def mixed(tmp_path_factory):
 
 
 def test_an_option_that_one_attention_lacks_is_left_out_of_it(mixed):
-    """A regression test: naive failed when its turn came, as it has no tiles."""
+    """A regression test: naive failed when its turn came, because it has no tiles."""
     folder, done = mixed
     assert done.code == 0 and "Traceback" not in done.output, done.output
     rows = index(folder)
@@ -241,8 +237,9 @@ def test_a_module_that_raises_ctrl_c_is_named(tmp_path, monkeypatch):
 
 
 def test_a_sweep_over_a_pattern(tmp_path):
-    """A regression test: the pattern was read without the choices that it stands for, and the
-    folder was neither made nor locked.
+    """A regression test: the pattern was read without the choices it stands for.
+
+    The folder was neither made nor locked.
     """
     done = run(*tiny_sweep(tmp_path, "attention=glob(no_*,[no_scale])", "steps=1"))
     assert [row["attention"] for row in index(tmp_path)] == [
@@ -324,7 +321,7 @@ def test_another_sweeper_minimises_val_loss(tmp_path):
 
 
 def test_shell_completion():
-    """A regression test: its words were taken for settings."""
+    """A regression test: the completion's arguments were taken for settings."""
     done = run("-sc", "install=bash")
     assert done.code == 0 and "hydra_bash_completion" in done.output
     line = "python train.py attention=no_"
@@ -382,8 +379,9 @@ def test_out_of_memory_is_a_result_and_leaves_nothing_behind(tmp_path):
 @linux
 @pytest.mark.skipif(torch.cuda.is_available(), reason="once CUDA runs there is no limit")
 def test_memory_is_limited_wherever_the_model_runs(monkeypatch, tmp_path):
-    """The evaluation before the first step is as large as a step: without a limit the kernel would
-    kill the sweep there.
+    """The evaluation before the first step needs as much memory as a step.
+
+    Without a limit, the kernel would kill the sweep there.
     """
     import resource
 
@@ -455,9 +453,7 @@ def test_ctrl_c_outside_the_loop_stops_the_sweep_too(monkeypatch, tmp_path, mome
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_wandb_has_the_whole_sweep_in_one_folder_and_every_row_of_it(tmp_path):
-    """Read back by wandb's own tool; with an account whose server does not answer, which costs a
-    warning and no more.
-    """
+    """Read back by wandb's own tool. A server that does not answer costs only a warning."""
     account = {
         "WANDB_API_KEY": "a" * 40,
         "WANDB_BASE_URL": "https://nosuch.invalid",

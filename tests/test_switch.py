@@ -115,9 +115,7 @@ def test_a_switch_to_the_same_attention_changes_nothing(broken, tmp_path):
 
 @pytest.mark.parametrize("step", [7, 19, 26], ids=["before", "at-the-switch", "after"])
 def test_interrupted_and_resumed_is_the_same_run(switched, monkeypatch, tmp_path, step):
-    """To the last bit. The signal comes while step `step` + 1 is prepared, which is still done, and
-    saved.
-    """
+    """To the last bit. The signal comes while step `step` + 1 is prepared; it is still saved."""
     train_batch, pending = TextData.train_batch, [signal.SIGINT]
 
     def patched(self, at: int, num_sequences: int):
@@ -186,9 +184,7 @@ def test_a_target_without_a_step_is_said_to_do_nothing(tmp_path):
 
 @pytest.mark.gpu
 def test_the_compiled_model_switches_too(tmp_path):
-    """On a GPU, from an attention that stays one operator of the graph to one that torch.compile
-    looks into.
-    """
+    """On a GPU, from an attention that is one operator of the graph to one that is compiled."""
     overrides = ("device=cuda", "dtype=fp32", "attention.switch_to=sdpa", "attention.switch_at=20")
     done = finish_process(start(*tiny(tmp_path, *RECIPE, *overrides)))
     assert done.code == 0, done.output

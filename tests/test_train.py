@@ -1,6 +1,4 @@
-"""One run, from the command line to the files it leaves, and back again: interrupted, killed,
-resumed.
-"""
+"""One run, from the command line to the files it leaves; and interrupted, killed, resumed."""
 
 import json
 import math
@@ -60,9 +58,7 @@ def learned(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def exact_runs(tmp_path_factory) -> dict[str, Path]:
-    """Ten steps under each exact attention (two under Triton's interpreter, which is slow),
-    otherwise the same.
-    """
+    """Ten steps under each exact attention; only two under Triton's interpreter, which is slow."""
     folder = tmp_path_factory.mktemp("exact")
     for name in EXACT:
         done = run(
@@ -137,8 +133,9 @@ def test_metric_names_and_steps(learned):
 def test_the_speed_is_by_the_wall_clock_and_that_of_the_steps_stands_beside_it(
     tmp_path, monkeypatch
 ):
-    """It left out what a row of metrics costs, which took more time than the steps. Each part takes
-    0.1 s here, at its own step.
+    """A regression test: the speed left out the cost of metrics, which was more than the steps'.
+
+    Each part takes 0.1 s here, at its own step.
     """
     stamps, write, save = {}, MetricsFile.write, Checkpoints.save
 
@@ -314,9 +311,7 @@ def test_divergence_is_a_result_with_a_diagnosis(diverged):
 
 
 def test_divergence_is_announced_by_the_score(diverged):
-    """The score that is logged is at least the one the diagnosis names, in whichever sequence of
-    the batch it was.
-    """
+    """The logged score is at least the one in the diagnosis, whichever sequence it came from."""
     run_dir, done = diverged
     rows = metrics(run_dir)[1:]
     card = summary(run_dir)["diagnosis"]
@@ -350,7 +345,7 @@ def test_the_weights_of_a_diverged_run_are_those_before_the_bad_step(diverged, t
 
 
 def seconds_of_the_processor(command: list[str]) -> tuple[float, str]:
-    """What a process and its children take, whatever runs beside them; and what it prints."""
+    """The processor seconds of a process and its children, and what it prints."""
     before = os.times()
     output = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=100
@@ -388,9 +383,7 @@ def test_the_resolved_config_can_be_printed():
 
 
 def test_batch_size_auto_is_the_same_training(tmp_path):
-    """As many sequences a pass as fit, here all of the step's; what was found is what a resumed run
-    uses.
-    """
+    """As many sequences a pass as fit, here all of the step. A resumed run uses the same number."""
     done = run(*tiny(tmp_path / "auto", "batch_size=auto", "tokens_per_step=256"))
     assert done.code == 0 and "batch_size=auto" in (tmp_path / "auto" / "train.log").read_text()
     assert OmegaConf.load(tmp_path / "auto" / "config.yaml").batch_size == 8
@@ -429,9 +422,7 @@ def test_eval_every_0_trains_without_an_evaluation(tmp_path):
 
 
 def test_of_other_packages_only_warnings_are_shown(tmp_path, monkeypatch):
-    """A reader of the log has no use for the versions that a library found, or for its new cache of
-    fonts.
-    """
+    """The log leaves out which versions a library found, and its new cache of fonts."""
     (tmp_path / "talkative.py").write_text(
         "import logging\nfrom tests.user_backends import RIGHT as BACKEND\n"
         "log = logging.getLogger(__name__)\nlog.info('a remark')\nlog.warning('a warning')\n"

@@ -1,4 +1,4 @@
-"""Backends as a user might hand them in: one that is right, and one for each way to be wrong."""
+"""Backends that a user might write: one that is right, and one for each way to be wrong."""
 
 import torch
 from torch import Tensor

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from data.token_file import sync
 from training.memory import is_out_of_memory
 from training.metrics import MetricsFile
 from training.resume import resumed_starts, stop_clock
@@ -44,7 +45,6 @@ from training.retention import (
     newest_first,
     parse,
     rotate,
-    sync,
 )
 
 log = logging.getLogger("tilegpt")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attention import Backend, get_backend
+from data.interface import IGNORED
 from model.gpt import GPT
 
 
@@ -82,7 +83,7 @@ def judged(
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
-    count = int((targets != -100).sum())
+    count = int((targets != IGNORED).sum())
     if not count:
         raise ValueError(
             f"none of the {targets.numel()} held-out targets counts; take more of them with "
@@ -93,7 +94,7 @@ def judged(
         batch = [x for x in (inputs, targets, document_ids) if x is not None]
         for part in zip(*(x.split(batch_size) for x in batch), strict=True):
             x, y, *documents = (tensor.to(device) for tensor in part)
-            total_loss += model(x, y, *documents).loss.item() * int((y != -100).sum())
+            total_loss += model(x, y, *documents).loss.item() * int((y != IGNORED).sum())
             if accuracy:
                 total_right += int((model(x, None, *documents).logits.argmax(-1) == y).sum())
     model.train(was_training)

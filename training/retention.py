@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from data.token_file import sync
+
 LATEST, EARLIER, BEST, META = "checkpoint", "checkpoints", "checkpoint.best", "meta.json"
 
 
@@ -222,12 +224,3 @@ def _link(source: Path, target: Path) -> None:
     # dying between these two leaves no best: the next save finds it again, where it was linked from
     shutil.rmtree(target, ignore_errors=True)
     fresh.rename(target)
-
-
-def sync(path: Path) -> None:
-    """Push a file, or the names in a folder, to the disk itself."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

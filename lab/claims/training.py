@@ -16,7 +16,7 @@ def runs_of(name: str, **settings: Any) -> list[Figures]:
 
 def mean_curve(runs: list[Figures], column: str) -> dict[int, float]:
     """Step to the mean of the runs' losses, at the steps that all of them evaluated."""
-    curves = [dict(zip(*points(run, column), strict=True)) for run in runs]
+    curves = [points(run, column) for run in runs]
     shared = [step for step in curves[0] if all(step in curve for curve in curves)]
     return {step: fmean(curve[step] for curve in curves) for step in shared}
 
@@ -37,7 +37,7 @@ def two_hundred_steps() -> Figures:
     runs = runs_of("paired_curves")
     for a, b in combinations(runs, 2):
         if a["seed"] == b["seed"]:
-            first, second = (dict(zip(*points(run, "train/loss"), strict=True)) for run in (a, b))
+            first, second = (points(run, "train/loss") for run in (a, b))
             squares = [(first[step] - second[step]) ** 2 for step in first.keys() & second.keys()]
             names = tuple(sorted((a["attention"], b["attention"])))
             differences.setdefault(names, []).append(fmean(squares) ** 0.5)

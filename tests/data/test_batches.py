@@ -1,6 +1,4 @@
-"""Windows of text: right tokens, pure functions of (seed, step), a held-out half that never
-moves.
-"""
+"""Windows of text: right tokens, functions of (seed, step), a held-out half that never moves."""
 
 import errno
 import gc
@@ -175,7 +173,7 @@ def test_a_batch_takes_milliseconds(config, tmp_path):
 
 
 def golden(config, **settings):
-    """Of every number in the first batches of both halves."""
+    """A hash of the first batches of both halves."""
     data = open_data(config, **settings)
     batches = [*(data.train_batch(step, 8) for step in range(4)), data.val_batch(8)]
     return hashlib.sha256(
@@ -184,7 +182,7 @@ def golden(config, **settings):
 
 
 def test_batches_are_those_of_every_version(config):
-    """Read another way, a step would be another, and no run could be repeated."""
+    """If a step read other tokens, no earlier run could be repeated."""
     found = [golden(config, seed=7), golden(config, seed=7, tokenizer="bpe", seq_len=9)]
     config.documents = True
     assert [*found, golden(config, seed=7)] == GOLDEN
@@ -195,7 +193,7 @@ def test_batches_are_those_of_every_version(config):
     [("train", lambda data: data.train_batch(0, 400)), ("val", lambda data: data.val_batch(9))],
 )
 def test_a_file_that_becomes_shorter_is_named(config, half, read):
-    """Mapped into memory, it ended the process with SIGBUS."""
+    """A regression test: mapped into memory, it ended the process with SIGBUS."""
     data = open_data(config)
     tokens = getattr(data, half)
     assert tokens.path.name == f"{half}.bin"
@@ -209,7 +207,7 @@ def test_a_file_that_becomes_shorter_is_named(config, half, read):
 
 
 def test_a_token_without_a_row_in_the_embedding_is_refused(config):
-    """On a GPU it would end the process, and on a CPU say "index out of range in self"."""
+    """On a GPU it would end the process; on a CPU PyTorch says "index out of range in self"."""
     data = open_data(config)
     path = data.train.path
     content = path.read_bytes()
@@ -249,7 +247,7 @@ def test_a_failing_disk_is_named(config, monkeypatch):
 
 
 def test_a_store_that_is_replaced_is_read_to_the_end(config):
-    """Another process finds it damaged, say, and builds it again while this one reads."""
+    """For example, another process finds it damaged and builds it again."""
     data = open_data(config)
     expected = data.train_batch(0, 8).inputs
     folder = data.train.path.parent

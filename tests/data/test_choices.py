@@ -1,4 +1,4 @@
-"""conf/data and conf/tokenizer hold one file a choice, and importing the package costs nothing."""
+"""conf/data and conf/tokenizer hold one file per choice; importing data loads nothing heavy."""
 
 import subprocess
 import sys

@@ -1,6 +1,4 @@
-"""Which documents a local source yields, and one clear sentence for each way of naming a wrong
-one.
-"""
+"""Which documents a local source yields, and one clear error for each wrong way to name one."""
 
 import json
 import os
@@ -11,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from config import DataConfig
-from data.corpora import count_documents, documents, identity
+from data.corpora import Corpus
 from data.local_files import text_files
 
 
 def rows(**settings) -> dict[str, str]:
-    return {row["path"]: row["text"] for row in documents(DataConfig(**settings))}
+    return {row["path"]: row["text"] for row in Corpus(DataConfig(**settings)).documents()}
 
 
 def write(folder, **files):
-    """Files named a__b_txt for a/b.txt."""
+    """Write files; the argument a__b_txt stands for a/b.txt."""
     for name, content in files.items():
         file = folder / name.replace("__", "/").replace("_", ".")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +29,7 @@ def write(folder, **files):
 def test_documents_are_a_datasets_stream():
     import datasets
 
-    stream = documents(DataConfig(source="stdlib", max_documents=2))
+    stream = Corpus(DataConfig(source="stdlib", max_documents=2)).documents()
     assert isinstance(stream, datasets.IterableDataset)
     assert list(next(iter(stream))) == ["path", "text"]
 
@@ -58,12 +56,13 @@ def test_stdlib_is_the_core_of_the_standard_library():
     assert corpus["json/decoder.py"] == Path(json.decoder.__file__).read_text(encoding="utf-8")
     assert list(corpus) == sorted(corpus, key=lambda path: path.split("/"))
     assert all(path.endswith(".py") and text for path, text in corpus.items())
-    assert len(corpus) <= count_documents(DataConfig(source="stdlib")) < 1.05 * len(corpus)
+    assert len(corpus) <= Corpus(DataConfig(source="stdlib")).max_documents() < 1.05 * len(corpus)
 
 
 def test_torch_source():
-    corpus = rows(source="torch_source", max_documents=40)
-    assert len(corpus) == 40 == count_documents(DataConfig(source="torch_source", max_documents=40))
+    settings = dict(source="torch_source", max_documents=40)
+    corpus = rows(**settings)
+    assert len(corpus) == 40 == Corpus(DataConfig(**settings)).max_documents()
     assert "__init__.py" in corpus and "version.py" not in corpus
 
 
@@ -153,7 +152,7 @@ def test_max_documents_counts_documents_with_text(tmp_path):
 
 def test_identity_follows_the_files_and_the_settings(tmp_path):
     def known(**settings):
-        return identity(DataConfig(source="text", path=str(tmp_path), **settings))
+        return Corpus(DataConfig(source="text", path=str(tmp_path), **settings)).identity()
 
     write(tmp_path, a_txt="one")
     before = known()
@@ -235,14 +234,15 @@ def test_bad_input_is_one_clear_error(tmp_path, capfd, files, path, message):
 
 
 def test_a_broken_table_is_reported_once(tmp_path):
-    """datasets logs what it raises; in a fresh process, because its log keeps the stderr it has
-    seen first.
+    """`datasets` logs an error that it raises.
+
+    In a fresh process, because its log keeps the stderr that it saw first.
     """
     write(tmp_path, a_jsonl='{"text": "x"\nnonsense\n')
     config = DataConfig(source="text", path=str(tmp_path))
     code = (
-        "from config import DataConfig; from data.corpora import documents; "
-        f"list(documents({config!r}))"
+        "from config import DataConfig; from data.corpora import Corpus; "
+        f"list(Corpus({config!r}).documents())"
     )
     errors = (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -264,7 +264,7 @@ def test_unreadable(tmp_path, locked):
 
 @pytest.mark.parametrize("file", ["a.txt", "a.jsonl"])
 def test_permission_denied(tmp_path, monkeypatch, file):
-    """The same as above for whoever runs the tests as root."""
+    """The same as above, for people who run the tests as root."""
 
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
@@ -293,7 +293,7 @@ def test_a_package_file_in_an_old_encoding_is_skipped(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names are Unix's")
 def test_what_is_no_file_is_left_out(tmp_path):
-    """A pipe that nobody writes to would be read for ever, and a link to nothing cannot be."""
+    """Reading a pipe that nobody writes to would never end; a broken link cannot be read."""
     (tmp_path / "text.txt").write_text("words")
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "broken.txt").symlink_to(tmp_path / "gone.txt")

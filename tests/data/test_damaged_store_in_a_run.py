@@ -1,5 +1,6 @@
-"""A run whose token store is damaged, before it or under it, is the run that it would have been, or
-ends with one line and a summary.
+"""A token store is damaged before a run, or while the run reads it.
+
+The run gives the same result as with a whole store, or ends with one line and a summary.
 """
 
 import os
@@ -14,7 +15,7 @@ from tests.command import checkpoint, computed, run, same, summary, tiny
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
-    """Overrides that name a corpus of forty texts, and a run on it that nothing disturbs."""
+    """Overrides that name a corpus of forty texts, and an undisturbed run on it."""
     folder = tmp_path_factory.mktemp("damaged")
     words = random.Random(0)
     (folder / "corpus").mkdir()
@@ -38,7 +39,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture
 def cache(corpus, tmp_path):
-    """With the corpus' store in it."""
+    """A cache folder with the corpus' store in it."""
     _, straight = corpus
     return shutil.copytree(straight.parent / "cache", tmp_path / "cache")
 
@@ -70,7 +71,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_store_that_was_damaged_before_the_run(corpus, cache, tmp_path, damage):
-    """It trained on what it found, under the fingerprint of the data, or ended with a traceback."""
+    """A regression test: it trained on the damaged tokens, or ended with a traceback."""
     overrides, straight = corpus
     damage(cache)
     done = run(*tiny(tmp_path / "run", *overrides), TILEGPT_CACHE=str(cache))
@@ -94,8 +95,9 @@ HARM = {
 
 @pytest.mark.parametrize("harm, said", HARM.values(), ids=HARM)
 def test_a_store_that_is_damaged_under_the_run(corpus, cache, tmp_path, monkeypatch, harm, said):
-    """The system ended the run with SIGBUS and without a summary, or PyTorch said "index out of
-    range in self".
+    """A regression test: SIGBUS ended the run without a summary.
+
+    Or PyTorch said "index out of range in self".
     """
     overrides, straight = corpus
     train_batch = TextData.train_batch

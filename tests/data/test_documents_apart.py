@@ -1,5 +1,6 @@
-"""data.documents=true: every window numbers its documents, and the fingerprint says so; tokens and
-targets stay as they are.
+"""data.documents=true: windows number their documents, and the fingerprint says so.
+
+Tokens and targets stay as they are.
 """
 
 import numpy as np
@@ -19,7 +20,7 @@ def open_data(config, *, documents=True, seq_len=32):
 
 
 def test_numbers_by_hand():
-    """An end belongs to the document it ends, also two in a row, the first token and the last."""
+    """An end belongs to the document it ends, even twice in a row, as first token or as last."""
     tokens = np.array([1, 2, END, 3, END, END, 4, 5, END], dtype=np.uint16)
     batch = windows(np.stack([tokens[:7], tokens[2:]]), end_of_text=END)
     assert batch.inputs.tolist() == [[1, 2, END, 3, END, END], [END, 3, END, END, 4, 5]]
@@ -35,7 +36,7 @@ def test_tensors_of_a_packed_batch(config):
 
 
 def test_numbers_are_those_of_the_stored_documents(config):
-    """The offsets on disk divide a window where the numbers do, wherever it begins."""
+    """Document numbers change where the stored documents end, wherever a window begins."""
     data = open_data(config, seq_len=200)
     text = data.train[:]
     ends = np.flatnonzero(text == data.end_of_text)
@@ -63,9 +64,7 @@ def test_fingerprint_and_description_tell_whether_documents_are_apart(config):
 
 
 def test_a_single_document_is_the_same_either_way(config, tmp_path):
-    """Its end is never read, only said: there is nothing to keep apart, so the losses are
-    comparable.
-    """
+    """Its end is a target but never an input: there is nothing to keep apart."""
     config.path = str(tmp_path / "corpus" / "59.txt")
     apart, together = open_data(config), open_data(config, documents=False)
     assert apart.fingerprint == together.fingerprint and apart.description == together.description
@@ -80,9 +79,7 @@ def test_a_single_document_is_the_same_either_way(config, tmp_path):
 
 
 def test_the_end_is_read_as_soon_as_there_is_a_second_document(config):
-    """The other side of the test above: one more document, and the fingerprint differs because
-    batches do.
-    """
+    """The counterpart of the test above: with a second document, batches differ."""
     assert (open_data(config).train_batch(0, 64).document_ids > 0).any()
 
 

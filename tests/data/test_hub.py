@@ -1,6 +1,4 @@
-"""The hub within reach (played by datasets in memory), out of reach, and out of reach with the
-dataset in the cache.
-"""
+"""The hub within reach (played by datasets in memory), out of reach, and only in the cache."""
 
 import json
 import shutil
@@ -13,7 +11,7 @@ import pytest
 
 import data.hub
 from config import DataConfig
-from data.corpora import documents
+from data.corpora import Corpus
 from data.hub import offline
 from data.network import answers
 
@@ -24,7 +22,7 @@ ROWS = {"text": ["one", None, "two", "", "three"], "n": [1, 2, 3, 4, 5]}
 def read(**settings):
     return [
         (row["path"], row["text"])
-        for row in documents(DataConfig(source="hub", name="org/name", **settings))
+        for row in Corpus(DataConfig(source="hub", name="org/name", **settings)).documents()
     ]
 
 
@@ -37,7 +35,7 @@ def online(monkeypatch):
 
 @pytest.fixture
 def reachable_hub(online, monkeypatch):
-    """A hub that holds ROWS; returns the calls it got."""
+    """A hub that holds ROWS. Returns the calls of load_dataset."""
     calls = []
 
     def load_dataset(*where, streaming, **rest):
@@ -108,7 +106,7 @@ def test_out_of_reach_names_the_way_out_at_once(unreachable_hub, streaming):
     with pytest.raises(
         ValueError, match=rf"data\.name=org/name .*no-such-host\.invalid does not answer.*{WAY_OUT}"
     ):
-        documents(DataConfig(source="hub", name="org/name", streaming=streaming))
+        Corpus(DataConfig(source="hub", name="org/name", streaming=streaming)).documents()
     assert time.perf_counter() - start < 3
 
 

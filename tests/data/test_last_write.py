@@ -1,4 +1,4 @@
-"""The vectorised labels against an obvious loop, and what makes the task fair to compare on."""
+"""The vectorised labels against an obvious loop, and what makes comparisons fair."""
 
 import subprocess
 import sys
@@ -10,6 +10,8 @@ import torch
 
 from config import DataConfig, TokenizerConfig
 from data import build_data
+from data.interface import IGNORED
+from model import loss
 
 SHAPES = [(1, 2), (3, 5), (8, 8), (16, 32)]
 by_shape = pytest.mark.parametrize(
@@ -59,6 +61,11 @@ def test_every_token_is_drawn_as_often_as_promised(num_keys, num_values):
     total, writes = counts.sum(), num_keys * num_values
     expected = np.array([total / 2 / writes] * writes + [total / 2 / num_keys] * num_keys)
     assert (abs(counts - expected) < 6 * np.sqrt(expected)).all()
+
+
+def test_the_loss_ignores_the_targets_that_data_ignores():
+    """data and model cannot import one another, so each names PyTorch's ignored target itself."""
+    assert IGNORED == loss.IGNORED == torch.nn.CrossEntropyLoss().ignore_index
 
 
 def test_batches_are_int64_tensors():

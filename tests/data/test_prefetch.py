@@ -1,6 +1,4 @@
-"""Reading ahead changes when a batch is read, never which: the same batches in the same order, and
-nothing left over however it ends.
-"""
+"""Prefetching changes when a batch is read, never which; and it leaves nothing running."""
 
 import threading
 import time
@@ -16,8 +14,9 @@ CPU = torch.device("cpu")
 
 
 class Steps:
-    """Data whose one tensor holds its step; it keeps what it was asked for, by which thread, and
-    fails or waits where told to.
+    """Data whose one tensor holds its step.
+
+    It records the steps and threads that read it, and can fail at a step or take some seconds.
     """
 
     def __init__(self, *, fails_at: int | None = None, seconds: float = 0.0) -> None:
@@ -66,7 +65,7 @@ def test_each_step_is_read_once_in_order_by_one_other_thread():
 
 
 def test_reading_hides_behind_a_step_that_takes_longer():
-    """Only the first batch is waited for."""
+    """The main thread waits only for the first batch."""
     with Prefetcher(Steps(seconds=0.02), 1, 1, CPU, ahead=2) as batches:
         waited = []
         for step in range(10):
@@ -107,9 +106,7 @@ def test_an_error_is_raised_when_its_step_comes_and_not_before():
     "error", [KeyboardInterrupt, RuntimeError, None], ids=["ctrl-c", "error", "end"]
 )
 def test_nothing_is_left_running(error):
-    """However the block is left, its thread is gone at once: it finishes what it reads and starts
-    nothing new.
-    """
+    """However the block ends, its thread finishes its batch, starts no other, and is gone."""
     data = Steps(seconds=0.05)
     start = time.perf_counter()
     try:
@@ -143,7 +140,7 @@ def test_on_a_cpu_the_step_reads_for_itself():
 @pytest.mark.gpu
 @pytest.mark.parametrize("documents", [False, True])
 def test_on_a_gpu_batches_arrive_whole(config, documents):
-    """While the GPU is busy with the steps before, whose memory is given back and taken again."""
+    """While the GPU computes earlier steps, whose memory is freed and reused."""
     config.documents = documents
     data = build_data(config, TokenizerConfig("byte"), seq_len=512, seed=3)
     work = torch.randn(4096, 4096, device="cuda")

@@ -1,5 +1,6 @@
-"""A store holds what its corpus says, is built once, survives killed and rival builds, and never
-passes for whole when damaged.
+"""A store holds its corpus, is built once, and survives killed and rival builds.
+
+A damaged store is never taken for a whole one.
 """
 
 import errno
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +25,7 @@ from hypothesis import strategies as st
 import data.token_store
 from config import DataConfig, TokenizerConfig
 from data import build_tokenizer
-from data.corpora import documents
+from data.corpora import Corpus
 from data.token_store import DamagedStore, cache_folder, hash_of_path, open_store
 
 BYTE = build_tokenizer(TokenizerConfig("byte"))
@@ -41,14 +43,14 @@ def text_config(tmp_path, **settings):
     )
 
 
-def texts_of(split):
-    """The documents of a split, cut at the stored offsets, without the end-of-text token that each
-    must have.
-    """
-    pieces = [
-        split.tokens[start:stop]
-        for start, stop in zip(split.offsets[:-1], split.offsets[1:], strict=True)
-    ]
+def offsets_of(half):
+    """The stored offsets of a half's documents, and of its end."""
+    return np.load(half.path.with_name(f"{half.path.stem}_offsets.npy"))
+
+
+def texts_of(half):
+    """The documents of a half, cut at the stored offsets, each without its end of text."""
+    pieces = [half[start:stop] for start, stop in pairwise(offsets_of(half))]
     assert all(
         piece[-1] == BYTE.end_of_text and BYTE.end_of_text not in piece[:-1] for piece in pieces
     )
@@ -56,14 +58,14 @@ def texts_of(split):
 
 
 def stores(config):
-    """The names in the cache folder, but for those of its locks."""
+    """The names in the cache folder, except its locks."""
     return sorted(
         path.name for path in cache_folder(config).iterdir() if not path.name.startswith(".")
     )
 
 
 def build_counter(monkeypatch):
-    """Every build that really happens from now on, as a growing list."""
+    """A list that grows with every build from now on."""
     builds, build = [], data.token_store.build
 
     def counted(*arguments):
@@ -77,7 +79,7 @@ def build_counter(monkeypatch):
 def test_both_halves_hold_the_corpus(config):
     store = open_store(config, BYTE)
     expected = {"train": [], "val": []}
-    for row in documents(config):
+    for row in Corpus(config).documents():
         expected["val" if hash_of_path(row["path"]) < 0.2 else "train"].append(row["text"])
     assert texts_of(store.train) == expected["train"]
     assert texts_of(store.val) == expected["val"]
@@ -87,8 +89,8 @@ def test_both_halves_hold_the_corpus(config):
 
 def test_tokens_are_stored_in_the_smallest_type(config):
     store = open_store(config, BYTE)
-    assert store.train.tokens.dtype == store.train.tokens[:4].dtype == np.uint16
-    assert store.train.offsets.dtype == np.int64
+    assert store.train.dtype == store.train[:4].dtype == np.uint16
+    assert offsets_of(store.train).dtype == np.int64
 
 
 def test_a_large_vocabulary_is_stored_in_32_bits(config):
@@ -96,9 +98,9 @@ def test_a_large_vocabulary_is_stored_in_32_bits(config):
         vocab_size, end_of_text, fingerprint = 100_000, 99_999, "wide"
 
     store = open_store(config, Wide())
-    assert store.train.tokens.dtype == np.uint32
-    end = store.train.offsets[1]
-    assert store.train.tokens[end - 1 : end].tolist() == [99_999]
+    assert store.train.dtype == np.uint32
+    end = offsets_of(store.train)[1]
+    assert store.train[end - 1 : end].tolist() == [99_999]
 
 
 def test_documents_are_held_out_whole_and_stay_there_when_others_join(config, tmp_path):
@@ -117,9 +119,7 @@ def test_a_wider_share_holds_out_the_same_documents_and_more(tmp_path, config):
 
 
 def test_some_document_is_held_out_of_a_small_corpus(tmp_path):
-    """Five documents at 5% leave three users in four without a held-out half if only the hashes
-    decide.
-    """
+    """By hashes alone, three in four corpora of five documents would have no held-out half."""
     (tmp_path / "corpus").mkdir()
     for number in range(5):
         (tmp_path / "corpus" / f"{number}.txt").write_text(f"text {number}")
@@ -136,8 +136,8 @@ def test_the_end_of_an_only_document_is_held_out(tmp_path, monkeypatch, name):
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / name).write_text("0123456789" * 100)
     store = open_store(text_config(tmp_path, val_fraction=0.1), BYTE)
-    assert (len(store.train.tokens), len(store.val.tokens)) == (901, 100)
-    whole = np.concatenate([store.train.tokens[:], store.val.tokens[:]])
+    assert (len(store.train), len(store.val)) == (901, 100)
+    whole = np.concatenate([store.train[:], store.val[:]])
     assert BYTE.decode(whole[:-1]) == "0123456789" * 100 and whole[-1] == BYTE.end_of_text
     assert store.meta["held_out"] == "end"
 
@@ -145,7 +145,7 @@ def test_the_end_of_an_only_document_is_held_out(tmp_path, monkeypatch, name):
 def test_built_once(config, monkeypatch):
     builds = build_counter(monkeypatch)
     first, second = open_store(config, BYTE), open_store(config, BYTE)
-    assert len(builds) == 1 and (first.train.tokens[:] == second.train.tokens[:]).all()
+    assert len(builds) == 1 and (first.train[:] == second.train[:]).all()
 
 
 def test_an_open_store_needs_no_datasets(config):
@@ -194,11 +194,11 @@ def test_corpus_hash_is_of_the_texts_not_of_the_place(config, tmp_path):
 
 def both_halves(config):
     store = open_store(config, BYTE)
-    return store.train.tokens[:].tolist(), store.val.tokens[:].tolist()
+    return store.train[:].tolist(), store.val[:].tolist()
 
 
 def overwrite(file, content):
-    """The file begins with that and is as long as before."""
+    """Overwrite the beginning of a file; its length stays."""
     file.write_bytes(content[: file.stat().st_size] + file.read_bytes()[len(content) :])
 
 
@@ -215,7 +215,7 @@ def swap(one, other):
 
 
 def without(folder, key):
-    """As a meta.json that was written before there was such a key."""
+    """Remove a key from meta.json, as if it were older than the key."""
     meta = json.loads((folder / "meta.json").read_text())
     del meta[key]
     (folder / "meta.json").write_text(json.dumps(meta))
@@ -314,16 +314,14 @@ DAMAGE = {
 
 
 def change(folder, **values):
-    """Other values in meta.json, under the old checksum."""
+    """Change values in meta.json, but not its checksum."""
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | values))
 
 
 @pytest.mark.parametrize("damage, said", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_store_is_built_again(config, caplog, damage, said):
-    """A run trained on zeros, or validated on its training data, under the fingerprint of the data
-    it should have read.
-    """
+    """A regression test: a run trained on zeros, or validated on its training data."""
     before = both_halves(config)
     folder = cache_folder(config) / stores(config)[0]
     meta = (folder / "meta.json").read_bytes()
@@ -339,7 +337,7 @@ def test_a_damaged_store_is_built_again(config, caplog, damage, said):
 
 
 def test_a_store_appears_in_one_step(config, monkeypatch):
-    """Copied into place, a half-written store could be opened, or be left by a kill."""
+    """If it were copied into place, a process could open half a store, or a kill leave it."""
     publish, written = data.token_store.publish, []
 
     def watched(unfinished, folder):
@@ -383,12 +381,12 @@ def gated(text):
             passed.append(sys.stdin.readline())
     return encode(text)
 tokenizer.encode = gated
-print("opened", len(open_store({config!r}, tokenizer).train.tokens), flush=True)
+print("opened", len(open_store({config!r}, tokenizer).train), flush=True)
 """
 
 
 def start_builds(config, count):
-    """Processes that stand still in the middle of a build until they get a line."""
+    """Start processes that pause in the middle of a build until they get a line."""
     command = [sys.executable, "-c", GATED_BUILD.format(config=config)]
     processes = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -399,7 +397,7 @@ def start_builds(config, count):
 
 
 def leave_a_dead_build(config):
-    """As a killed process does."""
+    """Leave an unfinished build, as a killed process does."""
     folder = cache_folder(config) / "unfinished-0123"
     folder.mkdir(parents=True)
     (folder / "train.bin").write_bytes(bytes(100))
@@ -428,9 +426,7 @@ def test_a_killed_build_is_removed_by_a_process_that_builds_nothing(config, monk
 
 
 def test_the_build_of_a_live_process_is_left_alone(config, tmp_path):
-    """Neither a start that builds nor one that finds its store may touch it, though a dead build
-    lies beside it.
-    """
+    """No start may touch it, whether it builds or not, though a dead build lies beside it."""
     (alive,) = start_builds(config, 1)
     leave_a_dead_build(config)
     other = text_config(tmp_path, val_fraction=0.4)
@@ -443,7 +439,7 @@ def test_the_build_of_a_live_process_is_left_alone(config, tmp_path):
 
 
 def test_without_locks_no_build_is_removed(config, monkeypatch):
-    """A file system may have none; then nobody can tell whether a build is alive."""
+    """On a file system without locks, no process can tell whether a build is alive."""
 
     def refuse(*_):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -458,7 +454,7 @@ def test_without_locks_no_build_is_removed(config, monkeypatch):
 
 
 def test_a_whole_store_needs_no_permission_to_write(config, monkeypatch):
-    """A cache that an administrator has filled."""
+    """For example, in a cache that an administrator filled."""
     open_store(config, BYTE)
     leave_a_dead_build(config)
 
@@ -513,7 +509,7 @@ def test_two_processes_may_build_at_once(config, before):
         rival.stdin.flush()
     outputs = [rival.communicate()[0] for rival in rivals]
     assert [rival.returncode for rival in rivals] == [0, 0]
-    assert outputs == [f"opened {len(open_store(config, BYTE).train.tokens)}\n"] * 2
+    assert outputs == [f"opened {len(open_store(config, BYTE).train)}\n"] * 2
     assert len(stores(config)) == 1
 
 
@@ -556,7 +552,7 @@ def test_a_copy_of_another_store_is_noticed(config, tmp_path, caplog):
 
 @pytest.mark.parametrize("failure", ["no-corpus", "interrupted"])
 def test_a_damaged_store_stays_until_another_is_built(config, tmp_path, monkeypatch, failure):
-    """Its corpus may be out of reach, and its owner may know how to repair it."""
+    """The corpus may be out of reach, and the owner may know how to repair the store."""
     open_store(config, BYTE)
     folder = cache_folder(config) / stores(config)[0]
     flip(folder / "train.bin", 7)
@@ -566,7 +562,7 @@ def test_a_damaged_store_stays_until_another_is_built(config, tmp_path, monkeypa
         raise ValueError("no corpus") if failure == "no-corpus" else KeyboardInterrupt
 
     monkeypatch.setattr(
-        *(data.corpora, "documents") if failure == "no-corpus" else (BYTE, "encode"),
+        *(Corpus, "documents") if failure == "no-corpus" else (BYTE, "encode"),
         fail,
         raising=False,
     )
@@ -599,7 +595,7 @@ def whole(tmp_path_factory):
 
 
 def loads_or_says_why(folder, content, meta):
-    """With that as its meta.json."""
+    """With this content of meta.json, the store loads, or says what is damaged."""
     file = folder / "meta.json"
     before = file.read_bytes()
     try:

@@ -28,6 +28,16 @@ def test_a_cache_folder_that_cannot_be_made(config, tmp_path):
         open_store(config, BYTE)
 
 
+def test_a_cache_folder_whose_name_is_too_long(config, tmp_path):
+    """The system cannot even say whether such a folder exists."""
+    config.cache_dir = str(tmp_path / ("x" * 300))
+    with pytest.raises(
+        ValueError,
+        match=rf"cannot be written to {config.cache_dir} \(File name too long\); {WAY_OUT}",
+    ):
+        open_store(config, BYTE)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_cache_folder(config, tmp_path):
     (tmp_path / "cache").mkdir(mode=0o500)
@@ -39,7 +49,7 @@ def test_a_read_only_cache_folder(config, tmp_path):
 
 
 def test_a_full_disk(config):
-    """Played by a limit on the size of a file, which fails in the same calls."""
+    """A limit on file size stands in for a full disk: the same calls fail."""
     code = (
         "import resource; from config import *; from data import build_data;"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000));"

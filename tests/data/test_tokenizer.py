@@ -1,4 +1,4 @@
-"""Every text survives the round trip, and a vocabulary that cannot be had is one clear error."""
+"""Every text survives the round trip; a missing or damaged vocabulary gives one clear error."""
 
 import base64
 import hashlib
@@ -38,9 +38,7 @@ TEXTS = {
 
 
 def gpt2_like() -> BytePairTokenizer:
-    """Our ranks under GPT-2's pattern, whose lookahead is the one that overflows on long runs of
-    space.
-    """
+    """Our ranks under GPT-2's pattern, whose lookahead overflows on long runs of space."""
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
 
@@ -99,7 +97,7 @@ def test_vocabulary(tokenizer):
 
 @by_name
 def test_broken_utf8_is_shown_not_raised(tokenizer):
-    """A model samples bytes in any order."""
+    """A model may sample bytes in any order."""
     half_a_letter = "é".encode()[:1]
     token = half_a_letter[0] if tokenizer.name == "byte" else read_ranks(RANKS_FILE)[half_a_letter]
     assert tokenizer.decode([token]) == "\ufffd"
@@ -107,9 +105,7 @@ def test_broken_utf8_is_shown_not_raised(tokenizer):
 
 @by_name
 def test_lone_surrogates_do_not_stop_a_prompt(tokenizer):
-    """Python hands undecodable command-line bytes on as lone surrogates, which UTF-8 cannot
-    encode.
-    """
+    """Python decodes invalid command-line bytes to lone surrogates, which UTF-8 cannot encode."""
     assert tokenizer.decode(tokenizer.encode("a\udcffb")) in ("a?b", "a\ufffdb")
 
 
@@ -125,8 +121,9 @@ LONG = {
 @pytest.mark.parametrize("text", LONG.values(), ids=LONG)
 @pytest.mark.parametrize("make", [bpe, gpt2_like], ids=["bpe", "gpt2-pattern"])
 def test_a_million_characters(make, text):
-    """A million spaces before a word used to kill the process: tiktoken's stack overflows, a panic
-    that no except catches.
+    """A regression test: a million spaces before a word killed the process.
+
+    tiktoken's stack overflowed, a panic that no `except` catches.
     """
     tokenizer = make()
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -151,7 +148,7 @@ def test_bpe_is_shorter_than_bytes():
 
 
 def test_fingerprint_changes_with_the_order_of_the_ranks(tmp_path):
-    """Merges are made in rank order: the same tokens under other ranks cut a text elsewhere."""
+    """Merges go by rank: the same tokens with other ranks split a text differently."""
     (tmp_path / "same").write_bytes(RANKS_FILE.read_bytes())
     lines = RANKS_FILE.read_text().splitlines()
     lines[300:302] = [lines[301].replace(" 301", " 300"), lines[300].replace(" 300", " 301")]
@@ -168,7 +165,7 @@ def test_token_dtype(vocab_size, name):
 
 
 def test_a_changed_vocabulary_is_read_anew(tmp_path):
-    """tiktoken's own reader goes on returning the file it has seen first."""
+    """tiktoken's own reader would return the old content."""
     file = tmp_path / "ranks"
     file.write_bytes(RANKS_FILE.read_bytes())
     before = bpe(file)
@@ -206,7 +203,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("line, number", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_line_of_a_vocabulary_is_named(tmp_path, line, number):
-    """Said to be "not enough values to unpack" once."""
+    """A regression test: the error was "not enough values to unpack"."""
     lines = RANKS_FILE.read_bytes().splitlines()
     lines[number - 1] = line
     (tmp_path / "ranks").write_bytes(b"\n".join(lines))

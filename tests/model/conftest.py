@@ -12,8 +12,9 @@ VOCAB_SIZE = 61
 
 @pytest.fixture
 def build_gpt():
-    """build_gpt(backend="naive", **fields of ModelConfig): two layers, four heads of eight, 32
-    positions, the same weights every time.
+    """build_gpt(backend="naive", **fields of ModelConfig), the same weights every time.
+
+    Two layers, four heads of eight, 32 positions.
     """
 
     def build(backend: str = "naive", *, vocab_size: int = VOCAB_SIZE, **fields) -> GPT:
@@ -49,8 +50,9 @@ def random_tokens():
 
 @pytest.fixture
 def assert_within_budget():
-    """The error of `actual` is at most twice that of `baseline`, an independent computation in the
-    same dtype, plus one rounding.
+    """The error of `actual` is at most twice that of `baseline`, plus one rounding.
+
+    `baseline` is an independent computation in the same dtype.
     """
 
     def check(actual: torch.Tensor, *, baseline: torch.Tensor, reference: torch.Tensor) -> None:

@@ -1,6 +1,4 @@
-"""Activation checkpointing, sequences in chunks, inputs on the host: the same training, with less
-of it kept.
-"""
+"""Activation checkpointing, chunks and offloading: the same training with fewer tensors kept."""
 
 import gc
 
@@ -80,7 +78,7 @@ def test_the_same_loss_and_gradients(
 
 @every_mode
 def test_dropout_draws_the_same_again(build_gpt, random_tokens, keeps):
-    """A gradient under other masks than those of the loss is not its derivative."""
+    """With other dropout masks than the loss had, a gradient would not be its derivative."""
     model, tokens = build_gpt("sdpa", dropout=0.3, max_seq_len=48, **keeps), random_tokens(2, 48)
     _, gradients = train_step(model, tokens, tokens)
     if "chunk_tokens" not in keeps:
@@ -133,7 +131,7 @@ def test_compiles_in_one_graph(build_gpt, modern, random_tokens, variant, keeps)
     ],
 )
 def test_how_often_attention_runs(build_gpt, random_tokens, keeps, calls):
-    """Its work is quadratic: checkpoint=attention does it once."""
+    """Attention is quadratic in length, so checkpoint=attention computes it only once."""
     model, exact, count = build_gpt(max_seq_len=48, **keeps), get_backend("naive"), []
 
     def counted(*arguments, **settings):
@@ -185,7 +183,7 @@ def test_what_a_block_keeps():
 
 
 def test_no_product_is_done_twice_for_what_is_elementwise(build_gpt, random_tokens):
-    """Recomputing ends at the product whose input is wanted."""
+    """Recomputation stops at the product whose input is needed."""
     counts = {}
     for name, keeps in {"none": {}, "elementwise": ELEMENTWISE, "attention": ATTENTION}.items():
         model = build_gpt("sdpa", **keeps)
@@ -317,7 +315,7 @@ def test_the_same_training_on_a_gpu(attention, keeps, compiled):
 
 @pytest.mark.gpu
 def test_block_inputs_wait_on_the_host():
-    """Two more blocks cost the GPU what they keep of attention, but not their inputs."""
+    """Two more blocks take GPU memory for attention's tensors, but not for their inputs."""
 
     def allocated() -> int:
         gc.collect()  # what stands in cycles would go at any time

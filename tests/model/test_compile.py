@@ -1,5 +1,6 @@
-"""torch.compile of the whole model, without a graph break, for every attention: the tile loops run
-inside as one operator.
+"""torch.compile of the whole model, without a graph break, for every attention.
+
+The tile loops run inside as one operator.
 """
 
 import pytest
@@ -24,9 +25,7 @@ TILES = {"block_q": 16, "block_kv": 16}  # several, and the last is ragged
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
-    """On a GPU a compiled model has another form of GELU, which bfloat16 may round to the number
-    beside it.
-    """
+    """On a GPU a compiled model has another form of GELU, which bfloat16 may round differently."""
     if DEVICE == "cpu":
         return {"rtol": 0, "atol": 0}
     return {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-3}
@@ -54,8 +53,9 @@ def loss_and_gradients(
 
 
 def assert_one_graph(model: GPT, *, dtype: torch.dtype = torch.float32, **settings: object) -> None:
-    """In one graph the model gives what it gives operator by operator: on a CPU, without generated
-    code, to the bit.
+    """The model gives the same in one graph as operator by operator.
+
+    To the bit on a CPU without generated code.
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -80,8 +80,9 @@ def test_in_one_graph(name):
 
 
 def test_generated_code_around_a_tile_loop():
-    """Inductor, on the part of the model that calls the loop: the rest would cost the C++ compiler
-    half a minute.
+    """Inductor, on the part of the model that calls the loop.
+
+    The rest would cost the C++ compiler half a minute.
     """
     part = build(get_backend("tiled")).blocks[0].attention
     x = torch.randn(2, LENGTH, SHAPE["hidden_size"], device=DEVICE)
@@ -114,7 +115,7 @@ def test_statistics_in_the_inputs_dtype():
 
 
 def test_a_recorder_watches_the_loop_itself():
-    """A function put around the loop is another one, and no operator."""
+    """A function wrapped around the loop is not the registered operator."""
     model = build(get_backend("tiled"))
     recorder = Recorder(model.backend)
     assert is_operator(model.backend) and not is_operator(recorder.backend)
@@ -136,9 +137,7 @@ def test_what_auto_compiles():
 
 
 def test_inductor_knows_the_losss_operators_before_it_meets_them():
-    """Else PyTorch 2.11 describes what they are given, which takes twice as long with every norm
-    before them.
-    """
+    """Otherwise PyTorch 2.11 describes their inputs, which takes twice as long with every norm."""
     from torch._inductor.lowering import lowerings
 
     prepare_model(build(BACKENDS["sdpa"]), BACKENDS["sdpa"], compile_mode="true")

@@ -51,9 +51,7 @@ def test_number_of_parameters(name, vocab_size, parameters):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "modern"])
 def test_key_heads_follow_query_heads(name):
-    """The schema's own four heads must not stay behind when num_heads changes: that would be
-    grouped-query attention unasked.
-    """
+    """If the schema's four heads stayed, a changed num_heads would mean grouped-query attention."""
     config = compose_model(f"model={name}", "model.num_heads=8")
     assert (config.num_heads, config.kv_heads) == (8, 8)
 

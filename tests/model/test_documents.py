@@ -1,6 +1,4 @@
-"""Documents packed into one sequence: nothing of one reaches another, in any backend that says it
-can keep them apart, or it is refused.
-"""
+"""Documents packed into one sequence do not reach one another, in any backend that takes them."""
 
 from dataclasses import replace
 
@@ -44,8 +42,9 @@ LENGTHS = (
 
 @pytest.fixture
 def build():
-    """A model of two layers with heads of sixteen, the same weights every time; positions learned,
-    or rotary with grouped heads.
+    """A model of two layers with heads of sixteen, the same weights every time.
+
+    Positions are learned, or rotary with grouped heads.
     """
 
     def build(backend="naive", *, positions: str = "learned") -> GPT:
@@ -64,7 +63,7 @@ def build():
 
 
 def packed() -> PackedBatch:
-    """Two rows of 80 tokens: LENGTHS, and LENGTHS from behind."""
+    """Two rows of 80 tokens, with documents of LENGTHS and of LENGTHS reversed."""
     tokens = torch.randint(1, 61, (2, 81), generator=torch.Generator().manual_seed(2))
     for row, lengths in zip(tokens, (LENGTHS, LENGTHS[::-1]), strict=True):
         row[torch.tensor(lengths).cumsum(0) - 1] = END
@@ -72,15 +71,13 @@ def packed() -> PackedBatch:
 
 
 def separated(tokens: torch.Tensor) -> PackedBatch:
-    """tokens (2, 81) as the data hands them out."""
+    """The batch that data.documents=true makes of tokens (2, 81)."""
     batch = windows(tokens.cpu().numpy(), end_of_text=END)
     return PackedBatch(*(x.to(tokens.device) for x in batch))
 
 
 def with_another(batch: PackedBatch, document: int) -> tuple[PackedBatch, torch.Tensor]:
-    """The batch with every token of that document of each row exchanged, its end excepted, and
-    where its tokens lie (B, N).
-    """
+    """The batch with another text in that document, and where its tokens are (B, N)."""
     inside = batch.document_ids == document
     exchange = inside & (batch.inputs != END)
     assert exchange.any(1).all()
@@ -98,8 +95,9 @@ def logits_of(model: GPT, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
 @pytest.mark.parametrize("positions", ["learned", "rope"])
 @pytest.mark.parametrize("name", [INTERPRETED if name == "triton" else name for name in KEEP_APART])
 def test_no_document_reaches_another(build, name, positions):
-    """To the last bit, through the whole model. Without document_ids the same change is seen by
-    what follows it.
+    """To the last bit, through the whole model.
+
+    Without document_ids, later tokens see the same change.
     """
     model, batch = build(KEEP_APART[name], positions=positions), packed()
     logits = logits_of(model, batch)
@@ -128,9 +126,7 @@ def test_the_loss_of_a_document_has_no_gradient_in_another(build):
 
 
 def test_a_packed_document_is_the_document_alone(build):
-    """With rotary positions, which know distances alone: the same logits, wherever in a sequence
-    the document stands.
-    """
+    """Rotary positions depend on distances only: logits are the same anywhere in a sequence."""
     model, batch = build("tiled", positions="rope").double(), packed()
     logits = logits_of(model, batch)
     for row in range(2):
@@ -150,7 +146,7 @@ def test_learned_positions_go_on_counting(build):
 
 @pytest.mark.parametrize("name", ["naive", INTERPRETED])
 def test_compiled_without_a_graph_break_and_once(build, name):
-    """Other documents of the same shape are no reason to compile again."""
+    """A batch of the same shape with other documents is not compiled again."""
     torch.compiler.reset()
     graphs = []
 
@@ -264,8 +260,9 @@ def test_an_attention_without_document_masks_is_refused_at_the_start():
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", ["triton", "flex"])
 def test_a_step_on_a_gpu_waits_for_nothing(build, name, compiled):
-    """Documents cost no look at the GPU from the host, forward or backward; and the losses are
-    those of naive attention.
+    """Documents make the host wait for the GPU neither forward nor backward.
+
+    The losses are those of naive attention.
     """
     torch.compiler.reset()
     model, batch = build(name).cuda(), PackedBatch(*(x.cuda() for x in packed()))

@@ -1,6 +1,4 @@
-"""FLOPs of a step, held to PyTorch's own count of the matrix products that a forward and backward
-pass runs.
-"""
+"""FLOPs of a step, against PyTorch's own count of the matrix products in it."""
 
 import pytest
 import torch
@@ -11,9 +9,7 @@ from attention import AttentionOutput, Backend, get_backend
 
 
 def prefixes(q, k, v, *, causal, scale):
-    """Attention as a causal mask allows it and no more: query i meets the i + 1 keys of its
-    prefix.
-    """
+    """Exactly what a causal mask allows: query i meets the i + 1 keys of its prefix."""
     assert causal
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     rows = [

@@ -1,6 +1,4 @@
-"""Sampling: with and without a cache the same, within the context the model was made for, and from
-the right distribution.
-"""
+"""Sampling: the same with and without a cache, within the context, from the right distribution."""
 
 from dataclasses import replace
 

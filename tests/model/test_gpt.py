@@ -97,7 +97,7 @@ def test_swiglu_width_is_eight_thirds_rounded_up_to_64(build_gpt, width, hidden)
 
 
 class Capture:
-    """A backend that keeps what it is given, and attends to nothing."""
+    """A backend that records its inputs and returns zeros."""
 
     def __init__(self):
         self.calls = []
@@ -320,9 +320,7 @@ def test_gpt2_has_the_published_number_of_parameters(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_gelu_is_the_same_by_sigmoid(dtype):
-    """With its gradient; the form that a compiled model has on a GPU. Far out on both sides as
-    well.
-    """
+    """And so is its gradient, far out on both sides too. Compiled models on a GPU use this form."""
     x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([-1e4, 1e4])]).to(dtype)
     results = []
     for function in (gelu_by_sigmoid, partial(F.gelu, approximate="tanh")):

@@ -11,9 +11,7 @@ VOCAB_SIZE = 61
 
 @pytest.fixture(scope="module")
 def hugging_face_gpt2():
-    """A random GPT-2 with every bias and gain moved off its initial 0 or 1, so that none can be
-    dropped unnoticed.
-    """
+    """A random GPT-2. No bias or gain is 0 or 1, so that dropping one is noticed."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     shape = transformers.GPT2Config(

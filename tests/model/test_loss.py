@@ -102,9 +102,7 @@ def padded(monkeypatch):
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """The kernel that a GPU has, here in Triton's interpreter, with a row of several blocks and a
-    part of one.
-    """
+    """The GPU's kernel in Triton's interpreter, on a row of several blocks and a part of one."""
     monkeypatch.setattr(model.loss, "has_kernel", lambda logits: logits.dtype != torch.float64)
     monkeypatch.setattr(importlib.import_module("model.loss_kernel"), "BLOCK", 32)
 
@@ -155,8 +153,9 @@ def test_chunked_loss_compiles_in_one_graph(dtype, settings, several_chunks, pad
 
 
 def test_the_kernel_where_a_row_is_sure_of_its_target_or_hopeless(kernel):
-    """Scores in the hundreds: the gradient of a sure row is what is left of 1 - p, of a hopeless
-    one -1. No target at all is a NaN.
+    """With scores in the hundreds, the gradient is 1 - p for a sure row, -1 for a hopeless one.
+
+    A target outside the vocabulary gives NaN.
     """
     logits = torch.randn(6, 256, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([3, 250, -100, 199, 200, 7])
@@ -223,8 +222,9 @@ def test_backward_twice_over_the_same_graph_but_not_through_itself(several_chunk
 
 
 def test_float16_gradients_neither_overflow_nor_vanish():
-    """A loss scaler multiplies what comes after: 16,384 tokens that all ask for one word sum up
-    beyond float16's largest number.
+    """16,384 tokens that all ask for one word sum up beyond float16's largest number.
+
+    A loss scaler multiplies only afterwards.
     """
     x, weight, targets = example(tokens=8192, ignored=slice(0))
     x = (x.detach() + 8).requires_grad_()
@@ -237,7 +237,7 @@ def test_float16_gradients_neither_overflow_nor_vanish():
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operator makes."""
+    """Counts the elements of the largest tensor that an operator makes."""
 
     elements = 0
 
@@ -273,9 +273,7 @@ CHUNKS = [
 
 @pytest.mark.parametrize("device, tokens, vocab_size, width, rows", CHUNKS)
 def test_chunks(device, tokens, vocab_size, width, rows):
-    """One where they are few; 512 MiB of 16-bit logits each; never more chunks than torch.compile
-    can write out.
-    """
+    """One chunk for few tokens; else 512 MiB of 16-bit logits each, but not too many to compile."""
     assert model.loss.chunk_rows(tokens, vocab_size, width, device) == rows
 
 

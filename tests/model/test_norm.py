@@ -1,5 +1,6 @@
-"""The residual sum and the norm after it: the kernel that a GPU has, here in Triton's interpreter,
-against PyTorch's operators.
+"""The kernel for a residual sum and the norm after it, against PyTorch's operators.
+
+The GPU's kernel runs here in Triton's interpreter.
 """
 
 import copy
@@ -58,8 +59,9 @@ def example(
     dtypes: tuple[torch.dtype, torch.dtype],
     device: str = "cpu",
 ) -> tuple[Tensor, Tensor, nn.Module]:
-    """x and branch (2, tokens, width) and a norm. The mean is as large as the deviation: it has to
-    go before anything is squared.
+    """x and branch (2, tokens, width) and a norm.
+
+    The mean is as large as the deviation, so it must be subtracted before squaring.
     """
     generator = torch.Generator().manual_seed(0)
     x, branch = (torch.randn(2, tokens, width, generator=generator) for _ in range(2))
@@ -113,9 +115,7 @@ def check(
 @every_dtype
 @pytest.mark.parametrize("width, tokens", [(64, 37), (96, 5), (768, 9)])
 def test_kernel_gives_sum_norm_and_gradients(kernel, width, tokens, dtypes, fields):
-    """Several rows a program and one, widths that are no power of two, the last program with too
-    few rows.
-    """
+    """One row per program and several; widths that are not powers of two; a short last program."""
     check(add_norm, *example(width, tokens, fields, dtypes))
 
 
