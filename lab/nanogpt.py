@@ -46,11 +46,11 @@ import torch
 from model import GPT
 from model.gpt2_weights import gpt2_name
 from scripts.arguments import check_at_least, command, parse_backend
-from scripts.sample import read_config
 from training.device import pick_device, pick_dtype
 from training.metrics import ROOT, check_writable, measured_on, read_metrics, write_json
 from training.optimizer import set_learning_rate
 from training.sweep import load_json
+from training.trained import read_run_config
 
 WARMUP, WINDOW = 10, 10  # steps that are not timed, and steps timed together
 # what moves nanoGPT's losses by roundings alone
@@ -162,7 +162,7 @@ def train_theirs(
     """
     from data import build_data
 
-    config = read_config(run_dir)
+    config = read_run_config(run_dir)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     # as its train.py does

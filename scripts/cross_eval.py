@@ -21,7 +21,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,17 +30,16 @@ import torch
 from attention import BACKENDS, Backend, dtype_name, get_backend
 from config import RunConfig
 from data import Batch, build_data
-from model import GPT
 from scripts.arguments import Device, check_at_least, command, parse_backend
 from scripts.cross_eval_matrix import draw, in_text, read_rows
-from scripts.sample import read_config
-from training.checkpoint import load_model_state, read_meta
-from training.device import pick_device, pick_dtype
+from training.checkpoint import read_meta
+from training.device import pick_device
 from training.evaluate import exact_judge, judged
 from training.memory import is_out_of_memory, release_memory
 from training.metrics import check_writable, environment, write_json
 from training.schedule import chosen_attention
 from training.sweep import differing_settings, read_sweep
+from training.trained import Trained, load_trained, read_run_config
 
 TILES = ("block_q", "block_kv")
 # the weights of a diverged run are those before its bad step
@@ -144,7 +143,7 @@ def load_checkpoint(folder: Path, summary: dict[str, Any], setting: dict[str, st
         raise ValueError(summary.get("error") or missing)
     if summary["status"] not in JUDGED:
         raise ValueError(summary["status"])
-    config = read_config(folder)
+    config = read_run_config(folder)
     backends = chosen_attention(config.attention)
     read_meta(folder)
     others = {
@@ -216,9 +215,9 @@ def judge(
     """One row a judge, and the fingerprint of the data."""
     config = checkpoint.config
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
-    dtype = pick_dtype(config.dtype, device)
-    model = GPT(config.model, vocab_size=data.vocab_size, backend=get_backend("sdpa")).to(device)
-    meta = load_model_state(checkpoint.folder, model)
+    config = replace(config, device=device.type)
+    sdpa = get_backend("sdpa")
+    trained = load_trained(checkpoint.folder, config, data.vocab_size, sdpa)
     (_, first), *later = checkpoint.backends.items()
     trained_under = described(first)
     if later:
@@ -230,37 +229,39 @@ def judge(
         "trained_under": trained_under,
         "setting": checkpoint.setting,
         "seed": config.seed,
-        "step": meta["step"],
+        "step": trained.step,
         "trained": checkpoint.summary["status"],
-        "dtype": dtype_name(dtype),
+        "dtype": dtype_name(trained.dtype),
     }
     batch = data.val_batch(sequences)
-    how = {"batch_size": config.batch_size, "dtype": dtype, "accuracy": data.metric == "accuracy"}
+    how = {"batch_size": config.batch_size, "accuracy": data.metric == "accuracy"}
     rows = [
-        common | {"evaluated_under": described(each)} | outcome(model, each, batch, **how)
+        common | {"evaluated_under": described(each)} | outcome(trained, each, batch, **how)
         for each in judges
     ]
     return rows, data.fingerprint
 
 
 def outcome(
-    model: GPT,
+    trained: Trained,
     backend: Backend,
     batch: Batch,
     *,
     batch_size: int,
-    dtype: torch.dtype,
     accuracy: bool,
 ) -> dict[str, Any]:
     """loss, accuracy and status of one cell; a judge that cannot take this model is refused, and
     says why.
     """
-    device = next(model.parameters()).device
-    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
     nothing = {"loss": None, "accuracy": None}
     try:
         loss, right = judged(
-            model, backend, *batch, batch_size=batch_size, autocast=autocast, accuracy=accuracy
+            trained.model,
+            backend,
+            *batch,
+            batch_size=batch_size,
+            autocast=trained.autocast,
+            accuracy=accuracy,
         )
     except (ValueError, RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):

@@ -20,21 +20,11 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from attention import get_backend
-from config import RunConfig
 from data import build_tokenizer
-from model import GPT, sample_text
+from model import sample_text
 from scripts.arguments import Device, check_at_least, command
-from training.checkpoint import load_model_state, read_meta
-from training.device import pick_device, pick_dtype
-from training.retention import run_of
-from training.schedule import backend_after, chosen_attention
-from training.sweep import load_json
+from training.trained import load_trained, read_run_config
 
 
 @dataclass
@@ -53,52 +43,27 @@ class Options:
         check_at_least(self, 1, "tokens")
 
 
-def read_config(run: Path) -> RunConfig:
-    run = run_of(run)
-    path = run / "config.yaml"
-    if not path.is_file():
-        runs = sorted(run.glob("[!.]*/config.yaml"))
-        hint = f"; it holds runs, such as {runs[0].parent}" if runs else ""
-        # a run that was refused has no more than that
-        if reason := load_json(run / "summary.json").get("error"):
-            hint = f"; the run ended before it began: {str(reason).splitlines()[0]}"
-        raise ValueError(f"{run} is no run directory: it has no config.yaml{hint}")
-    try:
-        return OmegaConf.to_object(
-            OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path))
-        )
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise ValueError(
-            f"{path} is not the configuration of a run: {str(error).splitlines()[0]}"
-        ) from error
-
-
 def sample(options: Options) -> str:
-    config = replace(read_config(options.run), device=options.device)
+    config = replace(read_run_config(options.run), device=options.device)
     if config.data.source == "last_write":
         raise ValueError(
             f"{options.run} was trained on last_write, whose tokens are not text: there is nothing "
             "to write"
         )
-    device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, device)
     trained_with, wanted = config.attention, options.attention
+    backend = None
     if wanted not in (None, trained_with.name):
         backend = get_backend(wanted)
         print(
             f"attention={wanted}; the run was trained with attention={trained_with.name}",
             file=sys.stderr,
         )
-    else:
-        # the one the run had come to, where it changed its attention
-        backend = backend_after(chosen_attention(trained_with), read_meta(options.run)["step"])
     tokenizer = build_tokenizer(config.tokenizer)
-    model = GPT(config.model, vocab_size=tokenizer.vocab_size, backend=backend).to(device)
-    load_model_state(options.run, model)
+    trained = load_trained(options.run, config, tokenizer.vocab_size, backend)
 
-    with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+    with trained.autocast:
         return sample_text(
-            model,
+            trained.model,
             tokenizer,
             options.prompt,
             max_new_tokens=options.tokens,

@@ -42,15 +42,12 @@ from attention import BACKENDS, AttentionOutput, Backend, dtype_name, get_backen
 from attention.trace import Trace, trace
 from conformance.cases import ADVERSARIAL, Case
 from data import build_data
-from model import GPT
 from scripts.arguments import Device, check_at_least, command
-from scripts.sample import read_config
 from scripts.trace_page import render_page
-from training.checkpoint import load_model_state, read_meta
-from training.device import DTYPES, pick_device, pick_dtype
+from training.device import DTYPES, pick_device
 from training.memory import cpu_memory_limit, describe_out_of_memory, is_out_of_memory
 from training.metrics import check_writable, write_file
-from training.schedule import backend_after, chosen_attention
+from training.trained import load_trained, read_run_config
 
 WORKED_Q = [
     [1.0, 0.0, 0.5, -0.3],
@@ -179,7 +176,7 @@ def made_call(options: Options) -> Call:
 def captured_call(options: Options) -> Call:
     """q, k and v of one head of a trained run on held-out data, as its own attention meets them."""
     layer, head, sequence = options.layer or 0, options.head or 0, options.sequence or 0
-    config = replace(read_config(options.run), device=options.device)
+    config = replace(read_run_config(options.run), device=options.device)
     if config.data.documents:
         raise ValueError(
             f"run={options.run} was trained with data.documents=true, and the replay knows no "
@@ -193,13 +190,10 @@ def captured_call(options: Options) -> Call:
             raise ValueError(
                 f"{key}={asked} is not in {options.run}, which has {key}s 0 to {has - 1}"
             )
-    device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, device)
-    # the one the run had come to, where it changed its attention
-    backend = backend_after(chosen_attention(config.attention), read_meta(options.run)["step"])
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
-    model = GPT(config.model, vocab_size=data.vocab_size, backend=backend).to(device).eval()
-    meta = load_model_state(options.run, model)
+    trained = load_trained(options.run, config, data.vocab_size)
+    model = trained.model.eval()
+    backend = model.backend
     inputs = data.val_batch(max(config.eval_sequences, sequence + 1)).inputs[
         sequence : sequence + 1
     ]
@@ -212,9 +206,9 @@ def captured_call(options: Options) -> Call:
 
     with (
         model.use_backend(replace(backend, fn=capture, traceable=False)),
-        torch.autocast(device.type, dtype, dtype != torch.float32),
+        trained.autocast,
     ):
-        model(inputs.to(device))
+        model(inputs.to(next(model.parameters()).device))
     q, k, v, arguments = calls[layer]
     kv_head = head * k.shape[1] // q.shape[1]
     q, k, v = q[:, head : head + 1], k[:, kv_head : kv_head + 1], v[:, kv_head : kv_head + 1]
@@ -234,7 +228,7 @@ def captured_call(options: Options) -> Call:
     if options.dtype is not None:
         q, k, v = (x.to(DTYPES[options.dtype]) for x in (q, k, v))
     source = (
-        f"layer {layer}, head {head} of {options.run} after {meta['step']} steps, held-out "
+        f"layer {layer}, head {head} of {options.run} after {trained.step} steps, held-out "
         f"sequence {sequence}"
     )
     block_kv = backend.options.get("block_kv") or BACKENDS["tiled"].options["block_kv"]

@@ -193,7 +193,7 @@ def test_model_knows_attention_by_its_public_names():
 
 def test_hydra_stays_at_the_edge():
     edge = {"train.py", "config.py"} | {
-        f"training/{name}.py" for name in ("command_line", "job", "sweep")
+        f"training/{name}.py" for name in ("command_line", "job", "sweep", "trained")
     }
     ours = imports("attention", "conformance", "config", "data", "model", "training", "train")
     assert [x for x in ours if x.top == "hydra"]

@@ -159,7 +159,7 @@ def test_complains_in_one_line_about_arguments(complaint, tmp_path, arguments, s
 def test_complains_about_what_is_no_run_directory(complaint, tmp_path):
     assert (
         complaint(f"run={tmp_path}/nowhere")
-        == f"sample: {tmp_path}/nowhere is no run directory: it has no config.yaml"
+        == f"sample: {tmp_path}/nowhere is not a run directory: it has no config.yaml"
     )
     write_run(tmp_path / "sweep" / "0")
     assert complaint(f"run={tmp_path}/sweep").endswith(
@@ -173,7 +173,7 @@ def test_says_why_a_run_never_began(complaint, tmp_path):
     (tmp_path / "run/.hydra/config.yaml").write_text("")
     assert (
         complaint(f"run={tmp_path}/run")
-        == f"sample: {tmp_path}/run is no run directory: it has no config.yaml"
+        == f"sample: {tmp_path}/run is not a run directory: it has no config.yaml"
     )
     (tmp_path / "run/summary.json").write_text(
         '{"status": "failed", "error": "seq_len=7 is odd\\nand more"}'
@@ -258,4 +258,4 @@ def test_command_in_the_help_runs_as_typed(tmp_path):
     assert done.stdout.startswith("def main(")
     failed = run("python -m scripts.sample run=nowhere")
     assert (failed.returncode, failed.stdout) == (1, "")
-    assert failed.stderr == "sample: nowhere is no run directory: it has no config.yaml\n"
+    assert failed.stderr == "sample: nowhere is not a run directory: it has no config.yaml\n"

@@ -369,7 +369,7 @@ def test_a_run_whose_earlier_layer_broke(tmp_path):
         ),
         (["layer=1"], "layer=1: they belong to a run: give run=DIR too"),
         (["row=8"], "row=8 is not one of the 8 queries"),
-        (["run=nowhere"], "nowhere is no run directory: it has no config.yaml"),
+        (["run=nowhere"], "nowhere is not a run directory: it has no config.yaml"),
         (["run=nowhere", "inputs=large"], "inputs=large: run=nowhere brings its own q, k and v"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",

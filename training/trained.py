@@ -1,0 +1,66 @@
+"""What a run has learned: its settings and its weights, from its directory."""
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from attention import Backend
+from config import RunConfig
+from model import GPT
+from training.checkpoint import load_model_state, read_meta
+from training.device import pick_device, pick_dtype
+from training.retention import run_of
+from training.schedule import backend_after, chosen_attention
+from training.sweep import load_json
+
+
+class Trained(NamedTuple):
+    """The model of a run as its latest checkpoint left it."""
+
+    model: GPT  # on its device
+    dtype: torch.dtype  # of the matrix products
+    autocast: AbstractContextManager  # the context of a forward pass
+    step: int
+
+
+def read_run_config(run: Path) -> RunConfig:
+    """The settings in RUN/config.yaml. Raises ValueError where there are none."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    run = run_of(run)
+    path = run / "config.yaml"
+    if not path.is_file():
+        runs = sorted(run.glob("[!.]*/config.yaml"))
+        hint = f"; it holds runs, such as {runs[0].parent}" if runs else ""
+        # a run that was refused has only a summary
+        if reason := load_json(run / "summary.json").get("error"):
+            hint = f"; the run ended before it began: {str(reason).splitlines()[0]}"
+        raise ValueError(f"{run} is not a run directory: it has no config.yaml{hint}")
+    try:
+        settings = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path))
+        return OmegaConf.to_object(settings)
+    except (OmegaConfBaseException, YAMLError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} is not the configuration of a run: {reason}") from error
+
+
+def load_trained(
+    run: Path, config: RunConfig, vocab_size: int, backend: Backend | None = None
+) -> Trained:
+    """Build the model of `config` with the weights of a run.
+
+    backend: an attention in place of the one that the run had come to. Raises ValueError for a
+    device or dtype that is not here, and for a checkpoint that cannot be used.
+    """
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    step = read_meta(run)["step"]
+    backend = backend or backend_after(chosen_attention(config.attention), step)
+    model = GPT(config.model, vocab_size=vocab_size, backend=backend).to(device)
+    load_model_state(run, model)
+    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+    return Trained(model, dtype, autocast, step)
