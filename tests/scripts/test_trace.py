@@ -21,7 +21,7 @@ from conformance.numpy_reference import online_softmax, standard_attention
 from data import build_data
 from model import GPT
 from scripts import trace, trace_page
-from training.checkpoint import save_checkpoint
+from tests.command import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 OBSERVABLE = [name for name, backend in BACKENDS.items() if backend.observable]
