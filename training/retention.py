@@ -92,8 +92,7 @@ def step_of(folder: Path) -> int:
     """The step of a checkpoint's folder, by its name or its meta.json; -1 if neither tells it."""
     if match := re.fullmatch(r"step-(\d+)", folder.name):
         return int(match[1])
-    step = meta_of(folder).get("step")
-    return step if isinstance(step, int) else -1
+    return meta_of(folder).get("step", -1)
 
 
 def _val_loss(folder: Path) -> float | None:
@@ -108,11 +107,17 @@ def _data(folder: Path) -> str | None:
 
 def meta_of(folder: Path) -> dict[str, Any]:
     """The content of a checkpoint's meta.json, not verified; {} if it is damaged or missing."""
+    meta = load_json(folder / META)
+    return meta if misfit(meta) is None else {}
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} if it is damaged or missing."""
     try:
-        meta = parse(folder / META)
+        value = parse(path)
     except (OSError, ValueError):
         return {}
-    return meta if isinstance(meta, dict) and misfit(meta) is None else {}
+    return value if isinstance(value, dict) else {}
 
 
 def parse(path: Path) -> Any:
