@@ -31,7 +31,7 @@ from scripts.cross_eval_matrix import draw, in_text, read_rows
 from scripts.sample import read_config
 from training.checkpoint import load_model_state, read_meta
 from training.device import pick_device, pick_dtype
-from training.evaluate import exact_judge, judged
+from training.evaluate import evaluate_under, exact_attention
 from training.interrupt import one_line
 from training.memory import is_out_of_memory, release_memory
 from training.metrics import check_writable, environment, write_json
@@ -218,7 +218,8 @@ def default_judges(checkpoints: Sequence[Checkpoint], device: torch.device) -> l
     used += [backend.configured(block_kv=size) for (size, _), backend in sizes.items()]
     shapes = {(each.config.model.head_dim, each.config.data.documents) for each in checkpoints}
     exact = [
-        exact_judge(head_dim, device, documents=documents) for head_dim, documents in sorted(shapes)
+        exact_attention(head_dim, device, documents=documents)
+        for head_dim, documents in sorted(shapes)
     ]
     unique = {}
     for backend in (*exact, *used):
@@ -309,7 +310,7 @@ def outcome(
     autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
     nothing = {"loss": None, "accuracy": None}
     try:
-        loss, right = judged(
+        loss, right = evaluate_under(
             model, backend, *batch, batch_size=batch_size, autocast=autocast, accuracy=accuracy
         )
     except (ValueError, RuntimeError, MemoryError) as error:
