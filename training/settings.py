@@ -6,26 +6,81 @@ such a setting were ignored silently, two runs that differ only in it would look
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from attention import BACKENDS, Backend, get_backend
-from config import BACKEND_OPTIONS, READ_UNDER, AttentionConfig, RunConfig, Unread
+from config import BACKEND_OPTIONS, TEXT_SOURCES, AttentionConfig, RunConfig
 from training.command_line import asked_keys, cli_overrides
 from training.loggers import check_logger
 from training.resume import check_resume
 
 log = logging.getLogger("tilegpt")
 
+# {setting: (the setting that decides, its values under which this one is read)}
+READ_UNDER = {
+    "attention.target": ("attention.name", ("custom",)),
+    "model.rope_theta": ("model.positions", ("rope",)),
+    "data.path": ("data.source", ("text",)),
+    "data.name": ("data.source", ("hub",)),
+    "data.subset": ("data.source", ("hub",)),
+    "data.split": ("data.source", ("hub",)),
+    "data.field": ("data.source", ("text", "hub")),
+    "data.streaming": ("data.source", ("hub",)),
+    "data.max_documents": ("data.source", TEXT_SOURCES),
+    "data.val_fraction": ("data.source", TEXT_SOURCES),
+    "data.num_keys": ("data.source", ("last_write",)),
+    "data.num_values": ("data.source", ("last_write",)),
+    "tokenizer.name": ("data.source", TEXT_SOURCES),
+    "optim.momentum": ("optim.name", ("muon",)),
+    "optim.min_lr": ("optim.schedule", ("cosine",)),
+    "logger.mode": ("logger.name", ("wandb",)),
+    "logger.entity": ("logger.name", ("wandb",)),
+    "logger.project": ("logger.name", ("wandb", "trackio")),
+}
+
+
+class Unread(NamedTuple):
+    """Why a run does not read a setting, and what to do instead."""
+
+    why: str  # attention=naive has no option block_kv (it has no options)
+    instead: str  # choose an attention that has it: tiled, no_max
+
 
 def conditional_settings(config: RunConfig) -> dict[str, Unread | None]:
     """The changed settings that only some choices read: None if this run reads it, else why not."""
-    settings = config.conditional_settings()
+    settings: dict[str, Unread | None] = {}
+    defaults = RunConfig()
+    for key, (decider, readers) in READ_UNDER.items():
+        chosen = value_of(config, decider)
+        if value_of(config, key) != value_of(defaults, key):
+            choice = decider.removesuffix(".name").removesuffix(".source")
+            instead = "add " + " or ".join(f"{choice}={value}" for value in readers)
+            why = f"{choice}={chosen} does not read it"
+            settings[key] = None if chosen in readers else Unread(why, instead)
     options = option_names(config.attention)
     for name in config.attention.backend_options():
         key = f"attention.{name}" if name in BACKEND_OPTIONS else f"attention.options.{name}"
         is_read = name in options
         settings[key] = None if is_read else _unread_option(name, config.attention, options)
     return settings
+
+
+def value_of(config: RunConfig, key: str) -> Any:
+    """The value of a setting in a group, such as attention.options.NAME."""
+    group, _, name = key.rpartition(".")
+    parent = attrgetter(group)(config)
+    return parent[name] if isinstance(parent, dict) else getattr(parent, name)
+
+
+def reset(config: RunConfig, key: str) -> None:
+    """Put a setting in a group back to its default."""
+    group, _, name = key.rpartition(".")
+    parent = attrgetter(group)(config)
+    if isinstance(parent, dict):
+        del parent[name]
+    else:
+        setattr(parent, name, value_of(RunConfig(), key))
 
 
 def check_settings(config: RunConfig, summary: dict[str, Any]) -> None:
@@ -58,11 +113,11 @@ def settle(config: RunConfig, *, asked: Iterable[str]) -> dict[str, str]:
     for key, reason in left_out.items():
         if is_asked(key, asked) and key not in config.left_out:
             raise ValueError(
-                f"{key}={config.value_of(key)} has no effect: {reason.why}; leave it out, or "
+                f"{key}={value_of(config, key)} has no effect: {reason.why}; leave it out, or "
                 f"{reason.instead}"
             )
     for key in left_out:
-        config.leave_out(key)
+        reset(config, key)
     return {key: reason.why for key, reason in left_out.items()}
 
 

@@ -392,7 +392,9 @@ def test_refuses_what_does_not_fit_in_memory(run_trace):
 
 
 def test_refuses_integers_of_more_than_64_bits(run_trace):
-    with pytest.raises(SystemExit, match=r"^trace: seed=18446744073709551616 is no 64-bit integer"):
+    with pytest.raises(
+        SystemExit, match=r"^trace: seed=18446744073709551616 is not a 64-bit integer"
+    ):
         run_trace("inputs=normal", "seed=18446744073709551616")
 
 
