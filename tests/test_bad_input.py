@@ -457,7 +457,7 @@ def test_a_run_may_be_resumed_from_its_own_folder(run_dir, monkeypatch):
 def test_a_folder_whose_name_is_too_long(arguments, tmp_path):
     answer = run(*arguments(tmp_path / ("a" * 300))).complaint()
     assert "aaa cannot be written to" in answer and "choose another hydra." in answer
-    assert "is no run directory" in run(f"resume={tmp_path / ('a' * 300)}").complaint()
+    assert "is not a run directory" in run(f"resume={tmp_path / ('a' * 300)}").complaint()
 
 
 @pytest.mark.parametrize("choice", ["seed=range(5,1)", "seed=range(0,0)"])
