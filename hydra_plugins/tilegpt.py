@@ -1,7 +1,6 @@
-"""What tilegpt adds to Hydra: attention=pkg.module:NAME as a choice, and a sweeper that checks all
-jobs before the first one starts.
+"""Additions to Hydra: attention=pkg.module:NAME as a choice, and a sweeper that checks its jobs.
 
-Hydra finds both here, in the package hydra_plugins, as it finds the plugins that pip installs.
+Hydra finds both here, in the package hydra_plugins, like the plugins that pip installs.
 """
 
 import sys
@@ -21,13 +20,12 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 if TYPE_CHECKING:
-    from config import RunConfig, Unread
+    from config import RunConfig
+    from training.settings import Unread
 
 
 class OwnAttention(ConfigSource):
-    """Choices of the group `attention` that have no file: pkg.module:NAME, and names that this
-    process has register()ed.
-    """
+    """Choices of the group `attention` without a file: pkg.module:NAME, and register()ed names."""
 
     @staticmethod
     def scheme() -> str:
@@ -41,7 +39,7 @@ class OwnAttention(ConfigSource):
 
     def is_config(self, config_path: str) -> bool:
         group, _, name = config_path.partition("/")
-        # without an import: whoever has registered a backend has loaded the package
+        # no import is needed: registering a backend has loaded the package
         registered = getattr(sys.modules.get("attention"), "BACKENDS", ())
         return group == "attention" and (":" in name or name in registered)
 
@@ -57,18 +55,17 @@ class OwnAttention(ConfigSource):
 
 
 class OwnAttentionPath(SearchPathPlugin):
-    """Has Hydra look there, after the folders."""
+    """Makes Hydra search OwnAttention after the folders."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append("tilegpt", "attention://")
 
 
 class CheckedSweeper(Sweeper):
-    """Runs every combination of the values, as Hydra's basic sweeper does, and checks all jobs
-    before the first one starts.
+    """Runs every combination of the values, like Hydra's basic sweeper, but checks all jobs first.
 
-    A setting that one job does not read and another does is left out of the first. Jobs that are
-    the same without it run once.
+    A setting that only some of the jobs read is left out of the others. Of jobs that are the same
+    without it, one runs.
     """
 
     def __init__(self, params: DictConfig | None):
@@ -96,11 +93,11 @@ class CheckedSweeper(Sweeper):
         OmegaConf.save(self.config, folder / "multirun.yaml")
         try:
             return self.launcher.launch(jobs, initial_job_idx=0)
-        except KeyboardInterrupt:  # of a launcher that runs jobs in other processes
+        except KeyboardInterrupt:  # the launcher runs its jobs in other processes
             finish_sweep(folder, 130)
 
     def combinations(self, arguments: list[str]) -> list[list[str]]:
-        """The overrides of each job. Where a key is given twice, the later one counts."""
+        """The overrides of each job. If a key is given twice, the later one counts."""
         own = [f"{key}={value}" for key, value in self.params.items()]
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         values: dict[str, list[str]] = {}
@@ -123,37 +120,29 @@ class CheckedSweeper(Sweeper):
         return [list(job) for job in product(*values.values())]
 
     def checked(self, jobs: list[list[str]]) -> list[list[str]]:
-        """The jobs to launch, each with what it may leave out. Ends the program, with every reason,
-        where one could not run.
+        """The jobs to launch, each with left_out= for the settings that it does not read.
+
+        Ends the program with all reasons if a job cannot run.
         """
         from training.command_line import key_of
-        from training.interrupt import Stopped
-        from training.settings import conditional_settings, is_asked, settle, unread
+        from training.settings import is_asked, settle, unread
 
-        configs: dict[int, RunConfig] = {}
-        settings: dict[int, dict[str, Unread | None]] = {}
         problems: dict[int, str] = {}
-        for number, job in enumerate(jobs):
-            try:
-                config = self.compose(job)
-                settings[number] = conditional_settings(config)
-                configs[number] = config
-            except (ValueError, KeyboardInterrupt) as error:
-                if isinstance(error, Stopped):  # by a signal, and not by somebody's module
-                    raise
-                problems[number] = (
-                    str(error) or f"{type(error).__name__} was raised while the job was looked at"
-                )
-
-        read = {key for each in settings.values() for key, found in each.items() if found is None}
+        composed = self.composed(jobs, problems)
+        read_by_some = {
+            key
+            for _, settings in composed.values()
+            for key, reason in settings.items()
+            if reason is None
+        }
         kept: list[list[str]] = []
-        seen: dict[str, bool] = {}  # what a job comes to, and whether something was left out of it
+        seen: dict[str, bool] = {}  # the settings of each job, and whether it left out some
         left_out: dict[str, None] = {}
-        for number, config in configs.items():
+        for number, (config, settings) in composed.items():
             job = jobs[number]
             asked = {key_of(override) for override in job}
             excused = [
-                key for key in unread(settings[number]) if key in read and is_asked(key, asked)
+                key for key in unread(settings) if key in read_by_some and is_asked(key, asked)
             ]
             config.left_out = [*config.left_out, *excused]
             try:
@@ -179,6 +168,28 @@ class CheckedSweeper(Sweeper):
             print(f"{len(kept)} jobs in place of {len(jobs)}: the others would repeat one of them")
         return kept
 
+    def composed(
+        self, jobs: list[list[str]], problems: dict[int, str]
+    ) -> "dict[int, tuple[RunConfig, dict[str, Unread | None]]]":
+        """Each job's settings, and those that only some choices read, by its number.
+
+        A job that cannot be composed goes into `problems` instead.
+        """
+        from training.interrupt import Stopped
+        from training.settings import conditional_settings
+
+        composed = {}
+        for number, job in enumerate(jobs):
+            try:
+                config = self.compose(job)
+                composed[number] = config, conditional_settings(config)
+            except (ValueError, KeyboardInterrupt) as error:
+                if isinstance(error, Stopped):  # by a signal, not by a user's module
+                    raise
+                raised = f"{type(error).__name__} was raised while the job was checked"
+                problems[number] = str(error) or raised
+        return composed
+
     def compose(self, job: list[str]) -> "RunConfig":
         from training.command_line import read_config
 
@@ -188,16 +199,14 @@ class CheckedSweeper(Sweeper):
         return read_config(composed)
 
     def check(self, config: "RunConfig") -> None:
-        """Raise ValueError for what can be known to go wrong before a job has begun, here and
-        wherever it runs.
-        """
+        """Raise ValueError for all errors that can be found before the job begins."""
         from training.device import pick_device, pick_dtype
         from training.loggers import check_logger
         from training.schedule import check_model, check_schedule
 
         check_logger(config.logger)
         schedule = check_schedule(config)
-        # a cluster's nodes have devices that this machine may lack
+        # the nodes of a cluster may have devices that this machine lacks
         if self.config.hydra.launcher._target_.endswith(".BasicLauncher"):
             device = pick_device(config.device)
             check_model(config, schedule, dtype=pick_dtype(config.dtype, device), device=device)
@@ -210,16 +219,13 @@ def refusal(jobs: list[list[str]], problems: dict[int, str]) -> str:
     shared = set.intersection(*map(set, jobs))
     by_reason: dict[str, list[str]] = {}
     for number, reason in problems.items():
-        by_reason.setdefault(reason, []).append(
-            " ".join(unescaped(x) for x in jobs[number] if x not in shared)
-        )
+        own = [unescaped(override) for override in jobs[number] if override not in shared]
+        by_reason.setdefault(reason, []).append(" ".join(own))
     lines = [
         f"{', '.join(filter(None, names))}: {reason}".removeprefix(": ")
         for reason, names in by_reason.items()
     ]
-    count = (
-        "no job can"
-        if len(problems) == len(jobs)
-        else f"{len(problems)} of {len(jobs)} jobs cannot"
-    )
+    count = f"{len(problems)} of {len(jobs)} jobs cannot"
+    if len(problems) == len(jobs):
+        count = "no job can"
     return f"error: {count} run, so none was started: " + "\n  ".join(lines)

@@ -34,7 +34,7 @@ from scripts.arguments import Device, check_at_least, command, parse_backend
 from scripts.cross_eval_matrix import draw, in_text, read_rows
 from training.checkpoint import read_meta
 from training.device import pick_device
-from training.evaluate import exact_judge, judged
+from training.evaluate import evaluate_under, exact_attention
 from training.memory import is_out_of_memory, release_memory
 from training.metrics import check_writable, environment, write_json
 from training.schedule import chosen_attention
@@ -177,7 +177,8 @@ def default_judges(checkpoints: Sequence[Checkpoint], device: torch.device) -> l
         used += [backend.configured(block_kv=size) for size in (tile // 2, 2 * tile) if size]
     shapes = {(each.config.model.head_dim, each.config.data.documents) for each in checkpoints}
     exact = [
-        exact_judge(head_dim, device, documents=documents) for head_dim, documents in sorted(shapes)
+        exact_attention(head_dim, device, documents=documents)
+        for head_dim, documents in sorted(shapes)
     ]
     unique = {}
     for backend in (*exact, *used):
@@ -255,7 +256,7 @@ def outcome(
     """
     nothing = {"loss": None, "accuracy": None}
     try:
-        loss, right = judged(
+        loss, right = evaluate_under(
             trained.model,
             backend,
             *batch,

@@ -25,6 +25,8 @@ from unittest import mock
 
 import torch
 
+from training.checkpoint import Checkpoints
+
 ROOT = Path(__file__).resolve().parents[1]
 
 # the smallest run that does everything
@@ -189,6 +191,17 @@ def checkpoint(run_dir: Path) -> dict[str, Any]:
         "random": state["random"]["torch"],
         "step": strict_json((run_dir / "checkpoint/meta.json").read_text())["step"],
     }
+
+
+def save_checkpoint(run_dir: Path, *, step: int, tokens: int, **parts: Any) -> Path:
+    """RUN/checkpoint/, as a run writes it after this step. parts: what Checkpoints takes."""
+    with Checkpoints(run_dir, **parts, background=False) as checkpoints:
+        checkpoints.save(step, tokens)
+    return run_dir / "checkpoint"
+
+
+def load_checkpoint(run_dir: Path, **parts: Any) -> dict[str, Any]:
+    return Checkpoints(run_dir, **parts, background=False).load()
 
 
 def same(a: Any, b: Any) -> bool:

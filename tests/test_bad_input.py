@@ -225,16 +225,16 @@ REFUSED = {
     ),
     "seed-of-65-bits": (
         ["seed=18446744073709551616"],
-        ["seed=18446744073709551616 is no 64-bit integer", "less than 2**63"],
+        ["seed=18446744073709551616 is not a 64-bit integer", "less than 2**63"],
     ),
     "seed-negative": (["seed=-1"], ["seed=-1 must be at least 0"]),
     "batch_size-of-80-bits": (
         ["batch_size=1000000000000000000000000"],
-        ["batch_size=1000000000000000000000000 is no 64-bit integer"],
+        ["batch_size=1000000000000000000000000 is not a 64-bit integer"],
     ),
     "option-of-65-bits": (
         ["attention.block_q=18446744073709551616"],
-        ["attention.block_q=18446744073709551616 is no 64-bit integer"],
+        ["attention.block_q=18446744073709551616 is not a 64-bit integer"],
     ),
     "resolver": (
         ["seed=${nope:1}"],

@@ -1,7 +1,6 @@
 """batch_size=auto: the largest pass that fits into memory, by calculation and then by trying it.
 
-Works on any `nn.Module` called as model(inputs, targets) that returns an object with a loss. B
-sequences, N = seq_len.
+Works on any `nn.Module` called as model(inputs, targets) that returns an object with a loss.
 """
 
 import logging
@@ -17,8 +16,7 @@ from training.memory import GIB, LINUX, available_bytes, is_out_of_memory, relea
 
 log = logging.getLogger("tilegpt")
 
-# the calculation has been within 3 % of what was measured, and an allocator cannot use its last
-# blocks
+# the calculation was within 3 % of the measurements, and an allocator cannot use its last blocks
 USABLE = 0.93
 
 
@@ -30,13 +28,12 @@ def largest_batch(
     device: torch.device,
     held_bytes: float = 0,
 ) -> RunConfig:
-    """`config` with the largest batch_size that fits and divides the sequences of a step, so that
-    its passes make it up exactly.
+    """`config` with the largest batch_size that fits and divides the sequences of a step.
 
-    predicted_bytes(config) is the peak of a pass by calculation; attempt(B) does one and may run
-    out of memory, after which the next smaller divisor is tried. One sequence is tried whatever the
-    calculation says; the error of that attempt is raised. held_bytes: what the calculation counts
-    and is in memory already, the weights.
+    predicted_bytes(config) is the calculated peak of a pass. attempt(B) runs one; if it runs out of
+    memory, the next smaller divisor is tried. One sequence is tried whatever the calculation, and
+    the error of that attempt is raised. held_bytes: the part of the calculation that is in memory
+    already, the weights.
     """
     sequences_per_step = config.sequences_per_step
     usable = USABLE * (free_bytes(device) + held_bytes)
@@ -61,7 +58,7 @@ def largest_batch(
                 "passes a step"
             )
             return sized
-        # outside the handler: the error held on to the tensors of the attempt
+        # outside the handler, where the error no longer keeps the tensors of the attempt
         release_memory(device)
     raise AssertionError("one sequence either fits or raises")
 
@@ -74,11 +71,10 @@ def try_pass(
     autocast: AbstractContextManager,
     device: torch.device,
 ) -> None:
-    """Two forward and backward passes of B = batch_size sequences, with room kept for what AdamW
-    will hold; leaves no gradients behind.
+    """Run two forward and backward passes of B = batch_size sequences; leaves no gradients.
 
-    The second meets the gradients of the first, as accumulation does. Random numbers are drawn
-    aside.
+    Room is kept for the moments of AdamW. The second pass adds to the gradients of the first, as in
+    accumulation. The random number generators of the run do not change.
     """
     tokens = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=device)
     moments = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
@@ -95,11 +91,8 @@ def try_pass(
 
 
 def free_bytes(device: torch.device) -> float:
-    """Memory this process can still take, with what PyTorch's allocator holds unused."""
-    if device.type == "cuda":
-        return (
-            torch.cuda.mem_get_info(device)[0]
-            + torch.cuda.memory_reserved(device)
-            - torch.cuda.memory_allocated(device)
-        )
-    return available_bytes() if LINUX else float("inf")
+    """Memory that this process can still take, with the unused part of PyTorch's allocator."""
+    if device.type != "cuda":
+        return available_bytes() if LINUX else float("inf")
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

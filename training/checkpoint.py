@@ -2,16 +2,16 @@
 
 RUN/checkpoint/ holds
 
-    model.safetensors   the weights; a tensor shared by two names is stored once
-    training.pt         optimizer, gradient scaler and random number generators (readable with
-                        weights_only=True)
-    metrics.jsonl       the run's, as far as it was written
+    model.safetensors   the weights; a tensor with two names is stored once
+    training.pt         optimizer, gradient scaler and random number generators,
+                        readable with weights_only=True
+    metrics.jsonl       a copy of the run's
     meta.json           format, step, tokens, val_loss, config, starts (training/resume.py), the
-                        size and SHA-256 of the files above, and its own
+                        size and SHA-256 of the files above, and its own SHA-256
 
-A save writes checkpoint.tmp/, syncs it to disk and swaps it in by two renames: whenever the process
-dies, one whole checkpoint is left. training/retention.py says which earlier ones stay; where the
-latest is damaged, a run goes on from the newest whole one.
+A save writes checkpoint.tmp/, syncs it to disk and swaps it in by two renames. Whenever the process
+dies, one whole checkpoint is left. training/retention.py says which earlier ones stay. Where the
+latest is damaged, a run resumes from the newest whole one.
 """
 
 import copy
@@ -53,24 +53,20 @@ FORMAT = "tilegpt-checkpoint"
 VERSION = 1
 WEIGHTS, TRAINING, METRICS = "model.safetensors", "training.pt", "metrics.jsonl"
 
-# settings of the model that neither change a tensor nor what the weights mean
+# settings of the model that change neither a tensor nor what the weights mean
 FREE_SETTINGS = ("name", "dropout", "init_std", "checkpoint", "chunk_tokens", "offload")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used, and why, in one line."""
+    """A checkpoint that cannot be used, with the reason in one line."""
 
 
 class Checkpoints:
-    """The checkpoints of one run. Use as a context manager: its end waits until the last save is on
-    disk.
+    """The checkpoints of one run. A context manager: its end waits until the last save is on disk.
 
     In the background (the default on CUDA) save() copies the state to host memory, and a thread
-    writes it while the training goes on. One write at a time: the next save() and the end wait for
-    it, and raise its OSError. On a CPU the writer would take its time from the training, and the
-    copy its memory.
-
-    starts: the run's, as training/resume.py describes them; every checkpoint takes them along.
+    writes it while the training continues. The next save() and the end wait for that write, and
+    raise its OSError. On a CPU the thread would slow the training, and the copy take its memory.
     """
 
     def __init__(
@@ -82,21 +78,22 @@ class Checkpoints:
         scaler: GradScaler | None,
         config: dict,
         keep: int = 1,
-        starts: list[dict[str, Any]] | None = None,
         background: bool | None = None,
     ):
-        self.run_dir = Path(run_dir)
-        self.config, self.keep, self.starts = config, keep, starts or []
-        self._parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
+        self.run_dir, self.config, self.keep = Path(run_dir), config, keep
+        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self.starts: list[
+            dict[str, Any]
+        ] = []  # see training/resume.py; saved with every checkpoint
         self.background = next(model.parameters()).is_cuda if background is None else background
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future | None = None
 
     def begin(self, start: dict[str, Any]) -> tuple[int, int]:
-        """Begin where the checkpoint of resume= stopped, or at step 0: steps and tokens done.
+        """Resume from the checkpoint of resume=, or begin at step 0; returns (step, tokens) done.
 
-        `start` is the entry of this start, as new_start() makes it. The rows of metrics.jsonl that
-        follow the checkpoint are dropped.
+        `start` is the entry of this start, made by new_start(). Rows of metrics.jsonl after the
+        checkpoint are dropped.
         """
         self.starts = [start]
         if not self.config["resume"]:
@@ -107,55 +104,80 @@ class Checkpoints:
         return meta["step"], meta["tokens"]
 
     def is_best(self, step: int, val_loss: float | None) -> bool:
-        """Whether this is lower than the val/loss of every checkpoint of an earlier step, on the
-        same data.
-        """
+        """Whether val_loss is below that of all earlier checkpoints on the same data."""
         if val_loss is None:
             return False
-        self.wait()
-        return val_loss < best_val_loss(
-            self.run_dir, before=step, data=self.starts[-1]["data"] if self.starts else None
-        )
+        self._wait()
+        data = self.starts[-1]["data"] if self.starts else None
+        return val_loss < best_val_loss(self.run_dir, before=step, data=data)
 
     def save(self, step: int, tokens: int, val_loss: float | None = None) -> None:
-        """Make the state of this moment the latest checkpoint; `val_loss` where it was measured at
-        this very step.
-        """
-        self.wait()
-        tensors, state = _state(**self._parts)
-        vocab_size = getattr(self._parts["model"], "vocab_size", None)
+        """Make the present state the latest checkpoint. `val_loss` must be of this very step."""
+        self._wait()
         if val_loss is not None and not math.isfinite(val_loss):
-            val_loss = None  # no candidate for the best one
+            val_loss = None  # it cannot be the best
         meta = {
             "step": step,
             "tokens": tokens,
             "val_loss": val_loss,
-            "vocab_size": vocab_size,
+            "vocab_size": getattr(self.model, "vocab_size", None),
             "config": self.config,
         }
         if self.starts:
             stop_clock(self.starts)
             meta["starts"] = copy.deepcopy(self.starts)
-        rows = (self.run_dir / METRICS).read_bytes() if (self.run_dir / METRICS).is_file() else None
+        named = _named_tensors(self.model)
+        tensors = {name: tensor.detach().contiguous() for name, tensor in named.items()}
+        state = {
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": {} if self.scaler is None else self.scaler.state_dict(),
+            "random": _random_state(),
+        }
+        path = self.run_dir / METRICS
+        rows = path.read_bytes() if path.is_file() else None
         if not self.background:
             _write(self.run_dir, tensors, state, rows, meta, self.keep)
             return
         tensors, state = _on_host(tensors), _on_host(state)
         if torch.cuda.is_initialized():
-            # the copies are under way, and the next step changes what they copy
+            # the copies are still running, and the next step changes what they copy
             torch.cuda.synchronize()
         self._pending = self._writer.submit(
             _write, self.run_dir, tensors, state, rows, meta, self.keep
         )
 
     def load(self) -> dict[str, Any]:
-        """Put model, optimizer, scaler and random state back where the last whole checkpoint left
-        them; see load_checkpoint().
-        """
-        return load_checkpoint(self.run_dir, **self._parts, config=self.config)
+        """Restore model, optimizer, scaler and random numbers from the newest whole checkpoint.
 
-    def wait(self) -> None:
-        """Until nothing is being written. Raises the OSError of a write that failed."""
+        Returns its meta.json, and its folder as "folder". A damaged checkpoint is skipped with one
+        warning; none is deleted. The optimizer keeps the settings it was built with (learning rate,
+        betas, weight decay): those are the caller's to choose.
+        """
+        # all files are verified before anything is changed
+        folder, meta = _newest_whole(self.run_dir)
+        _check_settings(meta["config"], self.config, folder)
+        state = _training_state(folder)
+        _load_weights(folder, meta, self.model)
+        settings = [dict(group) for group in self.optimizer.param_groups]
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{folder / TRAINING}: the optimizer differs: {error}") from error
+        except (TypeError, AttributeError, RuntimeError) as error:
+            raise _foreign(folder) from error
+        for group, setting in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(setting)
+        try:
+            # a disabled scaler has no state, and accepts none
+            if self.scaler is not None and self.scaler.is_enabled() and state["scaler"]:
+                self.scaler.load_state_dict(state["scaler"])
+            _set_random_state(state["random"])
+        except (TypeError, AttributeError, RuntimeError, ValueError, LookupError) as error:
+            raise _foreign(folder) from error
+        return meta | {"folder": folder}
+
+    def _wait(self) -> None:
+        """Wait for the last write. Raises its OSError if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -165,53 +187,19 @@ class Checkpoints:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         try:
-            self.wait()
+            self._wait()
         except OSError as failure:
             if error is None:
                 raise
-            log.error(failure)  # the run has a failure of its own to report
+            log.error(failure)  # the run reports an error of its own
         finally:
             self._writer.shutdown()
 
 
-def save_checkpoint(
-    run_dir: Path,
-    *,
-    model: nn.Module,
-    optimizer: Optimizer,
-    scaler: GradScaler | None,
-    step: int,
-    tokens: int,
-    config: dict,
-) -> Path:
-    """Write RUN/checkpoint/, replacing the last one.
-
-    A failed write (a full disk, say) raises OSError and leaves the last good checkpoint where it
-    was.
-    """
-    with Checkpoints(
-        run_dir, model=model, optimizer=optimizer, scaler=scaler, config=config, background=False
-    ) as checkpoints:
-        checkpoints.save(step, tokens)
-    return Path(run_dir) / LATEST
-
-
-def _state(
-    model: nn.Module, optimizer: Optimizer, scaler: GradScaler | None
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What model.safetensors and training.pt hold."""
-    tensors = {name: tensor.detach().contiguous() for name, tensor in _named_tensors(model).items()}
-    scale = scaler.state_dict() if scaler is not None else {}
-    return tensors, {
-        "optimizer": optimizer.state_dict(),
-        "scaler": scale,
-        "random": _random_state(),
-    }
-
-
 def _on_host(value: Any) -> Any:
-    """A copy of every tensor in dictionaries, lists and tuples, in host memory. From a GPU it is
-    pinned, and may be under way.
+    """A copy in host memory of every tensor in dictionaries, lists and tuples.
+
+    From a GPU the copy is pinned, and may still be running.
     """
     if isinstance(value, dict):
         return {key: _on_host(item) for key, item in value.items()}
@@ -237,9 +225,8 @@ def _write(
         fresh.mkdir(parents=True)
         save_file(tensors, fresh / WEIGHTS)
         torch.save(state, fresh / TRAINING)
-        shutil.copymode(
-            fresh / TRAINING, fresh / WEIGHTS
-        )  # safetensors makes files that their owner alone can read
+        # safetensors creates files that only their owner can read
+        shutil.copymode(fresh / TRAINING, fresh / WEIGHTS)
         if rows is not None:
             (fresh / METRICS).write_bytes(rows)
         files = {
@@ -251,78 +238,35 @@ def _write(
         for path in (*fresh.iterdir(), fresh):
             sync(path)
         rotate(fresh, run_dir, keep=keep)
-    # both writers report a full disk as an error of their own
+    # safetensors and PyTorch report a full disk with errors of their own
     except (OSError, SafetensorError, RuntimeError) as error:
         shutil.rmtree(fresh, ignore_errors=True)
-        free_gib = shutil.disk_usage(run_dir).free / 1024**3 if run_dir.exists() else 0.0
-        # PyTorch's own words are of positions in its file
-        reason = (
-            f"{TRAINING} could not be written whole"
-            if "enforce fail" in str(error)
-            else str(error).splitlines()[0]
-        )
-        way_out = (
-            ""
-            if isinstance(error, (PermissionError, NotADirectoryError))
-            else "; free some space there"
-        )
-        raise OSError(
-            f"cannot write a checkpoint to {run_dir} ({free_gib:.2f} GiB free on that disk): "
-            f"{reason}{way_out}"
-        ) from error
+        raise _write_error(run_dir, error) from error
 
 
-def load_checkpoint(
-    run_dir: Path,
-    *,
-    model: nn.Module,
-    optimizer: Optimizer,
-    scaler: GradScaler | None,
-    config: dict,
-) -> dict[str, Any]:
-    """Put model, optimizer, scaler and random number generators back where the checkpoint left
-    them.
-
-    Returns its meta.json, and its folder as "folder". A damaged checkpoint is passed over, with one
-    warning, for the newest whole one; none of them is deleted. The optimizer keeps the settings it
-    was built with (learning rate, betas, weight decay): those are the caller's to choose.
-    """
-    # all files are verified before anything is changed
-    folder, meta = _last_whole(run_dir)
-    _check_settings(meta["config"], config, folder)
-    state = _training_state(folder)
-    _load_weights(folder, meta, model)
-    settings = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-    try:
-        optimizer.load_state_dict(state["optimizer"])
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder / TRAINING}: the optimizer differs: {error}") from error
-    except (TypeError, AttributeError, RuntimeError) as error:
-        raise _foreign(folder) from error
-    for group, setting in zip(optimizer.param_groups, settings, strict=True):
-        group.update(setting)
-    # a scaler that is off has no state, and takes none
-    try:
-        if scaler is not None and scaler.is_enabled() and state["scaler"]:
-            scaler.load_state_dict(state["scaler"])
-        _set_random_state(state["random"])
-    except (TypeError, AttributeError, RuntimeError, ValueError, LookupError) as error:
-        raise _foreign(folder) from error
-    return meta | {"folder": folder}
+def _write_error(run_dir: Path, error: Exception) -> OSError:
+    free_gib = shutil.disk_usage(run_dir).free / 1024**3 if run_dir.exists() else 0.0
+    reason = str(error).splitlines()[0]
+    # PyTorch's message tells positions in its file
+    if "enforce fail" in str(error):
+        reason = f"{TRAINING} could not be written whole"
+    if not isinstance(error, (PermissionError, NotADirectoryError)):
+        reason += "; free some space there"
+    return OSError(
+        f"cannot write a checkpoint to {run_dir} ({free_gib:.2f} GiB free on that disk): {reason}"
+    )
 
 
 def _training_state(folder: Path) -> dict[str, Any]:
-    """What training.pt holds: tensors, numbers and words. PyTorch refuses whatever would run code,
-    and so is it refused here.
+    """The content of training.pt: tensors, numbers and strings.
+
+    PyTorch refuses a file that would run code, and so does this function.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the versions of pickle
+            warnings.simplefilter("ignore")  # about versions of pickle
             state = torch.load(folder / TRAINING, map_location="cpu", weights_only=True)
-    # a file that was made to mislead fails in any way that unpickling can
+    # unpickling a malicious file can raise anything
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -335,51 +279,40 @@ def _training_state(folder: Path) -> dict[str, Any]:
 def _foreign(folder: Path) -> CheckpointError:
     return CheckpointError(
         f"{folder / TRAINING} does not hold what this program writes, and nothing in it was run; "
-        f"delete {folder} to go on with the "
-        "checkpoint before it, if there is one"
+        f"delete {folder} to go on with the checkpoint before it, if there is one"
     )
 
 
 def load_model_state(run_dir: Path, model: nn.Module) -> dict[str, Any]:
-    """Put the weights alone into `model`, from the latest checkpoint of a run or the folder of
-    another; returns its meta.json.
+    """Load only the weights into `model`; returns the checkpoint's meta.json.
+
+    `run_dir` is a run, whose latest checkpoint is taken, or the folder of any checkpoint.
     """
     folder = _latest(run_dir)
     meta = _read_meta(folder)
-    _verified(folder, meta, WEIGHTS)
+    _verify(folder, meta, WEIGHTS)
     _load_weights(folder, meta, model)
     return meta
 
 
 def read_meta(run_dir: Path) -> dict[str, Any]:
-    """The checkpoint's meta.json: step, tokens, config. For building the model that
-    load_model_state() fills.
-    """
+    """The checkpoint's meta.json, for building the model that load_model_state() fills."""
     return _read_meta(_latest(run_dir))
 
 
 def _latest(run_dir: Path) -> Path:
-    """The folder that RUN/checkpoint/ is, or was when a process died between the two renames of a
-    save.
-    """
-    folder = next(
-        (
-            folder
-            for folder in newest_first(run_dir)
-            if folder.name != BEST or folder == Path(run_dir)
-        ),
-        None,
+    """RUN/checkpoint/, or its earlier copy where a process died between a save's two renames."""
+    for folder in newest_first(run_dir):
+        if folder.name != BEST or folder == Path(run_dir):
+            return folder
+    raise CheckpointError(
+        f"{run_dir} holds no checkpoint: there is no folder {Path(run_dir) / LATEST}; a run that "
+        "was stopped before its first checkpoint is started anew"
     )
-    if folder is None:
-        anew = "a run that was stopped before its first one is started anew"
-        raise CheckpointError(
-            f"{run_dir} holds no checkpoint: there is no folder {Path(run_dir) / LATEST}; {anew}"
-        )
-    return folder
 
 
-def _last_whole(run_dir: Path) -> tuple[Path, dict[str, Any]]:
-    """The newest checkpoint whose files are those that were written, and its meta.json."""
+def _newest_whole(run_dir: Path) -> tuple[Path, dict[str, Any]]:
+    """The newest checkpoint whose files are as they were written, and its meta.json."""
     refusals = []
     try:
         _latest(run_dir)
@@ -389,19 +322,18 @@ def _last_whole(run_dir: Path) -> tuple[Path, dict[str, Any]]:
         try:
             meta = _read_meta(folder)
             for name in meta["files"]:
-                _verified(folder, meta, name)
+                _verify(folder, meta, name)
         except CheckpointError as error:
             refusals.append(error)
             continue
         if refusals:
             log.warning(
-                f"{refusals[0]}; going on from step {meta['step']} with {folder}, the last one "
-                "that is whole"
+                f"{refusals[0]}; going on from step {meta['step']} with {folder}, the newest whole "
+                "checkpoint"
             )
         return folder, meta
-    others = (
-        f"; no other one is whole either ({len(refusals) - 1} tried)" if len(refusals) > 1 else ""
-    )
+    tried = len(refusals) - 1
+    others = f"; no other checkpoint is whole either ({tried} tried)" if tried else ""
     raise CheckpointError(f"{refusals[0]}{others}") from refusals[0]
 
 
@@ -411,7 +343,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         meta = parse(path)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} is no checkpoint of this program: {META} is missing"
+            f"{folder} is not a checkpoint of this program: {META} is missing"
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -422,45 +354,44 @@ def _read_meta(folder: Path) -> dict[str, Any]:
             f"{path} has version {meta.get('version')} of the format; this program reads "
             f"version {VERSION}"
         )
-    missing = [key for key in ("step", "tokens", "config", "files") if key not in meta]
-    missing += [
-        name
-        for name in (WEIGHTS, TRAINING)
-        if isinstance(meta.get("files"), dict) and name not in meta["files"]
-    ]
-    wrong = misfit(meta) or (missing and f"it lacks {', '.join(missing)}")
-    if wrong:
-        raise CheckpointError(f"{path} is incomplete or damaged: {wrong}")
-    # checkpoints of earlier versions do not vouch for their own meta.json
-    found = _meta_sha256(meta)
-    if meta.get("sha256", found) != found:
+    if problem := misfit(meta) or _missing(meta):
+        raise CheckpointError(f"{path} is incomplete or damaged: {problem}")
+    # checkpoints of earlier versions do not hold the hash of their meta.json
+    sha256 = _meta_sha256(meta)
+    if meta.get("sha256", sha256) != sha256:
         raise CheckpointError(f"{path} was altered: its content does not have the SHA-256 it names")
     return meta
 
 
+def _missing(meta: dict[str, Any]) -> str | None:
+    files = meta.get("files", (WEIGHTS, TRAINING))
+    lacking = [key for key in ("step", "tokens", "config", "files") if key not in meta]
+    lacking += [name for name in (WEIGHTS, TRAINING) if name not in files]
+    return f"it lacks {', '.join(lacking)}" if lacking else None
+
+
 def _meta_sha256(meta: dict[str, Any]) -> str:
-    """Of what meta.json says, however it is laid out."""
+    """The hash of the content of meta.json, whatever its layout."""
     content = {key: value for key, value in meta.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _verified(folder: Path, meta: dict[str, Any], name: str) -> Path:
-    """The path of one file of the checkpoint, whose bytes are those that were written."""
+def _verify(folder: Path, meta: dict[str, Any], name: str) -> None:
+    """Raise CheckpointError unless the file has the bytes that were written."""
     path, expected = folder / name, meta["files"][name]
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     try:
-        size, found = path.stat().st_size, _sha256(path)
+        size, sha256 = path.stat().st_size, _sha256(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
     if size != expected["bytes"]:
         problem = "truncated" if size < expected["bytes"] else "too long"
         raise CheckpointError(f"{path} is {problem}: {size} bytes instead of {expected['bytes']}")
-    if found != expected["sha256"]:
+    if sha256 != expected["sha256"]:
         raise CheckpointError(
-            f"{path} was altered: SHA-256 {found[:16]}... instead of {expected['sha256'][:16]}..."
+            f"{path} was altered: SHA-256 {sha256[:16]}... instead of {expected['sha256'][:16]}..."
         )
-    return path
 
 
 def _load_weights(folder: Path, meta: dict[str, Any], model: nn.Module) -> None:
@@ -490,11 +421,9 @@ def _load_weights(folder: Path, meta: dict[str, Any], model: nn.Module) -> None:
 
 
 def _describe(tensor: Tensor | None) -> str:
-    return (
-        "absent"
-        if tensor is None
-        else f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-    )
+    if tensor is None:
+        return "absent"
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _check_settings(then: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
@@ -504,9 +433,9 @@ def _check_settings(then: dict[str, Any], now: dict[str, Any], folder: Path) -> 
             f"{folder}: optim.name is {optimizers[0]} in the checkpoint and {optimizers[1]} now"
         )
     then, now = then.get("model", {}), now.get("model", {})
-    # rotary positions have no table: such a model runs at any length
+    # rotary positions need no table, so such a model runs at any length
     free = (*FREE_SETTINGS, "max_seq_len") if now.get("positions") == "rope" else FREE_SETTINGS
-    for key in (*then, *(key for key in now if key not in then)):
+    for key in then | now:
         if key not in free and then.get(key) != now.get(key):
             raise CheckpointError(
                 f"{folder}: model.{key} is {then.get(key)} in the checkpoint and {now.get(key)} now"
@@ -514,17 +443,13 @@ def _check_settings(then: dict[str, Any], now: dict[str, Any], folder: Path) -> 
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; of a tensor that has several names (tied weights),
-    the first.
-    """
-    named, seen = {}, set()
-    # keep_vars: the very objects, so that tied weights are recognised and can be filled in place
+    """Parameters and persistent buffers by name; a tensor with several names has its first."""
+    named: dict[int, tuple[str, Tensor]] = {}
+    # keep_vars gives the tensors themselves: tied weights are recognised, and filled in place
     for name, tensor in model.state_dict(keep_vars=True).items():
-        assert "_orig_mod." not in name, "pass the module itself, not what torch.compile made of it"
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            named[name] = tensor
-    return named
+        assert "_orig_mod." not in name, "pass the module itself, not the result of torch.compile"
+        named.setdefault(id(tensor), (name, tensor))
+    return dict(named.values())
 
 
 def _random_state() -> dict[str, Any]:
@@ -543,7 +468,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
     keys, *rest = state["numpy"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    # a run may go on with another number of GPUs, or none
+    # a run may resume with another number of GPUs, or none
     for index, cuda_state in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
         torch.cuda.set_rng_state(cuda_state, index)
 

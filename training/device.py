@@ -11,8 +11,7 @@ def pick_device(name: str) -> torch.device:
     """auto is a GPU where PyTorch sees one. Raises ValueError for cuda without one."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            "device=cuda, but PyTorch sees no GPU here; use device=cpu, or device=auto to take "
-            "what there is"
+            "device=cuda, but PyTorch sees no GPU here; use device=cpu, or device=auto"
         )
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -20,10 +19,11 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of the matrix products. auto is bfloat16 on a GPU that has it, else float32; raises
-    ValueError where it lacks.
+    """The dtype of the matrix products. auto is bfloat16 on a GPU that has it, else float32.
+
+    Raises ValueError for bf16 on a GPU without it.
     """
-    # emulated bfloat16 would only be slow: it counts as missing
+    # emulated bfloat16 is slow, and counts as missing
     has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" and has_bf16 else torch.float32
@@ -36,8 +36,9 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def set_deterministic(deterministic: bool) -> None:
-    """Ask PyTorch for deterministic kernels, or no longer; before the first product, when cuBLAS
-    reads what it needs for it.
+    """Switch deterministic kernels on or off. Call it before the first matrix product.
+
+    cuBLAS reads its environment variable then.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # the call imports torch's compiler, which takes seconds

@@ -1,9 +1,8 @@
-"""Held-out loss and accuracy of one set of weights, under its own attention, exact attention, or
-any other.
-"""
+"""Held-out loss and accuracy of one set of weights, under its own or any other attention."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,51 +12,35 @@ from data.interface import IGNORED
 from model.gpt import GPT
 
 
-@torch.no_grad()
 def evaluate(
     model: GPT,
-    inputs: Tensor,
-    targets: Tensor,
-    document_ids: Tensor | None = None,
-    *,
-    batch_size: int,
-    autocast: AbstractContextManager,
+    *batch: Tensor,
     accuracy: bool,
     also: Mapping[str, Backend] | None = None,
+    **options: Any,
 ) -> dict[str, float]:
-    """val/loss (nats) and, if asked for, val/accuracy; each also as _exact: the same weights with
-    PyTorch's own attention.
+    """val/loss in nats and val/loss_exact: the same weights under exact attention.
 
-    A loss curve alone does not show a broken attention; the distance between the two does. `also`
-    adds further judges, by the suffix of their columns. Means are over every target that is not
-    -100. inputs, targets and, for attention inside documents, document_ids (B, N) on the CPU.
+    A loss curve alone does not show a broken attention; the difference of the two does. `accuracy`
+    adds val/accuracy and val/accuracy_exact. `also` adds attentions by the suffix of their columns.
+    See evaluate_under() for the batch and the options.
     """
     device = next(model.parameters()).device
-    exact = exact_judge(model.config.head_dim, device, documents=document_ids is not None)
-    judges = {"": model.backend, "_exact": exact, **(also or {})}
+    exact = exact_attention(model.config.head_dim, device, documents=len(batch) == 3)
     row = {}
-    for suffix, judge in judges.items():
-        loss, right = judged(
-            model,
-            judge,
-            inputs,
-            targets,
-            document_ids,
-            batch_size=batch_size,
-            autocast=autocast,
-            accuracy=accuracy,
-        )
+    for suffix, attention in {"": model.backend, "_exact": exact, **(also or {})}.items():
+        loss, share = evaluate_under(model, attention, *batch, accuracy=accuracy, **options)
         row[f"val/loss{suffix}"] = loss
         if accuracy:
-            row[f"val/accuracy{suffix}"] = right
+            row[f"val/accuracy{suffix}"] = share
     return row
 
 
-def exact_judge(head_dim: int, device: torch.device, *, documents: bool) -> Backend:
-    """PyTorch's own attention: sdpa, or for documents, which that cannot mask, flex on a GPU.
+def exact_attention(head_dim: int, device: torch.device, *, documents: bool) -> Backend:
+    """PyTorch's own attention: sdpa, or flex on a GPU for documents, which sdpa cannot mask.
 
-    On a CPU flex would materialise the scores, and it takes no head smaller than 16: our tile loop
-    stands in for it there.
+    On a CPU flex would materialise the scores, and it takes no head smaller than 16. Our tile loop
+    replaces it there.
     """
     if not documents:
         return get_backend("sdpa")
@@ -66,23 +49,22 @@ def exact_judge(head_dim: int, device: torch.device, *, documents: bool) -> Back
 
 
 @torch.no_grad()
-def judged(
+def evaluate_under(
     model: GPT,
-    judge: Backend,
-    inputs: Tensor,
-    targets: Tensor,
-    document_ids: Tensor | None = None,
-    *,
+    attention: Backend,
+    *batch: Tensor,
     batch_size: int,
     autocast: AbstractContextManager,
     accuracy: bool,
 ) -> tuple[float, float | None]:
-    """Loss (nats) and, if asked for, accuracy of these weights under the attention `judge`; NaN
-    where the loss is not finite.
+    """Loss (nats) and, with accuracy, accuracy of these weights under `attention`.
+
+    batch: inputs, targets and, for attention inside documents, document_ids, (B, N) on the CPU.
+    Means over every target that is not -100; NaN where the loss is not finite.
     """
     was_training = model.training
     model.eval()
-    device = next(model.parameters()).device
+    device, targets = next(model.parameters()).device, batch[1]
     count = int((targets != IGNORED).sum())
     if not count:
         raise ValueError(
@@ -90,9 +72,8 @@ def judged(
             "eval_sequences= or seq_len="
         )
     total_loss = total_right = 0.0
-    with model.use_backend(judge), autocast:
-        batch = [x for x in (inputs, targets, document_ids) if x is not None]
-        for part in zip(*(x.split(batch_size) for x in batch), strict=True):
+    with model.use_backend(attention), autocast:
+        for part in zip(*(tensor.split(batch_size) for tensor in batch), strict=True):
             x, y, *documents = (tensor.to(device) for tensor in part)
             total_loss += model(x, y, *documents).loss.item() * int((y != IGNORED).sum())
             if accuracy:

@@ -1,6 +1,4 @@
-"""Looking into a model's attention while it trains: the largest score, the distance from exact
-attention, and where a run broke.
-"""
+"""A model's attention while it trains: its largest score, its error, and where a run broke."""
 
 import contextlib
 import logging
@@ -8,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -28,14 +26,15 @@ from model.gpt import GPT
 from training.memory import is_out_of_memory
 
 log = logging.getLogger("tilegpt")
-# what the loop of tiles looks at whole, since it takes as long as the square of it: a row of
-# metrics sees no more of a sequence, whose beginning has the causal scores that it has in the whole
-LOOKED_AT = 8192
+# inspect at most this many tokens: the tile loop is quadratic in length, and under a causal mask a
+# prefix has the same scores as in the full sequence
+MAX_INSPECTED = 8192
 
 
 class AttentionMonitor:
-    """What is known of a run's attention, step by step; rows are those of metrics.jsonl that a
-    resumed run goes on from.
+    """Inspects a run's attention, step by step.
+
+    `rows` are the rows of metrics.jsonl that a resumed run continues.
     """
 
     def __init__(
@@ -46,80 +45,63 @@ class AttentionMonitor:
     ) -> None:
         self.model = model
         self.autocast = autocast  # of the training steps
-        self.scores = {
+        self.scores = {  # the largest attention score of each inspected step
             row["step"]: row["attention/max_score"]
             for row in rows
             if row.get("attention/max_score") is not None
         }
-        self.has_room = True
+        self.has_room = True  # for compare_layers()
 
     def inspect(
-        self,
-        step: int,
-        inputs: Tensor,
-        targets: Tensor,
-        document_ids: Tensor | None = None,
-        *,
-        compare: bool,
-        loss_scale: float = 1.0,
+        self, step: int, *batch: Tensor, compare: bool, loss_scale: float = 1.0
     ) -> dict[str, float]:
         """attention/max_score and, with compare, compare_layers() for one row of metrics.
 
-        Tensors (B, N) as the model takes them, of which the first LOOKED_AT tokens of the first
-        sequence are looked at. loss_scale: what one whole sequence weighs in the loss of the step.
+        batch: (B, N) tensors as the model takes them; only the first MAX_INSPECTED tokens of the
+        first sequence are used. loss_scale: the weight of one sequence in the loss of the step.
         """
-        loss_scale *= min(LOOKED_AT, inputs.shape[1]) / inputs.shape[1]
-        inputs, targets, document_ids = (
-            None if x is None else x[:1, :LOOKED_AT] for x in (inputs, targets, document_ids)
-        )
+        num_tokens = batch[0].shape[1]
+        loss_scale *= min(MAX_INSPECTED, num_tokens) / num_tokens
+        batch = tuple(x[:1, :MAX_INSPECTED] for x in batch)
         row = {}
         if compare and self.has_room:
             try:
                 with self.autocast:
-                    row = compare_layers(
-                        self.model, inputs, targets, document_ids, loss_scale=loss_scale
-                    )
+                    row = compare_layers(self.model, *batch, loss_scale=loss_scale)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                # the run itself fits: it shall not end for being looked at
+                # the run itself fits, so it must not end because of its inspection
                 self.has_room = False
                 log.warning(
                     f"step {step}: no memory left to compare the attention with exact attention; "
                     "diagnose_every=0 does not try"
                 )
+        inputs, _, *documents = batch
         with self.autocast:
-            score = largest_score(self.model, inputs, document_ids)
+            score = largest_score(self.model, inputs, *documents)
         self._note(step, score)
         return row | {"attention/max_score": score}
 
     def diagnose(self, step: int, batches: Iterable[tuple[Tensor, ...]]) -> dict[str, Any]:
-        """How this step went wrong, for summary.json: diagnose() of its batches, with the largest
-        scores on the way there.
-        """
+        """How this step diverged, for summary.json: diagnose() and the history of the scores."""
         with self.autocast:
-            found, score = diagnose(self.model, batches)
+            diagnosis, score = diagnose(self.model, batches)
         self._note(step, score)
-        return (
-            {"step": step}
-            | found
-            | {
-                "max_score": score,
-                **self.overflow_steps(),
-                "history": [list(x) for x in self.scores.items()],
-            }
-        )
+        history = [list(item) for item in self.scores.items()]
+        scores = {"max_score": score, **self.overflow_steps(), "history": history}
+        return {"step": step} | diagnosis | scores
 
     def summary(self) -> dict[str, Any]:
-        return (
-            {"max_score": max(self.scores.values()), **self.overflow_steps()} if self.scores else {}
-        )
+        if not self.scores:
+            return {}
+        return {"max_score": max(self.scores.values()), **self.overflow_steps()}
 
     def overflow_steps(self) -> dict[str, int | None]:
-        """The first step known where exp(score) would have passed the largest number of each dtype.
+        """The first inspected step where exp(score) would have overflowed each dtype.
 
-        Known are the steps that were looked at, and of those the beginning of one sequence; the
-        step that went wrong card() looks at whole.
+        Every inspected step counts by the beginning of one sequence; a diverged step, which
+        diagnose() inspects, counts as a whole.
         """
         return {
             f"{dtype_name(dtype)}_overflow_step": next(
@@ -129,7 +111,7 @@ class AttentionMonitor:
         }
 
     def _note(self, step: int, score: float) -> None:
-        """Keep the score, and say so where it is the first to pass a limit of exp."""
+        """Record the score; warn where it is the first to pass a limit of exp."""
         previous = max(self.scores.values(), default=-math.inf)
         passed = [
             f"{limit:.2f} ({dtype_name(dtype)})"
@@ -137,18 +119,21 @@ class AttentionMonitor:
             if previous <= limit < score
         ]
         if passed:
-            limits = ", ".join(passed)
             log.warning(
-                f"step {step}: attention/max_score {score:.2f} passed {limits}: exp(score) "
-                "overflows there unless the maximum is subtracted"
+                f"step {step}: attention/max_score {score:.2f} passed {', '.join(passed)}: "
+                "exp(score) overflows there unless the maximum is subtracted"
             )
         if math.isfinite(score):
             self.scores[step] = max(score, self.scores.get(step, -math.inf))
 
 
+class _Stop(Exception):
+    """Ends a forward pass whose remaining part would tell nothing more."""
+
+
 @contextmanager
 def without_dropout(model: GPT) -> Iterator[None]:
-    """Looking must draw no random numbers, or a run would depend on how often it was looked at."""
+    """An inspection must draw no random numbers, or a run would depend on how often it happens."""
     was_training = model.training
     model.eval()
     try:
@@ -159,30 +144,19 @@ def without_dropout(model: GPT) -> Iterator[None]:
 
 @torch.no_grad()
 def largest_score(model: GPT, tokens: Tensor, document_ids: Tensor | None = None) -> float:
-    """The largest finite attention score of any layer for tokens, document_ids (B, N); a layer
-    after a breakdown has none.
-    """
+    """The largest finite attention score of any layer; tokens and document_ids are (B, N)."""
     recorder = Recorder(model.backend)
 
     def attend(*tensors: Tensor, **arguments: Any) -> Any:
         output = recorder.backend.fn(*tensors, **arguments)
         if len(recorder.max_scores) == len(model.blocks):
-            raise _Seen
+            raise _Stop
         return output
 
-    with (
-        model.use_backend(replace(recorder.backend, fn=attend)),
-        without_dropout(model),
-        contextlib.suppress(_Seen),
-    ):
+    backend = replace(recorder.backend, fn=attend)
+    with model.use_backend(backend), without_dropout(model), contextlib.suppress(_Stop):
         model(tokens, document_ids=document_ids)
-    return largest_finite(recorder.max_scores)  # the one wait for the GPU
-
-
-class _Seen(Exception):
-    """Every layer has been looked at: the rest of the forward pass, the logits above all, has
-    nothing more to say.
-    """
+    return largest_finite(recorder.max_scores)  # waits for the GPU once
 
 
 def largest_finite(scores: list[Tensor]) -> float:
@@ -197,20 +171,18 @@ def compare_layers(
     *,
     loss_scale: float = 1.0,
 ) -> dict[str, float]:
-    """attention/{out,dq,dk,dv}_{error,cosine}: the model's attention against exact attention in
-    float64, in its worst layer.
+    """attention/{out,dq,dk,dv}_{error,cosine} of the worst layer, against float64 attention.
 
-    Each layer has its real q, k, v and the real gradient of the loss (times loss_scale, which
-    float16 needs) for inputs, targets and document_ids (B, N); see compare_with_exact(). Takes the
-    memory of a forward and backward pass that is not compiled; the parameters' gradients stay as
-    they are.
+    Each layer is compared on its own q, k, v and its gradient of the loss for inputs, targets and
+    document_ids (B, N); see compare_with_exact(). float16 needs loss_scale, which multiplies the
+    loss. Takes the memory of an uncompiled forward and backward pass. The parameters' gradients do
+    not change.
     """
     recorder = Recorder(model.backend, keep_calls=True)
     with without_dropout(model), torch.enable_grad():
         with model.use_backend(recorder.backend):
             loss = model(inputs, targets, document_ids).loss
-        # what checkpointing computes again for this runs without the recorder: one call a layer
-        # stays one
+        # checkpointing recomputes without the recorder, so there is one call a layer
         d_outs = torch.autograd.grad(loss * loss_scale, [call.out for call in recorder.calls])
     layers = [
         compare_with_exact(
@@ -227,7 +199,7 @@ def compare_layers(
     ]
     row = {}
     for name in layers[0]:
-        # a NaN is the worst of all, and both keep it
+        # NaN is worst, and both functions return it
         worst = torch.amin if name.endswith("cosine") else torch.amax
         row[f"attention/{name}"] = worst(
             torch.tensor([layer[name] for layer in layers], dtype=torch.float64), 0
@@ -237,111 +209,89 @@ def compare_layers(
 
 @torch.no_grad()
 def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[dict[str, Any], float]:
-    """What left the finite range first, as far as it can be named, and the largest finite score of
-    the step up to there.
+    """What left the finite range first in a diverged step, and its largest finite score by then.
 
-    message, one sentence, is always there; layer, head, sequence (of the step), tensor, queries and
-    keys (of the tile), row (the query), tile_max_score and fate (what came out) where an attention
-    layer is to blame; see attention.diagnose.Breakdown. batches: inputs, targets and, with
-    documents, document_ids, each (B, N), of the step that went wrong.
+    The first value has a one-sentence message. Where an attention layer is to blame it adds layer,
+    head, sequence (of the step), tensor, queries and keys (of the tile), row (the query),
+    tile_max_score and fate (the output); see attention.diagnose.Breakdown. batches: the inputs,
+    targets and, with documents, document_ids of the step, each (B, N).
     """
     batches = list(batches)
     twin = _observable_twin(model.backend)
-    # a kernel says that its output is bad, the loop that computes the same says where
-    looped = [twin] if twin and batches[0][0].shape[1] <= LOOKED_AT else []
+    # a kernel shows that its output is bad, the tile loop that computes the same shows where
+    looped = [twin] if twin and batches[0][0].shape[1] <= MAX_INSPECTED else []
     for backend in (*looped, model.backend):
         recorder = Recorder(backend, look_for_breakdowns=True)
         loss_is_finite = True
-        with (
-            model.use_backend(_until_a_breakdown(recorder, twin)),
-            without_dropout(model),
-            contextlib.suppress(_Found),
-        ):
+        watched = _until_breakdown(recorder, twin)
+        with model.use_backend(watched), without_dropout(model), contextlib.suppress(_Stop):
             loss_is_finite = all([bool(model(*batch).loss.isfinite()) for batch in batches])
         if any(recorder.breakdowns):
             break
-    return _first_breakdown(
-        model, recorder, [len(batch[0]) for batch in batches], loss_is_finite
-    ), largest_finite(recorder.max_scores)
+    sizes = [len(batch[0]) for batch in batches]
+    diagnosis = _first_failure(model, recorder, sizes, loss_is_finite)
+    return diagnosis, largest_finite(recorder.max_scores)
 
 
 def _observable_twin(backend: Backend) -> Backend | None:
-    """The tile loop of that name with these options, where `backend` is another implementation of
-    it.
-    """
+    """The tile loop with the name and options of `backend`, where that is a kernel."""
     twin = BACKENDS.get(backend.name)
     if backend.observable or twin is None or not twin.observable:
         return None
-    return twin.configured(
-        **{name: value for name, value in backend.options.items() if name in twin.options}
-    )
+    options = {name: value for name, value in backend.options.items() if name in twin.options}
+    return twin.configured(**options)
 
 
-class _Found(Exception):
-    """A recorder has found a breakdown."""
-
-
-def _until_a_breakdown(recorder: Recorder, twin: Backend | None) -> Backend:
-    """The recorder's backend, which ends the model's forward pass at a breakdown: what comes after
-    has nothing more to say.
-    """
+def _until_breakdown(recorder: Recorder, twin: Backend | None) -> Backend:
+    """The recorder's backend; it ends the forward pass at the first breakdown."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
         output = recorder.backend.fn(q, k, v, **arguments)
-        found = recorder.breakdowns[-1]
-        if found is None:
+        breakdown = recorder.breakdowns[-1]
+        if breakdown is None:
             return output
-        if twin is not None and found.tensor == "out":
-            arguments = {
-                name: value
-                for name, value in arguments.items()
-                if name not in recorder.backend.options
-            }
-            recorder.breakdowns[-1] = _in_its_tile(found, q, k, v, twin, **arguments)
-        raise _Found
+        if twin is not None and breakdown.tensor == "out":
+            for name in recorder.backend.options:
+                arguments.pop(name, None)
+            recorder.breakdowns[-1] = _in_its_tile(breakdown, q, k, v, twin, **arguments)
+        raise _Stop
 
     return replace(recorder.backend, fn=attend)
 
 
 def _in_its_tile(
-    found: Breakdown, q: Tensor, k: Tensor, v: Tensor, twin: Backend, **arguments: Any
+    breakdown: Breakdown, q: Tensor, k: Tensor, v: Tensor, twin: Backend, **arguments: Any
 ) -> Breakdown:
-    """What the loop of tiles says of the tile of queries in which a kernel's output is bad, or
-    `found` where it has nothing to say.
+    """The breakdown as the tile loop sees it, in the tile of queries where a kernel failed.
+
+    Returns `breakdown` as it is where the tile loop shows nothing.
     """
     if not arguments["causal"] or arguments.get("document_ids") is not None:
-        return found  # these queries cannot be cut out
-    first = found.row // twin.options["block_q"] * twin.options["block_q"]
-    rows = slice(first, first + twin.options["block_q"])
+        return breakdown  # these queries cannot be cut out
+    block_q = twin.options["block_q"]
+    first = breakdown.row // block_q * block_q
+    rows = slice(first, first + block_q)
     # a causal mask is aligned with the last key
     keys = slice(min(rows.stop, q.shape[2]) + k.shape[2] - q.shape[2])
     tile = find_breakdown(q[:, :, rows], k[:, :, keys], v[:, :, keys], backend=twin, **arguments)
     if tile is None or tile.queries is None:
-        return found
-    return replace(
-        tile, queries=(first + tile.queries[0], first + tile.queries[1]), row=first + tile.row
-    )
+        return breakdown
+    start, stop = tile.queries
+    return replace(tile, queries=(first + start, first + stop), row=first + tile.row)
 
 
-def _first_breakdown(
+def _first_failure(
     model: GPT, recorder: Recorder, sizes: list[int], loss_is_finite: bool
 ) -> dict[str, Any]:
-    for call, found in enumerate(recorder.breakdowns):
-        if found is not None:
-            passes, layer = divmod(call, len(model.blocks))
-            came_out = f"; out is {found.fate} there" if found.queries is not None else ""
-            return {
-                "message": f"layer {layer}, head {found.head}: {found}{came_out}",
-                "layer": layer,
-                "head": found.head,
-                "sequence": sum(sizes[:passes]) + found.sequence,
-                "row": found.row,
-                "queries": found.queries,
-                "keys": found.keys,
-                "tensor": found.tensor,
-                "fate": found.fate,
-                "tile_max_score": found.max_score,
-            }
+    for call, breakdown in enumerate(recorder.breakdowns):
+        if breakdown is not None:
+            num_passes, layer = divmod(call, len(model.blocks))
+            output = f"; out is {breakdown.fate} there" if breakdown.queries is not None else ""
+            place = asdict(breakdown)
+            place["tile_max_score"] = place.pop("max_score")
+            place["sequence"] += sum(sizes[:num_passes])
+            message = f"layer {layer}, head {breakdown.head}: {breakdown}{output}"
+            return {"message": message, "layer": layer} | place
     if not loss_is_finite:
         return {
             "message": "the loss is not finite, though the output of every attention layer is",
@@ -353,14 +303,11 @@ def _first_breakdown(
         if parameter.grad is not None and not parameter.grad.isfinite().all()
     ]
     if bad:
-        # gradients come from the end of the model: the last of them is nearest to where it began
+        # backward starts at the end of the model: the last of them is nearest to the cause
         layer = re.match(r"blocks\.(\d+)\.", bad[-1])
-        message = (
-            f"the loss is finite, the gradient is not: {len(bad)} tensor{'s' * (len(bad) > 1)}, "
-            f"{bad[-1]} nearest to the loss"
-        )
         return {
-            "message": message,
+            "message": f"the loss is finite, the gradient is not: {len(bad)} "
+            f"tensor{'s' * (len(bad) > 1)}, {bad[-1]} nearest to the loss",
             "tensor": f"gradient of {bad[-1]}",
             "layer": int(layer[1]) if layer else None,
         }

@@ -1,5 +1,6 @@
-"""Ctrl-C, SIGTERM and SIGHUP: a training saves first, and nothing comes between a run and its
-summary. A script ends in one line.
+"""Ctrl-C, SIGTERM and SIGHUP: a training saves first, and every run writes its summary.
+
+A script ends with one line.
 """
 
 import os
@@ -12,16 +13,14 @@ from types import FrameType
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal ends what was going on. A KeyboardInterrupt of another kind was raised by somebody's
-    code.
-    """
+    """A signal asks the process to end. Any other KeyboardInterrupt was raised by a user's code."""
 
 
 class Signals:
-    """A context in which _handle() answers the signals that ask a process to end."""
+    """A context in which _handle() handles the signals that ask a process to end."""
 
     def __enter__(self) -> "Signals":
-        self._previous = {number: signal.signal(number, self._handle) for number in _answered()}
+        self._previous = {number: signal.signal(number, self._handle) for number in _handled()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -33,11 +32,10 @@ class Signals:
 
 
 class Interrupt(Signals):
-    """While steps are made: `requested` turns true at the first signal. A second Ctrl-C stops at
-    once, without saving.
+    """While steps are taken: the first signal sets `requested`; a second Ctrl-C stops at once.
 
-    A second signal of another kind does not: a terminal that is closed sends SIGHUP twice, once by
-    itself and once by its shell.
+    A second signal of another kind does not: closing a terminal sends SIGHUP twice, once by itself
+    and once by its shell.
     """
 
     requested = False
@@ -49,8 +47,9 @@ class Interrupt(Signals):
 
 
 class Ending(Signals):
-    """Around a run: a signal raises Stopped, until `held` is set. From then on it is `noted`, and
-    raised where the context ends.
+    """Around a run: a signal raises Stopped.
+
+    Once `held` is set, a signal is `noted`, and raised where the context ends.
     """
 
     held = False
@@ -67,22 +66,21 @@ class Ending(Signals):
             raise Stopped
 
 
-def _answered() -> list[signal.Signals]:
-    # Python hands signals to the main thread alone
+def _handled() -> list[signal.Signals]:
+    # Python lets only the main thread handle signals
     if threading.current_thread() is not threading.main_thread():
         return []
     hangup = getattr(signal, "SIGHUP", None)  # Windows has none
-    # what nohup started goes on when its terminal is closed
+    # nohup ignores SIGHUP: such a process runs on when its terminal is closed
     hangs_up = hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([hangup] if hangs_up else [])]
 
 
 @contextmanager
 def one_line(script: str) -> Iterator[None]:
-    """Decorates a script's main(): what ends it early is said in one line, with exit code 130 after
-    Ctrl-C and 1 otherwise.
+    """Decorates a script's main(): reports in one line what ended it early.
 
-    What has been written by then stays.
+    Exits with code 130 after Ctrl-C, with 1 otherwise. Files written by then stay.
     """
     try:
         yield
@@ -91,7 +89,7 @@ def one_line(script: str) -> Iterator[None]:
     except KeyboardInterrupt:
         print(f"{script}: stopped by Ctrl-C", file=sys.stderr)
         sys.exit(130)
-    except BrokenPipeError:  # as of `| head`
+    except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:

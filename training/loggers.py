@@ -1,12 +1,12 @@
 """Where metrics go besides metrics.jsonl: wandb, TensorBoard, Trackio, or nowhere.
 
-A logger mirrors what is already on disk, so it never stops a training: the first failure becomes
-one warning, and from then on the logger is silent. Tokens are the x axis everywhere, since runs of
-a sweep differ in batch size and sequence length.
+A logger mirrors what is already on disk, so it never stops a training: its first failure becomes
+one warning, and then it stays silent. Tokens are the x axis everywhere, since the runs of a sweep
+differ in batch size and sequence length.
 
-A run that was killed may have logged rows after its last checkpoint, which the resumed run writes
-again, and may have lost some before it. So a resumed logger is brought in line with metrics.jsonl,
-and then has every row once.
+A killed run may have logged rows after its last checkpoint, which the resumed run writes again, and
+may have lost rows before it. So a resumed logger first catches up with metrics.jsonl, and then has
+every row once.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import threading
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from config import LoggerConfig
@@ -32,50 +32,35 @@ from training.metrics import read_metrics
 
 log = logging.getLogger("tilegpt")
 
-# seconds: to reach wandb's server at all, to start an online run there, and to upload what is left
-# at the end
+# seconds to connect to wandb's server, to start an online run, and to upload the rest at the end
 PROBE_TIMEOUT, INIT_TIMEOUT, FINISH_TIMEOUT = 2.0, 20, 120.0
 
 
-def build_logger(
-    config: LoggerConfig,
-    *,
-    run_dir: Path,
-    wandb_dir: Path,
-    name: str,
-    group: str | None,
-    tags: list[str],
-    run_config: dict[str, Any],
-    resume: bool,
-) -> "Logger":
-    """The logger that `config` names.
+class LoggedRun(NamedTuple):
+    """A run as a logger needs it."""
 
-    `wandb_dir` is the folder that gets wandb's own `wandb/` folder: one for all runs of a sweep.
-    Raises ValueError where logger=tensorboard or logger=trackio is not installed; whatever else
-    goes wrong is a warning.
+    config: LoggerConfig
+    run_dir: Path
+    wandb_dir: Path  # gets wandb's own folder `wandb/`: one for all runs of a sweep
+    name: str
+    group: str | None
+    tags: list[str]
+    run_config: dict[str, Any]
+    resume: bool
+
+
+def build_logger(config: LoggerConfig, *, run_dir: Path, resume: bool, **names: Any) -> "Logger":
+    """The logger that `config` names, started. names: the other fields of LoggedRun.
+
+    Raises ValueError where logger=tensorboard or logger=trackio is not installed; any other failure
+    is a warning.
     """
     check_logger(config)
-    # the rows that the run goes on after
+    logger = LOGGERS[config.name]()
+    # the rows that the resumed run continues
     rows = read_metrics(run_dir / "metrics.jsonl") if resume else []
-    if config.name == "wandb":
-        return WandbLogger(
-            config,
-            rows,
-            run_dir=run_dir,
-            wandb_dir=wandb_dir,
-            name=name,
-            group=group,
-            tags=tags,
-            run_config=run_config,
-            resume=resume,
-        )
-    if config.name == "tensorboard":
-        return TensorboardLogger(rows, run_dir=run_dir)
-    if config.name == "trackio":
-        return TrackioLogger(
-            config, rows, name=name, group=group, run_config=run_config, resume=resume
-        )
-    return Logger()
+    logger.start(LoggedRun(config, run_dir, resume=resume, **names), rows)
+    return logger
 
 
 def quietly(method: Callable) -> Callable:
@@ -87,8 +72,7 @@ def quietly(method: Callable) -> Callable:
             return
         try:
             method(self, *args, **kwargs)
-        # a logger may fail in any way a network, a server or a library can, and none of them may
-        # cost the run
+        # a network, a server or a library may raise anything, and must not cost the run
         except Exception as error:
             self.active = False
             log.warning(
@@ -101,24 +85,25 @@ def quietly(method: Callable) -> Callable:
 
 
 class Logger:
-    """Logs nowhere; the base of those that do."""
+    """Logs nowhere; the base of the others."""
 
     active = True
-    url_or_hint: str | None = None  # where a person finds the run, once it is logged
+    url_or_hint: str | None = None  # where the user sees the run, once it is logged
+
+    def start(self, run: LoggedRun, rows: list[dict[str, Any]]) -> None:
+        """Begin to log. `rows` are those that a resumed run has in metrics.jsonl."""
 
     def log(self, metrics: dict[str, float | None], tokens: int) -> None:
-        """One row of metrics after `tokens` training tokens. Values that are None are left out."""
+        """Log a row of metrics after `tokens` training tokens, without its None values."""
 
     def summary(self, values: dict[str, Any]) -> None:
-        """The run's result."""
+        """Log the run's result."""
 
     def finish(self, exit_code: int) -> None:
         """End the run."""
 
     def _replay(self, rows: list[dict[str, Any]]) -> None:
-        """Log what metrics.jsonl has. The file says of a NaN or an infinity only that it was
-        one.
-        """
+        """Log rows of metrics.jsonl, with NaN for every value that was NaN or infinite."""
         for row in rows:
             values = {key: value for key, value in row.items() if key != "nonfinite"}
             self.log(values | dict.fromkeys(row.get("nonfinite", ()), math.nan), row["tokens"])
@@ -126,104 +111,48 @@ class Logger:
 
 class WandbLogger(Logger):
     """Weights & Biases: online where a key is configured and the server answers, else offline.
-    Never prompts, never waits long.
 
-    wandb's step is the number of the row in metrics.jsonl. A resumed online run leaves out the rows
-    that the server has. A resumed offline run is written anew, whole, and takes the place of its
-    folder that was not uploaded yet.
+    Never prompts, never waits long. wandb's step is the number of the row in metrics.jsonl. A
+    resumed online run skips the rows that the server has. A resumed offline run is written again as
+    a whole, and replaces its folder if that was not uploaded.
     """
 
-    def __init__(self, config: LoggerConfig, rows: list[dict[str, Any]], **run: Any):
-        self._run: Any = None
-        self._keys: set[str] = set()
-        self._rows = 0  # of metrics.jsonl that came by
-        self._start(config, rows, **run)
-
     @quietly
-    def _start(
-        self,
-        config: LoggerConfig,
-        rows: list[dict[str, Any]],
-        *,
-        run_dir: Path,
-        wandb_dir: Path,
-        name: str,
-        group: str | None,
-        tags: list[str],
-        run_config: dict[str, Any],
-        resume: bool,
-    ) -> None:
+    def start(self, run: LoggedRun, rows: list[dict[str, Any]]) -> None:
         if not installed("wandb"):
             raise ModuleNotFoundError("wandb is not installed: pip install wandb, or logger=none")
-        # no reports of its own errors and no chatter, unless the user asks for them
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        os.environ.setdefault("WANDB_SILENT", "true")
-        if os.environ.get("WANDB_MODE") not in (*MODES, *FORMER_MODES):
-            os.environ.pop(
-                "WANDB_MODE", None
-            )  # an empty one, or one that logger.mode overrules: wandb would not start
-        import wandb
-
-        id_file = Path(run_dir) / "wandb_id.txt"
-        run_id = id_file.read_text().strip() if resume and id_file.exists() else _new_id()
-
-        def start(mode: str, run_id: str) -> Any:
-            # wandb.init() would ask for a missing key at a terminal; this look-up never asks
-            if mode == "online" and not wandb.login(prompt=False):
-                raise ValueError("no API key")
-            return wandb.init(
-                project=config.project,
-                entity=config.entity,
-                dir=str(wandb_dir),
-                id=run_id,
-                # an offline run has no server to ask whether it exists
-                resume="allow" if resume and mode == "online" else None,
-                name=name,
-                group=group,
-                job_type="train",
-                tags=tags,
-                config=run_config,
-                mode=mode,
-                # without this a second run of the same process would be the first one
-                reinit="finish_previous",
-                settings=wandb.Settings(
-                    init_timeout=INIT_TIMEOUT,
-                    finish_timeout=FINISH_TIMEOUT,
-                    console="off",
-                    silent=True,
-                ),
-            )
-
-        mode = _wandb_mode(config)
+        self._keys: set[str] = set()
+        self._rows = 0  # rows of metrics.jsonl so far
+        id_file = run.run_dir / "wandb_id.txt"
+        run_id = id_file.read_text().strip() if run.resume and id_file.exists() else _new_id()
+        _prepare_environment()
+        mode = _wandb_mode(run.config)
         try:
-            self._run = start(mode, run_id)
+            self._run = _wandb_run(run, mode, run_id)
         except Exception as error:
             if mode != "online":
                 raise
             log.warning(
                 "wandb refused an online run (%s); this run is logged offline", _first_line(error)
             )
-            # the failed start keeps its id, and leaves a folder that would be uploaded as an empty
-            # run
-            for leftover in (Path(wandb_dir) / "wandb").glob(f"run-*-{run_id}"):
+            # the failed start keeps its id, and leaves a folder that wandb would upload empty
+            for leftover in run.wandb_dir.glob(f"wandb/run-*-{run_id}"):
                 shutil.rmtree(leftover, ignore_errors=True)
             mode, run_id = "offline", _new_id()
-            self._run = start(mode, run_id)
+            self._run = _wandb_run(run, mode, run_id)
         id_file.write_text(run_id + "\n")
         self._run.define_metric("tokens", hidden=True)
         self._replay(rows)
-        for folder in (Path(wandb_dir) / "wandb").glob(f"offline-run-*-{run_id}"):
-            # *.synced is wandb's mark of what was uploaded
-            if (
-                self.active
-                and folder.name != Path(self._run.dir).parent.name
-                and not list(folder.glob("*.synced"))
-            ):
+        current = Path(self._run.dir).parent
+        for folder in run.wandb_dir.glob(f"wandb/offline-run-*-{run_id}"):
+            # wandb marks an uploaded run by a file *.synced
+            uploaded = any(folder.glob("*.synced"))
+            if self.active and folder.name != current.name and not uploaded:
                 shutil.rmtree(folder, ignore_errors=True)
-        if mode != "disabled":
-            self.url_or_hint = (
-                self._run.url if mode == "online" else f"wandb sync {Path(self._run.dir).parent}"
-            )
+        if mode == "online":
+            self.url_or_hint = self._run.url
+        elif mode == "offline":
+            self.url_or_hint = f"wandb sync {current}"
 
     @quietly
     def log(self, metrics: dict[str, float | None], tokens: int) -> None:
@@ -248,31 +177,28 @@ class WandbLogger(Logger):
 class TensorboardLogger(Logger):
     """TensorBoard event files in RUN/tensorboard, with tokens as the step."""
 
-    def __init__(self, rows: list[dict[str, Any]], *, run_dir: Path):
-        self._folder = Path(run_dir) / "tensorboard"
-        self.url_or_hint = f"tensorboard --logdir {self._folder}"
-        # what was logged after these rows, TensorBoard then shows no more
-        self._start(rows[-1]["tokens"] + 1 if rows else None)
-
     @quietly
-    def _start(self, purge_step: int | None) -> None:
+    def start(self, run: LoggedRun, rows: list[dict[str, Any]]) -> None:
+        folder = str(run.run_dir / "tensorboard")
+        self.url_or_hint = f"tensorboard --logdir {folder}"
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(log_dir=str(self._folder), purge_step=purge_step)
+        # TensorBoard then hides what was logged after these rows
+        purge_step = rows[-1]["tokens"] + 1 if rows else None
+        self._writer = SummaryWriter(log_dir=folder, purge_step=purge_step)
 
     @quietly
     def log(self, metrics: dict[str, float | None], tokens: int) -> None:
         for key, value in metrics.items():
             if value is not None:
                 self._writer.add_scalar(key, value, global_step=tokens)
-        # its own thread would write within two minutes, which a killed run may not have
+        # TensorBoard's own thread writes every two minutes, too late for a killed run
         self._writer.flush()
 
     @quietly
     def summary(self, values: dict[str, Any]) -> None:
-        self._writer.add_text(
-            "summary", "\n".join(f"    {key}: {value}" for key, value in values.items())
-        )
+        lines = [f"    {key}: {value}" for key, value in values.items()]
+        self._writer.add_text("summary", "\n".join(lines))
 
     @quietly
     def finish(self, exit_code: int) -> None:
@@ -282,31 +208,19 @@ class TensorboardLogger(Logger):
 class TrackioLogger(Logger):
     """Trackio, a local dashboard: `trackio show`."""
 
-    def __init__(self, config: LoggerConfig, rows: list[dict[str, Any]], **run: Any):
-        self.url_or_hint = f"trackio show --project {config.project}"
-        self._start(config, rows, **run)
-
     @quietly
-    def _start(
-        self,
-        config: LoggerConfig,
-        rows: list[dict[str, Any]],
-        *,
-        name: str,
-        group: str | None,
-        run_config: dict[str, Any],
-        resume: bool,
-    ) -> None:
+    def start(self, run: LoggedRun, rows: list[dict[str, Any]]) -> None:
+        self.url_or_hint = f"trackio show --project {run.config.project}"
         import trackio
 
         self._run = trackio.init(
-            project=config.project,
-            name=name,
-            group=group,
-            config=run_config,
-            resume="allow" if resume else "never",
+            project=run.config.project,
+            name=run.name,
+            group=run.group,
+            config=run.run_config,
+            resume="allow" if run.resume else "never",
         )
-        # Trackio has no other way to tell how far a run has come
+        # Trackio tells in no other way how far a run has come
         self._next_tokens = self._run._next_step
         self._replay(rows)
 
@@ -326,21 +240,30 @@ class TrackioLogger(Logger):
         self._run.finish()
 
 
+LOGGERS = {
+    "wandb": WandbLogger,
+    "tensorboard": TensorboardLogger,
+    "trackio": TrackioLogger,
+    "none": Logger,
+}
+
+
 def installed(package: str) -> bool:
-    # a folder of that name in the working directory, such as ./wandb with earlier runs, imports
-    # too, but has no file of its own
+    # a folder of that name in the working directory, such as ./wandb with earlier runs, can be
+    # imported too, but has no file of its own
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def check_logger(config: LoggerConfig) -> None:
-    """Raise ValueError for a logger that was asked for and is not there (wandb, the default, is a
-    warning later), or for a WANDB_MODE that no run has.
+    """Raise ValueError for a logger that is not installed, or an invalid WANDB_MODE.
+
+    wandb is the default: where it is missing, the run warns later.
     """
     if config.name in ("tensorboard", "trackio") and not installed(config.name):
         raise ValueError(f"logger={config.name} needs pip install -e '.[{config.name}]'")
     if config.name == "wandb":
-        _asked_mode(config)
+        _requested_mode(config)
 
 
 def _first_line(error: Exception) -> str:
@@ -348,40 +271,81 @@ def _first_line(error: Exception) -> str:
 
 
 MODES = ("online", "offline", "disabled")
-# wandb's former words
+# names that wandb no longer uses
 FORMER_MODES = {"dryrun": "offline", "run": "online"}
 
 
-def _asked_mode(config: LoggerConfig) -> str:
-    """auto, online, offline or disabled: what the config says, else what WANDB_MODE says. Raises
-    ValueError for another one.
+def _requested_mode(config: LoggerConfig) -> str:
+    """auto, online, offline or disabled, by the config or else by WANDB_MODE.
+
+    Raises ValueError for any other WANDB_MODE.
     """
-    told = os.environ.get("WANDB_MODE", "")
-    if config.mode != "auto" or not told:
+    variable = os.environ.get("WANDB_MODE", "")
+    if config.mode != "auto" or not variable:
         return config.mode
-    wanted = FORMER_MODES.get(told, told)
-    if wanted == "shared":
+    mode = FORMER_MODES.get(variable, variable)
+    if mode == "shared":
         raise ValueError(
             "WANDB_MODE=shared lets several processes write one run, and a run here is one "
             "process; set WANDB_MODE=online"
         )
-    if wanted not in MODES:
+    if mode not in MODES:
         raise ValueError(
-            f"WANDB_MODE={told} is not one of: {', '.join(MODES)}; set one of these, or unset it"
+            f"WANDB_MODE={variable} is not one of: {', '.join(MODES)}; set one of these, or unset "
+            "it"
         )
-    return wanted
+    return mode
+
+
+def _prepare_environment() -> None:
+    # wandb reports its own errors and prints only if the user wants it
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    os.environ.setdefault("WANDB_SILENT", "true")
+    # wandb would not start with an empty or invalid mode, even where logger.mode overrules it
+    if os.environ.get("WANDB_MODE") not in (*MODES, *FORMER_MODES):
+        os.environ.pop("WANDB_MODE", None)
+
+
+def _wandb_run(run: LoggedRun, mode: str, run_id: str) -> Any:
+    import wandb
+
+    # wandb.init() would prompt for a missing key at a terminal; this never prompts
+    if mode == "online" and not wandb.login(prompt=False):
+        raise ValueError("no API key")
+    return wandb.init(
+        project=run.config.project,
+        entity=run.config.entity,
+        dir=str(run.wandb_dir),
+        id=run_id,
+        # an offline run has no server that knows whether it exists
+        resume="allow" if run.resume and mode == "online" else None,
+        name=run.name,
+        group=run.group,
+        job_type="train",
+        tags=run.tags,
+        config=run.run_config,
+        mode=mode,
+        # without this, a second run of the same process would continue the first
+        reinit="finish_previous",
+        settings=wandb.Settings(
+            init_timeout=INIT_TIMEOUT,
+            finish_timeout=FINISH_TIMEOUT,
+            console="off",
+            silent=True,
+        ),
+    )
 
 
 def _wandb_mode(config: LoggerConfig) -> str:
-    """online, offline or disabled: what was asked for, else online where that is possible."""
+    """online, offline or disabled: the requested mode, or for auto, online where it can be."""
     import wandb
 
-    wanted = _asked_mode(config)
-    if wanted in ("offline", "disabled"):
-        return wanted
+    mode = _requested_mode(config)
+    if mode in ("offline", "disabled"):
+        return mode
     settings = wandb.setup().settings
     if not (settings.api_key or has_key(settings.base_url)):
-        if wanted != "auto":
+        if mode != "auto":
             log.warning(
                 "wandb has no API key (wandb login, or WANDB_API_KEY); this run is logged offline"
             )
@@ -395,12 +359,12 @@ def _wandb_mode(config: LoggerConfig) -> str:
 
 
 def _new_id() -> str:
-    """A run id of the form wandb makes: 8 characters, none of which its paths forbid."""
+    """A run id as wandb makes it: 8 characters that are allowed in paths."""
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
 
 
 def has_key(base_url: str) -> bool:
-    """Whether wandb would find a key without asking for one."""
+    """Whether wandb has a key, and would not prompt for one."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     # the default server accepts the keys of its former address too
@@ -415,8 +379,7 @@ def has_key(base_url: str) -> bool:
 
 
 def reachable(base_url: str) -> bool:
-    """Whether a connection to the server, or to the proxy in front of it, opens within
-    PROBE_TIMEOUT seconds.
+    """Whether a connection to the server, or to its proxy, opens within PROBE_TIMEOUT seconds.
 
     wandb itself retries a dead network for as long as init_timeout allows.
     """
@@ -432,7 +395,7 @@ def reachable(base_url: str) -> bool:
             socket.create_connection(address, timeout=PROBE_TIMEOUT).close()
             opened.set()
 
-    # in a thread of its own because the look-up of a name takes no timeout
+    # in a thread, because the look-up of a host name takes no timeout
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(PROBE_TIMEOUT)

@@ -1,9 +1,9 @@
-"""How much memory a run used, how much it may use, and what to say when it asked for too much.
+"""How much memory a run used, how much it may use, and what to report when it ran out.
 
-On a GPU the numbers are PyTorch's allocator's; on a CPU they are the peak resident set of the
-process, which Linux lets a process reset. Without a limit an oversized allocation on a CPU
-succeeds, because Linux hands out pages only when they are touched, and the kernel then kills the
-process: `cpu_memory_limit` turns that into an error that can be caught.
+On a GPU the numbers are those of PyTorch's allocator. On a CPU they are the peak resident set of
+the process, which Linux can reset. Linux provides pages only when they are touched: an oversized
+allocation on a CPU succeeds, and the kernel kills the process later. `cpu_memory_limit` turns that
+into an error that can be caught.
 """
 
 import contextlib
@@ -17,14 +17,7 @@ from pathlib import Path
 import torch
 
 GIB = 1024**3
-UNITS = {
-    "bytes": 1,
-    "KiB": 1024,
-    "MiB": 1024**2,
-    "GiB": GIB,
-    "TiB": 1024 * GIB,
-    "PiB": 1024**2 * GIB,
-}
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 LINUX = sys.platform == "linux"
 
 
@@ -41,14 +34,12 @@ class MemoryMeter:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
-            # some containers forbid the write: the peak is then that of the whole process
+            # some containers forbid the write; then the peak is that of the whole process
             with contextlib.suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")
 
     def peak_gib(self) -> float:
-        """Largest amount in use since reset(): tensors on a GPU, resident memory of the process on
-        a CPU.
-        """
+        """Peak since reset(): of tensors on a GPU, of the process's resident memory on a CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / GIB
         if LINUX:
@@ -59,7 +50,7 @@ class MemoryMeter:
         return peak * (1 if sys.platform == "darwin" else 1024) / GIB
 
     def row(self) -> dict[str, float | None]:
-        """Both figures by their names in metrics.jsonl."""
+        """peak_gib() and reserved_gib() by their names in metrics.jsonl."""
         row = {"memory/peak_gib": self.peak_gib(), "memory/reserved_gib": self.reserved_gib()}
         self._largest = {
             name: value and max(value, self._largest.get(name) or 0.0)
@@ -68,22 +59,18 @@ class MemoryMeter:
         return row
 
     def summary(self) -> dict[str, float | None]:
-        """The largest of the rows so far, by the same names; nothing before the first."""
+        """The largest values of all rows so far, by the same names."""
         return self._largest
 
     def reserved_gib(self) -> float | None:
-        """What PyTorch's allocator holds of the GPU, fragmentation included; None on a CPU."""
-        return (
-            torch.cuda.max_memory_reserved(self.device) / GIB
-            if self.device.type == "cuda"
-            else None
-        )
+        """What PyTorch's allocator holds of the GPU, with fragmentation; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_reserved(self.device) / GIB
 
 
 def in_use_gib() -> float:
-    """What this process holds now: tensors on a GPU where there is one, else its resident memory
-    (where the system tells it, or 0).
-    """
+    """What this process holds: tensors on a GPU, else resident memory, or 0 off Linux."""
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated() / GIB
     return _proc_field("/proc/self/status", "VmRSS") / GIB if LINUX else 0.0
@@ -93,13 +80,11 @@ def in_use_gib() -> float:
 def cpu_memory_limit(
     *, margin_bytes: int = 512 * 1024**2, at_most: int | None = None
 ) -> Iterator[None]:
-    """Let this process take the memory that is free now, less a margin, and no more than `at_most`
-    bytes.
+    """Limit this process to the free memory less a margin, and to `at_most` bytes.
 
-    An oversized tensor then raises PyTorch's allocator error instead of calling the kernel's
-    out-of-memory killer, which would take the whole sweep down. Does nothing off Linux, and once
-    CUDA runs: drivers reserve far more addresses than memory. Processes started inside inherit the
-    limit.
+    An oversized tensor then raises PyTorch's allocator error. Otherwise the kernel's out-of-memory
+    killer would end the whole sweep. Does nothing off Linux, nor once CUDA runs: drivers reserve
+    far more addresses than memory. Child processes inherit the limit.
     """
     if not LINUX or torch.cuda.is_initialized():
         yield
@@ -110,7 +95,7 @@ def cpu_memory_limit(
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     room = max(0, available_bytes() - margin_bytes)
     limit = address_space + (room if at_most is None else min(room, at_most))
-    # a limit that the user has set stays where it is lower
+    # a lower limit that the user has set stays
     limit = min([limit, *(bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY)])
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
@@ -120,9 +105,7 @@ def cpu_memory_limit(
 
 
 def available_bytes() -> int:
-    """Memory this process could still take on Linux: what the kernel says, or what its control
-    group leaves of that.
-    """
+    """Memory that this process can still take on Linux, by the kernel and its control group."""
     available = _proc_field("/proc/meminfo", "MemAvailable")
     return min([available, *(limit - used for limit, used in _cgroup_memory())])
 
@@ -141,30 +124,27 @@ def _proc_field(path: str, name: str) -> int:
 
 
 def _cgroup_memory() -> list[tuple[int, int]]:
-    """(limit, bytes that cannot be reclaimed) of this process's control group (v2) and of each one
-    above it that has a limit.
-    """
+    """(limit, unreclaimable bytes) of this process's control group (v2) and all above it."""
     try:
-        name = next(
-            line[3:]
-            for line in Path("/proc/self/cgroup").read_text().splitlines()
-            if line.startswith("0::")
-        )
-    except (OSError, StopIteration):
+        name = re.search(r"^0::/?(.*)", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+    except OSError:
+        return []
+    if name is None:
         return []
     root = Path("/sys/fs/cgroup")
-    group = root / name.lstrip("/")
-    found = []
-    for folder in [group, *group.parents][: len(group.parts) - len(root.parts) + 1]:
+    group = root / name[1]
+    limits = []
+    for folder in (group, *group.parents):
         # a group without the memory controller lacks the files; one without a limit says "max"
         with contextlib.suppress(OSError, ValueError):
             limit = int((folder / "memory.max").read_text())
             used = int((folder / "memory.current").read_text())
-            cache = re.search(
-                r"^inactive_file (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE
-            )
-            found.append((limit, used - int(cache[1]) if cache else used))
-    return found
+            stat = (folder / "memory.stat").read_text()
+            cache = re.search(r"^inactive_file (\d+)", stat, re.MULTILINE)
+            limits.append((limit, used - int(cache[1]) if cache else used))
+        if folder == root:
+            break
+    return limits
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -182,8 +162,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_out_of_memory(error: BaseException, device: torch.device | str) -> dict:
-    """What was asked for and what was there, in GiB (None where PyTorch does not say), with the
-    first line of the error.
+    """The requested and the free memory in GiB, and the first line of the error.
+
+    A value is None where PyTorch's message lacks it.
     """
     message = str(error)
     asked = _gib(r"(?:[Tt]ried to allocate|Unable to allocate) ([\d.]+) (bytes|[KMGTP]iB)", message)
@@ -209,9 +190,7 @@ def _gib(pattern: str, message: str) -> float | None:
 
 
 def release_memory(device: torch.device | str) -> None:
-    """Give back everything that a finished run no longer refers to, so that the next run of the
-    sweep starts clean.
-    """
+    """Free the memory that a finished run no longer uses, for the next run of the sweep."""
     # compiled graphs hold references to the tensors they were traced with
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
@@ -220,7 +199,6 @@ def release_memory(device: torch.device | str) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     elif LINUX:
-        # glibc keeps freed blocks; the next run's resident peak would start from them (musl has no
-        # malloc_trim)
+        # glibc keeps freed blocks, which would raise the next run's peak (musl has no malloc_trim)
         with contextlib.suppress(AttributeError):
             ctypes.CDLL(None).malloc_trim(0)

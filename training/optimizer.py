@@ -1,6 +1,6 @@
-"""AdamW, Muon, and their learning-rate schedule.
+"""AdamW and Muon, and their learning-rate schedule.
 
-The schedule is a plain function of the step, so a resumed run needs no scheduler state.
+The schedule is a function of the step, so a resumed run needs no scheduler state.
 """
 
 import math
@@ -11,14 +11,12 @@ from torch import Tensor, nn
 
 from config import OptimConfig
 
-# devices on which PyTorch has AdamW as one fused kernel
+# devices with a fused AdamW kernel in PyTorch
 FUSED_DEVICES = ("cpu", "cuda")
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> "torch.optim.AdamW | MuonAndAdamW":
-    """AdamW over every trainable parameter; with name=muon, Muon for the matrices of model.blocks
-    and AdamW for the rest.
-    """
+    """AdamW; or with name=muon, Muon for the matrices of model.blocks and AdamW for the rest."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if config.name == "adamw":
         return build_adamw(parameters, config)
@@ -40,8 +38,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> "torch.optim.AdamW
 def build_adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only.
 
-    Biases and the gains of normalisation layers have one dimension: decaying them pulls the layer
-    towards zero output.
+    Biases and norm gains have one dimension: decay would pull their layers towards zero output.
     """
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -58,13 +55,12 @@ def build_adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.op
 
 
 class Muon(torch.optim.Muon):
-    """PyTorch's Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon), which replaces a
-    matrix's momentum by its nearest orthogonal matrix, for weights that stack several matrices:
-    each is made orthogonal by itself.
+    """PyTorch's Muon, for weights that stack several matrices: each is orthogonalised by itself.
 
-    A group's "rows" are the rows of each matrix of the stack, or empty for a weight that is one
-    matrix. q, k and v only share a weight so that one product computes all three; made orthogonal
-    as one, the largest would set the scale of the others.
+    Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) replaces a matrix's momentum by its
+    nearest orthogonal matrix. A group's "rows" are the rows of each matrix of the stack, or empty
+    for a weight that is one matrix. q, k and v share a weight only so that one product computes all
+    three; orthogonalised together, the largest would set the scale of the others.
 
     With adjust_lr_fn="match_rms_adamw" (Liu et al. 2025, arXiv:2502.16982) an update is as large as
     AdamW's usually are, so one learning rate and one weight decay serve both.
@@ -79,18 +75,17 @@ class Muon(torch.optim.Muon):
     ) -> bool:
         has_complex = super()._init_group(group, params, grads, momenta)
         if group["rows"]:
+            # views, which Muon writes in place
             for tensors in (params, grads, momenta):
-                tensors[:] = [
-                    matrix for stack in tensors for matrix in stack.split(group["rows"])
-                ]  # views: written in place
+                tensors[:] = [matrix for stack in tensors for matrix in stack.split(group["rows"])]
         return has_complex
 
 
 class MuonAndAdamW:
-    """Two optimizers, each with parameters of its own, that training sees as one.
+    """Two optimizers, each with its own parameters, that training uses as one.
 
-    It has what the loop, GradScaler (which looks at the gradients of param_groups, and skips step()
-    for both) and checkpoints use of a torch.optim.Optimizer.
+    It has the part of a torch.optim.Optimizer that the loop, checkpoints and GradScaler use. The
+    last reads the gradients of param_groups, and skips step() for both.
     """
 
     def __init__(self, muon: Muon, adamw: torch.optim.AdamW):
@@ -109,7 +104,7 @@ class MuonAndAdamW:
         self.adamw.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """param_groups of both, as any optimizer's, and state under each name."""
+        """The param_groups of both in one list, and the state of each under its name."""
         muon, adamw = self.muon.state_dict(), self.adamw.state_dict()
         return {
             "state": {"muon": muon["state"], "adamw": adamw["state"]},
@@ -117,12 +112,12 @@ class MuonAndAdamW:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError for the state of another optimizer, or of other parameters."""
+        """Raises ValueError for the state of another optimizer or of other parameters."""
         state, groups = state_dict["state"], state_dict["param_groups"]
         if state.keys() != {"muon", "adamw"} or len(groups) != len(self.param_groups):
             raise ValueError(
-                "the saved state is not of muon and these groups of parameters; set "
-                "optim= as it was"
+                "the saved state is not of muon with these groups of parameters; set optim= as it "
+                "was"
             )
         mine = len(self.muon.param_groups)
         self.muon.load_state_dict({"state": state["muon"], "param_groups": groups[:mine]})
@@ -132,7 +127,7 @@ class MuonAndAdamW:
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimConfig
 ) -> float:
-    """Give every group of parameters learning_rate() of this step, and return it."""
+    """Set the learning rate of this step in all groups of parameters, and return it."""
     lr = learning_rate(step, steps, config)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -142,8 +137,8 @@ def set_learning_rate(
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """The learning rate of one step, counted from 0, in a run of `steps`.
 
-    A linear warm-up over min(warmup_steps, steps / 10) whose first step is not zero; then a cosine
-    that reaches min_lr at the last step, or lr throughout with schedule=constant.
+    A linear warm-up over min(warmup_steps, steps / 10), whose first step is not zero. Then a cosine
+    that reaches min_lr at the last step, or with schedule=constant lr throughout.
     """
     warmup_steps = min(config.warmup_steps, max(1, steps // 10))
     if step < warmup_steps:
@@ -152,6 +147,6 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
         return config.lr
     # a run no longer than its warm-up has no decay left to spread
     progress = (step - warmup_steps + 1) / max(1, steps - warmup_steps)
-    # whoever lowers lr below the default min_lr does not ask for a schedule that rises
+    # an lr below the default min_lr must not give a schedule that rises
     min_lr = min(config.min_lr, config.lr)
     return min_lr + (config.lr - min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))

@@ -1,6 +1,4 @@
-"""How a run ended, as data: whatever goes wrong becomes a status, so that one job of a sweep never
-takes down another.
-"""
+"""How a run ended, as data: every error becomes a status, so that the jobs of a sweep go on."""
 
 import logging
 import math
@@ -21,12 +19,13 @@ log = logging.getLogger("tilegpt")
 
 
 class Objective(float):
-    """What a sweeper minimises: val/loss of a completed run, and infinity for any other. It knows
-    how the run ended.
+    """What a sweeper minimises: val/loss of a completed run, infinity for any other.
+
+    It also says how the run ended.
     """
 
     status: str
-    stopped: bool  # whether a signal came, also where it was too late to interrupt the run
+    stopped: bool  # whether a signal came, even if too late to interrupt the run
 
     def __new__(cls, summary: dict[str, Any]) -> "Objective":
         loss = summary.get("val/loss") if summary["status"] == "completed" else None
@@ -48,11 +47,10 @@ def outcome_of(
     status: str = "running",
     predicted_gib: float | None = None,
 ) -> dict[str, Any]:
-    """What summary.json says of a run that `error` ended: oom, interrupted or failed. Says it once,
-    in the log.
+    """The entries of summary.json for a run that `error` ended; logs it in one line.
 
-    status: completed or diverged where the training was over by then, and only its last checkpoint
-    was still being written.
+    `status` is completed or diverged if the training was over, and only its last checkpoint was
+    still being written.
     """
     if isinstance(error, Stopped):
         if status != "running":
@@ -60,40 +58,31 @@ def outcome_of(
         log.warning("stopped at once: the steps since the last checkpoint are lost")
         return {"status": "interrupted"}
     if is_out_of_memory(error):
-        found = describe_out_of_memory(error, device) | {"predicted_gib": predicted_gib}
-        expected = (
-            ""
-            if predicted_gib is None
-            else (
+        oom = describe_out_of_memory(error, device) | {"predicted_gib": predicted_gib}
+        expected = ""
+        if predicted_gib is not None:
+            expected = (
                 f"; the run was predicted to take {predicted_gib:.1f} GiB in all (python -m "
                 "scripts.plan)"
             )
-        )
-        log.error(f"out of memory: {found['message']}{expected}")
-        return {"status": "oom", "oom": found}
+        log.error(f"out of memory: {oom['message']}{expected}")
+        return {"status": "oom", "oom": oom}
     if not isinstance(error, Exception):  # sys.exit() in a user's module, say
-        reason = _raised(error)
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raised = f"{type(error).__name__}({error})"
+        reason = f"{raised} was raised in {frame.filename}, line {frame.lineno}"
         log.error(
-            f"error: {reason}, which is no way to end a run; raise an exception of "
-            "another type there"
+            f"error: {reason}, and cannot end a run; raise an exception of another type there"
         )
         return {"status": "failed", "error": reason}
-    # what the user can mend is one line; anything else is ours, and its traceback is wanted
+    # users can mend a ValueError or OSError by its message; other errors are ours
     if not isinstance(error, (ValueError, OSError)):
         log.error("".join(traceback.format_exception(error)))
-    way_out = (
-        f"; {resume_command(run_dir)}"
-        if isinstance(error, OSError) and (run_dir / "checkpoint").exists()
-        else ""
-    )
+    way_out = ""
+    if isinstance(error, OSError) and (run_dir / "checkpoint").exists():
+        way_out = f"; {resume_command(run_dir)}"
     log.error(f"error: {error}{way_out}")
     return {"status": "failed", "error": str(error) or type(error).__name__}
-
-
-def _raised(error: BaseException) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    said = f"{type(error).__name__}({error})"
-    return f"{said} was raised in {frame.filename}, line {frame.lineno}"
 
 
 def _stopped_after(status: str) -> dict[str, Any]:
@@ -106,12 +95,10 @@ def _stopped_after(status: str) -> dict[str, Any]:
 
 @contextmanager
 def after_training(what: str, summary: dict[str, Any]) -> Iterator[None]:
-    """What is made of a run that is over, `what` in words. A failure is said and stands in the
-    summary, and costs nothing else.
-    """
+    """Guards what is made after a run. A failure is logged and noted in the summary, not raised."""
     try:
         yield
-    # the library that draws, a tokenizer or a kernel that takes no single query may raise anything
+    # a plotting library, a tokenizer, or a kernel without single queries may raise anything
     except Exception as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         log.error(f"error after the training: no {what}: {reason}")
@@ -119,15 +106,14 @@ def after_training(what: str, summary: dict[str, Any]) -> Iterator[None]:
 
 
 def resume_command(run_dir: Path) -> str:
-    """The command that resumes a run, as a shell takes it."""
+    """The shell command that resumes a run."""
     return f"go on with: python train.py {shlex.quote(f'resume={run_dir}')}"
 
 
 def outcome_outside_training(error: BaseException, status: str, run_dir: Path) -> dict[str, Any]:
-    """The same for an error before the training, when its status is running, or after it, when all
-    that was learnt is saved.
+    """outcome_of() for an error before the training began, or after it ended and was saved.
 
-    Says and changes nothing where the training itself has ended so.
+    Returns nothing where the training itself ended with an error.
     """
     if status == "running":
         return outcome_of(error, "cpu", run_dir)
@@ -140,36 +126,31 @@ def outcome_outside_training(error: BaseException, status: str, run_dir: Path) -
 
 
 def save_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    """Write what is known so far, in case that this process does not come to close_run(), which
-    says what cannot be written.
+    """Write the summary so far, in case this process is killed before close_run().
+
+    close_run() reports a summary that cannot be written.
     """
     with suppress(OSError):
-        write_json(
-            run_dir / "summary.json",
-            {key: value for key, value in summary.items() if key != "started"},
-        )
+        written = {key: value for key, value in summary.items() if key != "started"}
+        write_json(run_dir / "summary.json", written)
 
 
 def close_run(run_dir: Path, summary: dict[str, Any], ending: Ending) -> None:
-    """Give the memory back and write summary.json. A summary that cannot be written makes the run a
-    failed one.
+    """Release the memory and write summary.json. If that cannot be written, the run has failed.
 
-    "stopped" says of a run that a signal came, also where it was too late to interrupt it: a sweep
-    ends there.
+    "stopped" says that a signal came, even if too late to interrupt the run: a sweep ends there.
     """
     started = summary.pop("started")
-    # of all starts, where the training began
-    summary["wall_seconds"] = (
-        stop_clock(summary["starts"]) if "starts" in summary else time.time() - started
-    )
+    # the time of all starts, unless the training never began
+    starts = summary.get("starts")
+    summary["wall_seconds"] = stop_clock(starts) if starts else time.time() - started
     release_memory(summary.get("device", "cpu"))
-    # what comes from here on is raised after the run: by then its summary is written
+    # a later signal is raised after the run, when its summary is written
     summary["stopped"] = ending.noted or summary.get("stopped", False)
     ending.noted = False
-    # a resume that was refused leaves the summary of what the run did before, if it came to one
-    if "steps_done" not in summary and any(
-        override.startswith("resume=") for override in summary["overrides"]
-    ):
+    # a refused resume leaves the summary of the run as it was
+    resumes = any(override.startswith("resume=") for override in summary["overrides"])
+    if resumes and "steps_done" not in summary:
         return
     try:
         write_json(run_dir / "summary.json", summary)

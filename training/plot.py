@@ -9,7 +9,7 @@ from training.metrics import read_metrics
 
 @contextmanager
 def plain_text() -> Iterator[None]:
-    """Decorates a function that draws: a dollar sign in somebody's name is no formula."""
+    """Decorates a function that draws: a dollar sign in a name does not start a formula."""
     import matplotlib
 
     with matplotlib.rc_context({"text.parse_math": False}):
@@ -18,12 +18,10 @@ def plain_text() -> Iterator[None]:
 
 @plain_text()
 def draw_loss_curve(run_dir: Path, *, title: str) -> Path | None:
-    """RUN/loss_curve.png: train and held-out loss against tokens. None where there is nothing to
-    draw.
-    """
+    """Draw RUN/loss_curve.png: losses against tokens. Returns None if there is nothing to draw."""
     import matplotlib
 
-    matplotlib.use("Agg")  # a run has no screen
+    matplotlib.use("Agg")  # without a screen
     from matplotlib import pyplot
 
     rows = read_metrics(run_dir / "metrics.jsonl")

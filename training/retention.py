@@ -1,13 +1,13 @@
-"""Which checkpoints of a run there are, and which of them stay.
+"""Which checkpoints a run has, and which of them stay.
 
     RUN/checkpoint/                 the latest
     RUN/checkpoints/step-000400/    the ones before it, keep - 1 of them
-    RUN/checkpoint.best/            the one with the lowest val/loss: a step whose evaluation finds
-                                    a new lowest is saved, too
+    RUN/checkpoint.best/            the one with the lowest val/loss; a step whose evaluation is a
+                                    new lowest is always saved
 
-The best is made of hard links, which take no room while the same checkpoint stands elsewhere. Steps
-that a run has gone back behind, because its latest checkpoint was damaged, go with the next save,
-as their rows of metrics have gone.
+The best is made of hard links, which take no room while the same checkpoint stands elsewhere. A run
+whose latest checkpoint was damaged resumes from an earlier step. The next save then deletes the
+checkpoints of later steps, as their rows of metrics were dropped.
 """
 
 import contextlib
@@ -26,31 +26,28 @@ LATEST, EARLIER, BEST, META = "checkpoint", "checkpoints", "checkpoint.best", "m
 
 
 def newest_first(run_dir: Path) -> list[Path]:
-    """The folders with a checkpoint of the run, whole or not, the latest first. The folder of a
-    checkpoint stands for itself.
+    """The folders of the run's checkpoints, whole or not, latest first.
+
+    For the folder of one checkpoint: that folder alone.
     """
     run_dir = Path(run_dir)
     if (run_dir / META).is_file():
         return [run_dir]
-    others = sorted(
-        [*run_dir.glob(BEST), *run_dir.glob(f"{EARLIER}/step-*")], key=step_of, reverse=True
-    )
+    others = [*run_dir.glob(BEST), *run_dir.glob(f"{EARLIER}/step-*")]
+    others.sort(key=step_of, reverse=True)
     return [run_dir / LATEST, *others] if (run_dir / LATEST).is_dir() else others
 
 
 def run_of(folder: Path) -> Path:
-    """The run directory that the folder of a checkpoint lies in; a run directory stands for
-    itself.
-    """
+    """The run directory of a checkpoint's folder; a run directory is returned as it is."""
     folder = Path(folder)
     if not (folder / META).is_file():
         return folder
     return folder.parent.parent if folder.parent.name == EARLIER else folder.parent
 
 
-def rotate(fresh: Path, run_dir: Path, *, keep: int) -> Path:
-    """Make the folder `fresh` the latest checkpoint, and drop what is neither among the last `keep`
-    nor the best.
+def rotate(fresh: Path, run_dir: Path, *, keep: int) -> None:
+    """Make the folder `fresh` the latest checkpoint; delete all but the last `keep` and the best.
 
     Two renames: whenever the process dies, a whole checkpoint stands under one of the names above.
     """
@@ -65,11 +62,8 @@ def rotate(fresh: Path, run_dir: Path, *, keep: int) -> Path:
 
     earlier = sorted(run_dir.glob(f"{EARLIER}/step-*"), key=step_of, reverse=True)
     past = _before(step, earlier)
-    data = _data(latest)
-    # losses on other data, which a resumed run may have changed to, are no measure
-    lowest = _lowest(
-        folder for folder in [*_before(step, [best]), *past, latest] if _data(folder) == data
-    )
+    # a resumed run may have changed its data: losses on other data do not compare
+    lowest = _lowest([*_before(step, [best]), *past, latest], data=_data(latest))
     if lowest is not None and lowest != best:
         _link(lowest, best)
     elif lowest is None and not _before(step, [best]):
@@ -78,16 +72,11 @@ def rotate(fresh: Path, run_dir: Path, *, keep: int) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # not empty, or not there
         (run_dir / EARLIER).rmdir()
-    return latest
 
 
 def best_val_loss(run_dir: Path, *, before: int, data: str | None = None) -> float:
-    """The lowest val/loss of the checkpoints of earlier steps on this data; infinity where none was
-    evaluated.
-    """
-    lowest = _lowest(
-        folder for folder in _before(before, newest_first(run_dir)) if _data(folder) == data
-    )
+    """The lowest val/loss of earlier steps' checkpoints on this data; infinity if there is none."""
+    lowest = _lowest(_before(before, newest_first(run_dir)), data=data)
     return math.inf if lowest is None else _val_loss(lowest)
 
 
@@ -95,20 +84,17 @@ def _before(step: int, folders: Iterable[Path]) -> list[Path]:
     return [folder for folder in folders if 0 <= step_of(folder) < step]
 
 
-def _lowest(folders: Iterable[Path]) -> Path | None:
-    return min(
-        (folder for folder in folders if _val_loss(folder) is not None), key=_val_loss, default=None
-    )
+def _lowest(folders: Iterable[Path], *, data: str | None) -> Path | None:
+    evaluated = [folder for folder in folders if _val_loss(folder) is not None]
+    comparable = [folder for folder in evaluated if _data(folder) == data]
+    return min(comparable, key=_val_loss, default=None)
 
 
 def step_of(folder: Path) -> int:
-    """The step of a checkpoint's folder, from its name or its meta.json; -1 where neither says
-    it.
-    """
+    """The step of a checkpoint's folder, by its name or its meta.json; -1 if neither tells it."""
     if match := re.fullmatch(r"step-(\d+)", folder.name):
         return int(match[1])
-    step = meta_of(folder).get("step")
-    return step if isinstance(step, int) else -1
+    return meta_of(folder).get("step", -1)
 
 
 def _val_loss(folder: Path) -> float | None:
@@ -122,18 +108,22 @@ def _data(folder: Path) -> str | None:
 
 
 def meta_of(folder: Path) -> dict[str, Any]:
-    """What the meta.json of a checkpoint says; empty where it cannot be read or is not in its form.
-    Not verified.
-    """
+    """The content of a checkpoint's meta.json, not verified; {} if it is damaged or missing."""
+    meta = load_json(folder / META)
+    return meta if misfit(meta) is None else {}
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} if it is damaged or missing."""
     try:
-        meta = parse(folder / META)
+        value = parse(path)
     except (OSError, ValueError):
         return {}
-    return meta if isinstance(meta, dict) and misfit(meta) is None else {}
+    return value if isinstance(value, dict) else {}
 
 
 def parse(path: Path) -> Any:
-    """What a JSON file holds. Raises OSError or ValueError."""
+    """The content of a JSON file. Raises OSError or ValueError."""
     try:
         return json.loads(path.read_bytes())
     except RecursionError:
@@ -141,15 +131,11 @@ def parse(path: Path) -> Any:
 
 
 def misfit(meta: dict[str, Any]) -> str | None:
-    """What a meta.json has in another form than a checkpoint gives it."""
-    return next(
-        (
-            f"{key} is not {words}"
-            for key, (is_right, words) in FORM.items()
-            if key in meta and not is_right(meta[key])
-        ),
-        None,
-    )
+    """The first entry of a meta.json that is not what a checkpoint writes."""
+    for key, (is_right, expected) in FORM.items():
+        if key in meta and not is_right(meta[key]):
+            return f"{key} is not {expected}"
+    return None
 
 
 def _is_count(value: Any) -> bool:
@@ -166,25 +152,27 @@ def _are_files(value: Any) -> bool:
     )
 
 
+def are_starts(value: Any) -> bool:
+    """Whether this is a list of starts; see training/resume.py."""
+    return isinstance(value, list) and all(map(_is_start, value))
+
+
 def _is_start(value: Any) -> bool:
-    if (
-        not isinstance(value, dict)
-        or not _is_count(value.get("step"))
-        or not isinstance(value.get("changed"), dict)
-    ):
-        return False
-    attention, seconds = value.get("attention"), value.get("seconds", 0)
-    pairs = isinstance(attention, list) and all(
-        isinstance(pair, list) and len(pair) == 2 for pair in attention
-    )
-    changed = all(isinstance(pair, list) and len(pair) == 2 for pair in value["changed"].values())
-    named = pairs and all(_is_count(step) and isinstance(name, str) for step, name in attention)
     return (
-        changed
-        and named
-        and isinstance(seconds, (int, float))
+        isinstance(value, dict)
+        and _is_count(value.get("step"))
+        and isinstance(value.get("seconds", 0), (int, float))
         and isinstance(value.get("data", ""), str)
+        and isinstance(value.get("attention"), list)
+        and all(map(_is_pair, value["attention"]))
+        and all(_is_count(step) and isinstance(name, str) for step, name in value["attention"])
+        and isinstance(value.get("changed"), dict)
+        and all(map(_is_pair, value["changed"].values()))
     )
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2
 
 
 def _is_config(value: Any) -> bool:
@@ -192,22 +180,21 @@ def _is_config(value: Any) -> bool:
         isinstance(value.get(group, {}), dict) for group in ("attention", "model", "optim")
     ):
         return False
-    chosen = value.get("attention", {})
-    switch_at = chosen.get("switch_at")
-    return isinstance(chosen.get("name", ""), str) and (switch_at is None or _is_count(switch_at))
+    attention = value.get("attention", {})
+    switch_at = attention.get("switch_at")
+    return isinstance(attention.get("name", ""), str) and (
+        switch_at is None or _is_count(switch_at)
+    )
 
 
-# what each entry must be
+# {entry of meta.json: (whether a value is right, what it must be)}
 FORM: dict[str, tuple[Callable[[Any], bool], str]] = {
     "step": (_is_count, "a number of steps"),
     "tokens": (_is_count, "a number of tokens"),
     "val_loss": (lambda value: value is None or type(value) in (int, float), "a number"),
     "files": (_are_files, "the size and SHA-256 of files by their names"),
     "config": (_is_config, "the settings of a run"),
-    "starts": (
-        lambda value: isinstance(value, list) and all(map(_is_start, value)),
-        "the list of a run's starts",
-    ),
+    "starts": (are_starts, "the list of a run's starts"),
 }
 
 
@@ -221,6 +208,6 @@ def _link(source: Path, target: Path) -> None:
         except OSError:  # a file system without hard links
             shutil.copy2(file, fresh / file.name)
     sync(fresh)
-    # dying between these two leaves no best: the next save finds it again, where it was linked from
+    # a process that dies between these two leaves no best; the next save links it again
     shutil.rmtree(target, ignore_errors=True)
     fresh.rename(target)

@@ -118,7 +118,7 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     from training.memory import GIB
     from training.optimizer import build_optimizer
     from training.plan import largest_peak_bytes
-    from training.schedule import attention_schedule, describe, will_compile
+    from training.schedule import attention_schedule, schedule_summary, will_compile
 
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
@@ -128,7 +128,8 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     schedule = attention_schedule(config, dtype=dtype, device=device)
     for backend in schedule.values():
         will_compile(config.model, backend, device.type, compile_mode=config.compile)
-    summary |= describe(schedule, device=device, dtype=dtype, head_dim=config.model.head_dim)
+    head_dim = config.model.head_dim
+    summary |= schedule_summary(schedule, device=device, dtype=dtype, head_dim=head_dim)
 
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     torch.manual_seed(config.seed)

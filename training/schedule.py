@@ -15,8 +15,9 @@ log = logging.getLogger("tilegpt")
 
 
 def chosen_attention(chosen: AttentionConfig) -> dict[int, Backend]:
-    """The attention by the step after which it is used: {0: first} or {0: first, switch_at:
-    second}. ValueError for an unknown one.
+    """The attention by the step after which it is used: {0: first, switch_at: second}.
+
+    Raises ValueError for an unknown name or option.
     """
     schedule = {0: get_backend(chosen.backend_name, **chosen.backend_options())}
     if chosen.switch_at is not None:
@@ -28,8 +29,9 @@ def chosen_attention(chosen: AttentionConfig) -> dict[int, Backend]:
 
 
 def check_schedule(config: RunConfig) -> dict[int, Backend]:
-    """chosen_attention() of a run. Raises ValueError for one that lacks what the run needs, on
-    whatever device it will run.
+    """chosen_attention() of a run. Raises ValueError for one that lacks what the data need.
+
+    The device does not matter yet; see check_model().
     """
     schedule = chosen_attention(config.attention)
     for backend in schedule.values():
@@ -49,8 +51,9 @@ def check_schedule(config: RunConfig) -> dict[int, Backend]:
 def check_model(
     config: RunConfig, schedule: dict[int, Backend], *, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise ValueError for an attention that cannot train this model on this device; somebody's own
-    is tried out.
+    """Raise ValueError for an attention that cannot train this model on this device.
+
+    A user's own attention is tried out.
     """
     shape = {
         "num_heads": config.model.num_heads,
@@ -66,9 +69,7 @@ def check_model(
 def attention_schedule(
     config: RunConfig, *, dtype: torch.dtype, device: torch.device
 ) -> dict[int, Backend]:
-    """chosen_attention() of a run. Raises ValueError for one that cannot train its model; warns of
-    one that is broken on purpose.
-    """
+    """chosen_attention() of a run, checked. Warns of an attention that is broken on purpose."""
     chosen = config.attention
     schedule = check_schedule(config)
     if chosen.switch_to is not None and chosen.switch_at is None:
@@ -92,59 +93,51 @@ def attention_schedule(
 
 
 def backend_after(schedule: dict[int, Backend], step: int) -> Backend:
-    """The attention of the step that follows `step` steps."""
+    """The attention that is used after `step` steps."""
     return schedule[max(start for start in schedule if start <= step)]
 
 
 def prepare_model(model: GPT, backend: Backend, *, compile_mode: str) -> nn.Module:
-    """Give the model this attention; returns it as training calls it, compiled for that attention
-    if so.
-
-    compile_mode: true, false, or auto; see will_compile().
-    """
+    """Give the model this attention; returns what training calls, compiled if will_compile()."""
     model.backend = backend
-    compiled = will_compile(
-        model.config, backend, next(model.parameters()).device.type, compile_mode=compile_mode
-    )
-    if not compiled:
+    device = next(model.parameters()).device.type
+    if not will_compile(model.config, backend, device, compile_mode=compile_mode):
         return model
     introduce_operators()
     return torch.compile(model)
 
 
 def will_compile(config: ModelConfig, backend: Backend, device: str, *, compile_mode: str) -> bool:
-    """Whether torch.compile runs: auto does on a GPU, unless the attention fits no graph or memory
-    is to be spared in a way that it cannot.
+    """Whether to use torch.compile: compile_mode is true, false or auto.
 
-    Raises ValueError for compile=true with such a way: a compiled graph moves nothing to the host,
-    and has all chunks of a block there together, in more memory than without chunks.
+    auto compiles on a GPU, unless the attention fits no graph or the model saves memory by offload
+    or chunks. A compiled graph can do neither: it keeps all chunks of a block at once, and moves
+    nothing to the host. With them, compile=true raises ValueError.
     """
     sparing = "model.offload=true" if config.offload else ""
     if config.chunk_tokens is not None:
         sparing = f"model.chunk_tokens={config.chunk_tokens}"
     if sparing and compile_mode == "true":
         raise ValueError(
-            f"{sparing} spares memory in the middle of a step, as torch.compile cannot; add "
+            f"{sparing} saves memory in the middle of a step, as torch.compile cannot; add "
             "compile=false"
         )
     fits = (backend.traceable or is_operator(backend)) and not sparing
     return compile_mode == "true" or (compile_mode == "auto" and device == "cuda" and fits)
 
 
-def describe(schedule: dict[int, Backend], **inputs: Any) -> dict[str, Any]:
-    """The schedule for summary.json: the first attention as attention, options, defect; the second
-    as switch_at, switch_to, ...
+def schedule_summary(schedule: dict[int, Backend], **inputs: Any) -> dict[str, Any]:
+    """The schedule for summary.json: attention, defect, options; for a switch also switch_at, ...
 
-    With inputs, those of kernel_choice(), also which kernels the first runs, where it has several:
-    kernel, kernel_reason.
+    With the inputs of kernel_choice(): also the kernels of the first attention, if it has several.
     """
-    first, *later = schedule.items()
+    (_, first), *later = schedule.items()
     row = {
-        "attention": first[1].name,
-        "defect": first[1].defect is not None,
-        "options": dict(first[1].options),
+        "attention": first.name,
+        "defect": first.defect is not None,
+        "options": dict(first.options),
     }
-    if inputs and (kernel := kernel_choice(first[1], **inputs)):
+    if inputs and (kernel := kernel_choice(first, **inputs)):
         row |= {"kernel": kernel.kernel, "kernel_reason": kernel.reason}
     for step, backend in later:
         row |= {

@@ -1,42 +1,92 @@
-"""Settings that a run does not read: refused where somebody asked for them, else left out and said
-so.
+"""Settings that a run does not read: refused if a user set them, else left out with a message.
 
-Many settings belong to some choices alone: block_kv to the tile loops, data.path to data=text. One
-that nothing reads would be ignored in silence, and two runs that differ in it alone would pass for
-two.
+Many settings belong to some choices only: block_kv to the tile loops, data.path to data=text. If
+such a setting were ignored silently, two runs that differ only in it would look different.
 """
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from attention import BACKENDS, Backend, get_backend
-from config import BACKEND_OPTIONS, READ_UNDER, AttentionConfig, RunConfig, Unread
+from config import BACKEND_OPTIONS, TEXT_SOURCES, AttentionConfig, RunConfig
 from training.command_line import asked_keys, cli_overrides
 from training.loggers import check_logger
 from training.resume import check_resume
 
 log = logging.getLogger("tilegpt")
 
+# {setting: (the setting that decides, its values under which this one is read)}
+READ_UNDER = {
+    "attention.target": ("attention.name", ("custom",)),
+    "model.rope_theta": ("model.positions", ("rope",)),
+    "data.path": ("data.source", ("text",)),
+    "data.name": ("data.source", ("hub",)),
+    "data.subset": ("data.source", ("hub",)),
+    "data.split": ("data.source", ("hub",)),
+    "data.field": ("data.source", ("text", "hub")),
+    "data.streaming": ("data.source", ("hub",)),
+    "data.max_documents": ("data.source", TEXT_SOURCES),
+    "data.val_fraction": ("data.source", TEXT_SOURCES),
+    "data.num_keys": ("data.source", ("last_write",)),
+    "data.num_values": ("data.source", ("last_write",)),
+    "tokenizer.name": ("data.source", TEXT_SOURCES),
+    "optim.momentum": ("optim.name", ("muon",)),
+    "optim.min_lr": ("optim.schedule", ("cosine",)),
+    "logger.mode": ("logger.name", ("wandb",)),
+    "logger.entity": ("logger.name", ("wandb",)),
+    "logger.project": ("logger.name", ("wandb", "trackio")),
+}
+
+
+class Unread(NamedTuple):
+    """Why a run does not read a setting, and what to do instead."""
+
+    why: str  # attention=naive has no option block_kv (it has no options)
+    instead: str  # choose an attention that has it: tiled, no_max
+
 
 def conditional_settings(config: RunConfig) -> dict[str, Unread | None]:
-    """The settings that only some choices read and that were changed: None where this run reads it,
-    else why not.
-    """
-    told = config.conditional_settings()
-    has = option_names(config.attention)
+    """The changed settings that only some choices read: None if this run reads it, else why not."""
+    settings: dict[str, Unread | None] = {}
+    defaults = RunConfig()
+    for key, (decider, readers) in READ_UNDER.items():
+        chosen = value_of(config, decider)
+        if value_of(config, key) != value_of(defaults, key):
+            choice = decider.removesuffix(".name").removesuffix(".source")
+            instead = "add " + " or ".join(f"{choice}={value}" for value in readers)
+            why = f"{choice}={chosen} does not read it"
+            settings[key] = None if chosen in readers else Unread(why, instead)
+    options = option_names(config.attention)
     for name in config.attention.backend_options():
         key = f"attention.{name}" if name in BACKEND_OPTIONS else f"attention.options.{name}"
-        told[key] = (
-            None if name in has else _unread_option(name, config.attention.backend_name, has)
-        )
-    return told
+        is_read = name in options
+        settings[key] = None if is_read else _unread_option(name, config.attention, options)
+    return settings
+
+
+def value_of(config: RunConfig, key: str) -> Any:
+    """The value of a setting in a group, such as attention.options.NAME."""
+    group, _, name = key.rpartition(".")
+    parent = attrgetter(group)(config)
+    return parent[name] if isinstance(parent, dict) else getattr(parent, name)
+
+
+def reset(config: RunConfig, key: str) -> None:
+    """Put a setting in a group back to its default."""
+    group, _, name = key.rpartition(".")
+    parent = attrgetter(group)(config)
+    if isinstance(parent, dict):
+        del parent[name]
+    else:
+        setattr(parent, name, value_of(RunConfig(), key))
 
 
 def check_settings(config: RunConfig, summary: dict[str, Any]) -> None:
-    """Leave out the settings that this run does not read, and note why in `summary`.
+    """Leave out the settings that this run does not read, and note them in `summary`.
 
-    Raises ValueError for those of this command line, for a logger that is not there, and for a
+    Raises ValueError for those on this command line, for a logger that is not installed, and for a
     resume under settings that nobody asked for.
     """
     if left_out := settle(config, asked=asked_keys()):
@@ -47,10 +97,10 @@ def check_settings(config: RunConfig, summary: dict[str, Any]) -> None:
 
 
 def settle(config: RunConfig, *, asked: Iterable[str]) -> dict[str, str]:
-    """Put the settings that nothing reads back to their defaults: {setting: why}.
+    """Reset the settings that this run does not read; returns {setting: why}.
 
     Raises ValueError for those in `asked`, the keys of the command line, unless config.left_out
-    excuses them.
+    allows them.
     """
     asked = set(asked)
     for key in config.left_out:
@@ -60,30 +110,28 @@ def settle(config: RunConfig, *, asked: Iterable[str]) -> dict[str, str]:
                 "out of left_out"
             )
     left_out = unread(conditional_settings(config))
-    for key, found in left_out.items():
+    for key, reason in left_out.items():
         if is_asked(key, asked) and key not in config.left_out:
             raise ValueError(
-                f"{key}={config.value_of(key)} has no effect: {found.why}; leave it out, or "
-                f"{found.instead}"
+                f"{key}={value_of(config, key)} has no effect: {reason.why}; leave it out, or "
+                f"{reason.instead}"
             )
     for key in left_out:
-        config.leave_out(key)
-    return {key: found.why for key, found in left_out.items()}
+        reset(config, key)
+    return {key: reason.why for key, reason in left_out.items()}
 
 
 def unread(settings: dict[str, Unread | None]) -> dict[str, Unread]:
-    return {key: found for key, found in settings.items() if found is not None}
+    return {key: reason for key, reason in settings.items() if reason is not None}
 
 
 def is_asked(key: str, asked: set[str]) -> bool:
-    """Whether a command line with the keys `asked` gives this setting; tokenizer=gpt2 gives
-    tokenizer.name.
-    """
+    """Whether the keys `asked` include this setting; tokenizer=gpt2 sets tokenizer.name."""
     return key in asked or (key == "tokenizer.name" and "tokenizer" in asked)
 
 
 def option_names(chosen: AttentionConfig) -> list[str]:
-    """The options that an attention has, in the implementation that `chosen` picks."""
+    """The options of an attention, in the implementation that is chosen."""
     options, backend = chosen.backend_options(), get_backend(chosen.backend_name)
     if "impl" in options and backend.implementations:
         return ["impl", *backend.configured(impl=options["impl"]).options]
@@ -94,12 +142,10 @@ def _options_of(backend: Backend) -> list[str]:
     return [*(["impl"] if backend.implementations else []), *backend.options]
 
 
-def _unread_option(name: str, attention: str, has: list[str]) -> Unread:
-    own = f"its options: {', '.join(has)}" if has else "it has no options"
+def _unread_option(name: str, attention: AttentionConfig, options: list[str]) -> Unread:
+    own = f"its options: {', '.join(options)}" if options else "it has no options"
     others = [other for other, backend in BACKENDS.items() if name in _options_of(backend)]
-    instead = (
-        f"choose an attention that has it: {', '.join(others)}"
-        if others
-        else "name an option that it has"
-    )
-    return Unread(f"attention={attention} has no option {name} ({own})", instead)
+    instead = "name an option that it has"
+    if others:
+        instead = f"choose an attention that has it: {', '.join(others)}"
+    return Unread(f"attention={attention.backend_name} has no option {name} ({own})", instead)

@@ -1,7 +1,6 @@
-"""Standard output and standard error that a run outlives: closed, a pipe without a reader, a disk
-that is full.
+"""Standard output and error that cannot end a run: closed, without a reader, or on a full disk.
 
-What they lose stands in train.log all the same.
+train.log still has every line.
 """
 
 import os
@@ -10,7 +9,7 @@ from typing import Any
 
 
 class Stream:
-    """A standard stream whose first failure sends everything after it to nowhere."""
+    """A standard stream that writes to nowhere after its first failure."""
 
     def __init__(self, stream: Any, name: str):
         self._stream, self._name = stream, name
@@ -29,15 +28,14 @@ class Stream:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        # on the descriptor itself: what waits in a buffer, or comes from a library in C, must not
-        # fail either
+        # replace the descriptor itself, so that buffered text and C libraries do not fail either
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
         if self._name == "stdout":
             print(
-                f"{self._name} cannot be written to ({error.strerror}): a run goes on, and its "
-                "train.log has every line",
+                f"stdout cannot be written to ({error.strerror}): a run goes on, and its train.log "
+                "has every line",
                 file=sys.stderr,
             )
 
@@ -46,17 +44,14 @@ class Stream:
 
 
 def keep_streams(*, lasting: bool = True) -> None:
-    """Open what is closed of standard input, output and error, and, if lasting, let the last two
-    fail without an exception.
-    """
-    # a file that was opened as number 1 or 2 would get what libraries print
+    """Open closed standard streams; if `lasting`, errors of output and error are not raised."""
+    # otherwise the next file opened would be number 1 or 2, and get what libraries print
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115, it stays open to the end
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # a sample may hold letters that the terminal lacks
+            # a sample may hold characters that the terminal lacks
+            stream.reconfigure(errors="backslashreplace")
         setattr(sys, name, Stream(stream, name) if lasting else stream)

@@ -1,8 +1,8 @@
 """A sweep as a whole: its index, its table, its exit code.
 
-`SweepSummary` is a Hydra callback (conf/config.yaml names it under hydra.callbacks).
-SWEEP/index.jsonl has one line a job, from the start; the callback fills it in and prints the table
-at the end. Diverged and out-of-memory runs are results and leave the exit code at 0; a failed one
+`SweepSummary` is a Hydra callback, named in conf/config.yaml under hydra.callbacks.
+SWEEP/index.jsonl has one line a job from the start; the callback fills it in, and prints the table
+at the end. Diverged and out-of-memory runs are results and leave the exit code at 0. A failed run
 makes it 1.
 """
 
@@ -24,32 +24,42 @@ from hydra.experimental.callback import Callback
 from training.command_line import job_overrides, key_of, unescaped
 from training.metrics import read_metrics, strict, write_file
 from training.resume import attention_in_words, attention_steps, changes_in_words, load_yaml
-from training.retention import LATEST
+from training.retention import LATEST, load_json
 
 log = logging.getLogger("tilegpt")
 
 RUN_FILES = ("summary.json", "metrics.jsonl", "config.yaml")
 INDEX, LOCK = "index.jsonl", ".lock"
-# folders of a run or a sweep that hold no runs of ours
+# folders of a run or a sweep that hold no runs
 OTHER_FOLDERS = ("wandb", "checkpoint", "report_figures", "tensorboard")
+# {title in the summary table: (key of a run, format)}
+COLUMNS = {
+    "status": ("status", "{}"),
+    "val/loss": ("val/loss", "{:.4f}"),
+    "val/loss_exact": ("val/loss_exact", "{:.4f}"),
+    "accuracy": ("val/accuracy", "{:.1%}"),
+    "exact": ("val/accuracy_exact", "{:.1%}"),
+    "tokens/s": ("tokens_per_sec", "{:,.0f}"),
+    "steps alone": ("step_tokens_per_sec", "{:,.0f}"),
+    "peak GiB": ("memory/peak_gib", "{:.2f}"),
+}
 
 
 class SweepSummary(Callback):
-    """Locks the folders, keeps index.jsonl, prints the table, and sets the exit code of the
-    process.
+    """Locks the folders, keeps index.jsonl, prints the table and sets the exit code.
 
-    The exit code leaves as SystemExit, because Hydra turns every ordinary exception of a callback
-    into a warning and returns nothing from its main function.
+    The exit code leaves as SystemExit: Hydra turns every ordinary exception of a callback into a
+    warning, and returns nothing from its main function.
     """
 
     folder: Path | None = None  # of the sweep; None in a single run
 
     def __init__(self) -> None:
-        self.locks: dict[Path, IO] = {}  # what is closed is unlocked
-        self.away = False  # whether this is a copy, in a process that a launcher started for a job
+        self.locks: dict[Path, IO] = {}  # closing a file unlocks its folder
+        self.away = False  # whether this is a copy in the process of one job
 
     def __getstate__(self) -> dict[str, Any]:
-        # open files stay with the process that locked them
+        # a launcher pickles the callback for its jobs; locks stay with the first process
         return {"folder": self.folder, "locks": {}, "away": True}
 
     def release(self) -> None:
@@ -59,13 +69,10 @@ class SweepSummary(Callback):
 
     def on_run_start(self, config: Any, **kwargs: Any) -> None:
         folder = own_folder(config, "run")
-        # of a name that is too long pathlib raises an error
+        # pathlib raises an error where the name is too long
         saved = os.path.isdir(folder / LATEST)
-        go_on = (
-            f"go on with it by {shlex.quote(f'resume={folder}')}"
-            if saved
-            else "delete it, as it saved nothing"
-        )
+        command = shlex.quote(f"resume={folder}")
+        go_on = f"go on with it by {command}" if saved else "delete it, as it saved nothing"
         self.locks[folder] = claim(
             folder, None if config.resume else "metrics.jsonl", "hydra.run.dir", f"{go_on}, or "
         )
@@ -77,9 +84,8 @@ class SweepSummary(Callback):
 
     def on_job_start(self, config: Any, **kwargs: Any) -> None:
         if self.folder is not None:
-            from training.memory import (
-                in_use_gib,
-            )  # torch is loaded by the first job, not before a sweep is known to be one
+            # the first job loads torch; a sweep that is refused does not
+            from training.memory import in_use_gib
 
             folder = Path(config.hydra.runtime.output_dir)
             self.locks[folder] = claim(folder, "metrics.jsonl", "hydra.sweep.subdir")
@@ -89,15 +95,14 @@ class SweepSummary(Callback):
         if self.folder is None:
             return
         run_dir = Path(job_return.hydra_cfg.hydra.runtime.output_dir)
-        row = {"job": config.hydra.job.num, "overrides": list(job_return.overrides)} | read_run(
-            run_dir
-        )
-        row["memory/at_start_gib"] = self.at_start_gib  # what the jobs before left
+        row = {"job": config.hydra.job.num, "overrides": list(job_return.overrides)}
+        row |= read_run(run_dir)
+        row["memory/at_start_gib"] = self.at_start_gib  # left by the jobs before
         if job_return.status.name == "FAILED":
             row |= {"status": "failed", "error": str(job_return._return_value)}
         row["dir"] = str(run_dir.relative_to(self.folder))
         write_index_row(self.folder, row)
-        # Ctrl-C is meant for the whole sweep, not for the one job that caught it
+        # Ctrl-C ends the whole sweep, not only the job that caught it
         if row["status"] == "interrupted" or row.get("stopped"):
             if self.away:
                 raise KeyboardInterrupt
@@ -107,33 +112,23 @@ class SweepSummary(Callback):
         finish_sweep(self.folder, exit_code(read_sweep(self.folder)))
 
     def on_run_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
-        """The table and the exit code of a single run, from what main() returned."""
+        """Print the table of a single run and set its exit code, by what main() returned."""
         result = job_return._return_value
         status, stopped = getattr(result, "status", None), getattr(result, "stopped", False)
         if status == "completed":
-            log.info(
-                f"\n{summary_table([read_run(Path(config.hydra.run.dir))])}"
-            )  # which goes to train.log too
+            table = summary_table([read_run(Path(config.hydra.run.dir))])
+            log.info(f"\n{table}")  # logged, so that train.log has it too
         if status in ("failed", "interrupted") or stopped:
             raise SystemExit(1 if status == "failed" else 130)
 
 
 def begin_sweep(folder: Path, jobs: list[list[str]]) -> None:
-    """Write index.jsonl with every job as not started, and the command that runs it alone in its
-    place.
-    """
+    """Write index.jsonl with every job as not started, and the command that runs it alone."""
     rows = []
     for job, overrides in enumerate(jobs):
-        # an experiment may ask for a sweep, but this is one of its jobs
-        command = shlex.join(
-            [
-                "python",
-                "train.py",
-                *overrides,
-                "hydra.mode=RUN",
-                f"hydra.run.dir={folder.absolute() / str(job)}",
-            ]
-        )
+        # an experiment may set hydra.mode=MULTIRUN, but this is a single run
+        own = ["hydra.mode=RUN", f"hydra.run.dir={folder.absolute() / str(job)}"]
+        command = shlex.join(["python", "train.py", *overrides, *own])
         rows.append(
             {"job": job, "overrides": overrides, "status": "not started", "command": command}
         )
@@ -147,9 +142,7 @@ def forget_sweep(folder: Path) -> None:
 
 
 def write_index_row(folder: Path, row: dict[str, Any]) -> None:
-    """Put a job's line into index.jsonl in place of the one it had. Jobs that end together, in
-    several processes, take turns.
-    """
+    """Replace a job's line in index.jsonl. Jobs of several processes take turns."""
     with (folder / ".index.lock").open("a") as turn:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.lockf(turn, fcntl.LOCK_EX)
@@ -158,22 +151,23 @@ def write_index_row(folder: Path, row: dict[str, Any]) -> None:
 
 
 def finish_sweep(folder: Path, code: int) -> NoReturn:
-    """Print the table and the jobs that were not started, and leave with this exit code."""
+    """Print the table and the jobs that were not started; exit with this code."""
     folder = folder.absolute()
-    for row in _index_rows(folder):
+    rows = _index_rows(folder)
+    for row in rows:
         run_dir = folder / str(row.get("job"))
-        # a launcher that was stopped leaves its jobs no time to say how they ended
+        # a launcher that was stopped gives its jobs no time to report how they ended
         if row.get("status") == "not started" and run_dir.is_dir():
-            known = {"job": row["job"], "overrides": row["overrides"]}
-            write_index_row(folder, known | read_run(run_dir) | {"dir": run_dir.name})
+            job = {"job": row["job"], "overrides": row["overrides"]}
+            write_index_row(folder, job | read_run(run_dir) | {"dir": run_dir.name})
     table = summary_table(read_sweep(folder))
-    write_file(folder / "table.txt", f"{table}\n")  # whatever becomes of what is printed
+    write_file(folder / "table.txt", f"{table}\n")  # first: printing may fail
     print(f"\n{table}")
     missing = not_started(folder)
     if missing:
         print(
-            f"{len(missing)} of {len(_index_rows(folder))} jobs not started; each runs in its "
-            "place in the sweep with:"
+            f"{len(missing)} of {len(rows)} jobs not started; each runs in its place in the sweep "
+            "with:"
         )
     for row in missing:
         print(f"  {row['command']}")
@@ -182,19 +176,20 @@ def finish_sweep(folder: Path, code: int) -> NoReturn:
 
 
 def own_folder(config: Any, kind: str) -> Path:
-    """hydra.run.dir or hydra.sweep.dir. Ends the program where it is the current folder, this
-    program's or one above that.
+    """hydra.run.dir or hydra.sweep.dir. Ends the program for a folder that holds other files.
+
+    These are the current folder, the folder of this program, and all folders above that.
     """
     key = f"hydra.{kind}.dir"
     try:
         folder = config.hydra[kind].dir
-    except ValueError as error:  # an interpolation that leads nowhere
+    except ValueError as error:  # an interpolation of an unknown name
         raise SystemExit(
             f"error: {key}: {str(error).splitlines()[0]}; name a folder, as {key}=outputs/NAME"
         ) from None
-    place, ours = Path(os.path.realpath(folder)), Path(__file__).resolve().parent.parent
-    going_on = kind == "run" and config.resume
-    if not going_on and (place == Path.cwd() or place == ours or place in ours.parents):
+    place, program = Path(os.path.realpath(folder)), Path(__file__).resolve().parent.parent
+    resumes = kind == "run" and config.resume
+    if not resumes and place in (Path.cwd(), program, *program.parents):
         raise SystemExit(
             f"error: {key}={folder} is {place}, which holds other files; name a folder of its "
             f"own, as {key}=outputs/NAME"
@@ -203,11 +198,10 @@ def own_folder(config: Any, kind: str) -> Path:
 
 
 def claim(folder: Path, mark: str | None, key: str, go_on: str = "") -> IO:
-    """Make and lock the folder of a run or sweep, before Hydra writes to it. Ends the program where
-    it cannot be.
+    """Create and lock the folder of a run or sweep, before Hydra writes to it.
 
-    A folder that holds the file `mark` is refused: there is a run already. None where that is
-    wanted, to go on with it. `key` is the setting that names the folder, `go_on` another way out
+    Ends the program where that fails, or where the folder holds the file `mark` of an earlier run;
+    mark=None allows a resume. `key` is the setting that names the folder, `go_on` another way out
     for a folder in use.
     """
     try:
@@ -219,7 +213,7 @@ def claim(folder: Path, mark: str | None, key: str, go_on: str = "") -> IO:
         raise SystemExit(
             f"error: the folder {folder} cannot be written to: {error}; choose another {key}"
         ) from None
-    # only now: the process that held the lock before may have finished its run
+    # after locking: the process that held the lock may have finished its run
     if mark and (folder / mark).exists():
         raise SystemExit(
             f"error: {folder} holds a run or sweep already; {go_on}choose another {key}"
@@ -228,41 +222,39 @@ def claim(folder: Path, mark: str | None, key: str, go_on: str = "") -> IO:
 
 
 def lock(folder: Path) -> IO:
-    """Keep every other process out of the folder until the file is closed. The system unlocks it
-    however this process ends.
+    """Keep other processes out of the folder until the returned file is closed.
+
+    The system unlocks it however this process ends.
     """
     file = (folder / LOCK).open("a")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        answer = (
+        raise SystemExit(
             f"error: another process is writing to {folder} right now; start again, or choose "
             "another hydra.run.dir or hydra.sweep.dir"
-        )
-        raise SystemExit(answer) from None
+        ) from None
     except OSError:  # a file system without locks
         pass
     return file
 
 
 def exit_code(rows: list[dict[str, Any]]) -> int:
-    """1 where a run failed, else 0: divergence and lack of memory are what a sweep sets out to
-    find.
-    """
+    """1 if a run failed, else 0: a sweep may well look for divergence and lack of memory."""
     return int(any(row["status"] == "failed" for row in rows))
 
 
 def read_sweep(folder: Path) -> list[dict[str, Any]]:
     """Every run below `folder`, in order: a run directory, a sweep, or a folder of either.
 
-    A run is its summary.json plus "dir" and "status"; one that never wrote it is "unfinished", with
-    what its index line, config and metrics still tell.
+    A run is its summary.json plus "dir" and "status". One that never wrote it is "unfinished", with
+    the content of its index line, config and metrics.
     """
     rows = []
     for run_dir in _run_dirs(Path(folder)):
         indexed = _index(run_dir.parent).get(run_dir.name, {})
         row = indexed | read_run(run_dir)
-        # a job that died before its summary is known by its line in the index alone
+        # of a job that died before its summary, only the index has the status
         if row["status"] == "unfinished":
             row["status"] = indexed.get("status", "unfinished")
         rows.append(row)
@@ -270,14 +262,12 @@ def read_sweep(folder: Path) -> list[dict[str, Any]]:
 
 
 def not_started(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a sweep's index for the jobs that an interruption left out and that nobody has
-    run since.
-    """
-    rows = _index_rows(Path(folder))
+    """The lines of a sweep's index for the jobs that an interrupted sweep has not begun."""
+    folder = Path(folder)
     return [
         row
-        for row in rows
-        if row.get("status") == "not started" and not (Path(folder) / str(row.get("job"))).is_dir()
+        for row in _index_rows(folder)
+        if row.get("status") == "not started" and not (folder / str(row.get("job"))).is_dir()
     ]
 
 
@@ -288,124 +278,104 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         rows = read_metrics(run_dir / "metrics.jsonl")
     except OSError:
         rows = []
-    evaluated = {
-        "evaluated_step": max((row["step"] for row in rows if "val/loss" in row), default=None)
-    }
+    evaluated_step = max((row["step"] for row in rows if "val/loss" in row), default=None)
+    own = {"evaluated_step": evaluated_step, "dir": str(run_dir)}
     summary = load_json(run_dir / "summary.json")
     if "status" in summary:
-        return summary | evaluated | {"dir": str(run_dir)}
+        return summary | own
     config = load_yaml(run_dir / "config.yaml")
     attention = config.get("attention")
     last = {key: value for row in rows for key, value in row.items() if value is not None}
-    known = {
+    figures = (
+        "tokens",
+        "val/loss",
+        "val/loss_exact",
+        "tokens_per_sec",
+        "step_tokens_per_sec",
+        "memory/peak_gib",
+    )
+    run = {
+        "status": "unfinished",
         "attention": attention.get("name") if isinstance(attention, dict) else attention,
         "seq_len": config.get("seq_len"),
         "seed": config.get("seed"),
         "steps_done": last.get("step"),
-        **evaluated,
-        **{
-            key: last.get(key)
-            for key in (
-                "tokens",
-                "val/loss",
-                "val/loss_exact",
-                "tokens_per_sec",
-                "step_tokens_per_sec",
-                "memory/peak_gib",
-            )
-        },
+        **{key: last.get(key) for key in figures},
+        **own,
     }
-    return {key: value for key, value in known.items() if value is not None} | {
-        "status": "unfinished",
-        "dir": str(run_dir),
-    }
+    return {key: value for key, value in run.items() if value is not None}
 
 
 def summary_table(rows: list[dict[str, Any]]) -> str:
-    """The runs as a plain text table, and below it a line for every run that has something to say.
+    """The runs as plain text, and below the table a line for every run that needs a remark.
 
     The first columns are the settings in which the runs differ:
 
         attention  seed  status     val/loss  val/loss_exact  tokens/s  steps alone  peak GiB
         tiled      0     completed    1.7345          1.7345    12,410       15,725      0.36
 
-    tokens/s is by the wall clock; beside it that of the steps alone, by which variants are
-    compared. See training.metrics.WallClock.
+    tokens/s is by the wall clock. "steps alone" is the speed by which variants are compared; see
+    training.metrics.WallClock.
     """
-    columns = {
-        "status": ("status", "{}"),
-        "val/loss": ("val/loss", "{:.4f}"),
-        "val/loss_exact": ("val/loss_exact", "{:.4f}"),
-        "accuracy": ("val/accuracy", "{:.1%}"),
-        "exact": ("val/accuracy_exact", "{:.1%}"),
-        "tokens/s": ("tokens_per_sec", "{:,.0f}"),
-        "steps alone": ("step_tokens_per_sec", "{:,.0f}"),
-        "peak GiB": ("memory/peak_gib", "{:.2f}"),
-    }
-    # accuracy is a figure of the synthetic task alone
+    columns = COLUMNS
+    # only the synthetic task has an accuracy
     if not any(row.get("val/accuracy") is not None for row in rows):
         columns = {
-            title: column for title, column in columns.items() if "accuracy" not in column[0]
+            title: column for title, column in COLUMNS.items() if "accuracy" not in column[0]
         }
     settings = differing_settings(rows)
     names = list(dict.fromkeys(key for setting in settings for key in setting))
     table = [[key.rpartition(".")[2] for key in names] + list(columns)]
+    remarks = []
     for row, setting in zip(rows, settings, strict=True):
-        # the peak of what came before is not that of a run which ran out of memory
-        hidden = ("val/",) * is_stale(row) + ("memory/peak_gib",) * (row["status"] == "oom")
-        known = {
-            key: value
-            for key, value in row.items()
-            if value is not None and not key.startswith(hidden)
-        }
-        cells = [form.format(known[key]) if key in known else "-" for key, form in columns.values()]
+        cells = [_cell(row, *column) for column in columns.values()]
         table.append([setting.get(name, "-") for name in names] + cells)
+        if text := remark(row):
+            job = " ".join(f"{key}={value}" for key, value in setting.items())
+            remarks.append(f"{job}: {row['status']}{when(row)}: {text}")
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    text = len(names) + 1  # settings and status are words, the rest are numbers
+    num_words = len(names) + 1  # settings and status are words, the other columns numbers
     lines = [
         "  ".join(
-            cell.ljust(width) if i < text else cell.rjust(width)
+            cell.ljust(width) if i < num_words else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         for line in table
     ]
     lines.insert(1, "-" * len(lines[0]))
-    remarks = [
-        f"{' '.join(f'{key}={value}' for key, value in setting.items())}: "
-        f"{row['status']}{when(row)}: {remark(row)}"
-        for row, setting in zip(rows, settings, strict=True)
-        if remark(row)
-    ]
     return "\n".join(line.rstrip() for line in [*lines, *remarks])
 
 
+def _cell(row: dict[str, Any], key: str, form: str) -> str:
+    # the peak before memory ran out is not what the run needs
+    hidden = key == "memory/peak_gib" and row["status"] == "oom"
+    hidden = hidden or (key.startswith("val/") and is_stale(row))
+    return "-" if hidden or row.get(key) is None else form.format(row[key])
+
+
 def is_stale(row: dict[str, Any]) -> bool:
-    """Whether a run has gone on since its last evaluation, which is then not the result of the
-    steps that were done.
-    """
+    """Whether a run made steps after its last evaluation, so that it is not their result."""
     evaluated, done = row.get("evaluated_step"), row.get("steps_done")
     return isinstance(evaluated, int) and isinstance(done, int) and evaluated < done
 
 
 def differing_settings(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """For each run its attention, seq_len, seed and overrides, less what all runs share; the
-    attention alone if that is all.
+    """For each run its attention, seq_len, seed and overrides, without those that all runs share.
+
+    Where nothing is left, the attention alone.
     """
     settings = []
     for row in rows:
-        pairs = [override.lstrip("+").partition("=") for override in row.get("overrides") or []]
-        known = {
-            key: str(row[key])
-            for key in ("attention", "seq_len", "seed")
-            if row.get(key) is not None
-        }
-        changed = {"attention": attention_in_words(row)} if len(attention_steps(row)) > 1 else {}
+        keys = [key for key in ("attention", "seq_len", "seed") if row.get(key) is not None]
+        setting = {key: str(row[key]) for key in keys}
         unread = {"resume", "left_out", *(row.get("left_out") or {})}
-        settings.append(
-            known
-            | {key: unescaped(value) for key, _, value in pairs if key not in unread}
-            | changed
-        )
+        for override in row.get("overrides") or []:
+            key, _, value = override.lstrip("+").partition("=")
+            if key not in unread:
+                setting[key] = unescaped(value)
+        if len(attention_steps(row)) > 1:
+            setting["attention"] = attention_in_words(row)
+        settings.append(setting)
     shared = {
         key
         for setting in settings
@@ -424,23 +394,18 @@ def when(row: dict[str, Any]) -> str:
 
 
 def remark(row: dict[str, Any]) -> str:
-    """Why a run ended as it did, and what a resume changed, in one line; empty for a run that
-    simply completed.
-    """
+    """Why a run ended early, and what a resume changed, in one line; "" for one that completed."""
     oom, diagnosis = row.get("oom") or {}, row.get("diagnosis")
-    # a sentence alone in runs of earlier versions
+    # earlier versions wrote only a sentence
     diagnosis = diagnosis.get("message") if isinstance(diagnosis, dict) else diagnosis
-    reason = diagnosis or row.get("error") or oom.get("message") or ""
+    reason = str(diagnosis or row.get("error") or oom.get("message") or "")
     left_out = [f"without {key}: {why}" for key, why in (row.get("left_out") or {}).items()]
-    return "; ".join(
-        said
-        for said in (str(reason).strip().split("\n")[0], *left_out, changes_in_words(row))
-        if said
-    )
+    parts = [reason.strip().split("\n")[0], *left_out, changes_in_words(row)]
+    return "; ".join(filter(None, parts))
 
 
 def _run_dirs(folder: Path) -> Iterator[Path]:
-    # a job that failed at once left nothing but its line in the index
+    # a job that failed at once left only its line in the index
     if any((folder / name).is_file() for name in RUN_FILES) or folder.name in _index(folder.parent):
         yield folder
         return
@@ -449,14 +414,13 @@ def _run_dirs(folder: Path) -> Iterator[Path]:
         for path in folder.iterdir()
         if path.is_dir() and not path.name.startswith(".") and path.name not in OTHER_FOLDERS
     ]
-    # 2 before 10
-    for path in sorted(
-        below,
-        key=lambda path: [
-            int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)
-        ],
-    ):
+    for path in sorted(below, key=_natural_order):
         yield from _run_dirs(path)
+
+
+def _natural_order(path: Path) -> list[int | str]:
+    """2 before 10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]
 
 
 def _index(folder: Path) -> dict[str, dict[str, Any]]:
@@ -482,27 +446,17 @@ def _write_index(folder: Path, rows: list[dict[str, Any]]) -> None:
     write_file(folder / INDEX, "".join(json.dumps(strict(row), default=str) + "\n" for row in rows))
 
 
-def load_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def job_names(run_dir: Path) -> dict[str, Any]:
-    """How a logger names this job: after its overrides, grouped with the other jobs of its sweep,
-    in one wandb folder with them.
-    """
+    """The name, group and wandb folder of this job, for a logger: its overrides and its sweep."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
     job = HydraConfig.get()
-    # a job that is resumed alone, or runs later than the others, still belongs to its sweep
+    # a job that is resumed alone, or runs later, still belongs to its sweep
     in_sweep = job.mode == RunMode.MULTIRUN or (run_dir.parent / INDEX).is_file()
+    named = [unescaped(override) for override in job_overrides() if key_of(override) != "left_out"]
     return {
-        "name": ",".join(unescaped(each) for each in job_overrides() if key_of(each) != "left_out")
-        or "default",
+        "name": ",".join(named) or "default",
         "group": run_dir.parent.name if in_sweep else None,
         "wandb_dir": run_dir.parent if in_sweep else run_dir,
     }

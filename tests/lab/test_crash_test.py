@@ -16,8 +16,9 @@ from config import DataConfig, TokenizerConfig
 from data import build_tokenizer
 from data.token_store import DamagedStore, load, open_store
 from lab.crash_test import damage, damage_tokens, is_one_line, same
+from tests.command import load_checkpoint
 from tests.training.test_checkpoint import ROOT, save
-from training.checkpoint import CheckpointError, load_checkpoint
+from training.checkpoint import CheckpointError
 from training.retention import newest_first
 
 

@@ -14,7 +14,7 @@ from config import AttentionConfig, DataConfig, ModelConfig, RunConfig
 from data import PackedBatch
 from data.batches import windows
 from model import GPT
-from training.evaluate import evaluate, judged
+from training.evaluate import evaluate, evaluate_under
 from training.health import AttentionMonitor, compare_layers, diagnose, largest_score
 from training.schedule import attention_schedule
 
@@ -183,7 +183,7 @@ def test_the_evaluation_keeps_documents_apart(build):
     for name in expected:
         assert row[f"val/{name}"] == pytest.approx(expected[name], rel=1e-5)
         assert row[f"val/{name}_exact"] == pytest.approx(expected[name], rel=1e-5)
-    together = judged(
+    together = evaluate_under(
         model, model.backend, *batch[:2], batch_size=2, autocast=no_autocast, accuracy=False
     )[0]
     assert abs(together - row["val/loss"]) > 1e-3
@@ -193,7 +193,7 @@ def test_held_out_data_without_a_target_that_counts(build):
     model, (inputs, targets, _) = build("tiled", positions="rope"), packed()
     how = {"batch_size": 2, "autocast": torch.autocast("cpu", enabled=False), "accuracy": False}
     with pytest.raises(ValueError, match="none of the .* held-out targets counts"):
-        judged(model, model.backend, inputs, torch.full_like(targets, -100), **how)
+        evaluate_under(model, model.backend, inputs, torch.full_like(targets, -100), **how)
 
 
 @pytest.mark.parametrize("rows", [80, 30], ids=["all-queries", "the-last-queries"])

@@ -189,7 +189,7 @@ def test_a_matrix_without_a_figure_replaces_nothing(sweep, table, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise ValueError("attention=triton needs a GPU")
 
-    monkeypatch.setattr(cross_eval, "judged", refuse)
+    monkeypatch.setattr(cross_eval, "evaluate_under", refuse)
     with pytest.raises(SystemExit) as ended:
         cross_eval.main([str(sweep), "under=triton"])
     line = ended.value.code
@@ -258,7 +258,7 @@ def test_a_diverged_run_is_judged_and_a_judge_that_overflows_is_marked(tmp_path,
 
 
 def test_a_loss_that_is_not_finite_has_no_figures(monkeypatch, sweep, tmp_path):
-    monkeypatch.setattr(cross_eval, "judged", lambda *_, **__: (float("nan"), 0.25))
+    monkeypatch.setattr(cross_eval, "evaluate_under", lambda *_, **__: (float("nan"), 0.25))
     cross_eval.main([str(sweep / "0"), "under=no_max,sdpa", f"out={tmp_path / 'x.json'}"])
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert [(row["status"], row["loss"], row["accuracy"]) for row in rows] == [

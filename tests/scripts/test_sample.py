@@ -15,7 +15,7 @@ from config import AttentionConfig, DataConfig, ModelConfig, RunConfig
 from data import build_tokenizer
 from model import GPT, sample_text
 from scripts import sample
-from training.checkpoint import save_checkpoint
+from tests.command import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -22,7 +22,7 @@ from data import build_data
 from model import GPT
 from scripts import trace, trace_page
 from scripts.arguments import read_settings
-from training.checkpoint import save_checkpoint
+from tests.command import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 OBSERVABLE = [name for name, backend in BACKENDS.items() if backend.observable]
@@ -393,7 +393,9 @@ def test_refuses_what_does_not_fit_in_memory(run_trace):
 
 
 def test_refuses_integers_of_more_than_64_bits(run_trace):
-    with pytest.raises(SystemExit, match=r"^trace: seed=18446744073709551616 is no 64-bit integer"):
+    with pytest.raises(
+        SystemExit, match=r"^trace: seed=18446744073709551616 is not a 64-bit integer"
+    ):
         run_trace("inputs=normal", "seed=18446744073709551616")
 
 

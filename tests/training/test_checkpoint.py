@@ -15,13 +15,8 @@ from torch import nn
 from torch.amp import GradScaler
 
 from config import OptimConfig
-from training.checkpoint import (
-    CheckpointError,
-    load_checkpoint,
-    load_model_state,
-    read_meta,
-    save_checkpoint,
-)
+from tests.command import load_checkpoint, save_checkpoint
+from training.checkpoint import CheckpointError, load_model_state, read_meta
 from training.optimizer import build_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -241,7 +236,7 @@ def test_unusable_meta(tmp_path, content, said):
 def test_folder_of_another_program(tmp_path):
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint/pytorch_model.bin").write_bytes(b"x")
-    assert "is no checkpoint of this program: meta.json is missing" in refusal(tmp_path)
+    assert "is not a checkpoint of this program: meta.json is missing" in refusal(tmp_path)
 
 
 def with_model(**changed) -> dict:
@@ -335,7 +330,7 @@ SAVE_FOREVER = """
 import os, sys, torch, torch._dynamo, safetensors.torch
 from pathlib import Path
 from tests.training.test_checkpoint import CONFIG, TiedModel
-from training.checkpoint import save_checkpoint
+from tests.command import save_checkpoint
 from config import OptimConfig
 from training.optimizer import build_optimizer
 

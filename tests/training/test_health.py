@@ -266,7 +266,7 @@ def test_of_a_long_sequence_the_loop_walks_one_tile(monkeypatch, layer):
         implementations={},
         fn=without_impl,
     )
-    monkeypatch.setattr(health, "LOOKED_AT", batches[0][0].shape[1] - 1)
+    monkeypatch.setattr(health, "MAX_INSPECTED", batches[0][0].shape[1] - 1)
     tiles = []
     monkeypatch.setattr(
         health,
@@ -286,7 +286,7 @@ def test_a_kernels_breakdown_in_a_long_sequence(monkeypatch):
     model.backend = get_backend("no_max", block_q=16, block_kv=16)
     expected, _ = diagnose(model, [batch()])
     model.backend = get_backend("no_max", impl="triton", block_q=16, block_kv=16)
-    monkeypatch.setattr(health, "LOOKED_AT", batch()[0].shape[1] - 1)
+    monkeypatch.setattr(health, "MAX_INSPECTED", batch()[0].shape[1] - 1)
     found, _ = diagnose(model, [batch()])
     # the layers before are the kernel's, with other roundings
     assert found.pop("tile_max_score") == pytest.approx(expected.pop("tile_max_score"), rel=1e-5)
@@ -307,7 +307,7 @@ def test_documents_are_not_cut(monkeypatch):
         implementations={},
         fn=without_impl,
     )
-    monkeypatch.setattr(health, "LOOKED_AT", inputs.shape[1] - 1)
+    monkeypatch.setattr(health, "MAX_INSPECTED", inputs.shape[1] - 1)
     found, _ = diagnose(model, [(inputs, targets, torch.zeros_like(inputs))])
     assert (found["layer"], found["head"], found["tensor"], found["queries"]) == (0, 1, "out", None)
 
@@ -397,7 +397,7 @@ def test_of_a_long_sequence_the_beginning_is_looked_at(monkeypatch):
         "training.health.compare_layers",
         lambda model, *_, loss_scale: weights.append(loss_scale) or {},
     )
-    monkeypatch.setattr("training.health.LOOKED_AT", inputs.shape[1] // 2)
+    monkeypatch.setattr("training.health.MAX_INSPECTED", inputs.shape[1] // 2)
     row = AttentionMonitor(model, contextlib.nullcontext()).inspect(
         1, inputs, targets, compare=True, loss_scale=8.0
     )

@@ -9,8 +9,8 @@ from torch import nn
 from attention import get_backend
 from config import ModelConfig, OptimConfig
 from model import GPT
-from tests.command import checkpoint, run, same, summary, tiny
-from training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from tests.command import checkpoint, load_checkpoint, run, same, save_checkpoint, summary, tiny
+from training.checkpoint import CheckpointError
 from training.optimizer import build_optimizer, learning_rate
 
 MUON = OptimConfig(name="muon", lr=0.01)

@@ -110,7 +110,7 @@ def test_a_damaged_one_is_passed_over_in_one_line(tmp_path, caplog, how):
         assert saves.load()["step"] == 200
         (said,) = caplog.messages
         name = (
-            "is no checkpoint of this program"
+            "is not a checkpoint of this program"
             if how == "meta.json:missing"
             else str(tmp_path / "checkpoint" / how.partition(":")[0])
         )
@@ -152,7 +152,7 @@ def test_where_all_are_damaged_the_refusal_names_the_latest(tmp_path):
         saves.load()
     assert str(tmp_path / "checkpoint/training.pt") in str(
         caught.value
-    ) and "no other one is whole either (2 tried)" in str(caught.value)
+    ) and "no other checkpoint is whole either (2 tried)" in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -9,14 +9,13 @@ import pytest
 from attention import BACKENDS
 from config import (
     BACKEND_OPTIONS,
-    READ_UNDER,
     AttentionConfig,
     DataConfig,
     ModelConfig,
     OptimConfig,
     RunConfig,
 )
-from training.settings import conditional_settings, settle, unread
+from training.settings import READ_UNDER, conditional_settings, settle, unread, value_of
 
 
 def test_a_setting_is_read_under_some_choices_alone():
@@ -109,5 +108,5 @@ def test_the_tables_name_settings_that_exist():
     assert set(BACKEND_OPTIONS) == options
     config = RunConfig(model=ModelConfig(positions="rope"))
     for key, (decider, readers) in READ_UNDER.items():
-        config.value_of(key)
-        assert isinstance(config.value_of(decider), str) and readers
+        value_of(config, key)
+        assert isinstance(value_of(config, decider), str) and readers
