@@ -29,10 +29,10 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     """One run, from settings to files. `summary` fills on the way, so an error loses nothing."""
     # imported here, so that --help and a mistyped key are answered without loading torch
     from training.checkpoint import Checkpoints
+    from training.files import read_metrics
     from training.health import AttentionMonitor
     from training.interrupt import Interrupt
     from training.memory import cpu_memory_limit
-    from training.metrics import read_metrics
     from training.recorder import Recorder
     from training.resume import new_start
     from training.run import build_run

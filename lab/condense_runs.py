@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts.arguments import command
-from training.metrics import check_writable, read_metrics, write_file
+from training.files import check_writable, read_metrics, write_file
 from training.sweep import load_json, read_sweep
 
 CURVES = (

@@ -40,7 +40,8 @@ import torch
 from safetensors.torch import load_file
 
 from scripts.arguments import check_at_least, command
-from training.metrics import ROOT, check_writable, measured_on, read_metrics, write_json
+from training.environment import ROOT, measured_on
+from training.files import check_writable, read_metrics, write_json
 from training.retention import LATEST, newest_first, step_of
 
 STEPS, EVERY = 200, 10

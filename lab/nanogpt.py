@@ -47,7 +47,8 @@ from model import GPT
 from model.gpt2_weights import gpt2_name
 from scripts.arguments import check_at_least, command, parse_backend
 from training.device import pick_device, pick_dtype
-from training.metrics import ROOT, check_writable, measured_on, read_metrics, write_json
+from training.environment import ROOT, measured_on
+from training.files import check_writable, read_metrics, write_json
 from training.optimizer import set_learning_rate
 from training.sweep import load_json
 from training.trained import read_run_config

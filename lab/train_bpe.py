@@ -28,7 +28,7 @@ from pathlib import Path
 
 from data.tokenizer import PATTERN, RANKS_FILE
 from scripts.arguments import command
-from training.metrics import check_writable, write_file
+from training.files import check_writable, write_file
 
 Pair = tuple[int, int]
 

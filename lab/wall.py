@@ -31,7 +31,8 @@ from typing import Any
 import torch
 
 from scripts.arguments import check_at_least, command
-from training.metrics import ROOT, check_writable, measured_on, read_metrics, write_json
+from training.environment import ROOT, measured_on
+from training.files import check_writable, read_metrics, write_json
 from training.sweep import load_json
 
 

@@ -67,13 +67,14 @@ from data.token_store import cache_folder
 from scripts.arguments import Device, Dtype, check_at_least, command, parse_backend
 from scripts.attention_call import ROUNDS, Call, Measurement, longest, memory_cap, try_length
 from training.device import pick_device, pick_dtype
+from training.environment import measured_on
+from training.files import check_writable, write_json
 from training.memory import (
     cpu_memory_limit,
     describe_out_of_memory,
     is_out_of_memory,
     release_memory,
 )
-from training.metrics import check_writable, measured_on, write_json
 
 
 @dataclass

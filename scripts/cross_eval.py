@@ -34,9 +34,10 @@ from scripts.arguments import Device, check_at_least, command, parse_backend
 from scripts.cross_eval_matrix import draw, in_text, read_rows
 from training.checkpoint import read_meta
 from training.device import pick_device
+from training.environment import environment
 from training.evaluate import evaluate_under, exact_attention
+from training.files import check_writable, write_json
 from training.memory import is_out_of_memory, release_memory
-from training.metrics import check_writable, environment, write_json
 from training.schedule import chosen_attention
 from training.sweep import differing_settings, read_sweep
 from training.trained import Trained, load_trained, read_run_config

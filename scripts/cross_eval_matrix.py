@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from attention import BACKENDS
 from scripts.palette import VERMILION
 from scripts.tables import mean_and_deviation, text_table
-from training.metrics import write_file
+from training.files import write_file
 from training.plot import plain_text
 
 

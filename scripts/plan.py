@@ -35,6 +35,8 @@ from scripts.tables import text_table
 from training import traffic
 from training.command_line import compose
 from training.device import DTYPES, pick_device, pick_dtype
+from training.environment import measured_on
+from training.files import check_writable, write_json
 from training.hardware import (
     BLOCK_DEFAULT_KIB,
     CARD_SIZES,
@@ -46,7 +48,6 @@ from training.hardware import (
     SHARED_KIB,
 )
 from training.memory import GIB
-from training.metrics import check_writable, measured_on, write_json
 from training.plan import (
     MATERIALISED,
     RECOMPUTED,

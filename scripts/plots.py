@@ -26,8 +26,8 @@ import torch
 from scripts.arguments import command, parse_backend
 from scripts.palette import BACKENDS, OTHER_BACKENDS
 from scripts.plan import call_traffic
+from training.files import check_writable, write_file
 from training.hardware import PEAK_BANDWIDTH, PEAK_FLOPS, data_sheet
-from training.metrics import check_writable, write_file
 from training.plot import plain_text
 
 MARKERS = "osv^D<>P*X"

@@ -53,7 +53,8 @@ from scripts.profile_trace import ATTENTION, PARTS, STEP, parts_of_steps
 from scripts.tables import text_table
 from training.command_line import compose
 from training.device import pick_device
-from training.metrics import check_writable, measured_on, write_json
+from training.environment import measured_on
+from training.files import check_writable, write_json
 from training.run import Run, build_run
 from training.step import Stepper
 

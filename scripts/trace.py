@@ -45,8 +45,8 @@ from data import build_data
 from scripts.arguments import Device, check_at_least, command
 from scripts.trace_page import render_page
 from training.device import DTYPES, pick_device
+from training.files import check_writable, write_file
 from training.memory import cpu_memory_limit, describe_out_of_memory, is_out_of_memory
-from training.metrics import check_writable, write_file
 from training.trained import load_trained, read_run_config
 
 WORKED_Q = [

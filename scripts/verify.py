@@ -40,7 +40,8 @@ from conformance.command import set_up
 from conformance.properties import PROPERTIES, Cell, check_breaks, examine
 from scripts.arguments import Device, Dtype, check_at_least, command, parse_backend
 from training.device import pick_device, pick_dtype
-from training.metrics import check_writable, measured_on, write_json
+from training.environment import measured_on
+from training.files import check_writable, write_json
 
 
 @dataclass

@@ -92,7 +92,7 @@ def pytest_sessionfinish(session):
 
 
 def write_conformance(path: Path, rows: list[dict]) -> None:
-    from training.metrics import measured_on
+    from training.environment import measured_on
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = [row for row in rows if row["device"] == device]

@@ -20,8 +20,8 @@ from config import RunConfig, register
 from tests.command import ROOT, checkpoint, computed, metrics, run, strict_json, summary, tiny
 from training.checkpoint import Checkpoints
 from training.evaluate import evaluate
+from training.files import MetricsFile
 from training.health import AttentionMonitor
-from training.metrics import MetricsFile
 
 
 def trains_on_a_cpu(backend: Backend) -> bool:

@@ -33,8 +33,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from data.token_file import sync
+from training.files import MetricsFile
 from training.memory import is_out_of_memory
-from training.metrics import MetricsFile
 from training.resume import resumed_starts, stop_clock
 from training.retention import (
     BEST,

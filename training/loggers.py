@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from config import LoggerConfig
-from training.metrics import read_metrics
+from training.files import read_metrics
 
 log = logging.getLogger("tilegpt")
 

@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from training.files import write_json
 from training.interrupt import Ending, Stopped
 from training.memory import describe_out_of_memory, is_out_of_memory, release_memory
-from training.metrics import write_json
 from training.resume import stop_clock
 
 log = logging.getLogger("tilegpt")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from training.metrics import read_metrics
+from training.files import read_metrics
 
 
 @contextmanager

@@ -11,10 +11,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from attention import Backend
 from model import sample_text
 from training.command_line import job_overrides, searched_folders
+from training.files import MetricsFile, write_json
 from training.health import AttentionMonitor
 from training.loggers import build_logger
 from training.memory import MemoryMeter
-from training.metrics import MetricsFile, Progress, WallClock, write_json
 from training.outcome import after_training, outcome_of, resume_command, save_summary
 from training.plot import draw_loss_curve
 from training.resume import stop_clock, write_settings
@@ -22,6 +22,7 @@ from training.run import Run
 from training.schedule import describe_attention
 from training.step import Stepper, StepResult
 from training.sweep import job_names
+from training.throughput import Progress, WallClock
 
 log = logging.getLogger("tilegpt")
 

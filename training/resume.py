@@ -29,7 +29,7 @@ import yaml
 from attention import BACKENDS
 from config import RunConfig
 from training.command_line import key_of, quoted
-from training.metrics import write_file
+from training.files import write_file
 from training.retention import are_starts, meta_of, newest_first
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any
     before = dict(_flat(_without_defaults(then)))
     return {
         key: [before[key], value]
-        for key, value in _flat(now)
+        for key, value in _flat(_without_defaults(now))
         # as strings: a NaN does not differ from itself
         if key in before and key not in PLACES and repr(before[key]) != repr(value)
     }

@@ -64,7 +64,7 @@ class Run:
     @cached_property
     def environment(self) -> dict[str, Any]:
         """Commit, versions, hardware, command and data."""
-        from training.metrics import environment
+        from training.environment import environment
 
         return environment(self.data.fingerprint, self.device)
 

@@ -15,9 +15,9 @@ from torch.profiler import record_function
 from attention import Backend
 from config import Due
 from training.interrupt import Interrupt
-from training.metrics import Throughput, peak_flops
 from training.optimizer import learning_rate, set_learning_rate
 from training.schedule import backend_after, prepare_model
+from training.throughput import Throughput, peak_flops
 
 if TYPE_CHECKING:
     from training.run import Run

@@ -22,7 +22,7 @@ from typing import IO, Any, NoReturn
 from hydra.experimental.callback import Callback
 
 from training.command_line import job_overrides, key_of, unescaped
-from training.metrics import read_metrics, strict, write_file
+from training.files import read_metrics, strict, write_file
 from training.resume import attention_in_words, attention_steps, changes_in_words, load_yaml
 from training.retention import LATEST, load_json
 
@@ -315,7 +315,7 @@ def summary_table(rows: list[dict[str, Any]]) -> str:
         tiled      0     completed    1.7345          1.7345    12,410       15,725      0.36
 
     tokens/s is by the wall clock. "steps alone" is the speed by which variants are compared; see
-    training.metrics.WallClock.
+    training.throughput.WallClock.
     """
     columns = COLUMNS
     # only the synthetic task has an accuracy

@@ -43,7 +43,8 @@ def write_claims(*, measure: bool) -> None:
     from lab.claims import render
     from lab.claims.topics import CLAIMS
     from lab.results.tables import FOLDER
-    from training.metrics import check_writable, environment, write_json
+    from training.environment import environment
+    from training.files import check_writable, write_json
 
     record = FOLDER / "claims.json"
     check_writable(record)

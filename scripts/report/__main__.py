@@ -19,7 +19,7 @@ from scripts.report.drawing import variant_styles
 from scripts.report.matrix import cross_blocks
 from scripts.report.page import Card, Figure, Section, Table, Text, render_html, render_markdown
 from scripts.report.runs import Run, ended, load_runs
-from training.metrics import check_writable, write_file
+from training.files import check_writable, write_file
 from training.sweep import not_started
 
 

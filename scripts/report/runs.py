@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from training.metrics import read_metrics
+from training.files import read_metrics
 from training.resume import attention_in_words, attention_steps
 from training.sweep import differing_settings, is_stale, load_json, read_sweep
 

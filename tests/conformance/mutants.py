@@ -19,7 +19,8 @@ import torch
 import attention
 from attention import Backend
 from conformance.properties import PROPERTIES, SLOW
-from training.metrics import measured_on, write_json
+from training.environment import measured_on
+from training.files import write_json
 
 FOLDER = Path(attention.__file__).parent
 # in the order in which they import one another

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from lab.results import calls, tables
-from training import metrics
+from training.files import check_writable, write_file
 from training.interrupt import one_line
-from training.metrics import check_writable, write_file
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 
@@ -85,8 +84,8 @@ def test_a_file_is_tried_without_being_touched(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_told_with_the_path(tmp_path, monkeypatch):
     (tmp_path / "page.html").write_text("old")
-    monkeypatch.setattr(metrics.Path, "with_name", lambda path, name: Path("/dev/full"))
-    monkeypatch.setattr(metrics.Path, "unlink", lambda path: None)
+    monkeypatch.setattr(Path, "with_name", lambda path, name: Path("/dev/full"))
+    monkeypatch.setattr(Path, "unlink", lambda path: None)
     with pytest.raises(
         OSError, match=f"^{tmp_path}/page.html cannot be written: {os.strerror(errno.ENOSPC)}$"
     ):

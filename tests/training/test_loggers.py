@@ -174,7 +174,7 @@ import os, sys
 from pathlib import Path
 from config import LoggerConfig
 from training.loggers import build_logger
-from training.metrics import MetricsFile
+from training.files import MetricsFile
 
 folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 metrics = MetricsFile(folder / "metrics.jsonl")

@@ -1,0 +1,75 @@
+"""The description of the machine, the commit and the versions."""
+
+import json
+import subprocess
+import sys
+
+import torch
+
+import training.environment as environment_module
+from training.environment import environment
+
+
+def test_environment_says_where_the_run_ran():
+    env = environment("abc123", "cpu")
+    assert env["data_fingerprint"] == "abc123"
+    # the wheel's metadata may lack the build tag
+    assert env["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert env["hardware"]["cpu_cores"] >= 1 and env["hardware"]["gpu"] is None
+    assert env["command"][1:] == sys.argv
+    assert json.loads(json.dumps(env, allow_nan=False)) == env
+
+
+def test_environment_imports_no_package_to_ask_its_version():
+    code = (
+        "import sys; from training.environment import environment; environment('', 'cpu'); "
+        "print({'wandb', 'datasets'} & set(sys.modules))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "set()"
+    )
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    return subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+
+
+def test_commit_and_uncommitted_changes(tmp_path, monkeypatch):
+    monkeypatch.delenv("TILEGPT_COMMIT", raising=False)
+    git(tmp_path, "init", "-q")
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "file").write_text("one")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-q", "-m", "one")
+    monkeypatch.setattr(environment_module, "ROOT", tmp_path.resolve())
+    head = git(tmp_path, "rev-parse", "HEAD")
+    assert {key: environment("", "cpu")[key] for key in ("commit", "dirty")} == {
+        "commit": head,
+        "dirty": False,
+    }
+    (tmp_path / "file").write_text("two")
+    assert {key: environment("", "cpu")[key] for key in ("commit", "dirty")} == {
+        "commit": head,
+        "dirty": True,
+    }
+    # a copy of the program without .git inside another repository
+    monkeypatch.setattr(environment_module, "ROOT", (tmp_path / "copy").resolve())
+    assert {key: environment("", "cpu")[key] for key in ("commit", "dirty")} == {
+        "commit": None,
+        "dirty": None,
+    }
+
+
+def test_without_git(monkeypatch):
+    monkeypatch.delenv("TILEGPT_COMMIT", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert environment("", "cpu")["commit"] is None

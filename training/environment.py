@@ -1,0 +1,122 @@
+"""Where something ran: commit, versions, hardware."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "hydra-core",
+    "datasets",
+    "tiktoken",
+    "safetensors",
+    "wandb",
+)
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def environment(data_fingerprint: str, device: torch.device | str) -> dict[str, Any]:
+    """Commit, versions, hardware, command line and data of this run. What does not exist here is
+    None.
+    """
+    return {
+        "data_fingerprint": data_fingerprint,
+        **_git(),
+        "versions": {"python": platform.python_version()}
+        | {name: _version(name) for name in PACKAGES},
+        "hardware": {
+            "cpu": _cpu_model(),
+            "cpu_cores": os.cpu_count(),
+            "memory_gib": _memory_gib(),
+            "torch_threads": torch.get_num_threads(),
+            **_gpu(torch.device(device)),
+        },
+        "platform": platform.platform(),
+        "command": [Path(sys.executable).name, *sys.argv],
+    }
+
+
+def measured_on(device: torch.device | str) -> dict[str, Any]:
+    """environment() of a measurement that is no run: without a command line, which may hold paths
+    of the machine, and without data.
+    """
+    return {
+        key: value
+        for key, value in environment("", device).items()
+        if key not in ("command", "data_fingerprint")
+    }
+
+
+def _git() -> dict[str, Any]:
+    # a copy without its history, or with somebody else's, can be told what it is a copy of
+    if told := os.environ.get("TILEGPT_COMMIT"):
+        return {"commit": told, "dirty": None}
+    top = _output("git", "-C", str(ROOT), "rev-parse", "--show-toplevel")
+    # a copy without .git that lies inside somebody's own repository must not report that one's
+    # commit
+    if top is None or Path(top).resolve() != ROOT:
+        return {"commit": None, "dirty": None}
+    return {
+        "commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "dirty": _output("git", "-C", str(ROOT), "status", "--porcelain") != "",
+    }
+
+
+def _version(package: str) -> str | None:
+    # read from the installed metadata: importing wandb or datasets takes seconds
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        match = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
+    except OSError:
+        match = None
+    return match[1] if match else platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float | None:
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
+        return None
+    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1024**3, 1)
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {"gpu": None}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": properties.name,
+        "gpu_memory_gib": round(properties.total_memory / 1024**3, 1),
+        "gpu_count": torch.cuda.device_count(),
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+        "driver": (
+            _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or ""
+        ).split("\n")[0]
+        or None,
+    }
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, or None where it is missing, fails or hangs."""
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,134 @@
+"""The files of a run: metrics.jsonl row by row, JSON objects at once, each old or new and whole.
+
+Every file is strict JSON. NaN and infinity, which JSON lacks, become null, and the names of those
+values are listed beside them as "nonfinite".
+"""
+
+import contextlib
+import errno
+import json
+import logging
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("tilegpt")
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line, on its way to the disk as soon as it is written."""
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.touch()
+
+    def write(self, row: dict[str, Any]) -> None:
+        # opened per row: a row costs microseconds, and no handle outlives a run that fails
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(strict(row), allow_nan=False) + "\n")
+        except OSError as error:
+            raise OSError(f"{self.path} cannot be written: {error}") from error
+
+    def go_back_to(self, step: int, saved: Path) -> None:
+        """Drop the rows of later steps, and a torn last line: what a resumed run writes again.
+
+        `saved`: the copy in the checkpoint of that step, whose rows count where there is one. This
+        file may have been damaged since.
+        """
+        rows = [row for row in read_metrics(self.path) if row["step"] <= step]
+        if saved.is_file() and (before := read_metrics(saved)) != rows:
+            log.warning(
+                f"{self.path} was damaged: its rows up to step {step} are put back from {saved}"
+            )
+            rows = before
+        write_file(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; none where the file is missing, and without lines that were torn
+    or damaged.
+    """
+    try:
+        lines = Path(path).read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def write_json(path: Path, obj: dict[str, Any]) -> None:
+    """Write one JSON object so that a reader finds the old file or the new one, whole."""
+    write_file(path, json.dumps(strict(obj), indent=2, allow_nan=False, default=str) + "\n")
+
+
+def strict(obj: dict[str, Any]) -> dict[str, Any]:
+    """`obj` with null for every NaN and infinity, and a list "nonfinite" of the names that had one.
+
+    {"loss": nan, "oom": {"free": inf}} -> {"loss": None, "oom": {"free": None}, "nonfinite":
+    ["loss", "oom.free"]}
+    """
+    nonfinite: list[str] = []
+
+    def clean(value: Any, name: str) -> Any:
+        if isinstance(value, dict):
+            return {
+                key: clean(item, f"{name}.{key}" if name else str(key))
+                for key, item in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            return [clean(item, f"{name}[{i}]") for i, item in enumerate(value)]
+        if isinstance(value, float) and not math.isfinite(value):
+            nonfinite.append(name)
+            return None
+        return value
+
+    cleaned = clean(obj, "")
+    return cleaned | {"nonfinite": nonfinite} if nonfinite else cleaned
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """The old file or the new one, whole. Raises OSError with the path where it cannot be
+    written.
+    """
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def check_writable(path: Path) -> None:
+    """Find out before the work whether its file can be written: make the folder, try a block beside
+    the file and leave nothing there.
+
+    Raises OSError in one line, with the path and the way out.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent, buffering=0) as file:
+            file.write(bytes(4096))
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be written: {error.strerror or error}; name another file"
+        ) from error
