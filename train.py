@@ -17,11 +17,11 @@ import hydra
 from omegaconf import DictConfig
 
 from config import RunConfig, register
-from training.command_line import start
+from training.command_line import launch
 
 register()
-# waiting threads must sleep: where another program shares a core, spinning costs several times
-# the speed
+# waiting threads must sleep: where another program shares a core, spinning costs several times the
+# speed. The user's own values win
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"} | os.environ
 
 
@@ -37,7 +37,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     from training.resume import new_start
     from training.run import build_run
     from training.settings import check_settings
-    from training.step import Start, Stepper
+    from training.step import Stepper
 
     # Build. What can be refused is refused here.
     check_settings(config, summary)
@@ -45,12 +45,17 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
 
     # Begin at step 0, or where the checkpoint of resume= stopped.
     checkpoints = Checkpoints(run_dir, **run.state, config=run.settings, keep=config.keep)
-    stepper = Stepper(run, Start(*checkpoints.begin(new_start(run, summary["started"]))))
+    start = checkpoints.begin(new_start(run, summary["started"]))
+    stepper = Stepper(run, start)
+    # the largest scores of earlier starts belong to this run too
     monitor = AttentionMonitor(run.model, run.autocast, read_metrics(run_dir / "metrics.jsonl"))
-    recorder = Recorder(run, stepper, monitor, run_dir, summary, checkpoints.starts)
+    recorder = Recorder(run, stepper, monitor, run_dir, summary)
 
+    # the recorder is first, so that it sees how all the others end
     with recorder, cpu_memory_limit(), Interrupt() as interrupt, checkpoints, stepper:
-        recorder.begin(run.evaluate() if stepper.start.step == 0 and config.eval_every else {})
+        recorder.begin(run.evaluate() if start.step == 0 and config.eval_every else {})
+
+        # Step: forward and backward are done; where nothing is due, the next step is queued too.
         for result in stepper.steps(stop=interrupt):
             step, due, row = result.step, result.due, recorder.row(result)
 
@@ -64,10 +69,12 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
             else:
                 stepper.update(result)
 
+            # Evaluate, at a switch under the next attention too: val/loss_switched.
             switch_to = run.schedule[step] if due.switch else None
             if due.evaluate:
                 row |= run.evaluate(also={"_switched": switch_to} if switch_to else {})
 
+            # Record, and save.
             recorder.record(result, row)
             if switch_to:
                 recorder.announce_switch(step, switch_to)
@@ -91,4 +98,4 @@ def main(cfg: DictConfig) -> float:
 
 
 if __name__ == "__main__":
-    start(main)
+    launch(main)

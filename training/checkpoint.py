@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from data.token_file import sync
 from training.files import MetricsFile
 from training.memory import is_out_of_memory
-from training.resume import resumed_starts, stop_clock
+from training.resume import Start, resumed_starts, stop_clock
 from training.retention import (
     BEST,
     LATEST,
@@ -89,19 +89,19 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future | None = None
 
-    def begin(self, start: dict[str, Any]) -> tuple[int, int]:
-        """Resume from the checkpoint of resume=, or begin at step 0; returns (step, tokens) done.
+    def begin(self, entry: dict[str, Any]) -> Start:
+        """Resume from the checkpoint of resume=, or begin at step 0.
 
-        `start` is the entry of this start, made by new_start(). Rows of metrics.jsonl after the
-        checkpoint are dropped.
+        `entry` describes this start, see new_start(). Rows of metrics.jsonl after the checkpoint
+        are dropped.
         """
-        self.starts = [start]
+        self.starts = [entry]
         if not self.config["resume"]:
-            return 0, 0
+            return Start(0, 0, self.starts)
         meta = self.load()
-        self.starts = resumed_starts(meta, self.config, start)
+        self.starts = resumed_starts(meta, self.config, entry)
         MetricsFile(self.run_dir / METRICS).go_back_to(meta["step"], meta["folder"] / METRICS)
-        return meta["step"], meta["tokens"]
+        return Start(meta["step"], meta["tokens"], self.starts)
 
     def is_best(self, step: int, val_loss: float | None) -> bool:
         """Whether val_loss is below that of all earlier checkpoints on the same data."""

@@ -1,6 +1,6 @@
 """From the words of a command line to the settings of a run, and the errors on the way there.
 
-`start()` runs train.py's main() under a shell; `compose()` gives the settings that the same words
+`launch()` runs train.py's main() under a shell; `compose()` gives the settings that the same words
 mean elsewhere. Nothing here imports torch: a mistyped key is answered at once.
 """
 
@@ -35,7 +35,7 @@ SHARED_OPTIONS = {
 }
 
 
-def start(main: Callable[[], Any]) -> None:
+def launch(main: Callable[[], Any]) -> None:
     """Run `main`, decorated by Hydra, under the command line of this process."""
     refuse_several_processes()
     answers = any(argument.startswith(ANSWERS) for argument in sys.argv[1:])

@@ -30,8 +30,7 @@ log = logging.getLogger("tilegpt")
 class Recorder:
     """Records one start of a run. A context manager: its end writes how the run ended.
 
-    `summary` is what summary.json will say. `starts` is the list of the run's starts, of which this
-    is the last. From here on the folder belongs to this run.
+    `summary` is what summary.json will say. From here on the folder belongs to this run.
     """
 
     def __init__(
@@ -41,18 +40,17 @@ class Recorder:
         monitor: AttentionMonitor,
         run_dir: Path,
         summary: dict[str, Any],
-        starts: list[dict[str, Any]],
     ) -> None:
         config, first = run.config, stepper.start
         self.run, self.run_dir, self.summary = run, run_dir, summary
         self.first, self.throughput, self.monitor = first, stepper.throughput, monitor
         self.metrics = MetricsFile(run_dir / "metrics.jsonl")
         self.memory = MemoryMeter(run.device)
-        self.wall = WallClock(seconds=stop_clock(starts))
+        self.wall = WallClock(seconds=stop_clock(first.starts))
         self.progress = Progress(
             config.steps, tokens_per_step=run.tokens_per_step, first_step=first.step
         )
-        summary |= {"steps_done": first.step, "tokens": first.tokens, "starts": starts}
+        summary |= {"steps_done": first.step, "tokens": first.tokens, "starts": first.starts}
         summary["compiled"] = stepper.compiled
         overrides = job_overrides() + searched_folders() + run.choices
         write_settings(run_dir, run.settings, overrides)

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterable
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
@@ -117,6 +117,17 @@ def resumed_starts(
     later = [[begins, name] for begins, name in start["attention"] if begins > step]
     attention = [[step, current], *later]
     return [*earlier, start | {"step": step, "attention": attention, "changed": changed}]
+
+
+class Start(NamedTuple):
+    """Where the newest start of a run begins."""
+
+    step: int  # steps that are done
+    tokens: int  # of those steps
+    starts: list[dict[str, Any]]  # the entries of all starts, this one last
+
+
+FIRST_START = Start(0, 0, [])
 
 
 def new_start(run: "Run", started: float) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from attention import Backend
 from config import Due
 from training.interrupt import Interrupt
 from training.optimizer import learning_rate, set_learning_rate
+from training.resume import FIRST_START, Start
 from training.schedule import backend_after, prepare_model
 from training.throughput import Throughput, peak_flops
 
@@ -30,16 +31,6 @@ class PendingStep(NamedTuple):
     found: Tensor  # its loss and the norm of its gradients, on the device
     figures: Callable[[], list[float]]  # the same two on the host; waits for them
     updated: bool  # whether the optimizer's step is queued too
-
-
-class Start(NamedTuple):
-    """Where a start of a run begins."""
-
-    step: int  # how many are done
-    tokens: int  # of those steps
-
-
-FIRST = Start(0, 0)
 
 
 NEVER = Interrupt()  # not entered, so it hears no signal
@@ -71,7 +62,7 @@ class Stepper:
             stepper.update(result)
     """
 
-    def __init__(self, run: "Run", start: Start = FIRST) -> None:
+    def __init__(self, run: "Run", start: Start = FIRST_START) -> None:
         self.run, self.start = run, start
         self.batches = run.batches()
         self.optim = run.config.optimizer()

@@ -1,14 +1,15 @@
-"""The steps of the streaming softmax, as arguments of the kernels: a broken softmax shares every
-other line with the exact one.
+"""The steps of the streaming softmax, as arguments of the kernels.
 
-They are the methods of attention/online_softmax.py in the base-2 domain: row_max and the scores are
-scores * log2(e), because the GPU's exponential is a power of two. A softmax is three functions:
+A broken softmax shares every other line with the exact one. The steps are the methods of
+attention/online_softmax.py in the base-2 domain: row_max and the scores are multiplied by log2(e),
+because the GPU's exponential is a power of two. A softmax is three functions:
 
-    move_max(row_max, tile_max, MASKED) -> next_max, shift,
-    alpha   what to subtract from this tile, and what the past sums are worth
-    probability(scores, lse, AXIS) -> p                             the weights, rebuilt in the
-    backward pass; keys lie along AXIS score_gradient(p, dp, delta, scores,
-    AXIS) -> ds                from the gradient of the weights to that of the scores
+    move_max(row_max, tile_max, MASKED) -> next_max, shift, alpha
+        shift is subtracted from this tile; alpha is what the past sums are worth
+    probability(scores, lse, AXIS) -> p
+        the weights, rebuilt in the backward pass; keys lie along AXIS
+    score_gradient(p, dp, delta, scores, AXIS) -> ds
+        from the gradient of the weights to that of the scores
 """
 
 from typing import NamedTuple
