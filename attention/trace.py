@@ -212,46 +212,43 @@ def trace(
     fates, budget = judge(seen.out, exact_out, reference_out)
     if row is None:
         row = _row_to_follow(seen, fates, reference_out)
-    rows, found = record_steps(*call, backend=backend, row=row, **arguments)
-    tiles = [step.keys for step in found]
-    beside = {
-        step.keys: step for step in record_steps(*call, backend=exact, row=row, **arguments)[1]
-    }
-    true = {
-        step.keys: step.out for step in record_steps(*wide, backend=exact, row=row, **arguments)[1]
-    }
+    rows, steps = record_steps(*call, backend=backend, row=row, **arguments)
+    tiles = [step.keys for step in steps]
+    _, exact_steps = record_steps(*call, backend=exact, row=row, **arguments)
+    _, true_steps = record_steps(*wide, backend=exact, row=row, **arguments)
 
     # where the exact loop skips a tile, its earlier output still holds
-    exact_so_far = _carried({keys: step.out for keys, step in beside.items()}, tiles)
-    reference = _carried(true, tiles)
-    error, exact_error = (
-        [
-            (x.double() - expected).abs().amax(-1)
-            for x, expected in zip(outs, reference, strict=True)
-        ]
-        for outs in ([step.out for step in found], exact_so_far)
-    )
-    bad = torch.stack(
-        [step.broken() | ~(off <= budget) for step, off in zip(found, error, strict=True)]
-    )
+    exact_so_far = _carried({step.keys: step.out for step in exact_steps}, tiles)
+    reference = _carried({step.keys: step.out for step in true_steps}, tiles)
+    error = _row_errors([step.out for step in steps], reference)
+    off_budget = [step.broken() | ~(off <= budget) for step, off in zip(steps, error, strict=True)]
+    bad = torch.stack(off_budget)
     breaks = [
         None if fates[i] == "right" else _start_of_last_run(bad[:, i - rows.start].tolist())
         for i in rows
     ]
-    first = _first_break(seen, fates, *call, backend=backend, **arguments)
+    exact_by_keys = {step.keys: step for step in exact_steps}
     return Trace(
         fates,
-        first,
+        _first_break(seen, fates, *call, backend=backend, **arguments),
         rows,
         row,
         tiles,
-        found,
-        [beside.get(keys) for keys in tiles],
+        steps,
+        [exact_by_keys.get(keys) for keys in tiles],
         reference,
         error,
-        exact_error,
+        _row_errors(exact_so_far, reference),
         breaks,
     )
+
+
+def _row_errors(outs: list[Tensor], reference: list[Tensor]) -> list[Tensor]:
+    """The largest error of each row after each tile."""
+    return [
+        (out.double() - expected).abs().amax(-1)
+        for out, expected in zip(outs, reference, strict=True)
+    ]
 
 
 def judge(out: Tensor, exact: Tensor, reference: Tensor) -> tuple[list[str], float]:

@@ -47,7 +47,7 @@ from scripts.trace_page import render_page
 from training.device import DTYPES, pick_device
 from training.files import check_writable, write_file
 from training.memory import cpu_memory_limit, describe_out_of_memory, is_out_of_memory
-from training.trained import load_trained, read_run_config
+from training.trained import Trained, load_trained, read_run_config
 
 WORKED_Q = [
     [1.0, 0.0, 0.5, -0.3],
@@ -172,7 +172,6 @@ def made_call(options: Options) -> Call:
     return Call(q, k, v, options.causal is not False, head_dim**-0.5, source, "no_rescale", 16, 16)
 
 
-@torch.no_grad()
 def captured_call(options: Options) -> Call:
     """q, k and v of one head of a trained run on held-out data, as its own attention meets them."""
     layer, head, sequence = options.layer or 0, options.head or 0, options.sequence or 0
@@ -182,45 +181,24 @@ def captured_call(options: Options) -> Call:
             f"run={options.run} was trained with data.documents=true, and the replay knows no "
             "masks between documents"
         )
-    for key, asked, has in (
-        ("layer", layer, config.model.num_layers),
-        ("head", head, config.model.num_heads),
-    ):
-        if asked >= has:
+    sizes = {"layer": (layer, config.model.num_layers), "head": (head, config.model.num_heads)}
+    for key, (asked, size) in sizes.items():
+        if asked >= size:
             raise ValueError(
-                f"{key}={asked} is not in {options.run}, which has {key}s 0 to {has - 1}"
+                f"{key}={asked} is not in {options.run}, which has {key}s 0 to {size - 1}"
             )
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     trained = load_trained(options.run, config, data.vocab_size)
-    model = trained.model.eval()
-    backend = model.backend
-    inputs = data.val_batch(max(config.eval_sequences, sequence + 1)).inputs[
-        sequence : sequence + 1
-    ]
-
-    calls: list[tuple[Tensor, Tensor, Tensor, dict[str, Any]]] = []
-
-    def capture(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionOutput:
-        calls.append((q, k, v, arguments))
-        return backend.fn(q, k, v, **arguments)
-
-    with (
-        model.use_backend(replace(backend, fn=capture, traceable=False)),
-        trained.autocast,
-    ):
-        model(inputs.to(next(model.parameters()).device))
+    held_out = data.val_batch(max(config.eval_sequences, sequence + 1)).inputs
+    calls = attention_calls(trained, held_out[sequence : sequence + 1])
     q, k, v, arguments = calls[layer]
     kv_head = head * k.shape[1] // q.shape[1]
     q, k, v = q[:, head : head + 1], k[:, kv_head : kv_head + 1], v[:, kv_head : kv_head + 1]
-    if not all(x.isfinite().all() for x in (q, k, v)):
-        broken = next(
-            i for i, call in enumerate(calls) if not all(x.isfinite().all() for x in call[:3])
-        )
-        cause = (
-            f"layer={broken - 1} may show why"
-            if broken
-            else "the weights themselves are not finite"
-        )
+    if not all_finite(q, k, v):
+        broken = next(i for i, call in enumerate(calls) if not all_finite(*call[:3]))
+        cause = "the weights themselves are not finite"
+        if broken:
+            cause = f"layer={broken - 1} may show why"
         raise ValueError(
             f"q, k and v of layer={layer} head={head} hold NaN or infinity before attention sees "
             f"them: {cause}"
@@ -231,9 +209,31 @@ def captured_call(options: Options) -> Call:
         f"layer {layer}, head {head} of {options.run} after {trained.step} steps, held-out "
         f"sequence {sequence}"
     )
-    block_kv = backend.options.get("block_kv") or BACKENDS["tiled"].options["block_kv"]
+    block_kv = trained.model.backend.options.get("block_kv")
+    block_kv = block_kv or BACKENDS["tiled"].options["block_kv"]
     name = config.attention.backend_name
     return Call(q, k, v, arguments["causal"], arguments["scale"], source, name, 16, block_kv)
+
+
+@torch.no_grad()
+def attention_calls(
+    trained: Trained, inputs: Tensor
+) -> list[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]:
+    """q, k, v and the arguments of each layer's attention call for inputs (B, N)."""
+    model = trained.model.eval()
+    backend, calls = model.backend, []
+
+    def capture(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionOutput:
+        calls.append((q, k, v, arguments))
+        return backend.fn(q, k, v, **arguments)
+
+    with model.use_backend(replace(backend, fn=capture, traceable=False)), trained.autocast:
+        model(inputs.to(next(model.parameters()).device))
+    return calls
+
+
+def all_finite(*tensors: Tensor) -> bool:
+    return all(bool(x.isfinite().all()) for x in tensors)
 
 
 def pick_backend(name: str, **options: Any) -> Backend:
