@@ -87,6 +87,6 @@ def test_recall_has_no_documents():
     with pytest.raises(
         ValueError,
         match="data.documents=true needs a source with documents; in data=last_write every "
-        "sequence is one",
+        "sequence is a document of its own",
     ):
         DataConfig(source="last_write", documents=True)
