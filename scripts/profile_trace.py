@@ -35,11 +35,12 @@ PHASES = (DATA, "forward", "backward", OPTIMIZER)  # the ranges within a step
 # kernels of attention: ours, FlashAttention's, PyTorch's memory-efficient ones, cuDNN's with its
 # helpers, FlexAttention's
 ATTENTION_KERNELS = re.compile(
-    r"^(intervals|forward|query_ranges|delta|dkdv|dq|dkdvdq|backward)_kernel|flash_?(fwd|bwd|att)|fmha|_sdpa_|compute_dot_do_o"
-    r"|convert_dq|flex_attention"
+    r"^(intervals|forward|query_ranges|delta|dkdv|dq|dkdvdq|backward)_kernel"
+    r"|flash_?(fwd|bwd|att)|fmha|_sdpa_|compute_dot_do_o|convert_dq|flex_attention"
 )
 BACKWARD_KERNELS = re.compile(
-    r"^(query_ranges|delta|dkdv|dq|dkdvdq|backward)_kernel|bwd|backward|bprop|cutlassb_|compute_dot_do_o|convert_dq|fmha_reduce"
+    r"^(query_ranges|delta|dkdv|dq|dkdvdq|backward)_kernel"
+    r"|bwd|backward|bprop|cutlassb_|compute_dot_do_o|convert_dq|fmha_reduce"
 )
 # operators of attention. Only an attention of plain operators multiplies batches of matrices:
 # everything else here is one matrix
@@ -49,7 +50,8 @@ ATTENTION_OPS = re.compile(
 )
 PRODUCT_KERNELS = re.compile(r"gemm|nvjet|gemv|splitk|cutlass|cublas|^triton_(tem|mm)_")
 PRODUCT_OPS = re.compile(
-    r"^(aten|mkldnn|mkl)::(addmm|mm|matmul|linear|_linear|_mkl_linear|_linear_pointwise|addmv|mv)(_|$)|^mkl(dnn)?::"
+    r"^(aten|mkldnn|mkl)::"
+    r"(addmm|mm|matmul|linear|_linear|_mkl_linear|_linear_pointwise|addmv|mv)(_|$)|^mkl(dnn)?::"
 )
 LOSS_NAMES = re.compile(r"log_?softmax|nll_?loss|cross_?entropy|logsumexp")
 OPTIMIZER_NAMES = re.compile(r"fusedadam|_fused_adam|fusedoptimizer")

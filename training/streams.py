@@ -50,7 +50,8 @@ def keep_streams(*, lasting: bool = True) -> None:
         pass
     os.close(number)
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115, it stays open to the end
+        # what is opened here stays open to the end of the process
+        stream = getattr(sys, name) or open(os.devnull, "w")  # noqa: SIM115
         if hasattr(stream, "reconfigure"):
             # a sample may hold characters that the terminal lacks
             stream.reconfigure(errors="backslashreplace")

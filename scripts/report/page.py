@@ -78,7 +78,8 @@ def render_html(title: str, sections: list[Section]) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_style()}</style></head><body>\n<h1>{escape(title)}</h1>\n{body}</body></html>\n"
+        f"<title>{escape(title)}</title><style>{_style()}</style></head>"
+        f"<body>\n<h1>{escape(title)}</h1>\n{body}</body></html>\n"
     )
 
 
