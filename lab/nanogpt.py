@@ -43,12 +43,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from config import RunConfig
 from model import GPT
 from model.gpt2_weights import gpt2_name
 from scripts.arguments import check_at_least, command, parse_backend
-from training.device import pick_device, pick_dtype
+from training.device import autocast_to, pick_device, pick_dtype
 from training.environment import ROOT, measured_on
 from training.files import check_writable, read_metrics, write_json
+from training.memory import GIB
 from training.optimizer import set_learning_rate
 from training.sweep import load_json
 from training.trained import read_run_config
@@ -170,15 +172,7 @@ def train_theirs(
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
-    torch.manual_seed(config.seed)
-    ours = GPT(config.model, vocab_size=data.vocab_size, backend=parse_backend("sdpa"))
-    settings = {theirs: getattr(config.model, mine) for theirs, mine in NAMES.items()}
-    nanogpt = load_model_file(folder)
-    with redirect_stdout(StringIO()):  # it counts its parameters aloud
-        model = nanogpt.GPT(
-            nanogpt.GPTConfig(block_size=config.seq_len, vocab_size=data.vocab_size, **settings)
-        )
-    take_weights(model, ours)
+    model = their_model(folder, config, data.vocab_size)
     if noise_seed is not None:
         add_noise(model, noise_seed)
     model.to(device)
@@ -201,7 +195,7 @@ def train_theirs(
         set_learning_rate(optimizer, step, config.steps, optim)
         inputs = inputs.to(device, non_blocking=True)
         targets = targets.to(device, non_blocking=True)
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+        with autocast_to(dtype, device):
             _, loss = run(inputs, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip or math.inf)
@@ -211,10 +205,24 @@ def train_theirs(
     if (steps - WARMUP) % WINDOW == 0:
         times.append(now(device))
     tokens = WINDOW * config.sequences_per_step * config.seq_len
-    peak = torch.cuda.max_memory_allocated() / 1024**3 if device.type == "cuda" else None
+    peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else None
     speeds = [tokens / (after - before) for before, after in pairwise(times)]
     losses = {step: loss.item() for step, loss in enumerate(losses, 1)}
     return percentiles(speeds) | {"peak_gib": peak, "losses": losses}
+
+
+def their_model(folder: Path, config: RunConfig, vocab_size: int) -> torch.nn.Module:
+    """nanoGPT's GPT in our shape, with the initial weights of our run."""
+    torch.manual_seed(config.seed)
+    ours = GPT(config.model, vocab_size=vocab_size, backend=parse_backend("sdpa"))
+    settings = {theirs: getattr(config.model, mine) for theirs, mine in NAMES.items()}
+    nanogpt = load_model_file(folder)
+    with redirect_stdout(StringIO()):  # it counts its parameters aloud
+        model = nanogpt.GPT(
+            nanogpt.GPTConfig(block_size=config.seq_len, vocab_size=vocab_size, **settings)
+        )
+    take_weights(model, ours)
+    return model
 
 
 def load_model_file(folder: Path) -> ModuleType:

@@ -34,7 +34,7 @@ from scripts.arguments import command
 from scripts.tables import text_table
 from training import traffic
 from training.command_line import compose
-from training.device import DTYPES, pick_device, pick_dtype
+from training.device import DTYPES, autocast_to, pick_device, pick_dtype
 from training.environment import measured_on
 from training.files import check_writable, write_json
 from training.hardware import (
@@ -206,7 +206,7 @@ def measure_peak(planned: Planned, vocab_size: int) -> int:
         # AdamW's moments come with the first step, and libraries take their workspaces
         for _ in range(3):
             probe.take_peak()
-            with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+            with autocast_to(dtype, device):
                 loss = run(tokens, tokens).loss
             loss.backward()
             optimizer.step()

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from data.token_file import sync
 from training.files import MetricsFile
-from training.memory import is_out_of_memory
+from training.memory import GIB, is_out_of_memory
 from training.resume import Start, resumed_starts, stop_clock
 from training.retention import (
     BEST,
@@ -245,7 +245,7 @@ def _write(
 
 
 def _write_error(run_dir: Path, error: Exception) -> OSError:
-    free_gib = shutil.disk_usage(run_dir).free / 1024**3 if run_dir.exists() else 0.0
+    free_gib = shutil.disk_usage(run_dir).free / GIB if run_dir.exists() else 0.0
     reason = str(error).splitlines()[0]
     # PyTorch's message tells positions in its file
     if "enforce fail" in str(error):

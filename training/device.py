@@ -35,6 +35,11 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
+def autocast_to(dtype: torch.dtype, device: torch.device) -> torch.autocast:
+    """The context of a forward pass whose matrix products are of this dtype; off for float32."""
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+
 def set_deterministic(deterministic: bool) -> None:
     """Switch deterministic kernels on or off. Call it before the first matrix product.
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from training.memory import GIB
+
 PACKAGES = (
     "torch",
     "triton",
@@ -92,7 +94,7 @@ def _cpu_model() -> str:
 def _memory_gib() -> float | None:
     if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
         return None
-    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1024**3, 1)
+    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB, 1)
 
 
 def _gpu(device: torch.device) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def _gpu(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     return {
         "gpu": properties.name,
-        "gpu_memory_gib": round(properties.total_memory / 1024**3, 1),
+        "gpu_memory_gib": round(properties.total_memory / GIB, 1),
         "gpu_count": torch.cuda.device_count(),
         "compute_capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,

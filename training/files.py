@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         lines = Path(path).read_text(errors="replace").splitlines()
     except FileNotFoundError:
         return []
-    rows = []
+    return [row for row in parse_rows(lines) if isinstance(row.get("step"), int)]
+
+
+def parse_rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects of some lines, one a line, without lines that are torn or damaged."""
     for line in lines:
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-    return rows
+        if isinstance(row, dict):
+            yield row
 
 
 def write_json(path: Path, obj: dict[str, Any]) -> None:

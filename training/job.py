@@ -17,6 +17,7 @@ from training.command_line import (
     read_config,
     refuse_unreadable,
     replay_overrides,
+    task_overrides,
 )
 from training.interrupt import Ending
 from training.outcome import close_run, outcome_outside_training
@@ -38,7 +39,7 @@ def run_job(train: Train, cfg: Any) -> tuple[dict[str, Any], BaseException | Non
         "attention": written["attention"]["name"],
         "seq_len": written["seq_len"],
         "seed": written["seed"],
-        "overrides": as_written(HydraConfig.get().overrides.task),
+        "overrides": task_overrides(),
         "started": time.time(),
     }
     failure = None

@@ -8,20 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = (
-    "attention",
-    "conformance",
-    "config",
-    "data",
-    "lab",
-    "model",
-    "scripts",
-    "train",
-    "training",
-)
-_aside: dict[
-    str, ModuleType
-] = {}  # ours, while the user's modules of these names are in sys.modules
+OURS = {"attention", "conformance", "config", "data", "lab", "model", "scripts", "train"}
+OURS |= {"training"}
+# ours, while the user's modules of the same names are in sys.modules
+_aside: dict[str, ModuleType] = {}
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@
 All three work in a notebook and from any folder, also beside a config.py or data/ of the user's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Run:
     """What a run is made of, on its device and in its precision, ready for the first step."""
 
-    config: "RunConfig"  # batch_size is a number here
+    config: "RunConfig"  # batch_size is a number once build_run() is done
     device: "torch.device"
     dtype: "torch.dtype"  # of the matrix products
     schedule: "dict[int, Backend]"  # the attention by the step after which it is used
@@ -38,18 +38,15 @@ class Run:
     model: "GPT"
     optimizer: "torch.optim.Optimizer"
     scaler: "torch.amp.GradScaler"
-    predicted_gib: float  # peak memory of a step, by calculation
     # what build_run() chose and a resume must choose again, as overrides
     choices: list[str] = field(default_factory=list)
 
     @cached_property
     def autocast(self) -> AbstractContextManager:
         """The context of every forward pass."""
-        import torch
+        from training.device import autocast_to
 
-        return torch.autocast(
-            self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32
-        )
+        return autocast_to(self.dtype, self.device)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -71,6 +68,25 @@ class Run:
     @property
     def tokens_per_step(self) -> int:
         return self.config.sequences_per_step * self.config.seq_len
+
+    def predicted_bytes(self, config: "RunConfig") -> float:
+        """Peak memory of a step under other settings of this run, by calculation."""
+        from training.plan import largest_peak_bytes
+
+        return largest_peak_bytes(
+            config,
+            vocab_size=self.data.vocab_size,
+            backends=self.schedule.values(),
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    @cached_property
+    def predicted_gib(self) -> float:
+        """Peak memory of a step, by calculation."""
+        from training.memory import GIB
+
+        return self.predicted_bytes(self.config) / GIB
 
     @cached_property
     def held_out(self) -> "tuple[Tensor, ...]":
@@ -115,9 +131,7 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     from data import build_data
     from model import GPT, count_parameters
     from training.device import pick_device, pick_dtype, set_deterministic
-    from training.memory import GIB
     from training.optimizer import build_optimizer
-    from training.plan import largest_peak_bytes
     from training.schedule import attention_schedule, schedule_summary, will_compile
 
     device = pick_device(config.device)
@@ -136,23 +150,7 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     model = GPT(config.model, vocab_size=data.vocab_size, backend=schedule[0]).to(device)
     summary |= {"parameters": count_parameters(model), "data": data.fingerprint}
 
-    def predicted_bytes(config: "RunConfig") -> float:
-        return largest_peak_bytes(
-            config,
-            vocab_size=data.vocab_size,
-            backends=schedule.values(),
-            dtype=dtype,
-            device=device,
-        )
-
-    choices = []
-    if config.batch_size == "auto":
-        config = _fit_batch_size(config, model, schedule[0], dtype, predicted_bytes)
-        choices.append(f"batch_size={config.batch_size}")
-    predicted_gib = predicted_bytes(config) / GIB
-    # only tensors are predicted: on a CPU the measured peak includes Python and its libraries
-    summary |= {"memory/predicted_gib": predicted_gib} if device.type == "cuda" else {}
-    return Run(
+    run = Run(
         config,
         device,
         dtype,
@@ -161,40 +159,37 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
         model,
         optimizer=build_optimizer(model, config.optimizer()),
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
-        predicted_gib=predicted_gib,
-        choices=choices,
     )
+    if config.batch_size == "auto":
+        _fit_batch_size(run)
+    predicted_gib = run.predicted_gib  # now, since what runs out of memory later quotes it
+    # only tensors are predicted: on a CPU the measured peak includes Python and its libraries
+    if device.type == "cuda":
+        summary["memory/predicted_gib"] = predicted_gib
+    return run
 
 
-def _fit_batch_size(
-    config: "RunConfig",
-    model: "GPT",
-    backend: "Backend",
-    dtype: "torch.dtype",
-    predicted_bytes: Callable[["RunConfig"], float],
-) -> "RunConfig":
-    """batch_size=auto: the settings with the largest batch size that fits."""
-    import torch
-
+def _fit_batch_size(run: Run) -> None:
+    """batch_size=auto: give the run the largest batch size that fits."""
     from training.batch_size import largest_batch, try_pass
     from training.memory import cpu_memory_limit
     from training.schedule import prepare_model
 
-    device = next(model.parameters()).device
-    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
-    trial = prepare_model(model, backend, compile_mode=config.compile)
+    trial = prepare_model(run.model, run.schedule[0], compile_mode=run.config.compile)
 
     def attempt(size: int) -> None:
-        try_pass(trial, size, seq_len=config.seq_len, autocast=autocast, device=device)
+        seq_len = run.config.seq_len
+        try_pass(trial, size, seq_len=seq_len, autocast=run.autocast, device=run.device)
 
     with cpu_memory_limit():
-        return largest_batch(
-            config,
-            predicted_bytes=predicted_bytes,
+        run.config = largest_batch(
+            run.config,
+            predicted_bytes=run.predicted_bytes,
             attempt=attempt,
-            device=device,
-            held_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+            device=run.device,
+            held_bytes=sum(parameter.nbytes for parameter in run.model.parameters()),
         )
+    run.choices.append(f"batch_size={run.config.batch_size}")
 
 
 def compose(*overrides: str) -> "RunConfig":

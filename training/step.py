@@ -1,4 +1,4 @@
-"""The steps of a run, queued one ahead of the host.
+"""The steps of a run, enqueued one ahead of the host.
 
 What scripts.profile measures is what train.py runs.
 """
@@ -28,7 +28,7 @@ class PendingStep(NamedTuple):
     """A step that the device has been given, and whose loss the host has not waited for."""
 
     passes: Sequence[tuple[Tensor, ...]]
-    found: Tensor  # its loss and the norm of its gradients, on the device
+    loss_and_norm: Tensor  # the norm is that of its gradients; on the device
     figures: Callable[[], list[float]]  # the same two on the host; waits for them
     updated: bool  # whether the optimizer's step is queued too
 
@@ -109,7 +109,8 @@ class Stepper:
             with record_function("optimizer"):
                 loss, grad_norm = pending.figures()  # the one wait for the GPU
             step += 1
-            diverged = self._diverged(loss, grad_norm)
+            scale = self.run.scaler.get_scale()
+            diverged = self._diverged(loss, grad_norm, scale)
             finished = diverged or step == config.steps
             result = StepResult(
                 step=step,
@@ -118,7 +119,7 @@ class Stepper:
                 lr=learning_rate(step - 1, config.steps, self.optim),
                 grad_norm=grad_norm,
                 passes=pending.passes,
-                loss_scale=self.run.scaler.get_scale() / config.sequences_per_step,
+                loss_scale=scale / config.sequences_per_step,
                 updated=pending.updated,
                 diverged=diverged,
                 finished=finished,
@@ -162,11 +163,11 @@ class Stepper:
             self.throughput.step(self.run.tokens_per_step)
         return pending
 
-    def _diverged(self, loss: float, grad_norm: float) -> bool:
-        scaler = self.run.scaler
-        # a loss scaler meets infinite gradients on purpose: only a collapsed scale is a failure
-        bad_gradients = scaler.get_scale() < 1 if scaler.is_enabled() else not isfinite(grad_norm)
-        return not isfinite(loss) or bad_gradients
+    def _diverged(self, loss: float, grad_norm: float, scale: float) -> bool:
+        if self.run.scaler.is_enabled():
+            # a loss scaler meets infinite gradients on purpose: only a collapsed scale is a failure
+            return not isfinite(loss) or scale < 1
+        return not (isfinite(loss) and isfinite(grad_norm))
 
 
 def queue_step(
@@ -177,26 +178,23 @@ def queue_step(
     scaler: torch.amp.GradScaler,
     update: bool,
     before: PendingStep | None = None,
-    **how: Any,
+    **step_args: Any,
 ) -> PendingStep:
-    """Queue the gradients of a step and, if `update` and the device can tell a step that went
-    wrong, what the optimizer makes of them.
+    """Enqueue forward and backward, and the optimizer's step too if `update` is set and the fused
+    optimizer can skip non-finite gradients by itself.
 
-    Thus the next step can be queued before the host has looked at this one, and the device never
-    waits for the host. It is then the `before` of the next, which moves no weights if either of the
-    two went wrong. how: what compute_gradients takes.
+    Then the next step can be enqueued before the host looks at this one, and the device never waits
+    for the host. This step is its `before`: it moves no weights if either of the two is not finite.
+    `step_args` are passed to compute_gradients().
     """
-    found = torch.stack(
-        compute_gradients(step_model, passes, optimizer=optimizer, scaler=scaler, **how)
-    )
-    figures = copy_to_host_async(found)
-    decisive = found if before is None else torch.cat((before.found, found))
-    return PendingStep(
-        passes,
-        found,
-        figures,
-        update and update_if_finite(decisive, optimizer=optimizer, scaler=scaler),
-    )
+    step_args |= {"optimizer": optimizer, "scaler": scaler}
+    loss_and_norm = torch.stack(compute_gradients(step_model, passes, **step_args))
+    figures = copy_to_host_async(loss_and_norm)
+    decisive = loss_and_norm
+    if before is not None:
+        decisive = torch.cat((before.loss_and_norm, loss_and_norm))
+    updated = update and update_if_finite(decisive, optimizer=optimizer, scaler=scaler)
+    return PendingStep(passes, loss_and_norm, figures, updated)
 
 
 def compute_gradients(
@@ -208,12 +206,12 @@ def compute_gradients(
     autocast: AbstractContextManager,
     grad_clip: float,
 ) -> tuple[Tensor, Tensor]:
-    """The mean loss of the passes of one step and the global norm of its gradients, both on the
-    device and not waited for.
+    """Returns the mean loss of a step's passes and the global norm of its gradients.
 
-    The gradients lie in the parameters, clipped to `grad_clip` (not where it is 0 or their norm not
-    finite); the norm is that of before. A pass is what step_model takes: inputs, targets, ... The
-    ranges that it names show in a profiler's trace and cost microseconds without one.
+    Both stay on the device, and nothing waits for them. Gradients are left in the parameters,
+    clipped to `grad_clip` unless that is 0 or the norm is not finite. The norm is that before
+    clipping. A pass holds the arguments of step_model: inputs, targets, ... The named ranges show
+    in a profiler's trace, and cost microseconds without one.
     """
     optimizer.zero_grad(set_to_none=True)
     loss = 0.0
@@ -228,8 +226,8 @@ def compute_gradients(
         norm = nn.utils.get_total_norm(
             parameter.grad for parameter in step_model.parameters() if parameter.grad is not None
         )
-        # a factor made of a norm that is not finite would leave no gradient finite, and nobody
-        # could tell where it began
+        # scaled by a norm that is not finite, every gradient would become non-finite, and nobody
+        # could tell which was first
         nn.utils.clip_grads_with_norm_(
             step_model.parameters(), grad_clip or inf, norm.nan_to_num(nan=0.0, posinf=0.0)
         )
@@ -237,8 +235,9 @@ def compute_gradients(
 
 
 def copy_to_host_async(x: Tensor) -> Callable[[], list[float]]:
-    """Start copying x to the host; what comes back waits for the copy, but not for what is queued
-    on the GPU after it.
+    """Start copying x to the host; returns a function that waits for the copy and gives its values.
+
+    It does not wait for what is enqueued on the GPU after the copy.
     """
     if x.device.type != "cuda":
         return x.tolist
@@ -254,20 +253,19 @@ def copy_to_host_async(x: Tensor) -> Callable[[], list[float]]:
 
 
 def update_if_finite(
-    found: Tensor, *, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+    decisive: Tensor, *, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
 ) -> bool:
-    """Queue the optimizer's step behind the gradients; False where it cannot judge for itself, and
-    nothing was done.
+    """Enqueue an optimizer step that skips itself unless all of `decisive` is finite.
 
-    found: what decides, losses and norms, on the device. If one is not finite, weights and moments
-    stay as they are. PyTorch's fused AdamW has this for GradScaler, which judges for itself where
-    it is enabled.
+    `decisive` holds losses and norms, on the device. Returns False, and does nothing, for an
+    optimizer that cannot skip. PyTorch's fused AdamW can: GradScaler, which decides by itself where
+    it is enabled, uses the same two attributes.
     """
     if scaler.is_enabled() or not (
         isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]
     ):
         return False
-    optimizer.grad_scale, optimizer.found_inf = None, (~found.isfinite()).any().float()
+    optimizer.grad_scale, optimizer.found_inf = None, (~decisive.isfinite()).any().float()
     try:
         with record_function("optimizer"):
             optimizer.step()

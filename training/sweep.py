@@ -22,7 +22,7 @@ from typing import IO, Any, NoReturn
 from hydra.experimental.callback import Callback
 
 from training.command_line import job_overrides, key_of, unescaped
-from training.files import read_metrics, strict, write_file
+from training.files import parse_rows, read_metrics, strict, write_file
 from training.resume import attention_in_words, attention_steps, changes_in_words, load_yaml
 from training.retention import LATEST, load_json
 
@@ -433,13 +433,7 @@ def _index(folder: Path) -> dict[str, dict[str, Any]]:
 def _index_rows(folder: Path) -> list[dict[str, Any]]:
     if not (folder / INDEX).is_file():
         return []
-    rows = []
-    for line in (folder / INDEX).read_text(errors="replace").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return [row for row in rows if isinstance(row, dict)]
+    return list(parse_rows((folder / INDEX).read_text(errors="replace").splitlines()))
 
 
 def _write_index(folder: Path, rows: list[dict[str, Any]]) -> None:

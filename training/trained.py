@@ -10,7 +10,7 @@ from attention import Backend
 from config import RunConfig
 from model import GPT
 from training.checkpoint import load_model_state, read_meta
-from training.device import pick_device, pick_dtype
+from training.device import autocast_to, pick_device, pick_dtype
 from training.retention import run_of
 from training.schedule import backend_after, chosen_attention
 from training.sweep import load_json
@@ -62,5 +62,4 @@ def load_trained(
     backend = backend or backend_after(chosen_attention(config.attention), step)
     model = GPT(config.model, vocab_size=vocab_size, backend=backend).to(device)
     load_model_state(run, model)
-    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
-    return Trained(model, dtype, autocast, step)
+    return Trained(model, dtype, autocast_to(dtype, device), step)
