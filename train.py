@@ -60,9 +60,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
             step, due, row = result.step, result.due, recorder.row(result)
 
             # Look before the update: these weights have given this loss.
-            if due.log or due.compare:
-                batch, scale = result.passes[0], result.loss_scale
-                row |= monitor.inspect(step, *batch, compare=due.compare, loss_scale=scale)
+            row |= monitor.inspect(result)
             if result.diverged:
                 stepper.restore_gradients(result)
                 row |= recorder.diverged(result, monitor.diagnose(step, result.passes))

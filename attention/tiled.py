@@ -17,7 +17,7 @@ queries by T = block_kv keys.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from attention.interface import (
     FEATURES,
     AttentionOutput,
     Backend,
+    ScoredOutput,
     ScoreMod,
     statistics_dtype,
 )
@@ -223,6 +224,17 @@ class TileLoop:
         return torch.cat(dq_tiles, -2), dk.to(k.dtype), dv.to(v.dtype)
 
 
+class HeadMaxima:
+    """An observer of the tile loop that keeps the largest score of each head, (B, H_kv, G)."""
+
+    def __init__(self, q: Tensor) -> None:
+        self.largest = q.new_full(q.shape[:3], -torch.inf, dtype=statistics_dtype(q))
+
+    def observe(self, tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
+        tile_max = scores.amax((-1, -2)).to(self.largest.dtype)
+        self.largest = torch.maximum(self.largest, tile_max)
+
+
 class BackwardFromLse(torch.autograd.Function):
     """The loop with TileLoop.backward_from_lse: it keeps O(N) for the backward pass."""
 
@@ -244,7 +256,8 @@ class BackwardByRecomputing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, loop: TileLoop) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v)
-        ctx.loop = loop
+        # what observes the loop sees each tile once
+        ctx.loop = replace(loop, observer=None)
         return loop.forward(q, k, v)
 
     @staticmethod
@@ -314,11 +327,26 @@ class TiledAttention:
 
     make_loop: Callable[..., TileLoop] = make_loop
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> AttentionOutput:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_max_score: bool | Tensor = False,
+        **settings: Any,
+    ) -> AttentionOutput:
         loop = self.make_loop(q, k, **settings)
         function = BackwardByRecomputing if loop.recompute else BackwardFromLse
-        out, lse = function.apply(*grouped(q, k, v), loop)
-        return AttentionOutput(out.flatten(1, 2), lse.flatten(1, 2))
+        q, k, v = grouped(q, k, v)
+        if return_max_score:
+            assert loop.observer is None, "a loop has one observer"
+            maxima = HeadMaxima(q)
+            loop = replace(loop, observer=maxima.observe)
+        out, lse = (x.flatten(1, 2) for x in function.apply(q, k, v, loop))
+        if return_max_score:
+            return ScoredOutput(out, lse, maxima.largest.flatten(1, 2))
+        return AttentionOutput(out, lse)
 
     def backward(
         self,

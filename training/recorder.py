@@ -16,7 +16,7 @@ from training.health import AttentionMonitor
 from training.loggers import build_logger
 from training.memory import MemoryMeter
 from training.outcome import after_training, outcome_of, resume_command, save_summary
-from training.plot import draw_loss_curve
+from training.plot import draw_loss_curve, draw_max_scores
 from training.resume import stop_clock, write_settings
 from training.run import Run
 from training.schedule import describe_attention
@@ -172,6 +172,8 @@ class Recorder:
             )
             curve = draw_loss_curve(self.run_dir, title=title)
             log.info(f"loss curve: {curve or 'no loss was recorded'}")
+        with after_training("picture of the largest scores", summary):
+            draw_max_scores(self.run_dir, title=title)
         if config.sample_tokens and run.data.tokenizer is not None and status == "completed":
             with after_training("sample", summary), run.autocast:
                 text = sample_text(
@@ -191,7 +193,9 @@ class Recorder:
         tokens, summary = row["tokens"], self.summary
         row |= self.wall.row(tokens)
         self.metrics.write(row)
-        self.logger.log(row, tokens=tokens)
+        # max_score_by_head is for metrics.jsonl and the picture: a logger would draw a line a head
+        numbers = {name: value for name, value in row.items() if not isinstance(value, list)}
+        self.logger.log(numbers, tokens=tokens)
         summary |= {name: value for name, value in row.items() if name.startswith("val/")}
         summary |= self.monitor.summary() | self.memory.summary()
         summary |= {

@@ -4,7 +4,7 @@ What scripts.profile measures is what train.py runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,7 +29,8 @@ class PendingStep(NamedTuple):
 
     passes: Sequence[tuple[Tensor, ...]]
     loss_and_norm: Tensor  # the norm is that of its gradients; on the device
-    figures: Callable[[], list[float]]  # the same two on the host; waits for them
+    # the same two on the host, then the largest scores if they are due; waits for them
+    figures: Callable[[], list[float]]
     updated: bool  # whether the optimizer's step is queued too
 
 
@@ -44,6 +45,7 @@ class StepResult(NamedTuple):
     loss: float  # nats, the mean over the step's passes
     lr: float
     grad_norm: float  # before clipping
+    max_scores: list[list[float]] | None  # of each layer and head; None where no row is due
     passes: Sequence[tuple[Tensor, ...]]  # its batches, on the device
     loss_scale: float  # the weight of one sequence in the loss that was differentiated
     updated: bool  # whether the weights have moved already
@@ -99,7 +101,7 @@ class Stepper:
 
     def steps(self, stop: Interrupt = NEVER) -> Iterator[StepResult]:
         """One result a step: to the last step, to one that diverged, or until stop.requested."""
-        config = self.run.config
+        config, heads = self.run.config, self.run.config.model.num_heads
         step, ahead = self.start.step, None
         while step < config.steps:
             pending = ahead or self._queue(step)
@@ -107,7 +109,7 @@ class Stepper:
             if pending.updated and not stop.requested:
                 ahead = self._queue(step + 1, before=pending)
             with record_function("optimizer"):
-                loss, grad_norm = pending.figures()  # the one wait for the GPU
+                loss, grad_norm, *scores = pending.figures()  # the one wait for the GPU
             step += 1
             scale = self.run.scaler.get_scale()
             diverged = self._diverged(loss, grad_norm, scale)
@@ -118,6 +120,7 @@ class Stepper:
                 loss=loss,
                 lr=learning_rate(step - 1, config.steps, self.optim),
                 grad_norm=grad_norm,
+                max_scores=[scores[i : i + heads] for i in range(0, len(scores), heads)] or None,
                 passes=pending.passes,
                 loss_scale=scale / config.sequences_per_step,
                 updated=pending.updated,
@@ -157,8 +160,15 @@ class Stepper:
         with record_function("data"):
             passes = self.batches.passes(step)
         # where something is due, the weights must stay until it is done
-        update = not any(config.due(step + 1))
-        pending = queue_step(self.model, passes, **self.step_args, update=update, before=before)
+        due = config.due(step + 1)
+        pending = queue_step(
+            self.model,
+            passes,
+            **self.step_args,
+            update=not any(due),
+            look=due.log or due.compare,
+            before=before,
+        )
         if pending.updated:
             self.throughput.step(self.run.tokens_per_step)
         return pending
@@ -177,19 +187,25 @@ def queue_step(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     update: bool,
+    look: bool = False,
     before: PendingStep | None = None,
     **step_args: Any,
 ) -> PendingStep:
     """Enqueue forward and backward, and the optimizer's step too if `update` is set and the fused
-    optimizer can skip non-finite gradients by itself.
+    optimizer can skip non-finite gradients by itself. With `look` its attention also gives the
+    largest score of each head.
 
     Then the next step can be enqueued before the host looks at this one, and the device never waits
     for the host. This step is its `before`: it moves no weights if either of the two is not finite.
     `step_args` are passed to compute_gradients().
     """
     step_args |= {"optimizer": optimizer, "scaler": scaler}
-    loss_and_norm = torch.stack(compute_gradients(step_model, passes, **step_args))
-    figures = copy_to_host_async(loss_and_norm)
+    scores: list[Tensor] | None = [] if look else None
+    loss_and_norm = torch.stack(compute_gradients(step_model, passes, **step_args, scores=scores))
+    figures = loss_and_norm
+    if scores:
+        figures = torch.cat((loss_and_norm, torch.stack(scores).amax(0).flatten()))
+    figures = copy_to_host_async(figures)
     decisive = loss_and_norm
     if before is not None:
         decisive = torch.cat((before.loss_and_norm, loss_and_norm))
@@ -205,6 +221,7 @@ def compute_gradients(
     scaler: torch.amp.GradScaler,
     autocast: AbstractContextManager,
     grad_clip: float,
+    scores: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the mean loss of a step's passes and the global norm of its gradients.
 
@@ -212,12 +229,17 @@ def compute_gradients(
     clipped to `grad_clip` unless that is 0 or the norm is not finite. The norm is that before
     clipping. A pass holds the arguments of step_model: inputs, targets, ... The named ranges show
     in a profiler's trace, and cost microseconds without one.
+
+    `scores`, where it is a list, gets the largest scores (num_layers, H) of each pass.
     """
     optimizer.zero_grad(set_to_none=True)
     loss = 0.0
     for inputs in passes:
-        with record_function("forward"), autocast:
+        looking = nullcontext() if scores is None else step_model.looking()
+        with record_function("forward"), autocast, looking:
             micro_loss = step_model(*inputs).loss
+        if scores is not None:
+            scores.append(step_model.max_scores().amax(1))
         with record_function("backward"):
             scaler.scale(micro_loss / len(passes)).backward()
         loss = loss + micro_loss.detach() / len(passes)
