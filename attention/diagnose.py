@@ -472,4 +472,5 @@ class Recorder:
                     )
             return output
 
-        self.backend = replace(backend, fn=recorded, traceable=False)
+        features = backend.features - {"max_score"}  # a loop has one observer
+        self.backend = replace(backend, fn=recorded, features=features, traceable=False)

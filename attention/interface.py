@@ -101,7 +101,7 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
     head_dims: Container[int] | None = None  # None takes any
     # subset of FEATURES; gqa: H_kv < H, non_causal: causal=False, cross_length: N != M, lse:
-    # returns it, max_score: fn takes return_max_score, and returns a ScoredOutput unless it is False
+    # returns it, max_score: fn takes return_max_score and returns a ScoredOutput unless it is False
     features: frozenset[str] = frozenset()
     options: Mapping[str, Any] = field(
         default_factory=dict

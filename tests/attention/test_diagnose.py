@@ -319,7 +319,7 @@ def test_recorder_sees_the_scores_a_defect_really_works_with():
     q, k, v = (random(1, 2, 40, 64, seed=i) for i in range(3))
     recorder = Recorder(get_backend("no_scale", **TILES))
     attention(q, k, v, backend=recorder.backend)
-    torch.testing.assert_close(recorder.max_scores[0], max_score(q, k, scale=1.0))
+    torch.testing.assert_close(recorder.max_scores[0], max_score(q, k, scale=1.0).amax())
 
 
 def for_comparison(
@@ -411,7 +411,7 @@ def test_recorder_keeps_the_tensors_of_a_call_in_the_graph():
 
 
 def test_recording_the_largest_score_keeps_no_graph_alive():
-    """The backward pass runs each tile again, under autograd, and is watched too."""
+    """The backward pass runs each tile again, under autograd, and is not watched."""
     seen = []
     recorder = Recorder(get_backend("no_rescale", **TILES))
     q, k, v = (random(1, 2, 40, 16, seed=i).requires_grad_() for i in range(3))
@@ -421,5 +421,8 @@ def test_recording_the_largest_score_keeps_no_graph_alive():
             lambda self: seen.append(self) or torch.stack(self.values).amax(),
         )
         attention(q, k, v, backend=recorder.backend).out.sum().backward()
-    (maxima,) = seen
-    assert len(maxima.values) > 20 and not any(value.requires_grad for value in maxima.values)
+        with torch.no_grad():
+            attention(q, k, v, backend=recorder.backend)
+    watched, forward = seen
+    assert len(watched.values) == len(forward.values) > 10
+    assert not any(value.requires_grad for value in watched.values)

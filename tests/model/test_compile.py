@@ -95,7 +95,7 @@ def test_generated_code_around_a_tile_loop():
     x = torch.randn(2, LENGTH, SHAPE["hidden_size"], device=DEVICE)
 
     def heads(x: Tensor) -> Tensor:
-        return part.attend(*part.heads(part.qkv(x), None), document_ids=None, cache=None)
+        return part.attend(*part.heads(part.qkv(x), None), document_ids=None, cache=None)[0]
 
     results = []
     with torch._inductor.config.patch(
