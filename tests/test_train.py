@@ -110,6 +110,7 @@ def test_metric_names_and_steps(learned):
         "mfu",
         "mfu_causal",
         "attention/max_score",
+        "attention/max_score_by_head",
     }
     trained |= {"memory/peak_gib", "memory/reserved_gib"}
     compared = {
