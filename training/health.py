@@ -24,6 +24,7 @@ from attention import (
 )
 from model.gpt import GPT
 from training.memory import is_out_of_memory
+from training.phases import phase
 
 log = logging.getLogger("tilegpt")
 # inspect at most this many tokens: the tile loop is quadratic in length, and under a causal mask a
@@ -52,6 +53,7 @@ class AttentionMonitor:
         }
         self.has_room = True  # for compare_layers()
 
+    @phase("looking", "looking at the attention")
     def inspect(
         self, step: int, *batch: Tensor, compare: bool, loss_scale: float = 1.0
     ) -> dict[str, float]:
@@ -83,6 +85,7 @@ class AttentionMonitor:
         self._note(step, score)
         return row | {"attention/max_score": score}
 
+    @phase("looking", "looking for what diverged")
     def diagnose(self, step: int, batches: Iterable[tuple[Tensor, ...]]) -> dict[str, Any]:
         """How this step diverged, for summary.json: diagnose() and the history of the scores."""
         with self.autocast:
