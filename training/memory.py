@@ -1,6 +1,6 @@
 """How much memory a run used, how much it may use, and what to report when it ran out.
 
-Tensors are counted by PyTorch's allocator, on a GPU at any time, on a CPU by its profiler during one
+PyTorch's allocator counts tensors, on a GPU at any time, on a CPU while the profiler watches one
 step. Linux provides pages only when they are touched: an oversized allocation on a CPU succeeds,
 and the kernel kills the process later. `cpu_memory_limit` turns that into an error that can be
 caught.
@@ -59,6 +59,7 @@ class MemoryMeter:
         if torch.autograd._profiler_enabled():  # by scripts.profile: there is only one at a time
             yield
             return
+        gc.collect()  # PyTorch warns where garbage from before is freed on the way
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports each start and stop
         with torch.autograd.profiler.profile(profile_memory=True) as profile:
             yield
