@@ -56,7 +56,8 @@ class MemoryMeter:
         Counts every block that PyTorch's allocator gives out, also to compiled code, and what is
         freed of those. Memory that libraries take by themselves is not seen.
         """
-        if torch.autograd._profiler_enabled():  # by scripts.profile: there is only one at a time
+        # there can be one profiler at a time, and scripts.profile starts one
+        if self.device.type != "cpu" or torch.autograd._profiler_enabled():
             yield
             return
         gc.collect()  # PyTorch warns where garbage from before is freed on the way

@@ -163,10 +163,10 @@ class Recorder:
         """What is made of a run that is over: loss_curve.png and a sample of its text."""
         run, summary, status = self.run, self.summary, self.summary["status"]
         peak_gib = summary.get("memory/peak_gib")
-        if run.device.type == "cuda" and peak_gib:
+        if peak_gib:
             error = run.predicted_gib / peak_gib - 1
             log.info(
-                f"peak memory {peak_gib:.2f} GiB, predicted {run.predicted_gib:.2f} ({error:+.1%})"
+                f"peak memory {peak_gib:.3g} GiB, predicted {run.predicted_gib:.3g} ({error:+.1%})"
             )
         config = run.config
         with after_training("loss curve", summary), phase("drawing", "drawing the loss curve"):

@@ -166,10 +166,8 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     )
     if config.batch_size == "auto":
         _fit_batch_size(run)
-    predicted_gib = run.predicted_gib  # now, since what runs out of memory later quotes it
-    # only tensors are predicted: on a CPU the measured peak includes Python and its libraries
-    if device.type == "cuda":
-        summary["memory/predicted_gib"] = predicted_gib
+    # now, since what runs out of memory later quotes it
+    summary["memory/predicted_gib"] = run.predicted_gib
     return run
 
 

