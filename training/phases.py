@@ -30,6 +30,8 @@ from typing import Any
 
 log = logging.getLogger("tilegpt")
 
+BETWEEN = ("starting", "other")  # not worth a line by themselves
+
 
 class Phases:
     """The phases of one start of a run. A context manager: within it a thread watches the clock."""
@@ -100,10 +102,11 @@ class Phases:
                 f"{name}: the run ends and saves after what it is doing now ({so_far}); "
                 "Ctrl-C or SIGTERM once more ends it at once, without saving"
             )
-        elif now - phase.began > phase.patience and phase.name != "other":
+        elif now - phase.began > phase.patience and phase.words not in BETWEEN:
             # the line of each step says enough, once there has been one
             enough = phase.patience == 2 and phase.name == "training" and "training" in self.spent
-            phase.patience = max(15, 2 * phase.patience)
+            while phase.patience < now - phase.began:
+                phase.patience = max(15, 2 * phase.patience)
             if not enough:
                 log.info(so_far)
 

@@ -283,8 +283,9 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     summary = load_json(run_dir / "summary.json")
     if "status" in summary:
         # an earlier version called the resident memory so
-        if summary.get("device") == "cpu" and "memory/process_gib" not in summary:
-            summary["memory/process_gib"] = summary.pop("memory/peak_gib", None)
+        memory = {"memory/peak_gib", "memory/process_gib"} & summary.keys()
+        if summary.get("device") == "cpu" and memory == {"memory/peak_gib"}:
+            summary["memory/process_gib"] = summary.pop("memory/peak_gib")
         return summary | own
     config = load_yaml(run_dir / "config.yaml")
     attention = config.get("attention")
