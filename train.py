@@ -9,6 +9,9 @@ A run directory holds config.yaml, env.json, metrics.jsonl, summary.json, checkp
 checkpoint.best/ and loss_curve.png.
 """
 
+import time
+
+BEGAN = time.time()  # before the imports: they are a part of what a run costs
 import os
 from pathlib import Path
 from typing import Any
@@ -96,4 +99,4 @@ def main(cfg: DictConfig) -> float:
 
 
 if __name__ == "__main__":
-    launch(main)
+    launch(main, BEGAN)

@@ -6,6 +6,7 @@ register(Backend("mine", my_function))                                    # your
 backend="mine"
 """
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -120,8 +121,10 @@ def attention(
         looked = bool(looked)
     if torch.compiler.is_compiling() and is_operator(backend) and score_mod is None:
         function = partial(operator_attention, backend.name)
-    else:
-        function = backend.fn if backend.traceable else torch.compiler.disable(backend.fn)
+    elif backend.traceable or "torch._dynamo" not in sys.modules:
+        function = backend.fn
+    else:  # without torch.compile, which takes seconds to import, there is nothing to disable
+        function = torch.compiler.disable(backend.fn)
     arguments = {name: value for name, value in optional.items() if name in backend.features}
     returns_it = "max_score" in backend.features
     if looked is not False and returns_it:

@@ -51,8 +51,8 @@ MEASURED = (
     "step_tokens_per_sec",
     "mfu",
     "mfu_causal",
-    "memory/peak_gib",
     "memory/reserved_gib",
+    "memory/process_gib",
 )
 
 

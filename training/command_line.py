@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from config import RunConfig, register, setting_keys
+from training import phases
 from training.interrupt import Ending
 from training.streams import keep_streams
 
@@ -35,8 +36,12 @@ SHARED_OPTIONS = {
 }
 
 
-def launch(main: Callable[[], Any]) -> None:
-    """Run `main`, decorated by Hydra, under the command line of this process."""
+def launch(main: Callable[[], Any], began: float) -> None:
+    """Run `main`, decorated by Hydra, under the command line of this process.
+
+    `began` is when the program did: its first run counts from there.
+    """
+    phases.process_began = began
     refuse_several_processes()
     answers = any(argument.startswith(ANSWERS) for argument in sys.argv[1:])
     keep_streams(lasting=not answers)

@@ -25,6 +25,7 @@ from attention import (
 )
 from model.gpt import GPT
 from training.memory import is_out_of_memory
+from training.phases import phase
 
 if TYPE_CHECKING:
     from training.step import StepResult
@@ -56,9 +57,11 @@ class AttentionMonitor:
         }
         self.has_room = True  # for compare_layers()
 
+    @phase("looking", "looking at the attention")
     def inspect(self, result: "StepResult") -> dict[str, Any]:
         """What a row of metrics says of the attention of a step: its largest scores where they are
         due, and compare_layers() where that is due.
+
 
         attention/max_score is the largest finite score of the step's whole batch, and
         attention/max_score_by_head that of each layer and head, None where it is not finite.
@@ -94,6 +97,7 @@ class AttentionMonitor:
         )
         return {}
 
+    @phase("looking", "looking for what diverged")
     def diagnose(self, step: int, batches: Iterable[tuple[Tensor, ...]]) -> dict[str, Any]:
         """How this step diverged, for summary.json: diagnose() and the history of the scores."""
         with self.autocast:

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import logging
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from training.command_line import (
 )
 from training.interrupt import Ending
 from training.outcome import close_run, outcome_outside_training
+from training.phases import new_run
 
 Train = Callable[[Any, Path, dict[str, Any]], None]  # train(config, run_dir, summary)
 
@@ -33,17 +33,17 @@ def run_job(train: Train, cfg: Any) -> tuple[dict[str, Any], BaseException | Non
     from hydra.core.hydra_config import HydraConfig
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
-    written = as_written(cfg)
+    written, phases = as_written(cfg), new_run()
     summary = {
         "status": "running",
         "attention": written["attention"]["name"],
         "seq_len": written["seq_len"],
         "seed": written["seed"],
         "overrides": task_overrides(),
-        "started": time.time(),
+        "started": phases.began,
     }
     failure = None
-    with Ending() as ending:
+    with Ending() as ending, phases:
         try:
             train(read_config(cfg), run_dir, summary)
         except BaseException as error:

@@ -14,8 +14,8 @@ from training.command_line import job_overrides, searched_folders
 from training.files import MetricsFile, write_json
 from training.health import AttentionMonitor
 from training.loggers import build_logger
-from training.memory import MemoryMeter
 from training.outcome import after_training, outcome_of, resume_command, save_summary
+from training.phases import current, phase
 from training.plot import draw_loss_curve, draw_max_scores
 from training.resume import stop_clock, write_settings
 from training.run import Run
@@ -45,7 +45,7 @@ class Recorder:
         self.run, self.run_dir, self.summary = run, run_dir, summary
         self.first, self.throughput, self.monitor = first, stepper.throughput, monitor
         self.metrics = MetricsFile(run_dir / "metrics.jsonl")
-        self.memory = MemoryMeter(run.device)
+        self.memory = stepper.memory
         self.wall = WallClock(seconds=stop_clock(first.starts))
         self.progress = Progress(
             config.steps, tokens_per_step=run.tokens_per_step, first_step=first.step
@@ -57,14 +57,15 @@ class Recorder:
         write_json(run_dir / "env.json", run.environment)
         self._announce()
         names = dict.fromkeys(backend.name for backend in run.schedule.values())
-        self.logger = build_logger(
-            config.logger,
-            **job_names(run_dir),
-            tags=[*names, f"seq{config.seq_len}", config.model.name, config.data.source],
-            resume=config.resume is not None,
-            run_dir=run_dir,
-            run_config=run.settings,
-        )
+        with phase("logging", f"starting logger={config.logger.name}"):
+            self.logger = build_logger(
+                config.logger,
+                **job_names(run_dir),
+                tags=[*names, f"seq{config.seq_len}", config.model.name, config.data.source],
+                resume=config.resume is not None,
+                run_dir=run_dir,
+                run_config=run.settings,
+            )
 
     def _announce(self) -> None:
         run, config = self.run, self.run.config
@@ -100,9 +101,11 @@ class Recorder:
         elif summary["status"] == "interrupted":
             done = summary["steps_done"]
             log.warning(f"interrupted after step {done}; {resume_command(self.run_dir)}")
+        summary["seconds_by_phase"] = current().seconds()  # so far
         save_summary(self.run_dir, summary)  # what follows may take long, or be killed
-        self.logger.summary(summary)
-        self.logger.finish(exit_code=0 if summary["status"] == "completed" else 1)
+        with phase("logging", "ending the logger"):
+            self.logger.summary(summary)
+            self.logger.finish(exit_code=0 if summary["status"] == "completed" else 1)
 
     def begin(self, row: dict[str, float]) -> None:
         """Record the state before the first step, and start the clock."""
@@ -111,6 +114,7 @@ class Recorder:
             self._write(row)
             log.info(self.progress.line(self.first.step, row))
         self.wall.begin(self.first.tokens)
+        current().started()
 
     def row(self, result: StepResult) -> dict[str, float | None]:
         """The row of metrics of a step, empty where none is due: its memory, loss and gradient."""
@@ -159,23 +163,25 @@ class Recorder:
         """What is made of a run that is over: loss_curve.png and a sample of its text."""
         run, summary, status = self.run, self.summary, self.summary["status"]
         peak_gib = summary.get("memory/peak_gib")
-        if run.device.type == "cuda" and peak_gib:
+        if peak_gib:
             error = run.predicted_gib / peak_gib - 1
             log.info(
-                f"peak memory {peak_gib:.2f} GiB, predicted {run.predicted_gib:.2f} ({error:+.1%})"
+                f"peak memory {peak_gib:.3g} GiB, predicted {run.predicted_gib:.3g} ({error:+.1%})"
             )
         config = run.config
-        with after_training("loss curve", summary):
+        with after_training("loss curve", summary), phase("drawing", "drawing the loss curve"):
             title = (
                 f"{describe_attention(run.schedule)} model={config.model.name} "
                 f"seq_len={config.seq_len} seed={config.seed}: {status}"
             )
             curve = draw_loss_curve(self.run_dir, title=title)
             log.info(f"loss curve: {curve or 'no loss was recorded'}")
-        with after_training("picture of the largest scores", summary):
+        drawing = phase("drawing", "drawing the largest scores")
+        with after_training("picture of the largest scores", summary), drawing:
             draw_max_scores(self.run_dir, title=title)
         if config.sample_tokens and run.data.tokenizer is not None and status == "completed":
-            with after_training("sample", summary), run.autocast:
+            sampling = phase("sampling", f"sampling {config.sample_tokens} tokens")
+            with after_training("sample", summary), run.autocast, sampling:
                 text = sample_text(
                     run.model,
                     run.data.tokenizer,
@@ -188,6 +194,7 @@ class Recorder:
         if self.logger.url_or_hint:
             log.info(f"logs: {self.logger.url_or_hint}")
 
+    @phase("logging")
     def _write(self, row: dict[str, Any]) -> None:
         """One row: on disk first, then to the logger; the summary keeps the newest figures."""
         tokens, summary = row["tokens"], self.summary

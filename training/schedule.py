@@ -10,6 +10,7 @@ from attention import BACKENDS, Backend, get_backend, is_operator, kernel_choice
 from config import AttentionConfig, ModelConfig, RunConfig
 from model.gpt import GPT
 from model.loss import introduce_operators
+from training.phases import count_compiling
 
 log = logging.getLogger("tilegpt")
 
@@ -101,7 +102,10 @@ def prepare_model(model: GPT, backend: Backend, *, compile_mode: str) -> nn.Modu
     """Give the model this attention; returns what training calls, compiled if will_compile()."""
     model.backend = backend
     device = next(model.parameters()).device.type
-    if not will_compile(model.config, backend, device, compile_mode=compile_mode):
+    compiled = will_compile(model.config, backend, device, compile_mode=compile_mode)
+    if compiled or device == "cuda":
+        count_compiling()
+    if not compiled:
         return model
     introduce_operators()
     return torch.compile(model)

@@ -15,7 +15,9 @@ from torch.profiler import record_function
 from attention import Backend
 from config import Due
 from training.interrupt import Interrupt
+from training.memory import MemoryMeter
 from training.optimizer import learning_rate, set_learning_rate
+from training.phases import phase
 from training.resume import FIRST_START, Start
 from training.schedule import backend_after, prepare_model
 from training.throughput import Throughput, peak_flops
@@ -81,6 +83,8 @@ class Stepper:
         }
         peak = peak_flops(run.device, run.dtype)
         self.throughput = Throughput(run.device, flops_per_token=flops, peak=peak)
+        self.memory = MemoryMeter(run.device)
+        self.done = start.step
         self.use_attention(backend_after(run.schedule, start.step))
 
     def __enter__(self) -> "Stepper":
@@ -98,6 +102,8 @@ class Stepper:
         """Train with this attention from here on; compilation does not count as speed."""
         self.model = prepare_model(self.run.model, backend, compile_mode=self.run.config.compile)
         self.throughput.warm_up()
+        # counted from 0: the second one has compiled, has the optimizer's state, and is not timed
+        self.measured_step = min(self.done + 1, self.run.config.steps - 1)
 
     def steps(self, stop: Interrupt = NEVER) -> Iterator[StepResult]:
         """One result a step: to the last step, to one that diverged, or until stop.requested."""
@@ -108,9 +114,9 @@ class Stepper:
             ahead = None
             if pending.updated and not stop.requested:
                 ahead = self._queue(step + 1, before=pending)
-            with record_function("optimizer"):
+            with record_function("optimizer"), phase("training", f"step {step + 1}"):
                 loss, grad_norm, *scores = pending.figures()  # the one wait for the GPU
-            step += 1
+            step = self.done = step + 1
             scale = self.run.scaler.get_scale()
             diverged = self._diverged(loss, grad_norm, scale)
             finished = diverged or step == config.steps
@@ -140,7 +146,11 @@ class Stepper:
         if result.updated:
             return
         self.throughput.resume()
-        with record_function("optimizer"):
+        with (
+            phase("training", f"step {result.step}"),
+            record_function("optimizer"),
+            self._measured(result.step - 1, result.passes),
+        ):
             self.run.scaler.step(self.run.optimizer)
             self.run.scaler.update()
         self.throughput.step(self.run.tokens_per_step)
@@ -157,21 +167,29 @@ class Stepper:
     def _queue(self, step: int, before: PendingStep | None = None) -> PendingStep:
         config = self.run.config
         set_learning_rate(self.run.optimizer, step, config.steps, self.optim)
-        with record_function("data"):
-            passes = self.batches.passes(step)
-        # where something is due, the weights must stay until it is done
-        due = config.due(step + 1)
-        pending = queue_step(
-            self.model,
-            passes,
-            **self.step_args,
-            update=not any(due),
-            look=due.log or due.compare,
-            before=before,
-        )
+        with phase("training", f"step {step + 1} of {config.steps}"):
+            with record_function("data"):
+                passes = self.batches.passes(step)
+            # where something is due, the weights must stay until it is done
+            due = config.due(step + 1)
+            how = {"update": not any(due), "look": due.log or due.compare}
+            if step == self.measured_step:  # what is freed while it measures does not count
+                self.run.optimizer.zero_grad(set_to_none=True)
+            with self._measured(step, passes):
+                pending = queue_step(self.model, passes, **self.step_args, **how, before=before)
         if pending.updated:
             self.throughput.step(self.run.tokens_per_step)
         return pending
+
+    def _measured(self, step: int, passes: Sequence[tuple[Tensor, ...]]) -> AbstractContextManager:
+        """Measures a CPU's memory in the step that is chosen for it."""
+        if step != self.measured_step:
+            return nullcontext()
+        weights = [*self.run.model.parameters(), *self.run.model.buffers()]
+        gradients = [weight.grad for weight in weights]
+        return self.memory.measured(
+            weights, gradients, self.run.optimizer.state_dict()["state"], passes
+        )
 
     def _diverged(self, loss: float, grad_norm: float, scale: float) -> bool:
         if self.run.scaler.is_enabled():

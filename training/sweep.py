@@ -41,7 +41,7 @@ COLUMNS = {
     "exact": ("val/accuracy_exact", "{:.1%}"),
     "tokens/s": ("tokens_per_sec", "{:,.0f}"),
     "steps alone": ("step_tokens_per_sec", "{:,.0f}"),
-    "peak GiB": ("memory/peak_gib", "{:.2f}"),
+    "peak GiB": ("memory/peak_gib", "{:.3g}"),
 }
 
 
@@ -282,6 +282,10 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     own = {"evaluated_step": evaluated_step, "dir": str(run_dir)}
     summary = load_json(run_dir / "summary.json")
     if "status" in summary:
+        # an earlier version called the resident memory so
+        memory = {"memory/peak_gib", "memory/process_gib"} & summary.keys()
+        if summary.get("device") == "cpu" and memory == {"memory/peak_gib"}:
+            summary["memory/process_gib"] = summary.pop("memory/peak_gib")
         return summary | own
     config = load_yaml(run_dir / "config.yaml")
     attention = config.get("attention")

@@ -115,7 +115,7 @@ def variant_table(runs: list[Run], styles: dict[str, Style]) -> Table:
         ("accuracy, exact", "{:.1%}", lambda run: run.figure("val/accuracy_exact")),
         ("tokens/s", "{:,.0f}", lambda run: run.figure("tokens_per_sec")),
         ("steps alone", "{:,.0f}", lambda run: run.figure("step_tokens_per_sec")),
-        ("peak GiB", "{:.2f}", lambda run: run.peak_gib),
+        ("peak GiB", "{:.3g}", lambda run: run.peak_gib),
     ]
     several = len(lengths) > 1
     head = ["variant", *(["seq_len"] if several else []), "runs", "steps"]
@@ -180,7 +180,7 @@ def cost_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Tex
     if any(run.figure("step_tokens_per_sec") for run in runs):
         caption += f"{SPEEDS} "
     if any(run.summary.get("device") == "cpu" for run in runs):
-        caption += "On a CPU peak memory is that of the whole process, libraries included."
+        caption += "Peak memory is that of tensors, on a CPU too: of one step, measured apart."
     drawing = render("cost", lambda: draw_cost(runs, styles))
     return [Figure("cost", "peak memory and training speed", caption, drawing)]
 
@@ -270,7 +270,7 @@ def run_table(runs: list[Run]) -> Table:
         "max score": ("max_score", "{:.1f}"),
         "tokens/s": ("tokens_per_sec", "{:,.0f}"),
         "steps alone": ("step_tokens_per_sec", "{:,.0f}"),
-        "peak GiB": ("memory/peak_gib", "{:.2f}"),
+        "peak GiB": ("memory/peak_gib", "{:.3g}"),
         "bad step": ("first_bad_step", "{:.0f}"),
     }
     rows = []
