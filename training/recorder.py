@@ -15,11 +15,11 @@ from training.files import MetricsFile, write_json
 from training.health import AttentionMonitor
 from training.loggers import build_logger
 from training.memory import MemoryMeter
+from training.names import attention_in_words
 from training.outcome import after_training, outcome_of, resume_command, save_summary
 from training.plot import draw_loss_curve
 from training.resume import stop_clock, write_settings
 from training.run import Run
-from training.schedule import describe_attention
 from training.step import Stepper, StepResult
 from training.sweep import job_names
 from training.throughput import Progress, WallClock
@@ -56,22 +56,16 @@ class Recorder:
         write_settings(run_dir, run.settings, overrides)
         write_json(run_dir / "env.json", run.environment)
         self._announce()
-        names = dict.fromkeys(backend.name for backend in run.schedule.values())
-        self.logger = build_logger(
-            config.logger,
-            **job_names(run_dir),
-            tags=[*names, f"seq{config.seq_len}", config.model.name, config.data.source],
-            resume=config.resume is not None,
-            run_dir=run_dir,
-            run_config=run.settings,
-        )
+        names = job_names(run_dir, summary, config)
+        self.logger = build_logger(config.logger, run_dir=run_dir, **names)
 
     def _announce(self) -> None:
         run, config = self.run, self.run.config
-        attention = describe_attention(run.schedule)
+        attention = attention_in_words(self.summary)
         log.info(
             f"{run.data.description}\n"
-            f"model={config.model.name} {self.summary['parameters']:,} parameters, {attention}"
+            f"model={config.model.name} {self.summary['parameters']:,} parameters, "
+            f"attention={attention}"
         )
         log.info(
             f"{run.device} {self.summary['dtype']}, {config.sequences_per_step} x "
@@ -102,7 +96,8 @@ class Recorder:
             log.warning(f"interrupted after step {done}; {resume_command(self.run_dir)}")
         save_summary(self.run_dir, summary)  # what follows may take long, or be killed
         self.logger.summary(summary)
-        self.logger.finish(exit_code=0 if summary["status"] == "completed" else 1)
+        if error is not None:  # else report() follows
+            self.logger.finish(exit_code=1)
 
     def begin(self, row: dict[str, float]) -> None:
         """Record the state before the first step, and start the clock."""
@@ -130,13 +125,15 @@ class Recorder:
 
     def record(self, result: StepResult, row: dict[str, float | None]) -> None:
         """Show the step, and write its row where there is one."""
-        say = self.progress.step(result.step) and self.bar.disable  # a bar says enough
+        say = (
+            self.progress.step(result.step, row=bool(row)) and self.bar.disable
+        )  # a bar says enough
         if row and result.due.log:
             row |= self.throughput.row()
         if say or result.finished or "val/loss" in row:
             log.info(self.progress.line(result.step, {"train/loss": result.loss} | row))
         if row:
-            self._write({"step": result.step, "tokens": result.tokens, **row})
+            self._write({"step": result.step, "tokens": result.tokens, **row}, last=result.last)
         self.bar.update()
         self.bar.set_postfix(loss=f"{result.loss:.3f}", refresh=False)
 
@@ -157,6 +154,12 @@ class Recorder:
 
     def report(self) -> None:
         """What is made of a run that is over: loss_curve.png and a sample of its text."""
+        try:
+            self._report()
+        finally:
+            self.logger.finish(exit_code=0 if self.summary["status"] == "completed" else 1)
+
+    def _report(self) -> None:
         run, summary, status = self.run, self.summary, self.summary["status"]
         peak_gib = summary.get("memory/peak_gib")
         if run.device.type == "cuda" and peak_gib:
@@ -164,10 +167,10 @@ class Recorder:
             log.info(
                 f"peak memory {peak_gib:.2f} GiB, predicted {run.predicted_gib:.2f} ({error:+.1%})"
             )
-        config = run.config
+        config, curve, text = run.config, None, None
         with after_training("loss curve", summary):
             title = (
-                f"{describe_attention(run.schedule)} model={config.model.name} "
+                f"{attention_in_words(summary)} model={config.model.name} "
                 f"seq_len={config.seq_len} seed={config.seed}: {status}"
             )
             curve = draw_loss_curve(self.run_dir, title=title)
@@ -183,15 +186,16 @@ class Recorder:
                 )
                 (self.run_dir / "sample.txt").write_text(text)
                 log.info(f"\na sample:\n{text}\n")
+        self.logger.media(summary["steps_done"], summary["tokens"], curve=curve, sample=text)
         if self.logger.url_or_hint:
             log.info(f"logs: {self.logger.url_or_hint}")
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, row: dict[str, Any], *, last: bool = False) -> None:
         """One row: on disk first, then to the logger; the summary keeps the newest figures."""
         tokens, summary = row["tokens"], self.summary
         row |= self.wall.row(tokens)
         self.metrics.write(row)
-        self.logger.log(row, tokens=tokens)
+        self.logger.log(row, tokens=tokens, last=last)
         summary |= {name: value for name, value in row.items() if name.startswith("val/")}
         summary |= self.monitor.summary() | self.memory.summary()
         summary |= {
