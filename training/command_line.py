@@ -95,6 +95,11 @@ def check_keys(arguments: list[str]) -> None:
         return
     keys = ["experiment", *setting_keys(RunConfig)]
     for argument in arguments:
+        if argument.startswith("--experimental-rerun"):
+            raise ValueError(
+                "--experimental-rerun would write over the earlier run; resume=DIR goes on with "
+                "it, and DIR/overrides.yaml lists the settings that start it again"
+            )
         written, _, value = argument.partition("=")
         key = written.lstrip("-+")
         if written.startswith("-") and key in keys:
