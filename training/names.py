@@ -84,7 +84,8 @@ def name_runs(rows: Sequence[Mapping[str, Any]]) -> list[Names]:
 
 def name_run(row: Mapping[str, Any]) -> Names:
     """The names of a run that belongs to no sweep, which differs from others in all it asks for."""
-    asked = [each for each in row.get("overrides") or [] if not each.startswith(WATCHING)]
+    beside = (*WATCHING, "logger", "device")
+    asked = [each for each in row.get("overrides") or [] if not each.startswith(beside)]
     names, _ = name_runs([{**row, "overrides": asked}, {}])
     return Names(attention_in_words(row), names.run)
 
