@@ -72,7 +72,7 @@ def test_every_job_is_in_the_index_and_in_the_table(sweep):
     ]
     header, *lines = table(done.output)
     assert header == [
-        "attention",
+        "variant",
         "seed",
         "status",
         "val/loss",
@@ -135,7 +135,7 @@ def test_a_failed_job_costs_the_exit_code_and_nothing_else(tmp_path):
         "completed",
     ]
     assert (
-        f"data.path={tmp_path}/no_such.txt: failed: data.path={tmp_path}/no_such.txt does not exist"
+        f"path={tmp_path}/no_such.txt: failed: data.path={tmp_path}/no_such.txt does not exist"
         in done.output
     )
 
@@ -166,12 +166,10 @@ def test_an_option_that_one_attention_lacks_is_left_out_of_it(mixed):
     tiles, target = "attention.block_kv", "attention.target"
     assert left_out == [[tiles, target], [target], [target], [tiles, target], [tiles]]
     header, *lines = table(done.output)
-    assert header[:4] == ["attention", "block_kv", "target", "status"]
-    expected = [("naive", "-"), ("tiled", "16"), ("tiled", "8"), (OWN, "-"), ("custom", "-")]
-    assert [tuple(line[:2]) for line in lines[:5]] == expected
-    (remark,) = (
-        line for line in done.output.splitlines() if line.startswith("attention=naive: completed: ")
-    )
+    assert header[:2] == ["variant", "status"]
+    variants = ["naive", "tiled block_kv=16", "tiled block_kv=8", OWN, f"{OWN}_IN_FP32"]
+    assert [" ".join(line).partition(" completed ")[0] for line in lines[:5]] == variants
+    (remark,) = (line for line in done.output.splitlines() if line.startswith("naive: completed: "))
     assert "without attention.block_kv: attention=naive has no option block_kv" in remark
 
 
@@ -347,7 +345,7 @@ def test_diverged_and_completed_jobs_make_a_whole_sweep(tmp_path):
     rows = index(tmp_path)
     assert [row["status"] for row in rows] == ["diverged", "completed"]
     assert (
-        f"attention=no_max: diverged at step {rows[0]['first_bad_step']}: "
+        f"no_max: diverged at step {rows[0]['first_bad_step']}: "
         f"{rows[0]['diagnosis']['message']}" in done.output
     )
 

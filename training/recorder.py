@@ -61,7 +61,7 @@ class Recorder:
 
     def _announce(self) -> None:
         run, config = self.run, self.run.config
-        attention = attention_in_words(self.summary)
+        attention = attention_in_words(self.summary | {"steps_done": None})  # the later ones too
         log.info(
             f"{run.data.description}\n"
             f"model={config.model.name} {self.summary['parameters']:,} parameters, "
