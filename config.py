@@ -10,16 +10,16 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-# fields of AttentionConfig that are options of backends; each backend has some of them
-BACKEND_OPTIONS = (
-    "kernel",
-    "impl",
-    "block_q",
-    "block_kv",
-    "softmax_dtype",
-    "detach_max",
-    "backend",
-)
+# fields of AttentionConfig that are options of backends, with their defaults; each has some of them
+BACKEND_OPTIONS = {
+    "kernel": "auto",
+    "impl": "tiled",
+    "block_q": 128,
+    "block_kv": 64,
+    "softmax_dtype": "float32",
+    "detach_max": False,
+    "backend": "auto",
+}
 # sources of data that need a tokenizer
 TEXT_SOURCES = ("stdlib", "torch_source", "text", "hub")
 

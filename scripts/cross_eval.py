@@ -38,8 +38,9 @@ from training.environment import environment
 from training.evaluate import evaluate_under, exact_attention
 from training.files import check_writable, write_json
 from training.memory import is_out_of_memory, release_memory
+from training.names import differing_settings
 from training.schedule import chosen_attention
-from training.sweep import differing_settings, read_sweep
+from training.sweep import read_sweep
 from training.trained import Trained, load_trained, read_run_config
 
 TILES = ("block_q", "block_kv")

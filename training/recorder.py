@@ -14,12 +14,12 @@ from training.command_line import job_overrides, searched_folders
 from training.files import MetricsFile, write_json
 from training.health import AttentionMonitor
 from training.loggers import build_logger
+from training.names import attention_in_words
 from training.outcome import after_training, outcome_of, resume_command, save_summary
 from training.phases import current, phase
 from training.plot import draw_loss_curve, draw_max_scores
 from training.resume import stop_clock, write_settings
 from training.run import Run
-from training.schedule import describe_attention
 from training.step import Stepper, StepResult
 from training.sweep import job_names
 from training.throughput import Progress, WallClock
@@ -56,23 +56,17 @@ class Recorder:
         write_settings(run_dir, run.settings, overrides)
         write_json(run_dir / "env.json", run.environment)
         self._announce()
-        names = dict.fromkeys(backend.name for backend in run.schedule.values())
         with phase("logging", f"starting logger={config.logger.name}"):
-            self.logger = build_logger(
-                config.logger,
-                **job_names(run_dir),
-                tags=[*names, f"seq{config.seq_len}", config.model.name, config.data.source],
-                resume=config.resume is not None,
-                run_dir=run_dir,
-                run_config=run.settings,
-            )
+            names = job_names(run_dir, summary, config)
+            self.logger = build_logger(config.logger, run_dir=run_dir, **names)
 
     def _announce(self) -> None:
         run, config = self.run, self.run.config
-        attention = describe_attention(run.schedule)
+        attention = attention_in_words(self.summary | {"steps_done": None})  # the later ones too
         log.info(
             f"{run.data.description}\n"
-            f"model={config.model.name} {self.summary['parameters']:,} parameters, {attention}"
+            f"model={config.model.name} {self.summary['parameters']:,} parameters, "
+            f"attention={attention}"
         )
         log.info(
             f"{run.device} {self.summary['dtype']}, {config.sequences_per_step} x "
@@ -105,7 +99,8 @@ class Recorder:
         save_summary(self.run_dir, summary)  # what follows may take long, or be killed
         with phase("logging", "ending the logger"):
             self.logger.summary(summary)
-            self.logger.finish(exit_code=0 if summary["status"] == "completed" else 1)
+            if error is not None:  # else report() follows
+                self.logger.finish(exit_code=1)
 
     def begin(self, row: dict[str, float]) -> None:
         """Record the state before the first step, and start the clock."""
@@ -134,13 +129,14 @@ class Recorder:
 
     def record(self, result: StepResult, row: dict[str, float | None]) -> None:
         """Show the step, and write its row where there is one."""
-        say = self.progress.step(result.step) and self.bar.disable  # a bar says enough
+        # a bar says enough
+        say = self.progress.step(result.step, row=bool(row)) and self.bar.disable
         if row and result.due.log:
             row |= self.throughput.row()
         if say or result.finished or "val/loss" in row:
             log.info(self.progress.line(result.step, {"train/loss": result.loss} | row))
         if row:
-            self._write({"step": result.step, "tokens": result.tokens, **row})
+            self._write({"step": result.step, "tokens": result.tokens, **row}, last=result.last)
         self.bar.update()
         self.bar.set_postfix(loss=f"{result.loss:.3f}", refresh=False)
 
@@ -161,6 +157,12 @@ class Recorder:
 
     def report(self) -> None:
         """What is made of a run that is over: loss_curve.png and a sample of its text."""
+        try:
+            self._report()
+        finally:
+            self.logger.finish(exit_code=0 if self.summary["status"] == "completed" else 1)
+
+    def _report(self) -> None:
         run, summary, status = self.run, self.summary, self.summary["status"]
         peak_gib = summary.get("memory/peak_gib")
         if peak_gib:
@@ -168,17 +170,18 @@ class Recorder:
             log.info(
                 f"peak memory {peak_gib:.3g} GiB, predicted {run.predicted_gib:.3g} ({error:+.1%})"
             )
-        config = run.config
+        config, pictures, text = run.config, [], None
         with after_training("loss curve", summary), phase("drawing", "drawing the loss curve"):
             title = (
-                f"{describe_attention(run.schedule)} model={config.model.name} "
+                f"{attention_in_words(summary)} model={config.model.name} "
                 f"seq_len={config.seq_len} seed={config.seed}: {status}"
             )
             curve = draw_loss_curve(self.run_dir, title=title)
             log.info(f"loss curve: {curve or 'no loss was recorded'}")
+            pictures.append(curve)
         drawing = phase("drawing", "drawing the largest scores")
         with after_training("picture of the largest scores", summary), drawing:
-            draw_max_scores(self.run_dir, title=title)
+            pictures.append(draw_max_scores(self.run_dir, title=title))
         if config.sample_tokens and run.data.tokenizer is not None and status == "completed":
             sampling = phase("sampling", f"sampling {config.sample_tokens} tokens")
             with after_training("sample", summary), run.autocast, sampling:
@@ -191,18 +194,19 @@ class Recorder:
                 )
                 (self.run_dir / "sample.txt").write_text(text)
                 log.info(f"\na sample:\n{text}\n")
+        with phase("logging", "ending the logger"):
+            pictures = [picture for picture in pictures if picture is not None]
+            self.logger.media(summary["steps_done"], summary["tokens"], pictures, sample=text)
         if self.logger.url_or_hint:
             log.info(f"logs: {self.logger.url_or_hint}")
 
     @phase("logging")
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, row: dict[str, Any], *, last: bool = False) -> None:
         """One row: on disk first, then to the logger; the summary keeps the newest figures."""
         tokens, summary = row["tokens"], self.summary
         row |= self.wall.row(tokens)
         self.metrics.write(row)
-        # max_score_by_head is for metrics.jsonl and the picture: a logger would draw a line a head
-        numbers = {name: value for name, value in row.items() if not isinstance(value, list)}
-        self.logger.log(numbers, tokens=tokens)
+        self.logger.log(row, tokens=tokens, last=last)
         summary |= {name: value for name, value in row.items() if name.startswith("val/")}
         summary |= self.monitor.summary() | self.memory.summary()
         summary |= {

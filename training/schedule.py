@@ -150,11 +150,3 @@ def schedule_summary(schedule: dict[int, Backend], **inputs: Any) -> dict[str, A
             "switch_options": dict(backend.options),
         }
     return row
-
-
-def describe_attention(schedule: dict[int, Backend]) -> str:
-    """attention=no_rescale, attention=tiled after step 400"""
-    return ", ".join(
-        f"attention={backend.name}" + (f" after step {step}" if step else "")
-        for step, backend in schedule.items()
-    )

@@ -378,7 +378,7 @@ def test_a_switch_of_attention_is_marked(tmp_path):
     )
     runs = load_runs([tmp_path])
     assert [run.variant for run in runs] == [
-        "no_rescale switch_at=null",
+        "no_rescale",
         "no_rescale, tiled after step 300",
     ]
     styles = variant_styles(runs)
