@@ -10,9 +10,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from attention import BACKENDS
-from scripts.palette import VERMILION
 from scripts.tables import mean_and_deviation, text_table
 from training.files import write_file
+from training.palette import VERMILION
 from training.plot import plain_text
 
 

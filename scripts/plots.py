@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 
 from scripts.arguments import command, parse_backend
-from scripts.palette import BACKENDS, OTHER_BACKENDS
 from scripts.plan import call_traffic
 from training.files import check_writable, write_file
 from training.hardware import PEAK_BANDWIDTH, PEAK_FLOPS, data_sheet
+from training.palette import BACKENDS, OTHER_BACKENDS
 from training.plot import plain_text
 
 MARKERS = "osv^D<>P*X"

@@ -6,8 +6,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from scripts.palette import BLUE, GREEN, ORANGE
 from scripts.verify import cells_of, mark, not_verified
+from training.palette import BLUE, GREEN, ORANGE
 from training.plot import plain_text
 
 # a red that no palette has, for what should not be
