@@ -75,14 +75,17 @@ def build_report(
         )
 
     runs = sorted(runs, key=place)
+    # "Not completed" has a failed job; its losses are drawn where it logged some
     ran = [run for run in runs if run.status != "failed"]
+    drawn = [run for run in runs if run.status != "failed" or run.logged]
+    styles = {name: styles[name] for name in styles if name in {run.variant for run in drawn}}
     diverged = ended(runs, "diverged")
-    doubts = parts.suspicions(runs) + parts.warnings(runs, left_out=left_out)
+    doubts = parts.suspicions(ran) + parts.warnings(runs, left_out=left_out)
     sections = [
         Section("", [Text(text) for text in parts.at_a_glance(runs, rankings)]),
         Section("", [Text(text, warning=True) for text in doubts]),
         Section("Variants", [parts.variant_table(ran, rankings)]),
-        Section("Loss", parts.curve_figures(runs, styles)),
+        Section("Loss", parts.curve_figures(drawn, styles)),
         Section("Trained under, evaluated under", cross_eval),
         Section(
             "Diverged",
@@ -96,9 +99,9 @@ def build_report(
             "Not completed",
             [parts.broken_table(ended(runs, "failed", "interrupted", "unfinished"))],
         ),
-        Section("Memory and speed", parts.cost_figures(runs, styles)),
-        Section("What else was logged", parts.other_figures(runs, styles)),
-        Section("Every run", [parts.run_table(runs)]),
+        Section("Memory and speed", parts.cost_figures(ran, styles)),
+        Section("What else was logged", parts.other_figures(drawn, styles)),
+        Section("Every run", [parts.run_table(ran)]),
         Section("Where the numbers come from", [parts.provenance(runs)]),
     ]
     for section in sections:

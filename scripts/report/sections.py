@@ -315,8 +315,6 @@ def run_table(runs: list[Run]) -> Table:
     }
     rows = []
     for run in runs:
-        if run.status == "failed":
-            continue  # "Not completed" has it
         figures = [_cell(run.figure(key), form) for key, form in columns.values()]
         rows.append([run.name, run.status, run.place, *figures])
     return _without_empty(Table(["run", "status", "folder", *columns], rows, words=3))
