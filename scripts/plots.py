@@ -170,9 +170,27 @@ def growth(points: list[tuple[int, float]]) -> str:
     return f": N^{log(b / a) / log(m / n):.2f}"
 
 
+def striped(curves: list[dict[int, float]]) -> list[Any]:
+    """A line style for each curve: curves that coincide become stripes of one line, so that none
+    hides another.
+    """
+    found = []
+    for place, curve in enumerate(curves):
+        same = [
+            i
+            for i, other in enumerate(curves)
+            if (common := curve.keys() & other.keys())
+            and all(abs(curve[n] / other[n] - 1) < 0.02 for n in common)
+        ]
+        turn = same.index(place) if curve else 0
+        found.append((6 * turn, (6, 6 * (len(same) - 1))) if len(same) > 1 else "-")
+    return found
+
+
 def draw_memory(data: dict[str, Any], path: Path) -> Path | None:
     """Peak above the inputs against length, with the exponent of the last doubling of both passes
-    together; dotted the forward pass alone.
+    together; thin the forward
+    pass alone.
 
     A square stands where a variant ran out, at what it asked for.
     """
@@ -183,14 +201,20 @@ def draw_memory(data: dict[str, Any], path: Path) -> Path | None:
     figure, ((axes,),) = figure_of(1, width=10, height=5.5)
     ran_out = False
     curves = variants(rows)
-    for place, variant in enumerate(curves):
-        # from wide below to narrow on top: curves that coincide do not hide one another
-        width = 1.2 + 0.9 * (len(curves) - 1 - place)
-        for column, line in (("forward_bytes", ":"), ("training_bytes", "-")):
-            complete = [row for row in variant.rows if done(row) and row.get(column)]
-            points = [(row["seq_len"], row[column] / 2**30) for row in complete]
-            label = variant.label + growth(points) if line == "-" else None
-            plot(axes, points, variant, linestyle=line, linewidth=width, label=label)
+    for column, width in (("forward_bytes", 1.0), ("training_bytes", 2.2)):
+        points = [
+            {
+                row["seq_len"]: row[column] / 2**30
+                for row in curve.rows
+                if done(row) and row.get(column)
+            }
+            for curve in curves
+        ]
+        for variant, own, line in zip(curves, points, striped(points), strict=True):
+            of_both = column == "training_bytes"
+            label = variant.label + growth(sorted(own.items())) if of_both else None
+            plot(axes, own.items(), variant, linestyle=line, linewidth=width, label=label)
+    for variant in curves:
         for row in variant.rows:
             if "oom" in row and (gib := row["oom"].get("asked_gib")):
                 ran_out = True
@@ -202,7 +226,7 @@ def draw_memory(data: dict[str, Any], path: Path) -> Path | None:
         axes.axhline(card, color="black", linewidth=0.8, linestyle="--")
         note(axes, f"this card: {card:g} GiB", (min(row["seq_len"] for row in rows), card), (0, 3))
     square = "; square: out of memory" if ran_out else ""
-    axes.set(yscale="log", ylabel=f"peak GiB above q, k, v (dotted: forward alone{square})")
+    axes.set(yscale="log", ylabel=f"peak GiB above q, k, v (thin: forward alone{square})")
     axes.set_title(f"one attention call: {shape_words(rows)}\n{measured_on(data)}", fontsize=9)
     length_axis(axes, rows)
     plain_ticks(axes.yaxis)

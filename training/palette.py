@@ -9,6 +9,7 @@ from zlib import crc32
 
 BLUE, ORANGE, GREEN, PINK = "#0072b2", "#e69f00", "#009e73", "#cc79a7"
 VERMILION, SKY, GRAY, VIOLET = "#d55e00", "#56b4e9", "#8a8a8a", "#7a5cc4"
+INK = "#1c1c1e"
 ON_DARK = 0.35  # so much white goes into a colour that stands on dark paper
 
 BACKENDS = {

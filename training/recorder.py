@@ -170,7 +170,8 @@ class Recorder:
                 f"{describe_attention(run.schedule)} model={config.model.name} "
                 f"seq_len={config.seq_len} seed={config.seed}: {status}"
             )
-            curve = draw_loss_curve(self.run_dir, title=title)
+            attention = run.schedule[0].name
+            curve = draw_loss_curve(self.run_dir, title=title, attention=attention)
             log.info(f"loss curve: {curve or 'no loss was recorded'}")
         if config.sample_tokens and run.data.tokenizer is not None and status == "completed":
             with after_training("sample", summary), run.autocast:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from scripts.report.runs import Run, in_order
-from training.palette import variant_colors
+from training.palette import INK, variant_colors
 
-INK, SOFT, GRID, PAPER = "#1c1c1e", "#6a6a70", "#e4e4e8", "#ffffff"
+SOFT, GRID, PAPER = "#6a6a70", "#e4e4e8", "#ffffff"
 VARIABLES = {INK: "--ink", SOFT: "--soft", GRID: "--grid", PAPER: "--paper"}
 # without the marks of a diverged run (X) and of one that ran out of memory (s)
 MARKERS = "oD^vPh*<>p"

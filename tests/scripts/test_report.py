@@ -677,6 +677,26 @@ def test_a_matrix_older_than_the_checkpoints_is_told(tmp_path):
         )
 
 
+def test_figures_of_other_held_out_sequences_are_told(tmp_path):
+    """A regression test: the same weights had 3.035 and 3.038 on one page without a word."""
+    (write_run(tmp_path / "tiled-0", "tiled") / "config.yaml").write_text("eval_sequences: 16\n")
+    write_run(tmp_path / "tiled-1", "tiled", seed=1)
+    rows = [row for row in cross_rows() if row["run"].startswith("tiled")]
+    for found, told in (({"sequences": 64}, True), ({"sequences": 16}, False), ({}, False)):
+        # of an earlier version, in one place for all
+        (tmp_path / "cross_eval.json").write_text(json.dumps({"rows": rows} | found))
+        own = [row | found for row in rows]
+        texts = [block.text for block in cross_blocks([tmp_path]) if isinstance(block, Text)]
+        text = (
+            "cross_eval judged on other held-out sequences than tiled-0 (16, judged on 64). Run it "
+            "again for the same figures."
+        )
+        assert (text in texts) == told
+        (tmp_path / "cross_eval.json").write_text(json.dumps({"rows": own}))
+        texts = [block.text for block in cross_blocks([tmp_path]) if isinstance(block, Text)]
+        assert (text in texts) == told
+
+
 def test_noise_has_no_colour(tmp_path):
     """A regression test: 3.268 and 3.286 were white and full orange."""
     rows = [
@@ -846,8 +866,10 @@ def test_broken_runs_are_told_and_the_rest_is_drawn(tmp_path):
     }
     assert "no such <corpus>" in page.text and "CUDA <died>" in page.text
     assert page.labels == [
-        "loss against training tokens",
-        "peak memory and training speed",
+        "loss against training tokens, panel 1",
+        "loss against training tokens, panel 2",
+        "peak memory and training speed, panel 1",
+        "peak memory and training speed, panel 2",
         "other metrics against training tokens",
     ]
     rows = variants_of(tmp_path)
