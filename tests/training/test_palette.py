@@ -1,6 +1,11 @@
 """The colours: one for each attention, to be seen on light and on dark paper."""
 
+import json
+
+import pytest
+
 from attention import BACKENDS as TABLE
+from training import plot
 from training.palette import BACKENDS, ON_DARK, OTHERS, mixed, variant_colors
 
 
@@ -32,3 +37,15 @@ def test_variants_of_one_attention_differ_and_the_first_keeps_its_colour():
     assert colors["no_rescale block_kv=8"] == BACKENDS["no_rescale"]
     # the same in another figure
     assert variant_colors({"x": "my_module:BACKEND"})["x"] == colors["mine"]
+
+
+def test_a_loss_curve_has_the_colour_of_its_attention(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    rows = [{"step": i, "tokens": i, "val/loss": 2.0, "val/loss_exact": 3.0} for i in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    closed = []
+    monkeypatch.setattr(pyplot, "close", closed.append)
+    plot.draw_loss_curve(tmp_path, title="a run", attention="no_rescale")
+    (figure,) = closed
+    colors = {line.get_label(): line.get_color() for line in figure.axes[0].lines}
+    assert colors["val/loss"] == BACKENDS["no_rescale"] != colors["val/loss_exact"]
