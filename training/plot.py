@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from training.files import read_metrics
+from training.palette import INK, mixed, variant_colors
 
 
 @contextmanager
@@ -17,8 +18,10 @@ def plain_text() -> Iterator[None]:
 
 
 @plain_text()
-def draw_loss_curve(run_dir: Path, *, title: str) -> Path | None:
-    """Draw RUN/loss_curve.png: losses against tokens. Returns None if there is nothing to draw."""
+def draw_loss_curve(run_dir: Path, *, title: str, attention: str) -> Path | None:
+    """Draw RUN/loss_curve.png: losses against tokens, in the colour of the run's attention.
+    Returns None if there is nothing to draw.
+    """
     import matplotlib
 
     matplotlib.use("Agg")  # without a screen
@@ -26,10 +29,11 @@ def draw_loss_curve(run_dir: Path, *, title: str) -> Path | None:
 
     rows = read_metrics(run_dir / "metrics.jsonl")
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    color = variant_colors({attention: attention})[attention]
     styles = {
-        "train/loss": {"color": "#9ecae1", "linewidth": 1},
-        "val/loss": {"color": "#08519c", "marker": "o", "markersize": 4},
-        "val/loss_exact": {"color": "#d94801", "marker": "x", "markersize": 5, "linestyle": "--"},
+        "train/loss": {"color": mixed(color, 0.55), "linewidth": 1},
+        "val/loss": {"color": color, "marker": "o", "markersize": 4},
+        "val/loss_exact": {"color": INK, "marker": "x", "markersize": 5, "linestyle": "--"},
     }
     for name, style in styles.items():
         points = [(row["tokens"], row[name]) for row in rows if row.get(name) is not None]

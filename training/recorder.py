@@ -176,7 +176,8 @@ class Recorder:
                 f"{attention_in_words(summary)} model={config.model.name} "
                 f"seq_len={config.seq_len} seed={config.seed}: {status}"
             )
-            curve = draw_loss_curve(self.run_dir, title=title)
+            attention = run.schedule[0].name
+            curve = draw_loss_curve(self.run_dir, title=title, attention=attention)
             log.info(f"loss curve: {curve or 'no loss was recorded'}")
             pictures.append(curve)
         drawing = phase("drawing", "drawing the largest scores")

@@ -131,14 +131,17 @@ def will_compile(config: ModelConfig, backend: Backend, device: str, *, compile_
 
 
 def schedule_summary(schedule: dict[int, Backend], **inputs: Any) -> dict[str, Any]:
-    """The schedule for summary.json: attention, defect, options; for a switch also switch_at, ...
+    """The schedule for summary.json: attention, defect, exact, options; for a switch also
+    switch_at, ...
 
+    defect: whether an attention of it is broken on purpose; exact: whether all claim softmax.
     With the inputs of kernel_choice(): also the kernels of the first attention, if it has several.
     """
     (_, first), *later = schedule.items()
     row = {
         "attention": first.name,
-        "defect": first.defect is not None,
+        "defect": any(backend.defect is not None for backend in schedule.values()),
+        "exact": all(backend.exact for backend in schedule.values()),
         "options": dict(first.options),
     }
     if inputs and (kernel := kernel_choice(first, **inputs)):

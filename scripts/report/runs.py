@@ -10,9 +10,10 @@ from typing import Any
 
 from training.files import read_metrics
 from training.names import attention_steps, name_runs
+from training.resume import load_yaml
 from training.sweep import is_stale, load_json, read_sweep
 
-MIN_POINTS = 5  # of a curve worth drawing: runs of three steps, made to measure memory, have none
+MIN_POINTS = 2  # of a curve
 
 
 def number(value: Any) -> float | None:
@@ -38,6 +39,7 @@ class Run:
     env: dict[str, Any] = field(default_factory=dict)
     place: str = ""  # its folder, relative to the folder reported on
     variant: str = ""  # what is compared; see training.names
+    eval_sequences: int = 0  # held-out sequences that its losses are means over; 0: not known
     damage: str = ""  # what is missing of its files, or of what is in them
     name: str = ""  # the variant, seq_len and seed: no two runs of a report share one
 
@@ -48,6 +50,31 @@ class Run:
     @property
     def is_defect(self) -> bool:
         return bool(self.summary.get("defect"))
+
+    @property
+    def claims_exact(self) -> bool:
+        """Older runs do not say it; of these every one without a defect does."""
+        return not self.is_defect and self.summary.get("exact") is not False
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether it computes softmax attention, or is a defect of it."""
+        return self.is_defect or self.claims_exact
+
+    @property
+    def judged_by(self) -> str:
+        return "val/loss_exact" if self.is_softmax else "val/loss"
+
+    @property
+    def tokens(self) -> float:
+        return self.figure("tokens") or 0
+
+    @property
+    def compares_by(self) -> tuple[Any, ...]:
+        """Runs compare where this is equal, besides the seeds."""
+        trained = self.tokens or self.figure("steps_done") or 0
+        data = str(self.env.get("data_fingerprint"))
+        return self.seq_len, trained, self.eval_sequences, data
 
     @property
     def seq_len(self) -> int:
@@ -129,7 +156,9 @@ def _load(path: Path, summary: dict[str, Any]) -> Run:
         metrics = []
         summary.setdefault("error", f"metrics.jsonl cannot be read: {error.strerror}")
     damage = "; ".join(_damages(path, summary, metrics))
-    return Run(summary, metrics, load_json(path / "env.json"), damage=damage)
+    judged_on = number(load_yaml(path / "config.yaml").get("eval_sequences"))
+    env = load_json(path / "env.json")
+    return Run(summary, metrics, env, damage=damage, eval_sequences=int(judged_on or 0))
 
 
 def _damages(path: Path, summary: dict[str, Any], metrics: list[dict[str, Any]]) -> Iterator[str]:
