@@ -161,9 +161,17 @@ class CheckedSweeper(Sweeper):
             if excused:
                 job = [override for override in job if key_of(override) != "left_out"]
                 job.append(f"left_out=[{','.join(config.left_out)}]")
-            (_, variant), *_ = attention_names(config.attention)
-            named = {"attention": config.attention.backend_name, "variant": variant}
-            kept.append({"overrides": job, **named, "seq_len": config.seq_len, "seed": config.seed})
+            attentions = attention_names(config.attention)
+            kept.append(
+                {
+                    "overrides": job,
+                    "attention": config.attention.backend_name,
+                    "variant": attentions[0][1],
+                    "seq_len": config.seq_len,
+                    "seed": config.seed,
+                    "starts": [{"step": 0, "attention": attentions, "changed": {}}],
+                }
+            )
         if problems:
             raise SystemExit(refusal(jobs, problems))
         for line in left_out:

@@ -242,12 +242,12 @@ def save(options: Options) -> str:
             f"wandb's server {settings.base_url} does not answer; dry_run=true prints the "
             "workspace without it"
         )
-    workspace, name = view(options), secrets.token_hex(6)
+    workspace = view(options)
     variables = {
         "entityName": workspace["entity"],
         "projectName": workspace["project"],
         "displayName": workspace["displayName"],
-        "name": f"nw-{name}-v",
+        "name": f"nw-{secrets.token_hex(6)}-v",
         "type": "project-view",
         "description": "",
         "spec": json.dumps(workspace["spec"]),
@@ -268,9 +268,11 @@ def save(options: Options) -> str:
         ) from None
     except requests.RequestException as error:  # no JSON is one too
         raise ValueError(f"{refused}: {error}") from None
-    if not (content.get("data") or {}).get("upsertView"):
+    saved = (content.get("data") or {}).get("upsertView")
+    if not saved:
         errors = [error.get("message", "") for error in content.get("errors") or []]
         raise ValueError(f"{refused}: {'; '.join(errors) or answer.reason}")
+    name = saved["view"]["name"].removeprefix("nw-").removesuffix("-v")
     return f"{settings.app_url}/{options.entity}/{options.project}?nw={name}"
 
 

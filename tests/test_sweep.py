@@ -556,6 +556,16 @@ def test_wandb_names_and_shows_what_a_sweep_compares(tmp_path):
     assert "gone.txt does not exist" in refused["notes"] and "failed" in refused["tags"]
 
 
+@needs_wandb
+def test_a_switch_that_is_to_come_is_in_the_name(tmp_path):
+    swept = ("attention=naive", "attention.switch_to=tiled", "attention.switch_at=null,2")
+    done = finish(start(*tiny_sweep(tmp_path, *swept, "logger=wandb"), WANDB_MODE="offline"))
+    assert done.code == 0, done.output
+    names = [started(records_of(tmp_path, job))[1]["variant"] for job in "01"]
+    assert names == ["naive", "naive, tiled after step 2"]
+    assert [line[0] for line in table(done.output)[1:3]] == ["naive", "naive,"]
+
+
 def of_type(records: list[dict], kind: str) -> list[dict]:
     return [record for record in records if record["type"] == kind]
 

@@ -101,11 +101,12 @@ def differing_settings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]
         setting = {"attention": attention_in_words(row)} if row.get("attention") else {}
         setting |= {key: str(row[key]) for key in keys}
         unread = {"attention", "resume", "left_out", *(row.get("left_out") or {})}
-        setting |= {
-            key: value
-            for key, value in _overrides(row).items()
-            if key not in unread and not key.startswith("attention.")
-        }
+        for key, value in _overrides(row).items():
+            # a switch to the same attention, or one that did not come, is in no name
+            unnamed = key == "attention.switch_at" and value not in ("null", "None")
+            unnamed = unnamed and len(attention_steps(row)) == 1
+            if unnamed or not (key in unread or key.startswith("attention.")):
+                setting[key] = value
         settings.append(setting)
     shared = {
         key

@@ -134,7 +134,7 @@ class SweepSummary(Callback):
 def begin_sweep(folder: Path, jobs: list[dict[str, Any]]) -> None:
     """Write index.jsonl with every job as not started, and the command that runs it alone.
 
-    A job is its overrides, and what it is named by: attention, variant, seq_len and seed.
+    A job is its overrides, and what it is named by: attention, variant, seq_len, seed and starts.
     """
     rows = []
     for number, job in enumerate(jobs):
@@ -188,7 +188,7 @@ def finish_sweep(folder: Path, code: int) -> NoReturn:
 
 def as_planned(row: dict[str, Any]) -> dict[str, Any]:
     """Of a line of the index, what was known before the job began."""
-    keys = ("job", "overrides", "attention", "variant", "seq_len", "seed")
+    keys = ("job", "overrides", "attention", "variant", "seq_len", "seed", "starts")
     return {key: row[key] for key in keys if key in row}
 
 
@@ -446,7 +446,7 @@ def job_names(run_dir: Path, summary: dict[str, Any], config: RunConfig) -> dict
     # a job that is resumed alone, or runs later, still belongs to its sweep
     in_sweep = job.mode == RunMode.MULTIRUN or (sweep / INDEX).is_file()
     rows = {str(row.get("job")): row for row in _index_rows(sweep)}
-    names = name_run(summary)
+    names = name_run(summary | {"steps_done": None})  # with the switch that is still to come
     if run_dir.name in rows:
         names = dict(zip(rows, name_runs(list(rows.values())), strict=True))[run_dir.name]
     left_out = (f"{key}: {why}" for key, why in (summary.get("left_out") or {}).items())

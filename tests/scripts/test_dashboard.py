@@ -268,7 +268,7 @@ def test_a_server_that_never_answers(offline):
             timeout=60,
             stdin=subprocess.DEVNULL,
         )
-        assert "took longer than 1 s" in complaint(done) and time.monotonic() - began < 30
+        assert "took longer than 1 s" in complaint(done) and time.monotonic() - began < 50
 
 
 def test_help_shows_a_command_that_runs(offline):

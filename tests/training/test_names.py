@@ -121,6 +121,11 @@ def test_a_change_of_options_is_a_change_of_attention():
     assert attention_in_words(resumed) == "tiled, tiled block_kv=16 after step 50"
 
 
+def test_a_switch_to_the_same_attention_is_a_variant_of_its_own():
+    rows = [row("tiled", f"attention.switch_at={at}", variant="tiled") for at in ("null", 400)]
+    assert [name.variant for name in name_runs(rows)] == ["tiled", "tiled switch_at=400"]
+
+
 def test_names_need_no_torch():
     code = "import training.names, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
