@@ -89,7 +89,7 @@ def layout(value: Any, depth: int = 0) -> str:
         return line
     texts = [layout(part, depth + 1) for part in parts]
     if isinstance(value, dict):
-        # a dict of one item: json turns keys that are no strings into them
+        # what json makes of a key that is no string stands in an object of one item
         names = [json.dumps({key: 0})[1:-2] for key in value]
         texts = [f"{name}{text}" for name, text in zip(names, texts, strict=True)]
     start, end = line[0], line[-1]
