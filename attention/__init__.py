@@ -111,7 +111,7 @@ def attention(
         function = backend.fn if backend.traceable else torch.compiler.disable(backend.fn)
     arguments = {name: value for name, value in optional.items() if name in backend.features}
     with torch.autocast(q.device.type, enabled=False):
-        output = function(
+        output = function(  # pyright: ignore[reportCallIssue]  # torch.compiler.disable is untyped
             q,
             k,
             v,

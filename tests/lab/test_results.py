@@ -11,7 +11,9 @@ ROOT = FOLDER.parent
 FILES = sorted(FOLDER.iterdir())
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.suffix == ".json"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.suffix == ".json"], ids=lambda path: path.name
+)
 def test_a_measurement_has_a_line_for_each_row(path):
     """write_json(path, load_json(path)) brings a file into this form and changes no value."""
     assert path.read_text() == layout(json.loads(path.read_text())) + "\n"
