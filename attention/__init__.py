@@ -107,11 +107,13 @@ def attention(
     optional = prepared(q, k, optional)
     if torch.compiler.is_compiling() and is_operator(backend) and score_mod is None:
         function = partial(operator_attention, backend.name)
+    elif backend.traceable:
+        function = backend.fn
     else:
-        function = backend.fn if backend.traceable else torch.compiler.disable(backend.fn)
+        function: Any = torch.compiler.disable(backend.fn)
     arguments = {name: value for name, value in optional.items() if name in backend.features}
     with torch.autocast(q.device.type, enabled=False):
-        output = function(  # pyright: ignore[reportCallIssue]  # torch.compiler.disable is untyped
+        output = function(
             q,
             k,
             v,
