@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help train test lint clean
+.PHONY: help train test lint docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -14,8 +14,12 @@ train: .venv/installed  ## train the default tiny GPT; ARGS="attention=sdpa step
 test: .venv/installed  ## run the tests; ARGS="-k tiled" picks some
 	$(BIN)/python -m pytest -n auto $(ARGS)
 
-lint: .venv/installed  ## check style and formatting
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+lint: .venv/installed  ## check style, formatting and the types of the public surface
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/basedpyright --pythonpath $(BIN)/python
+
+docs: .venv/installed  ## build the pages as a site: site/index.html
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/mkdocs build --strict
 
 clean:  ## remove the environment (runs in outputs/ and multirun/ stay)
 	rm -rf .venv

@@ -124,7 +124,7 @@ def attention(
     elif backend.traceable or "torch._dynamo" not in sys.modules:
         function = backend.fn
     else:  # without torch.compile, which takes seconds to import, there is nothing to disable
-        function = torch.compiler.disable(backend.fn)
+        function: Any = torch.compiler.disable(backend.fn)
     arguments = {name: value for name, value in optional.items() if name in backend.features}
     returns_it = "max_score" in backend.features
     if looked is not False and returns_it:

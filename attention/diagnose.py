@@ -50,7 +50,7 @@ def max_score(
     capped and biased one. attention(return_max_score=True) calls this for backends that do not
     return it: it takes about half of the time of a forward pass.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     changed = any(
         optional.get(name) is not None for name in ("softcap", "alibi_slopes", "score_mod")
     )
@@ -218,7 +218,7 @@ class Breakdown:
     )
 
     def __str__(self) -> str:
-        if self.queries is None:
+        if self.queries is None or self.keys is None:
             return f"{self.tensor} is not finite"
         where = " and ".join(
             f"{name} {tile[0]}:{tile[1]}"
@@ -258,11 +258,16 @@ def _breakdown(
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if (at := _first(~x.isfinite())) is not None:
-            return Breakdown(name, None, None, None, *at[:3])
+            return _outside_the_loop(name, at)
     first = None if tile is None else _in_tile(q, k, v, tile, backend=backend, **arguments)
     if first is None and (at := _first(~out.isfinite())) is not None:
-        first = Breakdown("out", None, None, None, *at[:3])
+        first = _outside_the_loop("out", at)
     return first and replace(first, fate=_fate(out[first.sequence, first.head, first.row]))
+
+
+def _outside_the_loop(tensor: str, at: list[int]) -> Breakdown:
+    sequence, head, row, _ = at
+    return Breakdown(tensor, None, None, None, sequence, head, row)
 
 
 def _in_tile(
@@ -346,7 +351,9 @@ def compare_with_exact(
     first = q.shape[2] - rows
     d_out = torch.cat((torch.zeros_like(d_out[:, :, :first]), d_out[:, :, first:]), 2)
     # as attention() calls it: with every argument that the backend declares
-    arguments = {name: None for name in OPTIONAL_ARGUMENTS if name in backend.features}
+    arguments: dict[str, Any] = {
+        name: None for name in OPTIONAL_ARGUMENTS if name in backend.features
+    }
     if document_ids is not None:
         arguments["document_ids"] = document_ids
     arguments |= backend.options
@@ -450,7 +457,7 @@ class Recorder:
             options = {name: arguments.pop(name) for name in backend.options}
             if keep_calls:
                 output = backend.fn(q, k, v, **arguments, **options)
-                masked = {"document_ids": arguments.get("document_ids")}
+                masked: dict[str, Any] = {"document_ids": arguments.get("document_ids")}
                 masked |= {name: arguments[name] for name in ("causal", "scale")}
                 self.calls.append(Call(q, k, v, output.out, **masked))
                 return output

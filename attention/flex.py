@@ -7,6 +7,7 @@ memory.
 
 from functools import cache, lru_cache, reduce
 from operator import and_
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -120,6 +121,8 @@ def flex(
         block_mask = block_mask_of(q, k, causal=causal, window=window, document_ids=document_ids)
     else:
         block_mask = standing_mask(num_queries, num_keys, q.device, causal=causal, window=window)
+    # its kernel for few queries does not compile for every grouping of heads
+    options: Any = {"FORCE_USE_FLEX_ATTENTION": True} if q.device.type == "cuda" else None
     out, aux = quick(flex_attention, q.device)(
         q,
         k,
@@ -131,8 +134,7 @@ def flex(
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(lse=True),
-        # its kernel for few queries does not compile for every grouping of heads
-        kernel_options={"FORCE_USE_FLEX_ATTENTION": True} if q.device.type == "cuda" else None,
+        kernel_options=options,
     )
     return AttentionOutput(out, aux.lse)
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from attention.backends import BACKENDS
 from attention.interface import AttentionOutput, ScoredOutput, flag, statistics_dtype
-from attention.tiled import TiledAttention
 
 # the loop's settings, with their types in PyTorch's schemas. score_mod and observer are functions,
 # which an operator cannot take
@@ -58,8 +57,8 @@ def operator_attention(
     return ScoredOutput(out, lse, max_score)
 
 
-def loop_of(backend: str, values: tuple[Any, ...]) -> tuple[TiledAttention, dict[str, Any]]:
-    """The loop of that name, and its settings by their names."""
+def loop_of(backend: str, values: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
+    """The TiledAttention of that name, and its settings by their names."""
     settings = zip(SETTINGS, values, strict=True)
     return BACKENDS[backend].fn, {name: value for name, value in settings if value is not None}
 

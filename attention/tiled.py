@@ -77,7 +77,7 @@ class TileLoop:
             if self.slopes is not None:
                 # never in a narrow dtype: the distance itself may not fit into one
                 scores = scores - (self.slopes * (i - j)).to(self.dtype)
-            else:
+            elif self.score_mod is not None:
                 b = torch.arange(scores.shape[0], device=scores.device).view(-1, 1, 1, 1, 1)
                 h = torch.arange(scores.shape[1] * scores.shape[2], device=scores.device).view(
                     *scores.shape[1:3], 1, 1
@@ -208,15 +208,18 @@ class TileLoop:
         dq_tiles = []
         dk, dv = torch.zeros_like(k, dtype=self.dtype), torch.zeros_like(v, dtype=self.dtype)
         for tile in self.visible.query_tiles(self.block_q):
-            inputs = [x.detach().requires_grad_() for x in (q[..., tile.rows, :], k, v)]
+            leaves = (x.detach().requires_grad_() for x in (q[..., tile.rows, :], k, v))
+            q_rows, k_leaf, v_leaf = leaves
             if tile.first >= tile.last:  # no key, no gradient
-                dq_tiles.append(torch.zeros_like(inputs[0]))
+                dq_tiles.append(torch.zeros_like(q_rows))
                 continue
             # switches autograd on, also inside an operator of torch.library, which runs below it
             with torch.inference_mode(False):
-                outputs = self.query_tile(*inputs, tile)
+                outputs = self.query_tile(q_rows, k_leaf, v_leaf, tile)
                 dq_rows, dk_rows, dv_rows = torch.autograd.grad(
-                    outputs, inputs, (d_out[..., tile.rows, :], d_lse[..., tile.rows])
+                    outputs,
+                    (q_rows, k_leaf, v_leaf),
+                    (d_out[..., tile.rows, :], d_lse[..., tile.rows]),
                 )
             dq_tiles.append(dq_rows)
             dk += dk_rows
@@ -246,8 +249,8 @@ class BackwardFromLse(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.loop.backward_from_lse(*ctx.saved_tensors, d_out, d_lse), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.loop.backward_from_lse(*ctx.saved_tensors, *gradients), None
 
 
 class BackwardByRecomputing(torch.autograd.Function):
@@ -261,9 +264,11 @@ class BackwardByRecomputing(torch.autograd.Function):
         return loop.forward(q, k, v)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.loop.backward_by_recomputing(*ctx.saved_tensors, d_out, d_lse), None
+    @once_differentiable  # which hides the name of ctx
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        return *ctx.loop.backward_by_recomputing(*ctx.saved_tensors, *gradients), None
 
 
 def make_loop(

@@ -11,6 +11,7 @@ memory, names in `breaks` the properties in which it is red.
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
 
+import builtins
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ class Cell:
     worst_share: float | None = None  # of the budget
     worst_multiple: float | None = None  # of naive attention's own error
 
-    @property
+    @builtins.property  # the field above has its name
     def ok(self) -> bool:
         return self.status == "n/a" or (self.status == "red") == self.documented
 

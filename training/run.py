@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from data.interface import TrainingData
     from data.prefetch import Prefetcher
     from model import GPT
+    from training.optimizer import MuonAndAdamW
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Run:
     schedule: "dict[int, Backend]"  # the attention by the step after which it is used
     data: "TrainingData"
     model: "GPT"
-    optimizer: "torch.optim.Optimizer"
+    optimizer: "torch.optim.Optimizer | MuonAndAdamW"
     scaler: "torch.amp.GradScaler"
     # what build_run() chose and a resume must choose again, as overrides
     choices: list[str] = field(default_factory=list)
@@ -98,7 +99,7 @@ class Run:
         from data.prefetch import Prefetcher
 
         return Prefetcher(
-            self.data, self.config.sequences_per_step, self.config.batch_size, self.device
+            self.data, self.config.sequences_per_step, int(self.config.batch_size), self.device
         )
 
     @phase("evaluating")

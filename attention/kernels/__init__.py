@@ -193,7 +193,7 @@ TRITON = Backend(
 )
 
 
-def broken_triton_backend(name: str, defect: str) -> Backend:
+def broken_triton_backend(name: str, defect: str | None) -> Backend:
     """attention=NAME attention.impl=triton: the softmax of that name in the kernels, in tiles of
     block_kv keys as in the tile loop.
     """
