@@ -26,6 +26,7 @@ from attention.diagnose import (
 from attention.interface import (
     AttentionOutput,
     Backend,
+    Output,
     ScoredOutput,
     ScoreMod,
     check_inputs,
@@ -73,7 +74,7 @@ def attention(
     document_ids: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     return_max_score: bool | Tensor = False,
-) -> AttentionOutput | ScoredOutput:
+) -> Output:
     """softmax(q k^T * scale, masked) v by the named backend, and no other. Inputs that it does not
     take raise a ValueError with every reason.
 
@@ -115,7 +116,7 @@ def attention(
     check_inputs(q, k, v, causal=causal, scale=scale, **optional)
     backend.check_supported(q, k, v, causal=causal, scale=scale, **optional)
     optional = prepared(q, k, optional)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     looked = return_max_score
     if isinstance(looked, Tensor) and not torch.compiler.is_compiling():
         looked = bool(looked)
@@ -130,16 +131,16 @@ def attention(
     if looked is not False and returns_it:
         arguments["return_max_score"] = looked
     with torch.autocast(q.device.type, enabled=False):
-        output = function(q, k, v, causal=causal, scale=scale, **arguments, **backend.options)
+        output = function(q, k, v, causal=causal, scale=factor, **arguments, **backend.options)
         check_output(backend, q, output)
         if return_max_score is False:
             return output
         max_score = None
-        if looked is not False and returns_it:
-            max_score = output.max_score.detach()
+        if looked is not False and isinstance(output, ScoredOutput):
+            max_score = output.max_score
         elif looked is not False:
-            max_score = companion_max_score(q, k, looked, causal=causal, scale=scale, **optional)
-    return ScoredOutput(output.out, output.lse, max_score)
+            max_score = companion_max_score(q, k, looked, causal=causal, scale=factor, **optional)
+    return ScoredOutput(output.out, output.lse, None if max_score is None else max_score.detach())
 
 
 def probe_backend(backend: Backend, **model: Any) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from attention.interface import (
     OPTIONAL_ARGUMENTS,
-    AttentionOutput,
     Backend,
+    Output,
     ScoreMod,
     flag,
     statistics_dtype,
@@ -26,7 +26,7 @@ from attention.interface import (
 from attention.mask import QueryTile, VisibleKeys, visible_keys
 from attention.naive import naive_attention
 from attention.online_softmax import OnlineSoftmax
-from attention.tiled import TILED
+from attention.tiled import TILED, HeadMaxima, grouped
 
 LIMITS = {
     dtype: math.log(torch.finfo(dtype).max)
@@ -56,9 +56,10 @@ def max_score(
     )
     if changed or scale == 0:
         # their size does not change the scores: large tiles take fewer steps
-        tile = {"block_q": 256, "block_kv": 1024}
-        settings = {"causal": causal, "scale": scale, **optional, **tile}
-        return TILED.fn(q, k, k, return_max_score=True, **settings).max_score
+        maxima = HeadMaxima(grouped(q, k, k)[0])
+        settings = {"causal": causal, "scale": scale, **optional, "observer": maxima.observe}
+        TILED.fn(q, k, k, **settings, block_q=256, block_kv=1024)
+        return maxima.largest.flatten(1, 2)
     visible = visible_keys(
         q,
         k,
@@ -453,7 +454,7 @@ class Recorder:
         self.breakdowns: list[Breakdown | None] = []
         self.calls: list[Call] = []
 
-        def recorded(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionOutput:
+        def recorded(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Output:
             options = {name: arguments.pop(name) for name in backend.options}
             if keep_calls:
                 output = backend.fn(q, k, v, **arguments, **options)

@@ -86,6 +86,9 @@ class ScoredOutput(NamedTuple):
     max_score: Tensor | None
 
 
+Output = AttentionOutput | ScoredOutput
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of attention, with its capabilities as data.
@@ -96,7 +99,7 @@ class Backend:
     """
 
     name: str
-    fn: Callable[..., AttentionOutput]
+    fn: Callable[..., Output]
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
     head_dims: Container[int] | None = None  # None takes any

@@ -11,6 +11,7 @@ from attention.interface import (
     FEATURES,
     AttentionOutput,
     Backend,
+    Output,
     ScoredOutput,
     ScoreMod,
     statistics_dtype,
@@ -31,7 +32,7 @@ def naive_attention(
     document_ids: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     return_max_score: bool | Tensor = False,
-) -> AttentionOutput:
+) -> Output:
     """Order of the steps: scale, softcap, bias or score_mod, mask, softmax. A row of -inf alone
     gives out = 0 and lse = -inf.
     """

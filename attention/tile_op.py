@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attention.backends import BACKENDS
-from attention.interface import AttentionOutput, ScoredOutput, flag, statistics_dtype
+from attention.interface import AttentionOutput, Output, ScoredOutput, flag, statistics_dtype
 
 # the loop's settings, with their types in PyTorch's schemas. score_mod and observer are functions,
 # which an operator cannot take
@@ -39,7 +39,7 @@ def operator_attention(
     *,
     return_max_score: bool | Tensor = False,
     **settings: Any,
-) -> AttentionOutput | ScoredOutput:
+) -> Output:
     """The loop of that name in BACKENDS as one operator of a graph. Raises TypeError for
     a setting that the operator cannot take.
     """

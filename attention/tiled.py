@@ -29,6 +29,7 @@ from attention.interface import (
     FEATURES,
     AttentionOutput,
     Backend,
+    Output,
     ScoredOutput,
     ScoreMod,
     statistics_dtype,
@@ -340,16 +341,16 @@ class TiledAttention:
         *,
         return_max_score: bool | Tensor = False,
         **settings: Any,
-    ) -> AttentionOutput:
+    ) -> Output:
         loop = self.make_loop(q, k, **settings)
         function = BackwardByRecomputing if loop.recompute else BackwardFromLse
         q, k, v = grouped(q, k, v)
-        if return_max_score:
+        maxima = HeadMaxima(q) if return_max_score else None
+        if maxima is not None:
             assert loop.observer is None, "a loop has one observer"
-            maxima = HeadMaxima(q)
             loop = replace(loop, observer=maxima.observe)
         out, lse = (x.flatten(1, 2) for x in function.apply(q, k, v, loop))
-        if return_max_score:
+        if maxima is not None:
             return ScoredOutput(out, lse, maxima.largest.flatten(1, 2))
         return AttentionOutput(out, lse)
 

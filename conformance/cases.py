@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention import AttentionOutput, Backend, ScoreMod, attention
+from attention import Backend, ScoreMod, attention
 
 SHORT = {
     torch.float64: "fp64",
@@ -204,7 +204,7 @@ def run(
 ) -> dict[str, Tensor]:
     """out, lse (where there is one) and, with backward, the gradients, as float64."""
     q, k, v = (x.detach().requires_grad_(backward) for x in tensors)
-    output: AttentionOutput = attention(q, k, v, backend=backend, **arguments)
+    output = attention(q, k, v, backend=backend, **arguments)
     results: dict[str, Tensor] = {}
     if backward:
         loss = (output.out.double() * d_out).sum()

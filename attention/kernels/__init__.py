@@ -16,6 +16,7 @@ from torch import Tensor
 from attention.interface import (
     AttentionOutput,
     Backend,
+    Output,
     Refusal,
     ScoredOutput,
     ScoreMod,
@@ -45,7 +46,7 @@ def triton_attention(
     block_kv: int = 0,
     kernel: str = "portable",
     return_max_score: bool | Tensor = False,
-) -> AttentionOutput:
+) -> Output:
     """q (B, H, N, D); k, v (B, H_kv, M, D), any strides. block_q, block_kv: a tile size, or 0 for
     the one tuned for the device.
 
@@ -95,7 +96,7 @@ def triton_attention(
 
 def broken_triton_attention(
     *tensors: Tensor, softmax: str, detach_max: bool, impl: str, **arguments: Any
-) -> AttentionOutput:
+) -> Output:
     """A defect at the speed of the kernels, with the gradient of what it computes. It returns no
     lse: what the kernel saves is not the log-sum-exp.
 
