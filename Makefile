@@ -17,7 +17,7 @@ test: .venv/installed  ## run the tests; ARGS="-k tiled" picks some
 lint: .venv/installed  ## check style, formatting and the types of the public surface
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/basedpyright --pythonpath $(BIN)/python
 
-docs: .venv/installed  ## build the pages as a site: site/index.html
+docs: .venv/installed  ## build the pages as a site: build/site/index.html
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
 	$(BIN)/mkdocs build --strict
 
