@@ -15,7 +15,7 @@ from attention import get_backend
 from config import ModelConfig
 from conformance.memory_growth import LiveTensors
 from model import GPT
-from tests.command import computed, index, run, summary, tiny, tiny_sweep
+from tests.command import checkpoint, computed, index, metrics, run, same, summary, tiny, tiny_sweep
 from training import memory
 from training.memory import (
     MemoryMeter,
@@ -279,11 +279,8 @@ def test_the_measure_changes_no_number(tmp_path, monkeypatch, optimizer):
     assert run(*plain).code == 0
     assert summary(tmp_path / "on")["memory/peak_gib"] > 0
     assert summary(tmp_path / "off")["memory/peak_gib"] is None
-    on, off = (
-        [{key: each for key, each in row.items() if key != "memory/peak_gib"} for row in rows]
-        for rows in (computed(tmp_path / "on"), computed(tmp_path / "off"))
-    )
-    assert on == off
+    assert computed(tmp_path / "on") == computed(tmp_path / "off")
+    assert same(checkpoint(tmp_path / "on"), checkpoint(tmp_path / "off"))
 
 
 def test_each_attention_of_a_run_is_measured(tmp_path):
@@ -293,7 +290,7 @@ def test_each_attention_of_a_run_is_measured(tmp_path):
     assert run(*tiny(tmp_path / "down", *shape, *switch, "steps=6")).code == 0
     back = ("attention=sdpa", "attention.switch_at=3", "attention.switch_to=naive")
     assert run(*tiny(tmp_path / "up", *shape, *back, "steps=6")).code == 0
-    rows = [row["memory/peak_gib"] for row in computed(tmp_path / "up")]
+    rows = [row["memory/peak_gib"] for row in metrics(tmp_path / "up")]
     assert rows[0] is None and rows[1] == rows[3] < rows[4] == rows[5]
     assert summary(tmp_path / "down")["memory/peak_gib"] == rows[5]
     assert run(*tiny(tmp_path / "one", *shape, "steps=1")).code == 0
