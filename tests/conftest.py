@@ -1,5 +1,7 @@
 """Shared by all tests: Triton's interpreter, the gpu marker, and the two report options."""
 
+import atexit
+import gc
 import json
 import os
 from pathlib import Path
@@ -51,6 +53,13 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish():
+    """A run ends with gc.collect(), which would look at every module and test a second time."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or PyTorch's libraries tell of leaks
 
 
 @pytest.fixture(autouse=True)
