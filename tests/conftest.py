@@ -82,9 +82,10 @@ def kill_record(request):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
-    """Take over the rows of a pytest-xdist worker that is done."""
-    node.config.stash[CONFORMANCE].extend(node.workeroutput.get("conformance", []))
-    node.config.stash[KILLS].extend(node.workeroutput.get("kills", []))
+    """Take over the rows of a pytest-xdist worker that is done; one that crashed leaves none."""
+    output = getattr(node, "workeroutput", {})
+    node.config.stash[CONFORMANCE].extend(output.get("conformance", []))
+    node.config.stash[KILLS].extend(output.get("kills", []))
 
 
 def pytest_sessionfinish(session):

@@ -3,9 +3,7 @@
     python tests/forked.py SOCKET
 
 imports what a run imports of other packages, and forks itself for each request. A child goes on as
-the interpreter would: its signals, streams, exit code and memory are those of any process. Where
-the kernel cannot tell of an end (not Linux), and where a fork would lose the GPU, the interpreter
-itself is started.
+the interpreter would: its signals, streams, exit code and memory are those of any process.
 """
 
 import atexit
@@ -15,7 +13,7 @@ import json
 import os
 import random
 import runpy
-import selectors
+import select
 import shutil
 import signal
 import socket
@@ -25,13 +23,15 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+STREAMS = ("stdin", "stdout", "stderr")
+CLOSED = Path("closed")  # as by `>&-` in a shell
 PRELOADED = ("torch._dynamo", "matplotlib.pyplot", "hydra", "safetensors.torch", "tqdm.auto")
 
 
 class Process:
     """`python ARGUMENTS`, its output in files: what it wrote is lost neither by a kill nor a wait.
 
-    stdout, stderr: other files to write to. Without stderr, both streams are one.
+    stdout, stderr: other files to write to, or CLOSED. Without stderr, both streams are one.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Process:
         *arguments: str,
         env: dict[str, str],
         cwd: Path = ROOT,
+        stdin: Path = Path(os.devnull),
         stdout: Path | None = None,
         stderr: Path | None = None,
         new_group: bool = False,
@@ -50,7 +51,7 @@ class Process:
             "arguments": arguments,
             "env": env,
             "cwd": str(cwd),
-            "streams": [str(self.stdout), str(stderr or "")],
+            "streams": [str(stdin), str(self.stdout), str(stderr or "")],
             "new_group": new_group,
         }
         (self.folder / "request").write_text(json.dumps(request))
@@ -81,15 +82,20 @@ class Process:
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self.wait(timeout)
-        return self.stdout.read_text(), self.stderr.read_text() if self.stderr else ""
+        files = (self.stdout, self.stderr)
+        return tuple(file.read_text() if file and file.is_file() else "" for file in files)
 
 
-def run(*arguments: str, env: dict[str, str] | None = None, **options) -> subprocess.CompletedProcess:
+def run(
+    *arguments: str, env: dict[str, str] | None = None, check: bool = False, **options
+) -> subprocess.CompletedProcess:
     """subprocess.run(["python", *ARGUMENTS], capture_output=True, text=True)."""
     errors = Path(tempfile.mkdtemp(prefix="stderr-", dir=server())) / "stderr"
     process = Process(*arguments, env=env or dict(os.environ), stderr=errors, **options)
     output = process.communicate(timeout=100)
-    return subprocess.CompletedProcess(arguments, process.returncode, *output)
+    done = subprocess.CompletedProcess(arguments, process.returncode, *output)
+    assert not (check and done.returncode), done.stderr
+    return done
 
 
 @functools.cache
@@ -120,36 +126,26 @@ def serve(address: str) -> dict:
     listener.bind(address)
     listener.listen()
     print("ready", flush=True)
-    events = selectors.DefaultSelector()
-    events.register(listener, selectors.EVENT_READ)
-    events.register(0, selectors.EVENT_READ)
-    children: dict[int, tuple[int, socket.socket]] = {}  # file of a process: its id, who asked
+    children: dict[int, socket.socket] = {}  # who asked for a process, by its id
     while True:
-        for event, _ in events.select():
-            if event.fileobj == 0:
-                os._exit(0)
-            if event.fileobj is not listener:
-                pid, connection = children.pop(event.fd)
-                events.unregister(event.fd)
-                os.close(event.fd)
-                status = os.waitpid(pid, 0)[1]
-                connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-                connection.close()
-                continue
+        readable, _, _ = select.select([listener, 0], [], [], 0.01 if children else None)
+        for pid in list(children):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                with children.pop(pid) as connection:
+                    connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+        if 0 in readable:
+            os._exit(0)
+        if listener in readable:
             connection = listener.accept()[0]
             folder = Path(connection.recv(1000).decode())
             pid = os.fork()
             if pid == 0:
-                events.close()
-                for open_socket in (listener, connection, *(each for _, each in children.values())):
-                    open_socket.close()
-                for file in children:
-                    os.close(file)
+                for each in (listener, connection, *children.values()):
+                    each.close()
                 return json.loads((folder / "request").read_text())
             connection.sendall(str(pid).encode())
-            file = os.pidfd_open(pid)
-            children[file] = pid, connection
-            events.register(file, selectors.EVENT_READ)
+            children[pid] = connection
 
 
 def become(request: dict) -> list[str]:
@@ -157,16 +153,22 @@ def become(request: dict) -> list[str]:
     if request["new_group"]:
         os.setsid()
     os.chdir(request["cwd"])
-    output, errors = request["streams"]
-    files = [os.open(os.devnull, os.O_RDONLY)]
-    files.append(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
-    files.append(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if errors else files[1])
-    for stream, file in enumerate(files):
-        os.dup2(file, stream)
-    for file in set(files):
-        os.close(file)
+    for number, (name, path) in enumerate(zip(STREAMS, request["streams"], strict=True)):
+        if path == str(CLOSED):
+            os.close(number)
+            setattr(sys, name, None)
+        elif path:
+            file = os.open(
+                path, os.O_RDWR if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            )
+            os.dup2(file, number)
+            os.close(file)
+        else:
+            os.dup2(1, number)
     os.environ.clear()
     os.environ.update(request["env"])
+    if folders := os.environ.get("PYTHONPATH"):
+        sys.path[1:1] = folders.split(os.pathsep)
     random.seed()
     return request["arguments"]
 
@@ -174,10 +176,14 @@ def become(request: dict) -> list[str]:
 if __name__ == "__main__":
     for name in PRELOADED:
         __import__(name)
+    # what is forked cannot use a GPU, nor some libraries of macOS
+    FORKS = sys.platform == "linux" and not sys.modules["torch"].cuda.is_available()
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # or PyTorch's libraries tell of leaks
     first, *rest = become(serve(sys.argv[1]))
+    if not FORKS:
+        os.execv(sys.executable, [sys.executable, first, *rest])
     if first == "-c":
         sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
         exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})

@@ -3,6 +3,7 @@ folders.
 """
 
 import json
+import os
 import pickle
 import shlex
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from training.sweep import (
     SweepSummary,
     begin_sweep,
@@ -67,15 +69,8 @@ def application(folder: Path, *overrides: str) -> subprocess.CompletedProcess:
     (folder / "conf").mkdir(exist_ok=True)
     (folder / "conf/config.yaml").write_text(CONFIG)
     (folder / "app.py").write_text(APPLICATION)
-    command = [
-        sys.executable,
-        "-c",
-        f"import sys, runpy; sys.path.insert(0, {str(ROOT)!r}); sys.argv[0] = 'app.py'; "
-        "runpy.run_path('app.py', run_name='__main__')",
-    ]
-    return subprocess.run(
-        [*command, *overrides], cwd=folder, capture_output=True, text=True, timeout=100
-    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return forked.run("app.py", *overrides, cwd=folder, env=environment)
 
 
 def index(folder: Path) -> list[dict]:
