@@ -134,9 +134,7 @@ def run(*arguments: str, curve: bool = False, **variables: str) -> Done:
 
 def start(*arguments: str, new_group: bool = False, **variables: str) -> forked.Process:
     """train.py with these arguments, in a process of its own; communicate()[0] is all it prints."""
-    return forked.Process(
-        "train.py", *arguments, env=environment(**variables), new_group=new_group
-    )
+    return forked.Process("train.py", *arguments, env=environment(**variables), new_group=new_group)
 
 
 def finish(process: forked.Process) -> Done:

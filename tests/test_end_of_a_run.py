@@ -138,9 +138,8 @@ def test_a_killed_end_of_a_run_is_not_written_as_failed(tmp_path):
 @pytest.mark.parametrize("name", ["a$b_{$", "$\\frac{$", "100%_$x^2$"])
 def test_a_name_is_no_formula(tmp_path, name):
     """A regression test: matplotlib read mathematics in the title; curve and sample were lost."""
-    done = run(
-        *tiny(tmp_path, "sample_tokens=4", "model.name='" + name.replace("\\", "\\\\") + "'")
-    )
+    name = "model.name='" + name.replace("\\", "\\\\") + "'"
+    done = run(*tiny(tmp_path, "sample_tokens=4", name), curve=True)
     assert done.code == 0 and "error" not in done.output, done.output
     assert (tmp_path / "loss_curve.png").exists() and (tmp_path / "sample.txt").exists()
 
@@ -161,7 +160,7 @@ def test_what_fails_after_the_training_is_said_and_costs_nothing_else(
         raise RuntimeError("the pen is dry\nand more")
 
     monkeypatch.setattr(place, fails)
-    done = run(*tiny(tmp_path, "sample_tokens=4"))
+    done = run(*tiny(tmp_path, "sample_tokens=4"), curve=True)
     assert (
         done.code == 0 and f"error after the training: no {lost}: the pen is dry\n" in done.output
     )
@@ -179,7 +178,7 @@ SHELL = {
     "2>&-": {"stderr": CLOSED},
     ">&-": {"stdout": CLOSED, "stderr": Path("said")},
     ">&- 2>&- <&-": {"stdin": CLOSED, "stdout": CLOSED, "stderr": CLOSED},
-    "| head -1": {"stdout": Path("pipe")},
+    "| head -1": {"stdout": Path("pipe"), "stderr": Path("said")},
     ">/dev/full": {"stdout": Path("/dev/full"), "stderr": Path("said")},
     ">/dev/full 2>/dev/full": {"stdout": Path("/dev/full"), "stderr": Path("/dev/full")},
 }

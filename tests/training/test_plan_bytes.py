@@ -22,6 +22,7 @@ from model import GPT, count_parameters
 from model.loss import CHUNK_LOGITS
 from scripts.arguments import parse_backend
 from scripts.plan import predict_run
+from tests.selection import diagonal
 from training.plan import (
     StepShape,
     attention_call,
@@ -126,6 +127,11 @@ class Step:
         return live.peak + 12 * count_parameters(self.model)
 
 
+compiled = pytest.mark.parametrize(
+    ("shape", "attention"), diagonal(list(SHAPES), ["sdpa", "tiled", "naive"])
+)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("vocab_size", [257, 1000])
 def test_parameters(shape, vocab_size):
@@ -142,15 +148,13 @@ def test_saved_for_backward(shape, attention, dtype):
     assert step.plan.saved == pytest.approx(step.saved_bytes(), rel=0.005)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "tiled", "naive"])
-@pytest.mark.parametrize("shape", SHAPES)
+@compiled
 def test_saved_for_backward_of_a_compiled_model(shape, attention):
     step = Step(shape, attention, BF16, compiled=True)
     assert step.plan.saved == pytest.approx(step.saved_bytes(), rel=0.03)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "tiled", "naive"])
-@pytest.mark.parametrize("shape", SHAPES)
+@compiled
 def test_attention_kept_by_a_compiled_model(shape, attention):
     """A graph keeps what comes out of attention, and computes q, k and v again. Without the
     embeddings and the loss, which are small and fixed beside a model of this size."""
