@@ -7,7 +7,6 @@ import os
 import pickle
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -179,9 +178,7 @@ def test_jobs_that_end_together_lose_no_line(tmp_path):
         ]
     )
     writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path), str(first), "40", "4"], cwd=ROOT
-        )
+        forked.Process("-c", code, str(tmp_path), str(first), "40", "4", env=dict(os.environ))
         for first in range(4)
     ]
     assert [writer.wait(timeout=100) for writer in writers] == [0] * 4
