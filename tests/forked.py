@@ -25,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 STREAMS = ("stdin", "stdout", "stderr")
 CLOSED = Path("closed")  # as by `>&-` in a shell
+PID_BYTES = 20  # of the message with a process's id, behind which its exit code comes
 PRELOADED = ("torch._dynamo", "matplotlib.pyplot", "hydra", "safetensors.torch", "tqdm.auto")
 
 
@@ -58,7 +59,7 @@ class Process:
         self.connection = socket.socket(socket.AF_UNIX)
         self.connection.connect(str(server() / "socket"))
         self.connection.sendall(str(self.folder).encode())
-        self.pid = int(self.connection.recv(100))
+        self.pid = int(self.connection.recv(PID_BYTES))
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
@@ -81,7 +82,11 @@ class Process:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        self.wait(timeout)
+        try:
+            self.wait(timeout)
+        except TimeoutError:
+            self.kill()
+            raise
         files = (self.stdout, self.stderr)
         return tuple(file.read_text() if file and file.is_file() else "" for file in files)
 
@@ -135,6 +140,8 @@ def serve(address: str) -> dict:
                 with children.pop(pid) as connection:
                     connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
         if 0 in readable:
+            for pid in children:
+                os.kill(pid, signal.SIGKILL)
             os._exit(0)
         if listener in readable:
             connection = listener.accept()[0]
@@ -144,7 +151,7 @@ def serve(address: str) -> dict:
                 for each in (listener, connection, *children.values()):
                     each.close()
                 return json.loads((folder / "request").read_text())
-            connection.sendall(str(pid).encode())
+            connection.sendall(f"{pid:{PID_BYTES}}".encode())
             children[pid] = connection
 
 
@@ -158,9 +165,8 @@ def become(request: dict) -> list[str]:
             os.close(number)
             setattr(sys, name, None)
         elif path:
-            file = os.open(
-                path, os.O_RDWR if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            )
+            writing = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            file = os.open(path, writing if number else os.O_RDONLY)
             os.dup2(file, number)
             os.close(file)
         else:
