@@ -12,7 +12,7 @@ Axis = Mapping[str, Any] | Iterable[Any]  # values by their names in the test's 
 def diagonal(*axes: Axis) -> list:
     """The product of the axes, for pytest.mark.parametrize. Slow are all but those whose positions
     add up to a multiple of the shortest axis' length. The others have every value of two axes, and
-    every pair of values of three:
+    every pair of values of three or more:
 
            a b c d e
         x  0 . 0 . 0
@@ -31,17 +31,3 @@ def diagonal(*axes: Axis) -> list:
             )
         )
     return cases
-
-
-def slow_but(quick: Iterable[str], cases: Mapping[str, Any]) -> list:
-    """The cases by their ids. Slow are all but the quick ones."""
-    quick = set(quick)
-    assert quick < cases.keys()
-    return [
-        pytest.param(
-            *(case if isinstance(case, tuple) else (case,)),
-            id=name,
-            marks=() if name in quick else pytest.mark.slow,
-        )
-        for name, case in cases.items()
-    ]
