@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help train test lint docs clean
+.PHONY: help train test test-all lint docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -11,8 +11,11 @@ help:  ## show this list
 train: .venv/installed  ## train the default tiny GPT; ARGS="attention=sdpa steps=100" changes it
 	$(BIN)/python train.py $(ARGS)
 
-test: .venv/installed  ## run the tests; ARGS="-k tiled" picks some
-	$(BIN)/python -m pytest -n auto $(ARGS)
+test: .venv/installed  ## run the tests but the slow ones; ARGS="-k tiled" picks some
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(ARGS)
+
+test-all: .venv/installed  ## run all tests
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 lint: .venv/installed  ## check style, formatting and the types of the public surface
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/basedpyright --pythonpath $(BIN)/python

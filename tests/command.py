@@ -14,7 +14,6 @@ import os
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,8 +23,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from hydra._internal.hydra import Hydra
 
+from tests import forked
+from training import recorder
 from training.checkpoint import Checkpoints
+from training.plot import draw_loss_curve
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -91,10 +94,16 @@ def environment(**variables: str) -> dict[str, str]:
     return os.environ | {"TILEGPT_CACHE": cache_folder(), "OMP_NUM_THREADS": "1"} | variables
 
 
-def run(*arguments: str, **variables: str) -> Done:
-    """train.py with these arguments and environment variables, in this process."""
+def run(*arguments: str, curve: bool = False, **variables: str) -> Done:
+    """train.py with these arguments and environment variables, in this process.
+
+    What takes half of the time of a tiny run is left out: loss_curve.png, which `curve` asks for,
+    and Hydra's first composition, by which it learns that no recipe asks for a sweep.
+    """
     torch.set_num_threads(1)
     output, code = io.StringIO(), 0
+    drawn = curve or recorder.draw_loss_curve is not draw_loss_curve  # or a test looks at it
+    recipe = any("experiment=" in argument or "hydra.mode" in argument for argument in arguments)
     # as at a terminal: a shell makes its background jobs ignore Ctrl-C
     ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)
     with (
@@ -103,7 +112,12 @@ def run(*arguments: str, **variables: str) -> Done:
         contextlib.chdir(ROOT),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(output),
+        contextlib.ExitStack() as left_out,
     ):
+        if not drawn:
+            left_out.enter_context(mock.patch.object(recorder, "draw_loss_curve"))
+        if not recipe:
+            left_out.enter_context(mock.patch.object(Hydra, "get_mode", return_value=None))
         try:
             runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
         except SystemExit as error:
@@ -119,25 +133,17 @@ def run(*arguments: str, **variables: str) -> Done:
     return Done(code, output.getvalue())
 
 
-def start(*arguments: str, new_group: bool = False, **variables: str) -> subprocess.Popen:
+def start(*arguments: str, new_group: bool = False, **variables: str) -> forked.Process:
     """train.py with these arguments, in a process of its own; communicate()[0] is all it prints."""
-    return subprocess.Popen(
-        [sys.executable, "train.py", *arguments],
-        cwd=ROOT,
-        env=environment(**variables),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=new_group,
-    )
+    return forked.Process("train.py", *arguments, env=environment(**variables), new_group=new_group)
 
 
-def finish(process: subprocess.Popen) -> Done:
+def finish(process: forked.Process) -> Done:
     output = process.communicate(timeout=100)[0]
     return Done(process.returncode, output)
 
 
-def wait_for_rows(process: subprocess.Popen, run_dir: Path, count: int) -> None:
+def wait_for_rows(process: forked.Process, run_dir: Path, count: int) -> None:
     """Until metrics.jsonl has that many rows, or the process ends."""
     path = run_dir / "metrics.jsonl"
     while process.poll() is None and not (

@@ -1,5 +1,8 @@
 """Shared by all tests: Triton's interpreter, the gpu marker, and the two report options."""
 
+import atexit
+import gc
+import importlib.util
 import os
 from pathlib import Path
 
@@ -7,6 +10,10 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
+# a worker a core: more threads, or PyTorch's own pool of compilers, would only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import hypothesis
 import pytest
@@ -20,6 +27,35 @@ if not torch.cuda.is_available():
 # a shared machine may pause a test for longer than hypothesis' default deadline
 hypothesis.settings.register_profile("no_deadline", deadline=None)
 hypothesis.settings.load_profile("no_deadline")
+
+
+def patch_language_once_a_launch() -> None:
+    """Triton's interpreter puts its own operations into triton.language for every call of a
+    function inside a kernel, over those that it put there for the kernel: half of its time.
+    """
+    from triton.runtime import interpreter
+
+    patch, empty = interpreter._patch_lang, getattr(interpreter, "_LangPatchScope", None)
+    done = set()
+
+    def patch_once(fn):
+        modules = (interpreter.tl, interpreter.tl.core)
+        languages = tuple(any(x is each for x in fn.__globals__.values()) for each in modules)
+        if languages in done:
+            return empty()
+        scope = patch(fn)
+        if not done:  # the kernel's own, which is restored at its end
+            restore = scope.restore
+            scope.restore = lambda: (done.clear(), restore())
+        done.add(languages)
+        return scope
+
+    if empty is not None:  # before Triton 3.7 it was done otherwise
+        interpreter._patch_lang = patch_once
+
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    patch_language_once_a_launch()
 
 CONFORMANCE = pytest.StashKey[list]()
 KILLS = pytest.StashKey[list]()
@@ -52,6 +88,13 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
+def pytest_collection_finish():
+    """A run ends with gc.collect(), which would look at every module and test a second time."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or PyTorch's libraries tell of leaks
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """Every test draws the same numbers, whichever ran before it in the same worker."""
@@ -72,9 +115,10 @@ def kill_record(request):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node, error):
-    """Take over the rows of a pytest-xdist worker that is done."""
-    node.config.stash[CONFORMANCE].extend(node.workeroutput.get("conformance", []))
-    node.config.stash[KILLS].extend(node.workeroutput.get("kills", []))
+    """Take over the rows of a pytest-xdist worker that is done; one that crashed leaves none."""
+    output = getattr(node, "workeroutput", {})
+    node.config.stash[CONFORMANCE].extend(output.get("conformance", []))
+    node.config.stash[KILLS].extend(output.get("kills", []))
 
 
 def pytest_sessionfinish(session):

@@ -2,15 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.command import (
-    ROOT,
     checkpoint,
     contents,
     environment,
@@ -22,6 +20,7 @@ from tests.command import (
     tiny_sweep,
 )
 
+CLOSED = forked.CLOSED
 posix = pytest.mark.skipif(os.name != "posix", reason="needs a POSIX shell and its signals")
 hangs_up = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="the platform has no SIGHUP")
 
@@ -139,9 +138,8 @@ def test_a_killed_end_of_a_run_is_not_written_as_failed(tmp_path):
 @pytest.mark.parametrize("name", ["a$b_{$", "$\\frac{$", "100%_$x^2$"])
 def test_a_name_is_no_formula(tmp_path, name):
     """A regression test: matplotlib read mathematics in the title; curve and sample were lost."""
-    done = run(
-        *tiny(tmp_path, "sample_tokens=4", "model.name='" + name.replace("\\", "\\\\") + "'")
-    )
+    name = "model.name='" + name.replace("\\", "\\\\") + "'"
+    done = run(*tiny(tmp_path, "sample_tokens=4", name), curve=True)
     assert done.code == 0 and "error" not in done.output, done.output
     assert (tmp_path / "loss_curve.png").exists() and (tmp_path / "sample.txt").exists()
 
@@ -162,7 +160,7 @@ def test_what_fails_after_the_training_is_said_and_costs_nothing_else(
         raise RuntimeError("the pen is dry\nand more")
 
     monkeypatch.setattr(place, fails)
-    done = run(*tiny(tmp_path, "sample_tokens=4"))
+    done = run(*tiny(tmp_path, "sample_tokens=4"), curve=True)
     assert (
         done.code == 0 and f"error after the training: no {lost}: the pen is dry\n" in done.output
     )
@@ -176,28 +174,34 @@ def test_what_fails_after_the_training_is_said_and_costs_nothing_else(
     assert f"completed: no {lost}" in done.output.splitlines()[-1], "nor has the table"
 
 
+SHELL = {
+    "2>&-": {"stderr": CLOSED},
+    ">&-": {"stdout": CLOSED, "stderr": Path("said")},
+    ">&- 2>&- <&-": {"stdin": CLOSED, "stdout": CLOSED, "stderr": CLOSED},
+    "| head -1": {"stdout": Path("pipe"), "stderr": Path("said")},
+    ">/dev/full": {"stdout": Path("/dev/full"), "stderr": Path("said")},
+    ">/dev/full 2>/dev/full": {"stdout": Path("/dev/full"), "stderr": Path("/dev/full")},
+}
+full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+
+
 @posix
 @pytest.mark.parametrize(
-    "shell", ["2>&-", ">&-", ">&- 2>&- <&-", "| head -1", ">/dev/full", ">/dev/full 2>/dev/full"]
+    "streams", [pytest.param(SHELL[text], id=text, marks=full) for text in SHELL]
 )
-def test_a_stream_that_is_closed(tmp_path, shell):
+def test_a_stream_that_is_closed(tmp_path, streams):
     """A regression test: without stderr no step ran; without stdout there was no table."""
-    if "/dev/full" in shell and not Path("/dev/full").exists():
-        pytest.skip("needs /dev/full")
-    command = subprocess.list2cmdline(
-        [sys.executable, "train.py", *tiny(tmp_path / "run", "eval_every=0")]
+    os.mkfifo(tmp_path / "pipe")
+    streams = {name: path if path == CLOSED else tmp_path / path for name, path in streams.items()}
+    process = forked.Process(
+        "train.py", *tiny(tmp_path / "run", "eval_every=0"), env=environment(), **streams
     )
-    script = f"{command} {shell}; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0 and "rror" not in done.stdout, done.stdout
+    if streams.get("stdout") == tmp_path / "pipe":
+        with open(tmp_path / "pipe") as head:
+            assert head.readline()
+    assert process.wait(timeout=100) == 0
+    for said in (process.stdout, tmp_path / "said"):
+        assert not said.is_file() or "rror" not in said.read_text()
     assert (
         summary(tmp_path / "run")["status"] == "completed" and len(metrics(tmp_path / "run")) == 4
     )
@@ -208,17 +212,10 @@ def test_a_stream_that_is_closed(tmp_path, shell):
 
 
 @posix
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@full
 def test_an_answer_that_cannot_be_printed_is_a_failure():
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "train.py", "--cfg", "job"],
-            cwd=ROOT,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            timeout=100,
-        )
-    assert done.returncode != 0 and b"No space left" in done.stderr
+    done = forked.run("train.py", "--cfg", "job", stdout=Path("/dev/full"))
+    assert done.returncode != 0 and "No space left" in done.stderr
 
 
 @pytest.mark.parametrize("rank, said", [("0", True), ("1", False), (None, True)])

@@ -7,7 +7,7 @@ import torch
 import yaml
 
 from attention import get_backend
-from tests.command import ROOT, TINY, finish, index, start, summary
+from tests.command import ROOT, TINY, index, run, summary
 
 RECIPES = {
     path.stem: path.read_text() for path in sorted((ROOT / "conf/experiment").glob("*.yaml"))
@@ -36,7 +36,7 @@ def test_recipe_of_one_run(name, tmp_path):
     shrunk = [*TINY, *SMALL[name], "batch_size=1", "steps=2", f"hydra.run.dir={tmp_path}"]
     if torch.cuda.is_available():  # where the kernels are not interpreted
         shrunk += ["device=cuda"]
-    done = finish(start(f"experiment={name}", *shrunk))
+    done = run(f"experiment={name}", *shrunk)
     assert done.code == 0 and "Traceback" not in done.output, done.output
     assert summary(tmp_path)["status"] == "completed" and summary(tmp_path)["steps_done"] == 2
 
@@ -63,17 +63,8 @@ def test_recipe_of_a_sweep(name, tmp_path):
         # no interpreter here, as with a GPU
         swept["attention"].remove("triton")
         smaller.append(f"attention={','.join(swept['attention'])}")
-    done = finish(
-        start(
-            f"experiment={name}",
-            *shrunk,
-            *smaller,
-            "batch_size=1",
-            "steps=2",
-            f"hydra.sweep.dir={tmp_path}",
-            TRITON_INTERPRET="1",
-        )
-    )
+    overrides = (*shrunk, *smaller, "batch_size=1", "steps=2", f"hydra.sweep.dir={tmp_path}")
+    done = run(f"experiment={name}", *overrides)
     assert done.code == 0 and "Traceback" not in done.output, done.output
 
     expected = {

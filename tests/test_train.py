@@ -45,7 +45,7 @@ EXACT = [name for name, backend in BACKENDS.items() if backend.exact and trains_
 def learned(tmp_path_factory) -> Path:
     """A run of 60 steps, long enough to learn something."""
     run_dir = tmp_path_factory.mktemp("learned")
-    done = run(*tiny(run_dir, "steps=60", "eval_every=20", "sample_tokens=16"))
+    done = run(*tiny(run_dir, "steps=60", "eval_every=20", "sample_tokens=16"), curve=True)
     assert done.code == 0, done.output
     said = [
         line.split()[1]

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from config import DataConfig
 from data.corpora import Corpus
 from data.local_files import text_files
+from tests import forked
 
 
 def rows(**settings) -> dict[str, str]:
@@ -244,11 +243,7 @@ def test_a_broken_table_is_reported_once(tmp_path):
         "from config import DataConfig; from data.corpora import Corpus; "
         f"list(Corpus({config!r}).documents())"
     )
-    errors = (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        .stderr.strip()
-        .splitlines()
-    )
+    errors = forked.run("-c", code).stderr.strip().splitlines()
     assert "JSON" not in errors[0] and errors[-1].startswith(f"ValueError: {tmp_path}")
 
 

@@ -1,7 +1,5 @@
 """The vectorised labels against an obvious loop, and what makes comparisons fair."""
 
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -12,6 +10,7 @@ from config import DataConfig, TokenizerConfig
 from data import build_data
 from data.interface import IGNORED
 from model import loss
+from tests import forked
 
 SHAPES = [(1, 2), (3, 5), (8, 8), (16, 32)]
 by_shape = pytest.mark.parametrize(
@@ -89,9 +88,7 @@ def test_another_process_draws_the_same():
         "d = build_data(DataConfig(source='last_write'), TokenizerConfig(), seq_len=64, seed=5);"
         "print(d.train_batch(9, 4).inputs.flatten().tolist())"
     )
-    printed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
+    printed = forked.run("-c", code, check=True).stdout
     assert printed.strip() == str(
         task(seq_len=64, seed=5).train_batch(9, 4).inputs.flatten().tolist()
     )

@@ -11,6 +11,7 @@ import pytest
 from config import TokenizerConfig
 from data import build_tokenizer
 from data.token_store import cache_folder, open_store
+from tests import forked
 
 BYTE = build_tokenizer(TokenizerConfig("byte"))
 WAY_OUT = (
@@ -55,7 +56,7 @@ def test_a_full_disk(config):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000));"
         f"build_data({config!r}, TokenizerConfig('byte'), seq_len=8, seed=0)"
     )
-    failed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    failed = forked.run("-c", code)
     last_line = failed.stderr.strip().splitlines()[-1]
     assert last_line.startswith(
         f"ValueError: the token store cannot be written to {config.cache_dir} (File too large); "

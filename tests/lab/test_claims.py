@@ -7,7 +7,6 @@ import contextlib
 import json
 import math
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +24,7 @@ from lab.claims.speed import milliseconds
 from lab.claims.topics import CLAIMS
 from lab.claims.topics import FIRST as MISTAKES
 from lab.results.tables import load
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = [claim for claim in CLAIMS.values() if not claim.reads]
@@ -306,13 +306,7 @@ def test_one_line_for_what_is_wrong(complaint):
 def test_help_shows_a_line_that_runs(run_claims):
     """The command in --help works as typed, in a process of its own."""
     (line,) = re.findall(r"^    python (-m lab\.claims .*)$", run_claims("--help"), re.MULTILINE)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *line.split()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = forked.run(*line.split())
     assert done.returncode == 0, done.stderr
     assert "**Does not hold.** Measured: share of NaN outputs by tile size" in done.stdout
 

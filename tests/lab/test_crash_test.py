@@ -6,7 +6,6 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,21 +15,16 @@ from config import DataConfig, TokenizerConfig
 from data import build_tokenizer
 from data.token_store import DamagedStore, load, open_store
 from lab.crash_test import damage, damage_tokens, is_one_line, same
+from tests import forked
 from tests.command import load_checkpoint
-from tests.training.test_checkpoint import ROOT, save
+from tests.training.test_checkpoint import save
 from training.checkpoint import CheckpointError
 from training.retention import newest_first
 
 
 def kills(*arguments: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "lab.crash_test", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    return forked.run("-m", "lab.crash_test", *arguments, env=environment)
 
 
 def test_help_shows_a_line_to_type():

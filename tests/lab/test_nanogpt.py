@@ -12,7 +12,8 @@ import pytest
 import lab.nanogpt
 from lab.nanogpt import WARMUP, Options, train_ours, train_theirs
 from scripts.arguments import read_settings
-from tests.command import ROOT, environment, metrics
+from tests import forked
+from tests.command import environment, metrics
 
 # the names and the interface of nanoGPT's model.py, around this project's own model
 STAND_IN = """
@@ -99,8 +100,7 @@ SMALL = (
 
 
 def nanogpt(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "lab.nanogpt", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    return forked.run("-m", "lab.nanogpt", *arguments, env=environment())
 
 
 def test_the_same_step_gives_the_same_losses_and_another_one_does_not(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """The trainer against an example worked by hand, an obvious slow trainer, and itself."""
 
-import subprocess
 import sys
 from collections import Counter
 from itertools import pairwise
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 
 from data.tokenizer import RANKS_FILE, bpe, read_ranks
 from lab.train_bpe import count_pretokens, main, merge_pair, rank_lines, train
+from tests import forked
 
 
 def slow_train(pretokens: Counter, vocab_size: int) -> list[bytes]:
@@ -103,21 +103,12 @@ def test_refused_in_one_line_before_the_corpus_is_read(argument, monkeypatch):
 
 
 def test_help_shows_a_line_that_runs():
-    shown = subprocess.run(
-        [sys.executable, "-m", "lab.train_bpe", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    shown = forked.run("-m", "lab.train_bpe", "--help", check=True).stdout
     assert "\n    python -m lab.train_bpe vocab_size=4096 out=/tmp/bpe_4096.tiktoken\n" in shown
 
 
 def test_command_writes_a_vocabulary(tmp_path):
     out = tmp_path / "ranks"
-    subprocess.run(
-        [sys.executable, "-m", "lab.train_bpe", "vocab_size=300", f"out={out}"],
-        check=True,
-        capture_output=True,
-    )
+    forked.run("-m", "lab.train_bpe", "vocab_size=300", f"out={out}", check=True)
     # the first merges of source code are as good as certain: indentation
     assert len(read_ranks(out)) == 300 and b"    " in read_ranks(out)

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,19 +10,14 @@ import torch
 
 from attention.kernels.launch import TILES, VARIANTS, tables
 from lab.tune import candidates, write_tables
+from tests import forked
 
 ROOT = Path(__file__).parents[2]
 
 
 def tune(*arguments: str, interpret: str = "0") -> subprocess.CompletedProcess:
     environment = os.environ | {"TRITON_INTERPRET": interpret, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, "-m", "lab.tune", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-    )
+    return forked.run("-m", "lab.tune", *arguments, env=environment)
 
 
 def test_the_tiles_in_force_are_among_the_candidates():

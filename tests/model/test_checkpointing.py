@@ -14,6 +14,7 @@ from config import ModelConfig
 from conformance.memory_growth import LiveTensors
 from model import GPT, KVCache
 from model.checkpointing import PRODUCTS, in_chunks
+from tests.selection import diagonal
 from training.schedule import prepare_model, will_compile
 
 BLOCK, ATTENTION, ELEMENTWISE = (
@@ -100,11 +101,11 @@ def test_dropout_draws_the_same_again(build_gpt, random_tokens, keeps):
 
 
 @pytest.mark.parametrize(
-    "keeps",
-    [mode for mode in MODES.values() if "offload" not in mode],
-    ids=[m for m in MODES if "offload" not in m],
+    ("variant", "keeps"),
+    diagonal(
+        ["gpt2", "modern"], {name: mode for name, mode in MODES.items() if "offload" not in name}
+    ),
 )
-@pytest.mark.parametrize("variant", ["gpt2", "modern"])
 def test_compiles_in_one_graph(build_gpt, modern, random_tokens, variant, keeps):
     shape = {"max_seq_len": 48, "num_layers": 1} | (
         modern | {"num_layers": 1} if variant == "modern" else {}

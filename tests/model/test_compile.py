@@ -86,6 +86,7 @@ def test_in_one_graph(name):
         assert_one_graph(build(backend), documents="document_ids" in backend.features)
 
 
+@pytest.mark.slow
 def test_generated_code_around_a_tile_loop():
     """Inductor, on the part of the model that calls the loop.
 

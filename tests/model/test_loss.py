@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import model.loss
 from model import cross_entropy, linear_cross_entropy
+from tests.selection import diagonal
 
 
 def test_is_the_mean_over_the_targets_that_count():
@@ -116,9 +117,11 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids="-".join)
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 @pytest.mark.parametrize(
-    "dtype", [None, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+    ("dtype", "settings"), diagonal(DTYPES, {"-".join(each): each for each in SETTINGS})
 )
 def test_chunked_loss_and_gradients_are_those_of_the_whole_logits(dtype, settings, request):
     for setting in settings:
@@ -137,9 +140,13 @@ def test_chunked_loss_and_gradients_are_those_of_the_whole_logits(dtype, setting
 @pytest.mark.parametrize(
     "dtype, settings", [(None, ()), (torch.bfloat16, ()), (torch.bfloat16, ("kernel",))]
 )
-def test_chunked_loss_compiles_in_one_graph(dtype, settings, several_chunks, padded, request):
+def test_chunked_loss_compiles_in_one_graph(
+    dtype, settings, several_chunks, padded, request, monkeypatch
+):
     for setting in settings:
         request.getfixturevalue(setting)
+        # one block a row: the interpreter takes its time, and the graph is the same
+        monkeypatch.setattr(importlib.import_module("model.loss_kernel"), "BLOCK", 128)
     torch._dynamo.reset()
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
     for found, expected in zip(

@@ -15,6 +15,7 @@ from attention import get_backend
 from config import ModelConfig
 from model import GPT
 from model.norm import add_norm, add_norm_backward, add_norm_operator, build_norm
+from tests.selection import diagonal
 
 NORMS = {"layernorm": {}, "layernorm-nobias": {"bias": False}, "rmsnorm": {"norm": "rmsnorm"}}
 every_norm = pytest.mark.parametrize("fields", NORMS.values(), ids=NORMS)
@@ -146,8 +147,7 @@ def test_rows_that_lie_apart_in_memory(kernel):
     check(add_norm, x.mT.contiguous().mT, branch.transpose(0, 1).contiguous().transpose(0, 1), norm)
 
 
-@every_norm
-@every_dtype
+@pytest.mark.parametrize(("fields", "dtypes"), diagonal(NORMS, DTYPES))
 def test_lawful_operators(fields, dtypes):
     x, branch, norm = example(64, 3, fields, dtypes)
     inputs = [

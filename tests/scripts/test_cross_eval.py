@@ -5,15 +5,16 @@ line for what is wrong.
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripts import cross_eval
 from scripts.cross_eval_matrix import build_matrices, in_text
+from tests import forked
 from tests.command import ROOT, metrics, run, summary, tiny, tiny_sweep
 from tests.command import environment as variables
 
@@ -334,14 +335,8 @@ def test_command_in_the_help_runs_as_typed(sweep, tmp_path):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
     def command(line: str) -> subprocess.CompletedProcess:
-        line = line.replace("python", sys.executable, 1)
-        return subprocess.run(
-            ["bash", "-c", line],
-            cwd=tmp_path,
-            env=variables(PYTHONPATH=path),
-            capture_output=True,
-            text=True,
-        )
+        python, *arguments = shlex.split(line)
+        return forked.run(*arguments, cwd=tmp_path, env=variables(PYTHONPATH=path))
 
     shown = command("python -m scripts.cross_eval --help").stdout
     line = re.search(r"^    (python -m scripts\.cross_eval .*)$", shown, re.MULTILINE)[1]

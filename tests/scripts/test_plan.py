@@ -4,7 +4,6 @@ wrong.
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 
 from config import ModelConfig, RunConfig
 from scripts import plan
+from tests import forked
 from training.command_line import compose
 from training.traffic import (
     fits_on_chip,
@@ -47,9 +47,7 @@ def cells(output: str, words: str) -> list[float]:
 
 def test_the_line_of_the_help_runs_as_typed(run_plan):
     line = re.search(r"python -m (scripts\.plan .*)", run_plan("--help"))[1]
-    done = subprocess.run(
-        [sys.executable, "-m", *line.split()], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
+    done = forked.run("-m", *line.split())
     assert done.returncode == 0, done.stderr
     assert "model=gpt2: 129,944,832 parameters, vocabulary 50,257" in done.stdout
     assert "a100-40's data sheet: from 201 FLOP/byte" in done.stdout

@@ -5,7 +5,6 @@ one line for what can be wrong.
 import gzip
 import json
 import re
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -30,6 +29,7 @@ from scripts.profile_trace import (
     part_of,
     parts_of_steps,
 )
+from tests import forked
 from tests.command import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -459,10 +459,7 @@ def test_the_line_of_the_help_runs_as_typed(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["profile", "--help"])
     profile.main()
     line = re.search(r"python -m (scripts\.profile .*)", capsys.readouterr().out)[1]
-    command = [sys.executable, "-m", *line.split(), f"out={tmp_path}"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=100
-    )
+    done = forked.run("-m", *line.split(), f"out={tmp_path}", env=environment())
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert re.search(r"^step +[\d.,]+ +[\d.,]+ +100\.0%$", done.stdout, re.MULTILINE), done.stdout
 

@@ -5,6 +5,7 @@ a browser.
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -22,6 +23,7 @@ from data import build_data
 from model import GPT
 from scripts import trace, trace_page
 from scripts.arguments import read_settings
+from tests import forked
 from tests.command import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -426,10 +428,8 @@ def test_command_in_the_help_runs_as_typed(tmp_path):
             "PATH": "/usr/bin:/bin",
             "OMP_NUM_THREADS": "1",
         }
-        command = command.replace("python", sys.executable, 1)
-        return subprocess.run(
-            ["bash", "-c", command], cwd=tmp_path, env=path, capture_output=True, text=True
-        )
+        python, *arguments = shlex.split(command)
+        return forked.run(*arguments, cwd=tmp_path, env=path)
 
     line = re.search(
         r"^ +(python -m scripts\.trace .*)$",

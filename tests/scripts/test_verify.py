@@ -5,7 +5,6 @@ thing that can be wrong.
 import json
 import os
 import re
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -18,6 +17,7 @@ from conformance.properties import PROPERTIES
 from lab.results.verify_figure import draw_kills, draw_matrix, effort, kills, verdict
 from scripts import verify
 from scripts.arguments import read_settings
+from tests import forked
 from tests.user_backends import RIGHT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -220,22 +220,9 @@ def test_pytorchs_remarks_on_flex_attention_are_not_printed_and_others_are(
 
 def test_the_line_in_help_runs_as_typed():
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    help_text = subprocess.run(
-        [sys.executable, "-m", "scripts.verify", "--help"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    help_text = forked.run("-m", "scripts.verify", "--help", env=environment)
     (line,) = re.findall(r"^    python (-m scripts\.verify .*)$", help_text.stdout, re.MULTILINE)
-    done = subprocess.run(
-        [sys.executable, *line.split()],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = forked.run(*line.split(), env=environment)
     assert done.returncode == 0 and re.search(
         r"^compiled = eager +\+$", done.stdout, re.MULTILINE
     ), done.stdout

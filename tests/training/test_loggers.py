@@ -25,6 +25,7 @@ from pathlib import Path
 import pytest
 
 from config import LoggerConfig
+from tests import forked
 from training import loggers
 from training.loggers import Logger, build_logger
 
@@ -86,15 +87,8 @@ def run_program(folder: Path, mode: str = "auto", jobs=((0, False),), **variable
     """The printed results of PROGRAM, one a job, and what it wrote to stderr."""
     (folder / "0").mkdir(exist_ok=True)
     (folder / "0/metrics.jsonl").touch()
-    command = [sys.executable, "-c", PROGRAM, str(folder), mode, json.dumps(list(jobs))]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment(folder, **variables),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    command = ["-c", PROGRAM, str(folder), mode, json.dumps(list(jobs))]
+    done = forked.run(*command, cwd=folder, env=environment(folder, **variables))
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
@@ -206,10 +200,8 @@ def kill_twice(folder: Path, name: str, **variables: str) -> list[dict]:
     before; its metrics.
     """
     for first, last in ((0, 23), (15, 31), (28, 40)):
-        command = [sys.executable, "-c", KILLED, str(folder), str(first), str(last), name]
-        code = subprocess.run(
-            command, cwd=folder, env=environment(folder, **variables), timeout=100
-        ).returncode
+        command = ["-c", KILLED, str(folder), str(first), str(last), name]
+        code = forked.run(*command, cwd=folder, env=environment(folder, **variables)).returncode
         assert code == (-9 if last < 40 else 0)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(40))

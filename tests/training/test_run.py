@@ -1,13 +1,12 @@
 """A run as an object and as a call: from any folder, with the refusals of train.py."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import forked
 from tests.command import TINY
 from training.run import build_run, compose, run
 
@@ -43,9 +42,7 @@ def test_it_runs_beside_a_config_and_data_of_the_user(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data/__init__.py").write_text("OWNER = 'the user'\n")
     (tmp_path / "notebook.py").write_text(CALLS.format(tiny=TINY))
-    done = subprocess.run(
-        [sys.executable, "notebook.py"], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = forked.run("notebook.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "refused: " in done.stdout and "'attention/nope'" in done.stdout
     assert "status: completed" in done.stdout and "step     4/4" in done.stdout

@@ -3,14 +3,15 @@ folders.
 """
 
 import json
+import os
 import pickle
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forked
 from training.files import write_json
 from training.sweep import (
     SweepSummary,
@@ -68,15 +69,8 @@ def application(folder: Path, *overrides: str) -> subprocess.CompletedProcess:
     (folder / "conf").mkdir(exist_ok=True)
     (folder / "conf/config.yaml").write_text(CONFIG)
     (folder / "app.py").write_text(APPLICATION)
-    command = [
-        sys.executable,
-        "-c",
-        f"import sys, runpy; sys.path.insert(0, {str(ROOT)!r}); sys.argv[0] = 'app.py'; "
-        "runpy.run_path('app.py', run_name='__main__')",
-    ]
-    return subprocess.run(
-        [*command, *overrides], cwd=folder, capture_output=True, text=True, timeout=100
-    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return forked.run("app.py", *overrides, cwd=folder, env=environment)
 
 
 def index(folder: Path) -> list[dict]:
@@ -187,9 +181,7 @@ def test_jobs_that_end_together_lose_no_line(tmp_path):
         ]
     )
     writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path), str(first), "40", "4"], cwd=ROOT
-        )
+        forked.Process("-c", code, str(tmp_path), str(first), "40", "4", env=dict(os.environ))
         for first in range(4)
     ]
     assert [writer.wait(timeout=100) for writer in writers] == [0] * 4

@@ -1,0 +1,201 @@
+"""`python ...` in a process of its own, without the seconds of importing torch.
+
+    python tests/forked.py SOCKET
+
+imports what a run imports of other packages, and forks itself for each request. A child goes on as
+the interpreter would: its signals, streams, exit code and memory are those of any process.
+"""
+
+import atexit
+import functools
+import gc
+import json
+import os
+import random
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+STREAMS = ("stdin", "stdout", "stderr")
+CLOSED = Path("closed")  # as by `>&-` in a shell
+PID_BYTES = 20  # of the message with a process's id, behind which its exit code comes
+PRELOADED = ("torch._dynamo", "matplotlib.pyplot", "hydra", "safetensors.torch", "tqdm.auto")
+
+
+class Process:
+    """`python ARGUMENTS`, its output in files: what it wrote is lost neither by a kill nor a wait.
+
+    stdout, stderr: other files to write to, or CLOSED. Without stderr, both streams are one.
+    """
+
+    def __init__(
+        self,
+        *arguments: str,
+        env: dict[str, str],
+        cwd: Path = ROOT,
+        stdin: Path = Path(os.devnull),
+        stdout: Path | None = None,
+        stderr: Path | None = None,
+        new_group: bool = False,
+    ) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="process-", dir=server()))
+        self.stdout, self.stderr = stdout or self.folder / "stdout", stderr
+        self.returncode: int | None = None
+        request = {
+            "arguments": arguments,
+            "env": env,
+            "cwd": str(cwd),
+            "streams": [str(stdin), str(self.stdout), str(stderr or "")],
+            "new_group": new_group,
+        }
+        (self.folder / "request").write_text(json.dumps(request))
+        self.connection = socket.socket(socket.AF_UNIX)
+        self.connection.connect(str(server() / "socket"))
+        self.connection.sendall(str(self.folder).encode())
+        self.pid = int(self.connection.recv(PID_BYTES))
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self.connection.settimeout(timeout)
+            self.returncode = int(self.connection.recv(100))
+            self.connection.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(timeout=0)
+        except BlockingIOError:
+            return None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        try:
+            self.wait(timeout)
+        except TimeoutError:
+            self.kill()
+            raise
+        files = (self.stdout, self.stderr)
+        return tuple(file.read_text() if file and file.is_file() else "" for file in files)
+
+
+def run(
+    *arguments: str, env: dict[str, str] | None = None, check: bool = False, **options
+) -> subprocess.CompletedProcess:
+    """subprocess.run(["python", *ARGUMENTS], capture_output=True, text=True)."""
+    errors = Path(tempfile.mkdtemp(prefix="stderr-", dir=server())) / "stderr"
+    process = Process(*arguments, env=env or dict(os.environ), stderr=errors, **options)
+    output = process.communicate(timeout=100)
+    done = subprocess.CompletedProcess(arguments, process.returncode, *output)
+    assert not (check and done.returncode), done.stderr
+    return done
+
+
+@functools.cache
+def server() -> Path:
+    """The folder of this worker's server, which is ready to fork."""
+    folder = Path(tempfile.mkdtemp(prefix="tilegpt-fork-"))
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(folder / "socket")],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == b"ready\n"
+
+    def end() -> None:
+        process.stdin.close()
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(end)
+    return folder
+
+
+def serve(address: str) -> dict:
+    """Fork for every request until stdin closes. Returns the request, in the children alone."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    print("ready", flush=True)
+    children: dict[int, socket.socket] = {}  # who asked for a process, by its id
+    while True:
+        readable, _, _ = select.select([listener, 0], [], [], 0.01 if children else None)
+        for pid in list(children):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                with children.pop(pid) as connection:
+                    connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+        if 0 in readable:
+            for pid in children:
+                os.kill(pid, signal.SIGKILL)
+            os._exit(0)
+        if listener in readable:
+            connection = listener.accept()[0]
+            folder = Path(connection.recv(1000).decode())
+            pid = os.fork()
+            if pid == 0:
+                for each in (listener, connection, *children.values()):
+                    each.close()
+                return json.loads((folder / "request").read_text())
+            connection.sendall(f"{pid:{PID_BYTES}}".encode())
+            children[pid] = connection
+
+
+def become(request: dict) -> list[str]:
+    """Take on the streams, folder and environment of a request. Returns its arguments."""
+    if request["new_group"]:
+        os.setsid()
+    os.chdir(request["cwd"])
+    for number, (name, path) in enumerate(zip(STREAMS, request["streams"], strict=True)):
+        if path == str(CLOSED):
+            os.close(number)
+            setattr(sys, name, None)
+        elif path:
+            writing = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            file = os.open(path, writing if number else os.O_RDONLY)
+            os.dup2(file, number)
+            os.close(file)
+        else:
+            os.dup2(1, number)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    if folders := os.environ.get("PYTHONPATH"):
+        sys.path[1:1] = folders.split(os.pathsep)
+    random.seed()
+    return request["arguments"]
+
+
+if __name__ == "__main__":
+    for name in PRELOADED:
+        __import__(name)
+    # what is forked cannot use a GPU, nor some libraries of macOS
+    FORKS = sys.platform == "linux" and not sys.modules["torch"].cuda.is_available()
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or PyTorch's libraries tell of leaks
+    first, *rest = become(serve(sys.argv[1]))
+    if not FORKS:
+        os.execv(sys.executable, [sys.executable, first, *rest])
+    if first == "-c":
+        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif first == "-m":
+        sys.argv, sys.path[0] = rest, os.getcwd()
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = [first, *rest], str(Path(first).resolve().parent)
+        runpy.run_path(first, run_name="__main__")
