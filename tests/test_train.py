@@ -407,7 +407,7 @@ def test_a_row_without_a_loss_has_its_memory_too(tmp_path):
     assert summary(tmp_path)["memory/process_gib"] == largest
     # a single run has its table as a sweep has
     header, _, line = done.output.splitlines()[-3:]
-    assert header.split()[:2] == ["attention", "status"] and line.split()[:2] == [
+    assert header.split()[:2] == ["variant", "status"] and line.split()[:2] == [
         "tiled",
         "completed",
     ]
