@@ -207,7 +207,7 @@ def test_a_stream_that_is_closed(tmp_path, streams):
     )
     told = (tmp_path / "run/train.log").read_text()
     assert (
-        "4/4  train/loss" in told and "attention  status" in told and "tiled      completed" in told
+        "4/4  train/loss" in told and "variant  status" in told and "tiled    completed" in told
     )
 
 
