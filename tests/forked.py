@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STREAMS = ("stdin", "stdout", "stderr")
 CLOSED = Path("closed")  # as by `>&-` in a shell
 PID_BYTES = 20  # of the message with a process's id, behind which its exit code comes
-PRELOADED = ("torch._dynamo", "matplotlib.pyplot", "hydra", "safetensors.torch", "tqdm.auto")
+PRELOADED = ("torch._dynamo", "matplotlib.pyplot", "hydra", "safetensors.torch", "datasets")
 
 
 class Process:

@@ -20,6 +20,7 @@ from attention import (
     get_backend,
     max_score,
 )
+from tests.selection import diagonal
 
 TILES = {"block_q": 16, "block_kv": 8}
 
@@ -93,11 +94,14 @@ ASKED = {
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["fp32", "fp64", "bf16"]
+    ("name", "rows", "num_kv_heads", "dtype"),
+    diagonal(
+        list(ASKED),
+        {f"{rows}rows": rows for rows in (200, 64, 1)},
+        {f"Hkv{heads}": heads for heads in (4, 2, 1)},
+        {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16},
+    ),
 )
-@pytest.mark.parametrize("num_kv_heads", [4, 2, 1], ids=lambda heads: f"Hkv{heads}")
-@pytest.mark.parametrize("rows", [200, 64, 1], ids=lambda rows: f"{rows}rows")
-@pytest.mark.parametrize("name", ASKED)
 def test_max_score_is_that_of_the_tile_loop_in_pieces_of_any_size(
     monkeypatch, name, rows, num_kv_heads, dtype
 ):

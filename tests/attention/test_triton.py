@@ -214,8 +214,12 @@ def test_compiled_into_one_graph_it_equals_eager():
 
 @pytest.mark.parametrize(
     "backend",
-    [PORTABLE, get_backend("no_rescale", impl="triton")],
-    ids=lambda backend: backend.name,
+    [
+        pytest.param(PORTABLE, id="triton"),
+        pytest.param(
+            get_backend("no_rescale", impl="triton"), id="no_rescale", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_inductor_lowers_the_operators(backend):
     """It hands on by name what stands at its default, to a function with argument names of its
@@ -291,11 +295,11 @@ def test_packed_views_are_read_where_they_are():
 
 
 ONE_PROJECTION = {
-    "causal": (4, torch.float32, {}),
-    "grouped-bf16": (2, torch.bfloat16, {}),
-    "full-bf16": (4, torch.bfloat16, {"causal": False}),
-    "window": (2, torch.float32, {"window": 25}),
-    "documents-softcap": (2, torch.float32, {"document_ids": True, "softcap": 2.0}),
+    "causal": (2, 2, torch.float32, {}),
+    "grouped-bf16": (4, 2, torch.bfloat16, {}),
+    "full-bf16": (2, 2, torch.bfloat16, {"causal": False}),
+    "window": (2, 1, torch.float32, {"window": 25}),
+    "documents-softcap": (2, 1, torch.float32, {"document_ids": True, "softcap": 2.0}),
 }
 
 
@@ -304,8 +308,8 @@ ONE_PROJECTION = {
 )
 def test_gradients_in_one_tensor_are_the_separate_ones(case, compiled):
     """To the bit: q, k and v as views of one projection, and copied."""
-    num_kv_heads, dtype, optional = case
-    projected = random(2, 40, 4 + 2 * num_kv_heads, 24, dtype=dtype).requires_grad_()
+    num_heads, num_kv_heads, dtype, optional = case
+    projected = random(2, 40, num_heads + 2 * num_kv_heads, 24, dtype=dtype).requires_grad_()
     if "document_ids" in optional:
         optional = optional | {"document_ids": torch.arange(40, device=DEVICE).expand(2, -1) // 17}
 
@@ -359,6 +363,7 @@ def test_of_other_tensors_every_gradient_is_its_own(make):
     assert all(x.transpose(1, 2).is_contiguous() for x in grads)
 
 
+@pytest.mark.slow
 def test_a_compiled_projection_reads_its_gradient_where_it_is(monkeypatch):
     """Inductor drops what would put dq, dk and dv together: the projection's two products take the
     operator's result.

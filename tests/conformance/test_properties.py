@@ -15,6 +15,7 @@ from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend
 from conformance.backend_under_test import Subject
 from conformance.properties import PROPERTIES, SLOW, examine, red_properties, verify_backend
 from tests import user_backends
+from tests.selection import diagonal
 
 naive = get_backend("naive").fn
 MEMORY = frozenset({"saved bytes", "largest tensor"})
@@ -54,9 +55,12 @@ def test_red_exactly_where_documented(name):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float64], ids=["bf16", "fp16", "fp64"]
+    ("name", "dtype"),
+    diagonal(
+        ["tiled", "lazy_rescale", "sdpa", "no_rescale"],
+        {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64},
+    ),
 )
-@pytest.mark.parametrize("name", ["tiled", "lazy_rescale", "sdpa", "no_rescale"])
 def test_in_other_dtypes(name, dtype):
     cells = verify_backend(get_backend(name), random_cases=3, quick=True, dtype=dtype)
     assert all(cell.ok for cell in cells), [

@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +28,7 @@ from config import DataConfig, TokenizerConfig
 from data import build_tokenizer
 from data.corpora import Corpus
 from data.token_store import DamagedStore, cache_folder, hash_of_path, open_store
+from tests import forked
 
 BYTE = build_tokenizer(TokenizerConfig("byte"))
 
@@ -385,15 +387,29 @@ print("opened", len(open_store({config!r}, tokenizer).train), flush=True)
 """
 
 
+class Build(forked.Process):
+    """A process that pauses in the middle of a build until it gets a line."""
+
+    def __init__(self, config):
+        pipe = Path(tempfile.mkdtemp()) / "pipe"
+        os.mkfifo(pipe)
+        super().__init__("-c", GATED_BUILD.format(config=config), env=dict(os.environ), stdin=pipe)
+        self.line = pipe.open("w")
+
+    def paused(self):
+        while self.poll() is None and self.stdout.read_text() != "building\n":
+            time.sleep(0.01)
+        return self.returncode is None
+
+    def go_on(self):
+        self.line.write("go on\n")
+        self.line.close()
+
+
 def start_builds(config, count):
-    """Start processes that pause in the middle of a build until they get a line."""
-    command = [sys.executable, "-c", GATED_BUILD.format(config=config)]
-    processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(count)
-    ]
-    assert [process.stdout.readline() for process in processes] == ["building\n"] * count
-    return processes
+    builds = [Build(config) for _ in range(count)]
+    assert all(build.paused() for build in builds)
+    return builds
 
 
 def leave_a_dead_build(config):
@@ -410,7 +426,7 @@ def unfinished(config):
 def test_a_killed_build_is_never_taken_for_a_store_and_removed_by_the_next(config, monkeypatch):
     (process,) = start_builds(config, 1)
     process.kill()
-    process.communicate()
+    process.wait()
     assert len(stores(config)) == len(unfinished(config)) == 1
     builds = build_counter(monkeypatch)
     assert len(texts_of(open_store(config, BYTE).train)) > 40 and len(builds) == 1
@@ -433,7 +449,8 @@ def test_the_build_of_a_live_process_is_left_alone(config, tmp_path):
     for _ in range(2):
         open_store(other, BYTE)
         assert len(unfinished(config)) == 2  # which of the two is dead cannot be seen now
-    assert alive.communicate("go on\n")[0].startswith("opened") and alive.returncode == 0
+    alive.go_on()
+    assert "\nopened" in alive.communicate()[0] and alive.returncode == 0
     open_store(other, BYTE)
     assert len(stores(config)) == 2 and not unfinished(config)
 
@@ -505,11 +522,10 @@ def test_two_processes_may_build_at_once(config, before):
     rivals = start_builds(config, 2)
     assert len(unfinished(config)) == 2
     for rival in rivals:
-        rival.stdin.write("go on\n")
-        rival.stdin.flush()
+        rival.go_on()
     outputs = [rival.communicate()[0] for rival in rivals]
     assert [rival.returncode for rival in rivals] == [0, 0]
-    assert outputs == [f"opened {len(open_store(config, BYTE).train)}\n"] * 2
+    assert outputs == [f"building\nopened {len(open_store(config, BYTE).train)}\n"] * 2
     assert len(stores(config)) == 1
 
 

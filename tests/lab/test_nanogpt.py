@@ -5,6 +5,7 @@ itself is not here: the stand-in is ours.
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -125,6 +126,11 @@ def test_the_same_step_gives_the_same_losses_and_another_one_does_not(tmp_path, 
     )
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        lab.nanogpt,
+        "subprocess",
+        SimpleNamespace(run=lambda command, cwd, **_: forked.run(*command[1:], cwd=cwd)),
+    )
     lab.nanogpt.main()
     found = json.loads(out.read_text())
     assert [row["who"] for row in found["speed"]] == ["nanogpt", "sdpa", "nanogpt"]

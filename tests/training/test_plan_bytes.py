@@ -7,6 +7,7 @@ dispatch mode.
 
 import json
 import weakref
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,13 @@ def test_saved_for_backward_of_a_compiled_model(shape, attention):
     assert step.plan.saved == pytest.approx(step.saved_bytes(), rel=0.03)
 
 
-@compiled
+@pytest.mark.parametrize(
+    ("shape", "attention"),
+    [
+        pytest.param(*case, marks=() if case == ("gpt2", "sdpa") else pytest.mark.slow)
+        for case in product(SHAPES, ("sdpa", "tiled", "naive"))
+    ],
+)
 def test_attention_kept_by_a_compiled_model(shape, attention):
     """A graph keeps what comes out of attention, and computes q, k and v again. Without the
     embeddings and the loss, which are small and fixed beside a model of this size."""
