@@ -30,7 +30,7 @@ def test_every_cell_runs(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "runs/losses.png").stat().st_size > 10_000
-    assert "future" in done.stdout
+    assert "attention=leaky_attention:BACKEND is not causal" in done.stdout
 
 
 def test_no_outputs_are_committed():
