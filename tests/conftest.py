@@ -6,8 +6,6 @@ import importlib.util
 import os
 from pathlib import Path
 
-gc.disable()  # collecting the tests makes no garbage: it would take a third of the time
-
 # read by Triton when a kernel is declared, so before anything imports the kernels
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -20,6 +18,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import hypothesis
 import pytest
 import torch
+
+gc.disable()  # collecting the tests makes no garbage, and would take a third longer
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -46,6 +46,7 @@ class Process:
         new_group: bool = False,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="process-", dir=server()))
+        (self.folder / "stdout").touch()
         self.stdout, self.stderr = stdout or self.folder / "stdout", stderr
         self.returncode: int | None = None
         request = {

@@ -393,7 +393,8 @@ class Build(forked.Process):
     def __init__(self, config):
         pipe = Path(tempfile.mkdtemp()) / "pipe"
         os.mkfifo(pipe)
-        super().__init__("-c", GATED_BUILD.format(config=config), env=dict(os.environ), stdin=pipe)
+        streams = {"stdin": pipe, "stderr": pipe.with_name("stderr")}
+        super().__init__("-c", GATED_BUILD.format(config=config), env=dict(os.environ), **streams)
         self.line = pipe.open("w")
 
     def paused(self):
@@ -450,7 +451,7 @@ def test_the_build_of_a_live_process_is_left_alone(config, tmp_path):
         open_store(other, BYTE)
         assert len(unfinished(config)) == 2  # which of the two is dead cannot be seen now
     alive.go_on()
-    assert "\nopened" in alive.communicate()[0] and alive.returncode == 0
+    assert "\nopened" in alive.communicate(timeout=100)[0] and alive.returncode == 0
     open_store(other, BYTE)
     assert len(stores(config)) == 2 and not unfinished(config)
 
@@ -523,7 +524,7 @@ def test_two_processes_may_build_at_once(config, before):
     assert len(unfinished(config)) == 2
     for rival in rivals:
         rival.go_on()
-    outputs = [rival.communicate()[0] for rival in rivals]
+    outputs = [rival.communicate(timeout=100)[0] for rival in rivals]
     assert [rival.returncode for rival in rivals] == [0, 0]
     assert outputs == [f"building\nopened {len(open_store(config, BYTE).train)}\n"] * 2
     assert len(stores(config)) == 1

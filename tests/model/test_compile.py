@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from attention import BACKENDS, Backend, Recorder, get_backend, is_operator
 from config import ModelConfig
 from model import GPT
+from tests.selection import diagonal
 from training.schedule import prepare_model, will_compile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
