@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ from config import AttentionConfig, DataConfig, ModelConfig, RunConfig
 from data import build_tokenizer
 from model import GPT, sample_text
 from scripts import sample
-from tests import forked
 from tests.command import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -241,8 +239,14 @@ def test_command_in_the_help_runs_as_typed(tmp_path):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
     def run(command: str) -> subprocess.CompletedProcess:
-        python, *arguments = shlex.split(command.replace("\\\n", ""))
-        return forked.run(*arguments, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
+        command = command.replace("python", sys.executable, 1)
+        return subprocess.run(
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+        )
 
     line = re.search(
         r"^ +(python -m scripts\.sample (?:.*\\\n)*.*)$",
