@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help train test test-all lint clean
+.PHONY: help train test test-all lint docs clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -17,8 +17,12 @@ test: .venv/installed  ## run the tests but the slow ones; ARGS="-k tiled" picks
 test-all: .venv/installed  ## run all tests
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
-lint: .venv/installed  ## check style and formatting
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+lint: .venv/installed  ## check style, formatting and the types of the public surface
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/basedpyright --pythonpath $(BIN)/python
+
+docs: .venv/installed  ## build the pages as a site: build/site/index.html
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/mkdocs build --strict
 
 clean:  ## remove the environment (runs in outputs/ and multirun/ stay)
 	rm -rf .venv

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-# fields of AttentionConfig that are options of backends; each backend has some of them
-BACKEND_OPTIONS = (
-    "kernel",
-    "impl",
-    "block_q",
-    "block_kv",
-    "softmax_dtype",
-    "detach_max",
-    "backend",
-)
+# fields of AttentionConfig that are options of backends, with their defaults; each has some of them
+BACKEND_OPTIONS = {
+    "kernel": "auto",
+    "impl": "tiled",
+    "block_q": 128,
+    "block_kv": 64,
+    "softmax_dtype": "float32",
+    "detach_max": False,
+    "backend": "auto",
+}
 # sources of data that need a tokenizer
 TEXT_SOURCES = ("stdlib", "torch_source", "text", "hub")
 
@@ -111,7 +111,7 @@ class AttentionConfig:
     @property
     def backend_name(self) -> str:
         """The name for get_backend(): the target if there is one, else the name."""
-        return self.target if self.name == "custom" else self.name
+        return self.target if self.name == "custom" and self.target else self.name
 
     def backend_options(self) -> dict[str, Any]:
         """The options that were set, for get_backend()."""
@@ -454,12 +454,12 @@ class RunConfig:
     @property
     def accumulation_steps(self) -> int:
         """Forward and backward passes of one optimizer step."""
-        return self.sequences_per_step // self.batch_size
+        return self.sequences_per_step // int(self.batch_size)
 
     @property
     def sequences_per_step(self) -> int:
         if self.tokens_per_step is None:
-            return self.batch_size
+            return int(self.batch_size)
         return self.tokens_per_step // self.seq_len
 
 
@@ -484,5 +484,5 @@ def setting_keys(schema: type, prefix: str = "") -> Iterator[str]:
     """Every key of a dataclass and of the dataclasses in it, such as model.num_layers."""
     for each in fields(schema):
         yield prefix + each.name
-        if is_dataclass(each.type):
+        if isinstance(each.type, type) and is_dataclass(each.type):
             yield from setting_keys(each.type, f"{prefix}{each.name}.")

@@ -9,6 +9,9 @@ A run directory holds config.yaml, env.json, metrics.jsonl, summary.json, checkp
 checkpoint.best/ and loss_curve.png.
 """
 
+import time
+
+BEGAN = time.time()  # before the imports: they are a part of what a run costs
 import os
 from pathlib import Path
 from typing import Any
@@ -60,9 +63,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
             step, due, row = result.step, result.due, recorder.row(result)
 
             # Look before the update: these weights have given this loss.
-            if due.log or due.compare:
-                batch, scale = result.passes[0], result.loss_scale
-                row |= monitor.inspect(step, *batch, compare=due.compare, loss_scale=scale)
+            row |= monitor.inspect(result)
             if result.diverged:
                 stepper.restore_gradients(result)
                 row |= recorder.diverged(result, monitor.diagnose(step, result.passes))
@@ -98,4 +99,4 @@ def main(cfg: DictConfig) -> float:
 
 
 if __name__ == "__main__":
-    launch(main)
+    launch(main, BEGAN)

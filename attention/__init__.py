@@ -6,6 +6,7 @@ register(Backend("mine", my_function))                                    # your
 backend="mine"
 """
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from attention.diagnose import (
     LIMITS,
     Breakdown,
     Recorder,
+    companion_max_score,
     compare_with_exact,
     find_breakdown,
     max_score,
@@ -24,6 +26,8 @@ from attention.diagnose import (
 from attention.interface import (
     AttentionOutput,
     Backend,
+    Output,
+    ScoredOutput,
     ScoreMod,
     check_inputs,
     check_output,
@@ -42,6 +46,7 @@ __all__ = [
     "Breakdown",
     "Recorder",
     "ScoreMod",
+    "ScoredOutput",
     "attention",
     "compare_with_exact",
     "dtype_name",
@@ -68,7 +73,8 @@ def attention(
     alibi_slopes: Tensor | None = None,
     document_ids: Tensor | None = None,
     score_mod: ScoreMod | None = None,
-) -> AttentionOutput:
+    return_max_score: bool | Tensor = False,
+) -> Output:
     """softmax(q k^T * scale, masked) v by the named backend, and no other. Inputs that it does not
     take raise a ValueError with every reason.
 
@@ -87,6 +93,11 @@ def attention(
                   an id that comes again after another is a new document; needs N == M
     score_mod     any other change of the scores, given with its derivative, in place of softcap and
                   alibi_slopes
+    return_max_score
+                  return ScoredOutput(out, lse, max_score), with the largest score of each head (B,
+                  H): free or nearly so from backends with the feature max_score, half a forward
+                  pass from others. A 0-d bool tensor on the CPU is read at run time: False gives
+                  None, or in a graph of torch.compile, which is one for both, any numbers
 
     Order: scale, softcap, alibi, mask, softmax. A row that sees no key gives out = 0 and lse =
     -inf, with zero gradients. A score of -inf hides its key, also where it comes from overflow. A
@@ -105,23 +116,31 @@ def attention(
     check_inputs(q, k, v, causal=causal, scale=scale, **optional)
     backend.check_supported(q, k, v, causal=causal, scale=scale, **optional)
     optional = prepared(q, k, optional)
+    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
+    looked = return_max_score
+    if isinstance(looked, Tensor) and not torch.compiler.is_compiling():
+        looked = bool(looked)
     if torch.compiler.is_compiling() and is_operator(backend) and score_mod is None:
         function = partial(operator_attention, backend.name)
-    else:
-        function = backend.fn if backend.traceable else torch.compiler.disable(backend.fn)
+    elif backend.traceable or "torch._dynamo" not in sys.modules:
+        function = backend.fn
+    else:  # without torch.compile, which takes seconds to import, there is nothing to disable
+        function: Any = torch.compiler.disable(backend.fn)
     arguments = {name: value for name, value in optional.items() if name in backend.features}
+    returns_it = "max_score" in backend.features
+    if looked is not False and returns_it:
+        arguments["return_max_score"] = looked
     with torch.autocast(q.device.type, enabled=False):
-        output = function(
-            q,
-            k,
-            v,
-            causal=causal,
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
-            **arguments,
-            **backend.options,
-        )
-    check_output(backend, q, output)
-    return output
+        output = function(q, k, v, causal=causal, scale=factor, **arguments, **backend.options)
+        check_output(backend, q, output)
+        if return_max_score is False:
+            return output
+        max_score = None
+        if looked is not False and isinstance(output, ScoredOutput):
+            max_score = output.max_score
+        elif looked is not False:
+            max_score = companion_max_score(q, k, looked, causal=causal, scale=factor, **optional)
+    return ScoredOutput(output.out, output.lse, None if max_score is None else max_score.detach())
 
 
 def probe_backend(backend: Backend, **model: Any) -> None:

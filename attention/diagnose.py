@@ -15,11 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attention.interface import OPTIONAL_ARGUMENTS, AttentionOutput, Backend, ScoreMod
+from attention.interface import (
+    OPTIONAL_ARGUMENTS,
+    Backend,
+    Output,
+    ScoreMod,
+    flag,
+    statistics_dtype,
+)
 from attention.mask import QueryTile, VisibleKeys, visible_keys
 from attention.naive import naive_attention
 from attention.online_softmax import OnlineSoftmax
-from attention.tiled import TILED
+from attention.tiled import TILED, HeadMaxima, grouped
 
 LIMITS = {
     dtype: math.log(torch.finfo(dtype).max)
@@ -27,40 +34,32 @@ LIMITS = {
 }  # 11.09, 88.72, 88.72
 
 
-# scores that max_score() holds at once: 4 MiB fit into the caches of a CPU; 256 MiB give a GPU few,
-# large products
-PIECE_SCORES = {"cpu": 2**20, "cuda": 2**26}
+# scores that max_score() holds at once: 4 MiB fit into the caches of a CPU; 64 MiB give a GPU large
+# products, and are little beside a model in training
+PIECE_SCORES = {"cpu": 2**20, "cuda": 2**24}
 
 
 @torch.no_grad()
 def max_score(
     q: Tensor, k: Tensor, *, causal: bool = True, scale: float | None = None, **optional: Any
 ) -> Tensor:
-    """The largest score a query gives a key it sees, as a 0-d float32 tensor (float64 for float64),
-    in O(N) memory.
+    """The largest score that any query of a head gives a key it sees, (B, H) float32 (float64 for
+    float64), in O(N) memory; -inf for a head that sees none.
 
     q (B, H, N, D), k (B, H_kv, M, D) and the arguments are those of attention(); the score is the
-    capped and biased one.
+    capped and biased one. attention(return_max_score=True) calls this for backends that do not
+    return it: it takes about half of the time of a forward pass.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     changed = any(
         optional.get(name) is not None for name in ("softcap", "alibi_slopes", "score_mod")
     )
     if changed or scale == 0:
-        maxima = TileMaxima(q)
         # their size does not change the scores: large tiles take fewer steps
-        TILED.fn(
-            q,
-            k,
-            k,
-            causal=causal,
-            scale=scale,
-            **optional,
-            observer=maxima.observe,
-            block_q=256,
-            block_kv=1024,
-        )
-        return maxima.largest()
+        maxima = HeadMaxima(grouped(q, k, k)[0])
+        settings = {"causal": causal, "scale": scale, **optional, "observer": maxima.observe}
+        TILED.fn(q, k, k, **settings, block_q=256, block_kv=1024)
+        return maxima.largest.flatten(1, 2)
     visible = visible_keys(
         q,
         k,
@@ -70,11 +69,11 @@ def max_score(
     )
     # rounding keeps the order: scaling the largest product alone gives the largest score, to the
     # bit
-    return abs(scale) * _largest_product(q if scale > 0 else -q, k, visible)
+    return abs(scale) * _largest_products(q if scale > 0 else -q, k, visible)
 
 
-def _largest_product(q: Tensor, k: Tensor, visible: VisibleKeys) -> Tensor:
-    """The largest q k^T of a query and a key that it sees; -inf where none sees any.
+def _largest_products(q: Tensor, k: Tensor, visible: VisibleKeys) -> Tensor:
+    """The largest q k^T of a head's query and a key that it sees, (B, H); -inf where none sees any.
 
     q (B, H, N, D), k (B, H_kv, M, D). A piece is as many queries as PIECE_SCORES has room for, with
     all the keys that they see.
@@ -87,25 +86,63 @@ def _largest_product(q: Tensor, k: Tensor, visible: VisibleKeys) -> Tensor:
         multiply = partial(torch.bmm, out_dtype=dtype)
     else:
         q, k = q.to(dtype), k.to(dtype)
-    q = q.reshape(
-        batch * num_kv_heads, num_heads // num_kv_heads, num_queries, head_dim
-    )  # (B * H_kv, G, N, D)
+    groups = num_heads // num_kv_heads
+    q = q.reshape(batch * num_kv_heads, groups, num_queries, head_dim)  # (B * H_kv, G, N, D)
     k = k.reshape(batch * num_kv_heads, num_keys, head_dim)
-    largest = [torch.full((), -torch.inf, device=q.device, dtype=dtype)]
-    for tile in visible.query_tiles(
-        max(1, PIECE_SCORES[q.device.type] // (batch * num_heads * num_keys))
-    ):
+    largest = q.new_full((batch, num_kv_heads, groups), -torch.inf, dtype=dtype)
+    piece = max(1, PIECE_SCORES[q.device.type] // (batch * num_heads * num_keys))
+    for tile in visible.query_tiles(piece):
         q_rows = q[:, :, tile.rows].flatten(1, 2)  # (B * H_kv, G * R, D)
         for keys, needs_mask in _key_ranges(tile):
             products = multiply(q_rows, k[:, keys].mT)  # (B * H_kv, G * R, T)
+            products = products.view(
+                batch, num_kv_heads, groups, tile.stop - tile.start, keys.stop - keys.start
+            )
             if needs_mask:
                 hidden = ~visible.mask(tile.rows, keys).unsqueeze(2)  # (B or 1, 1, 1, R, T)
-                products.view(batch, num_kv_heads, -1, *hidden.shape[-2:]).masked_fill_(
-                    hidden, -torch.inf
-                )
-            largest.append(products.amax())
+                products.masked_fill_(hidden, -torch.inf)
+            largest = torch.maximum(largest, products.amax((-1, -2)))
             del products  # before the next piece is made
-    return torch.stack(largest).amax()
+    return largest.flatten(1)
+
+
+@torch.library.custom_op("tilegpt::max_score", mutates_args=())
+def max_score_operator(
+    q: Tensor,
+    k: Tensor,
+    look: Tensor,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    document_ids: Tensor | None,
+) -> Tensor:
+    """max_score() for a graph of torch.compile, computed where `look` holds True."""
+    if not look:
+        return q.new_empty(q.shape[:2], dtype=statistics_dtype(q))
+    optional = {"window": window, "softcap": softcap}
+    optional |= {"alibi_slopes": alibi_slopes, "document_ids": document_ids}
+    return max_score(q, k, causal=causal, scale=scale, **optional)
+
+
+@max_score_operator.register_fake
+def _(q: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(q.shape[:2], dtype=statistics_dtype(q))
+
+
+def companion_max_score(
+    q: Tensor, k: Tensor, look: bool | Tensor, *, causal: bool, scale: float, **optional: Any
+) -> Tensor:
+    """max_score() beside a backend that does not return it. Raises TypeError for a score_mod in a
+    compiled graph, whose operators take no functions.
+    """
+    q, k = q.detach(), k.detach()
+    if not torch.compiler.is_compiling():
+        return max_score(q, k, causal=causal, scale=scale, **optional)
+    if optional.pop("score_mod") is not None:
+        raise TypeError("return_max_score takes no score_mod in a compiled graph of this backend")
+    return max_score_operator(q, k, flag(look), causal, scale, **optional)
 
 
 def _key_ranges(tile: QueryTile) -> list[tuple[slice, bool]]:
@@ -182,7 +219,7 @@ class Breakdown:
     )
 
     def __str__(self) -> str:
-        if self.queries is None:
+        if self.queries is None or self.keys is None:
             return f"{self.tensor} is not finite"
         where = " and ".join(
             f"{name} {tile[0]}:{tile[1]}"
@@ -222,11 +259,16 @@ def _breakdown(
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if (at := _first(~x.isfinite())) is not None:
-            return Breakdown(name, None, None, None, *at[:3])
+            return _outside_the_loop(name, at)
     first = None if tile is None else _in_tile(q, k, v, tile, backend=backend, **arguments)
     if first is None and (at := _first(~out.isfinite())) is not None:
-        first = Breakdown("out", None, None, None, *at[:3])
+        first = _outside_the_loop("out", at)
     return first and replace(first, fate=_fate(out[first.sequence, first.head, first.row]))
+
+
+def _outside_the_loop(tensor: str, at: list[int]) -> Breakdown:
+    sequence, head, row, _ = at
+    return Breakdown(tensor, None, None, None, sequence, head, row)
 
 
 def _in_tile(
@@ -310,7 +352,9 @@ def compare_with_exact(
     first = q.shape[2] - rows
     d_out = torch.cat((torch.zeros_like(d_out[:, :, :first]), d_out[:, :, first:]), 2)
     # as attention() calls it: with every argument that the backend declares
-    arguments = {name: None for name in OPTIONAL_ARGUMENTS if name in backend.features}
+    arguments: dict[str, Any] = {
+        name: None for name in OPTIONAL_ARGUMENTS if name in backend.features
+    }
     if document_ids is not None:
         arguments["document_ids"] = document_ids
     arguments |= backend.options
@@ -410,11 +454,11 @@ class Recorder:
         self.breakdowns: list[Breakdown | None] = []
         self.calls: list[Call] = []
 
-        def recorded(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionOutput:
+        def recorded(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Output:
             options = {name: arguments.pop(name) for name in backend.options}
             if keep_calls:
                 output = backend.fn(q, k, v, **arguments, **options)
-                masked = {"document_ids": arguments.get("document_ids")}
+                masked: dict[str, Any] = {"document_ids": arguments.get("document_ids")}
                 masked |= {name: arguments[name] for name in ("causal", "scale")}
                 self.calls.append(Call(q, k, v, output.out, **masked))
                 return output
@@ -426,7 +470,7 @@ class Recorder:
                 self.max_scores.append(maxima.largest())
                 tile = maxima.first_bad()
             else:
-                self.max_scores.append(max_score(q, k, **arguments))
+                self.max_scores.append(max_score(q, k, **arguments).amax())
                 output = backend.fn(q, k, v, **arguments, **options)
             if look_for_breakdowns:
                 configured = backend.configured(**options)
@@ -436,4 +480,5 @@ class Recorder:
                     )
             return output
 
-        self.backend = replace(backend, fn=recorded, traceable=False)
+        features = backend.features - {"max_score"}  # a loop has one observer
+        self.backend = replace(backend, fn=recorded, features=features, traceable=False)

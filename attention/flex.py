@@ -7,11 +7,17 @@ memory.
 
 from functools import cache, lru_cache, reduce
 from operator import and_
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 
 from attention.interface import FEATURES, AttentionOutput, Backend, ScoreMod, statistics_dtype
 
@@ -115,7 +121,9 @@ def flex(
         block_mask = block_mask_of(q, k, causal=causal, window=window, document_ids=document_ids)
     else:
         block_mask = standing_mask(num_queries, num_keys, q.device, causal=causal, window=window)
-    out, lse = quick(flex_attention, q.device)(
+    # its kernel for few queries does not compile for every grouping of heads
+    options: Any = {"FORCE_USE_FLEX_ATTENTION": True} if q.device.type == "cuda" else None
+    out, aux = quick(flex_attention, q.device)(
         q,
         k,
         v,
@@ -125,11 +133,10 @@ def flex(
         block_mask=block_mask,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
-        return_lse=True,
-        # its kernel for few queries does not compile for every grouping of heads
-        kernel_options={"FORCE_USE_FLEX_ATTENTION": True} if q.device.type == "cuda" else None,
+        return_aux=AuxRequest(lse=True),
+        kernel_options=options,
     )
-    return AttentionOutput(out, lse)
+    return AttentionOutput(out, aux.lse)
 
 
 def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> list[str]:
@@ -148,7 +155,7 @@ def refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> 
 FLEX = Backend(
     "flex",
     flex,
-    features=FEATURES,
+    features=FEATURES - {"max_score"},
     dtypes=(torch.float32, torch.bfloat16, torch.float16),
     head_dims=range(16, 257),
     requirements=refusals,

@@ -17,7 +17,7 @@ ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OPTIONAL_ARGUMENTS = ("window", "softcap", "alibi_slopes", "document_ids", "score_mod")
 # kinds of input without an argument, which not every backend takes
 INPUT_FEATURES = ("gqa", "non_causal", "cross_length")
-FEATURES = frozenset((*OPTIONAL_ARGUMENTS, *INPUT_FEATURES, "lse"))
+FEATURES = frozenset((*OPTIONAL_ARGUMENTS, *INPUT_FEATURES, "lse", "max_score"))
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -26,6 +26,13 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
     for float64 inputs.
     """
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def flag(asked: bool | Tensor) -> Tensor | None:
+    """`asked` as an operator of torch.library takes it; None is no."""
+    if isinstance(asked, Tensor):
+        return asked
+    return torch.ones((), dtype=torch.bool) if asked else None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -63,12 +70,23 @@ class Refusal(ValueError):
 class AttentionOutput(NamedTuple):
     """What every backend returns."""
 
-    out: Tensor  # (B, H, N, D), dtype of q
-    lse: Tensor | None = (
-        # (B, H, N) float32 (float64 for float64 q): natural log-sum-exp of the masked scores; -inf
-        # without a key
-        None
-    )
+    # (B, H, N, D), dtype of q
+    out: Tensor
+    # (B, H, N) float32 (float64 for float64 q), natural log-sum-exp of the masked scores; -inf
+    # without a key
+    lse: Tensor | None = None
+
+
+class ScoredOutput(NamedTuple):
+    """AttentionOutput with the largest score of each head: see return_max_score of attention()."""
+
+    out: Tensor
+    lse: Tensor | None
+    # (B, H) float32 (float64 for float64 q); the scores are those that the backend used
+    max_score: Tensor | None
+
+
+Output = AttentionOutput | ScoredOutput
 
 
 @dataclass(frozen=True)
@@ -81,12 +99,12 @@ class Backend:
     """
 
     name: str
-    fn: Callable[..., AttentionOutput]
+    fn: Callable[..., Output]
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
     head_dims: Container[int] | None = None  # None takes any
     # subset of FEATURES; gqa: H_kv < H, non_causal: causal=False, cross_length: N != M, lse:
-    # returns it
+    # returns it, max_score: fn takes return_max_score and returns a ScoredOutput unless it is False
     features: frozenset[str] = frozenset()
     options: Mapping[str, Any] = field(
         default_factory=dict
@@ -368,7 +386,7 @@ def prepared(q: Tensor, k: Tensor, optional: dict[str, Any]) -> dict[str, Any]:
 
 def check_output(backend: Backend, q: Tensor, output: Any) -> None:
     """Raise ValueError where a backend did not return what AttentionOutput promises."""
-    if not isinstance(output, AttentionOutput):
+    if not isinstance(output, (AttentionOutput, ScoredOutput)):
         raise ValueError(
             f"attention={backend.name} must return AttentionOutput(out, lse), it returned "
             f"{type(output).__name__}"
@@ -379,10 +397,13 @@ def check_output(backend: Backend, q: Tensor, output: Any) -> None:
             f"{dtype_name(q.dtype)}, "
             f"it returned {tuple(output.out.shape)} and {dtype_name(output.out.dtype)}"
         )
-    lse, dtype = output.lse, statistics_dtype(q)
-    if lse is not None and (lse.shape != q.shape[:3] or lse.dtype != dtype):
-        raise ValueError(
-            f"attention={backend.name} must return lse of shape {tuple(q.shape[:3])} and "
-            f"{dtype_name(dtype)}, "
-            f"it returned {tuple(lse.shape)} and {dtype_name(lse.dtype)}"
-        )
+    dtype = statistics_dtype(q)
+    for name, x, shape in (
+        ("lse", output.lse, q.shape[:3]),
+        ("max_score", getattr(output, "max_score", None), q.shape[:2]),
+    ):
+        if x is not None and (x.shape != shape or x.dtype != dtype):
+            raise ValueError(
+                f"attention={backend.name} must return {name} of shape {tuple(shape)} and "
+                f"{dtype_name(dtype)}, it returned {tuple(x.shape)} and {dtype_name(x.dtype)}"
+            )

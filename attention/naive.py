@@ -7,7 +7,15 @@ other backend is measured against.
 import torch
 from torch import Tensor
 
-from attention.interface import FEATURES, AttentionOutput, Backend, ScoreMod, statistics_dtype
+from attention.interface import (
+    FEATURES,
+    AttentionOutput,
+    Backend,
+    Output,
+    ScoredOutput,
+    ScoreMod,
+    statistics_dtype,
+)
 from attention.mask import visible_keys
 
 
@@ -23,7 +31,8 @@ def naive_attention(
     alibi_slopes: Tensor | None = None,
     document_ids: Tensor | None = None,
     score_mod: ScoreMod | None = None,
-) -> AttentionOutput:
+    return_max_score: bool | Tensor = False,
+) -> Output:
     """Order of the steps: scale, softcap, bias or score_mod, mask, softmax. A row of -inf alone
     gives out = 0 and lse = -inf.
     """
@@ -48,7 +57,11 @@ def naive_attention(
     # softmax of a row of -inf is NaN, and so is its gradient: such a row attends to nothing
     no_key = (scores == -torch.inf).all(-1, keepdim=True)
     p = scores.masked_fill(no_key, 0.0).softmax(-1).masked_fill(no_key, 0.0)
-    return AttentionOutput(p.to(v.dtype) @ v, lse)
+    out = p.to(v.dtype) @ v
+    # a tensor is for graphs of torch.compile, which always compute it
+    if return_max_score is not False:
+        return ScoredOutput(out, lse, scores.detach().amax((-1, -2)))
+    return AttentionOutput(out, lse)
 
 
 NAIVE = Backend(

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from attention.diagnose import with_gradients
-from attention.interface import AttentionOutput, Backend, dtype_name
+from attention.interface import Backend, Output, dtype_name
 
 LENGTH = 150  # several tiles, and ragged
 HALF = LENGTH // 2
 
-Attend = Callable[..., AttentionOutput]  # attention(), as a rule with its backend set
+Attend = Callable[..., Output]  # attention(), as a rule with its backend set
 
 
 def probe(

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from attention.backends import BACKENDS
-from attention.interface import AttentionOutput, statistics_dtype
-from attention.tiled import TiledAttention
+from attention.interface import AttentionOutput, Output, ScoredOutput, flag, statistics_dtype
 
 # the loop's settings, with their types in PyTorch's schemas. score_mod and observer are functions,
 # which an operator cannot take
@@ -33,8 +32,14 @@ SCHEMA = "str backend, " + ", ".join(f"{kind} {name}" for name, kind in SETTINGS
 
 
 def operator_attention(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, **settings: Any
-) -> AttentionOutput:
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_max_score: bool | Tensor = False,
+    **settings: Any,
+) -> Output:
     """The loop of that name in BACKENDS as one operator of a graph. Raises TypeError for
     a setting that the operator cannot take.
     """
@@ -44,12 +49,16 @@ def operator_attention(
     if unknown:
         names = ", ".join(unknown)
         raise TypeError(f"the tile loop {backend} in a compiled graph takes no {names}")
-    out, lse = tile_loop(q, k, v, backend, *(settings.get(name) for name in SETTINGS))
-    return AttentionOutput(out, lse)
+    out, lse, max_score = tile_loop(
+        q, k, v, flag(return_max_score), backend, *(settings.get(name) for name in SETTINGS)
+    )
+    if return_max_score is False:
+        return AttentionOutput(out, lse)
+    return ScoredOutput(out, lse, max_score)
 
 
-def loop_of(backend: str, values: tuple[Any, ...]) -> tuple[TiledAttention, dict[str, Any]]:
-    """The loop of that name, and its settings by their names."""
+def loop_of(backend: str, values: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
+    """The TiledAttention of that name, and its settings by their names."""
     settings = zip(SETTINGS, values, strict=True)
     return BACKENDS[backend].fn, {name: value for name, value in settings if value is not None}
 
@@ -57,20 +66,26 @@ def loop_of(backend: str, values: tuple[Any, ...]) -> tuple[TiledAttention, dict
 @torch.library.custom_op(
     "tilegpt::tile_loop",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {SCHEMA}) -> (Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? look, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
-def tile_loop(q: Tensor, k: Tensor, v: Tensor, backend: str, *values: Any) -> tuple[Tensor, Tensor]:
-    """out (B, H, N, D) and lse (B, H, N) for q (B, H, N, D) and k, v (B, H_kv, M, D), any strides.
-    `values` are those of SETTINGS.
+def tile_loop(
+    q: Tensor, k: Tensor, v: Tensor, look: Tensor | None, backend: str, *values: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out (B, H, N, D), lse (B, H, N) and max_score (B, H) for q (B, H, N, D) and k, v (B, H_kv, M,
+    D), any strides. `values` are those of SETTINGS. max_score is computed where `look` holds True.
     """
     loop, settings = loop_of(backend, values)
-    out, lse = loop(q, k, v, **settings)
-    return out.contiguous(), lse.contiguous()
+    looked = look is not None and bool(look)
+    out, lse, *scores = loop(q, k, v, return_max_score=looked, **settings)
+    max_score = scores[0] if looked else q.new_empty(q.shape[:2], dtype=statistics_dtype(q))
+    return out.contiguous(), lse.contiguous(), max_score
 
 
 @tile_loop.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=statistics_dtype(q))
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = statistics_dtype(q)
+    lse, max_score = (q.new_empty(q.shape[:dims], dtype=dtype) for dims in (3, 2))
+    return q.new_empty(q.shape), lse, max_score
 
 
 @torch.library.custom_op(
@@ -101,17 +116,17 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.backend, alibi_slopes, document_ids, *ctx.values = inputs
-    ctx.save_for_backward(q, k, v, *output, alibi_slopes, document_ids)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, _, ctx.backend, alibi_slopes, document_ids, *ctx.values = inputs
+    ctx.save_for_backward(q, k, v, *output[:2], alibi_slopes, document_ids)
 
 
-def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, alibi_slopes, document_ids = ctx.saved_tensors
     gradients = tile_loop_backward(
         *tensors, d_out, d_lse, ctx.backend, alibi_slopes, document_ids, *ctx.values
     )
-    return *gradients, None, *([None] * len(SETTINGS))
+    return *gradients, None, None, *([None] * len(SETTINGS))
 
 
 tile_loop.register_autograd(_backward, setup_context=_save)

@@ -17,7 +17,7 @@ queries by T = block_kv keys.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,8 @@ from attention.interface import (
     FEATURES,
     AttentionOutput,
     Backend,
+    Output,
+    ScoredOutput,
     ScoreMod,
     statistics_dtype,
 )
@@ -76,7 +78,7 @@ class TileLoop:
             if self.slopes is not None:
                 # never in a narrow dtype: the distance itself may not fit into one
                 scores = scores - (self.slopes * (i - j)).to(self.dtype)
-            else:
+            elif self.score_mod is not None:
                 b = torch.arange(scores.shape[0], device=scores.device).view(-1, 1, 1, 1, 1)
                 h = torch.arange(scores.shape[1] * scores.shape[2], device=scores.device).view(
                     *scores.shape[1:3], 1, 1
@@ -207,20 +209,34 @@ class TileLoop:
         dq_tiles = []
         dk, dv = torch.zeros_like(k, dtype=self.dtype), torch.zeros_like(v, dtype=self.dtype)
         for tile in self.visible.query_tiles(self.block_q):
-            inputs = [x.detach().requires_grad_() for x in (q[..., tile.rows, :], k, v)]
+            leaves = (x.detach().requires_grad_() for x in (q[..., tile.rows, :], k, v))
+            q_rows, k_leaf, v_leaf = leaves
             if tile.first >= tile.last:  # no key, no gradient
-                dq_tiles.append(torch.zeros_like(inputs[0]))
+                dq_tiles.append(torch.zeros_like(q_rows))
                 continue
             # switches autograd on, also inside an operator of torch.library, which runs below it
             with torch.inference_mode(False):
-                outputs = self.query_tile(*inputs, tile)
+                outputs = self.query_tile(q_rows, k_leaf, v_leaf, tile)
                 dq_rows, dk_rows, dv_rows = torch.autograd.grad(
-                    outputs, inputs, (d_out[..., tile.rows, :], d_lse[..., tile.rows])
+                    outputs,
+                    (q_rows, k_leaf, v_leaf),
+                    (d_out[..., tile.rows, :], d_lse[..., tile.rows]),
                 )
             dq_tiles.append(dq_rows)
             dk += dk_rows
             dv += dv_rows
         return torch.cat(dq_tiles, -2), dk.to(k.dtype), dv.to(v.dtype)
+
+
+class HeadMaxima:
+    """An observer of the tile loop that keeps the largest score of each head, (B, H_kv, G)."""
+
+    def __init__(self, q: Tensor) -> None:
+        self.largest = q.new_full(q.shape[:3], -torch.inf, dtype=statistics_dtype(q))
+
+    def observe(self, tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
+        tile_max = scores.amax((-1, -2)).to(self.largest.dtype)
+        self.largest = torch.maximum(self.largest, tile_max)
 
 
 class BackwardFromLse(torch.autograd.Function):
@@ -234,8 +250,8 @@ class BackwardFromLse(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.loop.backward_from_lse(*ctx.saved_tensors, d_out, d_lse), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.loop.backward_from_lse(*ctx.saved_tensors, *gradients), None
 
 
 class BackwardByRecomputing(torch.autograd.Function):
@@ -244,13 +260,16 @@ class BackwardByRecomputing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, loop: TileLoop) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v)
-        ctx.loop = loop
+        # what observes the loop sees each tile once
+        ctx.loop = replace(loop, observer=None)
         return loop.forward(q, k, v)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.loop.backward_by_recomputing(*ctx.saved_tensors, d_out, d_lse), None
+    @once_differentiable  # which hides the name of ctx
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        return *ctx.loop.backward_by_recomputing(*ctx.saved_tensors, *gradients), None
 
 
 def make_loop(
@@ -314,11 +333,26 @@ class TiledAttention:
 
     make_loop: Callable[..., TileLoop] = make_loop
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> AttentionOutput:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_max_score: bool | Tensor = False,
+        **settings: Any,
+    ) -> Output:
         loop = self.make_loop(q, k, **settings)
         function = BackwardByRecomputing if loop.recompute else BackwardFromLse
-        out, lse = function.apply(*grouped(q, k, v), loop)
-        return AttentionOutput(out.flatten(1, 2), lse.flatten(1, 2))
+        q, k, v = grouped(q, k, v)
+        maxima = HeadMaxima(q) if return_max_score else None
+        if maxima is not None:
+            assert loop.observer is None, "a loop has one observer"
+            loop = replace(loop, observer=maxima.observe)
+        out, lse = (x.flatten(1, 2) for x in function.apply(q, k, v, loop))
+        if maxima is not None:
+            return ScoredOutput(out, lse, maxima.largest.flatten(1, 2))
+        return AttentionOutput(out, lse)
 
     def backward(
         self,

@@ -309,13 +309,19 @@ def survey(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: An
     return Survey(out, first_break, [tiles[start] for start in sorted(tiles)])
 
 
+def _broken(seen: Survey, fates: list[str], tile: range) -> dict[int, int]:
+    """The rows of a tile of queries that broke, and the first key of the tile where they did."""
+    breaks = {i: seen.first_break[i] for i in tile if fates[i] != "right"}
+    return {i: key for i, key in breaks.items() if key is not None}
+
+
 def _row_to_follow(seen: Survey, fates: list[str], reference: Tensor) -> int:
     for tile in reversed(seen.query_tiles):
-        broken = [i for i in tile if fates[i] != "right" and seen.first_break[i] is not None]
+        broken = _broken(seen, fates, tile)
         if broken:
-            return min(broken, key=lambda i: (seen.first_break[i], -i))
+            return min(broken, key=lambda i: (broken[i], -i))
     if "wrong" in fates:
-        return (seen.out.double() - reference).abs().amax(-1).argmax().item()
+        return int((seen.out.double() - reference).abs().amax(-1).argmax())
     return len(fates) - 1
 
 
@@ -323,9 +329,9 @@ def _first_break(
     seen: Survey, fates: list[str], q: Tensor, k: Tensor, v: Tensor, **arguments: Any
 ) -> tuple[range, tuple[int, int], str, float] | None:
     for tile in seen.query_tiles:
-        broken = [i for i in tile if fates[i] != "right" and seen.first_break[i] is not None]
+        broken = _broken(seen, fates, tile)
         if broken:
-            row = min(broken, key=lambda i: seen.first_break[i])
+            row = min(broken, key=broken.__getitem__)
             _, steps = record_steps(q, k, v, row=row, **arguments)
             step = next(step for step in steps if step.keys[0] == seen.first_break[row])
             cause = next(name for name, where in step.causes().items() if where[row - tile.start])

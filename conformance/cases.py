@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention import AttentionOutput, Backend, ScoreMod, attention
+from attention import Backend, ScoreMod, attention
 
 SHORT = {
     torch.float64: "fp64",
@@ -171,10 +171,11 @@ def _trained(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
         "the capture has two heads, 128 tokens and a head dim of 32"
     )
     with np.load(Path(__file__).with_name("trained_inputs.npz")) as file:
-        return tuple(
+        q, k, v = (
             torch.from_numpy(file[name]).double().expand_as(x)
             for name, x in zip("qkv", (q, k, v), strict=True)
         )
+    return q, k, v
 
 
 ADVERSARIAL = {
@@ -203,14 +204,15 @@ def run(
 ) -> dict[str, Tensor]:
     """out, lse (where there is one) and, with backward, the gradients, as float64."""
     q, k, v = (x.detach().requires_grad_(backward) for x in tensors)
-    output: AttentionOutput = attention(q, k, v, backend=backend, **arguments)
-    results = {}
+    output = attention(q, k, v, backend=backend, **arguments)
+    results: dict[str, Tensor] = {}
     if backward:
         loss = (output.out.double() * d_out).sum()
         if d_lse is not None and output.lse is not None:
             # a row without a key has lse = -inf: nothing flows back through it
             loss = loss + (torch.where(output.lse.isinf(), 0.0, output.lse).double() * d_lse).sum()
-        results = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(loss, (q, k, v)), strict=True))
+        gradients = torch.autograd.grad(loss, (q, k, v))
+        results |= zip(("dq", "dk", "dv"), gradients, strict=True)
     results["out"] = output.out.detach()
     if output.lse is not None:
         results["lse"] = output.lse.detach()

@@ -4,12 +4,14 @@
 
 A property is a function that yields checks: an error and its budget, which is relative to naive
 attention's own error (see conformance.cases). A backend is green where every check holds, red where
-one fails, and n/a where it declares that it takes no such input. A defect, or an exact backend that
-needs much memory, names in `breaks` the properties in which it is red.
+one fails, and n/a where it declares that it takes no such input, or that it is another function
+than softmax attention (exact=False without a defect). A defect, or an exact backend that needs much
+memory, names in `breaks` the properties in which it is red.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
 
+import builtins
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -43,12 +45,16 @@ class Cell:
     worst_share: float | None = None  # of the budget
     worst_multiple: float | None = None  # of naive attention's own error
 
-    @property
+    @builtins.property  # the field above has its name
     def ok(self) -> bool:
         return self.status == "n/a" or (self.status == "red") == self.documented
 
 
 def compared(subject: Subject, cases: Iterable[Case], *tensors: str) -> Iterator[Check]:
+    """Against float64 softmax attention: nothing for a backend that does not claim to be that."""
+    if not subject.backend.exact and subject.backend.defect is None:
+        subject.refusals.append("it does not claim to be softmax attention (exact=False)")
+        return
     for case in cases:
         row = subject.compare(case)
         for name in tensors:

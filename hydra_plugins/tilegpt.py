@@ -92,7 +92,7 @@ class CheckedSweeper(Sweeper):
         begin_sweep(folder, jobs)
         OmegaConf.save(self.config, folder / "multirun.yaml")
         try:
-            return self.launcher.launch(jobs, initial_job_idx=0)
+            return self.launcher.launch([job["overrides"] for job in jobs], initial_job_idx=0)
         except KeyboardInterrupt:  # the launcher runs its jobs in other processes
             finish_sweep(folder, 130)
 
@@ -119,12 +119,14 @@ class CheckedSweeper(Sweeper):
                 )
         return [list(job) for job in product(*values.values())]
 
-    def checked(self, jobs: list[list[str]]) -> list[list[str]]:
+    def checked(self, jobs: list[list[str]]) -> list[dict[str, Any]]:
         """The jobs to launch, each with left_out= for the settings that it does not read.
 
-        Ends the program with all reasons if a job cannot run.
+        A job is its overrides, and what it is named by; see begin_sweep(). Ends the program with
+        all reasons if a job cannot run.
         """
         from training.command_line import key_of
+        from training.names import attention_names
         from training.settings import is_asked, settle, unread
 
         problems: dict[int, str] = {}
@@ -135,7 +137,7 @@ class CheckedSweeper(Sweeper):
             for key, reason in settings.items()
             if reason is None
         }
-        kept: list[list[str]] = []
+        kept: list[dict[str, Any]] = []
         seen: dict[str, bool] = {}  # the settings of each job, and whether it left out some
         left_out: dict[str, None] = {}
         for number, (config, settings) in composed.items():
@@ -159,7 +161,17 @@ class CheckedSweeper(Sweeper):
             if excused:
                 job = [override for override in job if key_of(override) != "left_out"]
                 job.append(f"left_out=[{','.join(config.left_out)}]")
-            kept.append(job)
+            attentions = attention_names(config.attention)
+            kept.append(
+                {
+                    "overrides": job,
+                    "attention": config.attention.backend_name,
+                    "variant": attentions[0][1],
+                    "seq_len": config.seq_len,
+                    "seed": config.seed,
+                    "starts": [{"step": 0, "attention": attentions, "changed": {}}],
+                }
+            )
         if problems:
             raise SystemExit(refusal(jobs, problems))
         for line in left_out:

@@ -11,12 +11,11 @@ The arguments are sweeps, runs, or folders of either, and
 Only reads run directories.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts.arguments import command
-from training.files import check_writable, read_metrics, write_file
+from training.files import check_writable, read_metrics, write_json
 from training.sweep import load_json, read_sweep
 
 CURVES = (
@@ -71,7 +70,7 @@ def main(options: Options) -> None:
     for key, value in environments[0].items() if environments else ():
         if all(other.get(key) == value for other in environments):
             common[key] = value
-    write_file(options.out, json.dumps({"environment": common, "runs": runs}, indent=1))
+    write_json(options.out, {"environment": common, "runs": runs})
     print(f"{options.out}: {len(runs)} runs, {options.out.stat().st_size / 1024:.0f} KiB")
 
 

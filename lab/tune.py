@@ -119,7 +119,7 @@ def workloads(kernel: str, head_dim: int) -> list[Callable[[], Any]]:
         if kernel == "forward":
             calls.append(partial(flash_attention, q, k, v, *arguments))
         else:
-            out, lse = flash_attention(q, k, v, *arguments)
+            out, lse, _ = flash_attention(q, k, v, *arguments)
             tensors = (d_out, None, q, k, v, out, lse)
             calls.append(partial(flash_attention_backward, *tensors, *arguments))
     return calls

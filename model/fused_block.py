@@ -48,14 +48,17 @@ def fused_block(
     x and branch (B, N, C), in and out; None stands for zero.
     """
 
-    def attend(qkv: tuple[Tensor, ...]) -> Tensor:
+    def attend(qkv: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
         q, k, v = (t.transpose(1, 2) for t in qkv)  # (B, H or H_kv, N, D)
         return block.attention.attend(q, k, v, document_ids=document_ids, cache=cache)
 
     if block.config.checkpoint in ("attention", "block"):
-        return recomputed_block(block, x if branch is None else x + branch, rope, attend), None
+        x = x if branch is None else x + branch
+        x, block.attention.max_score = recomputed_block(block, x, rope, attend)
+        return x, None
     x, qkv = before_attention(block, x, branch, rope)
-    return after_attention(block, x, attend(qkv))
+    out, block.attention.max_score = attend(qkv)
+    return after_attention(block, x, out)
 
 
 def before_attention(
@@ -97,9 +100,14 @@ def recomputes_elementwise(block: "Block") -> bool:
 
 
 def recomputed_block(
-    block: "Block", x: Tensor, rope: "Rope | None", attend: Callable[..., Tensor]
-) -> Tensor:
-    """block(x) for checkpoint=attention and block; without gradients only the chunks remain."""
+    block: "Block",
+    x: Tensor,
+    rope: "Rope | None",
+    attend: Callable[..., tuple[Tensor, Tensor | None]],
+) -> tuple[Tensor, Tensor | None]:
+    """block(x) for checkpoint=attention and block; without gradients only the chunks remain. Also
+    what attend() says of the scores.
+    """
     config, dropout = block.config, block.dropout.p
     checkpoint = config.checkpoint if torch.is_grad_enabled() else "none"
 
@@ -115,10 +123,11 @@ def recomputed_block(
     if checkpoint == "attention" or (checkpoint == "block" and config.chunk_tokens is not None):
         before, after = recomputed(before, dropout=dropout), recomputed(after, dropout=dropout)
 
-    def run(x: Tensor) -> Tensor:
+    def run(x: Tensor) -> tuple[Tensor, Tensor | None]:
         tables = (table.unsqueeze(0) for table in rope or ())
         qkv = in_chunks(before, x, *tables, size=config.chunk_tokens)
-        return in_chunks(after, x, attend(qkv), size=config.chunk_tokens)
+        out, max_score = attend(qkv)
+        return in_chunks(after, x, out, size=config.chunk_tokens), max_score
 
     with kept_on_host(x) if config.offload and checkpoint != "none" else nullcontext():
         return recomputed(run, dropout=dropout)(x) if checkpoint == "block" else run(x)

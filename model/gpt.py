@@ -54,6 +54,9 @@ class CausalSelfAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, sum(rows), bias=config.bias)
         self.qkv.rows = rows  # Muon treats q, k and v as three matrices
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+        # on the CPU, and read when a step runs: one compiled graph serves both its values
+        self.look = torch.zeros((), dtype=torch.bool)
+        self.max_score: Tensor | None = None  # (B, H) of the last call under GPT.looking()
 
     def forward(
         self,
@@ -64,7 +67,8 @@ class CausalSelfAttention(nn.Module):
     ) -> Tensor:
         """From x (B, N, C) to (B, N, C)."""
         q, k, v = self.heads(self.qkv(x), rope)
-        return self.proj(self.attend(q, k, v, document_ids=document_ids, cache=cache))
+        out, self.max_score = self.attend(q, k, v, document_ids=document_ids, cache=cache)
+        return self.proj(out)
 
     def heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, N, D), k and v (B, H_kv, N, D), with QK-norm and RoPE applied."""
@@ -87,15 +91,21 @@ class CausalSelfAttention(nn.Module):
         *,
         document_ids: Tensor | None,
         cache: LayerCache | None,
-    ) -> Tensor:
-        """The outputs of all heads side by side, (B, N, C)."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """The outputs of all heads side by side, (B, N, C), and each head's largest score."""
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, H_kv, M, D)
         # the causal mask is aligned bottom-right: right for N = M and for new tokens after a cache
-        out = attention(
-            q, k, v, backend=self.backend, causal=True, document_ids=document_ids
-        ).out  # (B, H, N, D)
-        return out.transpose(1, 2).flatten(2)
+        out, _, max_score = attention(
+            q,
+            k,
+            v,
+            backend=self.backend,
+            causal=True,
+            document_ids=document_ids,
+            return_max_score=self.look,
+        )  # out is (B, H, N, D)
+        return out.transpose(1, 2).flatten(2), max_score
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -228,6 +238,21 @@ class GPT(nn.Module):
             yield
         finally:
             self.backend = previous
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Inside, a forward pass also keeps the largest score of each head, for max_scores()."""
+        for block in self.blocks:
+            block.attention.look.fill_(True)
+        try:
+            yield
+        finally:
+            for block in self.blocks:
+                block.attention.look.fill_(False)
+
+    def max_scores(self) -> Tensor:
+        """The largest scores of the last forward pass under looking(), (num_layers, B, H)."""
+        return torch.stack([block.attention.max_score for block in self.blocks])
 
     def forward(
         self,

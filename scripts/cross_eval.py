@@ -8,7 +8,7 @@ under every attention that some run was trained with, and, where no_rescale is a
 and at double each of its tile sizes. The arguments are runs, sweeps or folders of either, and
 
     under      other judges: sdpa,no_rescale:block_kv=16,pkg.module:BACKEND
-    sequences  held-out sequences to evaluate on (64)
+    sequences  held-out sequences to evaluate on (as many as the run itself: its eval_sequences)
     device     auto, cpu or cuda (auto)
     out        the JSON file (cross_eval.json in the folder of the runs)
 
@@ -38,8 +38,9 @@ from training.environment import environment
 from training.evaluate import evaluate_under, exact_attention
 from training.files import check_writable, write_json
 from training.memory import is_out_of_memory, release_memory
+from training.names import differing_settings
 from training.schedule import chosen_attention
-from training.sweep import differing_settings, read_sweep
+from training.sweep import read_sweep
 from training.trained import Trained, load_trained, read_run_config
 
 TILES = ("block_q", "block_kv")
@@ -51,7 +52,7 @@ JUDGED = ("completed", "diverged", "interrupted")
 class Options:
     paths: list[Path]
     under: list[str] | None = None
-    sequences: int = 64
+    sequences: int | None = None
     device: Device = "auto"
     out: Path | None = None
 
@@ -111,7 +112,7 @@ def measure(options: Options) -> Path:
         name, status = rows[0]["evaluated_under"]["name"], rows[0]["status"]
         raise ValueError(f"nothing could be evaluated, nothing is written: {name} {status}")
     where = environment(" ".join(fingerprints), device)
-    write_json(out, {"environment": where, "sequences": options.sequences, "rows": rows})
+    write_json(out, {"environment": where, "rows": rows})
     return out
 
 
@@ -211,7 +212,7 @@ def judge(
     judges: Iterable[Backend],
     *,
     base: Path,
-    sequences: int,
+    sequences: int | None,
     device: torch.device,
 ) -> tuple[list[dict[str, Any]], str]:
     """One row a judge, and the fingerprint of the data."""
@@ -226,6 +227,7 @@ def judge(
         step, second = later[0]
         trained_under |= {"switch_at": step, "switch_to": described(second)}
     folder = checkpoint.folder.resolve()
+    sequences = sequences or config.eval_sequences
     common = {
         "run": checkpoint.folder.name if folder == base else str(folder.relative_to(base)),
         "trained_under": trained_under,
@@ -234,6 +236,7 @@ def judge(
         "step": trained.step,
         "trained": checkpoint.summary["status"],
         "dtype": dtype_name(trained.dtype),
+        "sequences": sequences,
     }
     batch = data.val_batch(sequences)
     how = {"batch_size": config.batch_size, "accuracy": data.metric == "accuracy"}

@@ -10,22 +10,24 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from attention import BACKENDS
-from scripts.palette import VERMILION
 from scripts.tables import mean_and_deviation, text_table
 from training.files import write_file
+from training.palette import VERMILION
 from training.plot import plain_text
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a cross_eval.json. Raises ValueError for any other file."""
     try:
-        rows = json.loads(path.read_text())["rows"]
+        found = json.loads(path.read_text())
+        # earlier versions judged all runs on one number of sequences
+        rows = [{"sequences": found.get("sequences")} | row for row in found["rows"]]
         if rows and all(
             row["trained_under"]["name"] and row["evaluated_under"]["name"] and row["status"]
             for row in rows
         ):
             return rows
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         pass
     raise ValueError(f"{path} is no cross_eval.json with rows in it")
 

@@ -1,5 +1,5 @@
-"""Save the comparison of a project's runs as a wandb workspace: attentions beside one another,
-against tokens, mean and band over seeds.
+"""Save the comparison of a project's runs as a wandb workspace: variants beside one another,
+against tokens, a line for each variant and seq_len, mean and band over seeds.
 
     python -m scripts.dashboard entity=me project=tilegpt dry_run=true
 
@@ -7,22 +7,22 @@ Arguments are key=value:
 
     entity   user or team that the workspace is saved for
     project  where the runs are (tilegpt)
-    group    one sweep only: the name of its folder, which its runs have as their group
+    group    one sweep only: the group of its runs, as '2026-11-22_21-09-10 break_it'
     name     of the workspace (attentions compared)
     dry_run  true: print the workspace as JSON, in the form in which wandb keeps it, and send
              nothing (false)
 
-Needs the package wandb-workspaces; never asks for a key.
+Never asks for a key. docs/wandb.md says more.
 """
 
 import json
 import os
-import threading
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
 from scripts.arguments import command
-from training.loggers import has_key, installed, reachable
+from training.loggers import installed, reachable
 
 SAVE_TIMEOUT = 60.0  # seconds: wandb itself would go on trying
 
@@ -67,84 +67,172 @@ SECTIONS = {
         Plot("grad_norm", "gradient norm", log_y=True),
     ],
 }
+MEMORY = list(SECTIONS).index("Memory and speed")
+# the setting of a run by which every panel groups: its variant and seq_len
+CURVE = "curve.value"
 # columns of the list of runs
-PINNED = ("status", "val/loss", "val/loss_exact", "tokens_per_sec", "step_tokens_per_sec")
+PINNED = (
+    "summary:status",
+    "summary:val/loss.last",
+    "summary:val/loss_exact.last",
+    "summary:tokens_per_sec",
+    "summary:step_tokens_per_sec",
+)
+PANEL_SETTINGS = {
+    "smoothingWeight": 0,
+    "smoothingType": "none",
+    "smoothingActive": False,
+    "xAxis": "_step",
+    "xAxisActive": False,
+    "ignoreOutliers": False,
+    "useRunsTableGroupingInPanels": True,
+}
+UPSERT = """
+mutation UpsertView(
+  $entityName: String, $projectName: String, $type: String, $name: String, $displayName: String,
+  $description: String, $spec: String
+) {
+  upsertView(input: {
+    entityName: $entityName, projectName: $projectName, type: $type, name: $name,
+    displayName: $displayName, description: $description, spec: $spec, createdUsing: WANDB_SDK
+  }) { view { id name } inserted }
+}
+"""
 
 
 @command("dashboard", Options)
 def main(options: Options) -> None:
-    for package in ("wandb", "wandb_workspaces"):
-        if not installed(package):
-            raise ValueError(
-                f"the package {package} is missing: pip install wandb-workspaces, or pip install "
-                "-e '.[dashboard]'"
-            )
-    workspace = build_workspace(options)
-    print(json.dumps(spec(workspace), indent=1) if options.dry_run else save(workspace))
+    print(json.dumps(view(options), indent=1) if options.dry_run else save(options))
 
 
-def build_workspace(options: Options) -> Any:
-    """A wandb_workspaces Workspace; asks nothing of a network."""
-    # no reports of its own errors and no chatter, unless the user asks for them
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-    os.environ.setdefault("WANDB_SILENT", "true")
-    import wandb_workspaces.reports.v2 as wr
-    import wandb_workspaces.workspaces as ws
-
-    attention = "attention.name"
-
-    def panel(plot: Plot) -> Any:
-        by_attention = {
-            "groupby": wr.Config(attention),
-            "groupby_aggfunc": "mean",
-            "groupby_rangefunc": "minmax",
-        }
-        return wr.LinePlot(
-            title=plot.title, x="tokens", y=[plot.metric], log_y=plot.log_y, **by_attention
-        )
-
-    sections = {name: [panel(plot) for plot in plots] for name, plots in SECTIONS.items()}
+def view(options: Options) -> dict[str, Any]:
+    """The workspace in the form in which wandb keeps it, as the package wandb-workspaces sends it;
+    what is left out is at wandb's default.
+    """
+    sections = [
+        _section(title, [_line(plot) for plot in plots]) for title, plots in SECTIONS.items()
+    ]
     # one point a run: the figure that shows which attention is linear
     memory = {
-        "x": wr.Config("seq_len"),
-        "y": wr.SummaryMetric("memory/peak_gib"),
-        "log_x": True,
-        "log_y": True,
+        "chartTitle": "peak memory (GiB) against seq_len",
+        "xAxis": "config:seq_len.value",
+        "yAxis": "summary:memory/peak_gib",
+        "xAxisLogScale": True,
+        "yAxisLogScale": True,
     }
-    sections["Memory and speed"].append(
-        wr.ScatterPlot(title="peak memory (GiB) against seq_len", **memory)
-    )
-    return ws.Workspace(
-        entity=options.entity,
-        project=options.project,
-        name=options.name,
-        sections=[
-            ws.Section(name=name, panels=panels, is_open=True) for name, panels in sections.items()
-        ],
+    sections[MEMORY]["panels"].append(_panel("Scatter Plot", memory))
+    pinned = dict.fromkeys(("run:displayName", *PINNED), True)
+    of_group = {"key": {"section": "run", "name": "group"}, "op": "=", "value": options.group}
+    runs = {
+        "id": "",
+        "name": "Run set",
+        "enabled": True,
+        "search": {"query": ""},
+        "filters": {
+            "filterFormat": "filterV2",
+            "filters": [of_group | {"disabled": False}] if options.group else [],
+        },
+        "grouping": [{"section": "config", "name": CURVE}],
+        "sort": {"keys": [{"key": {"section": "run", "name": "createdAt"}, "ascending": False}]},
+        "runFeed": {
+            "version": 2,
+            "columnVisible": pinned,
+            "columnPinned": pinned,
+            "columnWidths": {},
+            "columnOrder": list(pinned),
+            "pageSize": 10,
+            "onlyShowSelected": False,
+        },
+        "selections": {"root": 1, "bounds": [], "tree": []},
+        "expandedRowAddresses": [],
+    }
+    settings = PANEL_SETTINGS | {
+        "xAxis": "tokens",
+        "xAxisActive": True,
         # the default of 10 runs is less than a sweep of three attentions and four seeds
-        settings=ws.WorkspaceSettings(x_axis="tokens", max_runs=100),
-        runset_settings=ws.RunsetSettings(
-            groupby=[ws.Config(attention)],
-            filters=[ws.Metric("Group") == options.group] if options.group else [],
-            pinned_columns=[f"summary:{name}" for name in PINNED],
-        ),
-    )
+        "maxRuns": 100,
+        "pointVisualizationMethod": "bucketing-gorilla",
+        "tooltipNumberOfRuns": "default",
+        "shouldAutoGeneratePanels": False,
+    }
+    bank_settings = {
+        "autoOrganizePrefix": 2,
+        "showEmptySections": False,
+        "sortAlphabetically": False,
+    }
+    section = {
+        "name": "",
+        "panelBankConfig": {"state": 1, "settings": bank_settings, "sections": sections},
+        "panelBankSectionConfig": _section("Report Panels", []) | {"isOpen": False, "type": "grid"},
+        "customRunColors": {},
+        "runSets": [runs],
+        "settings": settings,
+        "openRunSet": 0,
+        "openViz": True,
+    }
+    return {
+        "entity": options.entity,
+        "project": options.project,
+        "displayName": options.name,
+        "spec": {"section": section, "vizExpanded": False, "libraryExpanded": True},
+    }
 
 
-def spec(workspace: Any) -> dict[str, Any]:
-    """What save() would send."""
-    # the package has no public name for it
-    return json.loads(workspace._to_model().model_dump_json(by_alias=True, exclude_none=True))
+def _section(name: str, panels: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "isOpen": True,
+        "panels": panels,
+        "type": "flow",
+        "flowConfig": {
+            "snapToColumns": True,
+            "columnsPerPage": 3,
+            "rowsPerPage": 2,
+            "gutterWidth": 16,
+            "boxWidth": 460,
+            "boxHeight": 300,
+        },
+        "sorted": 0,
+        "localPanelSettings": PANEL_SETTINGS,
+        "pinned": False,
+    }
 
 
-def save(workspace: Any) -> str:
+def _line(plot: Plot) -> dict[str, Any]:
+    config = {
+        "chartTitle": plot.title,
+        "xAxis": "tokens",
+        "metrics": [plot.metric],
+        "yLogScale": plot.log_y,
+        "groupBy": CURVE,
+        "groupAgg": "mean",
+        "groupArea": "minmax",
+        "aggregate": True,
+    }
+    return _panel("Run History Line Plot", config)
+
+
+def _panel(kind: str, config: dict[str, Any]) -> dict[str, Any]:
+    layout = {"x": 0, "y": 0, "w": 8, "h": 6}
+    return {"__id__": secrets.token_hex(5), "layout": layout, "viewType": kind, "config": config}
+
+
+def save(options: Options) -> str:
     """Save and return the address. ValueError without a key, without an answer, or where wandb
     refuses.
     """
+    # no reports of its own errors and no chatter, unless the user asks for them
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    os.environ.setdefault("WANDB_SILENT", "true")
+    os.environ.pop("WANDB_MODE", None)  # of runs
+    if not installed("wandb"):
+        raise ValueError("the package wandb is missing: pip install wandb")
+    import requests
     import wandb
 
+    logged_in = wandb.login(prompt=False, verify=False)
     settings = wandb.setup().settings
-    if not (settings.api_key or has_key(settings.base_url)):
+    if not (logged_in and settings.api_key):
         raise ValueError(
             "wandb has no API key: wandb login, or WANDB_API_KEY; dry_run=true prints the "
             "workspace without one"
@@ -154,31 +242,38 @@ def save(workspace: Any) -> str:
             f"wandb's server {settings.base_url} does not answer; dry_run=true prints the "
             "workspace without it"
         )
-    outcome: list[str | Exception] = []
-
-    def attempt() -> None:
-        try:
-            workspace.save()
-            outcome.append(workspace.url)
-        # a server may refuse in any way, and each is one line for the user
-        except Exception as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(SAVE_TIMEOUT)
-    if not outcome:
+    workspace = view(options)
+    variables = {
+        "entityName": workspace["entity"],
+        "projectName": workspace["project"],
+        "displayName": workspace["displayName"],
+        "name": f"nw-{secrets.token_hex(6)}-v",
+        "type": "project-view",
+        "description": "",
+        "spec": json.dumps(workspace["spec"]),
+    }
+    refused = f"wandb refused the workspace for entity={options.entity} project={options.project}"
+    try:
+        answer = requests.post(
+            f"{settings.base_url}/graphql",
+            json={"query": UPSERT, "variables": variables},
+            auth=("api", settings.api_key),
+            timeout=SAVE_TIMEOUT,
+        )
+        content = answer.json()
+    except requests.Timeout:
         raise ValueError(
             f"wandb's server {settings.base_url} took longer than {SAVE_TIMEOUT:.0f} s; nothing "
             "is known to be saved"
-        )
-    if isinstance(outcome[0], Exception):
-        reason = (str(outcome[0]) or type(outcome[0]).__name__).splitlines()[0]
-        raise ValueError(
-            f"wandb refused the workspace for entity={workspace.entity} "
-            f"project={workspace.project}: {reason}"
-        )
-    return outcome[0]
+        ) from None
+    except requests.RequestException as error:  # no JSON is one too
+        raise ValueError(f"{refused}: {error}") from None
+    saved = (content.get("data") or {}).get("upsertView")
+    if not saved:
+        errors = [error.get("message", "") for error in content.get("errors") or []]
+        raise ValueError(f"{refused}: {'; '.join(errors) or answer.reason}")
+    name = saved["view"]["name"].removeprefix("nw-").removesuffix("-v")
+    return f"{settings.app_url}/{options.entity}/{options.project}?nw={name}"
 
 
 if __name__ == "__main__":

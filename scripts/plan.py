@@ -47,7 +47,7 @@ from training.hardware import (
     REGISTER_BYTES,
     SHARED_KIB,
 )
-from training.memory import GIB
+from training.memory import GIB, MemoryMeter
 from training.plan import (
     MATERIALISED,
     RECOMPUTED,
@@ -182,11 +182,7 @@ def traffic_of(planned: Planned) -> tuple[traffic.Traffic, traffic.Traffic]:
 
 
 def measure_peak(planned: Planned, vocab_size: int) -> int:
-    """Bytes at the worst moment of a training step on this machine: the allocator's on a GPU, live
-    tensors on a CPU.
-    """
-    from scripts.attention_call import MemoryProbe
-
+    """Bytes at the worst moment of a training step on this machine, as a run counts them."""
     config = planned.config
     device = pick_device(config.device)
     if device.type != device_and_dtype(config)[0]:
@@ -196,22 +192,26 @@ def measure_peak(planned: Planned, vocab_size: int) -> int:
         )
     dtype = pick_dtype(config.dtype, device)
     compiled = will_compile(config.model, planned.backend, device.type, compile_mode=config.compile)
-    if compiled and device.type == "cpu":
-        raise ValueError("measure=true sees into a compiled step on a GPU only; add compile=false")
-    with MemoryProbe(device) as probe:
-        model = GPT(config.model, vocab_size=vocab_size, backend=planned.backend).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        run = torch.compile(model) if compiled else model
-        tokens = torch.randint(vocab_size, (config.batch_size, config.seq_len), device=device)
-        # AdamW's moments come with the first step, and libraries take their workspaces
-        for _ in range(3):
-            probe.take_peak()
-            with autocast_to(dtype, device):
-                loss = run(tokens, tokens).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return probe.take_peak()[0]
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    model = GPT(config.model, vocab_size=vocab_size, backend=planned.backend).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    run = torch.compile(model) if compiled else model
+    tokens = torch.randint(vocab_size, (config.batch_size, config.seq_len), device=device)
+
+    def step() -> None:
+        with autocast_to(dtype, device):
+            loss = run(tokens, tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    # AdamW's moments come with the first step, and libraries take their workspaces
+    for _ in range(2):
+        step()
+    meter = MemoryMeter(device)
+    with meter.measured(list(model.parameters()), optimizer.state_dict()["state"], tokens):
+        step()
+    return round(meter.peak_gib() * GIB) - before
 
 
 PARTS = {

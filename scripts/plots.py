@@ -17,17 +17,17 @@ import io
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import log
+from math import log, log10
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from scripts.arguments import command, parse_backend
-from scripts.palette import BACKENDS, OTHER_BACKENDS
 from scripts.plan import call_traffic
 from training.files import check_writable, write_file
 from training.hardware import PEAK_BANDWIDTH, PEAK_FLOPS, data_sheet
+from training.palette import variant_colors
 from training.plot import plain_text
 
 MARKERS = "osv^D<>P*X"
@@ -48,7 +48,7 @@ class Variant(NamedTuple):
 
     label: str
     rows: list[Row]
-    style: dict[str, str]  # a color a backend, and a marker for each of its variants
+    style: dict[str, Any]  # a color and a marker
 
     @property
     def color(self) -> str:
@@ -73,14 +73,12 @@ def variants(rows: list[Row]) -> list[Variant]:
         if row.get("broken"):
             label += " (wrong results)"
         by_label.setdefault(label, []).append(row)
-    names = [name_of(own[0]) for own in by_label.values()]
-    others = list(dict.fromkeys(name for name in names if name not in BACKENDS))
+    names = {label: name_of(own[0]) for label, own in by_label.items()}
+    colors = variant_colors(names)
     found = []
     for place, (label, own) in enumerate(by_label.items()):
-        name = names[place]
-        color = BACKENDS.get(name) or OTHER_BACKENDS[others.index(name) % len(OTHER_BACKENDS)]
-        marker = MARKERS[names[:place].count(name) % len(MARKERS)]
-        found.append(Variant(label, own, {"color": color, "marker": marker}))
+        marker = MARKERS[list(names.values())[:place].count(names[label]) % len(MARKERS)]
+        found.append(Variant(label, own, {"color": colors[label], "marker": marker}))
     return found
 
 
@@ -101,6 +99,8 @@ def shape_words(rows: list[Row]) -> str:
     words = {"batch": "batch {}", "heads": "{} heads", "head_dim": "of {}", "dtype": "{}"}
     values = {key: {row[key] for row in rows} for key in words}
     parts = [form.format(*values[key]) for key, form in words.items() if len(values[key]) == 1]
+    if len(values["heads"]) > 1:
+        parts = [part.replace("of ", "heads of ") for part in parts]
     parts.append("causal" if rows[0]["causal"] else "no mask")
     return ", ".join(parts).replace(" heads, of", " heads of")
 
@@ -134,7 +134,7 @@ def plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter("")
 
 
-def figure_of(columns: int, *, width: float = 6.5, height: float = 4.5) -> tuple[Any, Any]:
+def figure_of(columns: int, *, width: float = 5.2, height: float = 4.3) -> tuple[Any, Any]:
     from matplotlib import pyplot
 
     size = (width * columns, height)
@@ -145,7 +145,7 @@ def save(figure: Any, path: Path) -> Path:
     from matplotlib import pyplot
 
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=150)
+    figure.savefig(picture, format="png", dpi=110)
     write_file(path, picture.getvalue())
     pyplot.close(figure)
     return path
@@ -170,9 +170,27 @@ def growth(points: list[tuple[int, float]]) -> str:
     return f": N^{log(b / a) / log(m / n):.2f}"
 
 
+def striped(curves: list[dict[int, float]]) -> list[Any]:
+    """A line style for each curve: curves that coincide become stripes of one line, so that none
+    hides another.
+    """
+    found = []
+    for place, curve in enumerate(curves):
+        same = [
+            i
+            for i, other in enumerate(curves)
+            if (common := curve.keys() & other.keys())
+            and all(abs(curve[n] / other[n] - 1) < 0.02 for n in common)
+        ]
+        turn = same.index(place) if curve else 0
+        found.append((6 * turn, (6, 6 * (len(same) - 1))) if len(same) > 1 else "-")
+    return found
+
+
 def draw_memory(data: dict[str, Any], path: Path) -> Path | None:
-    """Peak above the inputs against length, both passes on one pair of axes, with the exponent of
-    the last doubling.
+    """Peak above the inputs against length, with the exponent of the last doubling of both passes
+    together; thin the forward
+    pass alone.
 
     A square stands where a variant ran out, at what it asked for.
     """
@@ -182,14 +200,21 @@ def draw_memory(data: dict[str, Any], path: Path) -> Path | None:
         return None
     figure, ((axes,),) = figure_of(1, width=10, height=5.5)
     ran_out = False
-    for variant in variants(rows):
-        for column, line, end in (
-            ("training_bytes", "-", ""),
-            ("forward_bytes", ":", ", forward only"),
-        ):
-            complete = [row for row in variant.rows if done(row) and row.get(column)]
-            points = [(row["seq_len"], row[column] / 2**30) for row in complete]
-            plot(axes, points, variant, linestyle=line, label=variant.label + end + growth(points))
+    curves = variants(rows)
+    for column, width in (("forward_bytes", 1.0), ("training_bytes", 2.2)):
+        points = [
+            {
+                row["seq_len"]: row[column] / 2**30
+                for row in curve.rows
+                if done(row) and row.get(column)
+            }
+            for curve in curves
+        ]
+        for variant, own, line in zip(curves, points, striped(points), strict=True):
+            of_both = column == "training_bytes"
+            label = variant.label + growth(sorted(own.items())) if of_both else None
+            plot(axes, own.items(), variant, linestyle=line, linewidth=width, label=label)
+    for variant in curves:
         for row in variant.rows:
             if "oom" in row and (gib := row["oom"].get("asked_gib")):
                 ran_out = True
@@ -200,8 +225,8 @@ def draw_memory(data: dict[str, Any], path: Path) -> Path | None:
     if card:
         axes.axhline(card, color="black", linewidth=0.8, linestyle="--")
         note(axes, f"this card: {card:g} GiB", (min(row["seq_len"] for row in rows), card), (0, 3))
-    square = " (square: out of memory)" if ran_out else ""
-    axes.set(yscale="log", ylabel="peak GiB above q, k, v" + square)
+    square = "; square: out of memory" if ran_out else ""
+    axes.set(yscale="log", ylabel=f"peak GiB above q, k, v (thin: forward alone{square})")
     axes.set_title(f"one attention call: {shape_words(rows)}\n{measured_on(data)}", fontsize=9)
     length_axis(axes, rows)
     plain_ticks(axes.yaxis)
@@ -240,7 +265,8 @@ def draw_time(data: dict[str, Any], path: Path, *, baseline: str | None = None) 
             plot(speedup, points, variant, linestyle=line, label=label)
     dotted = f" (dotted: {columns[1]})" if len(columns) > 1 else ""
     speedup.set(yscale="log", ylabel=f"times as fast as {reference.label}{dotted}")
-    length_axis(speedup, rows)
+    speedup.set_title(f"beside {reference.label}", fontsize=9)
+    length_axis(speedup, [row for row in reference.rows if "forward_seconds" in row])
     plain_ticks(speedup.yaxis)
     figure.suptitle(f"one attention call: {shape_words(rows)}; {measured_on(data)}", fontsize=9)
     return save(figure, path)
@@ -254,7 +280,7 @@ def draw_percentiles(axes: Any, variant: Variant, column: str) -> None:
             [1e3 * row[f"{column}_{kind}"] for row in measured]
             for kind in ("seconds", "p20", "p80")
         )
-        axes.plot(lengths, middle, markersize=4, label=variant.label, **variant.style)
+        axes.plot(lengths, middle, **{"markersize": 4, "label": variant.label} | variant.style)
         axes.fill_between(lengths, low, high, color=variant.color, alpha=0.2)
 
 
@@ -300,13 +326,19 @@ def draw_roofline(data: dict[str, Any], path: Path) -> Path | None:
     if not rows:
         return None
     figure, ((axes,),) = figure_of(1, width=10, height=5.5)
+    noted: list[tuple[float, float]] = []
     for variant in variants(rows):
         own = sorted(variant.rows, key=lambda row: row["seq_len"])
         points = [(row["intensity"], row["forward_tflops"]) for row in own]
         style = variant.style | {"linewidth": 0.7, "markersize": 5, "label": variant.label}
         axes.plot(*zip(*points, strict=True), **style)
         for end in (0, -1):
-            note(axes, short_length(own[end]["seq_len"]), points[end], (5, -9), fontsize=7)
+            where = log10(points[end][0]), log10(points[end][1])
+            # one length for points that lie close together
+            if all(abs(where[0] - x) > 0.2 or abs(where[1] - y) > 0.08 for x, y in noted):
+                offset = (7, -9) if end == 0 else (7, 0)
+                note(axes, short_length(own[end]["seq_len"]), points[end], offset, fontsize=7)
+                noted.append(where)
     flops, bandwidth = data_sheet(PEAK_FLOPS, gpu), data_sheet(PEAK_BANDWIDTH, gpu)
     if flops and bandwidth:
         ridge = flops / bandwidth
@@ -314,7 +346,9 @@ def draw_roofline(data: dict[str, Any], path: Path) -> Path | None:
         low, high = left * bandwidth / 1e12, flops / 1e12
         style = {"color": "black", "linewidth": 1, "linestyle": "--", "label": "data sheet"}
         axes.plot([left, ridge, right], [low, high, high], **style)
-        note(axes, f"data sheet: {bandwidth / 1e12:g} TB/s", (left, low), (0, 8), ha="left")
+        middle = (left * ridge) ** 0.5
+        slope = f"data sheet: {bandwidth / 1e12:g} TB/s"
+        note(axes, slope, (middle, middle * bandwidth / 1e12), (-8, 4), ha="right")
         ceiling = f"data sheet: {high:g} TFLOP/s (16 bits)"
         note(axes, ceiling, (right, high), (0, 8), ha="right")
     axes.set(

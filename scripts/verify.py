@@ -5,8 +5,9 @@ it should be.
 
 Green: every check of the property stays in its budget, which is relative to naive attention's own
 error against float64. Red: one does not. A broken backend documents what it is red in. The exit
-code is 0 where every cell is green, red as documented, or refused by the backend. Arguments are
-key=value, and all have a default:
+code is 0 where every cell is green, red as documented, or does not apply: the backend refuses such
+inputs, or with exact=False is not meant to be softmax. Arguments are key=value, and all have a
+default:
 
     attention  a name, pkg.module:BACKEND, either with options as in tiled:block_q=16,block_kv=32,
                several with commas between, or all (all)
@@ -247,7 +248,7 @@ def main(options: Options) -> None:
 
 def report(columns: dict[str, dict[str, Any]]) -> str:
     """The matrix, what was tried, and remarks."""
-    marks = "+ green   x red, as documented   ! not as documented   . refused by the backend"
+    marks = "+ green   x red, as documented   ! not as documented   . does not apply"
     lines = [matrix(columns), "", marks, ""]
     for name, column in columns.items():
         worst, tried = column["worst_multiple_of_naive"], column["tried"]

@@ -54,8 +54,9 @@ MEASURED = (
     "step_tokens_per_sec",
     "mfu",
     "mfu_causal",
-    "memory/peak_gib",
+    "memory/peak_gib",  # a CPU's is known from the second step of a start on
     "memory/reserved_gib",
+    "memory/process_gib",
 )
 
 

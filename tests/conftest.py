@@ -3,7 +3,6 @@
 import atexit
 import gc
 import importlib.util
-import json
 import os
 from pathlib import Path
 
@@ -69,7 +68,7 @@ def pytest_addoption(parser):
         "--conformance-report",
         type=Path,
         metavar="FILE",
-        help="write every conformance case with its errors to FILE (JSON)",
+        help="write each backend's worst conformance error to FILE (JSON)",
     )
     parser.addoption(
         "--kill-matrix",
@@ -140,6 +139,7 @@ def pytest_sessionfinish(session):
 
 def write_conformance(path: Path, rows: list[dict]) -> None:
     from training.environment import measured_on
+    from training.files import write_json
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = [row for row in rows if row["device"] == device]
@@ -153,9 +153,4 @@ def write_conformance(path: Path, rows: list[dict]) -> None:
             "worst_multiple_of_naive": worst["worst_multiple_of_naive"],
             "worst_case": worst["case"],
         }
-    brief = [{key: value for key, value in row.items() if key != "tensors"} for row in rows]
-    lines = ",\n".join(json.dumps(row) for row in brief)
-    head = json.dumps(
-        {"environment": measured_on(device), "summary": summary}, indent=1
-    ).removesuffix("\n}")
-    path.write_text(f'{head},\n "cases": [\n{lines}\n]\n}}\n')
+    write_json(path, {"environment": measured_on(device), "summary": summary})

@@ -463,3 +463,9 @@ def test_intervals_of_zero_are_never_due():
     )
     assert not config.due(7).evaluate and config.due(7).switch
     assert not config.due(10).evaluate and not config.due(10).compare
+
+
+def test_a_rerun_by_hydra_is_refused_with_what_does_it_instead():
+    """It would write over the earlier run, without its lock."""
+    with pytest.raises(SystemExit, match="DIR/overrides.yaml lists the settings"):
+        replay_overrides(["--experimental-rerun", "RUN/.hydra/config.pickle"])

@@ -95,7 +95,7 @@ def test_the_switch_is_recorded_everywhere(switched):
     assert result["val/loss_switched"] == by_step(metrics(run_dir))[20]["val/loss_switched"]
     config = (run_dir / "config.yaml").read_text()
     assert "switch_at: 20" in config and "switch_to: tiled" in config
-    assert "attention=no_rescale, attention=tiled after step 20" in done.output
+    assert "attention=no_rescale block_kv=4, tiled after step 20" in done.output
     assert done.output.count("step 20: from here on attention=tiled") == 1
 
 

@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from data.token_file import sync
 from training.files import MetricsFile
 from training.memory import GIB, is_out_of_memory
+from training.phases import phase
 from training.resume import Start, resumed_starts, stop_clock
 from training.retention import (
     BEST,
@@ -103,6 +104,7 @@ class Checkpoints:
         MetricsFile(self.run_dir / METRICS).go_back_to(meta["step"], meta["folder"] / METRICS)
         return Start(meta["step"], meta["tokens"], self.starts)
 
+    @phase("saving", "saving a checkpoint")
     def is_best(self, step: int, val_loss: float | None) -> bool:
         """Whether val_loss is below that of all earlier checkpoints on the same data."""
         if val_loss is None:
@@ -111,6 +113,7 @@ class Checkpoints:
         data = self.starts[-1]["data"] if self.starts else None
         return val_loss < best_val_loss(self.run_dir, before=step, data=data)
 
+    @phase("saving", "saving a checkpoint")
     def save(self, step: int, tokens: int, val_loss: float | None = None) -> None:
         """Make the present state the latest checkpoint. `val_loss` must be of this very step."""
         self._wait()
@@ -185,6 +188,7 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
+    @phase("saving", "saving a checkpoint")
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         try:
             self._wait()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from config import RunConfig, register, setting_keys
+from training import phases
 from training.interrupt import Ending
 from training.streams import keep_streams
 
@@ -35,8 +36,12 @@ SHARED_OPTIONS = {
 }
 
 
-def launch(main: Callable[[], Any]) -> None:
-    """Run `main`, decorated by Hydra, under the command line of this process."""
+def launch(main: Callable[[], Any], began: float) -> None:
+    """Run `main`, decorated by Hydra, under the command line of this process.
+
+    `began` is when the program did: its first run counts from there.
+    """
+    phases.process_began = began
     refuse_several_processes()
     answers = any(argument.startswith(ANSWERS) for argument in sys.argv[1:])
     keep_streams(lasting=not answers)
@@ -95,6 +100,11 @@ def check_keys(arguments: list[str]) -> None:
         return
     keys = ["experiment", *setting_keys(RunConfig)]
     for argument in arguments:
+        if argument.startswith("--experimental-rerun"):
+            raise ValueError(
+                "--experimental-rerun would write over the earlier run; resume=DIR goes on with "
+                "it, and DIR/overrides.yaml lists the settings that start it again"
+            )
         written, _, value = argument.partition("=")
         key = written.lstrip("-+")
         if written.startswith("-") and key in keys:
@@ -299,13 +309,15 @@ def cli_overrides() -> list[str]:
 def asked_keys() -> set[str]:
     """The keys of this job's command line.
 
-    None where another sweeper chose the job: it cannot know what each choice reads.
+    None where another sweeper or `wandb agent` chose the job: it cannot know what each choice
+    reads.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
     job = HydraConfig.get()
-    if job.mode == RunMode.MULTIRUN and not job.sweeper._target_.endswith(".CheckedSweeper"):
+    swept = job.mode == RunMode.MULTIRUN and not job.sweeper._target_.endswith(".CheckedSweeper")
+    if swept or "WANDB_SWEEP_ID" in os.environ:
         return set()
     return {key_of(override) for override in task_overrides()}
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from attention import Backend, get_backend
 from data.interface import IGNORED
 from model.gpt import GPT
+from training.phases import doing
 
 
 def evaluate(
@@ -73,7 +74,9 @@ def evaluate_under(
         )
     total_loss = total_right = 0.0
     with model.use_backend(attention), autocast:
-        for part in zip(*(tensor.split(batch_size) for tensor in batch), strict=True):
+        for i, part in enumerate(zip(*(x.split(batch_size) for x in batch), strict=True)):
+            done = f"{i * batch_size} of {len(targets)} sequences done"
+            doing(f"evaluating under attention={attention.name}: {done}")
             x, y, *documents = (tensor.to(device) for tensor in part)
             total_loss += model(x, y, *documents).loss.item() * int((y != IGNORED).sum())
             if accuracy:

@@ -73,7 +73,28 @@ def parse_rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def write_json(path: Path, obj: dict[str, Any]) -> None:
     """Write one JSON object so that a reader finds the old file or the new one, whole."""
-    write_file(path, json.dumps(strict(obj), indent=2, allow_nan=False, default=str) + "\n")
+    write_file(path, layout(strict(obj)) + "\n")
+
+
+def layout(value: Any, depth: int = 0) -> str:
+    """JSON with a line for each row, so that a diff shows the rows that changed. Rows are what fits
+    in 600 characters or holds no list or object; everything larger has its parts below it.
+    """
+    line = json.dumps(value, allow_nan=False, default=str)
+    parts = value.values() if isinstance(value, dict) else value
+    nested = isinstance(value, (dict, list, tuple)) and any(
+        isinstance(part, (dict, list, tuple)) for part in parts
+    )
+    if not value or (depth and (len(line) <= 600 or not nested)):
+        return line
+    texts = [layout(part, depth + 1) for part in parts]
+    if isinstance(value, dict):
+        # what json makes of a key that is no string stands in an object of one item
+        names = [json.dumps({key: 0})[1:-2] for key in value]
+        texts = [f"{name}{text}" for name, text in zip(names, texts, strict=True)]
+    start, end = line[0], line[-1]
+    inner = " " * (depth + 1)
+    return f"{start}\n{inner}" + f",\n{inner}".join(texts) + f"\n{inner[1:]}{end}"
 
 
 def strict(obj: dict[str, Any]) -> dict[str, Any]:

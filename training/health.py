@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,15 +25,19 @@ from attention import (
 )
 from model.gpt import GPT
 from training.memory import is_out_of_memory
+from training.phases import phase
+
+if TYPE_CHECKING:
+    from training.step import StepResult
 
 log = logging.getLogger("tilegpt")
-# inspect at most this many tokens: the tile loop is quadratic in length, and under a causal mask a
-# prefix has the same scores as in the full sequence
+# compare and diagnose at most this many tokens: the tile loop is quadratic in length, and under a
+# causal mask a prefix has the same scores as in the full sequence
 MAX_INSPECTED = 8192
 
 
 class AttentionMonitor:
-    """Inspects a run's attention, step by step.
+    """Looks at a run's attention, step by step.
 
     `rows` are the rows of metrics.jsonl that a resumed run continues.
     """
@@ -45,44 +50,54 @@ class AttentionMonitor:
     ) -> None:
         self.model = model
         self.autocast = autocast  # of the training steps
-        self.scores = {  # the largest attention score of each inspected step
+        self.scores = {  # the largest attention score of each logged step
             row["step"]: row["attention/max_score"]
             for row in rows
             if row.get("attention/max_score") is not None
         }
         self.has_room = True  # for compare_layers()
 
-    def inspect(
-        self, step: int, *batch: Tensor, compare: bool, loss_scale: float = 1.0
-    ) -> dict[str, float]:
-        """attention/max_score and, with compare, compare_layers() for one row of metrics.
+    @phase("looking", "looking at the attention")
+    def inspect(self, result: "StepResult") -> dict[str, Any]:
+        """What a row of metrics says of the attention of a step: its largest scores where they are
+        due, and compare_layers() where that is due.
 
-        batch: (B, N) tensors as the model takes them; only the first MAX_INSPECTED tokens of the
-        first sequence are used. loss_scale: the weight of one sequence in the loss of the step.
+
+        attention/max_score is the largest finite score of the step's whole batch, and
+        attention/max_score_by_head that of each layer and head, None where it is not finite.
         """
-        num_tokens = batch[0].shape[1]
-        loss_scale *= min(MAX_INSPECTED, num_tokens) / num_tokens
-        batch = tuple(x[:1, :MAX_INSPECTED] for x in batch)
-        row = {}
-        if compare and self.has_room:
-            try:
-                with self.autocast:
-                    row = compare_layers(self.model, *batch, loss_scale=loss_scale)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                # the run itself fits, so it must not end because of its inspection
-                self.has_room = False
-                log.warning(
-                    f"step {step}: no memory left to compare the attention with exact attention; "
-                    "diagnose_every=0 does not try"
-                )
-        inputs, _, *documents = batch
-        with self.autocast:
-            score = largest_score(self.model, inputs, *documents)
-        self._note(step, score)
-        return row | {"attention/max_score": score}
+        row = self._compare(result) if result.due.compare and self.has_room else {}
+        if result.max_scores:
+            largest = largest_finite(chain(*result.max_scores))
+            self._note(result.step, largest)
+            by_head = [
+                [float(f"{score:.6g}") if math.isfinite(score) else None for score in layer]
+                for layer in result.max_scores
+            ]
+            row |= {"attention/max_score": largest, "attention/max_score_by_head": by_head}
+        return row
 
+    def _compare(self, result: "StepResult") -> dict[str, float]:
+        """compare_layers() on at most MAX_INSPECTED tokens of the step's first sequence."""
+        batch = result.passes[0]
+        num_tokens = batch[0].shape[1]
+        loss_scale = result.loss_scale * min(MAX_INSPECTED, num_tokens) / num_tokens
+        batch = tuple(x[:1, :MAX_INSPECTED] for x in batch)
+        try:
+            with self.autocast:
+                return compare_layers(self.model, *batch, loss_scale=loss_scale)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        # the run itself fits, so it must not end because of its inspection
+        self.has_room = False
+        log.warning(
+            f"step {result.step}: no memory left to compare the attention with exact attention; "
+            "diagnose_every=0 does not try"
+        )
+        return {}
+
+    @phase("looking", "looking for what diverged")
     def diagnose(self, step: int, batches: Iterable[tuple[Tensor, ...]]) -> dict[str, Any]:
         """How this step diverged, for summary.json: diagnose() and the history of the scores."""
         with self.autocast:
@@ -98,11 +113,7 @@ class AttentionMonitor:
         return {"max_score": max(self.scores.values()), **self.overflow_steps()}
 
     def overflow_steps(self) -> dict[str, int | None]:
-        """The first inspected step where exp(score) would have overflowed each dtype.
-
-        Every inspected step counts by the beginning of one sequence; a diverged step, which
-        diagnose() inspects, counts as a whole.
-        """
+        """The first logged step where exp(score) would have overflowed each dtype."""
         return {
             f"{dtype_name(dtype)}_overflow_step": next(
                 (step for step, score in self.scores.items() if score > limit), None
@@ -142,25 +153,8 @@ def without_dropout(model: GPT) -> Iterator[None]:
         model.train(was_training)
 
 
-@torch.no_grad()
-def largest_score(model: GPT, tokens: Tensor, document_ids: Tensor | None = None) -> float:
-    """The largest finite attention score of any layer; tokens and document_ids are (B, N)."""
-    recorder = Recorder(model.backend)
-
-    def attend(*tensors: Tensor, **arguments: Any) -> Any:
-        output = recorder.backend.fn(*tensors, **arguments)
-        if len(recorder.max_scores) == len(model.blocks):
-            raise _Stop
-        return output
-
-    backend = replace(recorder.backend, fn=attend)
-    with model.use_backend(backend), without_dropout(model), contextlib.suppress(_Stop):
-        model(tokens, document_ids=document_ids)
-    return largest_finite(recorder.max_scores)  # waits for the GPU once
-
-
-def largest_finite(scores: list[Tensor]) -> float:
-    return torch.stack(scores).nan_to_num(nan=-torch.inf, posinf=-torch.inf).max().item()
+def largest_finite(scores: Iterable[float]) -> float:
+    return max((score for score in scores if math.isfinite(score)), default=-math.inf)
 
 
 def compare_layers(
@@ -230,7 +224,7 @@ def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[dict[st
             break
     sizes = [len(batch[0]) for batch in batches]
     diagnosis = _first_failure(model, recorder, sizes, loss_is_finite)
-    return diagnosis, largest_finite(recorder.max_scores)
+    return diagnosis, largest_finite(torch.stack(recorder.max_scores).tolist())
 
 
 def _observable_twin(backend: Backend) -> Backend | None:

@@ -7,9 +7,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from training.phases import current
 
 
 class Stopped(KeyboardInterrupt):
@@ -32,18 +35,22 @@ class Signals:
 
 
 class Interrupt(Signals):
-    """While steps are taken: the first signal sets `requested`; a second Ctrl-C stops at once.
+    """While steps are taken: the first signal sets `requested`; a second one stops at once.
 
-    A second signal of another kind does not: closing a terminal sends SIGHUP twice, once by itself
-    and once by its shell.
+    A second SIGHUP does not: closing a terminal sends two, one by itself and one by its shell.
+    timeout(1) sends two SIGTERM together, so the second counts from a second later on.
     """
 
     requested = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested and number == signal.SIGINT:
+        if not self.requested:
+            self.requested, self.since = True, time.monotonic()
+            current().signal = signal.Signals(number).name  # its thread says so at once
+        elif number == signal.SIGINT or (
+            number == signal.SIGTERM and time.monotonic() - self.since > 1
+        ):
             raise Stopped
-        self.requested = True
 
 
 class Ending(Signals):

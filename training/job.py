@@ -4,12 +4,12 @@ import contextlib
 import copy
 import logging
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from config import RunConfig
 from training.command_line import (
     as_written,
     hydra_config,
@@ -21,6 +21,7 @@ from training.command_line import (
 )
 from training.interrupt import Ending
 from training.outcome import close_run, outcome_outside_training
+from training.phases import new_run
 
 Train = Callable[[Any, Path, dict[str, Any]], None]  # train(config, run_dir, summary)
 
@@ -33,19 +34,20 @@ def run_job(train: Train, cfg: Any) -> tuple[dict[str, Any], BaseException | Non
     from hydra.core.hydra_config import HydraConfig
 
     run_dir = Path(HydraConfig.get().runtime.output_dir)
-    written = as_written(cfg)
+    written, phases = as_written(cfg), new_run()
     summary = {
         "status": "running",
         "attention": written["attention"]["name"],
         "seq_len": written["seq_len"],
         "seed": written["seed"],
         "overrides": task_overrides(),
-        "started": time.time(),
+        "started": phases.began,
     }
-    failure = None
-    with Ending() as ending:
+    failure = config = None
+    with Ending() as ending, phases:
         try:
-            train(read_config(cfg), run_dir, summary)
+            config = read_config(cfg)
+            train(config, run_dir, summary)
         except BaseException as error:
             ending.held = True
             failure = error
@@ -56,7 +58,25 @@ def run_job(train: Train, cfg: Any) -> tuple[dict[str, Any], BaseException | Non
         # summary
         ending.held = True
         close_run(run_dir, summary, ending)
+        # a run that is refused alone says so at once; in a sweep it must not be missing
+        refused = "steps_done" not in summary and summary["status"] in ("failed", "oom")
+        if refused and config is not None and config.resume is None:
+            log_refused(run_dir, summary, config)
     return summary, failure
+
+
+def log_refused(run_dir: Path, summary: dict[str, Any], config: RunConfig) -> None:
+    """Make a job of a sweep that ended before its training a run of its logger too."""
+    from training.loggers import build_logger
+    from training.sweep import job_names
+
+    names = job_names(run_dir, summary, config)
+    if names["group"] is None:
+        return
+    with contextlib.suppress(ValueError):  # the logger is what was refused
+        logger = build_logger(config.logger, run_dir=run_dir, **names)
+        logger.summary(summary)
+        logger.finish(exit_code=1)
 
 
 def run_overrides(overrides: tuple[str, ...]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import functools
 import importlib.util
 import logging
 import math
-import netrc
 import os
 import secrets
 import shutil
@@ -63,6 +62,13 @@ def build_logger(config: LoggerConfig, *, run_dir: Path, resume: bool, **names: 
     return logger
 
 
+def numbers(metrics: dict[str, Any]) -> dict[str, float]:
+    """A row of metrics without None, and without attention/max_score_by_head: a logger would draw a
+    line for each head. The picture max_scores.png has them.
+    """
+    return {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
+
+
 def quietly(method: Callable) -> Callable:
     """Turn the first failure of a logger into one warning and switch the logger off."""
 
@@ -93,11 +99,17 @@ class Logger:
     def start(self, run: LoggedRun, rows: list[dict[str, Any]]) -> None:
         """Begin to log. `rows` are those that a resumed run has in metrics.jsonl."""
 
-    def log(self, metrics: dict[str, float | None], tokens: int) -> None:
-        """Log a row of metrics after `tokens` training tokens, without its None values."""
+    def log(self, metrics: dict[str, float | None], tokens: int, *, last: bool = False) -> None:
+        """Log the numbers of a row of metrics after `tokens` training tokens.
+
+        After the last one only media() may follow.
+        """
 
     def summary(self, values: dict[str, Any]) -> None:
         """Log the run's result."""
+
+    def media(self, step: int, tokens: int, pictures: list[Path], *, sample: str | None) -> None:
+        """Log pictures of the run, and the sample of text if there is one."""
 
     def finish(self, exit_code: int) -> None:
         """End the run."""
@@ -109,12 +121,24 @@ class Logger:
             self.log(values | dict.fromkeys(row.get("nonfinite", ()), math.nan), row["tokens"])
 
 
+# evaluations, of which wandb's summary has the lowest too
+BEST = ("val/loss", "val/loss_exact")
+# wandb's default workspace and `wandb leet` sort by name, where capital letters come first: these
+# repeat, as their first page, what a comparison looks at
+COMPARED = {
+    "val/loss": "Compare/loss",
+    "val/loss_exact": "Compare/loss_exact",
+    "memory/peak_gib": "Compare/memory_gib",
+    "step_tokens_per_sec": "Compare/tokens_per_sec",
+}
+
+
 class WandbLogger(Logger):
     """Weights & Biases: online where a key is configured and the server answers, else offline.
 
-    Never prompts, never waits long. wandb's step is the number of the row in metrics.jsonl. A
-    resumed online run skips the rows that the server has. A resumed offline run is written again as
-    a whole, and replaces its folder if that was not uploaded.
+    Never prompts, never waits long. wandb's step is the step of the run. A resumed online run skips
+    the rows that the server has. A resumed offline run is written again as a whole, and replaces
+    its folder if that was not uploaded. Under `wandb agent` the agent chooses the run's id.
     """
 
     @quietly
@@ -122,7 +146,6 @@ class WandbLogger(Logger):
         if not installed("wandb"):
             raise ModuleNotFoundError("wandb is not installed: pip install wandb, or logger=none")
         self._keys: set[str] = set()
-        self._rows = 0  # rows of metrics.jsonl so far
         id_file = run.run_dir / "wandb_id.txt"
         run_id = id_file.read_text().strip() if run.resume and id_file.exists() else _new_id()
         _prepare_environment()
@@ -140,6 +163,7 @@ class WandbLogger(Logger):
                 shutil.rmtree(leftover, ignore_errors=True)
             mode, run_id = "offline", _new_id()
             self._run = _wandb_run(run, mode, run_id)
+        run_id = self._run.id
         id_file.write_text(run_id + "\n")
         self._run.define_metric("tokens", hidden=True)
         self._replay(rows)
@@ -155,19 +179,37 @@ class WandbLogger(Logger):
             self.url_or_hint = f"wandb sync {current}"
 
     @quietly
-    def log(self, metrics: dict[str, float | None], tokens: int) -> None:
-        step, self._rows = self._rows, self._rows + 1
+    def log(self, metrics: dict[str, float | None], tokens: int, *, last: bool = False) -> None:
+        row = numbers(metrics)
+        step = row.pop("step")
         if step < self._run.starting_step:
             return
-        row = {key: value for key, value in metrics.items() if value is not None}
+        row |= {name: row[key] for key, name in COMPARED.items() if key in row}
         for key in row.keys() - self._keys - {"tokens"}:
-            self._run.define_metric(key, step_metric="tokens")
+            summary = "min,last" if key in BEST else None
+            self._run.define_metric(key, step_metric="tokens", summary=summary)
             self._keys.add(key)
-        self._run.log(row | {"tokens": tokens}, step=step, commit=True)
+        # what follows the last row belongs to its step
+        self._run.log(row | {"tokens": tokens}, step=step, commit=not last)
 
     @quietly
     def summary(self, values: dict[str, Any]) -> None:
-        self._run.summary.update(values)
+        # of these metrics wandb keeps the lowest value and the last
+        self._run.summary.update({key: values[key] for key in values if key not in BEST})
+        if values["status"] != "completed":
+            self._run.tags = (*self._run.tags, values["status"])
+            reason = values.get("oom") or values.get("diagnosis") or {"message": None}
+            self._run.notes = values.get("error") or reason["message"]
+
+    @quietly
+    def media(self, step: int, tokens: int, pictures: list[Path], *, sample: str | None) -> None:
+        import wandb
+
+        media: dict[str, Any] = {picture.stem: wandb.Image(str(picture)) for picture in pictures}
+        if sample is not None:
+            media["sample"] = wandb.Table(columns=["run", "text"], data=[[self._run.name, sample]])
+        if media:
+            self._run.log(media | {"tokens": tokens}, step=step, commit=True)
 
     @quietly
     def finish(self, exit_code: int) -> None:
@@ -188,10 +230,9 @@ class TensorboardLogger(Logger):
         self._writer = SummaryWriter(log_dir=folder, purge_step=purge_step)
 
     @quietly
-    def log(self, metrics: dict[str, float | None], tokens: int) -> None:
-        for key, value in metrics.items():
-            if value is not None:
-                self._writer.add_scalar(key, value, global_step=tokens)
+    def log(self, metrics: dict[str, float | None], tokens: int, *, last: bool = False) -> None:
+        for key, value in numbers(metrics).items():
+            self._writer.add_scalar(key, value, global_step=tokens)
         # TensorBoard's own thread writes every two minutes, too late for a killed run
         self._writer.flush()
 
@@ -225,14 +266,10 @@ class TrackioLogger(Logger):
         self._replay(rows)
 
     @quietly
-    def log(self, metrics: dict[str, float | None], tokens: int) -> None:
+    def log(self, metrics: dict[str, float | None], tokens: int, *, last: bool = False) -> None:
         if tokens < self._next_tokens:
             return
-        row = {
-            key: value
-            for key, value in metrics.items()
-            if value is not None and math.isfinite(value)
-        }
+        row = {key: value for key, value in numbers(metrics).items() if math.isfinite(value)}
         self._run.log(row | {"tokens": tokens}, step=tokens)
 
     @quietly
@@ -343,17 +380,16 @@ def _wandb_mode(config: LoggerConfig) -> str:
     mode = _requested_mode(config)
     if mode in ("offline", "disabled"):
         return mode
-    settings = wandb.setup().settings
-    if not (settings.api_key or has_key(settings.base_url)):
+    # an environment variable, the settings or netrc may hold the key; the server is not asked
+    if not wandb.login(prompt=False, verify=False):
         if mode != "auto":
             log.warning(
                 "wandb has no API key (wandb login, or WANDB_API_KEY); this run is logged offline"
             )
         return "offline"
-    if not reachable(settings.base_url):
-        log.warning(
-            "wandb's server %s does not answer; this run is logged offline", settings.base_url
-        )
+    base_url = wandb.setup().settings.base_url
+    if not reachable(base_url):
+        log.warning("wandb's server %s does not answer; this run is logged offline", base_url)
         return "offline"
     return "online"
 
@@ -361,21 +397,6 @@ def _wandb_mode(config: LoggerConfig) -> str:
 def _new_id() -> str:
     """A run id as wandb makes it: 8 characters that are allowed in paths."""
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
-
-
-def has_key(base_url: str) -> bool:
-    """Whether wandb has a key, and would not prompt for one."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    # the default server accepts the keys of its former address too
-    hosts = (urlsplit(base_url).netloc, "api.wandb.ai")
-    paths = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
-    for path in paths:
-        with contextlib.suppress(OSError, netrc.NetrcParseError):
-            entries = netrc.netrc(Path(path).expanduser())
-            if any(host in entries.hosts for host in hosts):
-                return True
-    return False
 
 
 def reachable(base_url: str) -> bool:

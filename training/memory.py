@@ -1,20 +1,24 @@
 """How much memory a run used, how much it may use, and what to report when it ran out.
 
-On a GPU the numbers are those of PyTorch's allocator. On a CPU they are the peak resident set of
-the process, which Linux can reset. Linux provides pages only when they are touched: an oversized
-allocation on a CPU succeeds, and the kernel kills the process later. `cpu_memory_limit` turns that
-into an error that can be caught.
+PyTorch's allocator counts tensors, on a GPU at any time, on a CPU while the profiler watches one
+step. Linux provides pages only when they are touched: an oversized allocation on a CPU succeeds,
+and the kernel kills the process later. `cpu_memory_limit` turns that into an error that can be
+caught.
 """
 
 import contextlib
 import ctypes
 import gc
+import os
 import re
 import sys
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 GIB = 1024**3
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
@@ -22,10 +26,18 @@ LINUX = sys.platform == "linux"
 
 
 class MemoryMeter:
-    """Peak memory of one run on one device, in GiB."""
+    """Peak memory of one run on one device, in GiB.
+
+    memory/peak_gib      of tensors, with weights, gradients and the optimizer's state. A GPU's
+                         allocator knows it at any time. On a CPU it is that of the steps that were
+                         measured(), and None before the first.
+    memory/reserved_gib  what the allocator holds of a GPU, with fragmentation; None on a CPU
+    memory/process_gib   resident memory of the process, with Python and its libraries
+    """
 
     def __init__(self, device: torch.device | str):
         self.device = torch.device(device)
+        self._step_bytes: int | None = None
         self._largest: dict[str, float | None] = {}
         self.reset()
 
@@ -33,15 +45,43 @@ class MemoryMeter:
         """Forget the peak of what ran before."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        else:
-            # some containers forbid the write; then the peak is that of the whole process
-            with contextlib.suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")
+        # some containers forbid the write; then the peak is that of the whole process
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
 
-    def peak_gib(self) -> float:
-        """Peak since reset(): of tensors on a GPU, of the process's resident memory on a CPU."""
+    @contextlib.contextmanager
+    def measured(self, *held: Any) -> Iterator[None]:
+        """Measure this block of a CPU's work; `held` are nested tensors that are there before it.
+
+        Counts every block that PyTorch's allocator gives out, also to compiled code, and what is
+        freed of those. Memory that libraries take by themselves is not seen.
+        """
+        # there can be one profiler at a time, and scripts.profile starts one
+        if self.device.type != "cpu" or torch.autograd._profiler_enabled():
+            yield
+            return
+        gc.collect()  # PyTorch warns where garbage from before is freed on the way
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports each start and stop
+        with torch.autograd.profiler.profile(profile_memory=True) as profile:
+            yield
+        events = (event for event in profile.kineto_results.events() if event.name() == "[memory]")
+        changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+        peak = bytes_of(held) + max(accumulate(changes, initial=0))
+        self._step_bytes = max(peak, self._step_bytes or 0)
+
+    def peak_gib(self) -> float | None:
+        """Of tensors: on a GPU since reset(), on a CPU of the measured steps."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / GIB
+        return self._step_bytes and self._step_bytes / GIB
+
+    def reserved_gib(self) -> float | None:
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_reserved(self.device) / GIB
+
+    def process_gib(self) -> float:
+        """Resident memory since reset(), or where the system cannot forget, of the process."""
         if LINUX:
             return _proc_field("/proc/self/status", "VmHWM") / GIB
         import resource
@@ -50,8 +90,12 @@ class MemoryMeter:
         return peak * (1 if sys.platform == "darwin" else 1024) / GIB
 
     def row(self) -> dict[str, float | None]:
-        """peak_gib() and reserved_gib() by their names in metrics.jsonl."""
-        row = {"memory/peak_gib": self.peak_gib(), "memory/reserved_gib": self.reserved_gib()}
+        """The three by their names in metrics.jsonl."""
+        row = {
+            "memory/peak_gib": self.peak_gib(),
+            "memory/reserved_gib": self.reserved_gib(),
+            "memory/process_gib": self.process_gib(),
+        }
         self._largest = {
             name: value and max(value, self._largest.get(name) or 0.0)
             for name, value in row.items()
@@ -62,11 +106,11 @@ class MemoryMeter:
         """The largest values of all rows so far, by the same names."""
         return self._largest
 
-    def reserved_gib(self) -> float | None:
-        """What PyTorch's allocator holds of the GPU, with fragmentation; None on a CPU."""
-        if self.device.type != "cuda":
-            return None
-        return torch.cuda.max_memory_reserved(self.device) / GIB
+
+def bytes_of(*trees: Any) -> int:
+    """The memory behind the tensors of nested values, each once."""
+    storages = (x.untyped_storage() for x in tree_leaves(trees) if isinstance(x, torch.Tensor))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def in_use_gib() -> float:

@@ -3,6 +3,7 @@
 The schedule is a function of the step, so a resumed run needs no scheduler state.
 """
 
+import inspect
 import math
 from typing import Any
 
@@ -13,6 +14,25 @@ from config import OptimConfig
 
 # devices with a fused AdamW kernel in PyTorch
 FUSED_DEVICES = ("cpu", "cuda")
+
+
+class Uncompiled:
+    """An optimizer's methods without their wrappers.
+
+    These import torch.compile, which takes seconds, only to keep the methods out of it. Nothing
+    compiles an optimizer here.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
+
+
+class AdamW(Uncompiled, torch.optim.AdamW):
+    """PyTorch's AdamW."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> "torch.optim.AdamW | MuonAndAdamW":
@@ -45,7 +65,7 @@ def build_adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.op
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     fused = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in parameters)
-    return torch.optim.AdamW(
+    return AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
@@ -54,7 +74,7 @@ def build_adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.op
     )
 
 
-class Muon(torch.optim.Muon):
+class Muon(Uncompiled, torch.optim.Muon):
     """PyTorch's Muon, for weights that stack several matrices: each is orthogonalised by itself.
 
     Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) replaces a matrix's momentum by its
@@ -65,6 +85,8 @@ class Muon(torch.optim.Muon):
     With adjust_lr_fn="match_rms_adamw" (Liu et al. 2025, arXiv:2502.16982) an update is as large as
     AdamW's usually are, so one learning rate and one weight decay serve both.
     """
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Muon.step))
 
     def _init_group(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 from training.files import write_json
 from training.interrupt import Ending, Stopped
 from training.memory import describe_out_of_memory, is_out_of_memory, release_memory
+from training.phases import current, in_words
 from training.resume import stop_clock
 
 log = logging.getLogger("tilegpt")
@@ -141,10 +142,13 @@ def close_run(run_dir: Path, summary: dict[str, Any], ending: Ending) -> None:
     "stopped" says that a signal came, even if too late to interrupt the run: a sweep ends there.
     """
     started = summary.pop("started")
+    release_memory(summary.get("device", "cpu"))
     # the time of all starts, unless the training never began
     starts = summary.get("starts")
     summary["wall_seconds"] = stop_clock(starts) if starts else time.time() - started
-    release_memory(summary.get("device", "cpu"))
+    summary["seconds_by_phase"] = current().seconds()
+    if starts:
+        log.info(in_words(summary["seconds_by_phase"]))
     # a later signal is raised after the run, when its summary is written
     summary["stopped"] = ending.noted or summary.get("stopped", False)
     ending.noted = False

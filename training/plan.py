@@ -479,9 +479,8 @@ def predict_peak_bytes(
 ) -> StepBytes:
     """predict_step() of a run: config is its RunConfig; dtype and device are those it uses.
 
-    On a GPU the peak is that of torch.cuda.max_memory_allocated(). On a CPU, where the measured
-    peak is the resident memory of the process with Python and PyTorch (0.3 to 0.7 GiB), the
-    prediction counts tensors alone: a lower bound.
+    The peak is that of memory/peak_gib, which counts tensors on a CPU as on a GPU; Python and its
+    libraries, 0.3 to 0.7 GiB, are not in it.
     """
     device = torch.device(device).type
     compiled = will_compile(config.model, backend, device, compile_mode=config.compile)

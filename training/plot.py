@@ -1,10 +1,11 @@
-"""The loss curve of one run, drawn from its metrics.jsonl."""
+"""Pictures of one run, drawn from its metrics.jsonl: its losses, and its largest scores."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from training.files import read_metrics
+from training.palette import INK, mixed, variant_colors
 
 
 @contextmanager
@@ -17,8 +18,10 @@ def plain_text() -> Iterator[None]:
 
 
 @plain_text()
-def draw_loss_curve(run_dir: Path, *, title: str) -> Path | None:
-    """Draw RUN/loss_curve.png: losses against tokens. Returns None if there is nothing to draw."""
+def draw_loss_curve(run_dir: Path, *, title: str, attention: str) -> Path | None:
+    """Draw RUN/loss_curve.png: losses against tokens, in the colour of the run's attention.
+    Returns None if there is nothing to draw.
+    """
     import matplotlib
 
     matplotlib.use("Agg")  # without a screen
@@ -26,10 +29,11 @@ def draw_loss_curve(run_dir: Path, *, title: str) -> Path | None:
 
     rows = read_metrics(run_dir / "metrics.jsonl")
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    color = variant_colors({attention: attention})[attention]
     styles = {
-        "train/loss": {"color": "#9ecae1", "linewidth": 1},
-        "val/loss": {"color": "#08519c", "marker": "o", "markersize": 4},
-        "val/loss_exact": {"color": "#d94801", "marker": "x", "markersize": 5, "linestyle": "--"},
+        "train/loss": {"color": mixed(color, 0.55), "linewidth": 1},
+        "val/loss": {"color": color, "marker": "o", "markersize": 4},
+        "val/loss_exact": {"color": INK, "marker": "x", "markersize": 5, "linestyle": "--"},
     }
     for name, style in styles.items():
         points = [(row["tokens"], row[name]) for row in rows if row.get(name) is not None]
@@ -42,6 +46,45 @@ def draw_loss_curve(run_dir: Path, *, title: str) -> Path | None:
     axes.grid(alpha=0.3)
     axes.legend()
     path = run_dir / "loss_curve.png"
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path
+
+
+@plain_text()
+def draw_max_scores(run_dir: Path, *, title: str) -> Path | None:
+    """Draw RUN/max_scores.png: the largest attention score of each layer and head against tokens.
+
+    Returns None if there is nothing to draw.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # without a screen
+    import numpy as np
+    from matplotlib import pyplot
+
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    rows = [row for row in rows if row.get("attention/max_score_by_head")]
+    if len(rows) < 2:
+        return None
+    by_head = [row["attention/max_score_by_head"] for row in rows]
+    layers, heads = len(by_head[0]), len(by_head[0][0])
+    scores = np.array(by_head, dtype=float).reshape(len(rows), -1).T  # (layers * heads, rows)
+    # a row of metrics covers the time since the row before it
+    tokens = [0, *(row["tokens"] for row in rows)]
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    image = axes.pcolormesh(tokens, np.arange(layers * heads + 1), scores, cmap="viridis")
+    bar = figure.colorbar(image, label="largest score of the step")
+    for limit, name in ((11.09, "float16"), (88.72, "float32")):
+        if np.nanmin(scores) < limit < np.nanmax(scores):
+            bar.ax.axhline(limit, color="red")
+            bar.ax.text(0.5, limit, f"exp overflows {name}", color="red", fontsize=6, ha="center")
+    middles = (np.arange(layers) + 0.5) * heads
+    axes.set_yticks(middles, [f"layer {layer}" for layer in range(layers)])
+    axes.hlines(np.arange(1, layers) * heads, 0, tokens[-1], color="white", linewidth=1)
+    axes.set_ylim(layers * heads, 0)
+    axes.set(xlabel="tokens", ylabel=f"{heads} heads each", title=title)
+    path = run_dir / "max_scores.png"
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
     return path

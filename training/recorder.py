@@ -14,12 +14,12 @@ from training.command_line import job_overrides, searched_folders
 from training.files import MetricsFile, write_json
 from training.health import AttentionMonitor
 from training.loggers import build_logger
-from training.memory import MemoryMeter
+from training.names import attention_in_words
 from training.outcome import after_training, outcome_of, resume_command, save_summary
-from training.plot import draw_loss_curve
+from training.phases import current, phase
+from training.plot import draw_loss_curve, draw_max_scores
 from training.resume import stop_clock, write_settings
 from training.run import Run
-from training.schedule import describe_attention
 from training.step import Stepper, StepResult
 from training.sweep import job_names
 from training.throughput import Progress, WallClock
@@ -45,7 +45,7 @@ class Recorder:
         self.run, self.run_dir, self.summary = run, run_dir, summary
         self.first, self.throughput, self.monitor = first, stepper.throughput, monitor
         self.metrics = MetricsFile(run_dir / "metrics.jsonl")
-        self.memory = MemoryMeter(run.device)
+        self.memory = stepper.memory
         self.wall = WallClock(seconds=stop_clock(first.starts))
         self.progress = Progress(
             config.steps, tokens_per_step=run.tokens_per_step, first_step=first.step
@@ -56,22 +56,17 @@ class Recorder:
         write_settings(run_dir, run.settings, overrides)
         write_json(run_dir / "env.json", run.environment)
         self._announce()
-        names = dict.fromkeys(backend.name for backend in run.schedule.values())
-        self.logger = build_logger(
-            config.logger,
-            **job_names(run_dir),
-            tags=[*names, f"seq{config.seq_len}", config.model.name, config.data.source],
-            resume=config.resume is not None,
-            run_dir=run_dir,
-            run_config=run.settings,
-        )
+        with phase("logging", f"starting logger={config.logger.name}"):
+            names = job_names(run_dir, summary, config)
+            self.logger = build_logger(config.logger, run_dir=run_dir, **names)
 
     def _announce(self) -> None:
         run, config = self.run, self.run.config
-        attention = describe_attention(run.schedule)
+        attention = attention_in_words(self.summary | {"steps_done": None})  # the later ones too
         log.info(
             f"{run.data.description}\n"
-            f"model={config.model.name} {self.summary['parameters']:,} parameters, {attention}"
+            f"model={config.model.name} {self.summary['parameters']:,} parameters, "
+            f"attention={attention}"
         )
         log.info(
             f"{run.device} {self.summary['dtype']}, {config.sequences_per_step} x "
@@ -100,9 +95,12 @@ class Recorder:
         elif summary["status"] == "interrupted":
             done = summary["steps_done"]
             log.warning(f"interrupted after step {done}; {resume_command(self.run_dir)}")
+        summary["seconds_by_phase"] = current().seconds()  # so far
         save_summary(self.run_dir, summary)  # what follows may take long, or be killed
-        self.logger.summary(summary)
-        self.logger.finish(exit_code=0 if summary["status"] == "completed" else 1)
+        with phase("logging", "ending the logger"):
+            self.logger.summary(summary)
+            if error is not None:  # else report() follows
+                self.logger.finish(exit_code=1)
 
     def begin(self, row: dict[str, float]) -> None:
         """Record the state before the first step, and start the clock."""
@@ -111,6 +109,7 @@ class Recorder:
             self._write(row)
             log.info(self.progress.line(self.first.step, row))
         self.wall.begin(self.first.tokens)
+        current().started()
 
     def row(self, result: StepResult) -> dict[str, float | None]:
         """The row of metrics of a step, empty where none is due: its memory, loss and gradient."""
@@ -130,13 +129,14 @@ class Recorder:
 
     def record(self, result: StepResult, row: dict[str, float | None]) -> None:
         """Show the step, and write its row where there is one."""
-        say = self.progress.step(result.step) and self.bar.disable  # a bar says enough
+        # a bar says enough
+        say = self.progress.step(result.step, row=bool(row)) and self.bar.disable
         if row and result.due.log:
             row |= self.throughput.row()
         if say or result.finished or "val/loss" in row:
             log.info(self.progress.line(result.step, {"train/loss": result.loss} | row))
         if row:
-            self._write({"step": result.step, "tokens": result.tokens, **row})
+            self._write({"step": result.step, "tokens": result.tokens, **row}, last=result.last)
         self.bar.update()
         self.bar.set_postfix(loss=f"{result.loss:.3f}", refresh=False)
 
@@ -157,23 +157,35 @@ class Recorder:
 
     def report(self) -> None:
         """What is made of a run that is over: loss_curve.png and a sample of its text."""
+        try:
+            self._report()
+        finally:
+            self.logger.finish(exit_code=0 if self.summary["status"] == "completed" else 1)
+
+    def _report(self) -> None:
         run, summary, status = self.run, self.summary, self.summary["status"]
         peak_gib = summary.get("memory/peak_gib")
-        if run.device.type == "cuda" and peak_gib:
+        if peak_gib:
             error = run.predicted_gib / peak_gib - 1
             log.info(
-                f"peak memory {peak_gib:.2f} GiB, predicted {run.predicted_gib:.2f} ({error:+.1%})"
+                f"peak memory {peak_gib:.3g} GiB, predicted {run.predicted_gib:.3g} ({error:+.1%})"
             )
-        config = run.config
-        with after_training("loss curve", summary):
+        config, pictures, text = run.config, [], None
+        with after_training("loss curve", summary), phase("drawing", "drawing the loss curve"):
             title = (
-                f"{describe_attention(run.schedule)} model={config.model.name} "
+                f"{attention_in_words(summary)} model={config.model.name} "
                 f"seq_len={config.seq_len} seed={config.seed}: {status}"
             )
-            curve = draw_loss_curve(self.run_dir, title=title)
+            attention = run.schedule[0].name
+            curve = draw_loss_curve(self.run_dir, title=title, attention=attention)
             log.info(f"loss curve: {curve or 'no loss was recorded'}")
+            pictures.append(curve)
+        drawing = phase("drawing", "drawing the largest scores")
+        with after_training("picture of the largest scores", summary), drawing:
+            pictures.append(draw_max_scores(self.run_dir, title=title))
         if config.sample_tokens and run.data.tokenizer is not None and status == "completed":
-            with after_training("sample", summary), run.autocast:
+            sampling = phase("sampling", f"sampling {config.sample_tokens} tokens")
+            with after_training("sample", summary), run.autocast, sampling:
                 text = sample_text(
                     run.model,
                     run.data.tokenizer,
@@ -183,15 +195,19 @@ class Recorder:
                 )
                 (self.run_dir / "sample.txt").write_text(text)
                 log.info(f"\na sample:\n{text}\n")
+        with phase("logging", "ending the logger"):
+            pictures = [picture for picture in pictures if picture is not None]
+            self.logger.media(summary["steps_done"], summary["tokens"], pictures, sample=text)
         if self.logger.url_or_hint:
             log.info(f"logs: {self.logger.url_or_hint}")
 
-    def _write(self, row: dict[str, Any]) -> None:
+    @phase("logging")
+    def _write(self, row: dict[str, Any], *, last: bool = False) -> None:
         """One row: on disk first, then to the logger; the summary keeps the newest figures."""
         tokens, summary = row["tokens"], self.summary
         row |= self.wall.row(tokens)
         self.metrics.write(row)
-        self.logger.log(row, tokens=tokens)
+        self.logger.log(row, tokens=tokens, last=last)
         summary |= {name: value for name, value in row.items() if name.startswith("val/")}
         summary |= self.monitor.summary() | self.memory.summary()
         summary |= {

@@ -6,7 +6,8 @@ began:
     step         where it began: 0, or the step of the checkpoint that it resumed from
     started      when, in seconds since 1970
     seconds      how long it ran, up to its end or the checkpoint that the next start resumed from
-    attention    [step, name] of each attention it used or was to use, the first from its own step
+    attention    [step, name] of each attention it used or was to use, the first from its own step;
+                 a name holds the options that are not at their defaults
     changed      {setting: [before, now]} against the checkpoint that it resumed from
     data         fingerprint of the data
     commit, on   of this program, and the GPU or CPU
@@ -20,7 +21,6 @@ import re
 import shlex
 import time
 from collections.abc import Iterable
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,23 +30,14 @@ from attention import BACKENDS
 from config import RunConfig
 from training.command_line import key_of, quoted
 from training.files import write_file
-from training.retention import are_starts, meta_of, newest_first
+from training.names import WATCHING, attention_names, first_start, recorded_starts
+from training.retention import meta_of, newest_first
 
 if TYPE_CHECKING:
     from training.run import Run
 
 # settings that say where a run's files lie
 PLACES = ("resume", "data.cache_dir")
-# settings that change what is reported of a run, not what it learns
-WATCHING = (
-    "logger.",
-    "eval_",
-    "diagnose_every",
-    "log_every",
-    "checkpoint_every",
-    "keep",
-    "sample_tokens",
-)
 
 
 def check_resume(config: RunConfig, *, asked: Iterable[str]) -> None:
@@ -103,7 +94,7 @@ def resumed_starts(
         )
     chosen = meta["config"].get("attention", {})
     earlier = meta.get("starts") or [
-        _first_start(chosen.get("name"), chosen.get("switch_at"), chosen.get("switch_to"))
+        first_start(chosen.get("name"), chosen.get("switch_at"), chosen.get("switch_to"))
     ]
     data, data_before = start["data"], earlier[-1].get("data", start["data"])
     changes_data = any(key.startswith(("data.", "tokenizer.")) for key in changed)
@@ -136,7 +127,7 @@ def new_start(run: "Run", started: float) -> dict[str, Any]:
     return {
         "step": 0,
         "started": started,
-        "attention": [[step, backend.name] for step, backend in run.schedule.items()],
+        "attention": [list(each) for each in attention_names(run.config.attention)],
         "changed": {},
         "data": run.data.fingerprint,
         "commit": run.environment["commit"],
@@ -157,30 +148,10 @@ def write_settings(run_dir: Path, config: dict[str, Any], overrides: list[str]) 
         write_file(run_dir / name, text)
 
 
-def attention_steps(summary: dict[str, Any]) -> list[tuple[int, str]]:
-    """Each attention that a run has used, by its summary.json, with the step where it began."""
-    starts, done = _starts(summary), summary.get("steps_done")
-    done = done if isinstance(done, int) else math.inf
-    used: list[tuple[int, str]] = []
-    for start, following in zip_longest(starts, starts[1:]):
-        until = min(done, following["step"]) if following else done
-        for step, name in start["attention"]:
-            if not used or (step < until and name != used[-1][1]):
-                used.append((step, name))
-    return used
-
-
-def attention_in_words(summary: dict[str, Any]) -> str:
-    """tiled, or for a run that switched: no_rescale, tiled after step 400."""
-    return ", ".join(
-        name + (f" after step {step}" if step else "") for step, name in attention_steps(summary)
-    )
-
-
 def changes_in_words(summary: dict[str, Any]) -> str:
     """The changed settings with which a run was resumed, if they change what it learns."""
     resumes = []
-    for start in _starts(summary):
+    for start in recorded_starts(summary):
         settings = ", ".join(
             f"{key}={_literal(now)} ({_literal(then)} before)"
             for key, (then, now) in start["changed"].items()
@@ -216,12 +187,6 @@ def _without_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"attention": chosen | defaults}
 
 
-def _first_start(attention: Any, switch_at: Any, switch_to: Any) -> dict[str, Any]:
-    """The start of a run by an earlier version of this program, whose files hold no "starts"."""
-    switch = [[switch_at, str(switch_to)]] if isinstance(switch_at, int) else []
-    return {"step": 0, "attention": [[0, str(attention)], *switch], "changed": {}}
-
-
 def _flat(settings: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in settings.items():
         # the options of an attention have no fixed names, so they count as one value
@@ -252,14 +217,6 @@ def load_yaml(path: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _starts(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    starts = summary.get("starts")
-    if starts and are_starts(starts):
-        return starts
-    # an earlier version wrote it, or the run ended before its training began
-    return [_first_start(*(summary.get(key) for key in ("attention", "switch_at", "switch_to")))]
 
 
 def _literal(value: Any) -> str:

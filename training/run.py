@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from training.own_modules import own_modules
+from training.phases import phase
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from data.interface import TrainingData
     from data.prefetch import Prefetcher
     from model import GPT
+    from training.optimizer import MuonAndAdamW
 
 
 @dataclass
@@ -36,7 +38,7 @@ class Run:
     schedule: "dict[int, Backend]"  # the attention by the step after which it is used
     data: "TrainingData"
     model: "GPT"
-    optimizer: "torch.optim.Optimizer"
+    optimizer: "torch.optim.Optimizer | MuonAndAdamW"
     scaler: "torch.amp.GradScaler"
     # what build_run() chose and a resume must choose again, as overrides
     choices: list[str] = field(default_factory=list)
@@ -97,9 +99,10 @@ class Run:
         from data.prefetch import Prefetcher
 
         return Prefetcher(
-            self.data, self.config.sequences_per_step, self.config.batch_size, self.device
+            self.data, self.config.sequences_per_step, int(self.config.batch_size), self.device
         )
 
+    @phase("evaluating")
     def evaluate(self, also: "Mapping[str, Backend] | None" = None) -> dict[str, float]:
         """val/loss and the like on the held-out sequences; see training.evaluate.evaluate()."""
         from training.evaluate import evaluate
@@ -145,9 +148,11 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     head_dim = config.model.head_dim
     summary |= schedule_summary(schedule, device=device, dtype=dtype, head_dim=head_dim)
 
-    data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
+    with phase("starting", f"reading data={config.data.source}"):
+        data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     torch.manual_seed(config.seed)
-    model = GPT(config.model, vocab_size=data.vocab_size, backend=schedule[0]).to(device)
+    with phase("starting", "building the model"):
+        model = GPT(config.model, vocab_size=data.vocab_size, backend=schedule[0]).to(device)
     summary |= {"parameters": count_parameters(model), "data": data.fingerprint}
 
     run = Run(
@@ -162,10 +167,8 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     )
     if config.batch_size == "auto":
         _fit_batch_size(run)
-    predicted_gib = run.predicted_gib  # now, since what runs out of memory later quotes it
-    # only tensors are predicted: on a CPU the measured peak includes Python and its libraries
-    if device.type == "cuda":
-        summary["memory/predicted_gib"] = predicted_gib
+    # now, since what runs out of memory later quotes it
+    summary["memory/predicted_gib"] = run.predicted_gib
     return run
 
 

@@ -10,6 +10,7 @@ from attention import BACKENDS, Backend, get_backend, is_operator, kernel_choice
 from config import AttentionConfig, ModelConfig, RunConfig
 from model.gpt import GPT
 from model.loss import introduce_operators
+from training.phases import count_compiling
 
 log = logging.getLogger("tilegpt")
 
@@ -101,7 +102,10 @@ def prepare_model(model: GPT, backend: Backend, *, compile_mode: str) -> nn.Modu
     """Give the model this attention; returns what training calls, compiled if will_compile()."""
     model.backend = backend
     device = next(model.parameters()).device.type
-    if not will_compile(model.config, backend, device, compile_mode=compile_mode):
+    compiled = will_compile(model.config, backend, device, compile_mode=compile_mode)
+    if compiled or device == "cuda":
+        count_compiling()
+    if not compiled:
         return model
     introduce_operators()
     return torch.compile(model)
@@ -127,14 +131,17 @@ def will_compile(config: ModelConfig, backend: Backend, device: str, *, compile_
 
 
 def schedule_summary(schedule: dict[int, Backend], **inputs: Any) -> dict[str, Any]:
-    """The schedule for summary.json: attention, defect, options; for a switch also switch_at, ...
+    """The schedule for summary.json: attention, defect, exact, options; for a switch also
+    switch_at, ...
 
+    defect: whether an attention of it is broken on purpose; exact: whether all claim softmax.
     With the inputs of kernel_choice(): also the kernels of the first attention, if it has several.
     """
     (_, first), *later = schedule.items()
     row = {
         "attention": first.name,
-        "defect": first.defect is not None,
+        "defect": any(backend.defect is not None for backend in schedule.values()),
+        "exact": all(backend.exact for backend in schedule.values()),
         "options": dict(first.options),
     }
     if inputs and (kernel := kernel_choice(first, **inputs)):
@@ -146,11 +153,3 @@ def schedule_summary(schedule: dict[int, Backend], **inputs: Any) -> dict[str, A
             "switch_options": dict(backend.options),
         }
     return row
-
-
-def describe_attention(schedule: dict[int, Backend]) -> str:
-    """attention=no_rescale, attention=tiled after step 400"""
-    return ", ".join(
-        f"attention={backend.name}" + (f" after step {step}" if step else "")
-        for step, backend in schedule.items()
-    )

@@ -13,6 +13,7 @@ from attention import BACKENDS, Backend, get_backend
 from config import BACKEND_OPTIONS, TEXT_SOURCES, AttentionConfig, RunConfig
 from training.command_line import asked_keys, cli_overrides
 from training.loggers import check_logger
+from training.names import attention_names
 from training.resume import check_resume
 
 log = logging.getLogger("tilegpt")
@@ -92,6 +93,7 @@ def check_settings(config: RunConfig, summary: dict[str, Any]) -> None:
     if left_out := settle(config, asked=asked_keys()):
         summary["left_out"] = left_out
         log.info("\n".join(f"without {key}: {why}" for key, why in left_out.items()))
+    summary["variant"] = attention_names(config.attention)[0][1]
     check_logger(config.logger)
     check_resume(config, asked=cli_overrides())
 

@@ -4,7 +4,7 @@ What scripts.profile measures is what train.py runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +15,9 @@ from torch.profiler import record_function
 from attention import Backend
 from config import Due
 from training.interrupt import Interrupt
+from training.memory import MemoryMeter
 from training.optimizer import learning_rate, set_learning_rate
+from training.phases import phase
 from training.resume import FIRST_START, Start
 from training.schedule import backend_after, prepare_model
 from training.throughput import Throughput, peak_flops
@@ -29,7 +31,8 @@ class PendingStep(NamedTuple):
 
     passes: Sequence[tuple[Tensor, ...]]
     loss_and_norm: Tensor  # the norm is that of its gradients; on the device
-    figures: Callable[[], list[float]]  # the same two on the host; waits for them
+    # the same two on the host, then the largest scores if they are due; waits for them
+    figures: Callable[[], list[float]]
     updated: bool  # whether the optimizer's step is queued too
 
 
@@ -44,6 +47,7 @@ class StepResult(NamedTuple):
     loss: float  # nats, the mean over the step's passes
     lr: float
     grad_norm: float  # before clipping
+    max_scores: list[list[float]] | None  # of each layer and head; None where no row is due
     passes: Sequence[tuple[Tensor, ...]]  # its batches, on the device
     loss_scale: float  # the weight of one sequence in the loss that was differentiated
     updated: bool  # whether the weights have moved already
@@ -79,6 +83,8 @@ class Stepper:
         }
         peak = peak_flops(run.device, run.dtype)
         self.throughput = Throughput(run.device, flops_per_token=flops, peak=peak)
+        self.memory = MemoryMeter(run.device)
+        self.done = start.step
         self.use_attention(backend_after(run.schedule, start.step))
 
     def __enter__(self) -> "Stepper":
@@ -96,19 +102,21 @@ class Stepper:
         """Train with this attention from here on; compilation does not count as speed."""
         self.model = prepare_model(self.run.model, backend, compile_mode=self.run.config.compile)
         self.throughput.warm_up()
+        # counted from 0: the second one has compiled, has the optimizer's state, and is not timed
+        self.measured_step = min(self.done + 1, self.run.config.steps - 1)
 
     def steps(self, stop: Interrupt = NEVER) -> Iterator[StepResult]:
         """One result a step: to the last step, to one that diverged, or until stop.requested."""
-        config = self.run.config
+        config, heads = self.run.config, self.run.config.model.num_heads
         step, ahead = self.start.step, None
         while step < config.steps:
             pending = ahead or self._queue(step)
             ahead = None
             if pending.updated and not stop.requested:
                 ahead = self._queue(step + 1, before=pending)
-            with record_function("optimizer"):
-                loss, grad_norm = pending.figures()  # the one wait for the GPU
-            step += 1
+            with record_function("optimizer"), phase("training", f"step {step + 1}"):
+                loss, grad_norm, *scores = pending.figures()  # the one wait for the GPU
+            step = self.done = step + 1
             scale = self.run.scaler.get_scale()
             diverged = self._diverged(loss, grad_norm, scale)
             finished = diverged or step == config.steps
@@ -118,6 +126,7 @@ class Stepper:
                 loss=loss,
                 lr=learning_rate(step - 1, config.steps, self.optim),
                 grad_norm=grad_norm,
+                max_scores=[scores[i : i + heads] for i in range(0, len(scores), heads)] or None,
                 passes=pending.passes,
                 loss_scale=scale / config.sequences_per_step,
                 updated=pending.updated,
@@ -137,7 +146,11 @@ class Stepper:
         if result.updated:
             return
         self.throughput.resume()
-        with record_function("optimizer"):
+        with (
+            phase("training", f"step {result.step}"),
+            record_function("optimizer"),
+            self._measured(result.step - 1, result.passes),
+        ):
             self.run.scaler.step(self.run.optimizer)
             self.run.scaler.update()
         self.throughput.step(self.run.tokens_per_step)
@@ -154,14 +167,29 @@ class Stepper:
     def _queue(self, step: int, before: PendingStep | None = None) -> PendingStep:
         config = self.run.config
         set_learning_rate(self.run.optimizer, step, config.steps, self.optim)
-        with record_function("data"):
-            passes = self.batches.passes(step)
-        # where something is due, the weights must stay until it is done
-        update = not any(config.due(step + 1))
-        pending = queue_step(self.model, passes, **self.step_args, update=update, before=before)
+        with phase("training", f"step {step + 1} of {config.steps}"):
+            with record_function("data"):
+                passes = self.batches.passes(step)
+            # where something is due, the weights must stay until it is done
+            due = config.due(step + 1)
+            how = {"update": not any(due), "look": due.log or due.compare}
+            if step == self.measured_step:  # what is freed while it measures does not count
+                self.run.optimizer.zero_grad(set_to_none=True)
+            with self._measured(step, passes):
+                pending = queue_step(self.model, passes, **self.step_args, **how, before=before)
         if pending.updated:
             self.throughput.step(self.run.tokens_per_step)
         return pending
+
+    def _measured(self, step: int, passes: Sequence[tuple[Tensor, ...]]) -> AbstractContextManager:
+        """Measures a CPU's memory in the step that is chosen for it."""
+        if step != self.measured_step:
+            return nullcontext()
+        weights = [*self.run.model.parameters(), *self.run.model.buffers()]
+        gradients = [weight.grad for weight in weights]
+        return self.memory.measured(
+            weights, gradients, self.run.optimizer.state_dict()["state"], passes
+        )
 
     def _diverged(self, loss: float, grad_norm: float, scale: float) -> bool:
         if self.run.scaler.is_enabled():
@@ -177,19 +205,25 @@ def queue_step(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     update: bool,
+    look: bool = False,
     before: PendingStep | None = None,
     **step_args: Any,
 ) -> PendingStep:
     """Enqueue forward and backward, and the optimizer's step too if `update` is set and the fused
-    optimizer can skip non-finite gradients by itself.
+    optimizer can skip non-finite gradients by itself. With `look` its attention also gives the
+    largest score of each head.
 
     Then the next step can be enqueued before the host looks at this one, and the device never waits
     for the host. This step is its `before`: it moves no weights if either of the two is not finite.
     `step_args` are passed to compute_gradients().
     """
     step_args |= {"optimizer": optimizer, "scaler": scaler}
-    loss_and_norm = torch.stack(compute_gradients(step_model, passes, **step_args))
-    figures = copy_to_host_async(loss_and_norm)
+    scores: list[Tensor] | None = [] if look else None
+    loss_and_norm = torch.stack(compute_gradients(step_model, passes, **step_args, scores=scores))
+    figures = loss_and_norm
+    if scores:
+        figures = torch.cat((loss_and_norm, torch.stack(scores).amax(0).flatten()))
+    figures = copy_to_host_async(figures)
     decisive = loss_and_norm
     if before is not None:
         decisive = torch.cat((before.loss_and_norm, loss_and_norm))
@@ -205,6 +239,7 @@ def compute_gradients(
     scaler: torch.amp.GradScaler,
     autocast: AbstractContextManager,
     grad_clip: float,
+    scores: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the mean loss of a step's passes and the global norm of its gradients.
 
@@ -212,12 +247,17 @@ def compute_gradients(
     clipped to `grad_clip` unless that is 0 or the norm is not finite. The norm is that before
     clipping. A pass holds the arguments of step_model: inputs, targets, ... The named ranges show
     in a profiler's trace, and cost microseconds without one.
+
+    `scores`, where it is a list, gets the largest scores (num_layers, H) of each pass.
     """
     optimizer.zero_grad(set_to_none=True)
     loss = 0.0
     for inputs in passes:
-        with record_function("forward"), autocast:
+        looking = nullcontext() if scores is None else step_model.looking()
+        with record_function("forward"), autocast, looking:
             micro_loss = step_model(*inputs).loss
+        if scores is not None:
+            scores.append(step_model.max_scores().amax(1))
         with record_function("backward"):
             scaler.scale(micro_loss / len(passes)).backward()
         loss = loss + micro_loss.detach() / len(passes)

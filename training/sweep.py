@@ -15,15 +15,18 @@ import re
 import shlex
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from hydra.experimental.callback import Callback
 
-from training.command_line import job_overrides, key_of, unescaped
+from config import BACKEND_OPTIONS, RunConfig
 from training.files import parse_rows, read_metrics, strict, write_file
-from training.resume import attention_in_words, attention_steps, changes_in_words, load_yaml
+from training.names import differing_settings, name_run, name_runs
+from training.resume import changes_in_words, load_yaml
 from training.retention import LATEST, load_json
 
 log = logging.getLogger("tilegpt")
@@ -41,7 +44,7 @@ COLUMNS = {
     "exact": ("val/accuracy_exact", "{:.1%}"),
     "tokens/s": ("tokens_per_sec", "{:,.0f}"),
     "steps alone": ("step_tokens_per_sec", "{:,.0f}"),
-    "peak GiB": ("memory/peak_gib", "{:.2f}"),
+    "peak GiB": ("memory/peak_gib", "{:.3g}"),
 }
 
 
@@ -95,11 +98,15 @@ class SweepSummary(Callback):
         if self.folder is None:
             return
         run_dir = Path(job_return.hydra_cfg.hydra.runtime.output_dir)
-        row = {"job": config.hydra.job.num, "overrides": list(job_return.overrides)}
-        row |= read_run(run_dir)
+        number = config.hydra.job.num
+        rows = _index_rows(self.folder)
+        row = next((as_planned(row) for row in rows if row.get("job") == number), {})
+        row |= {"job": number, "overrides": list(job_return.overrides)} | read_run(run_dir)
         row["memory/at_start_gib"] = self.at_start_gib  # left by the jobs before
-        if job_return.status.name == "FAILED":
-            row |= {"status": "failed", "error": str(job_return._return_value)}
+        try:
+            _ = job_return.return_value
+        except Exception as error:  # what the job raised
+            row |= {"status": "failed", "error": str(error)}
         row["dir"] = str(run_dir.relative_to(self.folder))
         write_index_row(self.folder, row)
         # Ctrl-C ends the whole sweep, not only the job that caught it
@@ -113,7 +120,9 @@ class SweepSummary(Callback):
 
     def on_run_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
         """Print the table of a single run and set its exit code, by what main() returned."""
-        result = job_return._return_value
+        if job_return.status.name != "COMPLETED":
+            return
+        result = job_return.return_value
         status, stopped = getattr(result, "status", None), getattr(result, "stopped", False)
         if status == "completed":
             table = summary_table([read_run(Path(config.hydra.run.dir))])
@@ -122,16 +131,17 @@ class SweepSummary(Callback):
             raise SystemExit(1 if status == "failed" else 130)
 
 
-def begin_sweep(folder: Path, jobs: list[list[str]]) -> None:
-    """Write index.jsonl with every job as not started, and the command that runs it alone."""
+def begin_sweep(folder: Path, jobs: list[dict[str, Any]]) -> None:
+    """Write index.jsonl with every job as not started, and the command that runs it alone.
+
+    A job is its overrides, and what it is named by: attention, variant, seq_len, seed and starts.
+    """
     rows = []
-    for job, overrides in enumerate(jobs):
+    for number, job in enumerate(jobs):
         # an experiment may set hydra.mode=MULTIRUN, but this is a single run
-        own = ["hydra.mode=RUN", f"hydra.run.dir={folder.absolute() / str(job)}"]
-        command = shlex.join(["python", "train.py", *overrides, *own])
-        rows.append(
-            {"job": job, "overrides": overrides, "status": "not started", "command": command}
-        )
+        own = ["hydra.mode=RUN", f"hydra.run.dir={folder.absolute() / str(number)}"]
+        command = shlex.join(["python", "train.py", *job["overrides"], *own])
+        rows.append({"job": number, **job, "status": "not started", "command": command})
     _write_index(folder, rows)
 
 
@@ -158,8 +168,7 @@ def finish_sweep(folder: Path, code: int) -> NoReturn:
         run_dir = folder / str(row.get("job"))
         # a launcher that was stopped gives its jobs no time to report how they ended
         if row.get("status") == "not started" and run_dir.is_dir():
-            job = {"job": row["job"], "overrides": row["overrides"]}
-            write_index_row(folder, job | read_run(run_dir) | {"dir": run_dir.name})
+            write_index_row(folder, as_planned(row) | read_run(run_dir) | {"dir": run_dir.name})
     table = summary_table(read_sweep(folder))
     write_file(folder / "table.txt", f"{table}\n")  # first: printing may fail
     print(f"\n{table}")
@@ -172,7 +181,15 @@ def finish_sweep(folder: Path, code: int) -> NoReturn:
     for row in missing:
         print(f"  {row['command']}")
     print(f"{folder}\nreport: python -m scripts.report {shlex.quote(str(folder))}")
+    if any((folder / "wandb").glob("offline-run-*")):
+        print(f"wandb: wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*")
     raise SystemExit(code)
+
+
+def as_planned(row: dict[str, Any]) -> dict[str, Any]:
+    """Of a line of the index, what was known before the job began."""
+    keys = ("job", "overrides", "attention", "variant", "seq_len", "seed", "starts")
+    return {key: row[key] for key in keys if key in row}
 
 
 def own_folder(config: Any, kind: str) -> Path:
@@ -282,9 +299,14 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     own = {"evaluated_step": evaluated_step, "dir": str(run_dir)}
     summary = load_json(run_dir / "summary.json")
     if "status" in summary:
+        # an earlier version called the resident memory so
+        memory = {"memory/peak_gib", "memory/process_gib"} & summary.keys()
+        if summary.get("device") == "cpu" and memory == {"memory/peak_gib"}:
+            summary["memory/process_gib"] = summary.pop("memory/peak_gib")
         return summary | own
     config = load_yaml(run_dir / "config.yaml")
     attention = config.get("attention")
+    attention = attention if isinstance(attention, dict) else {"name": attention}
     last = {key: value for row in rows for key, value in row.items() if value is not None}
     figures = (
         "tokens",
@@ -296,7 +318,8 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     )
     run = {
         "status": "unfinished",
-        "attention": attention.get("name") if isinstance(attention, dict) else attention,
+        "attention": attention.get("name"),
+        "options": {key: attention[key] for key in BACKEND_OPTIONS if key in attention} or None,
         "seq_len": config.get("seq_len"),
         "seed": config.get("seed"),
         "steps_done": last.get("step"),
@@ -309,10 +332,10 @@ def read_run(run_dir: Path) -> dict[str, Any]:
 def summary_table(rows: list[dict[str, Any]]) -> str:
     """The runs as plain text, and below the table a line for every run that needs a remark.
 
-    The first columns are the settings in which the runs differ:
+    The first columns are what the runs are called; see training.names:
 
-        attention  seed  status     val/loss  val/loss_exact  tokens/s  steps alone  peak GiB
-        tiled      0     completed    1.7345          1.7345    12,410       15,725      0.36
+        variant             seed  status     val/loss  val/loss_exact  tokens/s  ...
+        tiled block_kv=16   0     completed    1.7345          1.7345    12,410
 
     tokens/s is by the wall clock. "steps alone" is the speed by which variants are compared; see
     training.throughput.WallClock.
@@ -323,18 +346,18 @@ def summary_table(rows: list[dict[str, Any]]) -> str:
         columns = {
             title: column for title, column in COLUMNS.items() if "accuracy" not in column[0]
         }
+    names = name_runs(rows)
     settings = differing_settings(rows)
-    names = list(dict.fromkeys(key for setting in settings for key in setting))
-    table = [[key.rpartition(".")[2] for key in names] + list(columns)]
+    sizes = [key for key in ("seq_len", "seed") if any(key in setting for setting in settings)]
+    table = [["variant", *sizes, *columns]]
     remarks = []
-    for row, setting in zip(rows, settings, strict=True):
+    for row, name, setting in zip(rows, names, settings, strict=True):
         cells = [_cell(row, *column) for column in columns.values()]
-        table.append([setting.get(name, "-") for name in names] + cells)
+        table.append([name.variant, *(setting.get(key, "-") for key in sizes), *cells])
         if text := remark(row):
-            job = " ".join(f"{key}={value}" for key, value in setting.items())
-            remarks.append(f"{job}: {row['status']}{when(row)}: {text}")
+            remarks.append(f"{name.run}: {row['status']}{when(row)}: {text}")
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    num_words = len(names) + 1  # settings and status are words, the other columns numbers
+    num_words = len(sizes) + 2  # variant, settings and status are words, the others numbers
     lines = [
         "  ".join(
             cell.ljust(width) if i < num_words else cell.rjust(width)
@@ -357,36 +380,6 @@ def is_stale(row: dict[str, Any]) -> bool:
     """Whether a run made steps after its last evaluation, so that it is not their result."""
     evaluated, done = row.get("evaluated_step"), row.get("steps_done")
     return isinstance(evaluated, int) and isinstance(done, int) and evaluated < done
-
-
-def differing_settings(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """For each run its attention, seq_len, seed and overrides, without those that all runs share.
-
-    Where nothing is left, the attention alone.
-    """
-    settings = []
-    for row in rows:
-        keys = [key for key in ("attention", "seq_len", "seed") if row.get(key) is not None]
-        setting = {key: str(row[key]) for key in keys}
-        unread = {"resume", "left_out", *(row.get("left_out") or {})}
-        for override in row.get("overrides") or []:
-            key, _, value = override.lstrip("+").partition("=")
-            if key not in unread:
-                setting[key] = unescaped(value)
-        if len(attention_steps(row)) > 1:
-            setting["attention"] = attention_in_words(row)
-        settings.append(setting)
-    shared = {
-        key
-        for setting in settings
-        for key in setting
-        if len({other.get(key) for other in settings}) == 1
-    }
-    return [
-        {key: value for key, value in setting.items() if key not in shared}
-        or {"attention": setting.get("attention", Path(row["dir"]).name)}
-        for setting, row in zip(settings, rows, strict=True)
-    ]
 
 
 def when(row: dict[str, Any]) -> str:
@@ -440,17 +433,43 @@ def _write_index(folder: Path, rows: list[dict[str, Any]]) -> None:
     write_file(folder / INDEX, "".join(json.dumps(strict(row), default=str) + "\n" for row in rows))
 
 
-def job_names(run_dir: Path) -> dict[str, Any]:
-    """The name, group and wandb folder of this job, for a logger: its overrides and its sweep."""
+def job_names(run_dir: Path, summary: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+    """What a logger is told of this job, besides its metrics: names, folder, tags and settings.
+
+    Of the settings, `variant` is the run's name without its sizes, and `curve` is what a chart
+    shows as one line, the mean of several seeds.
+    """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    job = HydraConfig.get()
+    job, sweep = HydraConfig.get(), run_dir.parent
     # a job that is resumed alone, or runs later, still belongs to its sweep
-    in_sweep = job.mode == RunMode.MULTIRUN or (run_dir.parent / INDEX).is_file()
-    named = [unescaped(override) for override in job_overrides() if key_of(override) != "left_out"]
+    in_sweep = job.mode == RunMode.MULTIRUN or (sweep / INDEX).is_file()
+    rows = {str(row.get("job")): row for row in _index_rows(sweep)}
+    names = name_run(summary | {"steps_done": None})  # with the switch that is still to come
+    if run_dir.name in rows:
+        names = dict(zip(rows, name_runs(list(rows.values())), strict=True))[run_dir.name]
+    left_out = (f"{key}: {why}" for key, why in (summary.get("left_out") or {}).items())
+    chosen = config.attention
+    own = (chosen.backend_name, chosen.switch_to, config.model.name, config.data.source)
     return {
-        "name": ",".join(named) or "default",
-        "group": run_dir.parent.name if in_sweep else None,
-        "wandb_dir": run_dir.parent if in_sweep else run_dir,
+        "name": names.run,
+        "group": group_name(sweep, job.runtime.choices.get("experiment")) if in_sweep else None,
+        "wandb_dir": sweep if in_sweep else run_dir,
+        # wandb takes no tag of more than 64 characters
+        "tags": [tag[:64] for tag in (*filter(None, own), f"seq{config.seq_len}")],
+        "run_config": asdict(config)
+        | {"variant": names.variant, "curve": f"{names.variant} seq_len={config.seq_len}"}
+        | {"left_out": "; ".join(left_out)},
+        "resume": config.resume is not None,
     }
+
+
+def group_name(sweep: Path, experiment: str | None) -> str:
+    """2026-11-22_21-09-10 break_it: when a sweep began, its folder's own name, and its recipe."""
+    stamp = f"{sweep.parent.name}_{sweep.name}"
+    if not re.fullmatch(r"[\d-]{10}_[\d-]{8}", stamp):
+        # the lock is as old as the sweep
+        began = time.localtime((sweep / LOCK).stat().st_mtime)
+        stamp = f"{time.strftime('%Y-%m-%d_%H-%M-%S', began)} {sweep.name}"
+    return f"{stamp} {experiment or ''}".strip()

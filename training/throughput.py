@@ -205,21 +205,22 @@ class Progress:
         )
         self._said = first_step, clock()  # step and time of the last line
 
-    def step(self, step: int) -> bool:
-        """Count `step` as done; whether the last line is `every` seconds old. The first step, which
-        compiles, starts the clock.
+    def step(self, step: int, *, row: bool = True) -> bool:
+        """Count `step` as done; whether a line is due: the last one is `every` seconds old, and
+        this step has a row of metrics, or four times as old. The first step, which compiles, starts
+        the clock.
         """
         now = self.clock()
         self._since = self._since or (step, now)
-        return now - self._said[1] >= self.every
+        return now - self._said[1] >= (self.every if row else 4 * self.every)
 
     def line(self, step: int, row: dict[str, Any]) -> str:
-        """The losses of a row of metrics, the speed since the last line by the wall clock, and the
-        time left where it is known.
+        """Step and tokens so far, the losses of a row of metrics, the speed since the last line by
+        the wall clock, and the time left where it is known.
         """
         (said_step, said), now = self._said, self.clock()
         self._said = step, now
-        parts = [f"step {step:>5}/{self.steps}"]
+        parts = [f"step {step:>5}/{self.steps}", f"{step * self.tokens_per_step:,} tokens"]
         parts += [
             f"{name} {value:.4f}"
             for name, value in row.items()

@@ -13,7 +13,15 @@ import torch
 from numpy.lib import NumpyVersion
 from torch import Tensor
 
-from attention.interface import AttentionOutput, Backend, Refusal, ScoreMod
+from attention.interface import (
+    AttentionOutput,
+    Backend,
+    Output,
+    Refusal,
+    ScoredOutput,
+    ScoreMod,
+    flag,
+)
 from attention.kernels.select import KERNELS, Choice, choose_kernel, why_not_hopper
 
 # looked up once: torch.compile cannot trace the look-up
@@ -37,7 +45,8 @@ def triton_attention(
     block_q: int = 0,
     block_kv: int = 0,
     kernel: str = "portable",
-) -> AttentionOutput:
+    return_max_score: bool | Tensor = False,
+) -> Output:
     """q (B, H, N, D); k, v (B, H_kv, M, D), any strides. block_q, block_kv: a tile size, or 0 for
     the one tuned for the device.
 
@@ -78,15 +87,16 @@ def triton_attention(
         )
     eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
     function = FlashAttention.apply if eager else flash_attention
-    out, lse = function(
-        q, k, v, lo, hi, params, causal, scale, mod, softmax, block_q, block_kv, kernel
-    )
-    return AttentionOutput(out, lse)
+    settings = (causal, scale, mod, softmax, block_q, block_kv, kernel, flag(return_max_score))
+    out, lse, max_score = function(q, k, v, lo, hi, params, *settings)
+    if return_max_score is False:
+        return AttentionOutput(out, lse)
+    return ScoredOutput(out, lse, max_score)
 
 
 def broken_triton_attention(
     *tensors: Tensor, softmax: str, detach_max: bool, impl: str, **arguments: Any
-) -> AttentionOutput:
+) -> Output:
     """A defect at the speed of the kernels, with the gradient of what it computes. It returns no
     lse: what the kernel saves is not the log-sum-exp.
 
@@ -95,7 +105,7 @@ def broken_triton_attention(
     assert impl == "triton"
     if softmax == "no_rescale" and detach_max:
         softmax = "no_rescale_detached"
-    return AttentionOutput(triton_attention(*tensors, softmax=softmax, **arguments).out)
+    return triton_attention(*tensors, softmax=softmax, **arguments)._replace(lse=None)
 
 
 def refusals(
@@ -176,6 +186,7 @@ TRITON = Backend(
             "document_ids",
             "score_mod",
             "lse",
+            "max_score",
         }
     ),
     options={"kernel": "auto"},
@@ -183,7 +194,7 @@ TRITON = Backend(
 )
 
 
-def broken_triton_backend(name: str, defect: str) -> Backend:
+def broken_triton_backend(name: str, defect: str | None) -> Backend:
     """attention=NAME attention.impl=triton: the softmax of that name in the kernels, in tiles of
     block_kv keys as in the tile loop.
     """

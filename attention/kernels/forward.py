@@ -143,13 +143,15 @@ def scores_of(
 
 @triton.jit
 def absorb_tile(
-    row_max, row_sum, acc, q, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi, M,
-    scale, scale_log2, params_ptr,
+    row_max, row_sum, acc, top, q, k_desc, v_desc, batch, head, kv_head, start, position, lo, hi,
+    M, scale, scale_log2, params_ptr,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, MASKED: tl.constexpr, SCORE_MOD: tl.constexpr,
-    MOVE_MAX: tl.constexpr,
+    MOVE_MAX: tl.constexpr, TOP: tl.constexpr,
     BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """OnlineSoftmax.update for the keys start : start + BLOCK_KV."""
+    """OnlineSoftmax.update for the keys start : start + BLOCK_KV. With TOP, top becomes the largest
+    score of each row: row_max need not be, since a broken softmax keeps something else there.
+    """
     k = load_tile(k_desc, batch, kv_head, start, BLOCK_KV, BLOCK_D)
     keys = start + tl.arange(0, BLOCK_KV)
     scores, _ = scores_of(
@@ -157,23 +159,27 @@ def absorb_tile(
         None], hi[:, None],
         batch, head, M, scale, scale_log2, params_ptr, CAUSAL, INTERVALS, MASKED, SCORE_MOD,
     )  # fmt: skip
-    row_max, shift, alpha = MOVE_MAX(row_max, tl.max(scores, 1), MASKED)
+    tile_max = tl.max(scores, 1)
+    if TOP:
+        top = tl.maximum(top, tile_max)
+    row_max, shift, alpha = MOVE_MAX(row_max, tile_max, MASKED)
     p = tl.exp2(scores - shift[:, None])
     row_sum = alpha * row_sum + tl.sum(p, 1)
     v = load_tile(v_desc, batch, kv_head, start, BLOCK_KV, BLOCK_D)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return row_max, row_sum, acc
+    return row_max, row_sum, acc, top
 
 
 @triton.jit(do_not_specialize=["section"])  # it depends on the lengths; do not recompile for each
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, lo_ptr, hi_ptr, params_ptr,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, top_ptr, lo_ptr, hi_ptr, params_ptr,
     stride_ob, stride_oh, stride_on, stride_interval,
     num_heads, groups, batch_heads, section, N, M, scale, scale_log2,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr, MOVE_MAX: tl.constexpr,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """top_ptr: where each row's largest score goes, or None."""
     # the last query tiles first: under a causal mask they are the longest, and short ones fill the
     # gaps at the end
     num_tiles = tl.cdiv(N, BLOCK_Q)
@@ -190,6 +196,7 @@ def forward_kernel(
     lo, hi = load_interval(lo_ptr, hi_ptr, rows, N, INTERVALS)
     q = load_tile(q_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
     row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    top = row_max
     row_sum = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
@@ -197,22 +204,27 @@ def forward_kernel(
         start_q, lo_ptr, hi_ptr, N, M, CAUSAL, INTERVALS, BLOCK_Q, BLOCK_KV
     )
     for start in tl.range(full_first, full_last, BLOCK_KV):
-        row_max, row_sum, acc = absorb_tile(
-            row_max, row_sum, acc, q, k_desc, v_desc, batch, head, kv_head, start, position, lo,
-            hi, M, scale, scale_log2, params_ptr,
-            CAUSAL, INTERVALS, False, SCORE_MOD, MOVE_MAX, BLOCK_KV, BLOCK_D, PRECISION,
+        row_max, row_sum, acc, top = absorb_tile(
+            row_max, row_sum, acc, top, q, k_desc, v_desc, batch, head, kv_head, start, position,
+            lo, hi, M, scale, scale_log2, params_ptr,
+            CAUSAL, INTERVALS, False, SCORE_MOD, MOVE_MAX, top_ptr is not None, BLOCK_KV,
+            BLOCK_D, PRECISION,
         )  # fmt: skip
     for step in tl.range(first, last - (full_last - full_first), BLOCK_KV):
         start = edge_tile(step, full_first, full_last, INTERVALS)
-        row_max, row_sum, acc = absorb_tile(
-            row_max, row_sum, acc, q, k_desc, v_desc, batch, head, kv_head, start, position, lo,
-            hi, M, scale, scale_log2, params_ptr,
-            CAUSAL, INTERVALS, True, SCORE_MOD, MOVE_MAX, BLOCK_KV, BLOCK_D, PRECISION,
+        row_max, row_sum, acc, top = absorb_tile(
+            row_max, row_sum, acc, top, q, k_desc, v_desc, batch, head, kv_head, start, position,
+            lo, hi, M, scale, scale_log2, params_ptr,
+            CAUSAL, INTERVALS, True, SCORE_MOD, MOVE_MAX, top_ptr is not None, BLOCK_KV,
+            BLOCK_D, PRECISION,
         )  # fmt: skip
 
     no_key = row_max == float("-inf")
     row_sum = tl.where(no_key, 1.0, row_sum)
     lse = (row_max + tl.log2(row_sum)) * 0.6931471805599453  # back to the natural logarithm
+    statistics = tl.cast(batch * num_heads + head, tl.int64) * N + rows
     out_ptr += tl.cast(batch, tl.int64) * stride_ob + tl.cast(head, tl.int64) * stride_oh
     store_tile(out_ptr, stride_on, start_q, N, acc / row_sum[:, None], D, BLOCK_Q, BLOCK_D)
-    tl.store(lse_ptr + tl.cast(batch * num_heads + head, tl.int64) * N + rows, lse, mask=rows < N)
+    tl.store(lse_ptr + statistics, lse, mask=rows < N)
+    if top_ptr is not None:
+        tl.store(top_ptr + statistics, top * 0.6931471805599453, mask=rows < N)

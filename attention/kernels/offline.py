@@ -62,6 +62,7 @@ def signature(
         },
         **({} if variant == "intervals" else dict.fromkeys(("lo_ptr", "hi_ptr", "ranges_ptr"))),
         **({} if variant == "score_mod" else {"params_ptr": None}),
+        **({} if variant == "top" else {"top_ptr": None}),
     }
     types, values, aligned = {}, {}, {}
     for i, name in enumerate(function.arg_names):
@@ -73,9 +74,8 @@ def signature(
                 f"{block_q if name in ('q_desc', 'do_desc') else block_kv}, {block_d}]>"
             )
         elif name.endswith("_ptr"):
-            types[name] = {"lse_ptr": "*fp32", "delta_ptr": "*fp32", "params_ptr": "*fp32"}.get(
-                name, f"*{dtype}"
-            )
+            statistics = ("lse_ptr", "top_ptr", "delta_ptr", "params_ptr")
+            types[name] = "*fp32" if name in statistics else f"*{dtype}"
             if name in ("lo_ptr", "hi_ptr", "ranges_ptr"):
                 types[name] = "*i32"
         else:

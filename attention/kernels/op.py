@@ -181,43 +181,53 @@ def flash_attention(
     block_q: int,
     block_kv: int,
     kernel_choice: str = "portable",
-) -> tuple[Tensor, Tensor]:
-    """out (B, H, N, D) and lse (B, H, N) float32 for q (B, H, N, D); k, v (B, H_kv, M, D).
+    look: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out (B, H, N, D), lse (B, H, N) and max_score (B, H) float32, for q (B, H, N, D); k, v (B,
+    H_kv, M, D).
 
     lo, hi: (B or 1, N) int32, the interval of keys each query sees; without them all, or by
     `causal`. score_mod: pkg.module:NAME of a @triton.jit function or "", params (float32) its
     numbers. softmax: a name in SOFTMAXES. block_q, block_kv: the tile, or 0 for the table's.
     kernel_choice: auto, portable or hopper, see select.py (inductor uses the name `kernel`).
+    max_score is computed where `look` holds True.
     """
     dtype = q.dtype
     q, k, v = readable(q), readable(k), readable(v)
     (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
     out = empty_heads(q)
     lse = q.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
+    top = torch.empty_like(lse) if look is not None and bool(look) else None  # a row's largest
     if runs_hopper(
         kernel_choice, q.device, q.dtype, head_dim, scale, score_mod, softmax, block_q or block_kv
     ):
         from attention.kernels.hopper import launch as hopper
 
-        hopper.forward(q, k, v, out, lse, lo, hi, causal=causal, scale=scale)
-        return out, lse
+        hopper.forward(q, k, v, out, lse, top, lo, hi, causal=causal, scale=scale)
+        return out, lse, largest(lse, top)
     groups, equal = num_heads // num_kv_heads, not causal and lo is None
     meta = constants("forward", q, causal, lo, score_mod, block_q, block_kv)
     grid = (tiles_of(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
     forward_kernel[grid](
         descriptor(q, meta["BLOCK_Q"]), descriptor(k, meta["BLOCK_KV"]), descriptor(v,
-        meta["BLOCK_KV"]), out, lse, lo, hi, params,
+        meta["BLOCK_KV"]), out, lse, top, lo, hi, params,
         *out.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
         section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=equal),
         num_queries, num_keys, scale, scale * math.log2(math.e),
         MOVE_MAX=SOFTMAXES[softmax].move_max, **meta,
     )  # fmt: skip
-    return out.to(dtype), lse
+    return out.to(dtype), lse, largest(lse, top)
+
+
+def largest(lse: Tensor, top: Tensor | None) -> Tensor:
+    """max_score (B, H) from `top` (B, H, N); of any value where nobody asked for it."""
+    return lse.new_empty(lse.shape[:2]) if top is None else top.amax(-1)
 
 
 @flash_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    lse, max_score = (q.new_empty(q.shape[:dims], dtype=torch.float32) for dims in (3, 2))
+    return empty_heads(q), lse, max_score
 
 
 @torch.library.custom_op("tilegpt::flash_attention_backward", mutates_args=())
@@ -316,19 +326,22 @@ def _(
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, lo, hi, params, *ctx.settings = inputs
+    q, k, v, lo, hi, params, *ctx.settings, _ = inputs
     ctx.packed = is_packed(q, k, v)  # here, as saved tensors may come back with other strides
     ctx.set_materialize_grads(False)  # no zeros for a gradient of lse, which few use
-    ctx.save_for_backward(q, k, v, *output, lo, hi, params)
+    ctx.save_for_backward(q, k, v, *output[:2], lo, hi, params)
 
 
-def _backward(ctx, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx, d_out: Tensor | None, d_lse: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
     q, k, v, out, *others = ctx.saved_tensors
     d_out = torch.zeros_like(out) if d_out is None else d_out
     gradients = flash_attention_backward(
         d_out, d_lse, q, k, v, out, *others, *ctx.settings, packed=ctx.packed
     )
-    return *unpacked(gradients, q.shape[1], k.shape[1]), *([None] * (3 + len(ctx.settings)))
+    # nothing flows to lo, hi, params, the settings and look
+    return *unpacked(gradients, q.shape[1], k.shape[1]), *([None] * (4 + len(ctx.settings)))
 
 
 flash_attention.register_autograd(_backward, setup_context=_save)
@@ -340,7 +353,7 @@ class FlashAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         output = flash_attention(*inputs)
         _save(ctx, inputs, output)
         return output

@@ -10,11 +10,14 @@ from statistics import median
 from typing import Any
 
 DOCUMENTS = {
-    "chapter": "a book chapter that builds tiled attention in PyTorch and breaks it on purpose",
-    "notebook": "from naive attention to a streaming softmax in PyTorch",
-    "exercise": "attention of one head in NumPy with hidden tests",
-    "guide": "a project guide with phases, benchmarks, pitfalls and interview questions",
-    "deep dive": "a derivation in NumPy with complexity, CUDA and quick checks",
+    "chapter": '"Flash Attention and tiled kernels", chapter 8 of the book *Under The Hood: Build '
+    "Every Layer of a Large Language Model from Scratch*",
+    "notebook": '"From Naïve Attention to FlashAttention (in Pure PyTorch)", a PyTorch notebook in '
+    "the form of a blog post",
+    "exercise": '"FlashAttention tiled forward", a coding exercise in NumPy with hidden tests',
+    "guide": '"Project 2: Implement Flash Attention (Memory-Efficient Attention)", a project guide '
+    "with phases, pitfalls and interview questions",
+    "deep dive": '"Flash Attention Concept -- Deep Dive", a derivation in NumPy',
 }
 Figures = dict[str, Any]  # numbers, strings, and dicts of them: what JSON can hold
 

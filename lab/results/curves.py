@@ -6,7 +6,7 @@ from typing import Any
 
 from attention import LIMITS
 from lab.results.tables import Row, groups
-from scripts.palette import BACKENDS
+from training.palette import BACKENDS
 
 WORDS = {"triton": "exact"}
 

@@ -2,12 +2,13 @@
 lab.results.
 """
 
+from itertools import accumulate
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from scripts.palette import BLUE, GREEN, ORANGE
 from scripts.verify import cells_of, mark, not_verified
+from training.palette import BLUE, GREEN, ORANGE
 from training.plot import plain_text
 
 # a red that no palette has, for what should not be
@@ -142,24 +143,32 @@ def draw_kills(data: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     rows, names = data["mutants"], data["properties"]
-    figure, axes = pyplot.subplots(figsize=(14, 0.22 * len(rows) + 1.9), layout="constrained")
-    for y, row in enumerate(rows):
+    texts = []
+    for row in rows:
+        says = f"No mistake: {row['survives']}" if row["survives"] else row["says"]
+        dtype = "" if row["dtype"] == "fp32" else f" ({row['dtype']})"
+        texts.append(fill(says + dtype, 75))
+    # a row is as high as its text, and lies in the middle of that
+    heights = [1 + 0.7 * text.count("\n") for text in texts]
+    ys = [bottom - height / 2 for bottom, height in zip(accumulate(heights), heights, strict=True)]
+    size = (14, 0.22 * sum(heights) + 1.9)
+    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+    for y, row, text in zip(ys, rows, texts, strict=True):
         survives = row["survives"]
         for x, name in enumerate(names):
             caught = name in row["killed_by"]
             color = BLUE if caught else GREEN if survives else "#d9d9d9"
             axes.plot(x, y, "s" if caught else ".", color=color, markersize=8)
-        says = f"No mistake: {survives}" if survives else row["says"]
-        dtype = "" if row["dtype"] == "fp32" else f" ({row['dtype']})"
-        look = {"size": 7, "color": GREEN} if survives else {"size": 8, "color": "black"}
-        axes.text(len(names), y, fill(says + dtype, 75), va="center", **look)
-    axes.set(xlim=(-0.7, len(names) + 13), ylim=(len(rows) - 0.3, -0.7))
-    names_above(axes, names, [row["name"] for row in rows], size=8)
+        look = {"size": 7.5, "color": "#00785a"} if survives else {"size": 8, "color": "black"}
+        axes.text(len(names), y, text, va="center", **look)
+    axes.set(xlim=(-0.7, len(names) + 13), ylim=(sum(heights) + 0.2, -0.2))
+    names_above(axes, names, [])
+    axes.set_yticks(ys, [row["name"] for row in rows], size=8)
     for name, tick in zip(names, axes.xaxis.get_major_ticks(), strict=True):
         tick.label2.set_weight("bold" if name in data["cover"] else "normal")
         tick.label2.set_size(9)
     axes.set_xlabel("square: caught; bold: these catch everything between them", loc="left")
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 

@@ -1,13 +1,15 @@
-"""Report on the runs of a sweep: one self-contained HTML page, and the same as Markdown.
+"""Report on the runs of a sweep: one self-contained HTML page.
 
-Reads what training left on disk and measures nothing itself. Loss under each run's own attention
-beside the loss of the same weights under exact attention, memory and speed, how runs broke,
-DIR/cross_eval.json where scripts.cross_eval wrote one, and where the numbers come from. Writes
-DIR/report.html, DIR/report.md and the Markdown's figures, DIR/report_figures/.
+Reads what training left on disk and measures nothing itself. It says which variant is best and what
+the difference is worth, what is suspicious, memory and speed, how runs broke, DIR/cross_eval.json
+where scripts.cross_eval wrote one, and where the numbers come from. Writes DIR/report.html.
 
     python -m scripts.report multirun/2026-01-31_12-00-00
 
-The arguments are sweeps, runs, or folders of either. out=FILE.html writes the page elsewhere.
+The arguments are sweeps, runs, or folders of either, and
+
+    out       FILE.html, to write the page elsewhere
+    baseline  the variant that the others are held against (naive, sdpa or tiled, whichever ran)
 """
 
 from dataclasses import dataclass
@@ -17,7 +19,8 @@ from scripts.arguments import command
 from scripts.report import sections as parts
 from scripts.report.drawing import variant_styles
 from scripts.report.matrix import cross_blocks
-from scripts.report.page import Card, Figure, Section, Table, Text, render_html, render_markdown
+from scripts.report.page import Section, Table, Text, render_html
+from scripts.report.ranking import rank
 from scripts.report.runs import Run, ended, load_runs
 from training.files import check_writable, write_file
 from training.sweep import not_started
@@ -26,6 +29,7 @@ from training.sweep import not_started
 @dataclass
 class Options:
     paths: list[Path]
+    baseline: str | None = None
     out: Path | None = None
 
 
@@ -37,44 +41,51 @@ def main(options: Options) -> None:
     runs = load_runs(options.paths)
     check_writable(out)
     left_out = sum(len(not_started(folder)) for folder in options.paths)
-    write_report(runs, cross_blocks(options.paths), out, left_out=left_out)
-    count = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
-    print(f"{count}: {out} and {out.with_suffix('.md').name}")
-
-
-def write_report(
-    runs: list[Run], cross_eval: list[Table | Text], out: Path, *, left_out: int = 0
-) -> None:
-    """The page, the Markdown beside it, and the Markdown's figures in a folder of their own.
-    left_out: jobs that were never started.
-    """
-    title, sections = parts.title(runs), build_report(runs, cross_eval, left_out=left_out)
-    folder = out.with_name(f"{out.stem}_figures")
-    folder.mkdir(parents=True, exist_ok=True)
-    # a figure of an earlier report must not pass for one of this
-    for earlier in folder.glob("*.png"):
-        earlier.unlink()
-    blocks = [block for section in sections for block in section.blocks]
-    for figure in [block.figure if isinstance(block, Card) else block for block in blocks]:
-        if isinstance(figure, Figure):
-            write_file(folder / f"{figure.name}.png", figure.drawing.png)
-    write_file(out, render_html(title, sections))
-    write_file(out.with_suffix(".md"), render_markdown(title, sections, folder.name))
+    sections = build_report(
+        runs, cross_blocks(options.paths), baseline=options.baseline, left_out=left_out
+    )
+    write_file(out, render_html(parts.title(runs), sections))
+    print(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}: {out}")
 
 
 def build_report(
-    runs: list[Run], cross_eval: list[Table | Text], *, left_out: int = 0
+    runs: list[Run],
+    cross_eval: list[Table | Text],
+    *,
+    baseline: str | None = None,
+    left_out: int = 0,
 ) -> list[Section]:
-    """Every section that has something to say."""
+    """Every section that has something to say. left_out: jobs that were never started."""
+    if baseline not in {None, *(run.variant for run in runs)}:
+        names = ", ".join(dict.fromkeys(run.variant for run in runs))
+        raise ValueError(f"baseline={baseline} is no variant of these runs; they are: {names}")
     styles = variant_styles(runs)
     order = list(styles)
-    runs = sorted(runs, key=lambda run: (order.index(run.variant), run.seq_len))
+    rankings = rank(runs, baseline)
+    places: dict[tuple[int, str], int] = {}
+    for ranking in rankings:
+        for variant in ranking.losses:
+            places.setdefault((ranking.seq_len, variant), len(places))
+
+    def place(run: Run) -> tuple[int, int, int]:
+        return (
+            run.seq_len,
+            places.get((run.seq_len, run.variant), len(places)),
+            order.index(run.variant),
+        )
+
+    runs = sorted(runs, key=place)
+    # "Not completed" has a failed job; its losses are drawn where it logged some
+    ran = [run for run in runs if run.status != "failed"]
+    drawn = [run for run in runs if run.status != "failed" or run.logged]
+    styles = {name: styles[name] for name in styles if name in {run.variant for run in drawn}}
     diverged = ended(runs, "diverged")
+    doubts = parts.suspicions(ran) + parts.warnings(runs, left_out=left_out)
     sections = [
-        Section("", [Text(text) for text in parts.at_a_glance(runs)]),
-        Section("", [Text(text, warning=True) for text in parts.warnings(runs, left_out=left_out)]),
-        Section("Variants", [parts.variant_table(runs, styles)]),
-        Section("Loss", parts.curve_figures(runs, styles)),
+        Section("", [Text(text) for text in parts.at_a_glance(runs, rankings)]),
+        Section("", [Text(text, warning=True) for text in doubts]),
+        Section("Variants", [parts.variant_table(ran, rankings)]),
+        Section("Loss", parts.curve_figures(drawn, styles)),
         Section("Trained under, evaluated under", cross_eval),
         Section(
             "Diverged",
@@ -88,9 +99,9 @@ def build_report(
             "Not completed",
             [parts.broken_table(ended(runs, "failed", "interrupted", "unfinished"))],
         ),
-        Section("Memory and speed", parts.cost_figures(runs, styles)),
-        Section("What else was logged", parts.other_figures(runs, styles)),
-        Section("Every run", [parts.run_table(runs)]),
+        Section("Memory and speed", parts.cost_figures(ran, styles)),
+        Section("What else was logged", parts.other_figures(drawn, styles)),
+        Section("Every run", [parts.run_table(ran)]),
         Section("Where the numbers come from", [parts.provenance(runs)]),
     ]
     for section in sections:

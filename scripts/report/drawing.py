@@ -1,30 +1,23 @@
 """The look of a report's figures, and their way to the page.
 
-A figure is drawn once, in the colours of light paper. In its SVG those colours become the page's
-CSS variables: the same picture follows the reader from light to dark and onto white paper. The
-Markdown file gets a PNG.
+A figure is panels, each drawn once in the colours of light paper and small enough for a phone. In
+their SVG the colours become the page's CSS variables: the same picture follows the reader from
+light to dark and onto white paper.
 """
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from scripts.palette import ON_DARK
 from scripts.report.runs import Run, in_order
+from training.palette import INK, variant_colors
 
-INK, SOFT, GRID, PAPER = "#1c1c1e", "#6a6a70", "#e4e4e8", "#ffffff"
-VARIABLES = {INK: "--ink", SOFT: "--soft", GRID: "--grid", PAPER: "--paper"} | {
-    color: f"--series-{i}" for i, color in enumerate(ON_DARK)
-}
+SOFT, GRID, PAPER = "#6a6a70", "#e4e4e8", "#ffffff"
+VARIABLES = {INK: "--ink", SOFT: "--soft", GRID: "--grid", PAPER: "--paper"}
 # without the marks of a diverged run (X) and of one that ran out of memory (s)
 MARKERS = "oD^vPh*<>p"
-
-
-class Drawing(NamedTuple):
-    svg: str  # one <svg> element without ids that another drawing has
-    png: bytes
 
 
 @dataclass
@@ -53,23 +46,25 @@ def variant_styles(runs: list[Run]) -> dict[str, Style]:
     # a run that failed at once does not say that its attention is a defect; another of the same
     # attention does
     defects = {run.summary.get("attention") for run in runs if run.is_defect}
-    is_defect = {run.variant: run.summary.get("attention") in defects for run in runs}
+    names = {run.variant: run.summary.get("attention", run.variant) for run in runs}
+    is_defect = {variant: name in defects for variant, name in names.items()}
     exact = len(is_defect) - sum(is_defect.values())
-    colors, styles = list(ON_DARK), {}
-    ordered = sorted(is_defect, key=lambda variant: (is_defect[variant], in_order(variant)))
+    ordered = sorted(names, key=lambda variant: (is_defect[variant], in_order(variant)))
+    colors = variant_colors({variant: names[variant] for variant in ordered})
+    styles = {}
     for i, variant in enumerate(ordered):
-        color, marker = colors[i % len(colors)], MARKERS[i % len(MARKERS)]
+        marker = MARKERS[i % len(MARKERS)]
         if is_defect[variant]:
-            styles[variant] = Style(color, marker, linestyle=(0, (4, 2)), linewidth=1.7)
+            styles[variant] = Style(colors[variant], marker, linestyle=(0, (4, 2)), linewidth=1.7)
         else:
             width = 1.5 + 2.5 * (exact - 1 - i) / max(1, exact - 1)
-            styles[variant] = Style(color, marker, linestyle="-", linewidth=width)
+            styles[variant] = Style(colors[variant], marker, linestyle="-", linewidth=width)
     return styles
 
 
-def render(name: str, draw: Callable[[], Any]) -> Drawing:
-    """Draw a matplotlib figure under the report's look. `name` keeps its ids apart from those of
-    other drawings.
+def render(name: str, draw: Callable[[], Iterable[Any]]) -> list[str]:
+    """Draw matplotlib figures under the report's look: one <svg> element each. `name` keeps their
+    ids apart from those of other drawings.
     """
     import matplotlib
 
@@ -86,50 +81,51 @@ def render(name: str, draw: Callable[[], Any]) -> Drawing:
         "axes.grid": True,
         "axes.titlelocation": "left",
         "axes.titlesize": 10.5,
-        "legend.frameon": False,
         "font.size": 10,
         # letters stay letters: they can be searched, copied and read aloud
         "svg.fonttype": "none",
-        "svg.hashsalt": name,
         # a dollar sign in a file name does not begin a formula
         "text.parse_math": False,
     }
     with matplotlib.rc_context(look):
-        figure = draw()
-        # the layout is the same for both
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")
-        svg, png = io.StringIO(), io.BytesIO()
-        figure.savefig(
-            svg, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
-        )
-        figure.savefig(png, format="png", dpi=150)
-    text = svg.getvalue()
+        return [_svg(f"{name}{i}", figure) for i, figure in enumerate(draw())]
+
+
+def _svg(name: str, figure: Any) -> str:
+    import matplotlib
+
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        metadata = {"Date": None, "Creator": None}
+        figure.savefig(file, format="svg", transparent=True, metadata=metadata)
+    text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{name}-", text)
-    text = re.sub("|".join(VARIABLES), lambda found: f"var({VARIABLES[found[0]]})", text)
-    return Drawing(text, png.getvalue())
+
+    def variable(found: re.Match) -> str:
+        color = found[2]
+        return f"{found[1]}var({VARIABLES.get(color) or '--c-' + color[1:]})"
+
+    return re.sub(r"((?:fill|stroke): )(#[0-9a-f]{6})", variable, text)
 
 
-def legend(figure: Any, styles: dict[str, Style], marks: dict[str, str]) -> None:
-    """The variants, and what the marks (by their meaning) on the curves say."""
+def legend(name: str, styles: dict[str, Style], marks: dict[str, str]) -> dict[str, str]:
+    """A sample as SVG by its words: the variants, and what the marks (by their meaning) say."""
+    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    handles = [
-        Line2D([], [], **style.line | {"linewidth": 2, "markersize": 6}, label=variant)
-        for variant, style in styles.items()
-    ]
     look = {"color": INK, "linestyle": "", "markersize": 8}
-    handles += [
-        Line2D([], [], **look, marker=marker, label=meaning) for meaning, marker in marks.items()
-    ]
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=min(4, len(handles)),
-        handlelength=3,
-        fontsize=9,
-    )
+    looks = {
+        variant: style.line | {"linewidth": 2, "markersize": 6} for variant, style in styles.items()
+    } | {meaning: look | {"marker": marker} for meaning, marker in marks.items()}
+
+    def draw() -> Iterable[Any]:
+        for sample in looks.values():
+            figure = Figure(figsize=(0.5, 0.18))
+            figure.add_artist(Line2D([0, 0.5, 1], [0.5] * 3, **sample, markevery=[1]))
+            yield figure
+
+    return dict(zip(looks, render(f"{name}_legend", draw), strict=True))
 
 
 def short(value: float, _: Any = None) -> str:

@@ -1,18 +1,19 @@
-"""The figures of a report. Each function returns a matplotlib figure; scripts/report/drawing.py
-takes it to the page.
+"""The figures of a report. Each function returns its panels as matplotlib figures;
+scripts/report/drawing.py takes them to the page.
 """
 
-import math
 from collections.abc import Sequence
+from math import floor, log2
 from statistics import fmean
 from typing import Any
 
 from attention import LIMITS
-from scripts.report.drawing import INK, PAPER, SOFT, Style, legend, short
+from scripts.report.drawing import INK, PAPER, SOFT, Style, short
 from scripts.report.runs import Run
 
 # past these scores exp overflows; bfloat16 has float32's range
 FLOAT16_LIMIT, FLOAT32_LIMIT = min(LIMITS.values()), max(LIMITS.values())
+OTHER_POINTS = 5  # of a curve besides the losses; these have one from the second point on
 # drawn elsewhere, or no more than bookkeeping
 DRAWN = {"step", "tokens", "seconds", "lr", "mfu", "tokens_per_sec", "step_tokens_per_sec"}
 DRAWN |= {"train/loss", "val/loss", "val/loss_exact", "val/accuracy", "val/accuracy_exact"}
@@ -26,49 +27,52 @@ def curve_lengths(runs: list[Run], *metrics: str) -> list[int]:
     return sorted({run.seq_len for run in runs if not set(metrics).isdisjoint(run.logged)})
 
 
-def draw_curves(
-    runs: list[Run], styles: dict[str, Style], metric: str, train_metric: str | None
-) -> Any:
-    """A row a sequence length: on the left each variant as it computes, on the right the same
-    weights under exact attention.
-    """
+def _panel(width: float, height: float) -> tuple[Any, Any]:
+    """A figure of its own, and its axes."""
     from matplotlib.figure import Figure
 
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def draw_curves(
+    runs: list[Run], styles: dict[str, Style], metric: str, train_metric: str | None
+) -> list[Any]:
+    """For each sequence length a panel with each variant as it computes, and one with the same
+    weights under exact attention.
+    """
     exact_metric = f"{metric}_exact"
     lengths = curve_lengths(runs, metric, *([train_metric] if train_metric else []))
     has_exact = any(run.curve(exact_metric) for run in runs)
-    columns = [metric, exact_metric] if has_exact else [metric]
-    size = (9.6, (3.5 if len(lengths) < 4 else 2.7) * len(lengths) + 0.4)
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(len(lengths), len(columns), sharey="row", sharex="row", squeeze=False)
-    for row, seq_len in zip(grid, lengths, strict=True):
+    figures = []
+    for seq_len in lengths:
         here = [run for run in runs if run.seq_len == seq_len]
-        for axes, column in zip(row, columns, strict=True):
+        limits = _limits(here, metric, train_metric)
+        length = f", seq_len={seq_len:,}" if seq_len else ""
+        titles = {metric: f"{metric}: own attention{length}"}
+        if has_exact:
+            titles[exact_metric] = f"{exact_metric}: under exact attention{length}"
+        for column, title in titles.items():
+            figure, axes = _panel(4.7, 3.4)
+            figures.append(figure)
             for variant, style in styles.items():
                 group = [run for run in here if run.variant == variant]
                 draw_seeds(axes, [run.curve(column) for run in group], style)
                 for tokens in set().union(*(run.switches for run in group)):
                     dotted = {"linewidth": 1, "linestyle": (0, (1, 2)), "zorder": 2}
                     axes.axvline(tokens, color=style.color, **dotted)
-                if train_metric and axes is row[0]:
+                if train_metric and column == metric:
                     mean, _, rest = over_seeds([run.curve(train_metric) for run in group])
                     faint = {"color": style.color, "alpha": 0.3, "linewidth": 0.8, "zorder": 1}
                     for curve in [mean, *rest]:
                         axes.plot(*_xy(curve), **faint)
-            axes.set_xlabel("training tokens")
+            axes.set(xlabel="training tokens", title=title, ylim=limits)
+            axes.set_ylabel("nats per token" if "loss" in metric else metric.rpartition("/")[2])
             axes.xaxis.set_major_formatter(short)
-        own = row[0]
-        _limit(own, here, metric, train_metric)
-        for run in here:
-            curve = (run.curve(train_metric) if train_metric else {}) | run.curve(metric)
-            _mark_end(own, run, curve, styles[run.variant])
-        length = f", seq_len={seq_len:,}" if seq_len else ""
-        own.set_title(f"{metric}: own attention{length}")
-        own.set_ylabel("nats per token" if metric == "val/loss" else metric.rpartition("/")[2])
-        if has_exact:
-            row[1].set_title(f"{exact_metric}: same weights, exact attention")
-    legend(figure, styles, _end_marks(runs))
-    return figure
+            for run in here if column == metric else ():
+                curve = (run.curve(train_metric) if train_metric else {}) | run.curve(metric)
+                _mark_end(axes, run, curve, styles[run.variant])
+    return figures
 
 
 def over_seeds(
@@ -124,17 +128,16 @@ def _mark_end(axes: Any, run: Run, curve: dict[float, float], style: Style) -> N
     axes.plot([tokens], [height], marker, **look, zorder=5, clip_on=False)
 
 
-def _end_marks(runs: list[Run]) -> dict[str, str]:
+def end_marks(runs: list[Run]) -> dict[str, str]:
     statuses = {run.status for run in runs if run.metrics}
     marks = {words: marker for status, (marker, words) in END_MARKS.items() if status in statuses}
     return marks | ({"attention switched": "|"} if any(run.switches for run in runs) else {})
 
 
-def _limit(axes: Any, runs: list[Run], metric: str, train_metric: str | None) -> None:
+def _limits(runs: list[Run], metric: str, train_metric: str | None) -> tuple[float, float]:
     """Limits that neither the untrained model nor a diverging curve stretches."""
     if "accuracy" in metric:
-        axes.set_ylim(-0.02, 1.02)
-        return
+        return -0.02, 1.02
 
     def curves(runs: list[Run], *metrics: str | None) -> list[list[float]]:
         return [list(run.curve(name).values()) for run in runs for name in metrics if name]
@@ -148,28 +151,27 @@ def _limit(axes: Any, runs: list[Run], metric: str, train_metric: str | None) ->
     bottom = min(x for values in everything for x in values)
     top = max(x for values in learnt for x in values)
     height = top - bottom or 1
-    axes.set_ylim(bottom - 0.05 * height, top + 0.06 * height)
+    return bottom - 0.05 * height, top + 0.06 * height
 
 
 def other_metrics(runs: list[Run]) -> list[str]:
     """What else the runs logged often enough for a curve, whatever its name."""
-    names = dict.fromkeys(name for run in runs for name in run.logged)
+    names = dict.fromkeys(
+        name for run in runs for name in run.logged if len(run.curve(name)) >= OTHER_POINTS
+    )
     return [name for name in names if name not in DRAWN and not name.startswith("memory/")]
 
 
-def draw_others(runs: list[Run], styles: dict[str, Style]) -> Any:
+def draw_others(runs: list[Run], styles: dict[str, Style]) -> list[Any]:
     """A small panel a metric (and sequence length): mean and band over seeds."""
-    from matplotlib.figure import Figure
-
     panels = [
         (metric, length) for metric in other_metrics(runs) for length in curve_lengths(runs, metric)
     ]
-    columns = min(3, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(9.6 if columns > 1 else 5, 2.5 * rows + 0.4), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False).flatten()
     lengths = {seq_len for _, seq_len in panels}
-    for axes, (metric, seq_len) in zip(grid, panels, strict=False):
+    figures = []
+    for metric, seq_len in panels:
+        figure, axes = _panel(3.1, 2.4)
+        figures.append(figure)
         here = [run for run in runs if run.seq_len == seq_len and metric in run.logged]
         for variant, style in styles.items():
             draw_seeds(axes, [run.curve(metric) for run in here if run.variant == variant], style)
@@ -181,10 +183,7 @@ def draw_others(runs: list[Run], styles: dict[str, Style]) -> Any:
         axes.tick_params(labelsize=8)
         axes.xaxis.set_major_formatter(short)
         axes.xaxis.set_major_locator(_few_ticks())
-    for axes in grid[len(panels) :]:
-        axes.set_visible(False)
-    legend(figure, styles, {})
-    return figure
+    return figures
 
 
 def _scale(axes: Any, values: Sequence[float]) -> None:
@@ -221,13 +220,11 @@ def draw_limits(axes: Any, largest: float) -> None:
         axes.annotate(f"{FLOAT32_LIMIT:.2f} float32, bfloat16", (0.01, FLOAT32_LIMIT), **look)
 
 
-def draw_history(history: dict[float, float], bad_step: float | None, style: Style) -> Any:
+def draw_history(history: dict[float, float], bad_step: float | None, style: Style) -> list[Any]:
     """The largest score over the steps of one run that diverged."""
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(4.4, 1.9), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _panel(4.4, 1.9)
     marker = "o" if len(history) < 12 else None
     axes.plot(*_xy(history), color=style.color, linewidth=1.6, marker=marker, markersize=3)
     _scale(axes, list(history.values()))
@@ -238,7 +235,7 @@ def draw_history(history: dict[float, float], bad_step: float | None, style: Sty
     axes.set_xlabel("step", fontsize=8.5)
     axes.set_title("largest score", fontsize=9)
     axes.tick_params(labelsize=8)
-    return figure
+    return [figure]
 
 
 def cost_lengths(runs: list[Run]) -> list[int]:
@@ -255,12 +252,10 @@ def cost_lengths(runs: list[Run]) -> list[int]:
     )
 
 
-def draw_cost(runs: list[Run], styles: dict[str, Style]) -> Any:
+def draw_cost(runs: list[Run], styles: dict[str, Style]) -> list[Any]:
     """Peak memory and speed: against the sequence length where there are several, else a bar a
     variant.
     """
-    from matplotlib.figure import Figure
-
     lengths = cost_lengths(runs)
     runs = [run for run in runs if run.seq_len in lengths]
     costs = {
@@ -269,25 +264,22 @@ def draw_cost(runs: list[Run], styles: dict[str, Style]) -> Any:
             run: run.figure("step_tokens_per_sec") for run in runs
         },
     }
-    costs = {title: values for title, values in costs.items() if any(values.values())}
     shown = {run.variant for run in runs}
     variants = {name: style for name, style in styles.items() if name in shown}
-    height = 4.2 if len(lengths) > 1 else 0.9 + 0.34 * len(variants)
-    figure = Figure(figsize=(9.6 if len(costs) > 1 else 6.4, height), layout="constrained")
-    grid = figure.subplots(1, len(costs), squeeze=False, sharey=len(lengths) == 1)[0]
-    for axes, (title, values) in zip(grid, costs.items(), strict=True):
+    figures = []
+    for title, values in costs.items():
+        if not any(values.values()):
+            continue
+        figure, axes = _panel(4.7, 3.6 if len(lengths) > 1 else 0.7 + 0.34 * len(variants))
+        figures.append(figure)
         axes.set_title(title)
         if len(lengths) > 1:
             _draw_cost_lines(axes, styles, values, lengths)
         else:
             _draw_cost_bars(axes, variants, values)
-    if len(lengths) > 1:
-        ran_out = any(run.status == "oom" for run in runs)
-        legend(figure, styles, {"out of memory": "X"} if ran_out else {})
-    else:
-        grid[0].set_yticks(range(len(variants)), variants)
-        grid[0].invert_yaxis()
-    return figure
+            axes.set_yticks(range(len(variants)), variants)
+            axes.invert_yaxis()
+    return figures
 
 
 def _draw_cost_lines(
@@ -315,6 +307,10 @@ def _draw_cost_lines(
     axes.xaxis.set_major_locator(FixedLocator(lengths))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.xaxis.set_minor_locator(NullLocator())
+    drawn = [value for value in values.values() if value]
+    # whole powers of two, so that there are ticks
+    low, high = (floor(log2(value)) for value in (min(drawn), max(drawn)))
+    axes.set_ylim(2**low, 2 ** (high + 1))
     axes.yaxis.set_major_locator(LogLocator(base=2))
     axes.yaxis.set_major_formatter(short)
     axes.yaxis.set_minor_locator(NullLocator())

@@ -6,6 +6,7 @@ from typing import Any
 
 from scripts.cross_eval_matrix import Matrix, build_matrices, read_rows, reasons
 from scripts.report.page import Table, Text
+from training.resume import load_yaml
 from training.sweep import load_json
 
 
@@ -26,6 +27,9 @@ def cross_blocks(dirs: Sequence[Path]) -> list[Table | Text]:
                         "run cross_eval again."
                     )
                     blocks.append(Text(text, warning=True))
+                if others := judged_on(folder, found):
+                    text = f"cross_eval judged on other held-out sequences than {others}."
+                    blocks.append(Text(f"{text} Run it again for the same figures.", warning=True))
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 # without the reason: it would name a path of this machine
                 text = (
@@ -46,24 +50,39 @@ def cross_blocks(dirs: Sequence[Path]) -> list[Table | Text]:
     return blocks + [Text(reason) for reason in reasons(rows)]
 
 
+def _run_dir(folder: Path, run: str) -> Path | None:
+    """Where the run of a row lies; None for one that is not here."""
+    if (folder / run).is_dir():
+        return folder / run
+    # a single run's file lies in its own folder
+    return folder if run == folder.resolve().name else None
+
+
 def trained_on(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
     """The runs of the rows, below `folder`, whose weights have been trained on since they were
     judged.
     """
     found = []
     for run, step in dict.fromkeys((row["run"], row.get("step")) for row in rows):
-        # a single run's file lies in its own folder
-        run_dir = folder / run if (folder / run).is_dir() else folder
+        if (run_dir := _run_dir(folder, run)) is None or step is None:
+            continue
         summary = load_json(run_dir / "summary.json")
         # a diverged run has done more steps than its checkpoint; a copy may come without it
         now = load_json(run_dir / "checkpoint" / "meta.json").get("step", summary.get("steps_done"))
-        if (
-            (run_dir != folder or run == folder.resolve().name)
-            and step is not None
-            and now not in (None, step)
-        ):
+        if now not in (None, step):
             found.append(f"{run} (step {now}, judged at {step})")
     return found
+
+
+def judged_on(folder: Path, rows: list[dict[str, Any]]) -> str:
+    """The runs that were judged on another number of sequences than they evaluate on."""
+    found = []
+    for run, sequences in dict.fromkeys((row["run"], row["sequences"]) for row in rows):
+        run_dir = _run_dir(folder, run)
+        own = load_yaml(run_dir / "config.yaml").get("eval_sequences") if run_dir else None
+        if None not in (own, sequences) and own != sequences:
+            found.append(f"{run} ({own}, judged on {sequences})")
+    return ", ".join(found)
 
 
 def _table(matrix: Matrix) -> Table:

@@ -1,7 +1,7 @@
-"""How a report is written down: the same blocks as one self-contained HTML page and as Markdown.
+"""How a report is written down: blocks as one self-contained HTML page.
 
-The page holds everything in one file and asks nothing of a network: for a phone as for a screen,
-light, dark or printed. All text passes through one function a language, which escapes it.
+The page asks nothing of a network: for a phone as for a screen, light, dark or printed. All text is
+escaped.
 """
 
 import re
@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from scripts.palette import ON_DARK
-from scripts.report.drawing import Drawing
+from training.palette import ON_DARK, mixed
 
 
 @dataclass
@@ -21,10 +20,10 @@ class Text:
 
 @dataclass
 class Figure:
-    name: str  # of its file beside the Markdown
     title: str  # what it shows, for those who cannot see it
     caption: str
-    drawing: Drawing
+    panels: list[str]  # as SVG
+    legend: dict[str, str] = field(default_factory=dict)  # a sample as SVG, by its words
 
 
 @dataclass
@@ -58,14 +57,14 @@ class Section:
     blocks: list[Text | Figure | Table | Card] = field(default_factory=list)
 
 
-def _style() -> str:
+def _style(body: str) -> str:
     """page.css, and the colours of the figures as variables: on light paper, on dark."""
-    light, dark = (
-        ":root { " + " ".join(f"--series-{i}: {color};" for i, color in enumerate(colors)) + " }"
-        for colors in (ON_DARK, ON_DARK.values())
-    )
+    colors = sorted(set(re.findall(r"var\(--c-([0-9a-f]{6})\)", body)))
+    light = " ".join(f"--c-{color}: #{color};" for color in colors)
+    dark = " ".join(f"--c-{color}: {mixed(f'#{color}', ON_DARK)};" for color in colors)
     rules = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    return f"{rules}{light}\n@media screen and (prefers-color-scheme: dark) {{ {dark} }}\n"
+    on_dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+    return f"{rules}:root {{ {light} }}\n{on_dark}\n"
 
 
 def render_html(title: str, sections: list[Section]) -> str:
@@ -78,7 +77,7 @@ def render_html(title: str, sections: list[Section]) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_style()}</style></head>"
+        f"<title>{escape(title)}</title><style>{_style(body)}</style></head>"
         f"<body>\n<h1>{escape(title)}</h1>\n{body}</body></html>\n"
     )
 
@@ -89,7 +88,7 @@ def _html(block: Text | Figure | Table | Card) -> str:
             return f"<p{' class=warn' * block.warning}>{escape(block.text)}</p>"
         case Figure():
             caption = f"<figcaption>{escape(block.caption)}</figcaption>" if block.caption else ""
-            return f"<figure>{_svg(block)}{caption}</figure>"
+            return f"<figure>{_panels(block)}{caption}</figure>"
         case Table():
             return _html_table(block)
         case Card():
@@ -100,19 +99,25 @@ def _html(block: Text | Figure | Table | Card) -> str:
             text = f"<h3>{escape(block.title)}</h3><p>{escape(block.sentence)}</p>" + (
                 f"<dl>{facts}</dl>" if facts else ""
             )
-            figure = _svg(block.figure) if block.figure else ""
+            figure = _panels(block.figure) if block.figure else ""
             return f'<div class="card"><div>{text}</div>{figure}</div>'
 
 
-def _svg(figure: Figure) -> str:
-    # never larger than drawn, so that letters keep their size; a large one scrolls rather than
-    # shrink until nobody can read it
-    width = float(re.search(r'width="([\d.]+)pt"', figure.drawing.svg)[1])
-    attributes = (
-        f'role="img" aria-label="{escape(figure.title)}" style="max-width: {width}pt; min-width: '
-        f'{432 if width > 432 else 0}pt"'
+def _panels(figure: Figure) -> str:
+    """The panels beside one another, or below where the window is narrow, and the legend."""
+    panels = []
+    for number, svg in enumerate(figure.panels, 1):
+        # never larger than drawn, so that letters keep their size
+        width = re.search(r'width="([\d.]+)pt"', svg)[1]
+        title = figure.title + (f", panel {number}" if len(figure.panels) > 1 else "")
+        shown = f'role="img" aria-label="{escape(title)}" style="max-width: {width}pt"'
+        panels.append(svg.replace("<svg", f"<svg {shown}", 1))
+    samples = "".join(
+        f"<li>{svg.replace('<svg', '<svg aria-hidden=true', 1)}{escape(words)}</li>"
+        for words, svg in figure.legend.items()
     )
-    return f'<div class="wide">{figure.drawing.svg.replace("<svg", f"<svg {attributes}", 1)}</div>'
+    legend = f'<ul class="legend">{samples}</ul>' if samples else ""
+    return f'<div class="panels">{"".join(panels)}</div>{legend}'
 
 
 def _html_table(table: Table) -> str:
@@ -135,41 +140,3 @@ def _html_table(table: Table) -> str:
     kind = ' class="heat"' if table.shares else ""
     body = f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody>"
     return f'<div class="wide"><table{kind}>{body}</table></div>'
-
-
-def render_markdown(title: str, sections: list[Section], figures: str) -> str:
-    """The same blocks; `figures` is the folder of the PNG files beside the Markdown file."""
-    parts = [f"# {_plain(title)}"]
-    for section in sections:
-        parts += [f"## {_plain(section.title)}"] if section.title else []
-        parts += [_markdown(block, figures) for block in section.blocks]
-    return "\n\n".join(parts) + "\n"
-
-
-def _markdown(block: Text | Figure | Table | Card, figures: str) -> str:
-    match block:
-        case Text():
-            return f"> {_plain(block.text)}" if block.warning else _plain(block.text)
-        case Figure():
-            return f"![{_plain(block.title)}](<{figures}/{block.name}.png>)" + (
-                f"\n\n{_plain(block.caption)}" if block.caption else ""
-            )
-        case Table():
-            rule = [":---" if block.kind(i) else "---:" for i in range(len(block.head))]
-            rows = [[_plain(cell) for cell in row] for row in (block.head, *block.rows)]
-            lines = [rows[0], rule, *rows[1:]]
-            return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        case Card():
-            text = f"### {_plain(block.title)}\n\n{_plain(block.sentence)}"
-            facts = [f"- {_plain(key)}: {_plain(value)}" for key, value in block.facts.items()]
-            if facts:
-                text += "\n\n" + "\n".join(facts)
-            return f"{text}\n\n{_markdown(block.figure, figures)}" if block.figure else text
-
-
-def _plain(text: str) -> str:
-    """Text that no Markdown reader takes for a mark-up, a tag or the end of a cell."""
-    text = " ".join(text.split())
-    for sign in "\\`*_[]|":
-        text = text.replace(sign, f"\\{sign}")
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from training.files import read_metrics
-from training.resume import attention_in_words, attention_steps
-from training.sweep import differing_settings, is_stale, load_json, read_sweep
+from training.names import attention_steps, name_runs
+from training.resume import load_yaml
+from training.sweep import is_stale, load_json, read_sweep
 
-MIN_POINTS = 5  # of a curve worth drawing: runs of three steps, made to measure memory, have none
+MIN_POINTS = 2  # of a curve
 
 
 def number(value: Any) -> float | None:
@@ -37,8 +38,8 @@ class Run:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     env: dict[str, Any] = field(default_factory=dict)
     place: str = ""  # its folder, relative to the folder reported on
-    # what is compared: the attention, and every other override in which the runs differ
-    variant: str = ""
+    variant: str = ""  # what is compared; see training.names
+    eval_sequences: int = 0  # held-out sequences that its losses are means over; 0: not known
     damage: str = ""  # what is missing of its files, or of what is in them
     name: str = ""  # the variant, seq_len and seed: no two runs of a report share one
 
@@ -49,6 +50,31 @@ class Run:
     @property
     def is_defect(self) -> bool:
         return bool(self.summary.get("defect"))
+
+    @property
+    def claims_exact(self) -> bool:
+        """Older runs do not say it; of these every one without a defect does."""
+        return not self.is_defect and self.summary.get("exact") is not False
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether it computes softmax attention, or is a defect of it."""
+        return self.is_defect or self.claims_exact
+
+    @property
+    def judged_by(self) -> str:
+        return "val/loss_exact" if self.is_softmax else "val/loss"
+
+    @property
+    def tokens(self) -> float:
+        return self.figure("tokens") or 0
+
+    @property
+    def compares_by(self) -> tuple[Any, ...]:
+        """Runs compare where this is equal, besides the seeds."""
+        trained = self.tokens or self.figure("steps_done") or 0
+        data = str(self.env.get("data_fingerprint"))
+        return self.seq_len, trained, self.eval_sequences, data
 
     @property
     def seq_len(self) -> int:
@@ -104,9 +130,8 @@ def load_runs(dirs: Sequence[Path]) -> list[Run]:
             "a metrics.jsonl"
         )
     runs = [_load(path, row) for path, row in summaries.items()]
-    for run, variant in zip(runs, _variants(runs), strict=True):
-        run.variant = variant
-    _name(runs)
+    for run, names in zip(runs, name_runs([run.summary for run in runs]), strict=True):
+        run.variant, run.name = names
     top = dirs[0].resolve()
     for run, path in zip(runs, summaries, strict=True):
         # without the path of this machine: a report is passed on
@@ -131,7 +156,9 @@ def _load(path: Path, summary: dict[str, Any]) -> Run:
         metrics = []
         summary.setdefault("error", f"metrics.jsonl cannot be read: {error.strerror}")
     damage = "; ".join(_damages(path, summary, metrics))
-    return Run(summary, metrics, load_json(path / "env.json"), damage=damage)
+    judged_on = number(load_yaml(path / "config.yaml").get("eval_sequences"))
+    env = load_json(path / "env.json")
+    return Run(summary, metrics, env, damage=damage, eval_sequences=int(judged_on or 0))
 
 
 def _damages(path: Path, summary: dict[str, Any], metrics: list[dict[str, Any]]) -> Iterator[str]:
@@ -157,43 +184,3 @@ def _damages(path: Path, summary: dict[str, Any], metrics: list[dict[str, Any]])
         yield f"metrics.jsonl ends at step {steps[-1]:,} of {done:,.0f}"
     elif lines != len(metrics):
         yield "a line of metrics.jsonl is torn"
-
-
-def _given(run: Run, key: str) -> str | None:
-    """What the command line said of a key, if it did."""
-    values = dict(x.partition("=")[::2] for x in reversed(run.summary["overrides"]))
-    return values.get(key)
-
-
-def _variants(runs: list[Run]) -> list[str]:
-    dropped = {"attention", "seq_len", "seed"}
-    # a run that was resumed for more steps stays with its variant
-    fresh = [run for run in runs if not _given(run, "resume")]
-    if len(fresh) < len(runs) and len({_given(run, "steps") for run in fresh}) < 2:
-        dropped.add("steps")
-    names = []
-    for run, setting in zip(runs, differing_settings([run.summary for run in runs]), strict=True):
-        words = [Path(run.summary["dir"]).name]
-        if run.summary.get("attention"):
-            words = [attention_in_words(run.summary)]
-        switched = len(attention_steps(run.summary)) > 1
-        in_words = {"attention.switch_at", "attention.switch_to"} if switched else set()
-        for key, value in setting.items():
-            if key not in dropped | in_words:
-                words.append(f"{key.rpartition('.')[2]}={value}")
-        names.append(" ".join(words))
-    return names
-
-
-def _name(runs: list[Run]) -> None:
-    for run in runs:
-        run.name = run.variant
-    for key in ("seq_len", "seed"):
-        if len({str(run.summary.get(key)) for run in runs}) > 1:
-            for run in runs:
-                if run.summary.get(key) is not None:
-                    run.name += f" {key}={run.summary[key]}"
-    names = [run.name for run in runs]
-    for run in runs:
-        if names.count(run.name) > 1:
-            run.name += f" ({Path(run.summary['dir']).name})"

@@ -4,11 +4,10 @@ figures.
 
 import math
 from collections.abc import Iterable
-from itertools import product
-from statistics import fmean
 from typing import Any
 
-from scripts.report.drawing import Style, render
+from attention import LIMITS, dtype_name
+from scripts.report.drawing import Style, legend, render
 from scripts.report.figures import (
     FLOAT16_LIMIT,
     cost_lengths,
@@ -17,10 +16,12 @@ from scripts.report.figures import (
     draw_curves,
     draw_history,
     draw_others,
+    end_marks,
     other_metrics,
 )
 from scripts.report.page import Card, Figure, Table, Text
-from scripts.report.runs import MIN_POINTS, Run, ended, in_order, number
+from scripts.report.ranking import Ranking, answer
+from scripts.report.runs import Run, ended, in_order, number
 from scripts.tables import mean_and_deviation
 from training.resume import changes_in_words
 from training.sweep import remark
@@ -30,6 +31,10 @@ SPEEDS = (
     "checkpoints. "
     "In the tables it stands beside tokens/s, which is by the wall clock with all of these."
 )
+# exact attentions of this project differed by 0.00008 nats at most, in bfloat16
+SAME_LOSS, FAR_APART = 0.001, 0.05
+SCORE_LIMITS = {dtype_name(dtype): limit for dtype, limit in LIMITS.items()}
+NEAR = 0.8  # of a limit
 HELD_OUT = ("val/loss", "val/loss_exact", "val/accuracy")
 
 
@@ -39,31 +44,52 @@ def title(runs: list[Run]) -> str:
     return f"{words}: {_count(len(runs), 'run')}" if len(runs) > 1 else words
 
 
-def at_a_glance(runs: list[Run]) -> list[str]:
+def at_a_glance(runs: list[Run], rankings: list[Ranking]) -> list[str]:
+    """Which variant is best, and how the runs ended."""
+    several = len({run.seq_len for run in runs}) > 1
+    texts = []
+    for ranking in rankings:
+        where = f" at seq_len={ranking.seq_len:,}" if several else ""
+        text = answer(ranking, where=where)
+        texts.append(text if ranking.metric != "val/loss" else f"Not softmax: {text}")
     variants = {run.variant for run in runs}
     seeds = {str(run.summary.get("seed")) for run in runs}
     shape = f"{_count(len(runs), 'run')} of {_count(len(variants), 'variant')}"
     if len(seeds) > 1:
         shape += f" and {_count(len(seeds), 'seed')}"
-    texts = [f"{shape}: {_outcomes(runs)}."]
-    judged = [run for run in ended(runs, "completed") if _gap(run) is not None]
-    if judged and all(abs(_gap(run)) < 0.0005 for run in judged):
+    return [*texts, f"{shape}: {_outcomes(runs)}."]
+
+
+def suspicions(runs: list[Run]) -> list[str]:
+    """What casts doubt on a variant: it is not what it claims, or close to an overflow."""
+    texts, apart = [], []
+    near: dict[str, dict[str, float]] = {}  # by dtype and variant: the largest score
+    for variant in dict.fromkeys(run.variant for run in runs):
+        group = [run for run in runs if run.variant == variant]
+        for run in group:
+            dtype, score = run.summary.get("dtype"), run.figure("max_score")
+            if score and dtype in SCORE_LIMITS and score > NEAR * SCORE_LIMITS[dtype]:
+                scores = near.setdefault(dtype, {})
+                scores[variant] = max(score, scores.get(variant, 0))
+        judged = [run for run in group if run.is_softmax and _gap(run) is not None]
+        if not judged:
+            continue
+        worst = max(judged, key=lambda run: abs(_gap(run)))
+        losses = f"{worst.figure('val/loss'):.3f} against {worst.figure('val/loss_exact'):.3f}"
+        if worst.claims_exact and abs(_gap(worst)) > SAME_LOSS:
+            texts.append(
+                f"{variant} is labelled exact and is not: its own val/loss against that of the "
+                f"same weights under exact attention is {losses}."
+            )
+        elif abs(_gap(worst)) > FAR_APART:
+            apart.append(f"{variant} {losses}")
+    if apart:
+        texts.append(f"Own loss far from val/loss_exact of the same weights: {'; '.join(apart)}.")
+    for dtype, scores in near.items():
+        words = ", ".join(f"{variant} {score:.1f}" for variant, score in scores.items())
         texts.append(
-            "In every completed run the held-out loss is the same under exact attention as under "
-            "the run's own, to three decimals."
-        )
-    elif judged:
-        groups: dict[str, list[Run]] = {}
-        for run in judged:
-            groups.setdefault(run.variant, []).append(run)
-        widest = max(groups, key=lambda variant: abs(fmean(map(_gap, groups[variant]))))
-        own, exact = (
-            fmean(run.figure(name) for run in groups[widest])
-            for name in ("val/loss", "val/loss_exact")
-        )
-        texts.append(
-            "The widest gap between a variant's own held-out loss and that of the same weights "
-            f"under exact attention is {widest}'s: {own:.3f} against {exact:.3f} nats per token."
+            f"Largest scores near or past {SCORE_LIMITS[dtype]:.2f}, where exp overflows {dtype} "
+            f"unless the maximum is subtracted: {words}."
         )
     return texts
 
@@ -90,48 +116,57 @@ def warnings(runs: list[Run], *, left_out: int = 0) -> list[str]:
     for run in runs:
         if changes := changes_in_words(run.summary):
             texts.append(f"{run.name} was {changes}.")
-    meanings = {
-        "failed": "failed",
-        "unfinished": "ended without a summary",
-        "interrupted": "were interrupted",
-    }
-    for status, meaning in meanings.items():
-        if count := len(ended(runs, status)):
-            of_all = f"{count} of {_count(len(runs), 'run')}"
-            texts.append(f"{of_all} {meaning}: means of variants leave them out.")
     return texts
 
 
-def variant_table(runs: list[Run], styles: dict[str, Style]) -> Table:
-    """A row a variant and sequence length: means over its completed runs, with the standard
-    deviation over seeds.
+def variant_table(runs: list[Run], rankings: list[Ranking]) -> Table:
+    """A row a variant and sequence length, best first: means over its completed runs, with the
+    standard deviation over seeds, and the difference to the baseline, paired by seed.
     """
-    lengths = sorted({run.seq_len for run in runs})
     columns = [
-        ("own val/loss", "{:.3f}", lambda run: run.figure("val/loss")),
         ("val/loss_exact", "{:.3f}", lambda run: run.figure("val/loss_exact")),
-        ("exact - own", "{:+.3f}", _gap),
-        ("accuracy", "{:.1%}", lambda run: run.figure("val/accuracy")),
+        ("own val/loss", "{:.3f}", lambda run: run.figure("val/loss")),
         ("accuracy, exact", "{:.1%}", lambda run: run.figure("val/accuracy_exact")),
-        ("tokens/s", "{:,.0f}", lambda run: run.figure("tokens_per_sec")),
+        ("own accuracy", "{:.1%}", lambda run: run.figure("val/accuracy")),
+        ("peak GiB", "{:.3g}", lambda run: run.peak_gib),
         ("steps alone", "{:,.0f}", lambda run: run.figure("step_tokens_per_sec")),
-        ("peak GiB", "{:.2f}", lambda run: run.peak_gib),
+        ("tokens/s", "{:,.0f}", lambda run: run.figure("tokens_per_sec")),
     ]
-    several = len(lengths) > 1
-    head = ["variant", *(["seq_len"] if several else []), "runs", "steps"]
+    several = len({run.seq_len for run in runs}) > 1
+    groups: dict[tuple[int, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.seq_len, run.variant), []).append(run)
     rows = []
-    for variant, seq_len in product(styles, lengths):
-        group = [run for run in runs if (run.variant, run.seq_len) == (variant, seq_len)]
-        if not group:
-            continue
+    for (seq_len, variant), group in groups.items():
         completed = ended(group, "completed")
         steps = {_cell(run.figure("steps_done"), "{:,.0f}") for run in completed} - {"-"}
         length = [f"{seq_len:,}" if seq_len else "-"] if several else []
+        here = [ranking for ranking in rankings if ranking.seq_len == seq_len]
+        beside = [cells for ranking in here if (cells := _beside(ranking, variant))]
         cells = [_mean(map(figure, completed), form) for _, form, figure in columns]
-        words = [variant, *length, _outcomes(group), ", ".join(sorted(steps)) or "-"]
-        rows.append([*words, *cells])
-    head += [name for name, _, _ in columns]
-    return _without_empty(Table(head, rows, words=head.index("runs") + 1))
+        rows.append(
+            [
+                variant,
+                *length,
+                *(beside[0] if beside else ("-", "-")),
+                *cells,
+                ", ".join(sorted(steps)) or "-",
+                _outcomes(group),
+            ]
+        )
+    head = ["variant", *(["seq_len"] if several else []), "beside baseline", "95%"]
+    head += [*(name for name, _, _ in columns), "steps", "runs"]
+    return _without_empty(Table(head, rows))
+
+
+def _beside(ranking: Ranking, variant: str) -> tuple[str, str] | None:
+    """+0.310 and +0.280 to +0.340: how much higher a loss is than the baseline's."""
+    if variant not in ranking.losses or ranking.baseline is None or len(ranking.losses) == 1:
+        return None
+    if variant == ranking.baseline:
+        return "baseline", "-"
+    found = ranking.difference(variant, ranking.baseline)
+    return f"{found.mean:+.3f}", found.interval() if found.half is not None else "-"
 
 
 def curve_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Text]:
@@ -151,14 +186,16 @@ def curve_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Te
     if not any(number(row.get(name)) is not None for row in rows for name in HELD_OUT):
         figures.append(Text("No evaluation after step 0: there is no held-out loss to show."))
     elif not curve_lengths(runs, "val/loss", "train/loss", "val/accuracy"):
-        figures.append(Text(f"No curve: no run has logged a loss {MIN_POINTS} times."))
+        figures.append(Text("No curve: no run has logged a loss twice."))
     if curve_lengths(runs, "val/loss", "train/loss"):
-        drawing = render("loss", lambda: draw_curves(runs, styles, "val/loss", "train/loss"))
-        figures.append(Figure("loss", "loss against training tokens", caption, drawing))
+        panels = render("loss", lambda: draw_curves(runs, styles, "val/loss", "train/loss"))
+        key = legend("loss", styles, end_marks(runs))
+        figures.append(Figure("loss against training tokens", caption, panels, key))
     if curve_lengths(runs, "val/accuracy"):
         caption = "Share of queries answered with the most recent value." + seeds * several
-        drawing = render("accuracy", lambda: draw_curves(runs, styles, "val/accuracy", None))
-        figures.append(Figure("accuracy", "accuracy against training tokens", caption, drawing))
+        panels = render("accuracy", lambda: draw_curves(runs, styles, "val/accuracy", None))
+        key = legend("accuracy", styles, end_marks(runs))
+        figures.append(Figure("accuracy against training tokens", caption, panels, key))
     return figures
 
 
@@ -167,7 +204,8 @@ def cost_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Tex
     here = [run for run in runs if run.seq_len in lengths]
     if not any(run.peak_gib or run.figure("step_tokens_per_sec") for run in here):
         return [Text("No run has measured its memory or its speed.")]
-    if len(lengths) > 1:
+    several = len(lengths) > 1
+    if several:
         caption = (
             "Both axes are logarithmic: a line of slope 2 grows with the square of the length, one "
             "of slope 1 with the length. A cross above the frame: out of memory. "
@@ -180,9 +218,12 @@ def cost_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Tex
     if any(run.figure("step_tokens_per_sec") for run in runs):
         caption += f"{SPEEDS} "
     if any(run.summary.get("device") == "cpu" for run in runs):
-        caption += "On a CPU peak memory is that of the whole process, libraries included."
-    drawing = render("cost", lambda: draw_cost(runs, styles))
-    return [Figure("cost", "peak memory and training speed", caption, drawing)]
+        caption += "Peak memory is that of tensors, on a CPU too: of one step, measured apart."
+    ran_out = several and any(run.status == "oom" for run in here)
+    panels = render("cost", lambda: draw_cost(runs, styles))
+    # bars have their names beside them
+    key = legend("cost", styles if several else {}, {"out of memory": "X"} if ran_out else {})
+    return [Figure("peak memory and training speed", caption, panels, key)]
 
 
 def other_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure]:
@@ -191,8 +232,9 @@ def other_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure]:
     caption = (
         "Against training tokens. A logarithmic scale where values span more than a factor of 30."
     )
-    drawing = render("others", lambda: draw_others(runs, styles))
-    return [Figure("others", "other metrics against training tokens", caption, drawing)]
+    panels = render("others", lambda: draw_others(runs, styles))
+    key = legend("others", styles, {})
+    return [Figure("other metrics against training tokens", caption, panels, key)]
 
 
 def diverged_card(run: Run, place: int, style: Style) -> Card:
@@ -216,9 +258,9 @@ def diverged_card(run: Run, place: int, style: Style) -> Card:
     facts = {key: value for key, value in facts.items() if value != "-"}
     figure = None
     if len(history) > 1:
-        name, step = f"scores_{place}", number(run.summary.get("first_bad_step"))
-        drawing = render(name, lambda: draw_history(history, step, style))
-        figure = Figure(name, f"largest score of {run.name} by step", "", drawing)
+        step = number(run.summary.get("first_bad_step"))
+        panels = render(f"scores{place}_", lambda: draw_history(history, step, style))
+        figure = Figure(f"largest score of {run.name} by step", "", panels)
     return Card(run.name, _sentence(run), facts, figure)
 
 
@@ -270,7 +312,7 @@ def run_table(runs: list[Run]) -> Table:
         "max score": ("max_score", "{:.1f}"),
         "tokens/s": ("tokens_per_sec", "{:,.0f}"),
         "steps alone": ("step_tokens_per_sec", "{:,.0f}"),
-        "peak GiB": ("memory/peak_gib", "{:.2f}"),
+        "peak GiB": ("memory/peak_gib", "{:.3g}"),
         "bad step": ("first_bad_step", "{:.0f}"),
     }
     rows = []
@@ -284,6 +326,8 @@ def provenance(runs: list[Run]) -> Table:
     """What all runs share, a line a group; below it every fact in which they differ, each value
     with the runs that have it.
     """
+    # a job that failed before its run began has no environment
+    runs = [run for run in runs if run.env]
     facts = [_environment(run) for run in runs]
     shared: dict[str, list[str]] = {}
     differing = []

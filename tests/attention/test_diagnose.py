@@ -71,7 +71,8 @@ def test_max_score_is_the_dense_maximum(causal, num_queries, num_keys):
         scores = scores.tril(num_keys - num_queries).masked_fill(
             ~torch.ones_like(scores).tril(num_keys - num_queries).bool(), -math.inf
         )
-    torch.testing.assert_close(max_score(q, k, causal=causal, scale=0.5), scores.max())
+    found = max_score(q, k, causal=causal, scale=0.5)
+    torch.testing.assert_close(found, scores.amax((-1, -2)))
 
 
 # what is asked of attention(), by its name in a test's id
@@ -107,12 +108,12 @@ def test_max_score_is_that_of_the_tile_loop_in_pieces_of_any_size(
     asked = {"scale": 0.25} | ASKED[name]
     q, k = random(2, 4, 200, 16, dtype=dtype), random(2, num_kv_heads, 200, 16, seed=1, dtype=dtype)
     k[:, :, -1] *= 30  # under a causal mask, the last query alone sees it
-    recorder = Recorder(get_backend("tiled", **TILES))
-    attention(q, k, k, backend=recorder.backend, **asked)
+    tiled = get_backend("tiled", **TILES)
+    expected = attention(q, k, k, backend=tiled, return_max_score=True, **asked).max_score
     monkeypatch.setitem(diagnose.PIECE_SCORES, "cpu", rows * 2 * 4 * 200)
     found = max_score(q, k, **asked)
     assert found.dtype == torch.promote_types(dtype, torch.float32)
-    torch.testing.assert_close(found, recorder.max_scores[0])
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("rows", [40, 8], ids=lambda rows: f"{rows}rows")
@@ -149,8 +150,8 @@ def test_max_score_is_not_finite_where_a_score_that_counts_is_not(bad):
     q, k = random(1, 2, 20, 16).abs(), random(1, 2, 50, 16, seed=1).abs()
     expected = max_score(q, k, window=5)
     k[:, :, 3] = bad
-    assert not max_score(q, k).isfinite()
-    assert max_score(q, k, window=5) == expected  # which no query sees
+    assert not max_score(q, k).isfinite().any()
+    assert max_score(q, k, window=5).equal(expected)  # which no query sees
 
 
 @pytest.mark.gpu
@@ -291,7 +292,7 @@ def test_recorder_keeps_one_entry_a_call_and_changes_nothing():
         assert torch.equal(out, expected.out) and torch.equal(lse, expected.lse)
         assert torch.autograd.grad(out.sum(), q)[0].any()
     # tiles of another size round differently
-    expected = [max_score(q, k, scale=0.1, window=7) for q, k, _ in calls]
+    expected = [max_score(q, k, scale=0.1, window=7).amax() for q, k, _ in calls]
     torch.testing.assert_close(recorder.max_scores, expected)
     assert recorder.breakdowns == [None, None, None]
 
@@ -322,7 +323,7 @@ def test_recorder_sees_the_scores_a_defect_really_works_with():
     q, k, v = (random(1, 2, 40, 64, seed=i) for i in range(3))
     recorder = Recorder(get_backend("no_scale", **TILES))
     attention(q, k, v, backend=recorder.backend)
-    torch.testing.assert_close(recorder.max_scores[0], max_score(q, k, scale=1.0))
+    torch.testing.assert_close(recorder.max_scores[0], max_score(q, k, scale=1.0).amax())
 
 
 def for_comparison(
@@ -414,7 +415,7 @@ def test_recorder_keeps_the_tensors_of_a_call_in_the_graph():
 
 
 def test_recording_the_largest_score_keeps_no_graph_alive():
-    """The backward pass runs each tile again, under autograd, and is watched too."""
+    """The backward pass runs each tile again, under autograd, and is not watched."""
     seen = []
     recorder = Recorder(get_backend("no_rescale", **TILES))
     q, k, v = (random(1, 2, 40, 16, seed=i).requires_grad_() for i in range(3))
@@ -424,5 +425,8 @@ def test_recording_the_largest_score_keeps_no_graph_alive():
             lambda self: seen.append(self) or torch.stack(self.values).amax(),
         )
         attention(q, k, v, backend=recorder.backend).out.sum().backward()
-    (maxima,) = seen
-    assert len(maxima.values) > 20 and not any(value.requires_grad for value in maxima.values)
+        with torch.no_grad():
+            attention(q, k, v, backend=recorder.backend)
+    watched, forward = seen
+    assert len(watched.values) == len(forward.values) > 10
+    assert not any(value.requires_grad for value in watched.values)

@@ -58,7 +58,7 @@ class Interpreted(torch.autograd.Function):
         v: Tensor,
     ):
         out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
-        launch.forward(q, k, v, out, lse, lo, hi, causal=causal, scale=scale)
+        launch.forward(q, k, v, out, lse, None, lo, hi, causal=causal, scale=scale)
         ctx.save_for_backward(lo, hi, q, k, v, out, lse)
         ctx.settings = launch, causal, scale
         return out, lse
@@ -189,6 +189,29 @@ INTERPRETED_CASES = [
         optional={"document_ids": True, "window": 30},
     ),
 ]
+
+
+@INTERPRETED
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "causal", "window"),
+    [(290, 290, True, None), (130, 200, False, None), (300, 130, True, None), (300, 300, True, 70)],
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_interpreted_largest_scores(head_dim, num_queries, num_keys, causal, window):
+    """Of each row, though the maximum that is subtracted lags behind it. The scores grow by less
+    than the threshold from tile to tile, so that it does.
+    """
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, num_queries, head_dim).half()
+    k, v = (torch.randn(1, 2, num_keys, head_dim).half() for _ in range(2))
+    k = k * torch.linspace(1.5, 0.5, num_keys)[:, None].half()  # tiles are walked backwards
+    visible = visible_keys(q, k, causal=causal, window=window)
+    lo, hi = (visible.lo.int(), visible.hi.int()) if window else (None, None)
+    out, (lse, top) = torch.empty_like(q), torch.full((2, 1, 2, num_queries), torch.nan)
+    scale = head_dim**-0.5
+    launcher().forward(q, k, v, out, lse, top, lo, hi, causal=causal, scale=scale)
+    scores = (q.float() @ k.float().mT * scale).masked_fill(~visible.mask(), -torch.inf)
+    torch.testing.assert_close(top, scores.amax(-1), rtol=1e-5, atol=1e-5)
 
 
 @INTERPRETED

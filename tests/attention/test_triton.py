@@ -77,9 +77,10 @@ def test_the_operator_keeps_pytorchs_contract(operands, everything):
         visible = visible_keys(q, k, causal=True, window=5)
         optional = [visible.lo.int(), visible.hi.int(), torch.tensor([3.0], device=DEVICE)]
         settings = [True, 0.25, "attention.kernels.score_mods:softcap", "no_rescale", 16, 16]
-    torch.library.opcheck(flash_attention, (q, k, v, *optional, *settings))
+    look = torch.ones((), dtype=torch.bool)
+    torch.library.opcheck(flash_attention, (q, k, v, *optional, *settings), {"look": look})
     with torch.no_grad():
-        out, lse = flash_attention(q, k, v, *optional, *settings)
+        out, lse, _ = flash_attention(q, k, v, *optional, *settings)
         d_out, d_lse = (
             random(*out.shape, dtype=out.dtype),
             None if everything else torch.ones_like(lse),
@@ -112,10 +113,10 @@ def test_the_gradient_of_eager_mode_is_the_registered_one(used, monkeypatch):
         random(2, heads, 40, 16, seed=seed).requires_grad_() for seed, heads in enumerate((4, 2, 2))
     )
 
-    def gradients(results: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    def gradients(results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         terms = [
             (x * random(*x.shape, seed=3)).sum()
-            for x, use in zip(results, used, strict=True)
+            for x, use in zip(results[:2], used, strict=True)
             if use
         ]
         return torch.autograd.grad(sum(terms), (q, k, v), materialize_grads=True)
@@ -286,7 +287,7 @@ def test_packed_views_are_read_where_they_are():
     q, k, v = packed_views(random(2, 40, 3, 2, 16))
     assert all(readable(x) is x for x in (q, k, v))
     plain = (None, None, None, True, 0.25, "", "online", 0, 0)
-    out, lse = flash_attention(q, k, v, *plain)
+    out, lse, _ = flash_attention(q, k, v, *plain)
     grads = flash_attention_backward(out, None, q, k, v, out, lse, *plain)
     for x in (out, *grads):
         assert x.transpose(1, 2).is_contiguous()

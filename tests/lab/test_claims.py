@@ -22,6 +22,7 @@ from lab.claims.claim import DOCUMENTS, FAILS, HOLDS, Claim, distribution
 from lab.claims.inputs import inputs
 from lab.claims.speed import milliseconds
 from lab.claims.topics import CLAIMS
+from lab.claims.topics import FIRST as MISTAKES
 from lab.results.tables import load
 from tests import forked
 
@@ -221,6 +222,14 @@ def test_every_document_is_answered():
     } == set(DOCUMENTS)
 
 
+def test_the_page_opens_with_ten_mistakes():
+    page = (ROOT / "docs/claims.md").read_text()
+    first = page.split("\n## ")[1]
+    assert [f"### {CLAIMS[name].says}" for name in MISTAKES] == re.findall("^### .*", first, re.M)
+    assert len(MISTAKES) == 10 and not re.search(r"^\*\*Holds\.", first, re.M)
+    assert page.count("\n### ") == len(CLAIMS)
+
+
 def test_no_figure_is_typed_into_a_measured_sentence():
     """What was measured comes from the figures: a sentence without a place for one would be an
     assertion.
@@ -274,7 +283,7 @@ def test_a_measurement_is_recorded_and_the_page_written(run_claims, monkeypatch,
     record = json.loads((tmp_path / "claims.json").read_text())
     assert record["claims"] == {"first_correction": FIRST.measure()}
     assert record["environment"]["command"] == ["python", "-m", "lab.claims"]
-    assert "The page holds 1 of" in (tmp_path / "claims.md").read_text()
+    assert "1 of 83 measured statements" in (tmp_path / "claims.md").read_text()
 
 
 def test_an_unwritable_page_is_refused_before_the_measurements(

@@ -54,21 +54,28 @@ def loss_and_gradients(
 
 
 def assert_one_graph(model: GPT, *, dtype: torch.dtype = torch.float32, **settings: object) -> None:
-    """The model gives the same in one graph as operator by operator.
+    """The model gives the same in one graph as operator by operator, with and without a look at the
+    largest scores.
 
     To the bit on a CPU without generated code.
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    found = loss_and_gradients(
-        torch.compile(model, fullgraph=True, backend="aot_eager"), model, dtype=dtype, **settings
-    )
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = [loss_and_gradients(compiled, model, dtype=dtype, **settings)]
+    with model.looking():
+        found.append(loss_and_gradients(compiled, model, dtype=dtype, **settings))
+    scores = model.max_scores()
+    assert not scores.requires_grad
     assert (
         not torch._dynamo.utils.counters["graph_break"]
         and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     )
-    expected = loss_and_gradients(model, model, dtype=dtype, **settings)
-    torch.testing.assert_close(found, expected, **tolerance(dtype))
+    with model.looking():
+        expected = loss_and_gradients(model, model, dtype=dtype, **settings)
+    for each in found:
+        torch.testing.assert_close(each, expected, **tolerance(dtype))
+    torch.testing.assert_close(scores, model.max_scores(), **tolerance(dtype))
 
 
 # each way of calling attention once: the others are the same operator with another softmax
@@ -100,7 +107,7 @@ def test_generated_code_around_a_tile_loop():
     x = torch.randn(2, LENGTH, SHAPE["hidden_size"], device=DEVICE)
 
     def heads(x: Tensor) -> Tensor:
-        return part.attend(*part.heads(part.qkv(x), None), document_ids=None, cache=None)
+        return part.attend(*part.heads(part.qkv(x), None), document_ids=None, cache=None)[0]
 
     results = []
     with torch._inductor.config.patch(

@@ -29,8 +29,6 @@ ASKED = (
     "attention/max_score",
 )
 
-pytest.importorskip("wandb_workspaces")
-
 
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
@@ -78,7 +76,9 @@ def panels(spec: dict) -> list[dict]:
 
 
 def test_dry_run_prints_the_workspace(capsys):
-    dashboard.main(["entity=me", "project=mine", "group=12-00-00", "dry_run=true"])
+    dashboard.main(
+        ["entity=me", "project=mine", "group=2026-11-22_21-09-10 break_it", "dry_run=true"]
+    )
     spec = json.loads(capsys.readouterr().out)
     assert (spec["entity"], spec["project"], spec["displayName"]) == (
         "me",
@@ -90,7 +90,7 @@ def test_dry_run_prints_the_workspace(capsys):
     for panel in lines:
         assert (panel["xAxis"], panel["groupBy"], panel["groupAgg"], panel["groupArea"]) == (
             "tokens",
-            "attention.value.name",
+            "curve.value",
             "mean",
             "minmax",
         )
@@ -100,17 +100,17 @@ def test_dry_run_prints_the_workspace(capsys):
         "summary:memory/peak_gib",
     )
     (runs,) = spec["spec"]["section"]["runSets"]
-    assert runs["grouping"] == [{"section": "config", "name": "attention.value.name"}]
+    assert runs["grouping"] == [{"section": "config", "name": "curve.value"}]
     (chosen,) = runs["filters"]["filters"]
     assert (chosen["key"], chosen["op"], chosen["value"]) == (
         {"section": "run", "name": "group"},
         "=",
-        "12-00-00",
+        "2026-11-22_21-09-10 break_it",
     )
 
 
 def test_without_a_group_all_runs_are_shown():
-    spec = dashboard.spec(dashboard.build_workspace(dashboard.Options("me")))
+    spec = dashboard.view(dashboard.Options("me"))
     assert spec["spec"]["section"]["runSets"][0]["filters"]["filters"] == []
 
 
@@ -137,7 +137,6 @@ def test_every_metric_is_one_that_training_logs(tmp_path):
             "colour=red: there is no key 'colour'; the keys are: entity, project, group, name",
         ),
         (["me"], "'me' is not key=value"),
-        (["entity=me", "name=\N{GRINNING FACE}", "dry_run=true"], "Emojis are not allowed"),
     ],
 )
 def test_bad_input_is_one_line(arguments, said, capsys):
@@ -148,10 +147,22 @@ def test_bad_input_is_one_line(arguments, said, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_without_the_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
-    with pytest.raises(SystemExit, match="pip install wandb-workspaces"):
-        dashboard.main(["entity=me", "dry_run=true"])
+def test_dry_run_needs_no_package_of_wandb(monkeypatch, capsys):
+    """A regression test: it refused without wandb-workspaces."""
+    for package in ("wandb", "wandb_workspaces", "requests"):
+        monkeypatch.setitem(sys.modules, package, None)
+    dashboard.main(["entity=me", "dry_run=true"])
+    assert json.loads(capsys.readouterr().out)["displayName"] == "attentions compared"
+    with pytest.raises(SystemExit, match="pip install wandb"):
+        dashboard.main(["entity=me"])
+
+
+def test_the_package_of_wandb_reads_the_workspace():
+    """Its schema knows every key, and would send the same."""
+    package = pytest.importorskip("wandb_workspaces.workspaces.internal")
+    spec = dashboard.view(dashboard.Options("me", group="g"))["spec"]
+    read = package.WorkspaceViewspec.model_validate(spec)
+    assert json.loads(read.model_dump_json(by_alias=True, exclude_none=True)) == spec
 
 
 def test_without_a_key(offline):
@@ -222,7 +233,7 @@ def test_the_workspace_is_sent(offline):
         "mine",
         "project-view",
     )
-    assert len(panels({"spec": json.loads(variables["spec"])})) == 10
+    assert len(panels({"spec": json.loads(variables["spec"])})) == 11
     assert re.search(r"/me/mine\?nw=abc", done.stdout)
 
 
@@ -257,7 +268,7 @@ def test_a_server_that_never_answers(offline):
             timeout=60,
             stdin=subprocess.DEVNULL,
         )
-        assert "took longer than 1 s" in complaint(done) and time.monotonic() - began < 30
+        assert "took longer than 1 s" in complaint(done) and time.monotonic() - began < 50
 
 
 def test_help_shows_a_command_that_runs(offline):

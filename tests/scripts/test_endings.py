@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from lab.results import calls, tables
 from training.files import check_writable, write_file
@@ -190,11 +191,20 @@ def test_results_leave_out_what_was_not_measured(monkeypatch, capsys, tmp_path):
     for module in ("tables", "calls", "__main__"):
         monkeypatch.setattr(f"lab.results.{module}.FOLDER", tmp_path)
     monkeypatch.setattr("lab.claims.render.write_page", lambda: None)
-    sections = {"Speed": calls.kernels, "Masks": calls.masks}
+
+    def picture() -> str:
+        Image.new("RGB", (8, 8), "#ffffff").save(tmp_path / "one.png")
+        return "![one of ours](one.png)"
+
+    sections = {"Speed": calls.kernels, "Masks": calls.masks, "Picture": picture}
     monkeypatch.setattr("lab.results.__main__.SECTIONS", sections)
     monkeypatch.setattr(sys, "argv", ["results"])
     import_module("lab.results.__main__").main()
     text = (tmp_path / "README.md").read_text()
+    # a picture for dark pages beside each: white paper became dark
+    assert 'srcset="one_dark.png"><img alt="one of ours" src="one.png">' in text
+    assert max(Image.open(tmp_path / "one_dark.png").convert("RGB").getpixel((0, 0))) < 32
+    assert min(Image.open(tmp_path / "one.png").convert("RGB").getpixel((0, 0))) > 250
     assert "| causal | 64 | 1,024 | **300** | 250 | 200 |" in text and "## Masks" not in text
     assert "| triton portable | sdpa flash | 1.25 (1.25) | 1.25 (1.25) |" in text
     assert (

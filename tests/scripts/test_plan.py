@@ -148,7 +148,6 @@ def test_written(run_plan, tmp_path):
         (["measure=yes"], "measure=yes"),
         (["seq_len=0"], "seq_len=0"),
         (["attention=naive", "attention.block_q=16"], "block_q"),
-        (["attention=sdpa", "measure=true", "device=cpu", "compile=true"], "compile=false"),
         (["attention=sdpa", "measure=true"], "add device=cpu"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",

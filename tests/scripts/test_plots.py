@@ -110,8 +110,11 @@ def test_memory_holds_what_was_measured_and_no_more(drawn, tmp_path):
     (axes,) = drawn["bench_memory.png"].axes
     found = lines(axes)
     assert found["naive: N^2.00"] == [(1024, 4 * 1024**2 / 2**30), (2048, 4 * 2048**2 / 2**30)]
-    assert found["triton, forward only: N^1.00"] == [(n, n / 2**30) for n in (1024, 2048, 4096)]
-    assert len(found) == 6
+    assert found["triton: N^1.00"] == [(n, 4 * n / 2**30) for n in (1024, 2048, 4096)]
+    assert len(found) == 3
+    # the forward pass alone is thin, without a name
+    thin = [list(line.get_ydata()) for line in axes.lines if line.get_linewidth() == 1]
+    assert [n / 2**30 for n in (1024, 2048, 4096)] in thin
     # where naive ran out: a square at what it asked for
     squares = [
         line.get_data()
@@ -121,6 +124,19 @@ def test_memory_holds_what_was_measured_and_no_more(drawn, tmp_path):
     assert [(list(x), list(y)) for x, y in squares] == [([4096], [256.0])]
     assert {"asked for 256 GiB", "this card: 139.8 GiB"} <= set(texts(axes))
     assert axes.get_yscale() == "log"
+
+
+def test_curves_that_coincide_are_stripes_of_one_line():
+    """A regression test: cuDNN's memory is ours, and its line hid ours."""
+    one, same, other = {1024: 1.0, 2048: 2.0}, {1024: 1.01}, {1024: 3.0}
+    assert plots.striped([one, other, same, {}]) == [(0, (6, 6)), "-", (6, (6, 6)), "-"]
+
+
+def test_shapes_in_words():
+    """A regression test: without a number of heads a title began with "of 64"."""
+    rows = [row("naive", 1024, heads=heads) for heads in (8, 32)]
+    assert plots.shape_words(rows) == "batch 1, heads of 64, bfloat16, causal"
+    assert plots.shape_words(rows[:1]) == "batch 1, 8 heads of 64, bfloat16, causal"
 
 
 def test_time_and_speedup_are_against_the_baseline(drawn, tmp_path):

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from training.files import MetricsFile, read_metrics, write_json
+from training.files import MetricsFile, layout, read_metrics, write_json
 
 
 def strict_loads(text: str):
@@ -43,6 +43,20 @@ def test_nonfinite_values_become_null_and_are_named(tmp_path):
         "oom": {"free": None},
         "list": [1.0, None],
         "nonfinite": ["oom.free", "list[1]"],
+    }
+
+
+def test_json_has_a_line_for_each_row():
+    row = {"attention": "naive", "settings": ["seed=0"]}
+    curve = {"step": list(range(200)), "loss": [0.5] * 200}
+    value = {"environment": {"gpu": None}, "rows": [row] * 20, "runs": [row | {"curve": curve}]}
+    text = layout(value)
+    assert json.loads(text) == value
+    # a row fits; the run does not, and has a line for each part of its curve
+    assert text.count("\n") == 34 and ' "step": [0, 1, 2,' in text
+    assert layout({}) == "{}" and json.loads(layout({1: value, None: []})) == {
+        "1": value,
+        "null": [],
     }
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from attention import BACKENDS, LIMITS, Recorder, compare_with_exact, find_breakdown, get_backend
-from config import ModelConfig
+from config import Due, ModelConfig
 from model import GPT
 from training import health
-from training.health import AttentionMonitor, compare_layers, diagnose, largest_score
-from training.step import compute_gradients
+from training.health import AttentionMonitor, compare_layers, diagnose
+from training.step import StepResult, compute_gradients
 
 TILES = {"block_q": 8, "block_kv": 4}
 
@@ -35,6 +35,35 @@ def build(name: str, *, init_std: float = 0.5, **shape) -> GPT:
 def batch(count: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(50, (count, 33), generator=torch.Generator().manual_seed(seed))
     return tokens[:, :-1].clone(), tokens[:, 1:].clone()
+
+
+def max_scores(model: GPT, batch: tuple[torch.Tensor, ...]) -> list[float]:
+    """The largest score of each head of each layer, as training takes it."""
+    with torch.no_grad(), model.looking():
+        model(*batch)
+    return model.max_scores().amax(1).flatten().tolist()
+
+
+def looked_at(
+    model: GPT, batch: tuple[torch.Tensor, ...], *, step: int = 1, compare: bool = False
+) -> StepResult:
+    """A step of this batch in which a row of metrics is due."""
+    first, second = max_scores(model, batch)[:2], max_scores(model, batch)[2:]
+    return StepResult(
+        step=step,
+        tokens=0,
+        loss=1.0,
+        lr=0.0,
+        grad_norm=1.0,
+        max_scores=[first, second],
+        passes=[batch],
+        loss_scale=1.0,
+        updated=False,
+        diverged=False,
+        finished=False,
+        last=False,
+        due=Due(log=True, compare=compare, evaluate=False, switch=False, save=False),
+    )
 
 
 def make_head_explode(model: GPT, layer: int, head: int, factor: float = 1e3) -> None:
@@ -107,23 +136,8 @@ def test_a_model_that_recomputes_is_looked_at_as_one_that_does_not(keeps):
     assert compare_layers(sparing, *batch(1)) == pytest.approx(
         compare_layers(plain, *batch(1)), rel=1e-4
     )
-    assert largest_score(sparing, batch()[0]) == pytest.approx(largest_score(plain, batch()[0]))
-
-
-@pytest.mark.parametrize("name", ["sdpa", "no_rescale"])
-def test_nothing_is_computed_after_the_last_scores(monkeypatch, name):
-    """A row of metrics wants the scores of every layer. The logits and the loss are the dearest of
-    the rest of a forward pass.
-    """
-    model, (inputs, targets) = build(name), batch(1)
-    recorder = Recorder(model.backend)
-    with model.use_backend(recorder.backend):
-        model(inputs, targets)
-    monkeypatch.setattr(model.blocks[-1].attention, "proj", None)
-    monkeypatch.setattr("model.gpt.linear_cross_entropy", None)
-    assert (
-        largest_score(model, inputs) == max(recorder.max_scores) and len(recorder.max_scores) == 2
-    )
+    sparing.eval(), plain.eval()
+    assert max_scores(sparing, batch()) == pytest.approx(max_scores(plain, batch()))
 
 
 def test_the_loss_scale_cancels():
@@ -148,8 +162,9 @@ def test_no_memory_for_the_comparison_does_not_end_the_run(monkeypatch, caplog, 
     monkeypatch.setattr("training.health.compare_layers", full)
     watch = AttentionMonitor(build("tiled"), contextlib.nullcontext())
     for step in (1, 2):
-        row = watch.inspect(step, *batch(1), compare=True)
-        assert row.keys() == {"attention/max_score"} and math.isfinite(row["attention/max_score"])
+        row = watch.inspect(looked_at(watch.model, batch(1), step=step, compare=True))
+        assert row.keys() == {"attention/max_score", "attention/max_score_by_head"}
+        assert math.isfinite(row["attention/max_score"])
     assert len(tried) == 1 and caplog.text.count("no memory left to compare") == 1
 
 
@@ -160,7 +175,7 @@ def test_watch_goes_on_from_the_rows_of_an_earlier_start(caplog):
         {"step": 30, "val/loss": 1.0},
     ]
     watch = AttentionMonitor(build("tiled", init_std=0.02), contextlib.nullcontext(), rows)
-    watch.inspect(40, *batch(1), compare=False)
+    watch.inspect(looked_at(watch.model, batch(1), step=40))
     assert "passed" not in caplog.text
     assert list(watch.scores) == [10, 20, 40] and watch.summary()["max_score"] == 12.5
     assert watch.overflow_steps() == {
@@ -173,11 +188,12 @@ def test_watch_goes_on_from_the_rows_of_an_earlier_start(caplog):
 def test_the_first_score_past_a_limit_is_announced_once(caplog):
     model = build("tiled")
     make_head_explode(model, layer=0, head=0)
-    score = largest_score(model, batch(1)[0])
+    score = max(max_scores(model, batch(1)))
     assert score > LIMITS[torch.float32]
     watch = AttentionMonitor(model, contextlib.nullcontext())
     for step in (5, 6):
-        assert watch.inspect(step, *batch(1), compare=False)["attention/max_score"] == score
+        row = watch.inspect(looked_at(model, batch(1), step=step))
+        assert row["attention/max_score"] == score
     assert (
         caplog.text.count("passed") == 1
         and f"step 5: attention/max_score {score:.2f} passed 11.09 (float16)" in caplog.text
@@ -389,21 +405,33 @@ def test_a_loss_that_is_not_finite_on_its_own():
     }
 
 
-def test_of_a_long_sequence_the_beginning_is_looked_at(monkeypatch):
-    """The scores of a prefix are the whole sequence's, its loss a mean over fewer tokens."""
+def test_of_a_long_sequence_the_beginning_is_compared(monkeypatch):
+    """The loss of a prefix is a mean over fewer tokens. The largest scores are of all tokens."""
     model, (inputs, targets) = build("tiled"), batch(3)
-    weights = []
+    seen = []
     monkeypatch.setattr(
         "training.health.compare_layers",
-        lambda model, *_, loss_scale: weights.append(loss_scale) or {},
+        lambda model, *tensors, loss_scale: seen.append((tensors[0].shape, loss_scale)) or {},
     )
-    monkeypatch.setattr("training.health.MAX_INSPECTED", inputs.shape[1] // 2)
-    row = AttentionMonitor(model, contextlib.nullcontext()).inspect(
-        1, inputs, targets, compare=True, loss_scale=8.0
-    )
-    assert (
-        row["attention/max_score"]
-        == largest_score(model, inputs[:1, : inputs.shape[1] // 2])
-        < largest_score(model, inputs)
-    )
-    assert weights == [4.0]
+    length = inputs.shape[1]
+    monkeypatch.setattr("training.health.MAX_INSPECTED", length // 2)
+    result = looked_at(model, (inputs, targets), compare=True)._replace(loss_scale=8.0)
+    row = AttentionMonitor(model, contextlib.nullcontext()).inspect(result)
+    assert row["attention/max_score"] == max(max_scores(model, (inputs, targets)))
+    assert seen == [((1, length // 2), 4.0)]
+
+
+def test_the_row_has_a_score_a_layer_and_head():
+    """A score that is not finite is null in its place, and does not count as the largest."""
+    scores = [[1.0, math.nan], [math.inf, 3.23456789]]
+    result = looked_at(build("tiled"), batch(1))._replace(max_scores=scores)
+    watch = AttentionMonitor(build("tiled"), contextlib.nullcontext())
+    assert watch.inspect(result) == {
+        "attention/max_score": 3.23456789,
+        "attention/max_score_by_head": [[1.0, None], [None, 3.23457]],
+    }
+
+
+def test_a_step_without_a_row_is_not_looked_at():
+    result = looked_at(build("tiled"), batch(1))._replace(max_scores=None)
+    assert AttentionMonitor(build("tiled"), contextlib.nullcontext()).inspect(result) == {}

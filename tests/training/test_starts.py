@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from training.resume import attention_in_words, changes_in_words, differences
+from training.names import attention_in_words
+from training.resume import changes_in_words, differences
 
 
 def start(step: int, *attention: tuple[int, str], **changed: list) -> dict:

@@ -174,21 +174,29 @@ def test_peak_of_known_gpus_by_name(monkeypatch, name, peak):
 def test_progress_says_the_time_left_and_is_never_silent_for_long():
     now = 0.0
     progress = Progress(100, tokens_per_step=200, every=15.0, clock=lambda: now)
-    assert progress.line(0, {"step": 0, "val/loss": 5.5}) == "step     0/100  val/loss 5.5000"
+    assert (
+        progress.line(0, {"step": 0, "val/loss": 5.5})
+        == "step     0/100  0 tokens  val/loss 5.5000"
+    )
     now = 60.0
     assert progress.step(1), "the first step took a minute"
-    assert progress.line(1, {"train/loss": 5.0}) == "step     1/100  train/loss 5.0000  3 tokens/s"
+    assert progress.line(1, {"train/loss": 5.0}) == (
+        "step     1/100  200 tokens  train/loss 5.0000  3 tokens/s"
+    )
     now = 74.0
     assert not progress.step(8)
     now = 80.0
-    assert progress.step(11)
+    # lines stand where rows of metrics do, unless these are far apart
+    assert progress.step(11) and not progress.step(11, row=False)
     # two seconds a step: what came before the first does not count
     row = {"train/loss": math.nan, "lr": 1e-3, "val/loss": 4.0}
     assert (
         progress.line(11, row)
-        == "step    11/100  train/loss nan  val/loss 4.0000  100 tokens/s  02:58 left"
+        == "step    11/100  2,200 tokens  train/loss nan  val/loss 4.0000  100 tokens/s  02:58 left"
     )
     assert not progress.step(12)
+    now = 140.0
+    assert progress.step(41, row=False)
     now = 258.0
     assert progress.line(100, row).endswith("100 tokens/s")
 
@@ -198,4 +206,4 @@ def test_progress_of_a_resumed_run_counts_its_own_steps():
     progress = Progress(100, tokens_per_step=200, first_step=90, clock=lambda: now)
     now = 4.0
     progress.step(92)
-    assert progress.line(92, {}) == "step    92/100  100 tokens/s"
+    assert progress.line(92, {}) == "step    92/100  18,400 tokens  100 tokens/s"

@@ -139,8 +139,9 @@ def sum_of_own(p):
 @gluon.jit
 def online_softmax(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
     """LazyRescale.update of attention/exact_variants.py but for the accumulator: p, the new state,
-    and alpha, which is 1 for most tiles: what is subtracted moves only when a row's maximum has
-    outgrown it by THRESHOLD. row_sum is in parts, as sum_of_own gives them."""
+    alpha, which is 1 for most tiles, and the tile's largest scores. What is subtracted moves only
+    when a row's maximum has outgrown it by THRESHOLD. row_sum is in parts, as sum_of_own gives
+    them."""
     tile_max = gl.max(scores, 1) * scale_log2
     next_max = gl.where(tile_max > row_max + THRESHOLD, tile_max, row_max)
     shift = next_max
@@ -151,7 +152,7 @@ def online_softmax(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
     row_sum = row_sum * gl.expand_dims(
         gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout)), 1
     ) + sum_of_own(p)
-    return p, next_max, row_sum, alpha
+    return p, next_max, row_sum, alpha, tile_max
 
 
 @gluon.jit
@@ -271,13 +272,13 @@ def hand_back(
 
 @gluon.jit
 def consumer(
-    out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
+    out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring, out_tiles,
     stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, FIRST_MASKED: gl.constexpr,
     EDGES: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, CONSUMERS: gl.constexpr,
     TURNS: gl.constexpr,
-    ROUND_EARLY: gl.constexpr,
+    ROUND_EARLY: gl.constexpr, TOP: gl.constexpr,
 ):  # fmt: skip
     """SELF: the number of this consumer."""
     dtype: gl.constexpr = out_desc.dtype
@@ -347,7 +348,8 @@ def consumer(
         k_ring.release(item)
         if FIRST_MASKED:
             scores = mask_scores(scores, (own_last - 1) * BLOCK_KV, lo, hi, INTERVALS)
-        p, row_max, row_sum, alpha = online_softmax(
+        # top is a row's largest score: row_max lags behind it by up to THRESHOLD
+        p, row_max, row_sum, alpha, top = online_softmax(
             scores, row_max, row_sum, scale_log2, FIRST_MASKED
         )
         p = gl.convert_layout(rounded(p, dtype), P)
@@ -368,9 +370,11 @@ def consumer(
             if EDGES:  # noqa: SIM102, a constant around a value
                 if (tile < full_first) | (tile >= full_last):
                     scores = mask_scores(scores, tile * BLOCK_KV, lo, hi, INTERVALS)
-            next_p, row_max, row_sum, alpha = online_softmax(
+            next_p, row_max, row_sum, alpha, tile_max = online_softmax(
                 scores, row_max, row_sum, scale_log2, EDGES
             )
+            if TOP:
+                top = gl.maximum(top, tile_max)
             if ROUND_EARLY:
                 next_p = rounded(next_p, dtype)
             item += 1
@@ -398,7 +402,11 @@ def consumer(
         no_key = row_max == float("-inf")
         whole_sum = gl.where(no_key, 1.0, gl.convert_layout(gl.sum(row_sum, 1), ROWS))
         lse = (row_max + gl.log2(whole_sum)) * 0.6931471805599453  # back to the natural logarithm
-        gl.store(lse_ptr + batch_head.to(gl.int64) * N + rows, lse, mask=(rows >= 0) & (rows < N))
+        statistics = batch_head.to(gl.int64) * N + rows
+        inside = (rows >= 0) & (rows < N)
+        gl.store(lse_ptr + statistics, lse, mask=inside)
+        if TOP:
+            gl.store(top_ptr + statistics, top * 0.6931471805599453, mask=inside)
         tma.store_wait(0)
         acc = warpgroup_mma_wait(0, deps=(acc_pending,))
         v_ring.release(item - 1)
@@ -426,14 +434,15 @@ def consumer(
     ]
 )
 def forward_kernel(
-    q_desc, k_desc, v_desc, out_desc, lse_ptr, lo_ptr, hi_ptr, counter_ptr,
+    q_desc, k_desc, v_desc, out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, counter_ptr,
     stride_interval, num_heads, groups, batch_heads, section_heads, N, M, scale_log2,
     CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, FIRST_MASKED: gl.constexpr, EDGES: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, TURNS: gl.constexpr,
-    ROUND_EARLY: gl.constexpr,
+    ROUND_EARLY: gl.constexpr, TOP: gl.constexpr,
 ):  # fmt: skip
-    """FIRST_MASKED: the last tile of keys may hold hidden keys. EDGES: other tiles may, too."""
+    """FIRST_MASKED: the last tile of keys may hold hidden keys. EDGES: other tiles may, too. TOP:
+    each row's largest score goes to top_ptr."""
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, BLOCK_Q, D], q_desc.layout)
     out_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, BLOCK_Q, D], out_desc.layout)
@@ -447,16 +456,16 @@ def forward_kernel(
     fence_async_shared()
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring,
-                        out_tiles,
+            (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
+                        work_ring, out_tiles,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
                         0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS,
-                        TURNS, ROUND_EARLY)),
-            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring,
-                        out_tiles,
+                        TURNS, ROUND_EARLY, TOP)),
+            (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
+                        work_ring, out_tiles,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
                         1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS,
-                        TURNS, ROUND_EARLY)),
+                        TURNS, ROUND_EARLY, TOP)),
             (producer, (q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, q_ring, k_ring,
                         v_ring, work_ring,
                         stride_interval, num_heads, groups, batch_heads, section_heads, N, M,
@@ -464,21 +473,21 @@ def forward_kernel(
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring,
-                        out_tiles,
+            (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
+                        work_ring, out_tiles,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
                         0, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS,
-                        TURNS, ROUND_EARLY)),
-            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring,
-                        out_tiles,
+                        TURNS, ROUND_EARLY, TOP)),
+            (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
+                        work_ring, out_tiles,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
                         1, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS,
-                        TURNS, ROUND_EARLY)),
-            (consumer, (out_desc, lse_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring, work_ring,
-                        out_tiles,
+                        TURNS, ROUND_EARLY, TOP)),
+            (consumer, (out_desc, lse_ptr, top_ptr, lo_ptr, hi_ptr, q_ring, k_ring, v_ring,
+                        work_ring, out_tiles,
                         stride_interval, num_heads, batch_heads, section_heads, N, M, scale_log2,
                         2, CAUSAL, INTERVALS, FIRST_MASKED, EDGES, D, BLOCK_Q, BLOCK_KV, CONSUMERS,
-                        TURNS, ROUND_EARLY)),
+                        TURNS, ROUND_EARLY, TOP)),
             (producer, (q_desc, k_desc, v_desc, lo_ptr, hi_ptr, counter_ptr, q_ring, k_ring,
                         v_ring, work_ring,
                         stride_interval, num_heads, groups, batch_heads, section_heads, N, M,

@@ -159,14 +159,15 @@ def forward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    top: Tensor | None,
     lo: Tensor | None,
     hi: Tensor | None,
     *,
     causal: bool,
     scale: float,
 ):
-    """Fill out (B, H, N, D) and lse (B, H, N). A descriptor must be able to point at q, k, v; lo,
-    hi (B or 1, N) int32.
+    """Fill out (B, H, N, D), lse (B, H, N) and, where there is one, top (B, H, N) with each row's
+    largest score. A descriptor must be able to point at q, k, v; lo, hi (B or 1, N) int32.
     """
     batch, num_heads, num_queries, head_dim = q.shape
     num_kv_heads, num_keys = k.shape[1:3]
@@ -175,10 +176,10 @@ def forward(
     work = batch_heads * tiles_of(num_queries, BLOCK_Q * meta["CONSUMERS"])
     forward_kernel[(min(work, multiprocessors(q.device)),)](
         descriptor(q, BLOCK_Q), descriptor(k, meta["BLOCK_KV"]), descriptor(v, meta["BLOCK_KV"]),
-        descriptor(out, BLOCK_Q), lse, lo, hi,
+        descriptor(out, BLOCK_Q), lse, top, lo, hi,
         counters(q.device), batch_stride(lo), num_heads, groups, batch_heads,
         section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=not causal),
-        num_queries, num_keys, scale * math.log2(math.e), **meta, num_warps=4,
+        num_queries, num_keys, scale * math.log2(math.e), **meta, TOP=top is not None, num_warps=4,
     )  # fmt: skip
 
 

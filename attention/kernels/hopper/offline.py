@@ -34,6 +34,7 @@ class Variant(NamedTuple):
     num_keys: int = 4096
     groups: int = 1
     intervals: bool = False
+    top: bool = False  # forward: with each row's largest score
 
 
 VARIANTS = {
@@ -47,6 +48,9 @@ VARIANTS = {
     "grouped_full": Variant(causal=False, groups=4),
     "intervals": Variant(intervals=True),
     "grouped_intervals": Variant(groups=4, intervals=True),
+    "top": Variant(top=True),
+    "top_short": Variant(num_queries=1024, num_keys=1024, top=True),
+    "top_intervals": Variant(intervals=True, top=True),
 }
 
 
@@ -80,7 +84,7 @@ def compile_variant(kernel: str, dtype: str, head_dim: int, name: str) -> Compil
         function = forward.forward_kernel
         constants = launch.forward_constants(
             q_shape, variant.num_keys, variant.causal, variant.intervals
-        )
+        ) | {"TOP": variant.top}
         block_kv = constants["BLOCK_KV"]
     else:
         function = backward.backward_kernel
@@ -88,6 +92,8 @@ def compile_variant(kernel: str, dtype: str, head_dim: int, name: str) -> Compil
         block_kv = launch.BLOCK_KV // 2
     if not variant.intervals:
         constants |= dict.fromkeys(("lo_ptr", "hi_ptr", "ranges_ptr"))
+    if not variant.top:
+        constants["top_ptr"] = None
     rows = {"q": constants["BLOCK_Q"], "do": constants["BLOCK_Q"], "out": constants["BLOCK_Q"]}
     types, values, aligned = {}, {}, {}
     for i, argument in enumerate(function.arg_names):

@@ -1,0 +1,112 @@
+"""What the rows of metrics cost a training, which take the largest score of every layer and head.
+
+    python -m lab.looking attention=triton model=gpt2 tokenizer.vocab_size=50304
+    out=results/looking_h200.json
+
+Takes train.py's own settings, and of its own:
+
+    seq_len  lengths of a sequence, separated by commas (1024,8192,32768)
+    tokens   tokens of a step (32768), in one pass
+    segment  steps of a segment (100)
+    pairs    segments with rows, and as many without (6)
+    out      the JSON file to write
+
+One run takes turns: a segment with a row every log_every steps, a segment with the one row at its
+end that tells its time. The first of each kind compiles, and does not count.
+"""
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from config import Due, RunConfig
+from scripts.arguments import check_at_least, command
+from training.environment import measured_on
+from training.files import check_writable, read_metrics, write_json
+from training.run import run
+
+QUIET = [
+    "eval_every=0",
+    "diagnose_every=0",
+    "checkpoint_every=1000000",
+    "sample_tokens=0",
+    "logger=none",
+]
+
+
+@dataclass
+class Options:
+    seq_len: list[int] = field(default_factory=lambda: [1024, 8192, 32768])
+    tokens: int = 32768
+    segment: int = 100
+    pairs: int = 6
+    out: Path = Path("looking.json")
+    overrides: list[str] = field(default_factory=list)  # train.py's own settings
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "seq_len", "tokens", "segment")
+        check_at_least(self, 2, "pairs")
+
+
+def due_in_turns(segment: int) -> Any:
+    """RunConfig.due with the rows of every other segment, and one at the end of each."""
+    plain = RunConfig.due
+
+    def due(config: RunConfig, step: int, **outcome: Any) -> Due:
+        found = plain(config, step, **outcome)
+        quiet = (step - 1) // segment % 2 == 1
+        return found._replace(log=step % segment == 0 or (found.log and not quiet))
+
+    return due
+
+
+def speeds(rows: list[dict[str, Any]], segment: int) -> list[dict[str, Any]]:
+    """Tokens a second by the wall clock of each segment after the first two, and its rows."""
+    found = []
+    ends = [row for row in rows if row["step"] % segment == 0]
+    for begin, end in zip(ends, ends[1:], strict=False):
+        inside = [row for row in rows if begin["step"] < row["step"] <= end["step"]]
+        seconds = end["seconds"] - begin["seconds"]
+        speed = (end["tokens"] - begin["tokens"]) / seconds
+        found.append({"rows": len(inside), "tokens_per_sec": speed})
+    return found[1:]
+
+
+def ratios(segments: list[dict[str, Any]]) -> list[float]:
+    """Of each pair of neighbours: the speed with rows, as a share of that without."""
+    pairs = zip(segments[::2], segments[1::2], strict=False)
+    return [looking["tokens_per_sec"] / quiet["tokens_per_sec"] for looking, quiet in pairs]
+
+
+@command("looking", Options)
+def main(options: Options) -> None:
+    check_writable(options.out)
+    results = []
+    for seq_len in options.seq_len:
+        steps = 2 * options.segment * (options.pairs + 1)
+        size = [f"seq_len={seq_len}", f"batch_size={options.tokens // seq_len}", f"steps={steps}"]
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            patch.object(RunConfig, "due", due_in_turns(options.segment)),
+        ):
+            run(*QUIET, *options.overrides, *size, f"hydra.run.dir={folder}/run")
+            segments = speeds(read_metrics(Path(folder, "run", "metrics.jsonl")), options.segment)
+        found = ratios(segments)
+        row = {"seq_len": seq_len, "ratio": geometric_mean(found), "of_pairs": found}
+        results.append(row | {"segments": segments})
+        print(
+            f"seq_len={seq_len}: with rows {row['ratio']:.3f} of the speed without "
+            f"({min(found):.3f} to {max(found):.3f}, n={len(found)})"
+        )
+        where = measured_on("cuda" if torch.cuda.is_available() else "cpu")
+        settings = {"overrides": options.overrides, "segment": options.segment}
+        write_json(options.out, {"environment": where} | settings | {"results": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Which variant is best, by how much, and what the difference is worth.
+
+Softmax attention, exact or broken on purpose, is judged by val/loss_exact: a defect's own loss can
+lead and mean nothing. A function that does not claim softmax is judged by its own loss. Runs
+compare only where length, trained tokens, held-out data and seeds are equal.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import sqrt
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+from scripts.report.runs import Run, ended, in_order
+
+# Student's t for an interval of 95%, from one degree of freedom on; the last stands for all above
+T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+# the baseline is the first of these that was run, else any exact attention
+BASELINES = ("naive", "sdpa", "tiled")
+
+Losses = dict[str, dict[str, float]]  # by variant and seed
+
+
+class Difference(NamedTuple):
+    """The mean of differences paired by seed, and half of its 95% interval: None for one seed."""
+
+    mean: float
+    half: float | None
+
+    @property
+    def is_clear(self) -> bool:
+        return self.half is not None and abs(self.mean) > self.half
+
+    def interval(self, *, sign: int = 1) -> str:
+        if self.half is None:
+            return "one seed"
+        ends = sorted(sign * self.mean + end for end in (-self.half, self.half))
+        return " to ".join(f"{end:+.3f}" for end in ends)
+
+
+@dataclass
+class Ranking:
+    """Variants that compare, best first, each with the same seeds."""
+
+    metric: str
+    seq_len: int
+    tokens: float
+    losses: Losses
+    baseline: str | None
+    unranked: list[str]  # variants that lack some of the seeds
+
+    @property
+    def best(self) -> str:
+        return next(iter(self.losses))
+
+    @property
+    def seeds(self) -> int:
+        return len(self.losses[self.best])
+
+    @property
+    def level(self) -> list[str]:
+        """Variants that the seeds do not tell from the best one."""
+        others = list(self.losses)[1:]
+        return [name for name in others if not self.difference(name, self.best).is_clear]
+
+    def difference(self, variant: str, other: str) -> Difference:
+        """How much higher the loss of `variant` is."""
+        seeds = self.losses[other]
+        values = [self.losses[variant][seed] - seeds[seed] for seed in seeds]
+        if len(values) == 1:
+            return Difference(values[0], None)
+        quantile = T95[min(len(values) - 1, len(T95)) - 1]
+        return Difference(fmean(values), quantile * stdev(values) / sqrt(len(values)))
+
+
+def rank(runs: Iterable[Run], baseline: str | None = None) -> list[Ranking]:
+    """One ranking for each set of runs that compare, short lengths first; of each length softmax
+    attention first.
+    """
+    comparable = defaultdict(list)
+    for run in ended(runs, "completed"):
+        if run.figure(run.judged_by) is not None:
+            comparable[run.compares_by].append(run)
+    rankings = []
+    for key in sorted(comparable):
+        group = comparable[key]
+        softmax = [run for run in group if run.is_softmax]
+        others = [run for run in group if not run.is_softmax]
+        first = softmax and _ranking("val/loss_exact", softmax, softmax, baseline)
+        if first:
+            rankings.append(first)
+        if others:
+            # of exact attention the own loss is the exact one
+            reference = [run for run in softmax if first and run.variant == first.baseline]
+            rankings.append(_ranking("val/loss", others + reference, reference, baseline))
+    return rankings
+
+
+def _ranking(metric: str, runs: list[Run], exact: list[Run], baseline: str | None) -> Ranking:
+    by_variant = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        if (loss := run.figure(metric)) is not None:
+            by_variant[run.variant][str(run.summary.get("seed"))].append(loss)
+    losses = {
+        variant: {seed: fmean(values) for seed, values in seeds.items()}
+        for variant, seeds in by_variant.items()
+    }
+    seeds = common_seeds(losses)
+    ranked = {
+        variant: {seed: own[seed] for seed in seeds}
+        for variant, own in losses.items()
+        if seeds <= own.keys()
+    }
+    order = sorted(ranked, key=lambda variant: (fmean(ranked[variant].values()), variant))
+    exact = [run for run in exact if run.claims_exact and run.variant in ranked]
+    return Ranking(
+        metric,
+        runs[0].seq_len,
+        runs[0].tokens,
+        {variant: ranked[variant] for variant in order},
+        baseline if baseline in ranked else pick_baseline(exact),
+        [variant for variant in losses if variant not in ranked],
+    )
+
+
+def common_seeds(losses: Losses) -> set[str]:
+    """The seeds by which as many variants as possible compare over as many seeds as possible."""
+    candidates = [set(own) for own in losses.values()]
+    candidates.append(set.intersection(*candidates))
+
+    def worth(seeds: set[str]) -> tuple[bool, int]:
+        variants = sum(seeds <= own.keys() for own in losses.values())
+        return bool(seeds) and variants > 1, variants * len(seeds)
+
+    return max(candidates, key=worth)
+
+
+def pick_baseline(exact: list[Run]) -> str | None:
+    def place(run: Run) -> tuple:
+        name = run.summary.get("attention")
+        is_known = name in BASELINES
+        return BASELINES.index(name) if is_known else len(BASELINES), in_order(run.variant)
+
+    return min(exact, key=place).variant if exact else None
+
+
+def answer(ranking: Ranking, *, where: str) -> str:
+    """The result in a sentence or two. where: the length, where there are several."""
+    losses, metric = ranking.losses, ranking.metric
+    best, baseline = ranking.best, ranking.baseline
+    where += f" after {ranking.tokens:,.0f} tokens" if ranking.tokens else ""
+    means = {name: fmean(own.values()) for name, own in losses.items()}
+    if ranking.seeds == 1:
+        order = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
+        if len(losses) == 1:
+            return f"One seed of one variant{where}: {metric} of {order}." + _left_out(ranking)
+        text = f"One seed: no winner{where}. The order by {metric} as it stands: {order}."
+        return text + _left_out(ranking)
+    spread = f"{metric} {means[best]:.3f} ± {stdev(losses[best].values()):.3f}"
+    seeds = f"{ranking.seeds} seeds"
+    if len(losses) == 1:
+        return f"One variant{where}: {best}, {spread} over {seeds}." + _left_out(ranking)
+    if level := ranking.level:
+        others = ", ".join(level)
+        text = f"No winner{where}: {seeds} do not tell {best} from {others}. {best} has {spread}"
+    else:
+        text = f"Best{where}: {best}, {spread} over {seeds}"
+    if baseline in (None, best):
+        second = list(losses)[1]
+        found = ranking.difference(second, best)
+        known = "the baseline; " if baseline else ""
+        text += f", {known}the next, {second}, is {found.mean:.3f} above it"
+        interval = found.interval()
+    else:
+        found = ranking.difference(best, baseline)
+        text += f", {-found.mean:.3f} below the baseline {baseline}"
+        interval = found.interval(sign=-1)
+    return f"{text} (paired by seed, 95%: {interval})." + _left_out(ranking)
+
+
+def _left_out(ranking: Ranking) -> str:
+    names = ", ".join(ranking.unranked)
+    return f" Not ranked, for want of the same seeds: {names}." if names else ""

@@ -1,0 +1,51 @@
+"""The colours: one for each attention, to be seen on light and on dark paper."""
+
+import json
+
+import pytest
+
+from attention import BACKENDS as TABLE
+from training import plot
+from training.palette import BACKENDS, ON_DARK, OTHERS, mixed, variant_colors
+
+
+def luminance(color: str) -> float:
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(color: str, paper: str) -> float:
+    low, high = sorted((luminance(color), luminance(paper)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_every_attention_has_a_colour_of_its_own_that_both_papers_show():
+    assert BACKENDS.keys() == TABLE.keys()
+    colors = [*BACKENDS.values(), *OTHERS]
+    assert len(set(colors)) == len(colors)
+    for color in colors:
+        assert contrast(color, "#ffffff") > 2, color  # sky blue and orange, as lines
+        assert contrast(mixed(color, ON_DARK), "#18181b") > 4.5, color
+
+
+def test_variants_of_one_attention_differ_and_the_first_keeps_its_colour():
+    sizes = {f"no_rescale block_kv={size}": "no_rescale" for size in (8, 16, 32, 64)}
+    colors = variant_colors({"tiled": "tiled", **sizes, "mine": "my_module:BACKEND"})
+    assert len(set(colors.values())) == 6
+    assert colors["tiled"] == BACKENDS["tiled"]
+    assert colors["no_rescale block_kv=8"] == BACKENDS["no_rescale"]
+    # the same in another figure
+    assert variant_colors({"x": "my_module:BACKEND"})["x"] == colors["mine"]
+
+
+def test_a_loss_curve_has_the_colour_of_its_attention(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    rows = [{"step": i, "tokens": i, "val/loss": 2.0, "val/loss_exact": 3.0} for i in range(3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    closed = []
+    monkeypatch.setattr(pyplot, "close", closed.append)
+    plot.draw_loss_curve(tmp_path, title="a run", attention="no_rescale")
+    (figure,) = closed
+    colors = {line.get_label(): line.get_color() for line in figure.axes[0].lines}
+    assert colors["val/loss"] == BACKENDS["no_rescale"] != colors["val/loss_exact"]

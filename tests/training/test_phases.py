@@ -1,0 +1,232 @@
+"""Where the seconds of a run go, and the lines that say what it is doing."""
+
+import importlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.command import ROOT, environment, index, run, summary, tiny, tiny_sweep
+from training import phases, step
+from training.interrupt import Interrupt, Stopped
+from training.phases import Phases, doing, in_words, phase
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def run_phases(clock, monkeypatch) -> Phases:
+    """Those of a run that began five seconds ago, without their thread."""
+    own = Phases(clock.now - 5, clock=clock)
+    monkeypatch.setattr(phases, "_current", own)
+    return own
+
+
+def test_seconds_count_for_the_innermost_phase_and_add_up(run_phases, clock):
+    @phase("saving")
+    def save() -> None:
+        clock.now += 7
+
+    with phase("evaluating"):
+        clock.now += 1
+        phases._began_compiling(None)  # as torch.compile calls it
+        clock.now += 30
+        phases._ended_compiling(None)
+        clock.now += 2
+    run_phases.started()
+    clock.now += 4
+    with phase("training"):
+        clock.now += 20
+        phases._compiled_by_triton(times=type("Times", (), {"total": 6e6}), cache_hit=False)
+    save()
+    assert run_phases.seconds() == {
+        "compiling": 36,
+        "training": 14,
+        "saving": 7,
+        "starting": 5,
+        "other": 4,
+        "evaluating": 3,
+    }
+    assert sum(run_phases.spent.values()) == clock.now - run_phases.began
+
+
+def test_an_error_ends_its_phases_and_those_left_open_within(run_phases, clock):
+    with pytest.raises(KeyError), phase("training"):
+        run_phases.push("compiling", "left open")
+        clock.now += 3
+        raise KeyError
+    clock.now += 2
+    assert run_phases.seconds() == {"starting": 7, "compiling": 3, "training": 0}
+
+
+def test_a_phase_says_what_it_does_after_two_seconds_and_then_rarely(run_phases, clock, caplog):
+    caplog.set_level(logging.INFO, "tilegpt")
+
+    def said(seconds: float) -> list[str]:
+        """The lines of that many seconds."""
+        caplog.clear()
+        for _ in range(round(seconds / 0.2)):
+            clock.now += 0.2
+            run_phases.tick()
+        return caplog.messages
+
+    run_phases.started()
+    assert said(60) == []  # nothing in particular
+    with phase("evaluating", "evaluating"):
+        assert said(1.8) == []  # it was quick
+    with phase("evaluating", "evaluating"):
+        doing("evaluating: 3 of 16 sequences done")
+        assert said(3) == ["evaluating: 3 of 16 sequences done, 2 s so far"]
+        doing("evaluating: 9 of 16 sequences done")
+        assert said(37) == [
+            f"evaluating: 9 of 16 sequences done, {seconds} s so far" for seconds in (15, 30)
+        ]
+    with phase("training", "step 1 of 9"):
+        assert said(5) == ["step 1 of 9, 2 s so far"]
+    with phase("training", "step 2 of 9"):
+        assert said(5) == []  # every step has its line in time
+        assert said(15) == ["step 2 of 9, 15 s so far"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "line"),
+    [
+        ({"compiling": 31.2, "training": 17.1, "other": 0.6}, "49 s: 31 compiling, 17 training"),
+        ({"training": 0.62, "starting": 0.31, "other": 0.01}, "0.9 s: 0.6 training, 0.3 starting"),
+    ],
+)
+def test_the_line_at_the_end(seconds, line):
+    assert in_words(seconds) == line
+
+
+def test_the_seconds_of_a_run_add_up_to_its_time(tmp_path, monkeypatch):
+    """Each part is slow on purpose, and has its seconds."""
+    parts = {
+        "data.build_data": "starting",
+        "training.evaluate.exact_attention": "evaluating",
+        "training.health.largest_score": "looking",
+        "training.step.compute_gradients": "training",
+        "training.checkpoint._write": "saving",
+        "training.files.MetricsFile.write": "logging",
+        "training.recorder.draw_loss_curve": "drawing",
+        "training.recorder.sample_text": "sampling",
+    }
+    for place in parts:
+        slow_down(monkeypatch, place, 0.4)
+    before = time.time()
+    done = run(*tiny(tmp_path, "sample_tokens=4", "eval_every=4", "log_every=4"))
+    took = time.time() - before
+    assert done.code == 0, done.output
+    result = summary(tmp_path)
+    seconds = result["seconds_by_phase"]
+    assert set(parts.values()) <= seconds.keys()
+    assert all(seconds[name] >= 0.4 for name in parts.values()), seconds
+    assert sum(seconds.values()) == pytest.approx(result["wall_seconds"], abs=0.05)
+    assert took - 0.5 < result["wall_seconds"] < took
+    assert list(seconds.values()) == sorted(seconds.values(), reverse=True)
+    assert in_words(seconds) in done.output
+
+
+def slow_down(monkeypatch, place: str, seconds: float) -> None:
+    module, _, name = place.rpartition(".")
+    try:
+        owner = importlib.import_module(module)
+    except ModuleNotFoundError:  # a method
+        above, _, kind = module.rpartition(".")
+        owner = getattr(importlib.import_module(above), kind)
+    called = getattr(owner, name)
+
+    def slow(*arguments, **options):
+        time.sleep(seconds)
+        return called(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, slow)
+
+
+def test_the_first_run_of_a_process_counts_its_imports_and_the_next_does_not(tmp_path):
+    """And the seconds of a job are its own."""
+    done = run(*tiny_sweep(tmp_path, "seed=0,1", "steps=1", "eval_every=0"))
+    assert done.code == 0, done.output
+    for row in index(tmp_path):
+        assert sum(row["seconds_by_phase"].values()) == pytest.approx(row["wall_seconds"], abs=0.05)
+    assert phases.process_began is None
+    first, second = index(tmp_path)
+    assert first["starts"][0]["started"] + first["wall_seconds"] <= second["starts"][0]["started"]
+
+
+def test_a_resumed_run_has_the_seconds_of_its_newest_start(tmp_path):
+    assert run(*tiny(tmp_path, "eval_every=0")).code == 0
+    assert run(f"resume={tmp_path}", "steps=5").code == 0
+    result = summary(tmp_path)
+    newest = result["starts"][1]["seconds"]
+    assert sum(result["seconds_by_phase"].values()) == pytest.approx(newest, abs=0.05)
+
+
+def test_a_slow_step_is_announced_and_answers_a_signal_at_once(tmp_path, monkeypatch):
+    """A regression test: under Triton's interpreter nothing was said for minutes, not even after
+    SIGTERM.
+    """
+    monkeypatch.setattr(Phases, "tick_seconds", 0.02)
+    monkeypatch.setattr(phases.Phase, "__init__", impatient)
+    called = step.compute_gradients
+
+    def slow(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+        return called(*arguments, **options)
+
+    monkeypatch.setattr(step, "compute_gradients", slow)
+    done = run(*tiny(tmp_path, "steps=50", "eval_every=0"))
+    assert done.code == 130 and summary(tmp_path)["status"] == "interrupted"
+    answer = done.output.index("SIGTERM: the run ends and saves after what it is doing now (step 1")
+    assert answer < done.output.index("interrupted after step 1")
+    assert done.output.count("SIGTERM: ") == 1
+
+
+def impatient(self: phases.Phase, name: str, words: str, began: float) -> None:
+    self.name, self.words, self.began, self.patience = name, words, began, 0.05
+
+
+def test_a_second_signal_stops_at_once():
+    """Ctrl-C at any time, SIGTERM a second later: timeout(1) sends two together."""
+    interrupt = Interrupt()
+    interrupt._handle(signal.SIGTERM, None)
+    interrupt._handle(signal.SIGTERM, None)
+    interrupt._handle(signal.SIGHUP, None)
+    with pytest.raises(Stopped):
+        interrupt._handle(signal.SIGINT, None)
+    interrupt.since -= 2
+    interrupt._handle(signal.SIGHUP, None)  # a closed terminal sends two
+    with pytest.raises(Stopped):
+        interrupt._handle(signal.SIGTERM, None)
+
+
+def test_a_run_that_compiles_nothing_loads_no_compiler(tmp_path):
+    """A regression test: the optimizer loaded torch.compile, only to keep itself out of it."""
+    code = (
+        "import sys; from training.run import run; run(*sys.argv[1:]); "
+        "assert 'torch._dynamo' not in sys.modules and 'torch._inductor' not in sys.modules"
+    )
+    for optimizer in ("adamw", "muon"):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *tiny(tmp_path / optimizer, f"optim={optimizer}")],
+            cwd=ROOT,
+            env=environment(),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr

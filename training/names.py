@@ -1,0 +1,194 @@
+"""What a run is called: one name in the terminal, in reports and figures, and in wandb.
+
+variant   the attention with its options that are not at their defaults (no_rescale block_kv=16),
+          and every other setting in which the runs of a sweep differ (optim.lr as lr=0.01)
+run       the variant, and seq_len and seed where they differ: no two runs of a sweep share it
+
+Nothing here imports torch.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from config import BACKEND_OPTIONS, AttentionConfig
+from training.command_line import unescaped
+from training.retention import are_starts
+
+# settings that change what is reported of a run, not what it learns
+WATCHING = (
+    "logger.",
+    "eval_",
+    "diagnose_every",
+    "log_every",
+    "checkpoint_every",
+    "keep",
+    "sample_tokens",
+)
+
+
+class Names(NamedTuple):
+    """What one of several runs is called."""
+
+    variant: str
+    run: str
+
+
+def attention_names(chosen: AttentionConfig) -> list[tuple[int, str]]:
+    """Each attention that these settings ask for, with the step after which it is used."""
+    names = [(0, attention_name(chosen.backend_name, chosen.backend_options()))]
+    if chosen.switch_at is not None:
+        names.append((chosen.switch_at, attention_name(chosen.switch_to, chosen.switch_options)))
+    return names
+
+
+def attention_name(name: str, options: Mapping[str, Any]) -> str:
+    """no_rescale block_kv=16: without the options that are at their defaults."""
+    # an attention of the user's own may have other defaults
+    defaults = {} if ":" in name else BACKEND_OPTIONS
+    words = [name]
+    for key, value in options.items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        # an override is text: false, where the default is False
+        if value is not None and text.lower() != str(defaults.get(key)).lower():
+            words.append(f"{key}={text}")
+    return " ".join(words)
+
+
+def name_runs(rows: Sequence[Mapping[str, Any]]) -> list[Names]:
+    """The names of runs that are shown together, by their summaries or lines of the index."""
+    dropped = {"attention", "seq_len", "seed"}
+    # a run that was resumed for more steps stays with its variant
+    fresh = [row for row in rows if not _given(row, "resume")]
+    if len(fresh) < len(rows) and len({_given(row, "steps") for row in fresh}) < 2:
+        dropped.add("steps")
+    names = []
+    for row, setting in zip(rows, differing_settings(rows), strict=True):
+        words = [attention_in_words(row) if row.get("attention") else _folder(row)]
+        words += [
+            f"{key.rpartition('.')[2]}={value}"
+            for key, value in setting.items()
+            if key not in dropped
+        ]
+        variant = " ".join(words)
+        sizes = [f"{key}={setting[key]}" for key in ("seq_len", "seed") if key in setting]
+        names.append(Names(variant, " ".join([variant, *sizes])))
+    runs = [name.run for name in names]
+    return [
+        name if runs.count(name.run) == 1 else Names(name.variant, f"{name.run} ({_folder(row)})")
+        for name, row in zip(names, rows, strict=True)
+    ]
+
+
+def name_run(row: Mapping[str, Any]) -> Names:
+    """The names of a run that belongs to no sweep, which differs from others in all it asks for."""
+    beside = (*WATCHING, "logger", "device")
+    asked = [each for each in row.get("overrides") or [] if not each.startswith(beside)]
+    names, _ = name_runs([{**row, "overrides": asked}, {}])
+    return Names(attention_in_words(row), names.run)
+
+
+def differing_settings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """For each run its attention, seq_len, seed and overrides, without those that all runs share.
+
+    Options of an attention are in its name.
+    """
+    settings = []
+    for row in rows:
+        keys = [key for key in ("seq_len", "seed") if row.get(key) is not None]
+        setting = {"attention": attention_in_words(row)} if row.get("attention") else {}
+        setting |= {key: str(row[key]) for key in keys}
+        unread = {"attention", "resume", "left_out", *(row.get("left_out") or {})}
+        for key, value in _overrides(row).items():
+            # a switch to the same attention, or one that did not come, is in no name
+            unnamed = key == "attention.switch_at" and value not in ("null", "None")
+            unnamed = unnamed and len(attention_steps(row)) == 1
+            if unnamed or not (key in unread or key.startswith("attention.")):
+                setting[key] = value
+        settings.append(setting)
+    shared = {
+        key
+        for setting in settings
+        for key in setting
+        if len({other.get(key) for other in settings}) == 1
+    }
+    return [
+        {key: value for key, value in setting.items() if key not in shared} for setting in settings
+    ]
+
+
+def attention_steps(row: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """Each attention that a run has used, by its summary.json, with the step where it began."""
+    starts, done = recorded_starts(row), row.get("steps_done")
+    done = done if isinstance(done, int) else math.inf
+    used: list[tuple[int, str]] = []
+    for start, following in zip_longest(starts, starts[1:]):
+        until = min(done, following["step"]) if following else done
+        for step, name in start["attention"]:
+            if not used or (step < until and name != used[-1][1]):
+                used.append((step, name))
+    return used
+
+
+def attention_in_words(row: Mapping[str, Any]) -> str:
+    """tiled block_kv=16, or for a run that switched: no_rescale, tiled after step 400."""
+    return ", ".join(
+        name + (f" after step {step}" if step else "") for step, name in attention_steps(row)
+    )
+
+
+def recorded_starts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The starts of a run; see training.resume. One where its summary.json lists none."""
+    starts = row.get("starts")
+    listed = bool(starts) and are_starts(starts)
+    if listed and "variant" in row:
+        return starts
+    if not listed:
+        starts = [first_start(*(row.get(key) for key in ("attention", "switch_at", "switch_to")))]
+    # an earlier version recorded the names without the options, or the training never began
+    bare, name = str(row.get("attention")), row.get("variant") or _with_its_options(row)
+    return [
+        start
+        | {
+            "attention": [
+                [step, name if each == bare else each] for step, each in start["attention"]
+            ]
+        }
+        for start in starts
+    ]
+
+
+def first_start(attention: Any, switch_at: Any, switch_to: Any) -> dict[str, Any]:
+    """The start of a run by an earlier version of this program, whose files hold no "starts"."""
+    switch = [[switch_at, str(switch_to)]] if isinstance(switch_at, int) else []
+    return {"step": 0, "attention": [[0, str(attention)], *switch], "changed": {}}
+
+
+def _with_its_options(row: Mapping[str, Any]) -> str:
+    """The attention of an earlier version's summary, with the options in force or asked for."""
+    options = row.get("options")
+    options = dict(options) if isinstance(options, dict) else {}
+    left_out = row.get("left_out") or {}
+    for key, value in _overrides(row).items():
+        option = key.removeprefix("attention.").removeprefix("options.")
+        is_option = option in BACKEND_OPTIONS or key.startswith("attention.options.")
+        if key.startswith("attention.") and is_option and key not in left_out:
+            options[option] = value
+    return attention_name(str(row.get("attention")), options)
+
+
+def _overrides(row: Mapping[str, Any]) -> dict[str, str]:
+    given = [each for each in row.get("overrides") or [] if isinstance(each, str)]
+    pairs = [override.lstrip("+").partition("=") for override in given]
+    return {key: unescaped(value) for key, _, value in pairs}
+
+
+def _given(row: Mapping[str, Any], key: str) -> str | None:
+    """What the command line said of a key, if it did."""
+    return _overrides(row).get(key)
+
+
+def _folder(row: Mapping[str, Any]) -> str:
+    return Path(str(row.get("dir", row.get("job", "")))).name

@@ -1,0 +1,56 @@
+"""The colours of every figure: one for each attention, the same in a run's loss curve, a sweep's
+report and the README.
+
+Most are those of Okabe and Ito, which every kind of colour vision tells apart.
+"""
+
+from collections.abc import Mapping
+from zlib import crc32
+
+BLUE, ORANGE, GREEN, PINK = "#0072b2", "#e69f00", "#009e73", "#cc79a7"
+VERMILION, SKY, GRAY, VIOLET = "#d55e00", "#56b4e9", "#8a8a8a", "#7a5cc4"
+INK = "#1c1c1e"
+ON_DARK = 0.35  # so much white goes into a colour that stands on dark paper
+
+BACKENDS = {
+    "triton": BLUE,
+    "tiled": GREEN,
+    "sdpa": SKY,
+    "flex": ORANGE,
+    "naive": GRAY,
+    "alpha_beta": "#44aa99",
+    "normalized_acc": "#999933",
+    "kv_outer": "#4b5fb8",
+    "lazy_rescale": "#2e8b2e",
+    "no_rescale": VERMILION,
+    "no_max": PINK,
+    "local_softmax": VIOLET,
+    "zero_init_max": "#b03060",
+    "relative_mask": "#9c5a2d",
+    "no_scale": "#b8860b",
+}
+# a user's own attention has one of these, always the same
+OTHERS = ("#00868b", "#a0522d", "#c71585", "#556b2f", "#6a5acd")
+# variants of one attention: so much white (or black, below 0) in its colour
+SHADES = (0.0, -0.45, 0.35, -0.25, 0.2)
+
+
+def variant_colors(variants: Mapping[str, str]) -> dict[str, str]:
+    """A colour for each variant, given the attention of each. The first of an attention has its
+    colour, the others shades of it.
+    """
+    colors: dict[str, str] = {}
+    seen: dict[str, int] = {}
+    for variant, attention in variants.items():
+        color = BACKENDS.get(attention) or OTHERS[crc32(attention.encode()) % len(OTHERS)]
+        place = seen.setdefault(color, 0)
+        seen[color] += 1
+        colors[variant] = mixed(color, SHADES[place % len(SHADES)])
+    return colors
+
+
+def mixed(color: str, share: float) -> str:
+    """The colour with a share of white in it, or with one of black where the share is negative."""
+    goal = 255 if share > 0 else 0
+    parts = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(part + abs(share) * (goal - part)):02x}" for part in parts)
