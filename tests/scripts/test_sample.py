@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -241,7 +240,10 @@ def test_command_in_the_help_runs_as_typed(tmp_path):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
     def run(command: str) -> subprocess.CompletedProcess:
-        python, *arguments = shlex.split(command.replace("\\\n", ""))
+        # the shell puts the newest folder in; python is started without it
+        expand = ["bash", "-c", 'python() { printf "%s\\0" "$@"; }\n' + command]
+        words = subprocess.run(expand, cwd=tmp_path, capture_output=True, text=True).stdout
+        arguments = words.removesuffix("\0").split("\0")
         return forked.run(*arguments, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
 
     line = re.search(
