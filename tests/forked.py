@@ -7,6 +7,7 @@ the interpreter would: its signals, streams, exit code and memory are those of a
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import json
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STREAMS = ("stdin", "stdout", "stderr")
 CLOSED = Path("closed")  # as by `>&-` in a shell
 PID_BYTES = 20  # of the message with a process's id, behind which its exit code comes
-PRELOADED = ("torch._dynamo", "matplotlib.pyplot", "hydra", "safetensors.torch", "datasets")
+PRELOADED = ("torch._dynamo", "matplotlib.pyplot", "hydra", "safetensors.torch", "tqdm.auto")
 
 
 class Process:
@@ -180,23 +181,46 @@ def become(request: dict) -> list[str]:
     return request["arguments"]
 
 
+def run_python(first: str, *rest: str) -> None:
+    if first == "-c":
+        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif first == "-m":
+        sys.argv, sys.path[0] = list(rest), os.getcwd()
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = [first, *rest], str(Path(first).resolve().parent)
+        runpy.run_path(first, run_name="__main__")
+
+
+def leave() -> None:
+    """The last function at exit: spare the interpreter to take down what the server imported."""
+    if exit_code is not None:
+        with contextlib.suppress(OSError):  # the interpreter says what it cannot write
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:
+                    stream.flush()
+            os._exit(exit_code)
+
+
 if __name__ == "__main__":
+    exit_code: int | None = None
+    atexit.register(leave)
     for name in PRELOADED:
         __import__(name)
     # what is forked cannot use a GPU, nor some libraries of macOS
     FORKS = sys.platform == "linux" and not sys.modules["torch"].cuda.is_available()
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # or PyTorch's libraries tell of leaks
-    first, *rest = become(serve(sys.argv[1]))
+    arguments = become(serve(sys.argv[1]))
     if not FORKS:
-        os.execv(sys.executable, [sys.executable, first, *rest])
-    if first == "-c":
-        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
-        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
-    elif first == "-m":
-        sys.argv, sys.path[0] = rest, os.getcwd()
-        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv, sys.path[0] = [first, *rest], str(Path(first).resolve().parent)
-        runpy.run_path(first, run_name="__main__")
+        os.execv(sys.executable, [sys.executable, *arguments])
+    try:
+        run_python(*arguments)
+        exit_code = 0
+    except SystemExit as ended:
+        exit_code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        raise
+    except Exception:
+        exit_code = 1
+        raise

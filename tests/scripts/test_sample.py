@@ -15,6 +15,7 @@ from config import AttentionConfig, DataConfig, ModelConfig, RunConfig
 from data import build_tokenizer
 from model import GPT, sample_text
 from scripts import sample
+from tests import forked
 from tests.command import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -239,14 +240,11 @@ def test_command_in_the_help_runs_as_typed(tmp_path):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
     def run(command: str) -> subprocess.CompletedProcess:
-        command = command.replace("python", sys.executable, 1)
-        return subprocess.run(
-            ["bash", "-c", command],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-        )
+        # the shell puts the newest folder in; python is started without it
+        expand = ["bash", "-c", 'python() { printf "%s\\0" "$@"; }\n' + command]
+        words = subprocess.run(expand, cwd=tmp_path, capture_output=True, text=True).stdout
+        arguments = words.removesuffix("\0").split("\0")
+        return forked.run(*arguments, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path})
 
     line = re.search(
         r"^ +(python -m scripts\.sample (?:.*\\\n)*.*)$",
