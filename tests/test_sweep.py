@@ -639,7 +639,7 @@ def test_what_an_agent_of_wandb_runs(tmp_path):
 
 def metrics_of(item: dict) -> dict:
     """An item of wandb's history without its own keys, the copies and the media."""
-    others = ("_", "Compare/", "loss_curve.", "sample.")
+    others = ("_", "Compare/", "loss_curve.", "max_scores.", "sample.")
     return {key: value for key, value in item.items() if not key.startswith(others)}
 
 
@@ -657,5 +657,5 @@ def as_wandb_has_it(row: dict) -> dict:
     return {
         key: value
         for key, value in row.items()
-        if value is not None and key not in ("nonfinite", "step")
+        if value is not None and key not in ("nonfinite", "step", "attention/max_score_by_head")
     } | dict.fromkeys(names, "NaN")

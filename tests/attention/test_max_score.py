@@ -12,7 +12,7 @@ from attention.interface import ScoredOutput
 from attention.kernels import TRITON
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HEADS, KV_HEADS, LENGTH, HEAD_DIM = 4, 2, 150, 16  # several tiles, and ragged
+HEADS, KV_HEADS, LENGTH, HEAD_DIM = 2, 1, 150, 16  # several tiles, and ragged
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 100 + [0] * 41, [3] * 150])
 # what is asked of attention(), by its name in a test's id
 ASKED = {
@@ -21,7 +21,7 @@ ASKED = {
     "window": {"window": 7},
     "documents": {"document_ids": DOCUMENTS},
     "softcap": {"softcap": 2.0},
-    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.01, 0.0])},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.01])},
 }
 NEEDS = {"full": "non_causal", "alibi": "alibi_slopes", "documents": "document_ids"}
 KINDS = [(name, impl) for name in BACKENDS for impl in (None, *BACKENDS[name].implementations)]
@@ -149,7 +149,7 @@ def test_a_backend_that_returns_a_wrong_shape_is_refused():
 
     mine = Backend("mine", function, features=frozenset({"max_score"}))
     q, _, _ = inputs()
-    with pytest.raises(ValueError, match=r"max_score of shape \(2, 4\) and float32, it returned"):
+    with pytest.raises(ValueError, match=r"max_score of shape \(2, 2\) and float32, it returned"):
         attention(q, q, q, backend=mine, return_max_score=True)
 
 

@@ -374,7 +374,7 @@ def test_a_compiled_projection_reads_its_gradient_where_it_is(monkeypatch):
     x = random(2, 40, 64).requires_grad_()
 
     def run(x: Tensor) -> Tensor:
-        return layer.attend(*layer.heads(layer.qkv(x), None), document_ids=None, cache=None)
+        return layer.attend(*layer.heads(layer.qkv(x), None), document_ids=None, cache=None)[0]
 
     def gradients(function) -> tuple[Tensor, ...]:
         out = function(x)

@@ -254,7 +254,7 @@ def test_means_over_seeds(sweep):
     assert (row["tokens/s"], row["steps alone"], row["peak GiB"]) == (
         "400 ± 1",
         "1,000 ± 1",
-        "0.25 ± 0.00",
+        "0.25 ± 0",
     )
     # what diverged or ran out of memory has no mean
     dead = [row for row in rows if row["runs"] in ("2 oom", "2 diverged")]

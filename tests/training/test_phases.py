@@ -118,7 +118,7 @@ def test_the_seconds_of_a_run_add_up_to_its_time(tmp_path, monkeypatch):
     parts = {
         "data.build_data": "starting",
         "training.evaluate.exact_attention": "evaluating",
-        "training.health.largest_score": "looking",
+        "training.health.AttentionMonitor._note": "looking",
         "training.step.compute_gradients": "training",
         "training.checkpoint._write": "saving",
         "training.files.MetricsFile.write": "logging",
