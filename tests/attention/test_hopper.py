@@ -118,7 +118,7 @@ def interpreted_backend(edit: tuple[str, str, str] | None = None) -> Backend:
 # several blocks of queries, several tiles of keys, and more work than the interpreter's two
 # programs
 INTERPRETED_CASES = [
-    Case(batch=2, num_heads=2, num_queries=400, num_keys=400, head_dim=64),
+    Case(num_queries=400, num_keys=400, head_dim=64),
     Case(batch=1, num_heads=4, num_kv_heads=2, num_queries=290, num_keys=290, head_dim=128),
     Case(num_queries=256, num_keys=256, head_dim=64, causal=False),
     Case(num_heads=4, num_kv_heads=1, num_queries=130, num_keys=200, head_dim=64, causal=False),
