@@ -285,6 +285,7 @@ def test_the_options_of_a_recipe_are_left_out_of_other_attentions(tmp_path):
     ] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_jobs_in_processes_of_their_own(tmp_path, launcher):
     """A regression test: the callback could not be pickled."""

@@ -118,7 +118,7 @@ def interpreted_backend(edit: tuple[str, str, str] | None = None) -> Backend:
 # several blocks of queries, several tiles of keys, and more work than the interpreter's two
 # programs
 INTERPRETED_CASES = [
-    Case(batch=2, num_heads=2, num_queries=400, num_keys=400, head_dim=64),
+    Case(num_queries=400, num_keys=400, head_dim=64),
     Case(batch=1, num_heads=4, num_kv_heads=2, num_queries=290, num_keys=290, head_dim=128),
     Case(num_queries=256, num_keys=256, head_dim=64, causal=False),
     Case(num_heads=4, num_kv_heads=1, num_queries=130, num_keys=200, head_dim=64, causal=False),
@@ -633,14 +633,14 @@ COMPILER = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("kernel", "head_dim"),
     [
-        ("forward", 128),
         ("backward", 64),
+        pytest.param("forward", 128, marks=pytest.mark.slow),
         pytest.param("forward", 64, marks=pytest.mark.slow),
         pytest.param("backward", 128, marks=pytest.mark.slow),
     ],
 )
 def test_sm_90_compiles(kernel, head_dim):
-    """Both kernels and both head dims; the slow ones are the other pairs."""
+    """The compiler takes ten seconds for each: `make test` has the one with the most code."""
     check_machine_code(
         kernel,
         "bf16",

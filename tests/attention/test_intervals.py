@@ -106,7 +106,7 @@ def check_in_small_blocks(*problem: Any) -> None:
         check(*problem)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40 if DEVICE == "cuda" else 20, deadline=None)
 @given(problems())
 def test_equal_to_the_definition(problem):
     check_in_small_blocks(*problem)

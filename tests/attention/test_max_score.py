@@ -12,8 +12,8 @@ from attention.interface import ScoredOutput
 from attention.kernels import TRITON
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HEADS, KV_HEADS, LENGTH, HEAD_DIM = 2, 1, 150, 16  # several tiles, and ragged
-DOCUMENTS = torch.tensor([[0] * 9 + [1] * 100 + [0] * 41, [3] * 150])
+HEADS, KV_HEADS, LENGTH, HEAD_DIM = 2, 1, 80, 16  # several tiles, and ragged
+DOCUMENTS = torch.tensor([[0] * 9 + [1] * 50 + [0] * 21, [3] * 80])
 # what is asked of attention(), by its name in a test's id
 ASKED = {
     "causal": {},

@@ -248,7 +248,7 @@ def test_count_parameters_counts_the_tied_embedding_once(build_gpt):
     assert "output_layer.weight" not in tied.state_dict()
 
 
-@pytest.mark.parametrize("variant", ["gpt2", "modern"])
+@pytest.mark.parametrize("variant", [pytest.param("gpt2", marks=pytest.mark.slow), "modern"])
 def test_survives_torch_compile_in_one_graph(build_gpt, modern, random_tokens, variant):
     model, tokens = build_gpt("sdpa", **modern if variant == "modern" else {}), random_tokens(2, 16)
     torch._dynamo.reset()

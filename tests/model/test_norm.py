@@ -216,7 +216,15 @@ def test_the_whole_model_with_the_kernel_and_without(
         assert_near(found, baseline, loss_and_gradients(copy.deepcopy(network).double(), tokens))
 
 
-@pytest.mark.parametrize("keeps", MODES.values(), ids=MODES)
+@pytest.mark.parametrize(
+    "keeps",
+    [
+        pytest.param(
+            keeps, id=name, marks=() if name in ("none", "block", "dropout") else pytest.mark.slow
+        )
+        for name, keeps in MODES.items()
+    ],
+)
 def test_in_one_graph_with_the_kernel(build_gpt, random_tokens, kernel, keeps):
     network, tokens = build_gpt("sdpa", max_seq_len=32, **keeps), random_tokens(2, 32)
     torch._dynamo.reset()

@@ -228,6 +228,7 @@ def test_the_line_in_help_runs_as_typed():
     ), done.stdout
 
 
+@pytest.mark.slow
 def test_the_committed_measurements_are_drawn(tmp_path):
     from matplotlib import image
 

@@ -236,14 +236,10 @@ RECOMPUTING = [
 ]
 
 
-# many CPUs take eight times as long for bfloat16
-QUICK = [case for case in RECOMPUTING if case[2] == FP32]
-QUICK += [("gpt2", "sdpa", BF16, "attention", 32, 0.02)]
-
-
 @pytest.mark.parametrize(
     ("shape", "attention", "dtype", "checkpoint", "chunk_tokens", "budget"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in RECOMPUTING],
+    # many CPUs take eight times as long for bfloat16
+    [pytest.param(*case, marks=() if FP32 in case else pytest.mark.slow) for case in RECOMPUTING],
     ids=short,
 )
 def test_saved_and_peak_with_checkpointing(
