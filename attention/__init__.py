@@ -95,9 +95,10 @@ def attention(
                   alibi_slopes
     return_max_score
                   return ScoredOutput(out, lse, max_score), with the largest score of each head (B,
-                  H): free or nearly so from backends with the feature max_score, half a forward
-                  pass from others. A 0-d bool tensor on the CPU is read at run time: False gives
-                  None, or in a graph of torch.compile, which is one for both, any numbers
+                  H): nearly free from backends with the feature max_score, half a forward pass
+                  from others. A 0-d bool tensor on the CPU is read when the call runs, so one
+                  compiled graph serves both values. Where it holds False, max_score is None, or
+                  undefined in a compiled graph
 
     Order: scale, softcap, alibi, mask, softmax. A row that sees no key gives out = 0 and lse =
     -inf, with zero gradients. A score of -inf hides its key, also where it comes from overflow. A
@@ -127,18 +128,15 @@ def attention(
     else:  # without torch.compile, which takes seconds to import, there is nothing to disable
         function: Any = torch.compiler.disable(backend.fn)
     arguments = {name: value for name, value in optional.items() if name in backend.features}
-    returns_it = "max_score" in backend.features
-    if looked is not False and returns_it:
+    if looked is not False and "max_score" in backend.features:
         arguments["return_max_score"] = looked
     with torch.autocast(q.device.type, enabled=False):
         output = function(q, k, v, causal=causal, scale=factor, **arguments, **backend.options)
         check_output(backend, q, output)
         if return_max_score is False:
             return output
-        max_score = None
-        if looked is not False and isinstance(output, ScoredOutput):
-            max_score = output.max_score
-        elif looked is not False:
+        max_score = getattr(output, "max_score", None)
+        if max_score is None and looked is not False:
             max_score = companion_max_score(q, k, looked, causal=causal, scale=factor, **optional)
     return ScoredOutput(output.out, output.lse, None if max_score is None else max_score.detach())
 

@@ -5,8 +5,8 @@
 
 The names of phases, which are the keys of seconds_by_phase in summary.json:
 
-    starting     imports, data, model; from the first line of train.py on, so only the start of
-                 Python itself is missing, some hundredths of a second
+    starting     imports, data, model. It counts from the first line of train.py: the start of
+                 Python itself is missing
     compiling    torch.compile and Triton, whichever phase needs them
     training     the steps, without what is compiled in them
     evaluating   val/loss and the like

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from attention import LIMITS
 from training.files import read_metrics
 from training.palette import INK, mixed, variant_colors
 
@@ -17,16 +19,27 @@ def plain_text() -> Iterator[None]:
         yield
 
 
+def pyplot_without_a_screen() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save(figure: Any, path: Path) -> Path:
+    figure.savefig(path, dpi=150)
+    pyplot_without_a_screen().close(figure)
+    return path
+
+
 @plain_text()
 def draw_loss_curve(run_dir: Path, *, title: str, attention: str) -> Path | None:
     """Draw RUN/loss_curve.png: losses against tokens, in the colour of the run's attention.
     Returns None if there is nothing to draw.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")  # without a screen
-    from matplotlib import pyplot
-
+    pyplot = pyplot_without_a_screen()
     rows = read_metrics(run_dir / "metrics.jsonl")
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     color = variant_colors({attention: attention})[attention]
@@ -45,10 +58,7 @@ def draw_loss_curve(run_dir: Path, *, title: str, attention: str) -> Path | None
     axes.set(xlabel="tokens", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    path = run_dir / "loss_curve.png"
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return path
+    return save(figure, run_dir / "loss_curve.png")
 
 
 @plain_text()
@@ -57,12 +67,9 @@ def draw_max_scores(run_dir: Path, *, title: str) -> Path | None:
 
     Returns None if there is nothing to draw.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")  # without a screen
     import numpy as np
-    from matplotlib import pyplot
 
+    pyplot = pyplot_without_a_screen()
     rows = read_metrics(run_dir / "metrics.jsonl")
     rows = [row for row in rows if row.get("attention/max_score_by_head")]
     if len(rows) < 2:
@@ -75,7 +82,7 @@ def draw_max_scores(run_dir: Path, *, title: str) -> Path | None:
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     image = axes.pcolormesh(tokens, np.arange(layers * heads + 1), scores, cmap="viridis")
     bar = figure.colorbar(image, label="largest score of the step")
-    for limit, name in ((11.09, "float16"), (88.72, "float32")):
+    for limit, name in ((min(LIMITS.values()), "float16"), (max(LIMITS.values()), "float32")):
         if np.nanmin(scores) < limit < np.nanmax(scores):
             bar.ax.axhline(limit, color="red")
             bar.ax.text(0.5, limit, f"exp overflows {name}", color="red", fontsize=6, ha="center")
@@ -84,7 +91,4 @@ def draw_max_scores(run_dir: Path, *, title: str) -> Path | None:
     axes.hlines(np.arange(1, layers) * heads, 0, tokens[-1], color="white", linewidth=1)
     axes.set_ylim(layers * heads, 0)
     axes.set(xlabel="tokens", ylabel=f"{heads} heads each", title=title)
-    path = run_dir / "max_scores.png"
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return path
+    return save(figure, run_dir / "max_scores.png")

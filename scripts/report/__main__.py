@@ -20,7 +20,7 @@ from scripts.report import sections as parts
 from scripts.report.drawing import variant_styles
 from scripts.report.matrix import cross_blocks
 from scripts.report.page import Section, Table, Text, render_html
-from scripts.report.ranking import rank
+from scripts.report.ranking import best_first, rank
 from scripts.report.runs import Run, ended, load_runs
 from training.files import check_writable, write_file
 from training.sweep import not_started
@@ -59,22 +59,8 @@ def build_report(
     if baseline not in {None, *(run.variant for run in runs)}:
         names = ", ".join(dict.fromkeys(run.variant for run in runs))
         raise ValueError(f"baseline={baseline} is no variant of these runs; they are: {names}")
-    styles = variant_styles(runs)
-    order = list(styles)
-    rankings = rank(runs, baseline)
-    places: dict[tuple[int, str], int] = {}
-    for ranking in rankings:
-        for variant in ranking.losses:
-            places.setdefault((ranking.seq_len, variant), len(places))
-
-    def place(run: Run) -> tuple[int, int, int]:
-        return (
-            run.seq_len,
-            places.get((run.seq_len, run.variant), len(places)),
-            order.index(run.variant),
-        )
-
-    runs = sorted(runs, key=place)
+    styles, rankings = variant_styles(runs), rank(runs, baseline)
+    runs = best_first(runs, rankings, list(styles))
     # "Not completed" has a failed job; its losses are drawn where it logged some
     ran = [run for run in runs if run.status != "failed"]
     drawn = [run for run in runs if run.status != "failed" or run.logged]

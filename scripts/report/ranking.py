@@ -97,6 +97,22 @@ def rank(runs: Iterable[Run], baseline: str | None = None) -> list[Ranking]:
     return rankings
 
 
+def best_first(runs: list[Run], rankings: list[Ranking], order: list[str]) -> list[Run]:
+    """The runs by length, then by the place of their variant. Variants that are not ranked follow,
+    in `order`.
+    """
+    places: dict[tuple[int, str], int] = {}
+    for ranking in rankings:
+        for variant in ranking.losses:
+            places.setdefault((ranking.seq_len, variant), len(places))
+
+    def place(run: Run) -> tuple[int, int, int]:
+        own = places.get((run.seq_len, run.variant), len(places))
+        return run.seq_len, own, order.index(run.variant)
+
+    return sorted(runs, key=place)
+
+
 def _ranking(metric: str, runs: list[Run], exact: list[Run], baseline: str | None) -> Ranking:
     by_variant = defaultdict(lambda: defaultdict(list))
     for run in runs:
