@@ -75,7 +75,7 @@ def timed_run(tree: Path, run_dir: Path, overrides: list[str]) -> dict[str, Any]
             f"wall: train.py {' '.join(overrides)} in {tree} ended {summary.get('status')}: "
             f"{log.read_text()[-500:]}"
         )
-    names = ("tokens", "tokens_per_sec", "step_tokens_per_sec")
+    names = ("tokens", "tokens_per_sec", "step_tokens_per_sec", "memory/peak_gib")
     reported = {key: summary[key] for key in names if key in summary}
     return {"steps": summary["steps_done"], "seconds": seconds, "arrivals": arrivals} | reported
 

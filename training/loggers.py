@@ -168,7 +168,8 @@ class WandbLogger(Logger):
         self._run.define_metric("tokens", hidden=True)
         self._replay(rows)
         current = Path(self._run.dir).parent
-        for folder in run.wandb_dir.glob(f"wandb/offline-run-*-{run_id}"):
+        # wandb adds -1, -2, ... to the name of a folder that another run of the same second took
+        for folder in run.wandb_dir.glob(f"wandb/offline-run-*-{run_id}*"):
             # wandb marks an uploaded run by a file *.synced
             uploaded = any(folder.glob("*.synced"))
             if self.active and folder.name != current.name and not uploaded:

@@ -203,6 +203,9 @@ def kill_twice(folder: Path, name: str, **variables: str) -> list[dict]:
         command = ["-c", KILLED, str(folder), str(first), str(last), name]
         code = forked.run(*command, cwd=folder, env=environment(folder, **variables)).returncode
         assert code == (-9 if last < 40 else 0)
+        if name == "wandb" and last == 31:  # as wandb names the second folder of a second
+            (killed,) = folder.glob("wandb/offline-run-*")
+            killed.rename(f"{killed}-1")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(40))
     return rows
