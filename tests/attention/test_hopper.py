@@ -677,12 +677,12 @@ ON_HOPPER = pytest.mark.skipif(
 SMALL = [
     replace(case, head_dim=64)
     for case in CASES
-    if not {"softcap", "alibi_slopes"} & set(case.optional)
+    if not {"softcap", "alibi_slopes", "score_mod"} & set(case.optional)
 ]
 DEVICE_CASES = [
     *SMALL,
     *INTERPRETED_CASES,
-    *(c for c in GPU_CASES if c.head_dim in (64, 128) and "score_mod" not in c.optional),
+    *(case for case in GPU_CASES if case.head_dim in (64, 128)),
     Case(
         batch=4, num_heads=64, num_kv_heads=64, num_queries=320, num_keys=320, head_dim=64
     ),  # more pieces of work than programs
