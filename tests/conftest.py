@@ -2,8 +2,10 @@
 
 import atexit
 import gc
+import getpass
 import importlib.util
 import os
+import tempfile
 from pathlib import Path
 
 # read by Triton when a kernel is declared, so before anything imports the kernels
@@ -18,6 +20,11 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import hypothesis
 import pytest
 import torch
+
+# torch.compile would take its compiled code from a run with another ATEN_CPU_CAPABILITY, which then
+# gives wrong numbers
+kernels = f"tilegpt-tests-{getpass.getuser()}-{torch.backends.cpu.get_cpu_capability()}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), kernels)))
 
 gc.disable()  # collecting the tests makes no garbage, and would take a third longer
 
@@ -91,11 +98,15 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """A run ends with gc.collect(), which would look at every module and test a second time."""
     gc.enable()
+    atexit.register(gc.unfreeze)  # or PyTorch's libraries tell of leaks
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    """A run ends with gc.collect(), which would look again at all that is imported by then."""
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # or PyTorch's libraries tell of leaks
 
 
 @pytest.fixture(autouse=True)

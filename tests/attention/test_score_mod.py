@@ -140,6 +140,7 @@ def test_refusals(backend, optional, message):
         attention(q, k, v, backend=backend, **optional)
 
 
+@pytest.mark.slow
 def test_flex_compiles_for_a_second_number():
     """Once it has seen two values of a number, torch.compile would hand it to the kernel as an
     argument, which flex cannot lower.

@@ -33,6 +33,6 @@ def test_a_real_run(tmp_path, monkeypatch):
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     looking.main()
-    (found,) = json.loads(out.read_text())["results"]
+    (found,) = json.loads(out.read_text())["runs"]
     assert [each["rows"] for each in found["segments"]] == [2, 1, 2, 1]
     assert len(found["of_pairs"]) == 2 and 0 < found["ratio"] < 10

@@ -126,7 +126,7 @@ def test_the_seconds_of_a_run_add_up_to_its_time(tmp_path, monkeypatch):
         "training.recorder.sample_text": "sampling",
     }
     for place in parts:
-        slow_down(monkeypatch, place, 0.4)
+        slow_down(monkeypatch, place, 0.2)
     before = time.time()
     done = run(*tiny(tmp_path, "sample_tokens=4", "eval_every=4", "log_every=4"))
     took = time.time() - before
@@ -134,7 +134,7 @@ def test_the_seconds_of_a_run_add_up_to_its_time(tmp_path, monkeypatch):
     result = summary(tmp_path)
     seconds = result["seconds_by_phase"]
     assert set(parts.values()) <= seconds.keys()
-    assert all(seconds[name] >= 0.4 for name in parts.values()), seconds
+    assert all(seconds[name] >= 0.2 for name in parts.values()), seconds
     assert sum(seconds.values()) == pytest.approx(result["wall_seconds"], abs=0.05)
     assert took - 0.5 < result["wall_seconds"] < took
     assert list(seconds.values()) == sorted(seconds.values(), reverse=True)
@@ -216,17 +216,18 @@ def test_a_second_signal_stops_at_once():
 
 
 def test_a_run_that_compiles_nothing_loads_no_compiler(tmp_path):
-    """A regression test: the optimizer loaded torch.compile, only to keep itself out of it."""
+    """A regression test: the optimizer loaded torch.compile, only to keep itself out of it. Muon
+    has AdamW beside it.
+    """
     code = (
         "import sys; from training.run import run; run(*sys.argv[1:]); "
         "assert 'torch._dynamo' not in sys.modules and 'torch._inductor' not in sys.modules"
     )
-    for optimizer in ("adamw", "muon"):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *tiny(tmp_path / optimizer, f"optim={optimizer}")],
-            cwd=ROOT,
-            env=environment(),
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code, *tiny(tmp_path, "optim=muon")],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
