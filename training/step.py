@@ -102,7 +102,9 @@ class Stepper:
         """Train with this attention from here on; compilation does not count as speed."""
         self.model = prepare_model(self.run.model, backend, compile_mode=self.run.config.compile)
         self.throughput.warm_up()
-        # counted from 0: the second one has compiled, has the optimizer's state, and is not timed
+        # counted from 0: the first one looks, so that what looking compiles does not count either
+        self.looking_step = self.done
+        # the second one has compiled, has the optimizer's state, and is not timed
         self.measured_step = min(self.done + 1, self.run.config.steps - 1)
 
     def steps(self, stop: Interrupt = NEVER) -> Iterator[StepResult]:
@@ -120,6 +122,9 @@ class Stepper:
             scale = self.run.scaler.get_scale()
             diverged = self._diverged(loss, grad_norm, scale)
             finished = diverged or step == config.steps
+            due = config.due(step, diverged=diverged)
+            if not (due.log or due.compare):
+                scores = []
             result = StepResult(
                 step=step,
                 tokens=self.start.tokens + (step - self.start.step) * self.run.tokens_per_step,
@@ -134,7 +139,7 @@ class Stepper:
                 finished=finished,
                 # a queued step must be waited for first
                 last=finished or (stop.requested and ahead is None),
-                due=config.due(step, diverged=diverged),
+                due=due,
             )
             with self.throughput.paused():
                 yield result
@@ -172,7 +177,8 @@ class Stepper:
                 passes = self.batches.passes(step)
             # where something is due, the weights must stay until it is done
             due = config.due(step + 1)
-            how = {"update": not any(due), "look": due.log or due.compare}
+            look = due.log or due.compare or step == self.looking_step
+            how = {"update": not any(due), "look": look}
             if step == self.measured_step:  # what is freed while it measures does not count
                 self.run.optimizer.zero_grad(set_to_none=True)
             with self._measured(step, passes):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.command import TINY
+from training import step
 from training.interrupt import Interrupt
 from training.run import build_run, compose
 from training.step import (
@@ -249,3 +250,26 @@ def test_a_stop_waits_for_the_step_that_is_queued():
             stop.requested = result.step >= 3
             stepper.update(result)
     assert result.step == 4 and result.last and not result.finished and result.updated
+
+
+def test_what_looking_compiles_does_not_count_as_speed(monkeypatch):
+    """A regression test: its kernels were compiled at the first logged step, which is timed; a run
+    of 60 steps reported half of its speed. The first step of an attention looks too, unseen.
+    """
+    looks, queue_step = [], step.queue_step
+
+    def noted(*args, look, **options):
+        looks.append(look)
+        return queue_step(*args, look=look, **options)
+
+    monkeypatch.setattr(step, "queue_step", noted)
+    never = ("eval_every=0", "diagnose_every=0", "checkpoint_every=100")
+    with Stepper(build_run(compose(*TINY, "steps=9", "log_every=4", *never))) as stepper:
+        shown = []
+        for result in stepper.steps():
+            stepper.update(result)
+            shown += [result.step] if result.max_scores is not None else []
+            if result.step == 4:
+                stepper.use_attention(stepper.run.schedule[0])
+    assert [number for number, look in enumerate(looks, 1) if look] == [1, 4, 5, 8, 9]
+    assert shown == [4, 8, 9]
