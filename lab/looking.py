@@ -86,7 +86,7 @@ def ratios(segments: list[dict[str, Any]]) -> list[float]:
 @command("looking", Options)
 def main(options: Options) -> None:
     check_writable(options.out)
-    results = []
+    rows = []
     for seq_len in options.seq_len:
         steps = 2 * options.segment * (options.pairs + 1)
         size = [f"seq_len={seq_len}", f"batch_size={options.tokens // seq_len}", f"steps={steps}"]
@@ -98,14 +98,14 @@ def main(options: Options) -> None:
             segments = speeds(read_metrics(Path(folder, "run", "metrics.jsonl")), options.segment)
         found = ratios(segments)
         row = {"seq_len": seq_len, "ratio": geometric_mean(found), "of_pairs": found}
-        results.append(row | {"segments": segments})
+        rows.append(row | {"segment": options.segment, "segments": segments})
         print(
             f"seq_len={seq_len}: with rows {row['ratio']:.3f} of the speed without "
             f"({min(found):.3f} to {max(found):.3f}, n={len(found)})"
         )
         where = measured_on("cuda" if torch.cuda.is_available() else "cpu")
-        settings = {"overrides": options.overrides, "segment": options.segment}
-        write_json(options.out, {"environment": where} | settings | {"results": results})
+        data = {"environment": where, "overrides": options.overrides, "runs": rows}
+        write_json(options.out, data)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ SECTIONS = {
     "Long sequences without and with what makes them fit": runs.tricks,
     "What a block keeps": runs.kept,
     "The speed of a whole run": runs.wall,
+    "What rows of metrics cost": runs.looking,
+    "Where the seconds of a short run go": runs.start,
     "Five attentions at two lengths in one sweep": runs.card,
     "Twelve jobs in one sweep": runs.sweep,
     "Killed and resumed": runs.survival,

@@ -346,8 +346,8 @@ def kept() -> str:
 
 
 def wall() -> str:
-    """Tokens a second by the wall clock, from outside the runs, before and after
-    attention/max_score became cheap.
+    """Tokens a second by the wall clock, from outside the runs: before and after
+    attention/max_score became cheap, and before and after the attention call itself gave it.
     """
     data = load("wall_h200")
     rows = []
@@ -370,7 +370,10 @@ def wall() -> str:
         "both checkouts take turns on one GPU. By arrival: rows are timed as they arrive in "
         "metrics.jsonl. By whole runs: the slope of wall time against steps, with the least and "
         "the most of any two runs. Start-up differs by seconds from run to run, which blurs the "
-        "slope. The last column counts all, imports and compilation too."
+        "slope. The last column counts all, imports and compilation too. The last four rows were "
+        "measured later, while the other GPU's work kept the host busy. Their steps alone are "
+        "slower with the maxima by 0.5% to 0.9% at 32,768 tokens and by 1.7% to 2.3% at 8,192, "
+        "although the rows arrive earlier. Their peak memory is equal to 0.01%."
     )
     slope = "{slope[tokens_per_sec]:,.0f} ({slope[of_two][0]:,.0f} to {slope[of_two][1]:,.0f})"
     columns = {
@@ -383,6 +386,43 @@ def wall() -> str:
         "longest run, all in all": "{overall:,.0f}",
         "steps": "{steps}",
     }
+    return section(data, what, formatted(columns, rows))
+
+
+def looking() -> str:
+    """What rows of metrics cost, which hold the largest score of every layer and head."""
+    parts = []
+    for data in map(load, ("looking_h200", "looking_cpu")):
+        rows = [
+            run | {"n": len(run["of_pairs"]), "least": min(run["of_pairs"])} for run in data["runs"]
+        ]
+        what = (
+            f"`python -m lab.looking {' '.join(data['overrides'])}`. One run takes turns: a "
+            "segment with a row every 10 steps, a segment with one row at its end. The figure is "
+            "tokens per second by the wall clock with rows, as a share of that without."
+        )
+        columns = {
+            "seq_len": "{seq_len:,}",
+            "steps a segment": "{segment}",
+            "what else ran": "{host}",
+            "geometric mean": "{ratio:.3f}",
+            "least pair": "{least:.3f}",
+            "pairs": "{n}",
+        }
+        parts.append(section(data, what, formatted(columns, rows)))
+    return "\n\n".join(parts)
+
+
+def start() -> str:
+    """Where the seconds of a short run go."""
+    data = load("start_h200")
+    what = (
+        f"`{data['command']}`. Seconds of the whole process, and of the phases that summary.json "
+        "names. Tests ran on the other GPU of the host."
+    )
+    names = {name: None for run in data["runs"] for name in run["seconds_by_phase"]}
+    columns = {"": "{what}", "whole": "{seconds:.1f}"} | {name: f"{{{name}:.1f}}" for name in names}
+    rows = [run | run["seconds_by_phase"] for run in data["runs"]]
     return section(data, what, formatted(columns, rows))
 
 
@@ -403,7 +443,8 @@ def card() -> str:
         "no_rescale run the same loop. Its first three jobs ended as their rows below. The rows "
         "come from two commands, one for each length; the one at 8,192 leaves tiled out and adds "
         "`attention.impl=triton`. One run a row. In runs this short, start-up and compilation "
-        "dominate tokens/s."
+        "dominate tokens/s. The steps alone of triton at 1,024 tokens hold two seconds in which "
+        "the kernel of logged steps compiled, which a later commit excludes."
     )
     columns = {
         "attention": "{attention}",
