@@ -102,10 +102,10 @@ class Stepper:
         """Train with this attention from here on; compilation does not count as speed."""
         self.model = prepare_model(self.run.model, backend, compile_mode=self.run.config.compile)
         self.throughput.warm_up()
-        # counted from 0: the first one looks, so that what looking compiles does not count either
-        self.looking_step = self.done
-        # the second one has compiled, has the optimizer's state, and is not timed
+        # counted from 0: the second one has compiled, has the optimizer's state, and is not timed
         self.measured_step = min(self.done + 1, self.run.config.steps - 1)
+        # nor is the third one, which looks, so that what looking compiles does not count either
+        self.looking_step = self.done + 2
 
     def steps(self, stop: Interrupt = NEVER) -> Iterator[StepResult]:
         """One result a step: to the last step, to one that diverged, or until stop.requested."""
