@@ -251,8 +251,13 @@ class GPT(nn.Module):
                 block.attention.look.fill_(False)
 
     def max_scores(self) -> Tensor:
-        """The largest scores of the last forward pass under looking(), (num_layers, B, H)."""
-        return torch.stack([block.attention.max_score for block in self.blocks])
+        """The largest scores of the last forward pass under looking(), (num_layers, B, H). Once:
+        the model does not keep them.
+        """
+        scores = torch.stack([block.attention.max_score for block in self.blocks])
+        for block in self.blocks:
+            block.attention.max_score = None
+        return scores
 
     def forward(
         self,
