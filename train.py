@@ -47,7 +47,9 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
     run = build_run(config, summary)
 
     # Begin at step 0, or where the checkpoint of resume= stopped.
-    checkpoints = Checkpoints(run_dir, **run.state, config=run.settings, keep=config.keep)
+    checkpoints = Checkpoints(
+        run_dir, **run.state, config=run.settings, keep=config.keep, writes=run.ranks.first
+    )
     start = checkpoints.begin(new_start(run, summary["started"]))
     stepper = Stepper(run, start)
     # the largest scores of earlier starts belong to this run too

@@ -1,27 +1,37 @@
 """Read batches and copy them to the GPU in a thread, a few steps before they are needed.
 
     with Prefetcher(data, num_sequences, batch_size, device) as batches:
-        for pass_ in batches.passes(step):  # on the device; the next steps are under way
-            model(*pass_)
+        for tensors, divisor in batches.passes(step):  # the next steps are under way
+            (model(*tensors).loss / divisor).backward()
 
     main thread      | step 7           | step 8            | step 9
     prefetch thread    9 -> host -> GPU   10 -> host -> GPU
 
-The result is data.train_batch(step, num_sequences), cut into passes of batch_size sequences. So a
-run is the same with and without prefetching, whatever step it starts from. On a CPU there is no
-thread: a step there takes hundreds of times as long as its batch.
+The result is data.train_batch(step, num_sequences), or these rows of it, cut into passes of
+batch_size sequences. So a run is the same with and without prefetching, whatever step it starts
+from. On a CPU there is no thread: a step there takes hundreds of times as long as its batch.
 """
 
 import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from data.interface import TrainingData
+from data.interface import IGNORED, TrainingData
 
 # one step ahead hides a batch that takes as long as a step; two also hide an occasional longer one
 AHEAD = 2
+
+
+class Pass(NamedTuple):
+    """One forward and backward pass of a step."""
+
+    tensors: tuple[Tensor, ...]  # the model's inputs, on the device
+    # its loss is the mean over its targets; divided by this, it is its part of the step's loss
+    divisor: float
 
 
 class Prefetcher:
@@ -34,15 +44,17 @@ class Prefetcher:
         batch_size: int,
         device: torch.device,
         *,
+        rows: slice = slice(None),
         ahead: int | None = None,
     ) -> None:
         self.data = data
         self.num_sequences = num_sequences
+        self.rows = rows
         self.batch_size = batch_size
         self.device = device
         self.on_gpu = device.type == "cuda"
         self.ahead = (AHEAD if self.on_gpu else 0) if ahead is None else ahead
-        self.pending: dict[int, Future[list[tuple[Tensor, ...]]]] = {}  # by step
+        self.pending: dict[int, Future[list[Pass]]] = {}  # by step
         # the thread starts with its first batch
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         # on a stream of their own, copies do not queue behind the step that is being computed
@@ -55,8 +67,9 @@ class Prefetcher:
         self.executor.shutdown(cancel_futures=True)
         self.pending.clear()
 
-    def passes(self, step: int) -> list[tuple[Tensor, ...]]:
-        """The model's inputs for each forward and backward pass of this step, on the device.
+    def passes(self, step: int) -> list[Pass]:
+        """The forward and backward passes of this step. Their losses, divided, add up to the mean
+        over all targets of the step that are not ignored.
 
         An error in reading them is raised here, when their step has come, and not earlier.
         """
@@ -68,19 +81,24 @@ class Prefetcher:
         }
         passes = self.pending.pop(step).result()
         if self.on_gpu:
-            for x in itertools.chain(*passes):
+            for x in itertools.chain(*(tensors for tensors, _ in passes)):
                 # the copy stream owns this memory; it must not reuse it before this stream is done
                 x.record_stream(torch.cuda.current_stream(self.device))
         return passes
 
-    def _read(self, step: int) -> list[tuple[Tensor, ...]]:
+    def _read(self, step: int) -> list[Pass]:
         batch = self.data.train_batch(step, self.num_sequences)
-        passes = list(zip(*(x.split(self.batch_size) for x in batch), strict=True))
+        counted = int((batch[1] != IGNORED).sum())
+        parts = zip(*(x[self.rows].split(self.batch_size) for x in batch), strict=True)
+        passes = []
+        for tensors in parts:
+            own = int((tensors[1] != IGNORED).sum())
+            passes.append(Pass(tensors, counted / own if own else inf))
         if self.on_gpu:
             with torch.cuda.stream(self.stream):
-                passes = [
-                    tuple(x.pin_memory().to(self.device, non_blocking=True) for x in tensors)
-                    for tensors in passes
-                ]
+                passes = [Pass(self._on_gpu(each.tensors), each.divisor) for each in passes]
             self.stream.synchronize()  # only the prefetch thread waits here
         return passes
+
+    def _on_gpu(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(x.pin_memory().to(self.device, non_blocking=True) for x in tensors)

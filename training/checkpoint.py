@@ -80,8 +80,10 @@ class Checkpoints:
         config: dict,
         keep: int = 1,
         background: bool | None = None,
+        writes: bool = True,
     ):
         self.run_dir, self.config, self.keep = Path(run_dir), config, keep
+        self.writes = writes  # of several ranks, one does; all of them load
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.starts: list[
             dict[str, Any]
@@ -99,15 +101,18 @@ class Checkpoints:
         self.starts = [entry]
         if not self.config["resume"]:
             return Start(0, 0, self.starts)
+        if not self.writes:
+            self.run_dir = Path(self.config["resume"])
         meta = self.load()
         self.starts = resumed_starts(meta, self.config, entry)
-        MetricsFile(self.run_dir / METRICS).go_back_to(meta["step"], meta["folder"] / METRICS)
+        if self.writes:
+            MetricsFile(self.run_dir / METRICS).go_back_to(meta["step"], meta["folder"] / METRICS)
         return Start(meta["step"], meta["tokens"], self.starts)
 
     @phase("saving", "saving a checkpoint")
     def is_best(self, step: int, val_loss: float | None) -> bool:
         """Whether val_loss is below that of all earlier checkpoints on the same data."""
-        if val_loss is None:
+        if val_loss is None or not self.writes:
             return False
         self._wait()
         data = self.starts[-1]["data"] if self.starts else None
@@ -116,6 +121,8 @@ class Checkpoints:
     @phase("saving", "saving a checkpoint")
     def save(self, step: int, tokens: int, val_loss: float | None = None) -> None:
         """Make the present state the latest checkpoint. `val_loss` must be of this very step."""
+        if not self.writes:
+            return
         self._wait()
         if val_loss is not None and not math.isfinite(val_loss):
             val_loss = None  # it cannot be the best

@@ -4,11 +4,14 @@
 mean elsewhere. Nothing here imports torch: a mistyped key is answered at once.
 """
 
+import atexit
 import difflib
 import os
 import re
 import shlex
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -18,6 +21,7 @@ from typing import Any
 from config import RunConfig, register, setting_keys
 from training import phases
 from training.interrupt import Ending
+from training.ranks import PATIENCE, leave, of_environment
 from training.streams import keep_streams
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -42,33 +46,31 @@ def launch(main: Callable[[], Any], began: float) -> None:
     `began` is when the program did: its first run counts from there.
     """
     phases.process_began = began
-    refuse_several_processes()
     answers = any(argument.startswith(ANSWERS) for argument in sys.argv[1:])
     keep_streams(lasting=not answers)
-    arguments = replay_overrides(sys.argv[1:])
-    refuse_unreadable(options_first(arguments)[1])
-    sys.argv[1:] = arguments
+    ranks = of_environment()
+    if not ranks.first:  # what it has to say it tells the first one
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     try:
+        arguments = replay_overrides(sys.argv[1:])
+        refuse_unreadable(options_first(arguments)[1])
+        sys.argv[1:] = arguments if ranks.first else [*arguments, *folder_that_goes()]
         with Ending():
             main()
+        leave()
     except KeyboardInterrupt:  # before or between jobs
         sys.exit(130)
+    except SystemExit as ended:
+        if ended.code and not ranks.first:
+            time.sleep(PATIENCE)  # torchrun ends all ranks with one; the first gives the reason
+        raise
 
 
-def refuse_several_processes() -> None:
-    """End every process that torchrun started: each would train the whole run by itself."""
-    world_size = os.environ.get("WORLD_SIZE", "")
-    if not world_size.isdecimal() or int(world_size) < 2:
-        return
-    if os.environ.get("RANK", "0") != "0":
-        # torchrun stops all processes when the first one ends: let rank 0 give the reason
-        time.sleep(2)
-        sys.exit(1)
-    sys.exit(
-        f"error: WORLD_SIZE={world_size}, but one process on one GPU trains a run: start python "
-        "train.py without torchrun, or a run or sweep of its own for each GPU with "
-        "CUDA_VISIBLE_DEVICES=0, CUDA_VISIBLE_DEVICES=1 and so on"
-    )
+def folder_that_goes() -> list[str]:
+    """The overrides that give a run a folder which is removed when this process ends."""
+    folder = tempfile.mkdtemp(prefix="tilegpt-rank-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return [f"hydra.run.dir={quoted(folder)}", "hydra.output_subdir=null"]
 
 
 def refuse_unreadable(overrides: list[str]) -> None:

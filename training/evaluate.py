@@ -11,6 +11,7 @@ from attention import Backend, get_backend
 from data.interface import IGNORED
 from model.gpt import GPT
 from training.phases import doing
+from training.ranks import ALONE, Ranks
 
 
 def evaluate(
@@ -57,11 +58,13 @@ def evaluate_under(
     batch_size: int,
     autocast: AbstractContextManager,
     accuracy: bool,
+    ranks: Ranks = ALONE,
 ) -> tuple[float, float | None]:
     """Loss (nats) and, with accuracy, accuracy of these weights under `attention`.
 
     batch: inputs, targets and, for attention inside documents, document_ids, (B, N) on the CPU.
-    Means over every target that is not -100; NaN where the loss is not finite.
+    Means over every target that is not -100; NaN where the loss is not finite. Ranks share the
+    passes, and all get the means over all of them.
     """
     was_training = model.training
     model.eval()
@@ -72,14 +75,17 @@ def evaluate_under(
             f"none of the {targets.numel()} held-out targets counts; take more of them with "
             "eval_sequences= or seq_len="
         )
-    total_loss = total_right = 0.0
+    parts = list(zip(*(x.split(batch_size) for x in batch), strict=True))
+    sums = torch.zeros(len(parts), 2, dtype=torch.float64)  # of the losses, and what was right
     with model.use_backend(attention), autocast:
-        for i, part in enumerate(zip(*(x.split(batch_size) for x in batch), strict=True)):
+        for i in range(ranks.rank, len(parts), ranks.world):
             done = f"{i * batch_size} of {len(targets)} sequences done"
             doing(f"evaluating under attention={attention.name}: {done}")
-            x, y, *documents = (tensor.to(device) for tensor in part)
-            total_loss += model(x, y, *documents).loss.item() * int((y != IGNORED).sum())
+            x, y, *documents = (tensor.to(device) for tensor in parts[i])
+            sums[i, 0] = model(x, y, *documents).loss.item() * int((y != IGNORED).sum())
             if accuracy:
-                total_right += int((model(x, None, *documents).logits.argmax(-1) == y).sum())
+                sums[i, 1] = int((model(x, None, *documents).logits.argmax(-1) == y).sum())
     model.train(was_training)
-    return total_loss / count, total_right / count if accuracy else None
+    # in their order, so that the sum is the same on any number of ranks
+    loss, right = (sum(column) for column in ranks.sum(sums).T.tolist())
+    return loss / count, right / count if accuracy else None

@@ -23,6 +23,7 @@ from attention import (
     dtype_name,
     find_breakdown,
 )
+from data.prefetch import Pass
 from model.gpt import GPT
 from training.memory import is_out_of_memory
 from training.phases import phase
@@ -79,7 +80,7 @@ class AttentionMonitor:
 
     def _compare(self, result: "StepResult") -> dict[str, float]:
         """compare_layers() on at most MAX_INSPECTED tokens of the step's first sequence."""
-        batch = result.passes[0]
+        batch = result.passes[0].tensors
         num_tokens = batch[0].shape[1]
         loss_scale = result.loss_scale * min(MAX_INSPECTED, num_tokens) / num_tokens
         batch = tuple(x[:1, :MAX_INSPECTED] for x in batch)
@@ -98,10 +99,10 @@ class AttentionMonitor:
         return {}
 
     @phase("looking", "looking for what diverged")
-    def diagnose(self, step: int, batches: Iterable[tuple[Tensor, ...]]) -> dict[str, Any]:
+    def diagnose(self, step: int, passes: Iterable[Pass]) -> dict[str, Any]:
         """How this step diverged, for summary.json: diagnose() and the history of the scores."""
         with self.autocast:
-            diagnosis, score = diagnose(self.model, batches)
+            diagnosis, score = diagnose(self.model, [each.tensors for each in passes])
         self._note(step, score)
         history = [list(item) for item in self.scores.items()]
         scores = {"max_score": score, **self.overflow_steps(), "history": history}

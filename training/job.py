@@ -22,6 +22,7 @@ from training.command_line import (
 from training.interrupt import Ending
 from training.outcome import close_run, outcome_outside_training
 from training.phases import new_run
+from training.ranks import tell_why
 
 Train = Callable[[Any, Path, dict[str, Any]], None]  # train(config, run_dir, summary)
 
@@ -57,6 +58,8 @@ def run_job(train: Train, cfg: Any) -> tuple[dict[str, Any], BaseException | Non
         # no call stands between the training and here, so no signal comes between a run and its
         # summary
         ending.held = True
+        if failure is not None:
+            tell_why(summary)
         close_run(run_dir, summary, ending)
         # a run that is refused alone says so at once; in a sweep it must not be missing
         refused = "steps_done" not in summary and summary["status"] in ("failed", "oom")

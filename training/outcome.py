@@ -14,6 +14,7 @@ from training.files import write_json
 from training.interrupt import Ending, Stopped
 from training.memory import describe_out_of_memory, is_out_of_memory, release_memory
 from training.phases import current, in_words
+from training.ranks import why_another_failed
 from training.resume import stop_clock
 
 log = logging.getLogger("tilegpt")
@@ -58,6 +59,10 @@ def outcome_of(
             return _stopped_after(status)
         log.warning("stopped at once: the steps since the last checkpoint are lost")
         return {"status": "interrupted"}
+    if (told := why_another_failed(error)) is not None:
+        rank = f"rank {told['rank']}: " if "rank" in told else ""
+        log.error(f"error: {rank}{told.get('error') or told['status']}; {resume_command(run_dir)}")
+        return told
     if is_out_of_memory(error):
         oom = describe_out_of_memory(error, device) | {"predicted_gib": predicted_gib}
         expected = ""

@@ -9,6 +9,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from attention import Backend
+from config import LoggerConfig
 from model import sample_text
 from training.command_line import job_overrides, searched_folders
 from training.files import MetricsFile, write_json
@@ -58,7 +59,8 @@ class Recorder:
         self._announce()
         with phase("logging", f"starting logger={config.logger.name}"):
             names = job_names(run_dir, summary, config)
-            self.logger = build_logger(config.logger, run_dir=run_dir, **names)
+            chosen = config.logger if run.ranks.first else LoggerConfig(name="none")
+            self.logger = build_logger(chosen, run_dir=run_dir, **names)
 
     def _announce(self) -> None:
         run, config = self.run, self.run.config
@@ -68,16 +70,18 @@ class Recorder:
             f"model={config.model.name} {self.summary['parameters']:,} parameters, "
             f"attention={attention}"
         )
+        ranks = f" on {run.ranks.world} ranks" if run.ranks.several else ""
         log.info(
             f"{run.device} {self.summary['dtype']}, {config.sequences_per_step} x "
-            f"{config.seq_len} tokens a step, in {self.run_dir}"
+            f"{config.seq_len} tokens a step{ranks}, in {self.run_dir}"
         )
 
     def __enter__(self) -> "Recorder":
         steps = self.run.config.steps
         self.terminal = ExitStack()
         self.terminal.enter_context(logging_redirect_tqdm())
-        bar = tqdm(total=steps, initial=self.first.step, disable=None, unit="step")
+        hidden = None if self.run.ranks.first else True  # None is without a terminal
+        bar = tqdm(total=steps, initial=self.first.step, disable=hidden, unit="step")
         self.bar = self.terminal.enter_context(bar)
         return self
 
@@ -158,7 +162,8 @@ class Recorder:
     def report(self) -> None:
         """What is made of a run that is over: loss_curve.png and a sample of its text."""
         try:
-            self._report()
+            if self.run.ranks.first:
+                self._report()
         finally:
             self.logger.finish(exit_code=0 if self.summary["status"] == "completed" else 1)
 

@@ -9,12 +9,13 @@ All three work in a notebook and from any folder, also beside a config.py or dat
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from training.own_modules import own_modules
 from training.phases import phase
+from training.ranks import ALONE, Ranks, join
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ class Run:
     model: "GPT"
     optimizer: "torch.optim.Optimizer | MuonAndAdamW"
     scaler: "torch.amp.GradScaler"
+    ranks: Ranks = ALONE  # the processes that train it together
     # what build_run() chose and a resume must choose again, as overrides
     choices: list[str] = field(default_factory=list)
 
@@ -71,6 +73,12 @@ class Run:
     def tokens_per_step(self) -> int:
         return self.config.sequences_per_step * self.config.seq_len
 
+    @property
+    def batch_size(self) -> int:
+        """Sequences of one pass of this rank. Without tokens_per_step the ranks share one pass."""
+        size = int(self.config.batch_size)
+        return size if self.config.tokens_per_step else size // self.ranks.world
+
     def predicted_bytes(self, config: "RunConfig") -> float:
         """Peak memory of a step under other settings of this run, by calculation."""
         from training.plan import largest_peak_bytes
@@ -88,7 +96,7 @@ class Run:
         """Peak memory of a step, by calculation."""
         from training.memory import GIB
 
-        return self.predicted_bytes(self.config) / GIB
+        return self.predicted_bytes(replace(self.config, batch_size=self.batch_size)) / GIB
 
     @cached_property
     def held_out(self) -> "tuple[Tensor, ...]":
@@ -98,9 +106,9 @@ class Run:
         """The batches of each step, read ahead; a context manager."""
         from data.prefetch import Prefetcher
 
-        return Prefetcher(
-            self.data, self.config.sequences_per_step, int(self.config.batch_size), self.device
-        )
+        count = self.config.sequences_per_step
+        rows = self.ranks.rows(count)
+        return Prefetcher(self.data, count, self.batch_size, self.device, rows=rows)
 
     @phase("evaluating")
     def evaluate(self, also: "Mapping[str, Backend] | None" = None) -> dict[str, float]:
@@ -110,9 +118,10 @@ class Run:
         return evaluate(
             self.model,
             *self.held_out,
-            batch_size=self.config.batch_size,
+            batch_size=self.batch_size,
             autocast=self.autocast,
             accuracy=self.data.metric == "accuracy",
+            ranks=self.ranks,
             also=also,
         )
 
@@ -138,6 +147,10 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     from training.schedule import attention_schedule, schedule_summary, will_compile
 
     device = pick_device(config.device)
+    ranks = join(device.type)
+    check_ranks(config, ranks)
+    if ranks.several:
+        summary["ranks"] = ranks.world
     dtype = pick_dtype(config.dtype, device)
     set_deterministic(config.deterministic)
     summary |= {"device": device.type, "dtype": dtype_name(dtype)}
@@ -148,7 +161,7 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     head_dim = config.model.head_dim
     summary |= schedule_summary(schedule, device=device, dtype=dtype, head_dim=head_dim)
 
-    with phase("starting", f"reading data={config.data.source}"):
+    with phase("starting", f"reading data={config.data.source}"), ranks.first_goes_first():
         data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     torch.manual_seed(config.seed)
     with phase("starting", "building the model"):
@@ -164,12 +177,36 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
         model,
         optimizer=build_optimizer(model, config.optimizer()),
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
+        ranks=ranks,
     )
     if config.batch_size == "auto":
         _fit_batch_size(run)
     # now, since what runs out of memory later quotes it
     summary["memory/predicted_gib"] = run.predicted_gib
     return run
+
+
+def check_ranks(config: "RunConfig", ranks: Ranks) -> None:
+    """Raise ValueError for a step that the ranks cannot share equally."""
+    world, size = ranks.world, config.batch_size
+    if world == 1:
+        return
+    if size == "auto":
+        raise ValueError(f"batch_size=auto is of one process, and these are {world}; name a number")
+    if config.tokens_per_step is None:
+        if size % world:
+            raise ValueError(
+                f"batch_size={size} does not divide among {world} ranks; take "
+                f"batch_size={size + world - size % world}"
+            )
+        return
+    of_all = world * size * config.seq_len
+    if over := config.tokens_per_step % of_all:
+        raise ValueError(
+            f"tokens_per_step={config.tokens_per_step} is not a multiple of ranks * batch_size * "
+            f"seq_len = {world} * {size} * {config.seq_len} = {of_all}; take "
+            f"tokens_per_step={config.tokens_per_step - over + of_all}"
+        )
 
 
 def _fit_batch_size(run: Run) -> None:

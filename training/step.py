@@ -14,10 +14,12 @@ from torch.profiler import record_function
 
 from attention import Backend
 from config import Due
+from data.prefetch import Pass
 from training.interrupt import Interrupt
 from training.memory import MemoryMeter
 from training.optimizer import learning_rate, set_learning_rate
 from training.phases import phase
+from training.ranks import ALONE, Ranks
 from training.resume import FIRST_START, Start
 from training.schedule import backend_after, prepare_model
 from training.throughput import Throughput, peak_flops
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 class PendingStep(NamedTuple):
     """A step that the device has been given, and whose loss the host has not waited for."""
 
-    passes: Sequence[tuple[Tensor, ...]]
+    passes: Sequence[Pass]
     loss_and_norm: Tensor  # the norm is that of its gradients; on the device
     # the same two on the host, then the largest scores if they are due; waits for them
     figures: Callable[[], list[float]]
@@ -48,7 +50,7 @@ class StepResult(NamedTuple):
     lr: float
     grad_norm: float  # before clipping
     max_scores: list[list[float]] | None  # of each layer and head; None where no row is due
-    passes: Sequence[tuple[Tensor, ...]]  # its batches, on the device
+    passes: Sequence[Pass]  # of this rank
     loss_scale: float  # the weight of one sequence in the loss that was differentiated
     updated: bool  # whether the weights have moved already
     diverged: bool
@@ -75,6 +77,7 @@ class Stepper:
             "scaler": run.scaler,
             "autocast": run.autocast,
             "grad_clip": self.optim.grad_clip,
+            "ranks": run.ranks,
         }
         per_token = run.model.flops_per_token
         flops = {
@@ -82,6 +85,7 @@ class Stepper:
             "mfu_causal": per_token(run.config.seq_len, causal=True),
         }
         peak = peak_flops(run.device, run.dtype)
+        peak = peak and peak * run.ranks.world
         self.throughput = Throughput(run.device, flops_per_token=flops, peak=peak)
         self.memory = MemoryMeter(run.device)
         self.done = start.step
@@ -110,11 +114,12 @@ class Stepper:
     def steps(self, stop: Interrupt = NEVER) -> Iterator[StepResult]:
         """One result a step: to the last step, to one that diverged, or until stop.requested."""
         config, heads = self.run.config, self.run.config.model.num_heads
+        any_rank = self.run.ranks.any  # one that stops alone would leave the others waiting
         step, ahead = self.start.step, None
         while step < config.steps:
             pending = ahead or self._queue(step)
             ahead = None
-            if pending.updated and not stop.requested:
+            if pending.updated and not any_rank(stop.requested):
                 ahead = self._queue(step + 1, before=pending)
             with record_function("optimizer"), phase("training", f"step {step + 1}"):
                 loss, grad_norm, *scores = pending.figures()  # the one wait for the GPU
@@ -138,7 +143,7 @@ class Stepper:
                 diverged=diverged,
                 finished=finished,
                 # a queued step must be waited for first
-                last=finished or (stop.requested and ahead is None),
+                last=finished or (ahead is None and any_rank(stop.requested)),
                 due=due,
             )
             with self.throughput.paused():
@@ -172,6 +177,7 @@ class Stepper:
     def _queue(self, step: int, before: PendingStep | None = None) -> PendingStep:
         config = self.run.config
         set_learning_rate(self.run.optimizer, step, config.steps, self.optim)
+        self.run.ranks.seed_step(config.seed, step)
         with phase("training", f"step {step + 1} of {config.steps}"):
             with record_function("data"):
                 passes = self.batches.passes(step)
@@ -187,7 +193,7 @@ class Stepper:
             self.throughput.step(self.run.tokens_per_step)
         return pending
 
-    def _measured(self, step: int, passes: Sequence[tuple[Tensor, ...]]) -> AbstractContextManager:
+    def _measured(self, step: int, passes: Sequence[Pass]) -> AbstractContextManager:
         """Measures a CPU's memory in the step that is chosen for it."""
         if step != self.measured_step:
             return nullcontext()
@@ -206,11 +212,12 @@ class Stepper:
 
 def queue_step(
     step_model: nn.Module,
-    passes: Sequence[tuple[Tensor, ...]],
+    passes: Sequence[Pass],
     *,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     update: bool,
+    ranks: Ranks = ALONE,
     look: bool = False,
     before: PendingStep | None = None,
     **step_args: Any,
@@ -223,12 +230,13 @@ def queue_step(
     for the host. This step is its `before`: it moves no weights if either of the two is not finite.
     `step_args` are passed to compute_gradients().
     """
-    step_args |= {"optimizer": optimizer, "scaler": scaler}
+    step_args |= {"optimizer": optimizer, "scaler": scaler, "ranks": ranks}
     scores: list[Tensor] | None = [] if look else None
     loss_and_norm = torch.stack(compute_gradients(step_model, passes, **step_args, scores=scores))
     figures = loss_and_norm
     if scores:
-        figures = torch.cat((loss_and_norm, torch.stack(scores).amax(0).flatten()))
+        largest = ranks.largest(torch.stack(scores).amax(0))
+        figures = torch.cat((loss_and_norm, largest.flatten()))
     figures = copy_to_host_async(figures)
     decisive = loss_and_norm
     if before is not None:
@@ -239,34 +247,35 @@ def queue_step(
 
 def compute_gradients(
     step_model: nn.Module,
-    passes: Sequence[tuple[Tensor, ...]],
+    passes: Sequence[Pass],
     *,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     autocast: AbstractContextManager,
     grad_clip: float,
+    ranks: Ranks = ALONE,
     scores: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the mean loss of a step's passes and the global norm of its gradients.
+    """Returns the mean loss of a step, over all passes of all ranks, and the norm of its gradients.
 
     Both stay on the device, and nothing waits for them. Gradients are left in the parameters,
     clipped to `grad_clip` unless that is 0 or the norm is not finite. The norm is that before
-    clipping. A pass holds the arguments of step_model: inputs, targets, ... The named ranges show
-    in a profiler's trace, and cost microseconds without one.
+    clipping. The named ranges show in a profiler's trace, and cost microseconds without one.
 
     `scores`, where it is a list, gets the largest scores (num_layers, H) of each pass.
     """
     optimizer.zero_grad(set_to_none=True)
     loss = 0.0
-    for inputs in passes:
+    for inputs, divisor in passes:
         looking = nullcontext() if scores is None else step_model.looking()
         with record_function("forward"), autocast, looking:
             micro_loss = step_model(*inputs).loss
         if scores is not None:
             scores.append(step_model.max_scores().amax(1))
         with record_function("backward"):
-            scaler.scale(micro_loss / len(passes)).backward()
-        loss = loss + micro_loss.detach() / len(passes)
+            scaler.scale(micro_loss / divisor).backward()
+        loss = loss + micro_loss.detach() / divisor
+    loss = ranks.sum_gradients(step_model.parameters(), loss)
     with record_function("optimizer"):
         scaler.unscale_(optimizer)
         norm = nn.utils.get_total_norm(

@@ -26,6 +26,7 @@ from hydra.experimental.callback import Callback
 from config import BACKEND_OPTIONS, RunConfig
 from training.files import parse_rows, read_metrics, strict, write_file
 from training.names import differing_settings, name_run, name_runs
+from training.ranks import of_environment
 from training.resume import changes_in_words, load_yaml
 from training.retention import LATEST, load_json
 
@@ -81,6 +82,11 @@ class SweepSummary(Callback):
         )
 
     def on_multirun_start(self, config: Any, **kwargs: Any) -> None:
+        if of_environment().several:
+            raise SystemExit(
+                "error: torchrun starts the ranks of one run, and -m asks for several runs: start "
+                "each by a torchrun of its own, or all of them by python train.py -m"
+            )
         self.folder = own_folder(config, "sweep").absolute()
         self.locks[self.folder] = claim(self.folder, INDEX, "hydra.sweep.dir")
         (self.folder / INDEX).touch()
@@ -127,8 +133,10 @@ class SweepSummary(Callback):
         if status == "completed":
             table = summary_table([read_run(Path(config.hydra.run.dir))])
             log.info(f"\n{table}")  # logged, so that train.log has it too
-        if status in ("failed", "interrupted") or stopped:
-            raise SystemExit(1 if status == "failed" else 130)
+        if status == "failed" or (status == "oom" and of_environment().several):
+            raise SystemExit(1)  # torchrun ends the other ranks too
+        if status == "interrupted" or stopped:
+            raise SystemExit(130)
 
 
 def begin_sweep(folder: Path, jobs: list[dict[str, Any]]) -> None:

@@ -1,5 +1,6 @@
 """Prefetching changes when a batch is read, never which; and it leaves nothing running."""
 
+import math
 import threading
 import time
 
@@ -8,13 +9,14 @@ import torch
 
 from config import TokenizerConfig
 from data import build_data
+from data.interface import IGNORED
 from data.prefetch import Prefetcher
 
 CPU = torch.device("cpu")
 
 
 class Steps:
-    """Data whose one tensor holds its step.
+    """Data whose two tensors hold their step.
 
     It records the steps and threads that read it, and can fail at a step or take some seconds.
     """
@@ -30,7 +32,7 @@ class Steps:
         time.sleep(self.seconds)
         if step == self.fails_at:
             raise OSError(f"cannot read step {step}")
-        return (torch.full((num_sequences, 2), step),)
+        return (torch.full((num_sequences, 2), step),) * 2
 
 
 def alive() -> list[str]:
@@ -45,15 +47,29 @@ def test_batches_are_those_without_it(config, first, documents):
     with Prefetcher(data, 6, 2, CPU, ahead=2) as batches:
         for step in range(first, first + 6):
             passes, expected = batches.passes(step), data.train_batch(step, 6)
-            assert len(passes) == 3 and all(len(x) == 2 for tensors in passes for x in tensors)
+            assert [each.divisor for each in passes] == [3.0] * 3
+            passes = [each.tensors for each in passes]
+            assert all(len(x) == 2 for tensors in passes for x in tensors)
             assert all(map(torch.equal, map(torch.cat, zip(*passes, strict=True)), expected))
             assert len(passes[0]) == len(expected) == 2 + documents
+
+
+def test_a_pass_weighs_as_its_targets_and_a_rank_takes_its_rows():
+    """Of four sequences, of two targets each, the first two have three to ignore."""
+    data = Steps()
+    ignored = torch.tensor([[1, IGNORED], [IGNORED, IGNORED], [1, 1], [1, 1]])
+    data.train_batch = lambda step, count: (torch.arange(8).view(4, 2), ignored)
+    with Prefetcher(data, 4, 1, CPU) as batches:
+        assert [each.divisor for each in batches.passes(0)] == [5.0, math.inf, 2.5, 2.5]
+    with Prefetcher(data, 4, 2, CPU, rows=slice(2, 4)) as batches:
+        (only,) = batches.passes(0)
+    assert only.divisor == 5 / 4 and only.tensors[0].tolist() == [[4, 5], [6, 7]]
 
 
 def test_each_step_is_read_once_in_order_by_one_other_thread():
     data = Steps()
     with Prefetcher(data, 1, 1, CPU, ahead=2) as batches:
-        assert [batches.passes(step)[0][0][0, 0].item() for step in range(4, 14)] == list(
+        assert [batches.passes(step)[0].tensors[0][0, 0].item() for step in range(4, 14)] == list(
             range(4, 14)
         )
     assert (
@@ -78,7 +94,7 @@ def test_reading_hides_behind_a_step_that_takes_longer():
 
 def test_a_jump_forgets_what_was_read_for_nothing():
     with Prefetcher(Steps(), 1, 1, CPU, ahead=2) as batches:
-        assert [batches.passes(step)[0][0][0, 0].item() for step in (0, 1, 40, 41, 3)] == [
+        assert [batches.passes(step)[0].tensors[0][0, 0].item() for step in (0, 1, 40, 41, 3)] == [
             0,
             1,
             40,
@@ -147,7 +163,7 @@ def test_on_a_gpu_batches_arrive_whole(config, documents):
     sums = []
     with Prefetcher(data, 64, 16, torch.device("cuda")) as batches:
         for step in range(40):
-            passes = batches.passes(step)
+            passes = [each.tensors for each in batches.passes(step)]
             assert len(passes) == 4 and all(x.is_cuda for tensors in passes for x in tensors)
             for _ in range(10):
                 work = work @ work / 64

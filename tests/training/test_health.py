@@ -11,6 +11,7 @@ import torch
 
 from attention import BACKENDS, LIMITS, Recorder, compare_with_exact, find_breakdown, get_backend
 from config import Due, ModelConfig
+from data.prefetch import Pass
 from model import GPT
 from training import health
 from training.health import AttentionMonitor, compare_layers, diagnose
@@ -56,7 +57,7 @@ def looked_at(
         lr=0.0,
         grad_norm=1.0,
         max_scores=[first, second],
-        passes=[batch],
+        passes=[Pass(batch, 1)],
         loss_scale=1.0,
         updated=False,
         diverged=False,
@@ -212,7 +213,7 @@ def test_the_card_names_layer_and_head(layer, head):
     make_head_explode(model, layer, head, factor=1e4)
     card = AttentionMonitor(
         model, contextlib.nullcontext(), [{"step": 1, "attention/max_score": 3.0}]
-    ).diagnose(7, [batch()])
+    ).diagnose(7, [Pass(batch(), 1)])
     assert (card["step"], card["layer"], card["head"], card["tensor"]) == (
         7,
         layer,
@@ -370,7 +371,7 @@ def test_a_gradient_that_is_not_finite_after_clipping(value, grad_clip):
         "autocast": contextlib.nullcontext(),
         "grad_clip": grad_clip,
     }
-    loss, norm = compute_gradients(model, [batch()], **how)
+    loss, norm = compute_gradients(model, [Pass(batch(), 1)], **how)
     assert loss.isfinite() and not norm.isfinite()
     found, _ = diagnose(model, [batch()])
     assert (found["layer"], found["tensor"]) == (0, "gradient of blocks.0.attention.qkv.weight")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from data.prefetch import Pass
 from tests.command import TINY
 from training import step
 from training.interrupt import Interrupt
@@ -54,7 +55,7 @@ def gradients_of(
     )
     return compute_gradients(
         model,
-        passes,
+        [Pass(tensors, len(passes)) for tensors in passes],
         optimizer=optimizer,
         scaler=scaler,
         autocast=torch.autocast("cpu", enabled=False),
@@ -101,7 +102,7 @@ def test_an_autocast_serves_every_pass_and_its_gradient_is_taken_outside():
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.0),
         "scaler": torch.amp.GradScaler("cpu", enabled=False),
     }
-    passes = [(one, one)] * 3
+    passes = [Pass((one, one), 3)] * 3
     compute_gradients(
         model,
         passes,
@@ -164,7 +165,7 @@ def queue(
     before: PendingStep | None = None,
 ) -> PendingStep:
     how = {"autocast": torch.autocast("cpu", enabled=False), "grad_clip": 0.0}
-    passes = [(torch.tensor([x]), torch.tensor([1.0]))]
+    passes = [Pass((torch.tensor([x]), torch.tensor([1.0])), 1)]
     return queue_step(
         model, passes, optimizer=optimizer, scaler=UNSCALED, update=update, before=before, **how
     )

@@ -1,0 +1,231 @@
+"""Several processes train one run: the same numbers, one folder, one end."""
+
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import forked
+from tests.command import (
+    ROOT,
+    Done,
+    checkpoint,
+    computed,
+    environment,
+    finish,
+    metrics,
+    run,
+    same,
+    start,
+    summary,
+    tiny,
+    wait_for_rows,
+)
+from training.ranks import Ranks
+
+# the ranks of a step share four sequences; dropout would differ
+SHARED = ("batch_size=4", "seq_len=32", "log_every=2", "eval_sequences=6", "eval_every=2")
+SHARED += ("optim.schedule=constant",)  # which a resume does not change
+# alone, what two ranks do is two passes
+TWO_PASSES = ("batch_size=2", "tokens_per_step=128")
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def start_ranks(*arguments: str, world: int = 2, **variables: str) -> list[forked.Process]:
+    """As torchrun starts them, in processes that need not import torch."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [
+        start(
+            *arguments,
+            WORLD_SIZE=str(world),
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            **meeting,
+            **variables,
+        )
+        for rank in range(world)
+    ]
+
+
+def run_ranks(*arguments: str, world: int = 2, **variables: str) -> list[Done]:
+    return [finish(each) for each in start_ranks(*arguments, world=world, **variables)]
+
+
+def alike(one: Path, other: Path) -> bool:
+    """The rows and the checkpoint, but not where the random numbers stand."""
+    ours, theirs = checkpoint(one), checkpoint(other)
+    del ours["random"], theirs["random"]
+    return computed(one) == computed(other) and same(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [(), ("optim=muon",), ("data=last_write", "tokenizer.vocab_size=null"), ("attention=naive",)],
+    ids=["adamw", "muon", "last_write", "naive"],
+)
+def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
+    alone = run(*tiny(tmp_path / "alone", *SHARED, *TWO_PASSES, *settings))
+    assert alone.code == 0, alone.output
+    first, second = run_ranks(*tiny(tmp_path / "two", *SHARED, *settings))
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    assert alike(tmp_path / "alone", tmp_path / "two")
+    assert "4 x 32 tokens a step on 2 ranks" in first.output and second.output == ""
+
+
+def test_passes_are_accumulated_before_they_are_added_up(tmp_path):
+    """Four ranks of one pass, two of two: the sum is grouped otherwise."""
+    step = ("batch_size=1", "tokens_per_step=128", "eval_every=0")
+    runs = {world: tmp_path / str(world) for world in (1, 2, 4)}
+    for world, folder in runs.items():
+        done = run_ranks(*tiny(folder, *SHARED, *step), world=world)[0]
+        assert done.code == 0, done.output
+    one, two, four = ([row["train/loss"] for row in metrics(x)] for x in runs.values())
+    assert two == pytest.approx(one, rel=1e-6) and four == pytest.approx(one, rel=1e-6)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    assert run(*tiny(whole, *SHARED, *TWO_PASSES, "steps=6")).code == 0
+    first, _ = run_ranks(*tiny(moved, *SHARED, "steps=2"))
+    assert first.code == 0, first.output
+    assert run(f"resume={moved}", *TWO_PASSES, "steps=4").code == 0
+    first, second = run_ranks(f"resume={moved}", "steps=6", "batch_size=4", "tokens_per_step=null")
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    assert alike(whole, moved)
+    assert [each["step"] for each in summary(moved)["starts"]] == [0, 2, 4]
+
+
+def test_dropout_is_another_on_each_rank_and_the_same_again_after_a_resume(tmp_path):
+    settings = (*SHARED, "model.dropout=0.2", "steps=4")
+    for name in ("whole", "again", "moved"):
+        steps = "steps=2" if name == "moved" else "steps=4"
+        assert run_ranks(*tiny(tmp_path / name, *settings, steps))[0].code == 0
+    assert run_ranks(f"resume={tmp_path / 'moved'}", "steps=4")[0].code == 0
+    assert alike(tmp_path / "whole", tmp_path / "again")
+    assert alike(tmp_path / "whole", tmp_path / "moved")
+    numbers = []
+    for rank in range(2):
+        Ranks(rank, 2).seed_step(0, 1)
+        numbers.append(torch.rand(4))
+    assert not torch.equal(*numbers)
+
+
+def test_one_folder_and_no_other_is_left(tmp_path):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    done = run_ranks(*tiny(tmp_path / "run", *SHARED), TMPDIR=str(temporary))
+    assert done[0].code == 0, done[0].output
+    assert not list(temporary.glob("tilegpt-rank-*"))
+    assert summary(tmp_path / "run")["tokens"] == 4 * 4 * 32
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        (("batch_size=3",), "batch_size=3 does not divide among 2 ranks; take batch_size=4"),
+        (("batch_size=2", "tokens_per_step=192"), "64 = 128; take tokens_per_step=256"),
+        (("batch_size=auto", "tokens_per_step=128"), "batch_size=auto is of one process"),
+    ],
+)
+def test_a_step_that_the_ranks_cannot_share_is_refused(tmp_path, settings, said):
+    said = said.replace("64 =", "2 * 2 * 32 =")
+    first, second = run_ranks(*tiny(tmp_path / "run", "seq_len=32", *settings))
+    assert said in first.complaint()
+    assert second.code == 1 and second.output.startswith("rank 1 of 2: ") and said in second.output
+
+
+def test_a_sweep_under_torchrun_is_refused(tmp_path):
+    sweep = ("-m", "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}", *tiny(tmp_path)[:-1])
+    first, second = run_ranks(*sweep)
+    assert "start each by a torchrun of its own" in first.complaint()
+    assert second.code == 1 and not (tmp_path / "sweep").exists()
+
+
+def test_a_signal_to_one_rank_ends_all_at_the_same_step(tmp_path):
+    ranks = start_ranks(*tiny(tmp_path / "run", *SHARED, "steps=100000", "eval_every=0"))
+    wait_for_rows(ranks[0], tmp_path / "run", 3)
+    ranks[1].send_signal(signal.SIGTERM)
+    first, second = map(finish, ranks)
+    assert (first.code, second.code) == (130, 130), first.output + second.output
+    ended = summary(tmp_path / "run")
+    assert ended["status"] == "interrupted"
+    assert checkpoint(tmp_path / "run")["step"] == ended["steps_done"]
+    done = run_ranks(f"resume={tmp_path / 'run'}", f"steps={ended['steps_done'] + 2}")
+    assert [each.code for each in done] == [0, 0], done
+
+
+def test_a_rank_that_is_killed_ends_the_run(tmp_path):
+    ranks = start_ranks(*tiny(tmp_path / "run", *SHARED, "steps=100000", "eval_every=0"))
+    wait_for_rows(ranks[0], tmp_path / "run", 3)
+    ranks[1].kill()
+    first = finish(ranks[0])
+    ended = summary(tmp_path / "run")
+    assert first.code == 1 and ended["status"] == "failed", first.output
+    assert ended["error"].startswith("another rank ended and did not say why")
+    assert first.complaint().startswith(f"error: {ended['error']}; go on with: ")
+
+
+FAILS = """
+import os
+from attention import get_backend
+from dataclasses import replace
+
+calls = []
+
+def attend(*args, **options):
+    calls.append(1)
+    if os.environ.get("RANK") == "1" and len(calls) > 12:
+        raise {error}
+    return get_backend("naive").fn(*args, **options)
+
+ATTENTION = replace(get_backend("naive"), name="fails", fn=attend)
+"""
+
+
+@pytest.mark.parametrize(
+    "error, status", [("MemoryError('no more')", "oom"), ("ValueError('as asked')", "failed")]
+)
+def test_a_rank_that_fails_says_why_in_the_summary(tmp_path, error, status):
+    (tmp_path / "own.py").write_text(FAILS.replace("{error}", error))
+    asked = (*SHARED, "attention=own:ATTENTION", "steps=50", "eval_every=0")
+    first, second = run_ranks(*tiny(tmp_path / "run", *asked), PYTHONPATH=str(tmp_path))
+    ended = summary(tmp_path / "run")
+    assert (first.code, second.code) == (1, 1), first.output + second.output
+    assert ended["status"] == status and ended["rank"] == 1
+    assert "rank 1: " in first.output
+
+
+def test_by_torchrun(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node=2", "train.py", *tiny(tmp_path / "run", *SHARED)],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert summary(tmp_path / "run")["status"] == "completed"
+    assert done.stdout.count(" 4/4 ") == 1
+
+
+def test_alone_there_is_no_process_group(tmp_path):
+    code = (
+        "import sys; from training.run import run; run(*sys.argv[1:]); "
+        "from torch import distributed; assert not distributed.is_initialized()"
+    )
+    forked.run("-c", code, *tiny(tmp_path), env=environment(), check=True)
+
+
+def test_shares():
+    assert [Ranks(rank, 2).rows(6) for rank in range(2)] == [slice(0, 3), slice(3, 6)]
+    assert Ranks().rows(6) == slice(0, 6) and Ranks().first and not Ranks().several

@@ -1,0 +1,205 @@
+"""The processes that torchrun started to train one run together: its ranks.
+
+Every rank builds the same model, takes its share of each step's sequences, and adds its gradients
+to those of the others. So all ranks keep the same weights. The first rank's folder is the run's;
+another rank works in a folder that goes when it ends.
+
+A process that torchrun did not start is alone: it forms no process group, and every method gives
+back what it got.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# how long a rank waits for another: rank 0 may start wandb or compare with float64 meanwhile
+TIMEOUT = timedelta(minutes=10)
+
+PATIENCE = 2.0  # seconds in which the first rank may give the reason for an end of all
+
+_store: Any = None  # torchrun's, by which a rank that fails tells the others why
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0  # among those of this host
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def several(self) -> bool:
+        return self.world > 1
+
+    def rows(self, count: int) -> slice:
+        """This rank's share of `count` rows, which the ranks divide."""
+        share = count // self.world
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+    def sum(self, x: "Tensor") -> "Tensor":
+        """Add up x over all ranks, in place."""
+        if self.several:
+            from torch import distributed
+
+            distributed.all_reduce(x)
+        return x
+
+    def largest(self, x: "Tensor") -> "Tensor":
+        """The element-wise maximum of x over all ranks, in place."""
+        if self.several:
+            from torch import distributed
+
+            distributed.all_reduce(x, distributed.ReduceOp.MAX)
+        return x
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is set on any rank."""
+        if not self.several:
+            return flag
+        import torch
+
+        return bool(self.sum(torch.tensor(int(flag))))
+
+    def sum_gradients(self, parameters: "Iterable[torch.nn.Parameter]", loss: "Tensor") -> "Tensor":
+        """Add up the gradients over all ranks, in place; returns the sum of the losses.
+
+        All of them in one message: it is the bytes that take the time.
+        """
+        if not self.several:
+            return loss
+        import torch
+
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        message = self.sum(torch.cat([loss.reshape(1), *(each.flatten() for each in gradients)]))
+        loss, *sums = message.split([1, *(each.numel() for each in gradients)])
+        torch._foreach_copy_(
+            gradients,
+            [total.view_as(each) for total, each in zip(sums, gradients, strict=True)],
+        )
+        return loss.reshape(())
+
+    def seed_step(self, seed: int, step: int) -> None:
+        """Seed dropout: another one on each rank, and the same again in a run that resumes."""
+        if self.several:
+            import torch
+
+            torch.manual_seed(hash((seed, step, self.rank)))
+
+    @contextlib.contextmanager
+    def first_goes_first(self) -> Iterator[None]:
+        """The others enter when rank 0 has left: what it built, they find."""
+        if not self.first:
+            self.any(False)
+        yield
+        if self.first:
+            self.any(False)
+
+
+ALONE = Ranks()
+
+
+def of_environment() -> Ranks:
+    """The rank that torchrun, or a launcher like it, gave this process."""
+    world = os.environ.get("WORLD_SIZE", "")
+    if not world.isdecimal() or int(world) < 2:
+        return ALONE
+    rank = int(os.environ.get("RANK", "0"))
+    return Ranks(rank, int(world), int(os.environ.get("LOCAL_RANK", rank)))
+
+
+def join(device: str) -> Ranks:
+    """Meet the other ranks; on CUDA, take the GPU of this rank. Does nothing alone.
+
+    Raises ValueError where this host has no GPU for the rank, or the others do not come.
+    """
+    global _store
+    ranks = of_environment()
+    if not ranks.several:
+        return ranks
+    import torch
+    from torch import distributed
+
+    if device == "cuda":
+        gpus = torch.cuda.device_count()
+        if ranks.local_rank >= gpus:
+            raise ValueError(
+                f"rank {ranks.rank} has no GPU: this host has {gpus}, and runs "
+                f"{os.environ.get('LOCAL_WORLD_SIZE', ranks.world)} ranks; start torchrun with "
+                f"--nproc-per-node={gpus}, or add device=cpu"
+            )
+        torch.cuda.set_device(ranks.local_rank)
+    if distributed.is_initialized():
+        return ranks
+    try:
+        _store, rank, world = next(distributed.rendezvous("env://", timeout=TIMEOUT))
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+            store=distributed.PrefixStore("ranks", _store),
+            rank=rank,
+            world_size=world,
+            timeout=TIMEOUT,
+        )
+    except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"rank {ranks.rank} of {ranks.world} did not meet the others: {reason}; start all of "
+            "them by one torchrun, as in torchrun --standalone --nproc-per-node=2 train.py"
+        ) from error
+    return ranks
+
+
+def leave() -> None:
+    """Part from the other ranks at the end of a run."""
+    if of_environment().several:
+        from torch import distributed
+
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def tell_why(summary: dict[str, Any]) -> None:
+    """Tell the other ranks how this one failed. If they failed alike, the first one says so."""
+    ranks = of_environment()
+    words = {key: summary[key] for key in ("status", "error", "oom") if key in summary}
+    if _store is not None:
+        with contextlib.suppress(RuntimeError):  # whoever keeps the store may be gone
+            _store.set("failed", json.dumps({"rank": ranks.rank} | words))
+    if not ranks.first:
+        time.sleep(PATIENCE)
+        reason = words.get("error") or words.get("status")
+        print(f"rank {ranks.rank} of {ranks.world}: {reason}", file=sys.__stderr__)
+
+
+def why_another_failed(error: BaseException) -> dict[str, Any] | None:
+    """What summary.json says of a run that another rank ended; None for an error of this rank's.
+
+    `error` is what a collective of this rank raised.
+    """
+    ranks = of_environment()
+    if not ranks.several or not isinstance(error, RuntimeError):
+        return None
+    from torch import distributed
+
+    if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
+        return None
+    told = {}
+    with contextlib.suppress(RuntimeError):
+        if _store is not None and _store.check(["failed"]):
+            told = json.loads(_store.get("failed"))
+    if told:
+        return told
+    reason = "another rank ended and did not say why: it was killed, or lost"
+    return {"status": "failed", "error": reason}
