@@ -188,11 +188,12 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
 
 def check_ranks(config: "RunConfig", ranks: Ranks) -> None:
     """Raise ValueError for a step that the ranks cannot share equally."""
-    world, size = ranks.world, config.batch_size
+    world = ranks.world
     if world == 1:
         return
-    if size == "auto":
+    if config.batch_size == "auto":
         raise ValueError(f"batch_size=auto is of one process, and these are {world}; name a number")
+    size = int(config.batch_size)
     if config.tokens_per_step is None:
         if size % world:
             raise ValueError(
