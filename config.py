@@ -328,6 +328,17 @@ class LoggerConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """How the ranks of torchrun share a run."""
+
+    # ranks that share each sequence; their number divides that of the heads
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        _check_at_least(self, 1, "parallel.context")
+
+
+@dataclass
 class RunConfig:
     """One training run."""
 
@@ -337,6 +348,7 @@ class RunConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     # tokens of one training sequence
     seq_len: int = 256
     # optimizer steps

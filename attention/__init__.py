@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attention.backends import BACKENDS, get_backend, is_operator, register
+from attention.context import Shards
 from attention.diagnose import (
     LIMITS,
     Breakdown,
@@ -47,6 +48,7 @@ __all__ = [
     "Recorder",
     "ScoreMod",
     "ScoredOutput",
+    "Shards",
     "attention",
     "compare_with_exact",
     "dtype_name",

@@ -7,7 +7,7 @@
     main thread      | step 7           | step 8            | step 9
     prefetch thread    9 -> host -> GPU   10 -> host -> GPU
 
-The result is data.train_batch(step, num_sequences), or these rows of it, cut into passes of
+The result is data.train_batch(step, num_sequences), or a part of it, cut into passes of
 batch_size sequences. So a run is the same with and without prefetching, whatever step it starts
 from. On a CPU there is no thread: a step there takes hundreds of times as long as its batch.
 """
@@ -45,11 +45,12 @@ class Prefetcher:
         device: torch.device,
         *,
         rows: slice = slice(None),
+        columns: slice = slice(None),
         ahead: int | None = None,
     ) -> None:
         self.data = data
         self.num_sequences = num_sequences
-        self.rows = rows
+        self.rows, self.columns = rows, columns
         self.batch_size = batch_size
         self.device = device
         self.on_gpu = device.type == "cuda"
@@ -87,8 +88,10 @@ class Prefetcher:
         return passes
 
     def _read(self, step: int) -> list[Pass]:
-        batch = self.data.train_batch(step, self.num_sequences)
-        counted = int((batch[1] != IGNORED).sum())
+        inputs, targets, *documents = self.data.train_batch(step, self.num_sequences)
+        counted = int((targets != IGNORED).sum())
+        # a part of a sequence attends to the whole of it: its documents stay whole
+        batch = (inputs[:, self.columns], targets[:, self.columns], *documents)
         parts = zip(*(x[self.rows].split(self.batch_size) for x in batch), strict=True)
         passes = []
         for tensors in parts:

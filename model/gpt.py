@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import Backend, attention
+from attention import Backend, Shards, attention
 from config import ModelConfig
 from model.fused_block import fused_block, is_fused
 from model.gpt2_weights import from_gpt2
@@ -57,6 +57,7 @@ class CausalSelfAttention(nn.Module):
         # on the CPU, and read when a step runs: one compiled graph serves both its values
         self.look = torch.zeros((), dtype=torch.bool)
         self.max_score: Tensor | None = None  # (B, H) of the last call under GPT.looking()
+        self.shards: Shards | None = None  # the ranks that share a sequence; see GPT.sharded()
 
     def forward(
         self,
@@ -95,6 +96,8 @@ class CausalSelfAttention(nn.Module):
         """The outputs of all heads side by side, (B, N, C), and each head's largest score."""
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, H_kv, M, D)
+        if self.shards is not None:
+            q, k, v = map(self.shards.to_heads, (q, k, v))
         # the causal mask is aligned bottom-right: right for N = M and for new tokens after a cache
         out, _, max_score = attention(
             q,
@@ -105,6 +108,9 @@ class CausalSelfAttention(nn.Module):
             document_ids=document_ids,
             return_max_score=self.look,
         )  # out is (B, H, N, D)
+        if self.shards is not None:
+            out = self.shards.to_tokens(out)
+            max_score = None if max_score is None else self.shards.among_all_heads(max_score)
         return out.transpose(1, 2).flatten(2), max_score
 
 
@@ -240,6 +246,20 @@ class GPT(nn.Module):
             self.backend = previous
 
     @contextmanager
+    def sharded(self, shards: Shards | None) -> Iterator[None]:
+        """Inside, the tokens of a forward pass are this rank's part of longer sequences.
+
+        document_ids are those of the whole sequences.
+        """
+        for block in self.blocks:
+            block.attention.shards = shards
+        try:
+            yield
+        finally:
+            for block in self.blocks:
+                block.attention.shards = None
+
+    @contextmanager
     def looking(self) -> Iterator[None]:
         """Inside, a forward pass also keeps the largest score of each head, for max_scores()."""
         for block in self.blocks:
@@ -305,6 +325,8 @@ class GPT(nn.Module):
     def _positions(self, tokens: Tensor, cache: KVCache | None) -> Tensor:
         """The positions of the tokens, (N,)."""
         past = 0 if cache is None else cache.length
+        if (shards := self.blocks[0].attention.shards) is not None:
+            past = shards.first_token(tokens.shape[1])
         total, longest = past + tokens.shape[1], self.config.max_seq_len
         if self.position_embedding is not None and total > longest:
             raise ValueError(

@@ -83,7 +83,7 @@ class AttentionMonitor:
         batch = result.passes[0].tensors
         num_tokens = batch[0].shape[1]
         loss_scale = result.loss_scale * min(MAX_INSPECTED, num_tokens) / num_tokens
-        batch = tuple(x[:1, :MAX_INSPECTED] for x in batch)
+        batch = tuple(x[:1, : min(MAX_INSPECTED, num_tokens)] for x in batch)
         try:
             with self.autocast:
                 return compare_layers(self.model, *batch, loss_scale=loss_scale)
@@ -102,7 +102,7 @@ class AttentionMonitor:
     def diagnose(self, step: int, passes: Iterable[Pass]) -> dict[str, Any]:
         """How this step diverged, for summary.json: diagnose() and the history of the scores."""
         with self.autocast:
-            diagnosis, score = diagnose(self.model, [each.tensors for each in passes])
+            diagnosis, score = diagnose(self.model, [_own_tokens(each) for each in passes])
         self._note(step, score)
         history = [list(item) for item in self.scores.items()]
         scores = {"max_score": score, **self.overflow_steps(), "history": history}
@@ -152,6 +152,11 @@ def without_dropout(model: GPT) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+
+
+def _own_tokens(each: Pass) -> tuple[Tensor, ...]:
+    """The documents too as far as the tokens of this rank go."""
+    return tuple(x[:, : each.tensors[0].shape[1]] for x in each.tensors)
 
 
 def largest_finite(scores: Iterable[float]) -> float:

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from attention.context import Shards
+
 # how long a rank waits for another: rank 0 may start wandb or compare with float64 meanwhile
 TIMEOUT = timedelta(minutes=10)
 
+SEQUENCE = "sequence"  # the name of the group that shares a sequence
 PATIENCE = 2.0  # seconds in which the first rank may give the reason for an end of all
 
 _store: Any = None  # torchrun's, by which a rank that fails tells the others why
@@ -35,6 +38,12 @@ class Ranks:
     rank: int = 0
     world: int = 1
     local_rank: int = 0  # among those of this host
+    context: int = 1  # ranks that share a sequence, one after the other
+
+    @property
+    def data(self) -> int:
+        """Among how many the sequences of a step are shared."""
+        return self.world // self.context
 
     @property
     def first(self) -> bool:
@@ -45,9 +54,23 @@ class Ranks:
         return self.world > 1
 
     def rows(self, count: int) -> slice:
-        """This rank's share of `count` rows, which the ranks divide."""
-        share = count // self.world
-        return slice(self.rank * share, (self.rank + 1) * share)
+        """This rank's share of the `count` sequences of a step."""
+        share, place = count // self.data, self.rank // self.context
+        return slice(place * share, (place + 1) * share)
+
+    def columns(self, count: int) -> slice:
+        """This rank's share of the `count` tokens of a sequence."""
+        share, place = count // self.context, self.rank % self.context
+        return slice(place * share, (place + 1) * share)
+
+    @property
+    def shards(self) -> "Shards | None":
+        """Those that share a sequence with this rank; None where each has its own."""
+        if self.context == 1:
+            return None
+        from attention.context import Shards
+
+        return Shards(SEQUENCE, self.rank % self.context, self.context)
 
     def sum(self, x: "Tensor") -> "Tensor":
         """Add up x over all ranks, in place."""
@@ -120,13 +143,19 @@ def of_environment() -> Ranks:
     return Ranks(rank, int(world), int(os.environ.get("LOCAL_RANK", rank)))
 
 
-def join(device: str) -> Ranks:
+def join(device: str, context: int = 1) -> Ranks:
     """Meet the other ranks; on CUDA, take the GPU of this rank. Does nothing alone.
+
+    Every `context` ranks that follow one another share their sequences.
 
     Raises ValueError where this host has no GPU for the rank, or the others do not come.
     """
-    global _store
-    ranks = of_environment()
+    ranks = replace(of_environment(), context=context)
+    if ranks.world % context:
+        raise ValueError(
+            f"parallel.context={context} needs that many ranks, or a multiple of it, and there "
+            f"are {ranks.world}: start torchrun --standalone --nproc-per-node={context} train.py"
+        )
     if not ranks.several:
         return ranks
     import torch
@@ -141,8 +170,22 @@ def join(device: str) -> Ranks:
                 f"--nproc-per-node={gpus}, or add device=cpu"
             )
         torch.cuda.set_device(ranks.local_rank)
-    if distributed.is_initialized():
-        return ranks
+    if not distributed.is_initialized():
+        _meet(ranks, device)
+    if context > 1:
+        from attention.context import register_group
+
+        for first in range(0, ranks.world, context):  # every rank takes part in making each
+            group = distributed.new_group(range(first, first + context))
+            if first <= ranks.rank < first + context:
+                register_group(SEQUENCE, group)
+    return ranks
+
+
+def _meet(ranks: Ranks, device: str) -> None:
+    global _store
+    from torch import distributed
+
     try:
         _store, rank, world = next(distributed.rendezvous("env://", timeout=TIMEOUT))
         distributed.init_process_group(
@@ -158,7 +201,6 @@ def join(device: str) -> Ranks:
             f"rank {ranks.rank} of {ranks.world} did not meet the others: {reason}; start all of "
             "them by one torchrun, as in torchrun --standalone --nproc-per-node=2 train.py"
         ) from error
-    return ranks
 
 
 def leave() -> None:

@@ -77,7 +77,7 @@ class Run:
     def batch_size(self) -> int:
         """Sequences of one pass of this rank. Without tokens_per_step the ranks share one pass."""
         size = int(self.config.batch_size)
-        return size if self.config.tokens_per_step else size // self.ranks.world
+        return size if self.config.tokens_per_step else size // self.ranks.data
 
     def predicted_bytes(self, config: "RunConfig") -> float:
         """Peak memory of a step under other settings of this run, by calculation."""
@@ -96,7 +96,11 @@ class Run:
         """Peak memory of a step, by calculation."""
         from training.memory import GIB
 
-        return self.predicted_bytes(replace(self.config, batch_size=self.batch_size)) / GIB
+        own = {
+            "batch_size": self.batch_size,
+            "seq_len": self.config.seq_len // self.ranks.context,
+        }
+        return self.predicted_bytes(replace(self.config, **own)) / GIB
 
     @cached_property
     def held_out(self) -> "tuple[Tensor, ...]":
@@ -107,8 +111,14 @@ class Run:
         from data.prefetch import Prefetcher
 
         count = self.config.sequences_per_step
-        rows = self.ranks.rows(count)
-        return Prefetcher(self.data, count, self.batch_size, self.device, rows=rows)
+        return Prefetcher(
+            self.data,
+            count,
+            self.batch_size,
+            self.device,
+            rows=self.ranks.rows(count),
+            columns=self.ranks.columns(self.config.seq_len),
+        )
 
     @phase("evaluating")
     def evaluate(self, also: "Mapping[str, Backend] | None" = None) -> dict[str, float]:
@@ -147,7 +157,7 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     from training.schedule import attention_schedule, schedule_summary, will_compile
 
     device = pick_device(config.device)
-    ranks = join(device.type)
+    ranks = join(device.type, config.parallel.context)
     check_ranks(config, ranks)
     if ranks.several:
         summary["ranks"] = ranks.world
@@ -188,9 +198,20 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
 
 def check_ranks(config: "RunConfig", ranks: Ranks) -> None:
     """Raise ValueError for a step that the ranks cannot share equally."""
-    world = ranks.world
-    if world == 1:
+    if not ranks.several:
         return
+    context, world = ranks.context, ranks.data
+    shared = {
+        "seq_len": config.seq_len,
+        "model.num_heads": config.model.num_heads,
+        "model.num_kv_heads": config.model.kv_heads,
+    }
+    for key, size in shared.items():
+        if size % context:
+            raise ValueError(
+                f"{key}={size} does not divide among the {context} ranks of "
+                f"parallel.context={context}"
+            )
     if config.batch_size == "auto":
         raise ValueError(f"batch_size=auto is of one process, and these are {world}; name a number")
     size = int(config.batch_size)

@@ -268,7 +268,8 @@ def compute_gradients(
     loss = 0.0
     for inputs, divisor in passes:
         looking = nullcontext() if scores is None else step_model.looking()
-        with record_function("forward"), autocast, looking:
+        sharded = step_model.sharded(ranks.shards) if ranks.shards else nullcontext()
+        with record_function("forward"), autocast, looking, sharded:
             micro_loss = step_model(*inputs).loss
         if scores is not None:
             scores.append(step_model.max_scores().amax(1))

@@ -81,6 +81,79 @@ def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
     assert "4 x 32 tokens a step on 2 ranks" in first.output and second.output == ""
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("attention=tiled", "attention.block_q=8", "attention.block_kv=8"),
+        ("attention=naive", "optim=muon", "tokens_per_step=128", "batch_size=2"),
+        ("attention=sdpa", "model=modern", "model.num_kv_heads=2", "model.num_heads=4"),
+        ("attention=no_rescale", "attention.block_kv=8", "data.documents=true"),
+        ("attention=kv_outer", "compile=true"),
+    ],
+    ids=["tiled", "naive-muon-two-passes", "sdpa-rope-gqa", "no_rescale-documents", "compiled"],
+)
+def test_a_shared_sequence_is_the_same_attention(tmp_path, settings):
+    """Also where it is broken: each rank computes whole sequences for its heads. What is computed
+    token by token is summed in another order.
+    """
+    folders = [tmp_path / "alone", tmp_path / "two"]
+    asked = [tiny(folder, *SHARED, "log_every=1", *settings) for folder in folders]
+    alone = finish(start(*asked[0]))
+    assert alone.code == 0, alone.output
+    first, second = run_ranks(*asked[1], "parallel.context=2")
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    ours, theirs = (metrics(folder) for folder in folders)
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        for key in one.keys() & {"train/loss", "grad_norm", "val/loss", "attention/max_score"}:
+            assert other[key] == pytest.approx(one[key], rel=2e-5), (key, one["step"])
+
+
+def test_four_ranks_share_two_sequences_each(tmp_path):
+    """Two of them a sequence, and two pairs."""
+    folders = [tmp_path / "alone", tmp_path / "four"]
+    asked = [tiny(folder, *SHARED, "model.num_heads=4") for folder in folders]
+    assert run(*asked[0]).code == 0
+    done = run_ranks(*asked[1], "parallel.context=2", world=4)
+    assert [each.code for each in done] == [0] * 4, done[0].output
+    ours, theirs = ([row["val/loss"] for row in metrics(each)] for each in folders)
+    assert theirs == pytest.approx(ours, rel=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "naive", "sdpa", "no_max", "relative_mask"])
+def test_heads_of_a_shared_sequence_to_the_bit(tmp_path, backend):
+    """Output and gradients of the call itself, forward and backward."""
+    code = """
+import os, sys, torch
+from attention import attention
+from training.ranks import join
+
+ranks = join("cpu", 2)
+torch.set_num_threads(1)
+draw = torch.Generator().manual_seed(0)
+q = torch.randn(2, 4, 48, 16, generator=draw, requires_grad=True)
+k, v = (torch.randn(2, 2, 48, 16, generator=draw, requires_grad=True) for _ in range(2))
+weights = torch.randn(2, 4, 48, 16, generator=draw)
+own = ranks.columns(48)
+expected = attention(q, k, v, backend=sys.argv[1]).out
+expected = (expected, *torch.autograd.grad((expected * weights).sum(), (q, k, v)))
+parts = [x[:, :, own].detach().requires_grad_() for x in (q, k, v)]
+out = attention(*map(ranks.shards.to_heads, parts), backend=sys.argv[1]).out
+out = ranks.shards.to_tokens(out)
+found = (out, *torch.autograd.grad((out * weights[:, :, own]).sum(), parts))
+for name, one, other in zip("out dq dk dv".split(), found, expected):
+    assert torch.equal(one, other[:, :, own]), name
+"""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    both = [
+        forked.Process("-c", code, backend, env=environment(RANK=str(rank), **meeting))
+        for rank in range(2)
+    ]
+    for process in both:
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+
+
 def test_passes_are_accumulated_before_they_are_added_up(tmp_path):
     """Four ranks of one pass, two of two: the sum is grouped otherwise."""
     step = ("batch_size=1", "tokens_per_step=128", "eval_every=0")
@@ -134,6 +207,9 @@ def test_one_folder_and_no_other_is_left(tmp_path):
         (("batch_size=3",), "batch_size=3 does not divide among 2 ranks; take batch_size=4"),
         (("batch_size=2", "tokens_per_step=192"), "64 = 128; take tokens_per_step=256"),
         (("batch_size=auto", "tokens_per_step=128"), "batch_size=auto is of one process"),
+        (("parallel.context=3",), "parallel.context=3 needs that many ranks, or a multiple"),
+        (("parallel.context=2", "model.num_heads=1"), "model.num_heads=1 does not divide among"),
+        (("parallel.context=2", "seq_len=33"), "seq_len=33 does not divide among the 2 ranks"),
     ],
 )
 def test_a_step_that_the_ranks_cannot_share_is_refused(tmp_path, settings, said):
