@@ -21,7 +21,8 @@ from typing import Any
 from config import RunConfig, register, setting_keys
 from training import phases
 from training.interrupt import Ending
-from training.ranks import PATIENCE, leave, of_environment
+from training.ranks import PATIENCE, Ranks, leave, of_environment, run_before_restart
+from training.retention import newest_first
 from training.streams import keep_streams
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -52,7 +53,7 @@ def launch(main: Callable[[], Any], began: float) -> None:
     if not ranks.first:  # what it has to say it tells the first one
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     try:
-        arguments = replay_overrides(sys.argv[1:])
+        arguments = replay_overrides([*sys.argv[1:], *after_restart(ranks)])
         refuse_unreadable(options_first(arguments)[1])
         sys.argv[1:] = arguments if ranks.first else [*arguments, *folder_that_goes()]
         with Ending():
@@ -64,6 +65,18 @@ def launch(main: Callable[[], Any], began: float) -> None:
         if ended.code and not ranks.first:
             time.sleep(PATIENCE)  # torchrun ends all ranks with one; the first gives the reason
         raise
+
+
+def after_restart(ranks: Ranks) -> list[str]:
+    """The override with which ranks go on that torchrun has started again."""
+    run_dir = run_before_restart()
+    if run_dir is None:
+        return []
+    if list(newest_first(run_dir)):
+        return [f"resume={run_dir}"]
+    if ranks.first:  # nothing was saved: it begins anew there
+        (run_dir / "metrics.jsonl").unlink(missing_ok=True)
+    return [f"hydra.run.dir={quoted(str(run_dir))}"]
 
 
 def folder_that_goes() -> list[str]:

@@ -22,7 +22,7 @@ from training.command_line import (
 from training.interrupt import Ending
 from training.outcome import close_run, outcome_outside_training
 from training.phases import new_run
-from training.ranks import tell_why
+from training.ranks import announce, tell_why
 
 Train = Callable[[Any, Path, dict[str, Any]], None]  # train(config, run_dir, summary)
 
@@ -48,6 +48,7 @@ def run_job(train: Train, cfg: Any) -> tuple[dict[str, Any], BaseException | Non
     with Ending() as ending, phases:
         try:
             config = read_config(cfg)
+            announce(run_dir)
             train(config, run_dir, summary)
         except BaseException as error:
             ending.held = True

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -187,10 +188,12 @@ def _meet(ranks: Ranks, device: str) -> None:
     from torch import distributed
 
     try:
-        _store, rank, world = next(distributed.rendezvous("env://", timeout=TIMEOUT))
+        kept, rank, world = next(distributed.rendezvous("env://", timeout=TIMEOUT))
+        # ranks that are started again must not find the addresses of those before
+        _store = distributed.PrefixStore(f"ranks {_restarts()}", kept)
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            store=distributed.PrefixStore("ranks", _store),
+            store=_store,
             rank=rank,
             world_size=world,
             timeout=TIMEOUT,
@@ -210,6 +213,39 @@ def leave() -> None:
 
         if distributed.is_initialized():
             distributed.destroy_process_group()
+
+
+def announce(run_dir: Path) -> None:
+    """Tell torchrun where the run is: it may start the ranks again."""
+    if (store := _agents_store()) is not None and of_environment().first:
+        store.set("run_dir", str(run_dir.absolute()))
+
+
+def run_before_restart() -> Path | None:
+    """The folder of the run that torchrun has started again (--max-restarts); None the first time,
+    or where it had no folder yet.
+    """
+    if not _restarts():
+        return None
+    store = _agents_store()
+    if store is None or not store.check(["run_dir"]):
+        return None
+    return Path(store.get("run_dir").decode())
+
+
+def _restarts() -> int:
+    """How often torchrun has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _agents_store() -> Any:
+    """What torchrun itself keeps, which outlives the ranks."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    from torch import distributed
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return distributed.PrefixStore("tilegpt", distributed.TCPStore(host, port, is_master=False))
 
 
 def tell_why(summary: dict[str, Any]) -> None:

@@ -280,15 +280,19 @@ def test_a_rank_that_fails_says_why_in_the_summary(tmp_path, error, status):
     assert "rank 1: " in first.output
 
 
-def test_by_torchrun(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node=2", "train.py", *tiny(tmp_path / "run", *SHARED)],
+def torchrun(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return subprocess.run(
+        [*command, *arguments],
         cwd=ROOT,
-        env=environment(),
+        env=environment(**variables),
         capture_output=True,
         text=True,
     )
+
+
+def test_by_torchrun(tmp_path):
+    done = torchrun("train.py", *tiny(tmp_path / "run", *SHARED))
     assert done.returncode == 0, done.stdout + done.stderr
     assert summary(tmp_path / "run")["status"] == "completed"
     assert done.stdout.count(" 4/4 ") == 1
@@ -305,3 +309,37 @@ def test_alone_there_is_no_process_group(tmp_path):
 def test_shares():
     assert [Ranks(rank, 2).rows(6) for rank in range(2)] == [slice(0, 3), slice(3, 6)]
     assert Ranks().rows(6) == slice(0, 6) and Ranks().first and not Ranks().several
+
+
+KILLED = """
+import os
+from attention import get_backend
+from dataclasses import replace
+
+calls = []
+
+def attend(*args, **options):
+    calls.append(1)
+    first_time = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+    if first_time and os.environ["RANK"] == "1" and {when}:
+        os.kill(os.getpid(), 9)
+    return get_backend("naive").fn(*args, **options)
+
+ATTENTION = replace(get_backend("naive"), name="killed", fn=attend)
+"""
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["after-a-checkpoint", "before-the-first"])
+def test_ranks_that_torchrun_starts_again_go_on(tmp_path, saved):
+    """The whole run, to the bit, in the same folder."""
+    when = f"os.path.isdir({str(tmp_path / 'run/checkpoint')!r})" if saved else "len(calls) > 8"
+    (tmp_path / "own.py").write_text(KILLED.replace("{when}", when))
+    asked = (*SHARED, "attention=own:ATTENTION", "steps=12", "eval_every=0", "diagnose_every=0")
+    asked += ("checkpoint_every=4",) if saved else ()
+    where = {"PYTHONPATH": str(tmp_path)}
+    assert finish(start(*tiny(tmp_path / "whole", *asked, *TWO_PASSES), **where)).code == 0
+    done = torchrun("--max-restarts=2", "train.py", *tiny(tmp_path / "run", *asked), **where)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert alike(tmp_path / "whole", tmp_path / "run")
+    begun = [each["step"] for each in summary(tmp_path / "run")["starts"]]
+    assert begun == ([0, 4] if saved else [0])
