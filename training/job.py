@@ -22,7 +22,7 @@ from training.command_line import (
 from training.interrupt import Ending
 from training.outcome import close_run, outcome_outside_training
 from training.phases import new_run
-from training.ranks import announce, tell_why
+from training.ranks import announce, stand_in, tell_why
 
 Train = Callable[[Any, Path, dict[str, Any]], None]  # train(config, run_dir, summary)
 
@@ -62,6 +62,8 @@ def run_job(train: Train, cfg: Any) -> tuple[dict[str, Any], BaseException | Non
         if failure is not None:
             tell_why(summary)
         close_run(run_dir, summary, ending)
+        if failure is not None:
+            stand_in(summary, phases.began)
         # a run that is refused alone says so at once; in a sweep it must not be missing
         refused = "steps_done" not in summary and summary["status"] in ("failed", "oom")
         if refused and config is not None and config.resume is None:

@@ -19,6 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from training.files import write_json
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -225,8 +227,11 @@ def run_before_restart() -> Path | None:
     """The folder of the run that torchrun has started again (--max-restarts); None the first time,
     or where it had no folder yet.
     """
-    if not _restarts():
-        return None
+    return announced_folder() if _restarts() else None
+
+
+def announced_folder() -> Path | None:
+    """The run's own folder, which is the first rank's."""
     store = _agents_store()
     if store is None or not store.check(["run_dir"]):
         return None
@@ -249,16 +254,29 @@ def _agents_store() -> Any:
 
 
 def tell_why(summary: dict[str, Any]) -> None:
-    """Tell the other ranks how this one failed. If they failed alike, the first one says so."""
-    ranks = of_environment()
-    words = {key: summary[key] for key in ("status", "error", "oom") if key in summary}
+    """Tell the other ranks how this one failed."""
     if _store is not None:
+        words = {key: summary[key] for key in ("status", "error", "oom") if key in summary}
         with contextlib.suppress(RuntimeError):  # whoever keeps the store may be gone
-            _store.set("failed", json.dumps({"rank": ranks.rank} | words))
-    if not ranks.first:
-        time.sleep(PATIENCE)
-        reason = words.get("error") or words.get("status")
-        print(f"rank {ranks.rank} of {ranks.world}: {reason}", file=sys.__stderr__)
+            _store.set("failed", json.dumps({"rank": of_environment().rank} | words))
+
+
+def stand_in(summary: dict[str, Any], began: float) -> None:
+    """Where this rank failed and the first one did not say so, say it and write summary.json for
+    it: it may be dead, or wait for this rank.
+    """
+    ranks = of_environment()
+    if ranks.first:
+        return
+    time.sleep(PATIENCE)
+    reason = summary.get("error") or summary["status"]
+    print(f"rank {ranks.rank} of {ranks.world}: {reason}", file=sys.__stderr__)
+    folder = announced_folder()
+    if folder is None:
+        return
+    path = folder / "summary.json"
+    if not path.exists() or path.stat().st_mtime < began:
+        write_json(path, {"rank": ranks.rank} | summary)
 
 
 def why_another_failed(error: BaseException) -> dict[str, Any] | None:

@@ -616,7 +616,7 @@ def check_machine_code(kernel: str, dtype: str, head_dim: int, variants: str) ->
             "forward",
             128,
         ):  # nearly all exponentials of a thread's 64 scores run beside the output's product
-            # half of them where it also keeps maxima under a mask: in rows of metrics, one step of ten
+            # half of them where it keeps maxima under a mask too: in logged steps, one of ten
             least = 30 if row["variant"] == "top_intervals" else 60
             assert min(row["overlapped"]) >= least, row
 

@@ -311,6 +311,17 @@ def test_shares():
     assert Ranks().rows(6) == slice(0, 6) and Ranks().first and not Ranks().several
 
 
+def test_where_the_first_rank_dies_another_writes_the_summary(tmp_path):
+    (tmp_path / "own.py").write_text(
+        KILLED.replace('"RANK"] == "1"', '"RANK"] == "0"').replace("{when}", "len(calls) > 8")
+    )
+    asked = (*SHARED, "attention=own:ATTENTION", "steps=50", "eval_every=0")
+    done = torchrun("train.py", *tiny(tmp_path / "run", *asked), PYTHONPATH=str(tmp_path))
+    ended = summary(tmp_path / "run")
+    assert done.returncode == 1 and ended["status"] == "failed" and ended["rank"] == 1
+    assert "another rank ended" in ended["error"] and "rank 1 of 2: " in done.stderr
+
+
 KILLED = """
 import os
 from attention import get_backend
