@@ -158,6 +158,8 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
 
     device = pick_device(config.device)
     ranks = join(device.type, config.parallel.context)
+    if ranks.several and device.type == "cuda":  # "cuda" alone is another one in another thread
+        device = torch.device("cuda", ranks.local_rank)
     check_ranks(config, ranks)
     if ranks.several:
         summary["ranks"] = ranks.world
