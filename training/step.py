@@ -266,16 +266,17 @@ def compute_gradients(
     """
     optimizer.zero_grad(set_to_none=True)
     loss = 0.0
-    for inputs, divisor in passes:
-        looking = nullcontext() if scores is None else step_model.looking()
-        sharded = step_model.sharded(ranks.shards) if ranks.shards else nullcontext()
-        with record_function("forward"), autocast, looking, sharded:
-            micro_loss = step_model(*inputs).loss
-        if scores is not None:
-            scores.append(step_model.max_scores().amax(1))
-        with record_function("backward"):
-            scaler.scale(micro_loss / divisor).backward()
-        loss = loss + micro_loss.detach() / divisor
+    # around the backward passes too: they may run attention again
+    with step_model.sharded(ranks.shards) if ranks.shards else nullcontext():
+        for inputs, divisor in passes:
+            looking = nullcontext() if scores is None else step_model.looking()
+            with record_function("forward"), autocast, looking:
+                micro_loss = step_model(*inputs).loss
+            if scores is not None:
+                scores.append(step_model.max_scores().amax(1))
+            with record_function("backward"):
+                scaler.scale(micro_loss / divisor).backward()
+            loss = loss + micro_loss.detach() / divisor
     loss = ranks.sum_gradients(step_model.parameters(), loss)
     with record_function("optimizer"):
         scaler.unscale_(optimizer)

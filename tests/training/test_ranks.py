@@ -89,8 +89,16 @@ def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
         ("attention=sdpa", "model=modern", "model.num_kv_heads=2", "model.num_heads=4"),
         ("attention=no_rescale", "attention.block_kv=8", "data.documents=true"),
         ("attention=kv_outer", "compile=true"),
+        ("attention=tiled", "model.checkpoint=block", "attention.block_kv=8"),
     ],
-    ids=["tiled", "naive-two-passes", "sdpa-rope-gqa", "no_rescale-documents", "compiled"],
+    ids=[
+        "tiled",
+        "naive-two-passes",
+        "sdpa-rope-gqa",
+        "no_rescale-documents",
+        "compiled",
+        "recomputed",
+    ],
 )
 def test_a_shared_sequence_is_the_same_attention(tmp_path, settings):
     """Also where it is broken: each rank computes whole sequences for its heads. What is computed
