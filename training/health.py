@@ -80,10 +80,10 @@ class AttentionMonitor:
 
     def _compare(self, result: "StepResult") -> dict[str, float]:
         """compare_layers() on at most MAX_INSPECTED tokens of the step's first sequence."""
-        batch = result.passes[0].tensors
+        batch = _own_tokens(result.passes[0])
         num_tokens = batch[0].shape[1]
         loss_scale = result.loss_scale * min(MAX_INSPECTED, num_tokens) / num_tokens
-        batch = tuple(x[:1, : min(MAX_INSPECTED, num_tokens)] for x in batch)
+        batch = tuple(x[:1, :MAX_INSPECTED] for x in batch)
         try:
             with self.autocast:
                 return compare_layers(self.model, *batch, loss_scale=loss_scale)

@@ -58,13 +58,11 @@ class Ranks:
 
     def rows(self, count: int) -> slice:
         """This rank's share of the `count` sequences of a step."""
-        share, place = count // self.data, self.rank // self.context
-        return slice(place * share, (place + 1) * share)
+        return _share(count, self.rank // self.context, self.data)
 
     def columns(self, count: int) -> slice:
         """This rank's share of the `count` tokens of a sequence."""
-        share, place = count // self.context, self.rank % self.context
-        return slice(place * share, (place + 1) * share)
+        return _share(count, self.rank % self.context, self.context)
 
     @property
     def shards(self) -> "Shards | None":
@@ -135,6 +133,11 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def _share(count: int, place: int, parts: int) -> slice:
+    size = count // parts
+    return slice(place * size, (place + 1) * size)
 
 
 def of_environment() -> Ranks:
