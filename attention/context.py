@@ -62,6 +62,7 @@ class Shards:
         *,
         backend: Backend,
         causal: bool = True,
+        scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
         document_ids: Tensor | None = None,
@@ -74,8 +75,14 @@ class Shards:
         the scores that this rank has computed, -inf for the heads of others.
         """
         q, k, v = map(self.to_heads, (q, k, v))
-        mask = {"causal": causal, "window": window, "softcap": softcap}
-        arguments = mask | {"document_ids": document_ids, "return_max_score": return_max_score}
+        arguments = {
+            "causal": causal,
+            "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+            "window": window,
+            "softcap": softcap,
+            "document_ids": document_ids,
+            "return_max_score": return_max_score,
+        }
         if self.ring.size > 1:
             out, lse, max_score = ring(q, k, v, self, backend=backend, **arguments)
         else:
@@ -128,6 +135,7 @@ def ring(
     *,
     backend: Backend,
     causal: bool,
+    scale: float,
     window: int | None,
     softcap: float | None,
     document_ids: Tensor | None,
@@ -136,7 +144,7 @@ def ring(
     """out, lse and max_score of this rank's part on a ring."""
     tiles = [backend.options.get(name, 0) for name in ("block_q", "block_kv")]
     group = (shards.ring.name, shards.ring.place, shards.ring.size, shards.gather)
-    mask = (causal, q.shape[-1] ** -0.5, window, softcap)
+    mask = (causal, scale, window, softcap)
     look = flag(return_max_score)
     settings = (backend.name, *group, *mask, *tiles)
     out, lse, max_score = ring_attention(q, k, v, document_ids, look, *settings)
@@ -148,9 +156,25 @@ def register_ring(backend: Backend) -> None:
     _backends[backend.name] = backend
 
 
-def register_group(name: str, group: Any) -> None:
-    """Make a torch.distributed process group known to the operators below."""
-    _groups[name] = group
+def share(rank: int, world: int, context: int, *, heads: int, gather: bool = False) -> Shards:
+    """Form the groups in which every `context` ranks that follow one another share a sequence:
+    `heads` of them exchange heads, a ring joins the others. All ranks of the world call it.
+    """
+    from torch import distributed
+
+    for first in range(0, world, context):
+        members = range(first, first + context)
+        parts = {
+            "heads": [members[i : i + heads] for i in range(0, context, heads)],
+            "ring": [members[i::heads] for i in range(heads)],
+        }
+        for name, groups in parts.items():
+            for each in groups:  # every rank takes part in making each group
+                group = distributed.new_group(list(each))
+                if rank in each:
+                    _groups[name] = group
+    place, head = divmod(rank % context, heads)
+    return Shards(Group("heads", head, heads), Group("ring", place, context // heads), gather)
 
 
 def _swap(parts: Tensor, group: str) -> Tensor:

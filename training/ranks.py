@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 # how long a rank waits for another: rank 0 may start wandb or compare with float64 meanwhile
 TIMEOUT = timedelta(minutes=10)
 
-HEADS, RING = "heads", "ring"  # the names of the groups that share a sequence
 PATIENCE = 2.0  # seconds in which the first rank may give the reason for an end of all
 
 _store: Any = None  # torchrun's, by which a rank that fails tells the others why
@@ -42,8 +41,7 @@ class Ranks:
     world: int = 1
     local_rank: int = 0  # among those of this host
     context: int = 1  # ranks that share a sequence, one after the other
-    heads: int = 1  # of those, the ranks that exchange heads; a ring joins the others
-    gather: bool = False  # the ring gathers its keys
+    shards: "Shards | None" = None  # how they share it; None where each has its own
 
     @property
     def data(self) -> int:
@@ -65,20 +63,6 @@ class Ranks:
     def columns(self, count: int) -> "slice | Tensor":
         """This rank's share of the `count` tokens of a sequence."""
         return slice(None) if self.shards is None else self.shards.positions(count)
-
-    @property
-    def shards(self) -> "Shards | None":
-        """Those that share a sequence with this rank; None where each has its own."""
-        if self.context == 1:
-            return None
-        from attention.context import Group, Shards
-
-        ring, heads = divmod(self.rank % self.context, self.heads)
-        return Shards(
-            Group(HEADS, heads, self.heads),
-            Group(RING, ring, self.context // self.heads),
-            self.gather,
-        )
 
     def sum(self, x: "Tensor") -> "Tensor":
         """Add up x over all ranks, in place."""
@@ -164,7 +148,7 @@ def join(device: str, context: int = 1, *, heads: int | None = None, gather: boo
 
     Raises ValueError where this host has no GPU for the rank, or the others do not come.
     """
-    ranks = replace(of_environment(), context=context, heads=heads or context, gather=gather)
+    ranks = replace(of_environment(), context=context)
     if ranks.world % context:
         raise ValueError(
             f"parallel.context={context} needs that many ranks, or a multiple of it, and there "
@@ -187,27 +171,11 @@ def join(device: str, context: int = 1, *, heads: int | None = None, gather: boo
     if not distributed.is_initialized():
         _meet(ranks, device)
     if context > 1:
-        _form_groups(ranks)
+        from attention.context import share
+
+        shards = share(ranks.rank, ranks.world, context, heads=heads or context, gather=gather)
+        ranks = replace(ranks, shards=shards)
     return ranks
-
-
-def _form_groups(ranks: Ranks) -> None:
-    """Every rank takes part in making each group, in the same order."""
-    from torch import distributed
-
-    from attention.context import register_group
-
-    for first in range(0, ranks.world, ranks.context):
-        members = range(first, first + ranks.context)
-        parts = {
-            HEADS: [members[i : i + ranks.heads] for i in range(0, len(members), ranks.heads)],
-            RING: [members[i :: ranks.heads] for i in range(ranks.heads)],
-        }
-        for name, groups in parts.items():
-            for each in groups:
-                group = distributed.new_group(each)
-                if ranks.rank in each:
-                    register_group(name, group)
 
 
 def _meet(ranks: Ranks, device: str) -> None:
