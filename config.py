@@ -16,7 +16,7 @@ BACKEND_OPTIONS = {
     "impl": "tiled",
     "block_q": 128,
     "block_kv": 64,
-    "ranks": None,
+    "ranks": 4,
     "softmax_dtype": "float32",
     "detach_max": False,
     "backend": "auto",
@@ -72,7 +72,7 @@ class AttentionConfig:
     block_q: int | None = None
     # keys of a tile
     block_kv: int | None = None
-    # ring and its defects: how many ranks one process plays; None is 4
+    # ring and its defects: how many ranks one process plays
     ranks: int | None = None
     # tile loops: dtype of the statistics, "float32" or "input" (q's dtype)
     softmax_dtype: str | None = None

@@ -12,7 +12,7 @@ from attention.flex import FLEX
 from attention.interface import Backend
 from attention.kernels import TRITON
 from attention.naive import NAIVE
-from attention.played_ring import RING, RING_DEFECTS
+from attention.played_ring import RING, RING_DEFECTS, PlayedRing
 from attention.sdpa import SDPA
 from attention.tiled import TILED, TiledAttention
 
@@ -81,10 +81,11 @@ def _load(target: str) -> Backend:
 
 
 def is_operator(backend: Backend) -> bool:
-    """Whether torch.compile takes this backend as one operator: a tile loop in BACKENDS.
+    """Whether torch.compile takes this backend as one operator: a tile loop or ring in BACKENDS.
 
     An operator finds its loop by name. A function that somebody has put around a loop, or a loop
     that only shares the name, is another one.
     """
     listed = BACKENDS.get(backend.name)
-    return isinstance(backend.fn, TiledAttention) and listed is not None and listed.fn is backend.fn
+    loop = isinstance(backend.fn, TiledAttention | PlayedRing)
+    return loop and listed is not None and listed.fn is backend.fn

@@ -7,20 +7,20 @@ numbers are theirs. Broken merges are the mistakes of attention.defects one leve
 rank, wrong on two.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from attention.defects import WRONG
 from attention.interface import FEATURES, AttentionOutput, Backend, Output, ScoredOutput
 from attention.mask import visible_keys
 from attention.online_softmax import OnlineSoftmax
-from attention.ring import Merge, Ring, RingCall, play, zigzag
+from attention.ring import Merge, RankProgram, Ring, RingCall, play, zigzag
 from attention.tiled import TileBlocks
-
-RANKS = 4  # that one process plays, if nobody says otherwise
 
 
 class PlayedCall(torch.autograd.Function):
@@ -30,39 +30,38 @@ class PlayedCall(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        tokens = (call.queries, call.keys, call.keys)
-        outputs = play(
-            [
-                call.forward(rank, *parts)
-                for rank, parts in enumerate(zip(*map(dealt, (q, k, v), tokens), strict=True))
-            ]
-        )
-        outs, lses, max_scores = zip(*outputs, strict=True)
+        outs, lses, max_scores = zip(*play(programs(call.forward, call, q, k, v)), strict=True)
         out, lse = collected(outs, call.queries), collected(lses, call.queries)
-        max_score = torch.stack(max_scores).amax(0) if call.look else None
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
-        return out, lse, max_score
+        return out, lse, torch.stack(max_scores).amax(0) if call.look else None
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        call = ctx.call
-        q, k, v, out, lse = ctx.saved_tensors
-        tensors = (q, k, v, out, lse, d_out, d_lse)
-        tokens = (call.queries, call.keys, call.keys, *[call.queries] * 4)
-        gradients = play(
-            [
-                call.backward(rank, *parts)
-                for rank, parts in enumerate(zip(*map(dealt, tensors, tokens), strict=True))
-            ]
-        )
-        dq, dk, dv = zip(*gradients, strict=True)
-        return (
-            collected(dq, call.queries),
-            collected(dk, call.keys),
-            collected(dv, call.keys),
-            None,
-        )
+    @once_differentiable  # which hides the name of ctx
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, d_out: Tensor, d_lse: Tensor, _: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        return *play_backward(ctx.call, *ctx.saved_tensors, d_out, d_lse), None
+
+
+def play_backward(call: RingCall, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """dq, dk and dv from q, k, v, out, lse, d_out and d_lse."""
+    gradients = zip(*play(programs(call.backward, call, *tensors)), strict=True)
+    return tuple(map(collected, gradients, (call.queries, call.keys, call.keys)))
+
+
+def programs(
+    program: Callable[..., RankProgram], call: RingCall, q: Tensor, k: Tensor, v: Tensor, *of_q
+) -> list[RankProgram]:
+    """That of each rank, with its part of each tensor; those of_q are dealt out as q is."""
+    parts = [
+        *(dealt(x, call.keys) for x in (k, v)),
+        *(dealt(x, call.queries) for x in of_q),
+    ]
+    return [
+        program(rank, *own)
+        for rank, own in enumerate(zip(dealt(q, call.queries), *parts, strict=True))
+    ]
 
 
 def dealt(x: Tensor, positions: list[Tensor]) -> list[Tensor]:
@@ -77,37 +76,39 @@ def collected(parts: tuple[Tensor, ...], positions: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class PlayedRing:
-    """A backend's function: `ranks` ranks (RANKS), each with its part of queries and keys."""
+    """A backend's function: `ranks` ranks, each with its part of queries and keys."""
 
     ring: Ring
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        window: int | None = None,
-        document_ids: Tensor | None = None,
-        ranks: int | None = None,
-        return_max_score: bool | Tensor = False,
-        **settings: Any,
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_max_score: bool | Tensor = False, **given
     ) -> Output:
-        mask = {"causal": causal, "window": window, "document_ids": document_ids}
-        queries, keys = (zigzag(x.shape[2], ranks or RANKS, q.device) for x in (q, k))
-        call = RingCall(
-            self.ring,
-            queries,
-            keys,
-            visible_keys(q, k, **mask),
-            settings,
-            look=bool(return_max_score),
-        )
+        call = self.call(q, k, look=bool(return_max_score), **given)
         out, lse, max_score = PlayedCall.apply(q, k, v, call)
         if return_max_score is False:
             return AttentionOutput(out, lse)
         return ScoredOutput(out, lse, max_score)
+
+    def backward(self, q: Tensor, k: Tensor, *tensors: Tensor, **given) -> tuple[Tensor, ...]:
+        """dq, dk, dv from q, k, v, out, lse, d_out and d_lse, which attention.tile_op needs."""
+        return play_backward(self.call(q, k, **given), q, k, *tensors)
+
+    def call(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        causal: bool,
+        window: int | None = None,
+        document_ids: Tensor | None = None,
+        ranks: int,
+        look: bool = False,
+        **settings: Any,
+    ) -> RingCall:
+        queries, keys = (zigzag(x.shape[2], ranks, q.device) for x in (q, k))
+        mask = {"causal": causal, "window": window, "document_ids": document_ids}
+        visible = visible_keys(q, k, **mask)
+        return RingCall(self.ring, queries, keys, visible, settings, look=look)
 
 
 def no_max(state: OnlineSoftmax, other: OnlineSoftmax) -> OnlineSoftmax:
@@ -150,7 +151,7 @@ def ring_backend(name: str, ring: Ring, **fields: Any) -> Backend:
         name,
         PlayedRing(ring),
         features=FEATURES - {"alibi_slopes", "score_mod"},
-        options={"block_q": 128, "block_kv": 64, "ranks": None},
+        options={"block_q": 128, "block_kv": 64, "ranks": 4},
         exact=ring.exact,
         traceable=False,
         ring=ring,

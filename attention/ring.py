@@ -115,8 +115,8 @@ class RingCall:
     """One call of attention on a ring: the part that all ranks know."""
 
     ring: Ring
-    queries: Sequence[Tensor]  # of each rank, their positions in the sequence, sorted
-    keys: Sequence[Tensor]
+    queries: list[Tensor]  # of each rank, their positions in the sequence, sorted
+    keys: list[Tensor]
     visible: VisibleKeys  # of the whole sequence
     settings: dict[str, Any]  # scale, softcap and the backend's options
     look: bool = False
@@ -150,6 +150,7 @@ class RingCall:
             state = block if state is None else self.ring.merge(state, block)
             max_scores.append(max_score)
             held = next(iter(arriving()), held)
+        assert state is not None
         out, lse = state.finalize()
         max_score = torch.stack(max_scores).amax(0) if self.look else None
         return out.to(q.dtype), lse, max_score
@@ -168,8 +169,8 @@ class RingCall:
         if not len(self.queries[rank]) or not len(self.keys[source]):  # more ranks than tokens
             state = OnlineSoftmax.empty(q, dtype=statistics_dtype(q))
             return state, state.row_max.new_full(q.shape[:2], -torch.inf)
-        visible = self.sees(rank, source)
-        return self.ring.blocks.forward(q, *held, visible, look=self.look, **self.settings)
+        (k, v), visible = held, self.sees(rank, source)
+        return self.ring.blocks.forward(q, k, v, visible, look=self.look, **self.settings)
 
     def backward(
         self,
@@ -207,6 +208,7 @@ class RingCall:
             # the gradient of these keys comes last
             gradient = own if hop == 0 else own.add_(arrived.pop())
             held = next(iter(arrived), held)
+        assert gradient is not None
         if self.world > 1:
             (gradient,) = (yield [Sent(gradient, (2, *k.shape))])()
         return dq.to(q.dtype), *gradient.to(k.dtype)
@@ -217,16 +219,16 @@ class RingCall:
         source: int,
         q: Tensor,
         held: Tensor,
-        whole: tuple[Tensor, ...],
+        whole: tuple[Tensor, Tensor, Tensor, Tensor],
         d_state: OnlineSoftmax | None,
-    ) -> Sequence[Tensor]:
+    ) -> tuple[Tensor, ...]:
         """dq, dk, dv of what `rank` makes of the keys and values of `source`."""
         if not len(self.queries[rank]) or not len(self.keys[source]):
-            return [torch.zeros_like(x, dtype=statistics_dtype(q)) for x in (q, *held)]
-        visible, blocks = self.sees(rank, source), self.ring.blocks
+            return tuple(torch.zeros_like(x, dtype=statistics_dtype(q)) for x in (q, *held))
+        (k, v), visible, blocks = held, self.sees(rank, source), self.ring.blocks
         if d_state is None:
-            return blocks.backward(q, *held, *whole, visible, **self.settings)
-        return blocks.differentiate(q, *held, d_state, visible, **self.settings)
+            return blocks.backward(q, k, v, *whole, visible, **self.settings)
+        return blocks.differentiate(q, k, v, d_state, visible, **self.settings)
 
     def _differentiate_merge(
         self, rank: int, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, d_lse: Tensor
@@ -251,7 +253,8 @@ class RingCall:
             found = torch.autograd.grad(
                 merged, inputs, (d_out.to(merged[0].dtype), d_lse), materialize_grads=True
             )
-        return [OnlineSoftmax(*found[i : i + len(PARTS)]) for i in range(0, len(found), len(PARTS))]
+        parts = zip(found[0::3], found[1::3], found[2::3], strict=True)
+        return [OnlineSoftmax(row_max, row_sum, acc) for row_max, row_sum, acc in parts]
 
 
 class GatherCall(RingCall):
@@ -259,28 +262,36 @@ class GatherCall(RingCall):
 
     def forward(self, rank: int, q: Tensor, k: Tensor, v: Tensor) -> RankProgram:
         """Returns out, lse and max_score of this rank's queries."""
-        held = yield from self._gathered(rank, k, v)
+        k, v = yield from self._gathered(rank, k, v)
         state, max_score = self.ring.blocks.forward(
-            q, *held, self._sees_of_all(rank), look=self.look, **self.settings
+            q, k, v, self._sees_of_all(rank), look=self.look, **self.settings
         )
         out, lse = state.finalize()
         return out.to(q.dtype), lse, max_score
 
-    def backward(self, rank: int, q: Tensor, k: Tensor, v: Tensor, *whole: Tensor) -> RankProgram:
-        """Returns dq, dk and dv of this rank's tokens; `whole` is out, lse, d_out and d_lse."""
-        held = yield from self._gathered(rank, k, v)
-        visible = self._sees_of_all(rank)
-        dq, *parts = self.ring.blocks.backward(q, *held, *whole, visible, **self.settings)
-        parts = torch.stack(parts)
-        gradient: Tensor | None = None
-        for hop in range(self.world):  # what all ranks know of a part adds up on its way home
-            target = (rank - 1 - hop) % self.world
-            own = parts[..., self.keys[target], :]
-            if gradient is not None:
-                (arrived,) = (yield [Sent(gradient, tuple(own.shape))])()
-                own += arrived
-            gradient = own
-        return dq.to(q.dtype), *gradient.to(k.dtype)
+    def backward(
+        self,
+        rank: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor,
+    ) -> RankProgram:
+        """Returns dq, dk and dv of this rank's tokens."""
+        k, v = yield from self._gathered(rank, k, v)
+        known = (out, lse, d_out, d_lse, self._sees_of_all(rank))
+        dq, dk, dv = self.ring.blocks.backward(q, k, v, *known, **self.settings)
+        gradients = torch.stack((dk, dv))
+        # a part's gradient starts at the rank behind its own, and each rank on its way adds to it
+        total = gradients[..., self.keys[rank - 1], :]
+        for hop in range(1, self.world):
+            own = gradients[..., self.keys[(rank - 1 - hop) % self.world], :]
+            (arrived,) = (yield [Sent(total, tuple(own.shape))])()
+            total = own + arrived
+        return dq.to(q.dtype), *total.to(k.dtype)
 
     def _gathered(self, rank: int, k: Tensor, v: Tensor) -> RankProgram:
         """Returns the keys and values of all ranks (2, B, H_kv, M, D), in order."""
@@ -290,7 +301,7 @@ class GatherCall(RingCall):
             source = (rank - hop) % self.world
             (held,) = (yield self._leaving(hop, source, held))()
             parts[(source - 1) % self.world] = held
-        order = torch.cat(list(self.keys)).argsort()
+        order = torch.cat(self.keys).argsort()
         return torch.cat([parts[source] for source in range(self.world)], -2)[..., order, :]
 
     def _sees_of_all(self, rank: int) -> VisibleKeys:

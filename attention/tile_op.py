@@ -25,8 +25,9 @@ SETTINGS = {
     "softcap": "float?",
     "block_q": "SymInt",
     "block_kv": "SymInt",
-    "softmax_dtype": "str",
+    "softmax_dtype": "str?",
     "detach_max": "bool?",
+    "ranks": "int?",
 }
 SCHEMA = "str backend, " + ", ".join(f"{kind} {name}" for name, kind in SETTINGS.items())
 
@@ -58,7 +59,7 @@ def operator_attention(
 
 
 def loop_of(backend: str, values: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
-    """The TiledAttention of that name, and its settings by their names."""
+    """The TiledAttention or PlayedRing of that name, and its settings by their names."""
     settings = zip(SETTINGS, values, strict=True)
     return BACKENDS[backend].fn, {name: value for name, value in settings if value is not None}
 

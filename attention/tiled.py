@@ -433,8 +433,11 @@ class TileBlocks:
             loop = replace(loop, observer=maxima.observe)
         tiles = loop.visible.query_tiles(loop.block_q)
         states = [loop.query_state(q[..., tile.rows, :], k, v, tile) for tile in tiles]
-        parts = (torch.cat([getattr(state, name) for state in states], -2) for name in PARTS)
-        state = OnlineSoftmax(*(x.flatten(1, 2) for x in parts))
+        row_max, row_sum, acc = (
+            torch.cat([getattr(state, name) for state in states], -2).flatten(1, 2)
+            for name in PARTS
+        )
+        state = OnlineSoftmax(row_max, row_sum, acc)
         return state, None if maxima is None else maxima.largest.flatten(1, 2)
 
     def backward(
@@ -476,7 +479,8 @@ class TileBlocks:
                 continue
             with torch.inference_mode(False), torch.enable_grad():
                 leaves = [x.detach().requires_grad_() for x in (q[..., tile.rows, :], k, v)]
-                state = loop.query_state(*leaves, tile)
+                q_rows, k_leaf, v_leaf = leaves
+                state = loop.query_state(q_rows, k_leaf, v_leaf, tile)
                 gradients = torch.autograd.grad(
                     [getattr(state, name) for name in PARTS],
                     leaves,

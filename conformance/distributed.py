@@ -178,7 +178,9 @@ class DistributedCall(torch.autograd.Function):
         return processes.joined(outs, q), lse
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, d_out: Tensor, d_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         gradients = [None if x is None else x.cpu() for x in (d_out, d_lse)]
         answers = ctx.processes.ask("backward", ctx.number, gradients)
         wholes = zip(*answers, strict=True)

@@ -6,7 +6,7 @@ from typing import Any
 from attention import BACKENDS, Backend
 from attention.context import register_ring
 from attention.played_ring import PlayedRing
-from config import RunConfig
+from config import BACKEND_OPTIONS, RunConfig
 from training.ranks import Ranks
 from training.schedule import chosen_attention
 
@@ -54,7 +54,7 @@ def _check_on_a_ring(config: RunConfig, backend: Backend, numbers: str) -> None:
         reason = "a ring keeps its sums in float32: leave out attention.softmax_dtype=input"
     elif backend.options.get("kernel") == "hopper":
         reason = "these kernels give no float32 partial results: leave out attention.kernel=hopper"
-    elif config.attention.ranks is not None:
+    elif config.attention.ranks not in (None, BACKEND_OPTIONS["ranks"], context):
         reason = (
             f"attention.ranks={config.attention.ranks} are ranks that one process plays: leave it "
             "out, the processes are the ranks"

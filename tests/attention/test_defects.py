@@ -17,7 +17,12 @@ TILES = {"block_q": 16, "block_kv": 8}
 ONE_TILE = {"block_q": 64, "block_kv": 64}
 # with a GPU the Triton kernels are compiled, and take no CPU tensors
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DEFECTS = [name for name, backend in BACKENDS.items() if backend.defect is not None]
+# those of a ring are broken where ranks are merged; see test_ring.py
+DEFECTS = [
+    name
+    for name, backend in BACKENDS.items()
+    if backend.defect is not None and backend.ring is None
+]
 TWINS = ["alpha_beta", "normalized_acc", "kv_outer", "lazy_rescale"]
 
 

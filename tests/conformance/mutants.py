@@ -281,9 +281,9 @@ MUTANTS = (
                 "state = self.visible.__dict__.get(q_rows.shape) or self.softmax.empty(q_rows,",
             ),
             (
-                "return self.finish(state, q_rows)",
-                "self.visible.__dict__[q_rows.shape] = state\n        return self.finish(state, "
-                "q_rows)",
+                "        return state\n\n    def finish",
+                "        self.visible.__dict__[q_rows.shape] = state\n        return state\n\n"
+                "    def finish",
             ),
         ),
     ),
@@ -652,7 +652,7 @@ def _of_ring(
     return Mutant(name, says, edits, survives, ring=True)
 
 
-BLOCK_BACKWARD = "return blocks.backward(q, *held, *whole, visible, **self.settings)"
+BLOCK_BACKWARD = "return blocks.backward(q, k, v, *whole, visible, **self.settings)"
 ADD_UP = "gradient = own if hop == 0 else own.add_(arrived.pop())"
 SEARCH = "torch.searchsorted(keys, ends[:, rows].contiguous())"
 CHUNKS = "torch.cat((chunks[rank], chunks[-1 - rank]))"
@@ -671,8 +671,8 @@ RING_MUTANTS = (
         *ring(
             (
                 BLOCK_BACKWARD,
-                "out, lse, *others = whole; state, _ = blocks.forward(q, *held, visible, "
-                "look=False, **self.settings); return blocks.backward(q, *held, out, "
+                "out, lse, *others = whole; state, _ = blocks.forward(q, k, v, visible, "
+                "look=False, **self.settings); return blocks.backward(q, k, v, out, "
                 "state.finalize()[1], *others, visible, **self.settings)",
             )
         ),

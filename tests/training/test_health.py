@@ -58,6 +58,7 @@ def looked_at(
         grad_norm=1.0,
         max_scores=[first, second],
         passes=[Pass(batch, 1)],
+        sequences=lambda: [Pass(batch, 1)],
         loss_scale=1.0,
         updated=False,
         diverged=False,

@@ -354,8 +354,8 @@ def test_one_folder_and_no_other_is_left(tmp_path):
         ),
         (("parallel.context=2", "parallel.how=ring", "attention=sdpa"), "attention=sdpa cannot"),
         (
-            ("parallel.context=2", "attention=ring", "attention.ranks=4"),
-            "attention.ranks=4 are ranks that one process plays",
+            ("parallel.context=2", "attention=ring", "attention.ranks=3"),
+            "attention.ranks=3 are ranks that one process plays",
         ),
         (
             ("parallel.context=2", "parallel.how=gather", "attention=ring_no_max"),
