@@ -333,9 +333,13 @@ class ParallelConfig:
 
     # ranks that share each sequence; their number divides that of the heads
     context: int = 1
+    # how they share it: heads (each attends for its heads), ring (keys go round), gather (keys are
+    # gathered), or auto: heads as far as they divide, a ring for the rest
+    how: str = "auto"
 
     def __post_init__(self) -> None:
         _check_at_least(self, 1, "parallel.context")
+        _check_choice(self, "parallel.how", "auto", "heads", "ring", "gather")
 
 
 @dataclass
