@@ -68,7 +68,7 @@ def train(config: RunConfig, run_dir: Path, summary: dict[str, Any]) -> None:
             row |= monitor.inspect(result)
             if result.diverged:
                 stepper.restore_gradients(result)
-                row |= recorder.diverged(result, monitor.diagnose(step, result.passes))
+                row |= recorder.diverged(result, monitor.diagnose(step, result.sequences()))
             else:
                 stepper.update(result)
 

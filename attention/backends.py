@@ -12,12 +12,23 @@ from attention.flex import FLEX
 from attention.interface import Backend
 from attention.kernels import TRITON
 from attention.naive import NAIVE
+from attention.played_ring import RING, RING_DEFECTS
 from attention.sdpa import SDPA
 from attention.tiled import TILED, TiledAttention
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
-    for backend in (NAIVE, TILED, TRITON, SDPA, FLEX, *EXACT_VARIANTS, *DEFECTS)
+    for backend in (
+        NAIVE,
+        TILED,
+        TRITON,
+        SDPA,
+        FLEX,
+        *EXACT_VARIANTS,
+        RING,
+        *DEFECTS,
+        *RING_DEFECTS,
+    )
 }
 
 

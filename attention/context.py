@@ -1,56 +1,180 @@
-"""One sequence over several processes: each holds consecutive tokens, and attends for its heads.
+"""One sequence over several processes: each holds some of its tokens.
+
+Heads: two exchanges around a call that knows nothing of them, so every backend, mask and defect
+computes what it computes in one process. Jacobs et al., "DeepSpeed Ulysses" (2023,
+arXiv:2309.14509).
 
     tokens of rank r, all heads  --to_heads-->  all tokens, heads of rank r
                                                     attention(), any backend
     tokens of rank r, all heads  <--to_tokens--
 
-Two exchanges around a call that knows nothing of them: every backend, mask and defect computes what
-it computes in one process. Jacobs et al., "DeepSpeed Ulysses" (2023, arXiv:2309.14509).
+Ring: keys and values go round, for any number of ranks; see attention.ring. Both at once make a
+grid: ranks that follow one another exchange heads, and a ring joins those of the same heads.
 
 Dimensions: B batch, H heads, N tokens of the sequence, W ranks, D head dim.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attention.interface import (
+    AttentionOutput,
+    Backend,
+    Output,
+    ScoredOutput,
+    flag,
+    statistics_dtype,
+)
+from attention.mask import intervals
+from attention.ring import GatherCall, RankProgram, RingCall, zigzag
+
 _groups: dict[str, Any] = {}  # process groups by name: an operator takes no group
+_backends: dict[str, Backend] = {}  # those that run on a ring, by name
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that exchange with one another, and the place of this process among them."""
+
+    name: str = ""
+    place: int = 0
+    size: int = 1
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The ranks that share a sequence, and which of them this process is."""
+    """The ranks that share a sequence."""
 
-    group: str
-    rank: int
-    world: int
+    heads: Group = field(default_factory=Group)
+    ring: Group = field(default_factory=Group)
+    gather: bool = False  # whether the ring's keys are gathered before any is used
+
+    def attention(
+        self,
+        attend: Callable[..., Output],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        backend: Backend,
+        causal: bool = True,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        document_ids: Tensor | None = None,
+        return_max_score: bool | Tensor = False,
+    ) -> Output:
+        """What `attend`, which is attention(), makes of the whole sequence, for this rank's tokens.
+
+        q (B, H, n, D), k, v (B, H_kv, n, D), out (B, H, n, D) and lse (B, H, n) are those of the n
+        tokens at positions(); document_ids (B, N) those of the whole sequence. max_score is that of
+        the scores that this rank has computed, -inf for the heads of others.
+        """
+        q, k, v = map(self.to_heads, (q, k, v))
+        arguments = {
+            "causal": causal,
+            "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+            "window": window,
+            "softcap": softcap,
+            "document_ids": document_ids,
+            "return_max_score": return_max_score,
+        }
+        if self.ring.size > 1:
+            out, lse, max_score = ring(q, k, v, self, backend=backend, **arguments)
+        else:
+            out, lse, *scores = attend(q, k, v, backend=backend, **arguments)
+            max_score = scores[0] if scores else None
+        out = self.to_tokens(out)
+        lse = None if lse is None else self.to_tokens(lse.unsqueeze(-1)).squeeze(-1)
+        if return_max_score is False:
+            return AttentionOutput(out, lse)
+        return ScoredOutput(out, lse, None if max_score is None else self.of_all_heads(max_score))
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """From (B, H, N / W, D), the tokens of this rank, to (B, H / W, N, D), its heads."""
-        return exchange_tokens(x, self.group, self.world)
+        """From (B, H, n, D), the tokens of this rank, to (B, H / W, W n, D), its heads."""
+        if self.heads.size == 1:
+            return x
+        return exchange_tokens(x, self.heads.name, self.heads.size)
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """The way back."""
-        return exchange_heads(x, self.group, self.world)
+        if self.heads.size == 1:
+            return x
+        return exchange_heads(x, self.heads.name, self.heads.size)
 
-    def among_all_heads(self, x: Tensor) -> Tensor:
+    def of_all_heads(self, x: Tensor) -> Tensor:
         """From (B, H / W) of this rank's heads to (B, H), -inf for the heads of the others."""
         count = x.shape[1]
-        own = slice(self.rank * count, (self.rank + 1) * count)
-        found = x.new_full((x.shape[0], count * self.world), -torch.inf)
+        own = slice(self.heads.place * count, (self.heads.place + 1) * count)
+        found = x.new_full((x.shape[0], count * self.heads.size), -torch.inf)
         found[:, own] = x
         return found
 
-    def first_token(self, num_tokens: int) -> int:
-        """The position of this rank's first token; every rank has num_tokens."""
-        return self.rank * num_tokens
+    def positions(self, num_tokens: int, device: torch.device | None = None) -> Tensor:
+        """Those of this rank's tokens in a sequence of `num_tokens`, sorted, the same number on
+        each rank.
+        """
+        of_ring = zigzag(num_tokens, self.ring.size, device)[self.ring.place]
+        return of_ring.tensor_split(self.heads.size)[self.heads.place]
+
+    def own_positions(self, tokens: Tensor) -> Tensor:
+        """Those of tokens (B, n) that this rank has."""
+        total = tokens.shape[1] * self.heads.size * self.ring.size
+        return self.positions(total, tokens.device)
 
 
-def register_group(name: str, group: Any) -> None:
-    """Make a torch.distributed process group known to the operators below."""
-    _groups[name] = group
+def ring(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shards: Shards,
+    *,
+    backend: Backend,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    document_ids: Tensor | None,
+    return_max_score: bool | Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out, lse and max_score of this rank's part on a ring."""
+    tiles = [backend.options.get(name, 0) for name in ("block_q", "block_kv")]
+    group = (shards.ring.name, shards.ring.place, shards.ring.size, shards.gather)
+    mask = (causal, scale, window, softcap)
+    look = flag(return_max_score)
+    settings = (backend.name, *group, *mask, *tiles)
+    out, lse, max_score = ring_attention(q, k, v, document_ids, look, *settings)
+    return out, lse, None if look is None else max_score.detach()
+
+
+def register_ring(backend: Backend) -> None:
+    """Make a backend known to the ring's operators."""
+    _backends[backend.name] = backend
+
+
+def share(rank: int, world: int, context: int, *, heads: int, gather: bool = False) -> Shards:
+    """Form the groups in which every `context` ranks that follow one another share a sequence:
+    `heads` of them exchange heads, a ring joins the others. All ranks of the world call it.
+    """
+    from torch import distributed
+
+    for first in range(0, world, context):
+        members = range(first, first + context)
+        parts = {
+            "heads": [members[i : i + heads] for i in range(0, context, heads)],
+            "ring": [members[i::heads] for i in range(heads)],
+        }
+        for name, groups in parts.items():
+            for each in groups:  # every rank takes part in making each group
+                group = distributed.new_group(list(each))
+                if rank in each:
+                    _groups[name] = group
+    place, head = divmod(rank % context, heads)
+    return Shards(Group("heads", head, heads), Group("ring", place, context // heads), gather)
 
 
 def _swap(parts: Tensor, group: str) -> Tensor:
@@ -99,3 +223,150 @@ exchange_tokens.register_autograd(
 exchange_heads.register_autograd(
     lambda ctx, grad: (exchange_tokens(grad, ctx.group, ctx.world), None, None), setup_context=_keep
 )
+
+
+def take_part(program: RankProgram, group: str, place: int, size: int) -> Any:
+    """Run this rank's part of a ring with the others; returns what the program returns."""
+    from torch import distributed
+
+    members = _groups[group]
+    after, before = (
+        distributed.get_global_rank(members, (place + step) % size) for step in (1, -1)
+    )
+    leaving = next(program)
+    while True:
+        arriving = [each.tensor.new_empty(each.receives) for each in leaving]
+        operations = [
+            distributed.P2POp(transfer, x, peer, members)
+            for each, buffer in zip(leaving, arriving, strict=True)
+            for transfer, x, peer in (
+                (distributed.isend, each.tensor, after),
+                (distributed.irecv, buffer, before),
+            )
+        ]
+        works = distributed.batch_isend_irecv(operations) if operations else []
+
+        def arrived(works: list = works, arriving: list[Tensor] = arriving) -> list[Tensor]:
+            for work in works:
+                work.wait()
+            return arriving
+
+        try:
+            leaving = program.send(arrived)
+        except StopIteration as end:
+            return end.value
+
+
+def ring_call(
+    q: Tensor,
+    document_ids: Tensor | None,
+    look: bool,
+    backend: str,
+    size: int,
+    gather: bool,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    block_q: int,
+    block_kv: int,
+) -> RingCall:
+    length = q.shape[2] * size
+    tokens = zigzag(length, size, q.device)
+    mask = {"causal": causal, "window": window, "document_ids": document_ids}
+    settings = {"scale": scale, "softcap": softcap, "block_q": block_q, "block_kv": block_kv}
+    visible = intervals(length, length, q.device, **mask)
+    kind = GatherCall if gather else RingCall
+    return kind(_backends[backend].ring, tokens, tokens, visible, settings, look=look)
+
+
+@torch.library.custom_op("tilegpt::ring_attention", mutates_args=())
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    document_ids: Tensor | None,
+    look: Tensor | None,
+    backend: str,
+    group: str,
+    place: int,
+    size: int,
+    gather: bool,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    block_q: int,
+    block_kv: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out (B, H, n, D), lse (B, H, n) and max_score (B, H) of this rank's n queries.
+
+    max_score is computed where `look` holds True.
+    """
+    looked = look is not None and bool(look)
+    arguments = (backend, size, gather, causal, scale, window, softcap, block_q, block_kv)
+    call = ring_call(q, document_ids, looked, *arguments)
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse, max_score = take_part(call.forward(place, q, k, v), group, place, size)
+    if max_score is None:
+        max_score = lse.new_empty(lse.shape[:2])
+    return out.contiguous(), lse.contiguous(), max_score
+
+
+@ring_attention.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = statistics_dtype(q)
+    lse, max_score = (q.new_empty(q.shape[:dims], dtype=dtype) for dims in (3, 2))
+    return q.new_empty(q.shape), lse, max_score
+
+
+@torch.library.custom_op("tilegpt::ring_attention_backward", mutates_args=())
+def ring_attention_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor,
+    document_ids: Tensor | None,
+    backend: str,
+    group: str,
+    place: int,
+    size: int,
+    gather: bool,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    block_q: int,
+    block_kv: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of this rank's tokens, from what ring_attention took and gave."""
+    arguments = (backend, size, gather, causal, scale, window, softcap, block_q, block_kv)
+    call = ring_call(q, document_ids, False, *arguments)
+    with torch.autocast(q.device.type, enabled=False):
+        program = call.backward(place, q, k, v, out, lse, d_out, d_lse)
+        dq, dk, dv = take_part(program, group, place, size)
+    return dq.contiguous(), dk.clone(), dv.clone()
+
+
+@ring_attention_backward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save_ring(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, document_ids, _, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output[:2], document_ids)
+
+
+def _backward_of_ring(
+    ctx: Any, d_out: Tensor, d_lse: Tensor, _: Tensor
+) -> tuple[Tensor | None, ...]:
+    *tensors, document_ids = ctx.saved_tensors
+    gradients = ring_attention_backward(*tensors, d_out, d_lse, document_ids, *ctx.settings)
+    return *gradients, None, None, *([None] * len(ctx.settings))
+
+
+ring_attention.register_autograd(_backward_of_ring, setup_context=_save_ring)

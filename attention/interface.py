@@ -124,6 +124,8 @@ class Backend:
     # the same computation written otherwise, by the value of the option impl that picks it; its own
     # capabilities and options hold
     implementations: Mapping[str, "Backend"] = field(default_factory=dict)
+    # how it runs where ranks pass their keys round: an attention.ring.Ring, None where it cannot
+    ring: Any = None
     # further reasons to refuse given inputs, in words: requirements(q, k, v, causal=..., scale=...,
     # **options) -> list
     requirements: Callable[..., list[str]] | None = None

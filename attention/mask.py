@@ -84,14 +84,27 @@ def visible_keys(
     window: int | None = None,
     document_ids: Tensor | None = None,
 ) -> VisibleKeys:
-    """The intervals for q (B, H, N, D) and k (B, H_kv, M, D).
+    """The intervals for q (B, H, N, D) and k (B, H_kv, M, D); see intervals()."""
+    mask = {"causal": causal, "window": window, "document_ids": document_ids}
+    return intervals(q.shape[2], k.shape[2], q.device, **mask)
+
+
+def intervals(
+    num_queries: int,
+    num_keys: int,
+    device: torch.device,
+    *,
+    causal: bool,
+    window: int | None = None,
+    document_ids: Tensor | None = None,
+) -> VisibleKeys:
+    """The intervals for N queries and M keys.
 
     causal is aligned bottom-right: query i sees key j iff j <= i + (M - N). window=w leaves the w
     most recent of those. document_ids (B, N): a run of equal ids is a document, and attention stays
     inside it.
     """
-    num_queries, num_keys = q.shape[2], k.shape[2]
-    i = torch.arange(num_queries, device=q.device)[None]  # (1, N)
+    i = torch.arange(num_queries, device=device)[None]  # (1, N)
     lo = torch.zeros_like(i)
     hi = (i + 1 + num_keys - num_queries).clamp(min=0) if causal else torch.full_like(i, num_keys)
     if window is not None:

@@ -36,6 +36,7 @@ from attention.interface import (
 )
 from attention.mask import QueryTile, VisibleKeys, visible_keys
 from attention.online_softmax import OnlineSoftmax
+from attention.ring import PARTS, Ring
 
 # called after each tile as observer(query_tile, keys, scores, state); see attention.diagnose
 Observer = Callable[[QueryTile, slice, Tensor, OnlineSoftmax], None]
@@ -108,10 +109,14 @@ class TileLoop:
         self, q_rows: Tensor, k: Tensor, v: Tensor, tile: QueryTile
     ) -> tuple[Tensor, Tensor]:
         """out (B, H_kv, G, R, D) and lse (B, H_kv, G, R) of one tile of queries."""
+        return self.finish(self.query_state(q_rows, k, v, tile), q_rows)
+
+    def query_state(self, q_rows: Tensor, k: Tensor, v: Tensor, tile: QueryTile) -> OnlineSoftmax:
+        """What one tile of queries has taken in from all its keys."""
         state = self.softmax.empty(q_rows, dtype=self.dtype, detach_max=self.detach_max)
         for keys, needs_mask in tile.key_tiles(self.block_kv):
             state = self.absorb(state, tile, keys, needs_mask, q_rows, k, v)
-        return self.finish(state, q_rows)
+        return state
 
     def finish(self, state: OnlineSoftmax, q_rows: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = state.finalize()
@@ -412,4 +417,76 @@ def tile_loop_backend(
     )
 
 
-TILED = tile_loop_backend("tiled")
+class TileBlocks:
+    """The tile loop on one block of the keys; see attention.ring.Blockwise."""
+
+    def loop(self, q: Tensor, k: Tensor, visible: VisibleKeys, **settings: Any) -> TileLoop:
+        return make_loop(q, k, causal=False, visible_keys=lambda *_, **__: visible, **settings)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, *, look: bool, **settings: Any
+    ) -> tuple[OnlineSoftmax, Tensor | None]:
+        loop = self.loop(q, k, visible, **settings)
+        q, k, v = grouped(q, k, v)
+        maxima = HeadMaxima(q) if look else None
+        if maxima is not None:
+            loop = replace(loop, observer=maxima.observe)
+        tiles = loop.visible.query_tiles(loop.block_q)
+        states = [loop.query_state(q[..., tile.rows, :], k, v, tile) for tile in tiles]
+        parts = (torch.cat([getattr(state, name) for state in states], -2) for name in PARTS)
+        state = OnlineSoftmax(*(x.flatten(1, 2) for x in parts))
+        return state, None if maxima is None else maxima.largest.flatten(1, 2)
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor,
+        visible: VisibleKeys,
+        **settings: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        loop = self.loop(q, k, visible, **settings)
+        # wide inputs give wide gradients, which no block may round
+        wide = (x.to(loop.dtype) for x in grouped(q, k, v))
+        row = (x.unflatten(1, (k.shape[1], -1)) for x in (out, lse, d_out, d_lse))
+        dq, dk, dv = loop.backward_from_lse(*wide, *row)
+        return dq.flatten(1, 2), dk.squeeze(2), dv.squeeze(2)
+
+    def differentiate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        d_state: OnlineSoftmax,
+        visible: VisibleKeys,
+        **settings: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """By running each tile of queries again under autograd, as backward_by_recomputing()."""
+        loop = self.loop(q, k, visible, **settings)
+        given = tuple(x.to(loop.dtype) for x in (q, k, v))
+        q, k, v = grouped(*given)
+        d_parts = [getattr(d_state, name).unflatten(1, q.shape[1:3]) for name in PARTS]
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        for tile in loop.visible.query_tiles(loop.block_q):
+            if tile.first >= tile.last:  # no key, no gradient
+                continue
+            with torch.inference_mode(False), torch.enable_grad():
+                leaves = [x.detach().requires_grad_() for x in (q[..., tile.rows, :], k, v)]
+                state = loop.query_state(*leaves, tile)
+                gradients = torch.autograd.grad(
+                    [getattr(state, name) for name in PARTS],
+                    leaves,
+                    [x[..., tile.rows, :] for x in d_parts],
+                    materialize_grads=True,
+                )
+            dq[..., tile.rows, :] += gradients[0]
+            dk += gradients[1]
+            dv += gradients[2]
+        return dq.flatten(1, 2), dk.squeeze(2), dv.squeeze(2)
+
+
+TILED = replace(tile_loop_backend("tiled"), ring=Ring(TileBlocks()))

@@ -45,6 +45,7 @@ class Subject:
     dtype: torch.dtype
     random_cases: int
     seed: int
+    multiple: int = 1  # of which lengths are, for processes that share them equally
     rows: dict[Case, dict[str, Any] | None] = field(default_factory=dict)
     refusals: list[str] = field(default_factory=list)  # of the property in hand
     # how memory grows with the length; two properties share the measurement
@@ -63,14 +64,19 @@ class Subject:
         )
         self.head_dims = [size for size in wanted if takes is None or size in takes]
         # on a GPU kernels have tiles of up to 128: three of them, ragged
-        self.length = 70 if self.device == "cpu" else 330
+        self.length = self.shared(70 if self.device == "cpu" else 330)
+
+    def shared(self, length: int) -> int:
+        """The next length that processes can share."""
+        return length + -length % self.multiple
 
     def case(
         self, num_queries: int | None = None, num_keys: int | None = None, **fields: Any
     ) -> Case:
-        num_queries = num_queries or self.length
+        num_queries = self.shared(num_queries or self.length)
+        num_keys = self.shared(num_keys or num_queries)
         fields = {"head_dim": self.head_dims[0] if self.head_dims else 16} | fields
-        return Case(num_queries=num_queries, num_keys=num_keys or num_queries, **fields)
+        return Case(num_queries=num_queries, num_keys=num_keys, **fields)
 
     def takes(self, case: Case, *, backward: bool) -> bool:
         """Whether the backend takes the case. Its reasons not to are kept in `refusals`."""

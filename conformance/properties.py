@@ -512,8 +512,10 @@ PROPERTIES: dict[str, Property] = {
 SLOW = {"saved bytes", "largest tensor", "bitwise repeat", "compiled = eager"}
 
 
-def examine(subject: Subject, name: str) -> Cell:
-    """One cell. Whatever the backend raises makes it red, with the message."""
+def examine(subject: Subject, name: str, property: Property | None = None) -> Cell:
+    """One cell, of PROPERTIES unless another is given. Whatever the backend raises makes it red,
+    with the message.
+    """
     subject.refusals.clear()
     documented = name in subject.backend.breaks
     checks = []
@@ -521,7 +523,7 @@ def examine(subject: Subject, name: str) -> Cell:
         with warnings.catch_warnings():
             for message in WARNINGS:
                 warnings.filterwarnings("ignore", message)
-            for check in PROPERTIES[name](subject):
+            for check in (property or PROPERTIES[name])(subject):
                 checks.append(check)
     except Refusal as error:  # a layout that no case announced
         subject.refusals.append(str(error))

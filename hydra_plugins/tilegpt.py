@@ -140,6 +140,7 @@ class CheckedSweeper(Sweeper):
         kept: list[dict[str, Any]] = []
         seen: dict[str, bool] = {}  # the settings of each job, and whether it left out some
         left_out: dict[str, None] = {}
+        ranks_of = getattr(self.launcher, "ranks_of", lambda config: 1)  # gpus may start several
         for number, (config, settings) in composed.items():
             job = jobs[number]
             asked = {key_of(override) for override in job}
@@ -150,6 +151,7 @@ class CheckedSweeper(Sweeper):
             try:
                 reasons = settle(config, asked=asked)
                 self.check(config)
+                ranks = ranks_of(config)
             except ValueError as error:
                 problems[number] = str(error)
                 continue
@@ -169,6 +171,7 @@ class CheckedSweeper(Sweeper):
                     "variant": attentions[0][1],
                     "seq_len": config.seq_len,
                     "seed": config.seed,
+                    "ranks": ranks,
                     "starts": [{"step": 0, "attention": attentions, "changed": {}}],
                 }
             )
@@ -218,8 +221,10 @@ class CheckedSweeper(Sweeper):
 
         check_logger(config.logger)
         schedule = check_schedule(config)
-        # the nodes of a cluster may have devices that this machine lacks
-        if self.config.hydra.launcher._target_.endswith(".BasicLauncher"):
+        # the nodes of a cluster may have devices that this machine lacks, and where jobs have GPUs
+        # of their own, this process must take no memory of them
+        basic = self.config.hydra.launcher._target_.endswith(".BasicLauncher")
+        if basic or getattr(self.launcher, "slots", None):  # on the CPU
             device = pick_device(config.device)
             check_model(config, schedule, dtype=pick_dtype(config.dtype, device), device=device)
 

@@ -16,6 +16,7 @@ query heads, H_kv key/value heads, D head dim.
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -96,10 +97,9 @@ class CausalSelfAttention(nn.Module):
         """The outputs of all heads side by side, (B, N, C), and each head's largest score."""
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, H_kv, M, D)
-        if self.shards is not None:
-            q, k, v = map(self.shards.to_heads, (q, k, v))
+        call = attention if self.shards is None else partial(self.shards.attention, attention)
         # the causal mask is aligned bottom-right: right for N = M and for new tokens after a cache
-        out, _, max_score = attention(
+        out, _, max_score = call(
             q,
             k,
             v,
@@ -108,9 +108,6 @@ class CausalSelfAttention(nn.Module):
             document_ids=document_ids,
             return_max_score=self.look,
         )  # out is (B, H, N, D)
-        if self.shards is not None:
-            out = self.shards.to_tokens(out)
-            max_score = None if max_score is None else self.shards.among_all_heads(max_score)
         return out.transpose(1, 2).flatten(2), max_score
 
 
@@ -324,9 +321,9 @@ class GPT(nn.Module):
 
     def _positions(self, tokens: Tensor, cache: KVCache | None) -> Tensor:
         """The positions of the tokens, (N,)."""
-        past = 0 if cache is None else cache.length
         if (shards := self.blocks[0].attention.shards) is not None:
-            past = shards.first_token(tokens.shape[1])
+            return shards.own_positions(tokens)
+        past = 0 if cache is None else cache.length
         total, longest = past + tokens.shape[1], self.config.max_seq_len
         if self.position_embedding is not None and total > longest:
             raise ValueError(

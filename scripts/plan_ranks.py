@@ -21,6 +21,7 @@ from training.scaling import Hosts, Link, RanksPlan, Speed, fit_speed, plan_rank
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 LINKS, STEPS, PARTS = "links_h200.json", "nanogpt_h200.json", "profile_h200.json"
+BLOCKS = "triton:kernel=portable"  # the kernels that attend to a block of the keys
 MIB = 2**20
 
 
@@ -60,10 +61,10 @@ def points(latency_us: float, rows: list[dict[str, float]]) -> tuple[tuple[float
     return (0.0, min(latency_us / 1e6, seconds[0])), *zip(sizes, seconds, strict=True)
 
 
-def measured_speed() -> Speed:
-    """Of one H200, from GPT-2's steps at three lengths."""
+def measured_speed(who: str = "triton") -> Speed:
+    """Of one H200, from GPT-2's steps at three lengths, by the attention that took them."""
     file, profile = read(STEPS), read(PARTS)
-    rows = [row for row in file["speed"] if row["who"] == "triton"]
+    rows = [row for row in file["speed"] if row["who"] == who]
     fields = {key: value for key, value in profile["model"].items() if key != "max_seq_len"}
     (optimizer,) = (part["ms"] for part in profile["parts"] if part["part"] == "optimizer")
     return fit_speed(
@@ -90,8 +91,9 @@ def plan_table(
     check_measured(backend, dtype)
     hosts = Hosts(read_link("link", link), read_link("network", network, gpus=per_host), per_host)
     speed = measured_speed()
+    speeds = {"speed": speed, "blocks_speed": measured_speed(BLOCKS)}
     plans = [
-        plan_ranks(config, vocab_size, backend, dtype, world=world, speed=speed, hosts=hosts)
+        plan_ranks(config, vocab_size, backend, dtype, world=world, hosts=hosts, **speeds)
         for world in sorted({1, *ranks})
     ]
     count = parameter_count(config.model, vocab_size)
@@ -175,10 +177,7 @@ def sources(
         )
     keys = largest.context // largest.heads
     if keys > 1:
-        said.append(
-            "Every rank is taken to have the same work; with consecutive tokens the last has "
-            f"{2 - 1 / keys:.2f} times the mean in attention."
-        )
+        said.append("Ranks that share keys run the portable kernels, at their measured speed.")
     if keys > 1 and config.parallel.how != "gather":
         said.append("The ring's messages are taken to travel beside attention.")
     small = [f"{plan.world:,}" for plan in plans if plan.pass_tokens < speed.tokens / 4]

@@ -16,6 +16,12 @@ default:
                GPU (auto)
     cases      random shapes besides the adversarial inputs (100)
     seed       of the random shapes (0)
+    context    processes that share every sequence (1); on GPUs one each
+    how        their way: ring, heads or gather, as parallel.how (ring)
+    target     instead of attention: pkg.module:NAME of a Backend that is distributed itself, called
+               in each process with its tokens
+    layout     of target's tokens: zigzag (of 2 W chunks the r-th from both ends) or contiguous
+               (zigzag)
     out        write every cell to this JSON file; the columns of other backends in it stay, if they
                were measured alike
 
@@ -27,9 +33,10 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
@@ -38,11 +45,13 @@ from attention import BACKENDS, Backend, kernel_choice
 from conformance.backend_under_test import Subject
 from conformance.cases import SHORT
 from conformance.command import set_up
-from conformance.properties import PROPERTIES, Cell, check_breaks, examine
+from conformance.properties import PROPERTIES, Cell, Property, check_breaks, examine
 from scripts.arguments import Device, Dtype, check_at_least, command, parse_backend
 from training.device import pick_device, pick_dtype
 from training.environment import measured_on
 from training.files import check_writable, write_json
+
+RINGS = [name for name, backend in BACKENDS.items() if backend.ring is not None]
 
 
 @dataclass
@@ -52,10 +61,17 @@ class Options:
     dtype: list[Dtype] = field(default_factory=lambda: ["auto"])
     cases: int = 100
     seed: int = 0
+    context: int = 1
+    how: Literal["ring", "heads", "gather"] = "ring"
+    target: str | None = None
+    layout: Literal["zigzag", "contiguous"] = "zigzag"
     out: Path | None = None
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "cases", "seed")
+        check_at_least(self, 1, "context")
+        if self.target is not None and self.context == 1:
+            raise ValueError(f"target={self.target} is called in several processes: add context=2")
         if self.out is not None and not self.out.absolute().parent.is_dir():
             raise ValueError(f"out={self.out}: its folder does not exist")
 
@@ -96,24 +112,30 @@ def as_json(cell: Cell, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def verify(
-    backend: Backend, dtypes: list[torch.dtype], options: Options, device: torch.device
+    backend: Backend,
+    dtypes: list[torch.dtype],
+    options: Options,
+    device: torch.device,
+    properties: Mapping[str, Property | None] | None = None,
 ) -> dict[str, Any]:
     """One column: its cells of every dtype, and what was tried for them."""
+    properties = properties or dict.fromkeys(PROPERTIES)
+    multiple = 1 if options.context == 1 else 2 * options.context
     start, cells = time.perf_counter(), []
     tried = {"random": 0, "adversarial": 0, "checks": 0}
     bar = tqdm(
-        total=len(dtypes) * len(PROPERTIES),
+        total=len(dtypes) * len(properties),
         desc=backend.name,
         unit="property",
         leave=False,
         disable=None,
     )  # at a terminal
     for dtype in dtypes:
-        subject = Subject(backend, device.type, dtype, options.cases, options.seed)
+        subject = Subject(backend, device.type, dtype, options.cases, options.seed, multiple)
         column = []
-        for name in PROPERTIES:
+        for name, check in properties.items():
             bar.set_postfix_str(f"{SHORT[dtype]}, {name}")
-            column.append(examine(subject, name))
+            column.append(examine(subject, name, check))
             bar.update()
         cells += [as_json(cell, dtype) for cell in column]
         taken = [case for case, row in subject.rows.items() if row is not None]
@@ -153,7 +175,8 @@ def cells_of(column: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 def matrix(columns: dict[str, dict[str, Any]]) -> str:
     """Properties down, backends across with their names written downwards."""
-    width = max(map(len, PROPERTIES)) + 2
+    rows = dict.fromkeys(cell["property"] for each in columns.values() for cell in each["cells"])
+    width = max(map(len, rows)) + 2
     # a target's module would make the heading long
     names = [name.rpartition(":")[2] for name in columns]
     height = max(map(len, names))
@@ -163,7 +186,7 @@ def matrix(columns: dict[str, dict[str, Any]]) -> str:
     ]
     lines += [
         name.ljust(width) + "  ".join(mark(cells_of(column, name)) for column in columns.values())
-        for name in PROPERTIES
+        for name in rows
     ]
     return "\n".join(lines)
 
@@ -224,17 +247,62 @@ def write(
     write_json(options.out, head | {"backends": backends})
 
 
+def verify_here(
+    dtypes: list[torch.dtype], options: Options, device: torch.device
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and column of each attention."""
+    for name, backend in pick_backends(options.attention, device).items():
+        yield name, verify(backend, dtypes, options, device)
+
+
+def verify_distributed(
+    dtypes: list[torch.dtype], options: Options, device: torch.device
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and column of each attention, in processes that share every sequence."""
+    from conformance.distributed import Processes, Setting
+
+    if device.type == "cuda" and torch.cuda.device_count() < options.context:
+        gpus = torch.cuda.device_count()
+        raise ValueError(
+            f"context={options.context} needs as many GPUs, and there are {gpus}; device=cpu runs "
+            "processes on the CPU"
+        )
+    where = {"world": options.context, "device": device.type}
+    if options.target is not None:
+        settings = [Setting(**where, target=options.target, layout=options.layout)]
+    else:
+        heads = options.context if options.how == "heads" else 1
+        where |= {"heads": heads, "gather": options.how == "gather"}
+        names = RINGS if options.attention == ["all"] else options.attention
+        parsed = list(map(parse_backend, names))
+        for each in parsed:
+            if each.ring is None and options.how != "heads":
+                raise ValueError(
+                    f"attention={each.name} cannot attend to a part of the keys; these can: "
+                    f"{', '.join(RINGS)}; how=heads takes any"
+                )
+        settings = [
+            Setting(**where, attention=each.name, options=tuple(each.options.items()))
+            for each in parsed
+        ]
+    for setting in settings:
+        with Processes(setting) as processes:
+            backend = processes.backend
+            column = verify(backend, dtypes, options, device, processes.properties)
+        yield f"{backend.name} on {options.context}", column
+
+
 @command("verify", Options)
 def main(options: Options) -> None:
     device = pick_device(options.device)
     dtypes = pick_dtypes(options.dtype, device)
-    backends = pick_backends(options.attention, device)
     if options.out is not None:
         check_writable(options.out)
     set_up(device)
     columns: dict[str, dict[str, Any]] = {}
-    for name, backend in backends.items():
-        columns[name] = verify(backend, dtypes, options, device)
+    measured = verify_distributed if options.context > 1 else verify_here
+    for name, column in measured(dtypes, options, device):
+        columns[name] = column
         print(f"{name}: {columns[name]['seconds']} s", file=sys.stderr, flush=True)
         if options.out is not None:
             write(options, columns, dtypes, device)

@@ -44,11 +44,12 @@ MAY_IMPORT = {
     "docs": set(),
 }
 # modules of attention that everything in it may import, and what single ones may import besides
-SHARED = {"interface", "mask", "online_softmax"}
+SHARED = {"interface", "mask", "online_softmax", "ring"}
 ALSO = {
     "exact_variants": {"tiled"},
     "defects": {"tiled", "kernels"},
     "diagnose": {"tiled", "naive"},
+    "played_ring": {"defects", "tiled"},
     "probe": {"diagnose"},
     "tile_op": {"backends", "tiled"},
 }

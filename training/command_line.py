@@ -328,10 +328,12 @@ def asked_keys() -> set[str]:
     reads.
     """
     from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
+    from omegaconf import OmegaConf
 
     job = HydraConfig.get()
-    swept = job.mode == RunMode.MULTIRUN and not job.sweeper._target_.endswith(".CheckedSweeper")
+    # every launcher numbers the jobs of a sweep, also one that runs each as a command of its own
+    in_sweep = not OmegaConf.is_missing(job.job, "num")
+    swept = in_sweep and not job.sweeper._target_.endswith(".CheckedSweeper")
     if swept or "WANDB_SWEEP_ID" in os.environ:
         return set()
     return {key_of(override) for override in task_overrides()}

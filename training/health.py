@@ -80,7 +80,7 @@ class AttentionMonitor:
 
     def _compare(self, result: "StepResult") -> dict[str, float]:
         """compare_layers() on at most MAX_INSPECTED tokens of the step's first sequence."""
-        batch = _own_tokens(result.passes[0])
+        batch = result.sequences()[0].tensors
         num_tokens = batch[0].shape[1]
         loss_scale = result.loss_scale * min(MAX_INSPECTED, num_tokens) / num_tokens
         batch = tuple(x[:1, :MAX_INSPECTED] for x in batch)
@@ -102,7 +102,7 @@ class AttentionMonitor:
     def diagnose(self, step: int, passes: Iterable[Pass]) -> dict[str, Any]:
         """How this step diverged, for summary.json: diagnose() and the history of the scores."""
         with self.autocast:
-            diagnosis, score = diagnose(self.model, [_own_tokens(each) for each in passes])
+            diagnosis, score = diagnose(self.model, [each.tensors for each in passes])
         self._note(step, score)
         history = [list(item) for item in self.scores.items()]
         scores = {"max_score": score, **self.overflow_steps(), "history": history}
@@ -152,11 +152,6 @@ def without_dropout(model: GPT) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
-
-
-def _own_tokens(each: Pass) -> tuple[Tensor, ...]:
-    """The documents too as far as the tokens of this rank go."""
-    return tuple(x[:, : each.tensors[0].shape[1]] for x in each.tensors)
 
 
 def largest_finite(scores: Iterable[float]) -> float:

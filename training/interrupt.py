@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Self
 
 from training.phases import current
 
@@ -22,7 +23,7 @@ class Stopped(KeyboardInterrupt):
 class Signals:
     """A context in which _handle() handles the signals that ask a process to end."""
 
-    def __enter__(self) -> "Signals":
+    def __enter__(self) -> Self:
         self._previous = {number: signal.signal(number, self._handle) for number in _handled()}
         return self
 
@@ -71,6 +72,24 @@ class Ending(Signals):
         super().__exit__(*error)
         if self.noted:
             raise Stopped
+
+
+class Noted(Signals):
+    """Around processes of one's own: signals are noted, to be passed on to them."""
+
+    came = False
+
+    def __init__(self) -> None:
+        self._new: list[signal.Signals] = []
+
+    def new(self) -> list[signal.Signals]:
+        """The signals since the last call."""
+        new, self._new = self._new, []
+        return new
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        self._new.append(signal.Signals(number))
 
 
 def _handled() -> list[signal.Signals]:

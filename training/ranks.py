@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 # how long a rank waits for another: rank 0 may start wandb or compare with float64 meanwhile
 TIMEOUT = timedelta(minutes=10)
 
-SEQUENCE = "sequence"  # the name of the group that shares a sequence
 PATIENCE = 2.0  # seconds in which the first rank may give the reason for an end of all
 
 _store: Any = None  # torchrun's, by which a rank that fails tells the others why
@@ -42,6 +41,7 @@ class Ranks:
     world: int = 1
     local_rank: int = 0  # among those of this host
     context: int = 1  # ranks that share a sequence, one after the other
+    shards: "Shards | None" = None  # how they share it; None where each has its own
 
     @property
     def data(self) -> int:
@@ -60,18 +60,9 @@ class Ranks:
         """This rank's share of the `count` sequences of a step."""
         return _share(count, self.rank // self.context, self.data)
 
-    def columns(self, count: int) -> slice:
+    def columns(self, count: int) -> "slice | Tensor":
         """This rank's share of the `count` tokens of a sequence."""
-        return _share(count, self.rank % self.context, self.context)
-
-    @property
-    def shards(self) -> "Shards | None":
-        """Those that share a sequence with this rank; None where each has its own."""
-        if self.context == 1:
-            return None
-        from attention.context import Shards
-
-        return Shards(SEQUENCE, self.rank % self.context, self.context)
+        return slice(None) if self.shards is None else self.shards.positions(count)
 
     def sum(self, x: "Tensor") -> "Tensor":
         """Add up x over all ranks, in place."""
@@ -149,10 +140,11 @@ def of_environment() -> Ranks:
     return Ranks(rank, int(world), int(os.environ.get("LOCAL_RANK", rank)))
 
 
-def join(device: str, context: int = 1) -> Ranks:
+def join(device: str, context: int = 1, *, heads: int | None = None, gather: bool = False) -> Ranks:
     """Meet the other ranks; on CUDA, take the GPU of this rank. Does nothing alone.
 
-    Every `context` ranks that follow one another share their sequences.
+    Every `context` ranks that follow one another share their sequences: `heads` of them (all)
+    exchange heads, and a ring joins the rest, or gathers its keys.
 
     Raises ValueError where this host has no GPU for the rank, or the others do not come.
     """
@@ -179,12 +171,10 @@ def join(device: str, context: int = 1) -> Ranks:
     if not distributed.is_initialized():
         _meet(ranks, device)
     if context > 1:
-        from attention.context import register_group
+        from attention.context import share
 
-        for first in range(0, ranks.world, context):  # every rank takes part in making each
-            group = distributed.new_group(range(first, first + context))
-            if first <= ranks.rank < first + context:
-                register_group(SEQUENCE, group)
+        shards = share(ranks.rank, ranks.world, context, heads=heads or context, gather=gather)
+        ranks = replace(ranks, shards=shards)
     return ranks
 
 

@@ -106,8 +106,10 @@ class Run:
     def held_out(self) -> "tuple[Tensor, ...]":
         return self.data.val_batch(self.config.eval_sequences)
 
-    def batches(self) -> "Prefetcher":
-        """The batches of each step, read ahead; a context manager."""
+    def batches(self, *, whole: bool = False) -> "Prefetcher":
+        """The batches of each step, read ahead; a context manager. `whole` gives all of the
+        sequences that ranks share.
+        """
         from data.prefetch import Prefetcher
 
         count = self.config.sequences_per_step
@@ -117,7 +119,8 @@ class Run:
             self.batch_size,
             self.device,
             rows=self.ranks.rows(count),
-            columns=self.ranks.columns(self.config.seq_len),
+            columns=slice(None) if whole else self.ranks.columns(self.config.seq_len),
+            ahead=0 if whole else None,
         )
 
     @phase("evaluating")
@@ -155,12 +158,13 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     from training.device import pick_device, pick_dtype, set_deterministic
     from training.optimizer import build_optimizer
     from training.schedule import attention_schedule, schedule_summary, will_compile
+    from training.sharing import check_shares, on_ranks, way_to_share
 
     device = pick_device(config.device)
-    ranks = join(device.type, config.parallel.context)
+    ranks = join(device.type, config.parallel.context, **way_to_share(config))
     if ranks.several and device.type == "cuda":  # "cuda" alone is another one in another thread
         device = torch.device("cuda", ranks.local_rank)
-    check_ranks(config, ranks)
+    check_shares(config, ranks)
     if ranks.several:
         summary["ranks"] = ranks.world
     dtype = pick_dtype(config.dtype, device)
@@ -168,6 +172,7 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     summary |= {"device": device.type, "dtype": dtype_name(dtype)}
 
     schedule = attention_schedule(config, dtype=dtype, device=device)
+    schedule = {step: on_ranks(backend, ranks) for step, backend in schedule.items()}
     for backend in schedule.values():
         will_compile(config.model, backend, device.type, compile_mode=config.compile)
     head_dim = config.model.head_dim
@@ -196,41 +201,6 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     # now, since what runs out of memory later quotes it
     summary["memory/predicted_gib"] = run.predicted_gib
     return run
-
-
-def check_ranks(config: "RunConfig", ranks: Ranks) -> None:
-    """Raise ValueError for a step that the ranks cannot share equally."""
-    if not ranks.several:
-        return
-    context, world = ranks.context, ranks.data
-    shared = {
-        "seq_len": config.seq_len,
-        "model.num_heads": config.model.num_heads,
-        "model.num_kv_heads": config.model.kv_heads,
-    }
-    for key, size in shared.items():
-        if size % context:
-            raise ValueError(
-                f"{key}={size} does not divide among the {context} ranks of "
-                f"parallel.context={context}"
-            )
-    if config.batch_size == "auto":
-        raise ValueError(f"batch_size=auto is of one process, and these are {world}; name a number")
-    size = int(config.batch_size)
-    if config.tokens_per_step is None:
-        if size % world:
-            raise ValueError(
-                f"batch_size={size} does not divide among {world} ranks; take "
-                f"batch_size={size + world - size % world}"
-            )
-        return
-    of_all = world * size * config.seq_len
-    if over := config.tokens_per_step % of_all:
-        raise ValueError(
-            f"tokens_per_step={config.tokens_per_step} is not a multiple of ranks * batch_size * "
-            f"seq_len = {world} * {size} * {config.seq_len} = {of_all}; take "
-            f"tokens_per_step={config.tokens_per_step - over + of_all}"
-        )
 
 
 def _fit_batch_size(run: Run) -> None:

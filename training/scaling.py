@@ -32,13 +32,14 @@ Jacobs et al., "DeepSpeed Ulysses" (2023, arXiv:2309.14509) for heads; Liu et al
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from attention import Backend
+from attention.context import Group, Shards
 from config import ModelConfig, RunConfig
 from training.plan import (
     gradient_message,
@@ -48,8 +49,8 @@ from training.plan import (
     predict_step,
 )
 from training.ranks import Ranks
-from training.run import check_ranks
 from training.schedule import will_compile
+from training.sharing import check_shares, way_to_share
 
 # of attention's FLOPs, 2 of 7 matrix products are the forward pass's
 FORWARD = 2 / 7
@@ -144,22 +145,6 @@ def seconds_of(messages: list[Message], link: Link) -> float:
     return sum(each.times * link.seconds(each.call, each.sent) for each in messages)
 
 
-def share_context(model: ModelConfig, context: int, how: str) -> tuple[int, int]:
-    """Among how many ranks the heads are shared, and how many share the keys of a head; their
-    product is `context`. Raises ValueError for heads that do not divide.
-    """
-    common = math.gcd(model.num_heads, model.kv_heads)
-    if how == "heads" and common % context:
-        fits = ", ".join(str(n) for n in range(2, common + 1) if common % n == 0) or "1 alone"
-        raise ValueError(
-            f"parallel.how=heads: {model.num_heads} heads and {model.kv_heads} key/value heads do "
-            f"not divide among the ranks of parallel.context={context}, but do among {fits}; "
-            "parallel.how=ring takes any number, and auto as many heads as divide"
-        )
-    heads = {"heads": context, "auto": math.gcd(context, common)}.get(how, 1)
-    return heads, context // heads
-
-
 def exchange(q: float, k: float, element: int, *, heads: int, keys: int, how: str) -> Exchange:
     """Of one attention call. q, k: bytes of a rank's queries and of its keys, in an `element` of so
     many bytes; see the module's docstring.
@@ -170,10 +155,9 @@ def exchange(q: float, k: float, element: int, *, heads: int, keys: int, how: st
         return Exchange(swaps, [], [], [])
     pair, gradients = 2 * k, 2 * k * 4 / element  # k and v; dk and dv in float32
     if how == "gather":
-        # not measured by themselves; NCCL moves both as it moves the halves of an all-reduce
-        gathered = [Message("all_reduce", k * (keys - 1), times=2)]
-        scattered = [Message("all_reduce", gradients / 2 * (keys - 1), times=2)]
-        return Exchange(swaps, gathered, [*gathered, *scattered], [])
+        gathered = [Message("send_receive", pair, keys - 1)]
+        summed = [Message("send_receive", gradients, keys - 1)]
+        return Exchange(swaps, gathered, [*gathered, *summed], [])
     return Exchange(
         swaps,
         [Message("send_receive", pair, keys - 1)],
@@ -292,24 +276,27 @@ def plan_ranks(
     *,
     world: int,
     speed: Speed,
+    blocks_speed: Speed,
     hosts: Hosts,
 ) -> RanksPlan:
     """One step of config on `world` GPUs. One GPU takes each sequence whole, whatever
-    config.parallel says.
+    config.parallel says. blocks_speed: with the kernels of rings, which attend to a block of keys.
 
     Raises ValueError for ranks among which the step does not divide.
     """
     model, length, element = config.model, config.seq_len, dtype.itemsize
     context, how = (config.parallel.context if world > 1 else 1), config.parallel.how
-    heads, keys = share_context(model, context, how)
-    data, sequences, passes = share_step(config, world, context)
+    heads = way_to_share(config)["heads"] if context > 1 else 1
+    keys = context // heads
+    data, sequences, passes = share_step(config, world, context, keys)
     calls = passes * model.num_layers
 
     own = sequences * length // context  # tokens of a rank in one pass
     q, k = (element * own * n * model.head_dim for n in (model.num_heads, model.kv_heads))
     messages = exchange(q, k, element, heads=heads, keys=keys, how=how)
     tokens = config.sequences_per_step * length
-    compute = speed.seconds(model, vocab_size, tokens / world, length)
+    kernels = speed if keys == 1 else replace(speed, pairs=blocks_speed.pairs)
+    compute = kernels.seconds(model, vocab_size, tokens / world, length)
     # under checkpoint=block the backward pass begins with attention's forward pass
     forwards = 2 if model.checkpoint == "block" else 1
     # a ring's last block of keys has arrived before it is computed: nothing moves beside it
@@ -357,7 +344,7 @@ def plan_ranks(
     )
 
 
-def share_step(config: RunConfig, world: int, context: int) -> tuple[int, int, int]:
+def share_step(config: RunConfig, world: int, context: int, keys: int) -> tuple[int, int, int]:
     """Ranks that share the sequences of a step, sequences of one pass of a rank, and its passes.
     Raises ValueError for what does not divide.
     """
@@ -367,13 +354,8 @@ def share_step(config: RunConfig, world: int, context: int) -> tuple[int, int, i
             f"ranks={world} is not a multiple of parallel.context={context}; take "
             f"ranks={below or context} or another parallel.context"
         )
-    if config.seq_len % context:
-        raise ValueError(
-            f"seq_len={config.seq_len} does not divide among the {context} ranks of "
-            f"parallel.context={context}"
-        )
     data = world // context
-    check_ranks(config, Ranks(world=data))
+    check_shares(config, Ranks(world=world, context=context, shards=Shards(ring=Group(size=keys))))
     # without tokens_per_step the ranks share one pass
     sequences = int(config.batch_size) // (1 if config.tokens_per_step else data)
     return data, sequences, config.sequences_per_step // data // sequences

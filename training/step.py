@@ -5,6 +5,7 @@ What scripts.profile measures is what train.py runs.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,6 +52,7 @@ class StepResult(NamedTuple):
     grad_norm: float  # before clipping
     max_scores: list[list[float]] | None  # of each layer and head; None where no row is due
     passes: Sequence[Pass]  # of this rank
+    sequences: Callable[[], Sequence[Pass]]  # the same whole, where ranks share sequences
     loss_scale: float  # the weight of one sequence in the loss that was differentiated
     updated: bool  # whether the weights have moved already
     diverged: bool
@@ -138,6 +140,7 @@ class Stepper:
                 grad_norm=grad_norm,
                 max_scores=[scores[i : i + heads] for i in range(0, len(scores), heads)] or None,
                 passes=pending.passes,
+                sequences=partial(self._sequences, step - 1, pending.passes),
                 loss_scale=scale / config.sequences_per_step,
                 updated=pending.updated,
                 diverged=diverged,
@@ -192,6 +195,12 @@ class Stepper:
         if pending.updated:
             self.throughput.step(self.run.tokens_per_step)
         return pending
+
+    def _sequences(self, step: int, passes: Sequence[Pass]) -> Sequence[Pass]:
+        if self.run.ranks.context == 1:
+            return passes
+        with self.run.batches(whole=True) as batches:
+            return batches.passes(step)
 
     def _measured(self, step: int, passes: Sequence[Pass]) -> AbstractContextManager:
         """Measures a CPU's memory in the step that is chosen for it."""

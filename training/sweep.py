@@ -104,17 +104,13 @@ class SweepSummary(Callback):
         if self.folder is None:
             return
         run_dir = Path(job_return.hydra_cfg.hydra.runtime.output_dir)
-        number = config.hydra.job.num
-        rows = _index_rows(self.folder)
-        row = next((as_planned(row) for row in rows if row.get("job") == number), {})
-        row |= {"job": number, "overrides": list(job_return.overrides)} | read_run(run_dir)
-        row["memory/at_start_gib"] = self.at_start_gib  # left by the jobs before
+        more = {"memory/at_start_gib": self.at_start_gib}  # left by the jobs before
         try:
             _ = job_return.return_value
         except Exception as error:  # what the job raised
-            row |= {"status": "failed", "error": str(error)}
-        row["dir"] = str(run_dir.relative_to(self.folder))
-        write_index_row(self.folder, row)
+            more |= {"status": "failed", "error": str(error)}
+        overrides = list(job_return.overrides)
+        row = record_job(self.folder, config.hydra.job.num, overrides, run_dir, **more)
         # Ctrl-C ends the whole sweep, not only the job that caught it
         if row["status"] == "interrupted" or row.get("stopped"):
             if self.away:
@@ -142,13 +138,18 @@ class SweepSummary(Callback):
 def begin_sweep(folder: Path, jobs: list[dict[str, Any]]) -> None:
     """Write index.jsonl with every job as not started, and the command that runs it alone.
 
-    A job is its overrides, and what it is named by: attention, variant, seq_len, seed and starts.
+    A job is its overrides, and what it is named by: attention, variant, seq_len, seed and starts;
+    and `ranks`, if torchrun starts it.
     """
     rows = []
     for number, job in enumerate(jobs):
+        ranks = job.get("ranks", 1)
+        start = (
+            ["torchrun", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else ["python"]
+        )
         # an experiment may set hydra.mode=MULTIRUN, but this is a single run
         own = ["hydra.mode=RUN", f"hydra.run.dir={folder.absolute() / str(number)}"]
-        command = shlex.join(["python", "train.py", *job["overrides"], *own])
+        command = shlex.join([*start, "train.py", *job["overrides"], *own])
         rows.append({"job": number, **job, "status": "not started", "command": command})
     _write_index(folder, rows)
 
@@ -166,6 +167,18 @@ def write_index_row(folder: Path, row: dict[str, Any]) -> None:
             fcntl.lockf(turn, fcntl.LOCK_EX)
         rows = [row if each.get("job") == row["job"] else each for each in _index_rows(folder)]
         _write_index(folder, rows if row in rows else [*rows, row])
+
+
+def record_job(
+    folder: Path, number: int, overrides: list[str], run_dir: Path, **more: Any
+) -> dict[str, Any]:
+    """Write what a job's folder holds, and `more`, to its line in index.jsonl; returns the line."""
+    rows = _index_rows(folder)
+    row = next((as_planned(row) for row in rows if row.get("job") == number), {})
+    row |= {"job": number, "overrides": overrides} | read_run(run_dir) | more
+    row["dir"] = str(run_dir.relative_to(folder))
+    write_index_row(folder, row)
+    return row
 
 
 def finish_sweep(folder: Path, code: int) -> NoReturn:
@@ -265,8 +278,11 @@ def lock(folder: Path) -> IO:
 
 
 def exit_code(rows: list[dict[str, Any]]) -> int:
-    """1 if a run failed, else 0: a sweep may well look for divergence and lack of memory."""
-    return int(any(row["status"] == "failed" for row in rows))
+    """1 if a run failed, else 130 if a signal stopped one, else 0: a sweep may well look for
+    divergence and lack of memory.
+    """
+    statuses = {row["status"] for row in rows}
+    return 1 if "failed" in statuses else 130 if "interrupted" in statuses else 0
 
 
 def read_sweep(folder: Path) -> list[dict[str, Any]]:

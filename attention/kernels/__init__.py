@@ -23,6 +23,9 @@ from attention.interface import (
     flag,
 )
 from attention.kernels.select import KERNELS, Choice, choose_kernel, why_not_hopper
+from attention.mask import VisibleKeys
+from attention.online_softmax import OnlineSoftmax
+from attention.ring import Ring
 
 # looked up once: torch.compile cannot trace the look-up
 INSTALLED = importlib.util.find_spec("triton") is not None
@@ -170,6 +173,57 @@ def kernel_choice(
     )
 
 
+class TritonBlocks:
+    """The portable kernels on one block of the keys; see attention.ring.Blockwise."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, *, look: bool, **settings: Any
+    ) -> tuple[OnlineSoftmax, Tensor | None]:
+        from attention.kernels.op import run_forward
+
+        arguments = self.arguments(q, visible, **settings)
+        out, lse, max_score = run_forward(q, k, v, *arguments, flag(look), wide=True)
+        # exp(lse - lse) = 1 is the sum, and out the sum of values: a state like any other
+        lse = lse.unsqueeze(-1)
+        state = OnlineSoftmax(lse, torch.ones_like(lse), out)
+        return state, max_score if look else None
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor,
+        visible: VisibleKeys,
+        **settings: Any,
+    ) -> tuple[Tensor, ...]:
+        from attention.kernels.op import run_backward
+
+        known = (d_out, d_lse, q, k, v, out, lse.contiguous())
+        return tuple(run_backward(*known, *self.arguments(q, visible, **settings), wide=True))
+
+    def arguments(
+        self,
+        q: Tensor,
+        visible: VisibleKeys,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        block_q: int = 0,
+        block_kv: int = 0,
+    ) -> tuple[Any, ...]:
+        """What follows q, k and v in the operators' lists, to the choice of kernels."""
+        lo, hi = (x.to(torch.int32).contiguous() for x in (visible.lo, visible.hi))
+        mod, params = "", None
+        if softcap is not None:
+            mod = "attention.kernels.score_mods:softcap"
+            params = torch.tensor([softcap], dtype=torch.float32, device=q.device)
+        return lo, hi, params, False, scale, mod, "online", block_q, block_kv, "portable"
+
+
 TRITON = Backend(
     "triton",
     triton_attention,
@@ -191,6 +245,7 @@ TRITON = Backend(
     ),
     options={"kernel": "auto"},
     requirements=refusals,
+    ring=Ring(TritonBlocks()),
 )
 
 

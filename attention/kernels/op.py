@@ -40,12 +40,12 @@ SOFTMAXES = {
 DELTA_BLOCK_Q = 32
 
 
-def empty_heads(like: Tensor) -> Tensor:
+def empty_heads(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Memory for (B, H, N, D) laid out as (B, N, H, D): merging the heads afterwards copies
     nothing.
     """
     batch, num_heads, length, head_dim = like.shape
-    return like.new_empty(batch, length, num_heads, head_dim).transpose(1, 2)
+    return like.new_empty(batch, length, num_heads, head_dim, dtype=dtype).transpose(1, 2)
 
 
 def is_packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -192,10 +192,32 @@ def flash_attention(
     kernel_choice: auto, portable or hopper, see select.py (inductor uses the name `kernel`).
     max_score is computed where `look` holds True.
     """
-    dtype = q.dtype
+    settings = (causal, scale, score_mod, softmax, block_q, block_kv, kernel_choice)
+    return run_forward(q, k, v, lo, hi, params, *settings, look)
+
+
+def run_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lo: Tensor | None,
+    hi: Tensor | None,
+    params: Tensor | None,
+    causal: bool,
+    scale: float,
+    score_mod: str,
+    softmax: str,
+    block_q: int,
+    block_kv: int,
+    kernel_choice: str,
+    look: Tensor | None,
+    wide: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What flash_attention does; with `wide`, which the portable kernels can, out is float32."""
+    dtype = torch.float32 if wide else q.dtype
     q, k, v = readable(q), readable(k), readable(v)
     (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
-    out = empty_heads(q)
+    out = empty_heads(q, torch.float32 if wide else None)
     lse = q.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
     top = torch.empty_like(lse) if look is not None and bool(look) else None  # a row's largest
     if runs_hopper(
@@ -257,10 +279,40 @@ def flash_attention_backward(
     can then see that this is the gradient of a projection to q, k and v. An operator may not return
     views of one tensor.
     """
-    dtype = q.dtype
+    settings = (causal, scale, score_mod, softmax, block_q, block_kv, kernel_choice)
+    return run_backward(d_out, d_lse, q, k, v, out, lse, lo, hi, params, *settings, packed)
+
+
+def run_backward(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    lo: Tensor | None,
+    hi: Tensor | None,
+    params: Tensor | None,
+    causal: bool,
+    scale: float,
+    score_mod: str,
+    softmax: str,
+    block_q: int,
+    block_kv: int,
+    kernel_choice: str,
+    packed: bool = False,
+    wide: bool = False,
+) -> list[Tensor]:
+    """What flash_attention_backward does; with `wide`, which the portable kernels can, the
+    gradients are float32.
+    """
+    dtype = torch.float32 if wide else q.dtype
     d_out, q, k, v, out = readable(d_out), readable(q), readable(k), readable(v), readable(out)
     (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
     gradients = empty_gradients(q, k, v, packed)
+    if wide:
+        gradients = [empty_heads(x, torch.float32) for x in (q, k, v)]
     dq, dk, dv = unpacked(gradients, num_heads, num_kv_heads)
     hopper_runs = runs_hopper(
         kernel_choice, q.device, q.dtype, head_dim, scale, score_mod, softmax, block_q or block_kv

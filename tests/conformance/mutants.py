@@ -24,7 +24,7 @@ from training.files import write_json
 
 FOLDER = Path(attention.__file__).parent
 # in the order in which they import one another
-MODULES = ("mask", "online_softmax", "tiled")
+MODULES = ("mask", "online_softmax", "ring", "tiled", "played_ring")
 MATRIX_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the kill matrix is made
 
 
@@ -35,11 +35,13 @@ class Mutant:
     edits: tuple[tuple[str, str, str], ...]  # module, what stands there, what stands there instead
     survives: str | None = None
     dtype: torch.dtype = torch.float32  # in which it shows
+    ring: bool = False  # of the ring of ranks, not of the tile loop
 
     def backend(self) -> Backend:
-        """The tile loop with the mistake in it. Raises AssertionError where the source no longer
-        reads as the edit expects.
+        """The tile loop or the ring with the mistake in it. Raises AssertionError where the source
+        no longer reads as the edit expects.
         """
+        loaded: dict[str, Any] = {}
         with mock.patch.dict(sys.modules):
             for name in MODULES:
                 source = (FOLDER / f"{name}.py").read_text()
@@ -55,7 +57,10 @@ class Mutant:
                     module.__dict__,
                 )
                 sys.modules[f"attention.{name}"] = module
-        return replace(module.TILED, name=self.name)
+                loaded[name] = module
+        return replace(
+            loaded["played_ring"].RING if self.ring else loaded["tiled"].TILED, name=self.name
+        )
 
 
 def smallest_cover(rows: list[dict[str, Any]]) -> list[str]:
@@ -79,7 +84,7 @@ def write_matrix(path: Path, rows: list[dict[str, Any]]) -> None:
     properties.
     """
     where = measured_on(MATRIX_DEVICE)
-    order = [mutant.name for mutant in MUTANTS]
+    order = [mutant.name for mutant in (*MUTANTS, *RING_MUTANTS)]
     rows = sorted(rows, key=lambda row: order.index(row["name"]))
     names = [name for name in PROPERTIES if name not in SLOW]
     write_json(
@@ -633,5 +638,137 @@ MUTANTS = (
         survives="the mask hides every key of them, and the guarded maximum makes them worth "
         "nothing: "
         "it only takes longer",
+    ),
+)
+
+
+def ring(*edits: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
+    return tuple(("ring", *edit) for edit in edits)
+
+
+def _of_ring(
+    name: str, says: str, *edits: tuple[str, str, str], survives: str | None = None
+) -> Mutant:
+    return Mutant(name, says, edits, survives, ring=True)
+
+
+BLOCK_BACKWARD = "return blocks.backward(q, *held, *whole, visible, **self.settings)"
+ADD_UP = "gradient = own if hop == 0 else own.add_(arrived.pop())"
+SEARCH = "torch.searchsorted(keys, ends[:, rows].contiguous())"
+CHUNKS = "torch.cat((chunks[rank], chunks[-1 - rank]))"
+NEXT_KEYS = "held = next(iter(arrived), held)"
+
+# what went wrong in rings that people trained with, and its neighbours
+RING_MUTANTS = (
+    _of_ring(
+        "stale_keys_in_the_backward",
+        "The backward pass uses the rank's own keys in every hop.",
+        *ring((NEXT_KEYS, "del arrived")),
+    ),
+    _of_ring(
+        "local_lse_in_the_backward",
+        "p is rebuilt from the lse of the block, not of the whole row.",
+        *ring(
+            (
+                BLOCK_BACKWARD,
+                "out, lse, *others = whole; state, _ = blocks.forward(q, *held, visible, "
+                "look=False, **self.settings); return blocks.backward(q, *held, out, "
+                "state.finalize()[1], *others, visible, **self.settings)",
+            )
+        ),
+    ),
+    _of_ring(
+        "gradient_one_hop_short",
+        "dk and dv stop at the rank before their own.",
+        *ring(("if self.world > 1:", "if self.world < 1:")),
+    ),
+    _of_ring(
+        "gradient_stays",
+        "dk and dv of the hops before are not added.",
+        *ring((ADD_UP, "gradient = own if hop == 0 else (arrived.pop(), own)[1]")),
+    ),
+    _of_ring(
+        "only_the_last_dq",
+        "dq is that of the last hop.",
+        *ring(("dq += parts[0]", "dq = parts[0]")),
+    ),
+    _of_ring(
+        "positions_of_the_rank",
+        "Queries count from 0 on every rank.",
+        *ring(("ends[:, rows]", "ends[:, : len(rows)]")),
+    ),
+    _of_ring(
+        "one_key_too_many",
+        "The search ends behind the key that it looks for.",
+        *ring((SEARCH, SEARCH[:-1] + ", right=True)")),
+    ),
+    _of_ring(
+        "halves_swapped",
+        "A rank's late chunk stands before its early one.",
+        *ring((CHUNKS, "torch.cat((chunks[-1 - rank], chunks[rank]))")),
+    ),
+    _of_ring(
+        "sent_the_other_way",
+        "Keys go to the rank before, and are taken for those of another.",
+        *ring(("previous[rank - 1]", "previous[(rank + 1) % len(previous)]")),
+    ),
+    _of_ring(
+        "own_maximum",
+        "The merge keeps the maximum of the first hop, and nothing is brought to its scale.",
+        (
+            "online_softmax",
+            "alpha, beta = (torch.exp(state.row_max - finite(next_max)) for state in (self, "
+            "other))",
+            "alpha, beta = 1.0, 1.0",
+        ),
+    ),
+    _of_ring(
+        "merged_by_exp",
+        "The merge subtracts no maximum.",
+        (
+            "online_softmax",
+            "        next_max = torch.maximum(self.row_max, other.row_max)\n"
+            "        alpha, beta = (torch.exp(state.row_max - finite(next_max)) for state in "
+            "(self, other))",
+            "        next_max = torch.where(torch.maximum(self.row_max, other.row_max) == "
+            "-torch.inf, -torch.inf, 0.0)\n"
+            "        alpha, beta = torch.exp(self.row_max), torch.exp(other.row_max)",
+        ),
+    ),
+    _of_ring(
+        "mean_of_ranks",
+        "The results of the ranks are averaged.",
+        *ring(
+            (
+                "state = block if state is None else self.ring.merge(state, block)",
+                "block = replace(block, row_sum=torch.ones_like(block.row_sum), row_max="
+                "torch.zeros_like(block.row_max), acc=block.finalize()[0]); state = block if "
+                "state is None else self.ring.merge(state, block)",
+            )
+        ),
+    ),
+    _of_ring(
+        "one_hop_too_few",
+        "The keys of the next rank are never seen.",
+        *ring(
+            (
+                "block, max_score = self._block(rank, source, q, held)\n            state = block",
+                "if hop and hop + 1 == self.world:\n                arriving()\n"
+                "                break\n            block, max_score = self._block(rank, source, "
+                "q, held)\n            state = block",
+            )
+        ),
+    ),
+    _of_ring(
+        "other_halves",
+        "A rank has the r-th chunk of each half.",
+        *ring((CHUNKS, "torch.cat((chunks[rank], chunks[world + rank]))")),
+        survives="a ring is right for any sorted positions; the ranks compute unequally much",
+    ),
+    _of_ring(
+        "later_keys_first",
+        "The states are merged the other way round.",
+        *ring(("self.ring.merge(state, block)", "self.ring.merge(block, state)")),
+        survives="the merge is commutative",
     ),
 )

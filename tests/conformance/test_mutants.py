@@ -17,7 +17,7 @@ from attention import get_backend
 from conformance.backend_under_test import Subject
 from conformance.cases import SHORT
 from conformance.properties import PROPERTIES, SLOW, examine
-from tests.conformance.mutants import MATRIX_DEVICE, MUTANTS, Mutant, smallest_cover
+from tests.conformance.mutants import MATRIX_DEVICE, MUTANTS, RING_MUTANTS, Mutant, smallest_cover
 
 MATRIX = Path(__file__).resolve().parents[2] / "results/mutants.json"
 # catch every mutant between them, found by smallest_cover; in the order in which they are tried
@@ -119,3 +119,12 @@ def test_the_committed_matrix_is_of_these_mutants_and_properties(kill_record):
     assert data["properties"] == everything()
     assert data["cover"] == smallest_cover(data["mutants"]) == list(COVER)
     assert all(bool(row["killed_by"]) == (row["survives"] is None) for row in data["mutants"])
+
+
+@by_name(RING_MUTANTS)
+def test_a_ring_is_held_to_the_same_properties(mutant):
+    """Four ranks, played in one process: `forward` and `gradients` catch every mistake but those of
+    the merge, which ordinary scores do not show.
+    """
+    names = ("forward", "gradients", "large logits")
+    assert bool(caught(mutant, names, first=True)) == (mutant.survives is None), mutant.says

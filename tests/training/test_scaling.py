@@ -16,11 +16,11 @@ from attention import get_backend
 from config import ModelConfig, ParallelConfig, RunConfig
 from conformance.memory_growth import LiveTensors
 from model import GPT, count_parameters
-from scripts.plan_ranks import RESULTS, measured_speed, read_link
+from scripts.plan_ranks import BLOCKS, RESULTS, measured_speed, read_link
 from training.command_line import compose
 from training.plan import predict_step
 from training.ranks import Ranks, join
-from training.scaling import Exchange, Hosts, Link, exchange, plan_ranks, ring_sum, share_context
+from training.scaling import Exchange, Hosts, Link, exchange, plan_ranks, ring_sum
 from training.step import compute_gradients
 
 BF16, VOCAB = torch.bfloat16, 97
@@ -73,7 +73,14 @@ def fake_ranks(monkeypatch):
     distributed.destroy_process_group()
 
 
-def plan(config: RunConfig, world: int, *, hosts: Hosts = FLAT, vocab_size: int = VOCAB):
+def plan(
+    config: RunConfig,
+    world: int,
+    *,
+    hosts: Hosts = FLAT,
+    vocab_size: int = VOCAB,
+    blocks: str = BLOCKS,
+):
     return plan_ranks(
         config,
         vocab_size,
@@ -81,6 +88,7 @@ def plan(config: RunConfig, world: int, *, hosts: Hosts = FLAT, vocab_size: int 
         BF16,
         world=world,
         speed=measured_speed(),
+        blocks_speed=measured_speed(blocks),
         hosts=hosts,
     )
 
@@ -89,7 +97,7 @@ def plan(config: RunConfig, world: int, *, hosts: Hosts = FLAT, vocab_size: int 
 @pytest.mark.parametrize("shape", [MHA, GQA], ids=["mha", "gqa"])
 @pytest.mark.parametrize(("world", "context"), [(8, 1), (8, 8), (64, 2), (64, 8)])
 def test_a_rank_sends_the_planned_bytes(fake_ranks, world, context, shape, checkpoint):
-    parallel = ParallelConfig(context=context, how="heads")
+    parallel = ParallelConfig(context=context)
     config = RunConfig(
         model=ModelConfig(**shape, checkpoint=checkpoint),
         parallel=parallel,
@@ -113,7 +121,7 @@ def test_shared_heads_change_what_blocks_keep(fake_ranks, monkeypatch, positions
     shape = MHA | {"positions": positions, "max_seq_len": 8192}
     model = ModelConfig(**shape, checkpoint=checkpoint)
     fake, measured = fake_ranks(8, 8), []
-    for ranks in (replace(fake.ranks, context=1), fake.ranks):
+    for ranks in (replace(fake.ranks, context=1, shards=None), fake.ranks):
         fake.ranks = ranks
         config = RunConfig(model=model, seq_len=1024 * ranks.context, batch_size=1)
         with LiveTensors() as live:
@@ -165,23 +173,6 @@ def test_a_ring_shows_what_attention_does_not_hide():
         assert found == pytest.approx(exposed)
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "context", "how", "shares"),
-    [
-        (12, 12, 8, "auto", (4, 2)),
-        (12, 12, 6, "auto", (6, 1)),
-        (32, 8, 16, "auto", (8, 2)),
-        (12, 12, 8, "ring", (1, 8)),
-        (12, 12, 8, "gather", (1, 8)),
-        (12, 4, 4, "heads", (4, 1)),
-        (5, 5, 3, "auto", (1, 3)),
-    ],
-)
-def test_who_shares_heads_and_who_keys(heads, kv_heads, context, how, shares):
-    model = ModelConfig(num_heads=heads, num_kv_heads=kv_heads, hidden_size=64 * heads)
-    assert share_context(model, context, how) == shares
-
-
 def test_a_measured_link_is_read_between_its_sizes():
     link = read_link("link", "nvlink")
     for call, (mib, rate) in {"all_reduce": (64, 272), "all_to_all": (8, 159)}.items():
@@ -207,6 +198,14 @@ def test_the_slowest_link_of_a_group_counts():
     spans = {(4, 8): "fast", (4, 64): "fast", (8, 64): "fast", (6, 64): "slow", (16, 64): "slow"}
     assert {key: FLAT.reaching(*key).name for key in spans} == spans
     assert read_link("network", "ethernet10g", gpus=8).gb_per_s == pytest.approx(1.1 / 8)
+
+
+def test_ranks_that_share_keys_have_the_kernels_of_blocks():
+    config = compose(
+        "attention=triton", "seq_len=64", "batch_size=1", "parallel.context=2", "parallel.how=ring"
+    )
+    fast, slow = (plan(config, 2, blocks=blocks).step_seconds for blocks in ("triton", BLOCKS))
+    assert slow > fast
 
 
 # against measured steps
@@ -241,8 +240,8 @@ def test_speed_where_blocks_are_recomputed():
     ],
 )
 def test_speedups_of_an_independent_calculation(length, context, how, speedup):
-    """Made by hand before this module, for 350 GB/s whatever the size; it takes a kernel's speed,
-    where this module fits whole steps.
+    """Made by hand before this module, for 350 GB/s whatever the size, and for one kernel in all
+    ways to share; it takes that kernel's speed, where this module fits whole steps.
     """
     config = compose(
         "model=gpt2",
@@ -254,5 +253,5 @@ def test_speedups_of_an_independent_calculation(length, context, how, speedup):
         f"parallel.how={how}",
     )
     hosts = Hosts(Link("350 GB/s", 350.0), FLAT.network, per_host=8)
-    planned = plan(config, context, hosts=hosts, vocab_size=50304)
+    planned = plan(config, context, hosts=hosts, vocab_size=50304, blocks="triton")
     assert planned.speedup == pytest.approx(speedup, rel=0.01)

@@ -357,7 +357,8 @@ def test_exit_code():
     assert (
         exit_code([row(), row(status="oom"), row(status="diverged"), row(status="unfinished")]) == 0
     )
-    assert exit_code([row(), row(status="failed")]) == 1
+    assert exit_code([row(status="interrupted"), row(status="failed")]) == 1
+    assert exit_code([row(), row(status="interrupted")]) == 130
 
 
 def test_the_table_says_what_a_resume_changed():

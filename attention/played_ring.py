@@ -1,0 +1,189 @@
+"""Attention on a ring whose ranks all live in one process, and with its merge broken on purpose.
+
+    python train.py -m attention=ring_no_rescale attention.ranks=1,2,4
+
+What ranks compute and send is the code that runs on several processes (parallel.context), so its
+numbers are theirs. Broken merges are the mistakes of attention.defects one level up: exact on one
+rank, wrong on two.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention.defects import WRONG
+from attention.interface import FEATURES, AttentionOutput, Backend, Output, ScoredOutput
+from attention.mask import visible_keys
+from attention.online_softmax import OnlineSoftmax
+from attention.ring import Merge, Ring, RingCall, play, zigzag
+from attention.tiled import TileBlocks
+
+RANKS = 4  # that one process plays, if nobody says otherwise
+
+
+class PlayedCall(torch.autograd.Function):
+    """A call of which this process plays all ranks. It keeps what the ranks keep."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: RingCall
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        tokens = (call.queries, call.keys, call.keys)
+        outputs = play(
+            [
+                call.forward(rank, *parts)
+                for rank, parts in enumerate(zip(*map(dealt, (q, k, v), tokens), strict=True))
+            ]
+        )
+        outs, lses, max_scores = zip(*outputs, strict=True)
+        out, lse = collected(outs, call.queries), collected(lses, call.queries)
+        max_score = torch.stack(max_scores).amax(0) if call.look else None
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = call
+        return out, lse, max_score
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        call = ctx.call
+        q, k, v, out, lse = ctx.saved_tensors
+        tensors = (q, k, v, out, lse, d_out, d_lse)
+        tokens = (call.queries, call.keys, call.keys, *[call.queries] * 4)
+        gradients = play(
+            [
+                call.backward(rank, *parts)
+                for rank, parts in enumerate(zip(*map(dealt, tensors, tokens), strict=True))
+            ]
+        )
+        dq, dk, dv = zip(*gradients, strict=True)
+        return (
+            collected(dq, call.queries),
+            collected(dk, call.keys),
+            collected(dv, call.keys),
+            None,
+        )
+
+
+def dealt(x: Tensor, positions: list[Tensor]) -> list[Tensor]:
+    """The part of each rank of x (B, H, N) or (B, H, N, D)."""
+    return [x[:, :, each] for each in positions]
+
+
+def collected(parts: tuple[Tensor, ...], positions: list[Tensor]) -> Tensor:
+    """The way back."""
+    return torch.cat(parts, 2)[:, :, torch.cat(positions).argsort()]
+
+
+@dataclass(frozen=True)
+class PlayedRing:
+    """A backend's function: `ranks` ranks (RANKS), each with its part of queries and keys."""
+
+    ring: Ring
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        window: int | None = None,
+        document_ids: Tensor | None = None,
+        ranks: int | None = None,
+        return_max_score: bool | Tensor = False,
+        **settings: Any,
+    ) -> Output:
+        mask = {"causal": causal, "window": window, "document_ids": document_ids}
+        queries, keys = (zigzag(x.shape[2], ranks or RANKS, q.device) for x in (q, k))
+        call = RingCall(
+            self.ring,
+            queries,
+            keys,
+            visible_keys(q, k, **mask),
+            settings,
+            look=bool(return_max_score),
+        )
+        out, lse, max_score = PlayedCall.apply(q, k, v, call)
+        if return_max_score is False:
+            return AttentionOutput(out, lse)
+        return ScoredOutput(out, lse, max_score)
+
+
+def no_max(state: OnlineSoftmax, other: OnlineSoftmax) -> OnlineSoftmax:
+    """exp(row_max) times each block's sums, with no maximum subtracted."""
+    zero = torch.where(torch.maximum(state.row_max, other.row_max) == -torch.inf, -torch.inf, 0.0)
+    alpha, beta = torch.exp(state.row_max), torch.exp(other.row_max)
+    return weighted(zero, state, alpha, other, beta)
+
+
+def no_rescale(state: OnlineSoftmax, other: OnlineSoftmax) -> OnlineSoftmax:
+    """The sums of blocks as they are, though each has subtracted its own maximum."""
+    latest = torch.where(other.row_max == -torch.inf, state.row_max, other.row_max)
+    return weighted(latest, state, 1.0, other, 1.0)
+
+
+def local_softmax(state: OnlineSoftmax, other: OnlineSoftmax) -> OnlineSoftmax:
+    """The sum of what softmax attention gives on each block alone."""
+    out, lse = other.finalize()
+    seen = (other.row_max != -torch.inf).to(out.dtype)
+    row_max = torch.where(seen > 0, lse.unsqueeze(-1), state.row_max)
+    return replace(
+        state, row_max=row_max, row_sum=torch.ones_like(seen), acc=state.acc + seen * out
+    )
+
+
+def weighted(
+    row_max: Tensor,
+    state: OnlineSoftmax,
+    alpha: Tensor | float,
+    other: OnlineSoftmax,
+    beta: Tensor | float,
+) -> OnlineSoftmax:
+    row_sum = alpha * state.row_sum + beta * other.row_sum
+    acc = alpha * state.acc + beta * other.acc
+    return replace(state, row_max=row_max, row_sum=row_sum, acc=acc)
+
+
+def ring_backend(name: str, ring: Ring, **fields: Any) -> Backend:
+    return Backend(
+        name,
+        PlayedRing(ring),
+        features=FEATURES - {"alibi_slopes", "score_mod"},
+        options={"block_q": 128, "block_kv": 64, "ranks": None},
+        exact=ring.exact,
+        traceable=False,
+        ring=ring,
+        **fields,
+    )
+
+
+def broken(name: str, merge: Merge, says: str, breaks: frozenset[str]) -> Backend:
+    ring = Ring(TileBlocks(), merge, exact=False)
+    return ring_backend(name, ring, defect=f"{says}; exact on one rank", breaks=breaks)
+
+
+RING = ring_backend("ring", Ring(TileBlocks()))
+RING_DEFECTS = (
+    broken(
+        "ring_no_max",
+        no_max,
+        "ranks are merged by exp(row_max) without a common maximum: exact until a score passes "
+        "88.72 in float32, then inf or NaN; zeros where all scores of a block are below -104",
+        frozenset({"large logits", "logits + 100", "logits - 120", "float32 statistics"}),
+    ),
+    broken(
+        "ring_no_rescale",
+        no_rescale,
+        "each rank subtracts its own maximum and the sums are added as they are: every rank counts "
+        "as if its best key were equally good",
+        WRONG | {"key permutation"},
+    ),
+    broken(
+        "ring_local_softmax",
+        local_softmax,
+        "each rank takes the softmax of its own keys and the results are summed: the weights of a "
+        "row add up to the number of ranks it sees",
+        WRONG | {"key permutation", "rows sum to one", "prefill = decode"},
+    ),
+)

@@ -1,0 +1,313 @@
+"""One sequence over a ring of ranks: the keys and values go round, and each rank merges.
+
+    hop          0            1            2            3
+    rank 0    q0 k0 v0     q0 k3 v3     q0 k2 v2     q0 k1 v1
+    rank 1    q1 k1 v1     q1 k0 v0     q1 k3 v3     q1 k2 v2
+    rank 2    q2 k2 v2     q2 k1 v1     q2 k0 v0     q2 k3 v3
+    rank 3    q3 k3 v3     q3 k2 v2     q3 k1 v1     q3 k0 v0
+
+Each rank keeps its queries. In a hop it attends to the keys it holds, sends them to the next rank
+and receives those of the rank before. What it knows of a row is the state of the streaming softmax,
+so two blocks of keys combine as two tiles do. Liu et al., "Ring Attention with Blockwise
+Transformers" (2023, arXiv:2310.01889).
+
+What a rank does is written as a generator: it yields what it sends. One process can play all ranks
+(play), and a process of several can be one of them (attention.context).
+
+Dimensions: B batch, H query heads, H_kv key/value heads, N queries and M keys of the sequence, D
+head dim; W ranks; a rank has N_r queries and M_r keys.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from attention.interface import statistics_dtype
+from attention.mask import VisibleKeys
+from attention.online_softmax import OnlineSoftmax
+
+PARTS = ("row_max", "row_sum", "acc")  # of a state
+
+Merge = Callable[[OnlineSoftmax, OnlineSoftmax], OnlineSoftmax]
+
+
+class Blockwise(Protocol):
+    """Attention of queries to one block of the keys: q (B, H, N_r, D); k, v (B, H_kv, M_r, D).
+
+    All results are in statistics_dtype(q): rounding each block's share would cost accuracy that
+    grows with the number of ranks.
+    """
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, *, look: bool, **settings: Any
+    ) -> tuple[OnlineSoftmax, Tensor | None]:
+        """The state after this block, (B, H, N_r, 1 or D); with `look` each head's largest score
+        (B, H).
+        """
+        ...
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor,
+        visible: VisibleKeys,
+        **settings: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """This block's part of dq, and its dk and dv; out and lse are those of all keys."""
+        ...
+
+    def differentiate(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        d_state: OnlineSoftmax,
+        visible: VisibleKeys,
+        **settings: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv from the gradient of the state that forward() gave, which a broken merge
+        needs.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How an attention runs on a ring: what computes a block, and what combines two."""
+
+    blocks: Blockwise
+    merge: Merge = OnlineSoftmax.merge
+    # whether the merged result is softmax attention, so that p = exp(score - lse) for every block
+    exact: bool = True
+
+
+class Sent(NamedTuple):
+    """What a rank sends to the next in a hop, and the shape of what the rank before sends."""
+
+    tensor: Tensor
+    receives: tuple[int, ...]
+
+
+# yields what it sends; is sent a function that waits and returns what has come
+RankProgram = Generator[list[Sent], Callable[[], list[Tensor]], Any]
+
+
+def zigzag(length: int, world: int, device: torch.device | None = None) -> list[Tensor]:
+    """The positions of each rank's tokens, sorted: of 2 W chunks the r-th from both ends.
+
+    Under a causal mask every rank then computes as much as any other.
+    """
+    chunks = torch.arange(length, device=device).tensor_split(2 * world)
+    return [torch.cat((chunks[rank], chunks[-1 - rank])) for rank in range(world)]
+
+
+@dataclass(frozen=True)
+class RingCall:
+    """One call of attention on a ring: the part that all ranks know."""
+
+    ring: Ring
+    queries: Sequence[Tensor]  # of each rank, their positions in the sequence, sorted
+    keys: Sequence[Tensor]
+    visible: VisibleKeys  # of the whole sequence
+    settings: dict[str, Any]  # scale, softcap and the backend's options
+    look: bool = False
+
+    @property
+    def world(self) -> int:
+        return len(self.queries)
+
+    def sees(self, rank: int, source: int) -> VisibleKeys:
+        """Which of the keys of `source` the queries of `rank` see.
+
+        Positions are sorted, so an interval of the sequence is an interval of any rank's part:
+        causal, windows and documents need no case of their own.
+        """
+        rows, keys = self.queries[rank], self.keys[source]
+        lo, hi = (
+            torch.searchsorted(keys, ends[:, rows].contiguous())
+            for ends in (self.visible.lo, self.visible.hi)
+        )
+        return VisibleKeys(lo, hi, len(keys))
+
+    def forward(self, rank: int, q: Tensor, k: Tensor, v: Tensor) -> RankProgram:
+        """Returns out, lse and max_score of this rank's queries."""
+        state: OnlineSoftmax | None = None
+        max_scores = []
+        held = torch.stack((k, v))
+        for hop in range(self.world):
+            source = (rank - hop) % self.world
+            arriving = yield self._leaving(hop, source, held)
+            block, max_score = self._block(rank, source, q, held)
+            state = block if state is None else self.ring.merge(state, block)
+            max_scores.append(max_score)
+            held = next(iter(arriving()), held)
+        out, lse = state.finalize()
+        max_score = torch.stack(max_scores).amax(0) if self.look else None
+        return out.to(q.dtype), lse, max_score
+
+    def _leaving(self, hop: int, source: int, held: Tensor) -> list[Sent]:
+        """The keys and values go on, but not in the last hop."""
+        if hop + 1 == self.world:
+            return []
+        before = (source - 1) % self.world
+        return [Sent(held, (*held.shape[:3], len(self.keys[before]), held.shape[-1]))]
+
+    def _block(
+        self, rank: int, source: int, q: Tensor, held: Tensor
+    ) -> tuple[OnlineSoftmax, Tensor | None]:
+        """What `rank` makes of the keys and values of `source`."""
+        if not len(self.queries[rank]) or not len(self.keys[source]):  # more ranks than tokens
+            state = OnlineSoftmax.empty(q, dtype=statistics_dtype(q))
+            return state, state.row_max.new_full(q.shape[:2], -torch.inf)
+        visible = self.sees(rank, source)
+        return self.ring.blocks.forward(q, *held, visible, look=self.look, **self.settings)
+
+    def backward(
+        self,
+        rank: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor,
+    ) -> RankProgram:
+        """Returns dq, dk and dv of this rank's tokens.
+
+        The keys go round once more. Their gradients follow a hop behind: each rank adds its part,
+        and after W hops they are at home.
+        """
+        d_states = []
+        if not self.ring.exact:
+            d_states = yield from self._differentiate_merge(rank, q, k, v, d_out, d_lse)
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        held = torch.stack((k, v))
+        gradient: Tensor | None = None  # of the keys and values that this rank held last
+        for hop in range(self.world):
+            source = (rank - hop) % self.world
+            leaving = self._leaving(hop, source, held)
+            if gradient is not None:
+                leaving.append(Sent(gradient, tuple(held.shape)))
+            arriving = yield leaving
+            d_state = d_states[hop] if d_states else None
+            parts = self._gradients(rank, source, q, held, (out, lse, d_out, d_lse), d_state)
+            dq += parts[0]
+            own = torch.stack(parts[1:])
+            arrived = arriving()
+            # the gradient of these keys comes last
+            gradient = own if hop == 0 else own.add_(arrived.pop())
+            held = next(iter(arrived), held)
+        if self.world > 1:
+            (gradient,) = (yield [Sent(gradient, (2, *k.shape))])()
+        return dq.to(q.dtype), *gradient.to(k.dtype)
+
+    def _gradients(
+        self,
+        rank: int,
+        source: int,
+        q: Tensor,
+        held: Tensor,
+        whole: tuple[Tensor, ...],
+        d_state: OnlineSoftmax | None,
+    ) -> Sequence[Tensor]:
+        """dq, dk, dv of what `rank` makes of the keys and values of `source`."""
+        if not len(self.queries[rank]) or not len(self.keys[source]):
+            return [torch.zeros_like(x, dtype=statistics_dtype(q)) for x in (q, *held)]
+        visible, blocks = self.sees(rank, source), self.ring.blocks
+        if d_state is None:
+            return blocks.backward(q, *held, *whole, visible, **self.settings)
+        return blocks.differentiate(q, *held, d_state, visible, **self.settings)
+
+    def _differentiate_merge(
+        self, rank: int, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, d_lse: Tensor
+    ) -> RankProgram:
+        """Returns the gradient of the state of each hop's block.
+
+        A broken merge has no formula that spares it: the states are computed again.
+        """
+        held, states = torch.stack((k, v)), []
+        for hop in range(self.world):
+            source = (rank - hop) % self.world
+            arriving = yield self._leaving(hop, source, held)
+            states.append(self._block(rank, source, q, held)[0])
+            held = next(iter(arriving()), held)
+        with torch.inference_mode(False), torch.enable_grad():
+            leaves = [
+                replace(state, **{x: getattr(state, x).detach().requires_grad_() for x in PARTS})
+                for state in states
+            ]
+            merged = reduce(self.ring.merge, leaves).finalize()
+            inputs = [getattr(leaf, name) for leaf in leaves for name in PARTS]
+            found = torch.autograd.grad(
+                merged, inputs, (d_out.to(merged[0].dtype), d_lse), materialize_grads=True
+            )
+        return [OnlineSoftmax(*found[i : i + len(PARTS)]) for i in range(0, len(found), len(PARTS))]
+
+
+class GatherCall(RingCall):
+    """The same with one block: a rank gathers all keys before it uses any, so nothing is merged."""
+
+    def forward(self, rank: int, q: Tensor, k: Tensor, v: Tensor) -> RankProgram:
+        """Returns out, lse and max_score of this rank's queries."""
+        held = yield from self._gathered(rank, k, v)
+        state, max_score = self.ring.blocks.forward(
+            q, *held, self._sees_of_all(rank), look=self.look, **self.settings
+        )
+        out, lse = state.finalize()
+        return out.to(q.dtype), lse, max_score
+
+    def backward(self, rank: int, q: Tensor, k: Tensor, v: Tensor, *whole: Tensor) -> RankProgram:
+        """Returns dq, dk and dv of this rank's tokens; `whole` is out, lse, d_out and d_lse."""
+        held = yield from self._gathered(rank, k, v)
+        visible = self._sees_of_all(rank)
+        dq, *parts = self.ring.blocks.backward(q, *held, *whole, visible, **self.settings)
+        parts = torch.stack(parts)
+        gradient: Tensor | None = None
+        for hop in range(self.world):  # what all ranks know of a part adds up on its way home
+            target = (rank - 1 - hop) % self.world
+            own = parts[..., self.keys[target], :]
+            if gradient is not None:
+                (arrived,) = (yield [Sent(gradient, tuple(own.shape))])()
+                own += arrived
+            gradient = own
+        return dq.to(q.dtype), *gradient.to(k.dtype)
+
+    def _gathered(self, rank: int, k: Tensor, v: Tensor) -> RankProgram:
+        """Returns the keys and values of all ranks (2, B, H_kv, M, D), in order."""
+        held = torch.stack((k, v))
+        parts = {rank: held}
+        for hop in range(self.world - 1):
+            source = (rank - hop) % self.world
+            (held,) = (yield self._leaving(hop, source, held))()
+            parts[(source - 1) % self.world] = held
+        order = torch.cat(list(self.keys)).argsort()
+        return torch.cat([parts[source] for source in range(self.world)], -2)[..., order, :]
+
+    def _sees_of_all(self, rank: int) -> VisibleKeys:
+        lo, hi = (ends[:, self.queries[rank]] for ends in (self.visible.lo, self.visible.hi))
+        return replace(self.visible, lo=lo, hi=hi)
+
+
+def play(programs: Sequence[RankProgram]) -> list[Any]:
+    """Run the programs of all ranks in this process, hop by hop; returns what each returns."""
+    sent = [next(program) for program in programs]
+    results: list[Any] = []
+    while not results:
+        previous, sent = sent, []
+        for rank, program in enumerate(programs):
+            arrived = [each.tensor for each in previous[rank - 1]]
+            try:
+                sent.append(program.send(lambda arrived=arrived: arrived))
+            except StopIteration as end:  # all of them end after the same hop
+                results.append(end.value)
+    return results

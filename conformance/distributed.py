@@ -1,0 +1,278 @@
+"""A distributed attention under test: each process has its part of every sequence.
+
+    with Processes(Setting(4, target="my_package.my_ring:ATTENTION")) as processes:
+        subject = Subject(processes.backend, "cpu", torch.float32, 20, 0, multiple=8)
+        cells = [examine(subject, name, check) for name, check in processes.properties.items()]
+
+The suite hands whole sequences to `processes.backend`. It cuts them up, each process calls the
+attention with its part, and the parts of the results are put together. So every property of one
+process's attention is asked of many.
+
+Dimensions: B batch, H query heads, H_kv key/value heads, N tokens, D head dim, W processes.
+"""
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, multiprocessing
+
+from attention import AttentionOutput, Backend, attention, get_backend
+from attention.context import register_ring, share
+from attention.interface import Refusal
+from attention.ring import zigzag
+from conformance.backend_under_test import Check, Subject
+from conformance.properties import PROPERTIES, Property
+
+LAYOUTS = ("zigzag", "contiguous")
+KEPT = 8  # calls whose backward pass may still come
+KEEPS = 1.5  # times its own part may a process keep
+PATIENCE = 120  # seconds that a process waits for another
+# nothing of these calls is to be seen in the process that asks
+NOT_HERE = ("saved bytes", "largest tensor", "compiled = eager")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What runs in each process, and how tokens are dealt out."""
+
+    world: int
+    device: str = "cpu"
+    attention: str = ""  # a backend of one process, which `how` distributes
+    options: tuple[tuple[str, Any], ...] = ()
+    heads: int = 1  # processes that exchange heads; a ring joins the others
+    gather: bool = False
+    target: str = ""  # pkg.module:NAME of a Backend that is distributed itself
+    layout: str = "zigzag"  # of target's tokens
+
+    @property
+    def given(self) -> Backend:
+        if self.target:
+            return get_backend(self.target)
+        return get_backend(self.attention, **dict(self.options))
+
+    def positions(self, length: int) -> list[Tensor]:
+        """The tokens of each process."""
+        if self.layout == "contiguous":
+            return list(torch.arange(length).tensor_split(self.world))
+        of_ring = zigzag(length, self.world // self.heads)
+        return [part for each in of_ring for part in each.tensor_split(self.heads)]
+
+
+class Processes:
+    """Starts the processes, and ends them with the block."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.calls = 0
+
+    def __enter__(self) -> "Processes":
+        context = multiprocessing.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        self.pipes, self.workers = [], []
+        for rank in range(self.setting.world):
+            ours, theirs = context.Pipe()
+            arguments = (rank, os.path.join(self.folder.name, "meeting"), theirs, self.setting)
+            worker = context.Process(target=serve, args=arguments, daemon=True)
+            worker.start()
+            theirs.close()  # else the end of the worker would not be heard
+            self.pipes.append(ours)
+            self.workers.append(worker)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers:
+            worker.terminate()
+            worker.join()
+        self.folder.cleanup()
+
+    @property
+    def backend(self) -> Backend:
+        """The distributed attention as one of whole sequences."""
+        given = self.setting.given
+        without = {"cross_length", "max_score"}
+        if not self.setting.target:
+            without |= {"alibi_slopes", "score_mod"}  # which Shards.attention() does not take
+        return replace(
+            given,
+            name=self.setting.target or given.name,
+            fn=self._attend,
+            options={},
+            features=given.features - without,
+            traceable=False,
+            observable=False,
+            implementations={},
+            requirements=self._requirements,
+            ring=None,
+        )
+
+    def _requirements(self, q: Tensor, k: Tensor, *_: Tensor, **__: Any) -> list[str]:
+        parts, heads = 2 * self.setting.world, self.setting.heads
+        reasons = []
+        if q.shape[2] % parts:
+            reasons.append(f"{self.setting.world} processes share lengths that {parts} divides")
+        if q.shape[1] % heads or k.shape[1] % heads:
+            reasons.append(f"{heads} processes share heads that {heads} divides")
+        return reasons
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> AttentionOutput:
+        out, lse = DistributedCall.apply(q, k, v, self, arguments)
+        return AttentionOutput(out, lse)
+
+    def ask(self, what: str, *message: Any) -> list[Any]:
+        """The answers of all processes. Raises what one of them raised."""
+        for pipe in self.pipes:
+            pipe.send((what, *message))
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(PATIENCE):
+                raise RuntimeError(f"process {rank} did not answer within {PATIENCE} s")
+            answers.append(pipe.recv())
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, Refusal):
+                raise answer
+            if isinstance(answer, str):
+                raise RuntimeError(f"process {rank}: {answer}")
+        return answers
+
+    @property
+    def properties(self) -> dict[str, Property]:
+        """Those that can be asked of processes."""
+        here = {name: check for name, check in PROPERTIES.items() if name not in NOT_HERE}
+        return here | {"bytes of a rank": self.bytes_of_a_rank}
+
+    def bytes_of_a_rank(self, subject: Subject) -> Iterator[Check]:
+        """A process keeps its own part of q, k, v, out and lse for the backward pass, not the keys
+        of others.
+        """
+        case = subject.case()
+        if subject.passes(case) == "both":
+            subject.run(case)
+            for rank, share_kept in enumerate(self.ask("kept")):
+                yield Check(f"rank {rank} of {case}, times its own part", share_kept, KEEPS)
+
+    def joined(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
+        """The whole of the parts (B, H, n) or (B, H, n, D) of all processes."""
+        order = torch.cat(self.setting.positions(like.shape[2])).argsort()
+        return torch.cat(list(parts), 2)[:, :, order].to(like.device)
+
+
+class DistributedCall(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, processes: Processes, arguments: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        processes.calls += 1
+        ctx.number, ctx.processes = processes.calls, processes
+        ctx.save_for_backward(q, k, v)
+        whole = [x.detach().cpu() for x in (q, k, v)]
+        arguments = {x: y.cpu() if isinstance(y, Tensor) else y for x, y in arguments.items()}
+        outs, lses = zip(*processes.ask("call", ctx.number, whole, arguments), strict=True)
+        lse = None if lses[0] is None else processes.joined(lses, q)
+        return processes.joined(outs, q), lse
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradients = [None if x is None else x.cpu() for x in (d_out, d_lse)]
+        answers = ctx.processes.ask("backward", ctx.number, gradients)
+        wholes = zip(*answers, strict=True)
+        joined = ctx.processes.joined
+        return *map(joined, wholes, ctx.saved_tensors), None, None
+
+
+def serve(rank: int, meeting: str, pipe: Any, setting: Setting) -> None:
+    """One process: it answers until its pipe closes."""
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    if setting.device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "cpu:gloo,cuda:nccl" if setting.device == "cuda" else "gloo"
+    distributed.init_process_group(
+        backend,
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=setting.world,
+        timeout=timedelta(seconds=PATIENCE),
+    )
+    attend, given = attention, setting.given
+    if not setting.target:
+        shards = share(
+            rank, setting.world, setting.world, heads=setting.heads, gather=setting.gather
+        )
+        if shards.ring.size > 1:
+            register_ring(given)
+        attend = partial(shards.attention, attention)
+    worker = Worker(rank, setting, partial(attend, backend=given))
+    while True:
+        try:
+            what, *message = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = getattr(worker, what)(*message)
+        except Refusal as error:
+            answer = error
+        except Exception as error:  # whatever an attention raises
+            traceback.print_exc()
+            answer = f"{type(error).__name__}: {error}"
+        pipe.send(answer)
+
+
+class Worker:
+    """What one process does for each request."""
+
+    def __init__(self, rank: int, setting: Setting, attend: Callable[..., Any]) -> None:
+        self.rank, self.setting, self.attend = rank, setting, attend
+        self.graphs: dict[int, tuple[list[Tensor], Any]] = {}
+        self.bytes_kept = 0.0
+
+    def own(self, x: Tensor) -> Tensor:
+        part = x[:, :, self.setting.positions(x.shape[2])[self.rank]]
+        return part.to(self.setting.device)
+
+    def call(
+        self, number: int, whole: list[Tensor], arguments: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """out and lse of this process's tokens."""
+        parts = [self.own(x).requires_grad_() for x in whole]
+        arguments = {
+            x: y.to(self.setting.device) if isinstance(y, Tensor) else y
+            for x, y in arguments.items()
+        }
+        saved: dict[int, int] = {}
+
+        def note(x: Tensor) -> Tensor:
+            saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            output = self.attend(*parts, **arguments)
+        out, lse = output[:2]
+        owned = [*parts, out] + ([] if lse is None else [lse])
+        self.bytes_kept = sum(saved.values()) / sum(x.nbytes for x in owned)
+        self.graphs[number] = parts, (out, lse)
+        self.graphs.pop(number - KEPT, None)
+        return out.detach().cpu(), None if lse is None else lse.detach().cpu()
+
+    def backward(self, number: int, gradients: list[Tensor | None]) -> list[Tensor]:
+        """dq, dk and dv of this process's tokens."""
+        parts, outputs = self.graphs[number]
+        pairs = [
+            (x, self.own(gradient))
+            for x, gradient in zip(outputs, gradients, strict=True)
+            if gradient is not None and x is not None and x.requires_grad
+        ]
+        found = torch.autograd.grad(
+            [x for x, _ in pairs], parts, [y for _, y in pairs], retain_graph=True
+        )
+        return [x.cpu() for x in found]
+
+    def kept(self) -> float:
+        return self.bytes_kept

@@ -1,0 +1,243 @@
+"""hydra/launcher=gpus: the jobs of a sweep side by side, each a process with GPUs of its own.
+
+    python train.py -m hydra/launcher=gpus attention=triton,sdpa seed=0,1
+    python train.py -m hydra/launcher=gpus hydra.launcher.slots=2 attention=tiled,naive
+
+A job is the command that runs it alone in its folder of the sweep. So it begins with fresh memory,
+and no end of a job is the end of another. What a job prints is in its output.log.
+"""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import DEVNULL, Popen
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
+
+OWN_FILES = {".lock", ".hydra", "train.log", "output.log"}  # of a job before its run begins
+
+
+@dataclass
+class GpusLauncherConf:
+    """The options hydra.launcher.*"""
+
+    _target_: str = "hydra_plugins.gpus.GpusLauncher"
+    gpus: list[int] | None = None  # as PyTorch numbers them; None: all that it sees
+    slots: int | None = None  # without a GPU: how many jobs at a time, on the CPU
+    ranks: int = 1  # GPUs of a job, each with a process; torchrun starts them
+
+
+ConfigStore.instance().store(
+    group="hydra/launcher", name="gpus", node=GpusLauncherConf, provider="tilegpt"
+)
+
+
+@dataclass
+class Job:
+    """One job of the sweep, and where it runs."""
+
+    number: int
+    overrides: list[str]
+    config: DictConfig
+    folder: Path
+    ranks: int
+    label: str  # the overrides that not all jobs have
+    places: list[str] = field(default_factory=list)  # its GPUs, or slots
+    began: float = 0.0
+
+
+class GpusLauncher(Launcher):
+    """Each job begins as soon as enough GPUs are free, in the order of the sweep."""
+
+    def __init__(self, gpus: list[int] | None, slots: int | None, ranks: int) -> None:
+        self.gpus, self.slots, self.ranks = gpus, slots, ranks
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        from training.sweep import forget_sweep
+
+        self.hydra_context, self.config = hydra_context, config
+        self.sweep_dir = Path(config.hydra.sweep.dir).absolute()
+        try:
+            self.places = self.find_places()
+            self.ranks_of()
+        except ValueError as error:
+            forget_sweep(self.sweep_dir)
+            raise SystemExit(f"error: {error}") from None
+        if self.slots:  # from this process too, which checks the jobs
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+    def find_places(self) -> list[str]:
+        """The GPUs to use, as CUDA_VISIBLE_DEVICES names them; or the slots of the CPU."""
+        for key in ("slots", "ranks"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"hydra.launcher.{key}={value} must be at least 1")
+        if self.slots:
+            if self.gpus is not None:
+                raise ValueError(
+                    "hydra.launcher.slots is for jobs on the CPU, and hydra.launcher.gpus for "
+                    "jobs on GPUs: leave one of them out"
+                )
+            return [str(slot) for slot in range(self.slots)]
+        import torch
+
+        # asks the driver's library, so this process takes no memory of a GPU
+        count = torch.cuda.device_count()
+        if not count:
+            raise ValueError(
+                "hydra/launcher=gpus needs a GPU, and PyTorch sees none here; "
+                "hydra.launcher.slots=2 runs two jobs at a time on the CPU"
+            )
+        numbers = list(range(count)) if self.gpus is None else list(self.gpus)
+        if not numbers or len(set(numbers)) < len(numbers) or set(numbers) - set(range(count)):
+            raise ValueError(
+                f"hydra.launcher.gpus={numbers} must name one GPU or more, each once, of 0 to "
+                f"{count - 1}, as PyTorch numbers those it sees"
+            )
+        # whoever started this process may have given it a part of the host, by number or UUID
+        names = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
+        names = names.split(",") if names else [str(number) for number in range(count)]
+        return [names[number] for number in numbers]
+
+    def ranks_of(self, config: Any = None) -> int:
+        """How many processes train a job together, each on a GPU or slot of its own.
+
+        Raises ValueError where it takes more than there are.
+        """
+        context = config.parallel.context if config else 1
+        ranks = max(self.ranks, context)
+        if ranks > len(self.places):
+            asked = "hydra.launcher.ranks" if ranks == self.ranks else "parallel.context"
+            what = "slots" if self.slots else "GPUs"
+            raise ValueError(
+                f"{asked}={ranks} takes {ranks} {what} a job, and there are {len(self.places)}"
+            )
+        return ranks
+
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
+        from training.interrupt import Noted
+        from training.sweep import finish_sweep
+
+        waiting = self.composed(job_overrides, initial_job_idx)
+        running: dict[Popen, Job] = {}
+        ended: dict[int, JobReturn] = {}
+        free = list(self.places)
+        with Noted() as signals:
+            try:
+                while running or (waiting and not signals.came):
+                    while waiting and not signals.came and waiting[0].ranks <= len(free):
+                        job = waiting.pop(0)
+                        job.places, free = free[: job.ranks], free[job.ranks :]
+                        running[self.start(job)] = job
+                    time.sleep(0.1)
+                    for number in signals.new():
+                        numbers = ", ".join(str(job.number) for job in running.values())
+                        print(f"{number.name} goes on to job {numbers}", flush=True)
+                        for process in running:
+                            process.send_signal(number)
+                    for process in [each for each in running if each.poll() is not None]:
+                        job = running.pop(process)
+                        free = sorted(free + job.places, key=self.places.index)
+                        ended[job.number] = self.end(job, process.returncode, signals.came)
+            except OSError as error:  # a full disk
+                raise SystemExit(f"error: {error}; the jobs that still ran save and end") from None
+            finally:  # an error of this process leaves none behind
+                for process in running:
+                    process.terminate()
+                    process.wait()
+        if signals.came:
+            finish_sweep(self.sweep_dir, 130)
+        return [ended[number] for number in sorted(ended)]
+
+    def composed(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Job]:
+        """The jobs with their settings. `first` is the number of the first one."""
+        from training.command_line import key_of, unescaped
+
+        jobs, shared = [], set.intersection(*map(set, job_overrides))
+        for number, overrides in enumerate(map(list, job_overrides), first):
+            config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+            with open_dict(config):
+                config.hydra.job.id = config.hydra.job.num = number
+            try:
+                ranks = self.ranks_of(config)
+            except ValueError as error:  # of another sweeper's choice
+                raise SystemExit(f"error: {error}") from None
+            own = [each for each in overrides if each not in shared] or overrides
+            own = [each for each in own if key_of(each) != "left_out"]
+            folder = self.sweep_dir / str(config.hydra.sweep.subdir)
+            label = unescaped(" ".join(own))
+            jobs.append(Job(number, overrides, config, folder, ranks, label))
+        return jobs
+
+    def start(self, job: Job) -> Popen:
+        """Start the command that runs this job alone, in its folder of the sweep."""
+        from training.command_line import as_written, options_first, quoted
+
+        options, _ = options_first(sys.argv[1:])
+        own = [
+            *(option for option in options if option not in ("-m", "--multirun")),
+            *as_written(self.config.hydra.overrides.hydra),
+            *job.overrides,
+            "hydra.mode=RUN",
+            f"hydra.run.dir={quoted(str(job.folder))}",
+            f"hydra.job.num={job.number}",
+        ]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.ranks}"]
+        command = [sys.executable, *(torchrun if job.ranks > 1 else []), sys.argv[0], *own]
+        gpus = {} if self.slots else {"CUDA_VISIBLE_DEVICES": ",".join(job.places)}
+        place = f"{'slot' if self.slots else 'GPU'} {', '.join(job.places)}"
+        print(f"job {job.number} on {place}: {job.label}", flush=True)
+        job.folder.mkdir(parents=True, exist_ok=True)
+        job.began = time.monotonic()
+        with (job.folder / "output.log").open("ab") as log:
+            return Popen(
+                command,
+                env=os.environ | gpus,
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # or a terminal's Ctrl-C would reach it too
+            )
+
+    def end(self, job: Job, code: int, stopped: bool) -> JobReturn:
+        """Record how a job ended, and say so."""
+        from training.outcome import Objective
+        from training.sweep import read_run, record_job, remark
+
+        seconds, how = time.monotonic() - job.began, {}
+        row = read_run(job.folder)
+        if stopped and {path.name for path in job.folder.iterdir()} <= OWN_FILES:
+            shutil.rmtree(job.folder)  # so the index keeps it, and the command to start it
+            row["status"] = "not started"
+        else:
+            if row["status"] == "unfinished":  # it wrote no summary
+                how = {"status": "failed", "error": reason(code, job.folder / "output.log")}
+            row = record_job(self.sweep_dir, job.number, job.overrides, job.folder, **how)
+        completed = row["status"] == "completed" and row.get("val/loss") is not None
+        words = f", val/loss {row['val/loss']:.4f}" if completed else ""
+        why = f": {remark(row)}" if not completed and remark(row) else ""
+        print(f"job {job.number}: {row['status']}{words}, {seconds:.0f} s{why}", flush=True)
+        value = Objective({"stopped": False} | row)
+        return JobReturn(job.overrides, job.config, status=JobStatus.COMPLETED, _return_value=value)
+
+
+def reason(code: int, log: Path) -> str:
+    """Why a process ended that wrote no summary."""
+    if code < 0:
+        return f"killed by signal {-code}"
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    refusals = [line for line in lines if line.startswith("error: ")]
+    return [f"exit code {code}", *lines[-1:], *refusals][-1].removeprefix("error: ")

@@ -1,0 +1,36 @@
+"""The properties of attention, asked of several processes."""
+
+import torch
+
+from conformance.backend_under_test import Subject
+from conformance.distributed import Processes, Setting
+from conformance.properties import check_breaks, examine
+
+ASKED = ("forward", "gradients", "lse", "no leak (outputs)", "bytes of a rank")
+
+
+def statuses(setting: Setting, names=ASKED) -> dict[str, str]:
+    with Processes(setting) as processes:
+        subject = Subject(processes.backend, "cpu", torch.float32, 4, 0, 2 * setting.world)
+        check_breaks(processes.backend)
+        cells = [examine(subject, name, processes.properties[name]) for name in names]
+    return {cell.property: cell.status for cell in cells}
+
+
+def test_our_ring_is_green():
+    assert set(statuses(Setting(2, attention="tiled")).values()) == {"green"}
+
+
+def test_a_ring_of_a_users_own_is_told_apart():
+    """One that is right and keeps the keys of all, one whose positions are those of the rank."""
+    right = statuses(Setting(2, target="tests.user_rings:RIGHT", layout="contiguous"))
+    assert right == dict.fromkeys(ASKED, "green") | {"bytes of a rank": "red"}
+    wrong = statuses(Setting(2, target="tests.user_rings:LOCAL", layout="contiguous"))
+    assert {wrong[name] for name in ("forward", "gradients", "lse")} == {"red"}
+
+
+def test_a_process_that_fails_is_named():
+    with Processes(Setting(2, target="tests.user_rings:FAILS")) as processes:
+        subject = Subject(processes.backend, "cpu", torch.float32, 0, 0, 4)
+        cell = examine(subject, "forward")
+    assert cell.status == "red" and cell.note == "RuntimeError: process 1: RuntimeError: no luck"

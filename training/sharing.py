@@ -1,0 +1,105 @@
+"""How ranks share a step, and what they cannot share."""
+
+from math import gcd
+from typing import Any
+
+from attention import BACKENDS, Backend
+from attention.context import register_ring
+from attention.played_ring import PlayedRing
+from config import RunConfig
+from training.ranks import Ranks
+from training.schedule import chosen_attention
+
+RINGS = [name for name, backend in BACKENDS.items() if backend.ring is not None]
+
+
+def way_to_share(config: RunConfig) -> dict[str, Any]:
+    """How `parallel.context` ranks share a sequence, for training.ranks.join().
+
+    Raises ValueError for a way that this model or attention does not have.
+    """
+    context, how = config.parallel.context, config.parallel.how
+    if context == 1:
+        return {}
+    backends = list(chosen_attention(config.attention).values())
+    on_a_ring = any(isinstance(backend.fn, PlayedRing) for backend in backends)
+    shared = gcd(config.model.num_heads, config.model.kv_heads)  # their divisors divide both
+    heads = gcd(context, shared)
+    numbers = ", ".join(str(n) for n in range(2, shared + 1) if shared % n == 0) or "none"
+    if how in ("ring", "gather") or (how == "auto" and on_a_ring):
+        heads = 1
+    if how == "heads" and heads != context:
+        raise ValueError(
+            f"parallel.how=heads cannot give {context} ranks the same number of "
+            f"{config.model.num_heads} query heads and {config.model.kv_heads} key/value heads; "
+            f"parallel.context can be {numbers}; parallel.how=ring takes any number"
+        )
+    if heads < context:
+        for backend in backends:
+            _check_on_a_ring(config, backend, numbers)
+    return {"heads": heads, "gather": how == "gather"}
+
+
+def _check_on_a_ring(config: RunConfig, backend: Backend, numbers: str) -> None:
+    context, name = config.parallel.context, f"attention={backend.name}"
+    reason = None
+    if backend.ring is None:
+        reason = (
+            f"{name} cannot attend to a part of the keys; these can: {', '.join(RINGS)}; "
+            f"parallel.how=heads takes any attention, and parallel.context can be {numbers} there"
+        )
+    elif config.parallel.how == "gather" and not backend.ring.exact:
+        reason = f"{name} breaks the merge, of which parallel.how=gather has none; take ring"
+    elif backend.options.get("softmax_dtype") == "input":
+        reason = "a ring keeps its sums in float32: leave out attention.softmax_dtype=input"
+    elif backend.options.get("kernel") == "hopper":
+        reason = "these kernels give no float32 partial results: leave out attention.kernel=hopper"
+    elif config.attention.ranks is not None:
+        reason = (
+            f"attention.ranks={config.attention.ranks} are ranks that one process plays: leave it "
+            "out, the processes are the ranks"
+        )
+    if reason is not None:
+        raise ValueError(f"parallel.context={context} is a ring here: {reason}")
+
+
+def on_ranks(backend: Backend, ranks: Ranks) -> Backend:
+    """The attention of a run: where its ranks form a ring, whole sequences are those of as many."""
+    if ranks.shards is None or ranks.shards.ring.size == 1:
+        return backend
+    if isinstance(backend.fn, PlayedRing):
+        backend = backend.configured(ranks=ranks.shards.ring.size)
+    register_ring(backend)
+    return backend
+
+
+def check_shares(config: RunConfig, ranks: Ranks) -> None:
+    """Raise ValueError for a step that the ranks cannot share equally."""
+    if not ranks.several:
+        return
+    context, world = ranks.context, ranks.data
+    # a ring of R ranks cuts a sequence into 2 R chunks; those that exchange heads share these
+    on_a_ring = ranks.shards is not None and ranks.shards.ring.size > 1
+    parts = 2 * context if on_a_ring else context
+    if over := config.seq_len % parts:
+        raise ValueError(
+            f"seq_len={config.seq_len} does not divide into {parts} parts for the {context} ranks "
+            f"of parallel.context={context}; take seq_len={config.seq_len + parts - over}"
+        )
+    if config.batch_size == "auto":
+        raise ValueError(f"batch_size=auto is of one process, and these are {world}; name a number")
+    size = int(config.batch_size)
+    if config.tokens_per_step is None:
+        if size % world:
+            raise ValueError(
+                f"batch_size={size} does not divide among {world} ranks; take "
+                f"batch_size={size + world - size % world}"
+            )
+        return
+    of_all = world * size * config.seq_len
+    if over := config.tokens_per_step % of_all:
+        raise ValueError(
+            f"tokens_per_step={config.tokens_per_step} is not a multiple of ranks * batch_size * "
+            f"seq_len = {world} * {size} * {config.seq_len} = {of_all}; take "
+            f"tokens_per_step={config.tokens_per_step - over + of_all}"
+        )
