@@ -1,7 +1,8 @@
 """What a run will need before it runs: memory part by part, which cards it fits, and the traffic of
-its attention.
+its attention; or its speed on many GPUs.
 
     python -m scripts.plan model=gpt2 tokenizer=gpt2 seq_len=8192 attention=naive,triton gpu=a100-40
+    python -m scripts.plan model=gpt2 seq_len=1024 batch_size=8 tokens_per_step=524288 ranks=2,8,64
 
 Takes train.py's own settings (model=, seq_len=, batch_size=, dtype=, tokenizer=, compile=,
 experiment=, ...), and of its own:
@@ -14,6 +15,12 @@ experiment=, ...), and of its own:
     measure     true: also build the model, run three steps here, and print the error of the
                 prediction
     out         write everything to this JSON file
+    ranks       several numbers of GPUs (2,8,64): step time, bytes sent and memory of each, for
+                attention=triton. tokens_per_step=N, or else batch_size, is that of all GPUs
+    link        between the GPUs of a host: nvlink, another name in results/links_h200.json, or the
+                GB/s that a GPU reaches (nvlink)
+    network     between hosts, likewise (infiniband400)
+    per_host    GPUs of a host (8)
 
 Bytes are counted from the code (training/plan.py says how exactly, and what is not modelled). A
 card loses 0.7 GiB to the CUDA context.
@@ -30,7 +37,8 @@ import torch
 from attention import Backend, dtype_name, get_backend
 from config import RunConfig
 from model import GPT
-from scripts.arguments import command
+from scripts.arguments import check_at_least, command
+from scripts.plan_ranks import plan_table
 from scripts.tables import text_table
 from training import traffic
 from training.command_line import compose
@@ -66,10 +74,14 @@ TILES = ((64, 64), (128, 64), (128, 128), (256, 64), (256, 256))
 
 @dataclass
 class Options:
-    attention: list[str] = field(default_factory=lambda: ["naive", "tiled", "sdpa", "triton"])
+    attention: list[str] = field(default_factory=list)
     gpu: Literal[tuple(GPUS)] | None = None
     measure: bool = False
     out: Path | None = None
+    ranks: list[int] = field(default_factory=list)
+    link: str | None = None
+    network: str | None = None
+    per_host: int | None = None
     overrides: list[str] = field(default_factory=list)  # train.py's own settings
 
 
@@ -104,7 +116,8 @@ class Planned(NamedTuple):
 
 def plan_all(options: Options) -> dict[str, Planned]:
     planned = {}
-    for name in options.attention:
+    names = ["triton"] if options.ranks else ["naive", "tiled", "sdpa", "triton"]
+    for name in options.attention or names:
         config = compose(*options.overrides, f"attention={name}")
         if config.batch_size == "auto":
             config = replace(config, batch_size=1)
@@ -315,13 +328,52 @@ def print_for_gpu(planned: dict[str, Planned], vocab_size: int, gpu: str) -> Non
     print(text_table(chip_table(head_dim, element)))
 
 
+def check_ranks_alone(options: Options) -> None:
+    """Raise ValueError for keys that a plan with ranks=, or one without, does not read."""
+    given = {key: value for key, value in vars(options).items() if value}
+    if not options.ranks:
+        unread = given.keys() & {"link", "network", "per_host"}
+        if unread:
+            key = min(unread)
+            raise ValueError(f"{key}={given[key]} needs ranks=N, a number of GPUs")
+        return
+    check_at_least(options, 1, "ranks", "per_host")
+    if options.measure:
+        raise ValueError("measure=true measures one process; leave ranks= out")
+    if options.gpu not in (None, "h200"):
+        raise ValueError(f"gpu={options.gpu}: ranks= plans by speeds measured on gpu=h200")
+    if len(options.attention) > 1:
+        raise ValueError(f"attention={','.join(options.attention)}: ranks= plans for triton alone")
+
+
+def print_ranks(options: Options, planned: Planned, *, vocab_size: int) -> None:
+    plans = plan_table(
+        planned.config,
+        vocab_size,
+        planned.backend,
+        device_and_dtype(planned.config)[1],
+        ranks=options.ranks,
+        link=options.link or "nvlink",
+        network=options.network or "infiniband400",
+        per_host=options.per_host or 8,
+    )
+    if options.out:
+        settings = {"overrides": options.overrides}
+        settings |= {key: getattr(options, key) for key in ("link", "network", "per_host")}
+        write_json(options.out, {"settings": settings, "rows": [asdict(plan) for plan in plans]})
+
+
 @command("plan", Options)
 def main(options: Options) -> None:
     if options.out:
         check_writable(options.out)
+    check_ranks_alone(options)
     planned = plan_all(options)
     config = next(iter(planned.values())).config
     vocab_size = vocab_size_of(config)
+    if options.ranks:
+        print_ranks(options, *planned.values(), vocab_size=vocab_size)
+        return
     measured = {}
     if options.measure:
         measured = {name: measure_peak(each, vocab_size) for name, each in planned.items()}

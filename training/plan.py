@@ -110,6 +110,9 @@ class StepShape:
     device: str = "cuda"
     compiled: bool = False
     accumulates: bool = False  # gradients of earlier passes are there already
+    ranks: int = 1  # that add up their gradients
+    # ranks share the heads of a sequence (attention/context.py), and seq_len is a rank's part
+    shares_heads: bool = False
 
     def __post_init__(self) -> None:
         config = self.config
@@ -260,7 +263,9 @@ def qkv_saved(step: StepShape) -> int:
     if step.kind == MATERIALISED:
         # it keeps repeated k and v instead, and float32 copies of narrow q and k
         return step.q if step.compiled or not step.narrow else 0
-    return step.qkv + (step.q + step.k if step.rotates and step.chunk == 1 else 0)
+    # exchanged q and k are what their rotated ones become
+    beside = step.rotates and step.chunk == 1 and not step.shares_heads
+    return step.qkv + (step.q + step.k if beside else 0)
 
 
 def merged_saved(step: StepShape) -> int:
@@ -268,7 +273,8 @@ def merged_saved(step: StepShape) -> int:
     merged = step.config.num_heads > 1
     if step.kind in (FUSED, LIBRARY):
         # no copy where the kernel writes (B, N, H, D): Triton's does, PyTorch's follows q's layout
-        merged &= step.rotates and step.backend.name != "triton" and step.chunk == 1
+        copied = step.rotates and step.backend.name != "triton" and step.chunk == 1
+        merged &= copied or step.shares_heads
     elif step.kind != TILE_LOOP:
         merged = True  # the other two keep no output themselves
     return step.q if merged else 0
@@ -349,7 +355,7 @@ def kept_by_block(step: StepShape) -> tuple[int, int]:
         return 2 * step.residual + step.up + 2 * step.mask, attention
     if checkpoint == "block":
         attention = 0
-    elif step.compiled:
+    elif step.compiled and not step.shares_heads:
         attention -= qkv_saved(step)  # a compiled graph computes q, k and v again
     return 0 if step.offloads else step.residual, attention
 
@@ -397,6 +403,8 @@ def predict_step(config: ModelConfig, **sizes: Any) -> StepBytes:
         "loss backward": state + loss.saved + loss.backward,
         "optimizer": 16 * count,
     }
+    if step.ranks > 1:
+        phases["sum of gradients"] = 16 * count + gradient_message(count)
     if config.checkpoint != "none" and step.chunk == 1:
         # autocast keeps its copies of the matrices until the loss has run
         phases["loss forward"] += layers * step.copies
@@ -422,6 +430,11 @@ def predict_step(config: ModelConfig, **sizes: Any) -> StepBytes:
         peak=peak,
         host=layers * step.residual if step.offloads else 0,
     )
+
+
+def gradient_message(parameters: int) -> int:
+    """Bytes that Ranks.sum_gradients() adds up: all gradients and the loss, in float32."""
+    return 4 * (parameters + 1)
 
 
 def phases_of_block(step: StepShape, state: int) -> dict[str, float]:

@@ -1,0 +1,369 @@
+"""What a step costs on many ranks: bytes sent, seconds and memory, by calculation.
+
+    plan = plan_ranks(config, vocab_size, backend, dtype, world=64, speed=..., hosts=...)
+
+Of a step's tokens each rank computes its share, 1 / world. Its seconds are
+
+    outside attention    a constant a token, in proportion to the model's matrix products
+    attention            a constant a query and visible key, in proportion to layers x hidden_size
+    optimizer            the same on every rank, for all ranks keep all weights
+    exchange             around or in the attention of sequences that several ranks share
+    gradients            one all-reduce of float32 after the last pass, which nothing hides
+
+The three constants are fitted to measured steps of one GPU (fit_speed). Attention is causal over
+the whole sequence; documents would make it cheaper.
+
+Bytes that a rank sends for one attention call, where W ranks share a sequence, q is the bytes of
+this rank's queries (as many as of its output) and k those of its keys (as many as of its values),
+e bytes an element; W = 1 sends nothing:
+
+                 forward               backward
+    heads        (2q + 2k)(W - 1)/W    the same, of the gradients
+    gather       2k (W - 1)            that again, and dk, dv in float32: 2k (4/e)(W - 1)
+    ring         2k (W - 1)            that again, and dk, dv in float32: 2k (4/e) W
+
+The ring's dk, dv make one hop more, home to the rank of their keys. With H query heads and H_kv
+key/value heads, k = q H_kv / H. Under parallel.how=auto, h ranks share the heads, and W / h of them
+form a ring for the same heads: both rows count, for W = h and for W / h.
+
+Jacobs et al., "DeepSpeed Ulysses" (2023, arXiv:2309.14509) for heads; Liu et al., "Ring Attention"
+(2023, arXiv:2310.01889) for the ring; Llama 3 (2024, arXiv:2407.21783), section 3.3.2, for gather.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from attention import Backend
+from attention.context import Group, Shards
+from config import ModelConfig, RunConfig
+from training.plan import (
+    gradient_message,
+    matrix_elements,
+    mlp_widths,
+    parameter_count,
+    predict_step,
+)
+from training.ranks import Ranks
+from training.schedule import will_compile
+from training.sharing import check_shares, way_to_share
+
+# of attention's FLOPs, 2 of 7 matrix products are the forward pass's
+FORWARD = 2 / 7
+
+
+@dataclass(frozen=True)
+class Link:
+    """How long a rank takes to send; the same at once in both directions."""
+
+    name: str
+    gb_per_s: float = 0.0  # of a link that was not measured, at any size
+    # by the name of the call, bytes sent and their seconds, from (0, latency) on
+    measured: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+
+    def seconds(self, call: str, sent: float) -> float:
+        """Of one call in which a rank sends that many bytes: linear between measured sizes, and at
+        the speed of the largest beyond.
+        """
+        if not sent:
+            return 0.0
+        if not self.measured:
+            return sent / (1e9 * self.gb_per_s)
+        sizes, seconds = zip(*self.measured[call], strict=True)
+        return float(np.interp(sent, sizes, seconds)) * max(1.0, sent / sizes[-1])
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """GPUs in hosts: the links inside a host and between hosts."""
+
+    link: Link
+    network: Link
+    per_host: int
+
+    def reaching(self, span: int, world: int) -> Link:
+        """The slowest link between `span` ranks that follow one another."""
+        inside = world <= self.per_host or self.per_host % span == 0
+        return self.link if inside else self.network
+
+    def all_reduce_seconds(self, size: float, world: int) -> float:
+        """Of `size` bytes over all ranks, as NCCL does it: summed inside each host, so that every
+        GPU holds its share of the sum, then the shares between hosts, then back. A rank sends
+        2 (W - 1) / W of the size in all.
+        """
+        inside = min(world, self.per_host)
+        hosts = math.ceil(world / inside)
+        return self.link.seconds("all_reduce", ring_sum(size, inside)) + self.network.seconds(
+            "all_reduce", ring_sum(size / inside, hosts)
+        )
+
+
+def ring_sum(size: float, world: int) -> float:
+    """Bytes that a rank sends where `world` ranks add up `size` bytes: a reduce-scatter and an
+    all-gather (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
+    """
+    return 2 * (world - 1) / world * size
+
+
+class Message(NamedTuple):
+    call: str  # whose measured speed counts
+    sent: float  # bytes that a rank sends in one
+    times: int = 1
+
+
+class Exchange(NamedTuple):
+    """What a rank sends around and in one attention call."""
+
+    heads: list[Message]  # forward, and once more backward: nothing hides them
+    forward: list[Message]  # of a ring or a gather
+    backward: list[Message]
+    home: list[Message]  # the last hop of a ring's dk and dv, behind the last attention
+
+    def sent(self, forwards: int = 1) -> float:
+        """Bytes of so many forward passes and a backward pass."""
+        every = [*self.heads, *self.forward] * forwards
+        every += [*self.heads, *self.backward, *self.home]
+        return sum(each.sent * each.times for each in every)
+
+    def exposed_seconds(
+        self, forward: float, backward: float, *, to_heads: Link, to_keys: Link, forwards: int = 1
+    ) -> float:
+        """What attention does not hide, of so many forward passes and a backward pass; it takes
+        `forward` and `backward` seconds beside the messages of these names.
+        """
+        swaps = seconds_of(self.heads, to_heads)
+        hops = max(0.0, seconds_of(self.forward, to_keys) - forward)
+        back = max(0.0, seconds_of(self.backward, to_keys) - backward)
+        return forwards * (swaps + hops) + swaps + back + seconds_of(self.home, to_keys)
+
+
+def seconds_of(messages: list[Message], link: Link) -> float:
+    return sum(each.times * link.seconds(each.call, each.sent) for each in messages)
+
+
+def exchange(q: float, k: float, element: int, *, heads: int, keys: int, how: str) -> Exchange:
+    """Of one attention call. q, k: bytes of a rank's queries and of its keys, in an `element` of so
+    many bytes; see the module's docstring.
+    """
+    swaps = [Message("all_to_all", size * (heads - 1) / heads) for size in (q, k, k, q)]
+    swaps = swaps if heads > 1 else []
+    if keys == 1:
+        return Exchange(swaps, [], [], [])
+    pair, gradients = 2 * k, 2 * k * 4 / element  # k and v; dk and dv in float32
+    if how == "gather":
+        gathered = [Message("send_receive", pair, keys - 1)]
+        summed = [Message("send_receive", gradients, keys - 1)]
+        return Exchange(swaps, gathered, [*gathered, *summed], [])
+    return Exchange(
+        swaps,
+        [Message("send_receive", pair, keys - 1)],
+        [Message("send_receive", pair + gradients, keys - 1)],
+        [Message("send_receive", gradients)],
+    )
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one rank's share of a step."""
+
+    rest: float  # outside attention
+    attention: float  # forward, backward, and what of it is computed twice
+    optimizer: float
+
+    @property
+    def all(self) -> float:
+        return self.rest + self.attention + self.optimizer
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one GPU, by measured steps of one model."""
+
+    matrices: float  # seconds a token and a parameter that it is multiplied by
+    pairs: float  # seconds a token, a token of its sequence, a layer and a feature of hidden_size
+    optimizer: float  # seconds a parameter
+    error: float = 0.0  # the largest share by which the fit misses a measured step
+    tokens: int = 0  # of a measured step, in one pass
+    parameters: int = 0  # of the measured model
+
+    def seconds(self, config: ModelConfig, vocab_size: int, tokens: float, seq_len: int) -> Seconds:
+        """Of `tokens` of sequences of seq_len. Recomputation counts as its share of FLOPs."""
+        multiplied, size = multiplied_parameters(config, vocab_size), config.hidden_size
+        blocks = config.num_layers * matrix_elements(config)
+        if config.checkpoint == "attention":
+            # proj and `down` need not run again: their inputs are what was kept or made again
+            blocks -= config.num_layers * size * (size + mlp_widths(config)[1])
+        again = blocks / 3 if config.checkpoint in ("attention", "block") else 0
+        attention = 1 + FORWARD if config.checkpoint == "block" else 1
+        return Seconds(
+            self.matrices * tokens * (multiplied + again),
+            self.pairs * tokens * seq_len * config.num_layers * size * attention,
+            self.optimizer * parameter_count(config, vocab_size),
+        )
+
+
+def multiplied_parameters(config: ModelConfig, vocab_size: int) -> int:
+    """Those that every token is multiplied by: all but the embeddings, which are looked up; see
+    GPT.flops_per_token().
+    """
+    looked_up = config.max_seq_len if config.positions == "learned" else 0
+    looked_up += 0 if config.tie_embeddings else vocab_size
+    return parameter_count(config, vocab_size) - looked_up * config.hidden_size
+
+
+def fit_speed(
+    config: ModelConfig,
+    vocab_size: int,
+    measured: Iterable[tuple[int, float]],
+    *,
+    tokens: int,
+    optimizer: float,
+) -> Speed:
+    """The two constants that miss measured steps least, by least squares of relative errors.
+
+    measured: sequence lengths and tokens/s, of steps of so many tokens. optimizer: its seconds a
+    step.
+    """
+    lengths, rates = np.array(list(measured), dtype=float).T
+    seconds = tokens / rates
+    unit = Speed(1.0, 1.0, 0.0)
+    parts = [unit.seconds(config, vocab_size, tokens, length) for length in lengths]
+    matrix = np.array([[part.rest, part.attention] for part in parts]) / seconds[:, None]
+    found = np.linalg.lstsq(matrix, 1 - optimizer / seconds, rcond=None)[0]
+    error = float(np.abs(matrix @ found + optimizer / seconds - 1).max())
+    matrices, pairs = map(float, found)
+    count = parameter_count(config, vocab_size)
+    return Speed(matrices, pairs, optimizer / count, error, tokens, count)
+
+
+@dataclass(frozen=True)
+class RanksPlan:
+    """A step of a run on `world` GPUs."""
+
+    world: int
+    data: int  # among how many ranks the sequences of a step are shared
+    context: int  # ranks that share each sequence
+    heads: int  # ... and of these, those that share its heads
+    passes: int  # of a rank, in one step
+    pass_tokens: int  # of a rank
+    step_seconds: float
+    tokens_per_sec: float
+    speedup: float  # over one GPU that takes the same step
+    exchange_seconds: float  # of attention, as far as the attention itself does not hide it
+    gradient_seconds: float
+    exchange_bytes: float  # that a rank sends in a step
+    gradient_bytes: float
+    peak_bytes: int  # of a rank
+
+    @property
+    def sent_bytes(self) -> float:
+        return self.exchange_bytes + self.gradient_bytes
+
+    @property
+    def efficiency(self) -> float:
+        return self.speedup / self.world
+
+
+def plan_ranks(
+    config: RunConfig,
+    vocab_size: int,
+    backend: Backend,
+    dtype: torch.dtype,
+    *,
+    world: int,
+    speed: Speed,
+    blocks_speed: Speed,
+    hosts: Hosts,
+) -> RanksPlan:
+    """One step of config on `world` GPUs. One GPU takes each sequence whole, whatever
+    config.parallel says. blocks_speed: with the kernels of rings, which attend to a block of keys.
+
+    Raises ValueError for ranks among which the step does not divide.
+    """
+    model, length, element = config.model, config.seq_len, dtype.itemsize
+    context, how = (config.parallel.context if world > 1 else 1), config.parallel.how
+    heads = way_to_share(config)["heads"] if context > 1 else 1
+    keys = context // heads
+    data, sequences, passes = share_step(config, world, context, keys)
+    calls = passes * model.num_layers
+
+    own = sequences * length // context  # tokens of a rank in one pass
+    q, k = (element * own * n * model.head_dim for n in (model.num_heads, model.kv_heads))
+    messages = exchange(q, k, element, heads=heads, keys=keys, how=how)
+    tokens = config.sequences_per_step * length
+    kernels = speed if keys == 1 else replace(speed, pairs=blocks_speed.pairs)
+    compute = kernels.seconds(model, vocab_size, tokens / world, length)
+    # under checkpoint=block the backward pass begins with attention's forward pass
+    forwards = 2 if model.checkpoint == "block" else 1
+    # a ring's last block of keys has arrived before it is computed: nothing moves beside it
+    beside = 0.0 if how == "gather" else (keys - 1) / keys * compute.attention / calls
+    share = FORWARD / (1 + FORWARD * (forwards - 1))  # of attention's time, one forward pass
+    exposed = calls * messages.exposed_seconds(
+        share * beside,
+        (1 - forwards * share) * beside,
+        to_heads=hosts.reaching(heads, world),
+        to_keys=hosts.reaching(context, world),
+        forwards=forwards,
+    )
+
+    count = parameter_count(model, vocab_size)
+    gradients = gradient_message(count)
+    summing = hosts.all_reduce_seconds(gradients, world)
+    seconds = compute.all + exposed + summing
+    memory = predict_step(
+        model,
+        vocab_size=vocab_size,
+        batch_size=sequences,
+        seq_len=length // context,
+        backend=backend,
+        dtype=dtype,
+        compiled=will_compile(model, backend, "cuda", compile_mode=config.compile),
+        accumulates=passes > 1,
+        ranks=world,
+        shares_heads=heads > 1,
+    )
+    return RanksPlan(
+        world,
+        data,
+        context,
+        heads,
+        passes,
+        own,
+        step_seconds=seconds,
+        tokens_per_sec=tokens / seconds,
+        speedup=speed.seconds(model, vocab_size, tokens, length).all / seconds,
+        exchange_seconds=exposed,
+        gradient_seconds=summing,
+        exchange_bytes=calls * messages.sent(forwards),
+        gradient_bytes=ring_sum(gradients, world),
+        peak_bytes=memory.peak + (key_buffers(k, element, keys, how) if keys > 1 else 0),
+    )
+
+
+def share_step(config: RunConfig, world: int, context: int, keys: int) -> tuple[int, int, int]:
+    """Ranks that share the sequences of a step, sequences of one pass of a rank, and its passes.
+    Raises ValueError for what does not divide.
+    """
+    if world % context:
+        below = world - world % context
+        raise ValueError(
+            f"ranks={world} is not a multiple of parallel.context={context}; take "
+            f"ranks={below or context} or another parallel.context"
+        )
+    data = world // context
+    check_shares(config, Ranks(world=world, context=context, shards=Shards(ring=Group(size=keys))))
+    # without tokens_per_step the ranks share one pass
+    sequences = int(config.batch_size) // (1 if config.tokens_per_step else data)
+    return data, sequences, config.sequences_per_step // data // sequences
+
+
+def key_buffers(k: int, element: int, keys: int, how: str) -> int:
+    """Bytes beside a rank's own k and v, as if the worst moment of a step were theirs: the ring has
+    a block that is computed and one that arrives, and dk and dv in float32; gather has all of them.
+    """
+    pair, gradients = 2 * k, 2 * k * 4 // element
+    return (pair + gradients) * keys if how == "gather" else 2 * pair + gradients
