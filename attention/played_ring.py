@@ -7,6 +7,7 @@ numbers are theirs. Broken merges are the mistakes of attention.defects one leve
 rank, wrong on two.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,14 +66,14 @@ class PlayedCall(torch.autograd.Function):
         )
 
 
-def dealt(x: Tensor, positions: list[Tensor]) -> list[Tensor]:
+def dealt(x: Tensor, positions: Sequence[Tensor]) -> list[Tensor]:
     """The part of each rank of x (B, H, N) or (B, H, N, D)."""
     return [x[:, :, each] for each in positions]
 
 
-def collected(parts: tuple[Tensor, ...], positions: list[Tensor]) -> Tensor:
+def collected(parts: Sequence[Tensor], positions: Sequence[Tensor]) -> Tensor:
     """The way back."""
-    return torch.cat(parts, 2)[:, :, torch.cat(positions).argsort()]
+    return torch.cat(list(parts), 2)[:, :, torch.cat(list(positions)).argsort()]
 
 
 @dataclass(frozen=True)
@@ -87,27 +88,32 @@ class PlayedRing:
         k: Tensor,
         v: Tensor,
         *,
-        causal: bool,
-        window: int | None = None,
-        document_ids: Tensor | None = None,
-        ranks: int | None = None,
         return_max_score: bool | Tensor = False,
         **settings: Any,
     ) -> Output:
-        mask = {"causal": causal, "window": window, "document_ids": document_ids}
-        queries, keys = (zigzag(x.shape[2], ranks or RANKS, q.device) for x in (q, k))
-        call = RingCall(
-            self.ring,
-            queries,
-            keys,
-            visible_keys(q, k, **mask),
-            settings,
-            look=bool(return_max_score),
-        )
+        call = self.call_of(q, k, look=bool(return_max_score), **settings)
         out, lse, max_score = PlayedCall.apply(q, k, v, call)
         if return_max_score is False:
             return AttentionOutput(out, lse)
         return ScoredOutput(out, lse, max_score)
+
+    def call_of(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        causal: bool,
+        window: int | None = None,
+        document_ids: Tensor | None = None,
+        ranks: int | None = None,
+        look: bool = False,
+        **settings: Any,
+    ) -> RingCall:
+        """What the ranks know of a call on q (B, H, N, D) and k (B, H_kv, M, D)."""
+        mask = {"causal": causal, "window": window, "document_ids": document_ids}
+        queries, keys = (zigzag(x.shape[2], ranks or RANKS, q.device) for x in (q, k))
+        visible = visible_keys(q, k, **mask)
+        return RingCall(self.ring, queries, keys, visible, settings, look)
 
 
 def no_max(state: OnlineSoftmax, other: OnlineSoftmax) -> OnlineSoftmax:
