@@ -220,11 +220,11 @@ def trace(
     # where the exact loop skips a tile, its earlier output still holds
     exact_so_far = _carried({step.keys: step.out for step in exact_steps}, tiles)
     reference = _carried({step.keys: step.out for step in true_steps}, tiles)
-    error = _row_errors([step.out for step in steps], reference)
+    error = row_errors([step.out for step in steps], reference)
     off_budget = [step.broken() | ~(off <= budget) for step, off in zip(steps, error, strict=True)]
     bad = torch.stack(off_budget)
     breaks = [
-        None if fates[i] == "right" else _start_of_last_run(bad[:, i - rows.start].tolist())
+        None if fates[i] == "right" else start_of_last_run(bad[:, i - rows.start].tolist())
         for i in rows
     ]
     exact_by_keys = {step.keys: step for step in exact_steps}
@@ -238,12 +238,12 @@ def trace(
         [exact_by_keys.get(keys) for keys in tiles],
         reference,
         error,
-        _row_errors(exact_so_far, reference),
+        row_errors(exact_so_far, reference),
         breaks,
     )
 
 
-def _row_errors(outs: list[Tensor], reference: list[Tensor]) -> list[Tensor]:
+def row_errors(outs: list[Tensor], reference: list[Tensor]) -> list[Tensor]:
     """The largest error of each row after each tile."""
     return [
         (out.double() - expected).abs().amax(-1)
@@ -348,7 +348,7 @@ def _carried(outs: dict[tuple[int, int], Tensor], tiles: list[tuple[int, int]]) 
     return carried
 
 
-def _start_of_last_run(bad: list[bool]) -> int | None:
+def start_of_last_run(bad: list[bool]) -> int | None:
     """The first of the true values at the end of the list."""
     start = None
     for i in reversed(range(len(bad))):

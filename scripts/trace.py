@@ -1,16 +1,16 @@
-"""Watch one attention call tile by tile: what each tile adds, how the sums are corrected, and where
-a broken one breaks.
+"""Watch one attention call tile by tile, or a ring of ranks hop by hop: what each step adds, how
+the sums are corrected, and where a broken one breaks.
 
     python -m scripts.trace attention=no_max dtype=fp16 inputs=large
 
-Prints the tiles of one tile of queries and writes a page that replays them, exact beside broken.
+Prints the steps of one query and writes a page that replays them, exact beside broken.
 Arguments are key=value; every key has a default, and the first thing to look at is
 an example of eight keys that can be followed by hand:
 
-    attention      a tile loop: its name, or pkg.module:NAME for your own (no_rescale; with run=,
-                   the run's)
+    attention      a tile loop or a ring: its name, or pkg.module:NAME for your own (no_rescale;
+                   with run=, the run's)
     dtype          fp32, bf16 or fp16, of q, k and v (fp32; with run=, what the run computes in)
-    softmax_dtype  float32, or input to keep scores and sums in dtype too (float32)
+    softmax_dtype  of a tile loop: float32, or input to keep scores and sums in dtype too (float32)
     inputs         worked, or random ones: normal, large, growing, spike, huge, negative, up, down,
                    ties, ones (worked)
     seq_len        queries and keys of random inputs (128)
@@ -20,6 +20,8 @@ an example of eight keys that can be followed by hand:
                    example)
     block_q        queries of a tile (16; 4)
     block_kv       keys of a tile (16; 4; with run=, the run's)
+    ranks          of a ring: how many share the sequence (4; 2 for the worked example; with run=,
+                   the run's)
     row            the query to follow (the first that breaks in the last tile of queries that does)
     run            a run's directory: take the q, k and v of its trained weights on held-out data
     layer          of the run (0)
@@ -39,11 +41,14 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, AttentionOutput, Backend, dtype_name, get_backend
+from attention.played_ring import RANKS, PlayedRing
+from attention.ring_trace import RingTrace, trace_ring
 from attention.trace import Trace, trace
 from conformance.cases import ADVERSARIAL, Case
 from data import build_data
 from scripts.arguments import Device, check_at_least, command
 from scripts.trace_page import render_page
+from scripts.trace_ring import MAX_RANKS, first_merge, render_ring, ring_sentence, ring_table
 from training.device import DTYPES, pick_device
 from training.files import check_writable, write_file
 from training.memory import cpu_memory_limit, describe_out_of_memory, is_out_of_memory
@@ -60,7 +65,7 @@ WORKED_Q = [
     [0.1, 0.6, -0.8, 0.5],
 ]
 WORKED_SCORES = [0.8, 0.3, -0.1, 0.5, 1.2, -0.4, 0.6, 0.1]  # of the first query
-WORKED_COLUMNS = ("weight of\ntile 1", "weight of\ntile 2", "mean\nposition", "sum of\nweights")
+WORKED_COLUMNS = ("weight of\nkeys 0–3", "weight of\nkeys 4–7", "mean\nposition", "sum of\nweights")
 # the tensor that breaks, in words
 CAUSES = {
     "scores": "a score is not finite",
@@ -79,7 +84,7 @@ INPUTS = ("worked", *(name for name in ADVERSARIAL if name != "trained"))
 class Options:
     attention: str | None = None
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    softmax_dtype: Literal["float32", "input"] = "float32"
+    softmax_dtype: Literal["float32", "input"] | None = None
     inputs: Literal[INPUTS] | None = None
     seq_len: int | None = None
     head_dim: int | None = None
@@ -87,6 +92,7 @@ class Options:
     causal: bool | None = None
     block_q: int | None = None
     block_kv: int | None = None
+    ranks: int | None = None
     row: int | None = None
     run: Path | None = None
     layer: int | None = None
@@ -96,7 +102,9 @@ class Options:
     out: Path = Path("trace.html")
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "seq_len", "head_dim", "block_q", "block_kv")
+        check_at_least(self, 1, "seq_len", "head_dim", "block_q", "block_kv", "ranks")
+        if self.ranks is not None and self.ranks > MAX_RANKS:
+            raise ValueError(f"ranks={self.ranks}: a page shows at most {MAX_RANKS}")
         check_at_least(self, 0, "layer", "head", "sequence")
         if not self.out.parent.is_dir():
             raise ValueError(f"out={self.out}: there is no folder {self.out.parent}")
@@ -129,6 +137,7 @@ class Call(NamedTuple):
     block_q: int
     block_kv: int
     row: int | None = None
+    ranks: int = RANKS
     columns: tuple[str, ...] | None = None  # what the entries of an output row mean
 
 
@@ -163,6 +172,7 @@ def made_call(options: Options) -> Call:
             4,
             4,
             0,
+            2,
             WORKED_COLUMNS,
         )
     seq_len, head_dim = options.seq_len or 128, options.head_dim or 16
@@ -209,10 +219,11 @@ def captured_call(options: Options) -> Call:
         f"layer {layer}, head {head} of {options.run} after {trained.step} steps, held-out "
         f"sequence {sequence}"
     )
-    block_kv = trained.model.backend.options.get("block_kv")
-    block_kv = block_kv or BACKENDS["tiled"].options["block_kv"]
-    name = config.attention.backend_name
-    return Call(q, k, v, arguments["causal"], arguments["scale"], source, name, 16, block_kv)
+    of_run = trained.model.backend.options
+    block_kv = of_run.get("block_kv") or BACKENDS["tiled"].options["block_kv"]
+    name, ranks = config.attention.backend_name, of_run.get("ranks") or RANKS
+    causal, scale = arguments["causal"], arguments["scale"]
+    return Call(q, k, v, causal, scale, source, name, 16, block_kv, ranks=ranks)
 
 
 @torch.no_grad()
@@ -236,52 +247,65 @@ def all_finite(*tensors: Tensor) -> bool:
     return all(bool(x.isfinite().all()) for x in tensors)
 
 
-def pick_backend(name: str, **options: Any) -> Backend:
-    """The backend, or a ValueError that says which ones show their tiles."""
+def plays_ring(backend: Backend) -> bool:
+    return isinstance(backend.fn, PlayedRing)
+
+
+def pick_backend(name: str) -> Backend:
+    """The backend, or a ValueError that says which ones show what they do."""
     backend = get_backend(name)
-    if not backend.observable:
-        traceable = ", ".join(name for name, backend in BACKENDS.items() if backend.observable)
+    if not backend.observable and not plays_ring(backend):
+        traceable = ", ".join(
+            name for name, each in BACKENDS.items() if each.observable or plays_ring(each)
+        )
         raise ValueError(
             f"attention={name} shows nothing of its tiles while it runs; these can be "
             f"traced: {traceable}"
         )
-    return backend.configured(**options)
+    return backend
 
 
-def look(options: Options) -> tuple[Call, Backend, Trace]:
-    """Make or capture the inputs, and trace the backend on them beside the exact loop with the same
-    tiles.
+def look(options: Options) -> tuple[Call, Backend, Trace | RingTrace]:
+    """Make or capture the inputs, and trace the backend on them beside the exact one with the same
+    tiles and ranks.
     """
     call = captured_call(options) if options.run is not None else made_call(options)
-    tiles = {
+    shared: dict[str, Any] = {
         "block_q": options.block_q or call.block_q,
         "block_kv": options.block_kv or call.block_kv,
     }
-    shared = tiles | {"softmax_dtype": options.softmax_dtype}
-    backend = pick_backend(options.attention or call.attention, **shared)
-    row = call.row if options.row is None else options.row
+    backend = pick_backend(options.attention or call.attention)
+    if plays_ring(backend):
+        options.refuse(("softmax_dtype",), f"attention={backend.name} has its sums in float32")
+        shared |= {"ranks": options.ranks or call.ranks}
+    else:
+        options.refuse(("ranks",), f"attention={backend.name} is no ring; attention=ring is one")
+        shared |= {"softmax_dtype": options.softmax_dtype or "float32"}
+    backend = backend.configured(**shared)
+    row = options.row
+    # under a causal mask the first query sees one key, and a ring has nothing to merge
+    if row is None and not (call.causal and plays_ring(backend)):
+        row = call.row
     if row is not None and not 0 <= row < call.q.shape[2]:
         raise ValueError(f"row={row} is not one of the {call.q.shape[2]} queries")
     backend.check_supported(call.q, call.k, call.v, causal=call.causal)
-    exact = get_backend("tiled", **shared)
-    return (
-        call,
-        backend,
-        trace(
-            call.q,
-            call.k,
-            call.v,
-            backend=backend,
-            exact=exact,
-            row=row,
-            causal=call.causal,
-            scale=call.scale,
-        ),
+    run, exact = (trace_ring, "ring") if plays_ring(backend) else (trace, "tiled")
+    replay = run(
+        call.q,
+        call.k,
+        call.v,
+        backend=backend,
+        exact=get_backend(exact, **shared),
+        row=row,
+        causal=call.causal,
+        scale=call.scale,
     )
+    return call, backend, replay
 
 
 def headline(call: Call, backend: Backend) -> str:
     options = backend.options
+    ring = f", on a ring of {options['ranks']}" if plays_ring(backend) else ""
     (*_, num_queries, head_dim), dtype = call.q.shape, dtype_name(call.q.dtype)
     return (
         f"attention={backend.name} in "
@@ -289,11 +313,11 @@ def headline(call: Call, backend: Backend) -> str:
         f"{call.source}: "
         f"{num_queries} queries and keys of head_dim "
         f"{head_dim}{', causal' if call.causal else ''}, "
-        f"tiles of {options['block_q']} queries by {options['block_kv']} keys"
+        f"tiles of {options['block_q']} queries by {options['block_kv']} keys{ring}"
     )
 
 
-def verdict(found: Trace, dtype: torch.dtype) -> str:
+def verdict(found: Trace | RingTrace, dtype: torch.dtype) -> str:
     """What came out, and where it began, in a sentence each."""
     counts = Counter(fate for fate in found.fates if fate != "right")
     if not counts:
@@ -308,6 +332,8 @@ def verdict(found: Trace, dtype: torch.dtype) -> str:
     text = f"{counts.total()} of {len(found.fates)} rows come out wrong{fates}."
     if found.first is None:
         return text + " Nothing leaves the finite range."
+    if isinstance(found, RingTrace):
+        return f"{text} {first_merge(found)}"
     queries, keys, cause, score = found.first
     why = CAUSES[cause].format(dtype=dtype_name(dtype))
     return (
@@ -362,15 +388,18 @@ def main(options: Options) -> None:
         "verdict": verdict(replay, call.q.dtype),
         "defect": backend.defect,
     }
-    page = render_page(
-        replay,
-        backend=backend,
-        dtype=call.q.dtype,
-        columns=call.columns,
-        command=" ".join(x for x in sys.argv[1:] if not x.startswith("out=")),
-        **text,
-    )
-    print(*filter(None, text.values()), "", table(replay), "", sep="\n")
+    about = {
+        "backend": backend,
+        "dtype": call.q.dtype,
+        "columns": call.columns,
+        "command": " ".join(x for x in sys.argv[1:] if not x.startswith("out=")),
+    }
+    if isinstance(replay, RingTrace):
+        page, shown = render_ring(replay, **about, **text), ring_table(replay)
+        shown = f"{ring_sentence(replay)}\n\n{shown}"
+    else:
+        page, shown = render_page(replay, **about, **text), table(replay)
+    print(*filter(None, text.values()), "", shown, "", sep="\n")
     write_file(options.out, page)
     print(f"{options.out}: {len(page) / 1e6:.2f} MB, open it in a browser")
 

@@ -1,5 +1,5 @@
-"""The HTML page of scripts/trace.py: trace.html with the numbers of a trace in it. Needs nothing
-but a browser.
+"""The HTML page of scripts/trace.py: trace.html with the numbers of a trace in it, and the script
+that draws such a trace. Needs nothing but a browser.
 """
 
 import json
@@ -56,9 +56,15 @@ def render_page(
         "breaks": found.breaks[kept],
         "steps": steps,
     }
+    return fill("trace_tiles.js", data)
+
+
+def fill(script: str, data: dict[str, Any]) -> str:
+    """The page of `data`, drawn by `script`."""
     # a browser ends the script at the first </script, wherever it stands
     embedded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return TEMPLATE.read_text().replace("/*DATA*/null", embedded, 1)
+    drawn = TEMPLATE.read_text().replace("/*PAGE*/", TEMPLATE.with_name(script).read_text(), 1)
+    return drawn.replace("/*DATA*/null", embedded, 1)
 
 
 def rows_that_fit(found: Trace) -> range:
@@ -71,7 +77,12 @@ def rows_that_fit(found: Trace) -> range:
             f"{MAX_NUMBERS:,} that a page shows: "
             "follow an earlier row, or take a shorter seq_len"
         )
-    start = min(max(found.row - count // 2, found.rows.start), found.rows.stop - count)
+    return around(found.row, found.rows, count)
+
+
+def around(row: int, rows: range, count: int) -> range:
+    """`count` of `rows`, with `row` in their middle where that is possible."""
+    start = min(max(row - count // 2, rows.start), rows.stop - count)
     return range(start, start + count)
 
 

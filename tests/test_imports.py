@@ -51,6 +51,7 @@ ALSO = {
     "diagnose": {"tiled", "naive"},
     "played_ring": {"defects", "tiled"},
     "probe": {"diagnose"},
+    "ring_trace": {"played_ring", "trace"},
     "tile_op": {"backends", "tiled"},
 }
 LAZY = {

@@ -77,6 +77,14 @@ def test_a_broken_merge_is_wrong_on_two_ranks(name):
     assert wrong.any()
 
 
+def test_local_softmax_sums_to_the_ranks_that_a_row_sees():
+    """A regression test: the first block came in without its own softmax."""
+    (q, k, v), _ = inputs()
+    backend = get_backend("ring_local_softmax", ranks=4)
+    out = attention(q, k, torch.ones_like(v), backend=backend, causal=False).out
+    torch.testing.assert_close(out, torch.full_like(out, 4.0))
+
+
 @pytest.mark.parametrize("name", DEFECTS)
 def test_the_gradient_of_a_broken_merge_is_that_of_what_it_computes(name):
     """As autograd finds it through all tiles and merges of two ranks."""
