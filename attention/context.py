@@ -14,7 +14,7 @@ grid: ranks that follow one another exchange heads, and a ring joins those of th
 Dimensions: B batch, H heads, N tokens of the sequence, W ranks, D head dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,10 +71,11 @@ class Shards:
         """What `attend`, which is attention(), makes of the whole sequence, for this rank's tokens.
 
         q (B, H, n, D), k, v (B, H_kv, n, D), out (B, H, n, D) and lse (B, H, n) are those of the n
-        tokens at positions(); document_ids (B, N) those of the whole sequence. max_score is that of
-        the scores that this rank has computed, -inf for the heads of others.
+        tokens at positions(); document_ids (B, N) those of the whole sequence. lse is None where
+        heads are exchanged. max_score is that of the scores that this rank has computed, -inf for
+        the heads of others.
         """
-        q, k, v = map(self.to_heads, (q, k, v))
+        q, k, v = self.to_heads(q, k, v)
         arguments = {
             "causal": causal,
             "scale": q.shape[-1] ** -0.5 if scale is None else scale,
@@ -88,23 +89,23 @@ class Shards:
         else:
             out, lse, *scores = attend(q, k, v, backend=backend, **arguments)
             max_score = scores[0] if scores else None
-        out = self.to_tokens(out)
-        lse = None if lse is None else self.to_tokens(lse.unsqueeze(-1)).squeeze(-1)
+        if self.heads.size > 1:
+            out, lse = self.to_tokens(out), None
         if return_max_score is False:
             return AttentionOutput(out, lse)
         return ScoredOutput(out, lse, None if max_score is None else self.of_all_heads(max_score))
 
-    def to_heads(self, x: Tensor) -> Tensor:
-        """From (B, H, n, D), the tokens of this rank, to (B, H / W, W n, D), its heads."""
+    def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """From (B, H, n, D), the tokens of this rank, to (B, H / W, W n, D), its heads; all in one
+        message, and H may differ.
+        """
         if self.heads.size == 1:
-            return x
-        return exchange_tokens(x, self.heads.name, self.heads.size)
+            return tensors
+        return exchange_tokens(tensors, self.heads.name, self.heads.size)
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """The way back."""
-        if self.heads.size == 1:
-            return x
-        return exchange_heads(x, self.heads.name, self.heads.size)
+        return exchange_heads([x], self.heads.name, self.heads.size)[0]
 
     def of_all_heads(self, x: Tensor) -> Tensor:
         """From (B, H / W) of this rank's heads to (B, H), -inf for the heads of the others."""
@@ -177,51 +178,58 @@ def share(rank: int, world: int, context: int, *, heads: int, gather: bool = Fal
     return Shards(Group("heads", head, heads), Group("ring", place, context // heads), gather)
 
 
-def _swap(parts: Tensor, group: str) -> Tensor:
-    """Send parts[i] to rank i; returns what all ranks sent here, in their order."""
+def _swap(parts: list[Tensor], group: str) -> list[Tensor]:
+    """Send each[i] (W, B, H, n, D) to rank i; returns what all ranks sent here, in their order."""
     from torch import distributed
 
-    received = torch.empty_like(parts)
-    distributed.all_to_all_single(received, parts, group=_groups[group])
-    return received
+    world, batch, _, tokens, dim = parts[0].shape
+    counts = [each.shape[2] for each in parts]
+    sent = parts[0].new_empty(world, batch, sum(counts), tokens, dim)
+    for place, each in zip(sent.split(counts, 2), parts, strict=True):
+        place.copy_(each)
+    received = torch.empty_like(sent)
+    distributed.all_to_all_single(received, sent, group=_groups[group])
+    return list(received.split(counts, 2))
 
 
 @torch.library.custom_op("tilegpt::exchange_tokens", mutates_args=())
-def exchange_tokens(x: Tensor, group: str, world: int) -> Tensor:
-    """(B, H, N / W, D) to (B, H / W, N, D)."""
-    parts = x.unflatten(1, (world, -1)).movedim(1, 0).contiguous()  # (W, B, H / W, N / W, D)
-    return _swap(parts, group).movedim(0, 2).flatten(2, 3).contiguous()
+def exchange_tokens(tensors: Sequence[Tensor], group: str, world: int) -> list[Tensor]:
+    """Each (B, H, N / W, D) to (B, H / W, N, D)."""
+    parts = [x.unflatten(1, (world, -1)).movedim(1, 0) for x in tensors]  # (W, B, H / W, N / W, D)
+    return [x.movedim(0, 2).flatten(2, 3).contiguous() for x in _swap(parts, group)]
 
 
 @torch.library.custom_op("tilegpt::exchange_heads", mutates_args=())
-def exchange_heads(x: Tensor, group: str, world: int) -> Tensor:
-    """(B, H / W, N, D) to (B, H, N / W, D)."""
-    parts = x.unflatten(2, (world, -1)).movedim(2, 0).contiguous()  # (W, B, H / W, N / W, D)
-    return _swap(parts, group).movedim(0, 1).flatten(1, 2).contiguous()
+def exchange_heads(tensors: Sequence[Tensor], group: str, world: int) -> list[Tensor]:
+    """Each (B, H / W, N, D) to (B, H, N / W, D)."""
+    parts = [x.unflatten(2, (world, -1)).movedim(2, 0) for x in tensors]  # (W, B, H / W, N / W, D)
+    return [x.movedim(0, 1).flatten(1, 2).contiguous() for x in _swap(parts, group)]
 
 
 @exchange_tokens.register_fake
-def _(x: Tensor, group: str, world: int) -> Tensor:
-    batch, heads, tokens, dim = x.shape
-    return x.new_empty(batch, heads // world, tokens * world, dim)
+def _(tensors: Sequence[Tensor], group: str, world: int) -> list[Tensor]:
+    shapes = [(x.shape[0], x.shape[1] // world, x.shape[2] * world, x.shape[3]) for x in tensors]
+    return [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
 
 
 @exchange_heads.register_fake
-def _(x: Tensor, group: str, world: int) -> Tensor:
-    batch, heads, tokens, dim = x.shape
-    return x.new_empty(batch, heads * world, tokens // world, dim)
+def _(tensors: Sequence[Tensor], group: str, world: int) -> list[Tensor]:
+    shapes = [(x.shape[0], x.shape[1] * world, x.shape[2] // world, x.shape[3]) for x in tensors]
+    return [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, ctx.group, ctx.world = inputs
 
 
 # the gradient of a permutation across ranks is the way back
 exchange_tokens.register_autograd(
-    lambda ctx, grad: (exchange_heads(grad, ctx.group, ctx.world), None, None), setup_context=_keep
+    lambda ctx, grads: (exchange_heads(grads, ctx.group, ctx.world), None, None),
+    setup_context=_keep,
 )
 exchange_heads.register_autograd(
-    lambda ctx, grad: (exchange_tokens(grad, ctx.group, ctx.world), None, None), setup_context=_keep
+    lambda ctx, grads: (exchange_tokens(grads, ctx.group, ctx.world), None, None),
+    setup_context=_keep,
 )
 
 

@@ -99,6 +99,8 @@ class Processes:
         without = {"cross_length", "max_score"}
         if not self.setting.target:
             without |= {"alibi_slopes", "score_mod"}  # which Shards.attention() does not take
+        if self.setting.heads > 1:
+            without |= {"lse"}
         return replace(
             given,
             name=self.setting.target or given.name,

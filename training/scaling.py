@@ -149,7 +149,8 @@ def exchange(q: float, k: float, element: int, *, heads: int, keys: int, how: st
     """Of one attention call. q, k: bytes of a rank's queries and of its keys, in an `element` of so
     many bytes; see the module's docstring.
     """
-    swaps = [Message("all_to_all", size * (heads - 1) / heads) for size in (q, k, k, q)]
+    # q, k and v together, and the output
+    swaps = [Message("all_to_all", size * (heads - 1) / heads) for size in (q + 2 * k, q)]
     swaps = swaps if heads > 1 else []
     if keys == 1:
         return Exchange(swaps, [], [], [])
