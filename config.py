@@ -339,9 +339,11 @@ class ParallelConfig:
     # how they share it: heads (each attends for its heads), ring (keys go round), gather (keys are
     # gathered), or auto: heads as far as they divide, a ring for the rest
     how: str = "auto"
+    # seconds that a rank waits for another; the first one may start wandb or draw meanwhile
+    timeout: int = 600
 
     def __post_init__(self) -> None:
-        _check_at_least(self, 1, "parallel.context")
+        _check_at_least(self, 1, "parallel.context", "parallel.timeout")
         _check_choice(self, "parallel.how", "auto", "heads", "ring", "gather")
         if self.how != "auto" and self.context == 1:
             raise ValueError(

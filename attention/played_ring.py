@@ -23,6 +23,9 @@ from attention.ring import Merge, RankProgram, Ring, RingCall, play, zigzag
 from attention.tiled import TileBlocks
 
 
+RANKS = 4  # that one process plays
+
+
 class PlayedCall(torch.autograd.Function):
     """A call of which this process plays all ranks. It keeps what the ranks keep."""
 
@@ -150,7 +153,7 @@ def ring_backend(name: str, ring: Ring, **fields: Any) -> Backend:
         name,
         PlayedRing(ring),
         features=FEATURES - {"alibi_slopes", "score_mod"},
-        options={"block_q": 128, "block_kv": 64, "ranks": 4},
+        options={"block_q": 128, "block_kv": 64, "ranks": RANKS},
         exact=ring.exact,
         traceable=False,
         ring=ring,

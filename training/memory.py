@@ -20,13 +20,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from training.ranks import ALONE, Ranks
+
 GIB = 1024**3
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 LINUX = sys.platform == "linux"
 
 
 class MemoryMeter:
-    """Peak memory of one run on one device, in GiB.
+    """Peak memory of one run, of the rank that needs most, in GiB.
 
     memory/peak_gib      of tensors, with weights, gradients and the optimizer's state. A GPU's
                          allocator knows it at any time. On a CPU it is that of the steps that were
@@ -35,8 +37,9 @@ class MemoryMeter:
     memory/process_gib   resident memory of the process, with Python and its libraries
     """
 
-    def __init__(self, device: torch.device | str):
+    def __init__(self, device: torch.device | str, ranks: Ranks = ALONE):
         self.device = torch.device(device)
+        self.ranks = ranks
         self._step_bytes: int | None = None
         self._largest: dict[str, float | None] = {}
         self.reset()
@@ -90,12 +93,14 @@ class MemoryMeter:
         return peak * (1 if sys.platform == "darwin" else 1024) / GIB
 
     def row(self) -> dict[str, float | None]:
-        """The three by their names in metrics.jsonl."""
-        row = {
-            "memory/peak_gib": self.peak_gib(),
-            "memory/reserved_gib": self.reserved_gib(),
-            "memory/process_gib": self.process_gib(),
-        }
+        """The three by their names in metrics.jsonl. All ranks must call it."""
+        row = self.ranks.largest_of(
+            {
+                "memory/peak_gib": self.peak_gib(),
+                "memory/reserved_gib": self.reserved_gib(),
+                "memory/process_gib": self.process_gib(),
+            }
+        )
         self._largest = {
             name: value and max(value, self._largest.get(name) or 0.0)
             for name, value in row.items()

@@ -10,12 +10,14 @@ back what it got.
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from math import isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +29,9 @@ if TYPE_CHECKING:
 
     from attention.context import Shards
 
-# how long a rank waits for another: rank 0 may start wandb or compare with float64 meanwhile
-TIMEOUT = timedelta(minutes=10)
-
 PATIENCE = 2.0  # seconds in which the first rank may give the reason for an end of all
 
+log = logging.getLogger("tilegpt")
 _store: Any = None  # torchrun's, by which a rank that fails tells the others why
 
 
@@ -79,6 +79,16 @@ class Ranks:
 
             distributed.all_reduce(x, distributed.ReduceOp.MAX)
         return x
+
+    def largest_of(self, row: dict[str, float | None]) -> dict[str, float | None]:
+        """Each figure's maximum over all ranks; None where they have none."""
+        if not self.several:
+            return row
+        import torch
+
+        figures = torch.tensor([nan if x is None else x for x in row.values()], dtype=torch.float64)
+        found = self.largest(figures).tolist()
+        return {name: None if isnan(x) else x for name, x in zip(row, found, strict=True)}
 
     def any(self, flag: bool) -> bool:
         """Whether it is set on any rank."""
@@ -140,11 +150,19 @@ def of_environment() -> Ranks:
     return Ranks(rank, int(world), int(os.environ.get("LOCAL_RANK", rank)))
 
 
-def join(device: str, context: int = 1, *, heads: int | None = None, gather: bool = False) -> Ranks:
+def join(
+    device: str,
+    context: int = 1,
+    *,
+    heads: int | None = None,
+    gather: bool = False,
+    timeout: float = 600,
+) -> Ranks:
     """Meet the other ranks; on CUDA, take the GPU of this rank. Does nothing alone.
 
     Every `context` ranks that follow one another share their sequences: `heads` of them (all)
-    exchange heads, and a ring joins the rest, or gathers its keys.
+    exchange heads, and a ring joins the rest, or gathers its keys. A rank waits `timeout` seconds
+    for another.
 
     Raises ValueError where this host has no GPU for the rank, or the others do not come.
     """
@@ -169,7 +187,9 @@ def join(device: str, context: int = 1, *, heads: int | None = None, gather: boo
             )
         torch.cuda.set_device(ranks.local_rank)
     if not distributed.is_initialized():
-        _meet(ranks, device)
+        _meet(ranks, device, timedelta(seconds=timeout))
+        if device == "cuda":
+            _compare_gpus(ranks)
     if context > 1:
         from attention.context import share
 
@@ -178,12 +198,12 @@ def join(device: str, context: int = 1, *, heads: int | None = None, gather: boo
     return ranks
 
 
-def _meet(ranks: Ranks, device: str) -> None:
+def _meet(ranks: Ranks, device: str, timeout: timedelta) -> None:
     global _store
     from torch import distributed
 
     try:
-        kept, rank, world = next(distributed.rendezvous("env://", timeout=TIMEOUT))
+        kept, rank, world = next(distributed.rendezvous("env://", timeout=timeout))
         # ranks that are started again must not find the addresses of those before
         _store = distributed.PrefixStore(f"ranks {_restarts()}", kept)
         distributed.init_process_group(
@@ -191,7 +211,7 @@ def _meet(ranks: Ranks, device: str) -> None:
             store=_store,
             rank=rank,
             world_size=world,
-            timeout=TIMEOUT,
+            timeout=timeout,
         )
     except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
         reason = str(error).splitlines()[0]
@@ -199,6 +219,18 @@ def _meet(ranks: Ranks, device: str) -> None:
             f"rank {ranks.rank} of {ranks.world} did not meet the others: {reason}; start all of "
             "them by one torchrun, as in torchrun --standalone --nproc-per-node=2 train.py"
         ) from error
+
+
+def _compare_gpus(ranks: Ranks) -> None:
+    """Warn of GPUs that differ: all ranks go at the pace of the slowest."""
+    import torch
+
+    _store.set(f"GPU {ranks.rank}", torch.cuda.get_device_name())
+    if ranks.first:
+        names = [_store.get(f"GPU {rank}").decode() for rank in range(ranks.world)]
+        if len(set(names)) > 1:
+            listed = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+            log.warning(f"the ranks' GPUs differ, and the slowest sets the pace ({listed})")
 
 
 def leave() -> None:

@@ -161,7 +161,8 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     from training.sharing import check_shares, on_ranks, way_to_share
 
     device = pick_device(config.device)
-    ranks = join(device.type, config.parallel.context, **way_to_share(config))
+    waits = {"timeout": config.parallel.timeout}
+    ranks = join(device.type, config.parallel.context, **waits, **way_to_share(config))
     if ranks.several and device.type == "cuda":  # "cuda" alone is another one in another thread
         device = torch.device("cuda", ranks.local_rank)
     check_shares(config, ranks)

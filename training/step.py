@@ -89,7 +89,7 @@ class Stepper:
         peak = peak_flops(run.device, run.dtype)
         peak = peak and peak * run.ranks.world
         self.throughput = Throughput(run.device, flops_per_token=flops, peak=peak)
-        self.memory = MemoryMeter(run.device)
+        self.memory = MemoryMeter(run.device, run.ranks)
         self.done = start.step
         self.use_attention(backend_after(run.schedule, start.step))
 

@@ -457,6 +457,25 @@ def test_alone_there_is_no_process_group(tmp_path):
     forked.run("-c", code, *tiny(tmp_path), env=environment(), check=True)
 
 
+def test_a_rank_that_never_comes_ends_the_others(tmp_path):
+    asked = tiny(tmp_path / "run", "parallel.timeout=2")
+    alone = start(
+        *asked, WORLD_SIZE="2", RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+    )
+    done = finish(alone)
+    assert done.code == 1 and "rank 0 of 2 did not meet the others" in done.output
+
+
+def test_memory_is_that_of_the_rank_that_needs_most():
+    code = """
+from training.ranks import join
+ranks = join("cpu")
+assert ranks.largest_of({"a": 1.0 + ranks.rank, "b": None}) == {"a": 2.0, "b": None}
+"""
+    call_on_ranks(2, code=code)
+    assert Ranks().largest_of({"a": 1.0, "b": None}) == {"a": 1.0, "b": None}
+
+
 def test_shares():
     assert [Ranks(rank, 2).rows(6) for rank in range(2)] == [slice(0, 3), slice(3, 6)]
     assert Ranks().rows(6) == slice(0, 6) and Ranks().first and not Ranks().several
