@@ -22,7 +22,6 @@ from attention.online_softmax import OnlineSoftmax
 from attention.ring import Merge, RankProgram, Ring, RingCall, play, zigzag
 from attention.tiled import TileBlocks
 
-
 RANKS = 4  # that one process plays
 
 

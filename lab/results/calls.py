@@ -70,6 +70,19 @@ def mutants() -> str:
             f"{sum(there.values())} of {len(there)} caught, {end or 'the same ones as on the CPU'}."
         )
         parts.append(section(again, what, table(KILLS_HEAD, kills(again))))
+    rings = load("mutants_ring")
+    killed = sum(bool(row["killed_by"]) for row in rings["mutants"])
+    what = (
+        f"{len(rings['mutants'])} edits of a ring of four ranks, {killed} of them caught. The others "
+        "change no result: "
+        + "; ".join(
+            f"`{row['name']}`, as {row['survives']}"
+            for row in rings["mutants"]
+            if row["survives"] is not None
+        )
+        + "."
+    )
+    parts.append(section(rings, what, table(KILLS_HEAD, kills(rings))))
     return "\n\n".join(parts)
 
 
