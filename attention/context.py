@@ -146,6 +146,8 @@ def ring(
     tiles = [backend.options.get(name, 0) for name in ("block_q", "block_kv")]
     group = (shards.ring.name, shards.ring.place, shards.ring.size, shards.gather)
     mask = (causal, scale, window, softcap)
+    if isinstance(return_max_score, Tensor) and not torch.compiler.is_compiling():
+        return_max_score = bool(return_max_score)
     look = flag(return_max_score)
     settings = (backend.name, *group, *mask, *tiles)
     out, lse, max_score = ring_attention(q, k, v, document_ids, look, *settings)

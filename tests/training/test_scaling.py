@@ -13,6 +13,8 @@ from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from attention import get_backend
+from attention.mask import intervals
+from attention.ring import GatherCall, RingCall, play, zigzag
 from config import ModelConfig, ParallelConfig, RunConfig
 from conformance.memory_growth import LiveTensors
 from model import GPT, count_parameters
@@ -161,6 +163,43 @@ def test_bytes_in_units_of_a_ranks_queries(how, heads, keys, times_a):
     if heads == 1:
         few = exchange(100, 25, 2, heads=heads, keys=keys, how=how).sent()
         assert few == 25 * times_a
+
+
+@pytest.mark.parametrize("kind, how", [(RingCall, "ring"), (GatherCall, "gather")])
+def test_the_ranks_of_a_ring_send_the_planned_bytes(kind, how):
+    """Counted where their programs send, forward and backward, with two key/value heads of four."""
+    world, length, dtype = 4, 32, torch.bfloat16
+    tokens = zigzag(length, world)
+    visible = intervals(length, length, torch.device("cpu"), causal=True)
+    settings = {"scale": 0.25, "block_q": 16, "block_kv": 16}
+    call = kind(get_backend("tiled").ring, tokens, tokens, visible, settings)
+    sent = [0] * world
+
+    def counted(rank, program):
+        """The program, with what it sends counted."""
+        try:
+            leaving = next(program)
+            while True:
+                sent[rank] += sum(each.tensor.nbytes for each in leaving)
+                leaving = program.send((yield leaving))
+        except StopIteration as end:
+            return end.value
+
+    q, k, v, d_out = (
+        torch.randn(world, 1, heads, length // world, 16).to(dtype) for heads in (4, 2, 2, 4)
+    )
+    outputs = play(
+        [counted(rank, call.forward(rank, *x)) for rank, x in enumerate(zip(q, k, v, strict=True))]
+    )
+    inputs = zip(q, k, v, *zip(*(x[:2] for x in outputs), strict=True), d_out, strict=True)
+    play(
+        [
+            counted(rank, call.backward(rank, *x, torch.zeros_like(x[4])))
+            for rank, x in enumerate(inputs)
+        ]
+    )
+    planned = exchange(q[0].nbytes, k[0].nbytes, 2, heads=1, keys=world, how=how).sent()
+    assert sent == [planned] * world
 
 
 def test_a_ring_shows_what_attention_does_not_hide():
