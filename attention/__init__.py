@@ -37,6 +37,7 @@ from attention.interface import (
 )
 from attention.kernels import kernel_choice
 from attention.probe import probe
+from attention.sinks import with_sinks
 from attention.tile_op import operator_attention
 
 __all__ = [
@@ -75,6 +76,7 @@ def attention(
     alibi_slopes: Tensor | None = None,
     document_ids: Tensor | None = None,
     score_mod: ScoreMod | None = None,
+    sinks: Tensor | None = None,
     return_max_score: bool | Tensor = False,
 ) -> Output:
     """softmax(q k^T * scale, masked) v by the named backend, and no other. Inputs that it does not
@@ -95,6 +97,9 @@ def attention(
                   an id that comes again after another is a new document; needs N == M
     score_mod     any other change of the scores, given with its derivative, in place of softcap and
                   alibi_slopes
+    sinks         (H,) floating: a logit a head in the denominator, as of a key whose value is zero;
+                  lse counts it, max_score does not, and gradients flow to it; needs a backend with
+                  lse
     return_max_score
                   return ScoredOutput(out, lse, max_score), with the largest score of each head (B,
                   H): nearly free from backends with the feature max_score, half a forward pass
@@ -102,10 +107,10 @@ def attention(
                   compiled graph serves both values. Where it holds False, max_score is None, or
                   undefined in a compiled graph
 
-    Order: scale, softcap, alibi, mask, softmax. A row that sees no key gives out = 0 and lse =
-    -inf, with zero gradients. A score of -inf hides its key, also where it comes from overflow. A
-    score of inf or NaN makes its row NaN. Statistics, sums and score changes are float32 (float64
-    for float64); autocast is off inside.
+    Order: scale, softcap, alibi, mask, sinks, softmax. A row that sees no key gives out = 0 and lse
+    = -inf (with a sink, the sink), with zero gradients. A score of -inf hides its key, also where
+    it comes from overflow. A score of inf or NaN makes its row NaN. Statistics, sums and score
+    changes are float32 (float64 for float64); autocast is off inside.
     """
     if isinstance(backend, str):
         backend = get_backend(backend)
@@ -116,8 +121,8 @@ def attention(
         "document_ids": document_ids,
         "score_mod": score_mod,
     }
-    check_inputs(q, k, v, causal=causal, scale=scale, **optional)
-    backend.check_supported(q, k, v, causal=causal, scale=scale, **optional)
+    check_inputs(q, k, v, causal=causal, scale=scale, sinks=sinks, **optional)
+    backend.check_supported(q, k, v, causal=causal, scale=scale, sinks=sinks, **optional)
     optional = prepared(q, k, optional)
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     looked = return_max_score
@@ -135,6 +140,9 @@ def attention(
     with torch.autocast(q.device.type, enabled=False):
         output = function(q, k, v, causal=causal, scale=factor, **arguments, **backend.options)
         check_output(backend, q, output)
+        if sinks is not None:
+            out, lse = with_sinks(output.out, output.lse, sinks)
+            output = output._replace(out=out, lse=lse)
         if return_max_score is False:
             return output
         max_score = getattr(output, "max_score", None)

@@ -31,6 +31,7 @@ from attention.interface import (
 )
 from attention.mask import intervals
 from attention.ring import GatherCall, RankProgram, RingCall, zigzag
+from attention.sinks import with_sinks
 
 _groups: dict[str, Any] = {}  # process groups by name: an operator takes no group
 _backends: dict[str, Backend] = {}  # those that run on a ring, by name
@@ -66,6 +67,7 @@ class Shards:
         window: int | None = None,
         softcap: float | None = None,
         document_ids: Tensor | None = None,
+        sinks: Tensor | None = None,
         return_max_score: bool | Tensor = False,
     ) -> Output:
         """What `attend`, which is attention(), makes of the whole sequence, for this rank's tokens.
@@ -89,6 +91,10 @@ class Shards:
         else:
             out, lse, *scores = attend(q, k, v, backend=backend, **arguments)
             max_score = scores[0] if scores else None
+        if sinks is not None:
+            out, lse = with_sinks(
+                out, lse, sinks.unflatten(0, (self.heads.size, -1))[self.heads.place]
+            )
         if self.heads.size > 1:
             out, lse = self.to_tokens(out), None
         if return_max_score is False:

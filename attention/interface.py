@@ -175,6 +175,7 @@ class Backend:
         *,
         causal: bool = True,
         scale: float | None = None,
+        sinks: Tensor | None = None,
         **optional: Any,
     ) -> list[str]:
         """Why the backend refuses these inputs, one sentence each; empty if it takes them."""
@@ -194,6 +195,8 @@ class Backend:
             for name, needed in wanted.items()
             if needed and name not in self.features
         ]
+        if sinks is not None and "lse" not in self.features:
+            reasons.append("it returns no lse, which sinks need")
         if q.device.type not in self.devices:
             reasons.append(
                 f"it runs on {' and '.join(self.devices)}, the inputs are on {q.device.type}"
@@ -255,6 +258,7 @@ def check_inputs(
     alibi_slopes: Tensor | None,
     document_ids: Tensor | None,
     score_mod: ScoreMod | None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Raise ValueError, with the shapes in it, for inputs that no backend could take."""
     _check_tensors(q, k, v)
@@ -267,12 +271,14 @@ def check_inputs(
         raise ValueError(
             f"{window=} must be an integer of at least 1 and needs causal=True (got {causal=})"
         )
-    for name, extra in (("alibi_slopes", alibi_slopes), ("document_ids", document_ids)):
+    extras = {"alibi_slopes": alibi_slopes, "document_ids": document_ids, "sinks": sinks}
+    for name, extra in extras.items():
         if extra is not None and not isinstance(extra, Tensor):
             raise ValueError(f"{name} must be a tensor, it is a {type(extra).__name__}")
         if extra is not None and extra.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}; got {extra.device}")
     _check_score_changes(q, softcap, alibi_slopes, score_mod)
+    _check_a_head("sinks", sinks, q)
     if document_ids is not None:
         _check_document_ids(q, k, document_ids)
 
@@ -340,12 +346,14 @@ def _check_score_changes(
                 f"{name} must not require a gradient, which attention does not compute: hand in "
                 "x.detach() for x"
             )
-    if alibi_slopes is not None and alibi_slopes.shape != (q.shape[1],):
-        raise ValueError(
-            f"alibi_slopes must have shape (H,) = ({q.shape[1]},); got {tuple(alibi_slopes.shape)}"
-        )
-    if alibi_slopes is not None and not alibi_slopes.is_floating_point():
-        raise ValueError(f"alibi_slopes must be floating; got {dtype_name(alibi_slopes.dtype)}")
+    _check_a_head("alibi_slopes", alibi_slopes, q)
+
+
+def _check_a_head(name: str, x: Tensor | None, q: Tensor) -> None:
+    if x is not None and x.shape != (q.shape[1],):
+        raise ValueError(f"{name} must have shape (H,) = ({q.shape[1]},); got {tuple(x.shape)}")
+    if x is not None and not x.is_floating_point():
+        raise ValueError(f"{name} must be floating; got {dtype_name(x.dtype)}")
 
 
 def _check_document_ids(q: Tensor, k: Tensor, document_ids: Tensor) -> None:

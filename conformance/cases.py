@@ -36,7 +36,7 @@ class Case:
     inputs: str = "normal"
     optional: dict[str, Any] = field(
         default_factory=dict
-    )  # window, softcap; alibi_slopes, document_ids and score_mod as True
+    )  # window, softcap; alibi_slopes, document_ids, score_mod and sinks as True
     seed: int = 0
 
     def __str__(self) -> str:
@@ -72,8 +72,11 @@ class Case:
             "gqa": self.num_kv_heads != self.num_heads,
             "cross_length": self.num_queries != self.num_keys,
             "non_causal": not self.causal,
+            "lse": "sinks" in self.optional,
         }
-        return {name for name, needed in wanted.items() if needed} | set(self.optional)
+        return {name for name, needed in wanted.items() if needed} | self.optional.keys() - {
+            "sinks"
+        }
 
     def make(
         self, dtype: torch.dtype, device: str
@@ -99,6 +102,9 @@ class Case:
             arguments["score_mod"] = ScoreMod(
                 every_index, "attention.kernels.score_mods:every_index", slopes
             )
+        if "sinks" in arguments:
+            # one that takes much of a row, and one that takes little
+            arguments["sinks"] = torch.linspace(2.0, -3.0, self.num_heads).to(device)
         if "document_ids" in arguments:
             # every sequence of the batch has other documents
             documents = (7 // torch.arange(1, 1 + 2 * self.batch, 2)).clamp(min=1)[:, None]

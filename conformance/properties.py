@@ -365,8 +365,8 @@ def mask_positions(subject: Subject) -> Iterator[Check]:
 
 
 def optional_arguments(subject: Subject) -> Iterator[Check]:
-    """window, softcap, alibi_slopes, document_ids and score_mod, alone and together, in their
-    order, with keys to both sides of a query.
+    """window, softcap, alibi_slopes, document_ids, score_mod and sinks, alone and together, in
+    their order, with keys to both sides of a query.
     """
     cases = [
         subject.case(optional={"window": 20}),
@@ -380,6 +380,8 @@ def optional_arguments(subject: Subject) -> Iterator[Check]:
         subject.case(batch=2, causal=False, optional={"document_ids": True}),
         subject.case(batch=2, num_heads=4, num_kv_heads=2, optional={"score_mod": True}),
         subject.case(causal=False, optional={"score_mod": True}),
+        subject.case(num_heads=4, num_kv_heads=2, optional={"sinks": True}),
+        subject.case(subject.length // 2, subject.length, optional={"sinks": True}),
         subject.case(
             optional={"document_ids": True, "window": 6, "softcap": 5.0, "alibi_slopes": True}
         ),

@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "docs": set(),
 }
 # modules of attention that everything in it may import, and what single ones may import besides
-SHARED = {"interface", "mask", "online_softmax", "ring"}
+SHARED = {"interface", "mask", "online_softmax", "ring", "sinks"}
 ALSO = {
     "exact_variants": {"tiled"},
     "defects": {"tiled", "kernels"},

@@ -73,8 +73,8 @@ def mutants() -> str:
     rings = load("mutants_ring")
     killed = sum(bool(row["killed_by"]) for row in rings["mutants"])
     what = (
-        f"{len(rings['mutants'])} edits of a ring of four ranks, {killed} of them caught. The others "
-        "change no result: "
+        f"{len(rings['mutants'])} edits of a ring of four ranks, {killed} of them caught. "
+        "The others change no result: "
         + "; ".join(
             f"`{row['name']}`, as {row['survives']}"
             for row in rings["mutants"]

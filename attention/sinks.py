@@ -1,0 +1,33 @@
+"""Sinks: a logit a head in the denominator of the softmax, so that a row may attend to nothing.
+
+A sink is a key that every query sees, with a score of its own and a value of zero. The state of a
+row that has seen the other keys is merged with the state of this one:
+
+    keys   (lse, 1, out)                    what any backend with lse returns
+    sink   (sink, 1, 0)
+    both   out * exp(lse - lse'), lse'      with lse' = log(exp(lse) + exp(sink))
+
+gpt-oss (2025) learns them; a sink of 0 is the softmax plus one of Miller, "Attention Is Off By One"
+(2023); Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023,
+arXiv:2309.17453) has the reason why models want one.
+
+Dimensions: B batch, H query heads, N queries, D head dim.
+"""
+
+import torch
+from torch import Tensor
+
+from attention.online_softmax import OnlineSoftmax
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """out (B, H, N, D) and lse (B, H, N) of attention, with sinks (H,) in its denominator.
+
+    Gradients flow to all three.
+    """
+    lse = lse.unsqueeze(-1)
+    keys = OnlineSoftmax(lse, torch.ones_like(lse), out.to(lse.dtype))
+    score = sinks.to(lse.dtype)[:, None, None].expand_as(lse)
+    sink = OnlineSoftmax(score, torch.ones_like(score), torch.zeros_like(score))
+    with_sink, total = keys.merge(sink).finalize()
+    return with_sink.to(out.dtype), total
