@@ -86,15 +86,15 @@ class Shards:
             "document_ids": document_ids,
             "return_max_score": return_max_score,
         }
+        if sinks is not None:
+            sinks = sinks.unflatten(0, (self.heads.size, -1))[self.heads.place]
         if self.ring.size > 1:
             out, lse, max_score = ring(q, k, v, self, backend=backend, **arguments)
+            if sinks is not None:
+                out, lse = with_sinks(out, lse, sinks)
         else:
-            out, lse, *scores = attend(q, k, v, backend=backend, **arguments)
+            out, lse, *scores = attend(q, k, v, backend=backend, sinks=sinks, **arguments)
             max_score = scores[0] if scores else None
-        if sinks is not None:
-            out, lse = with_sinks(
-                out, lse, sinks.unflatten(0, (self.heads.size, -1))[self.heads.place]
-            )
         if self.heads.size > 1:
             out, lse = self.to_tokens(out), None
         if return_max_score is False:

@@ -197,9 +197,12 @@ for name in backends:
         register_ring(backend)
         one = name if name.startswith("ring") else "ring"
         alone = get_backend(one, ranks=int(context) // int(heads), **options)
-    masks = [{}, {"window": 20}, {"causal": False}, {"softcap": 2.0}, {"document_ids": documents}]
+    sinks = torch.tensor([1.0, -1.0, 0.5, 2.0], requires_grad=True)
+    masks = [{}, {"window": 20}, {"sinks": sinks}, {"causal": False}, {"softcap": 2.0}, {"document_ids": documents}]
     for mask in masks:
-        if not mask.keys() - {"causal"} <= backend.features:
+        if not mask.keys() - {"causal", "sinks"} <= backend.features:
+            continue
+        if "sinks" in mask and "lse" not in backend.features:
             continue
         expected = results(attention, (q, k, v), weights, backend=alone, **mask)
         parts = [x[:, :, own].detach().requires_grad_() for x in (q, k, v)]
