@@ -40,6 +40,7 @@ import torch
 from safetensors.torch import load_file
 
 from scripts.arguments import check_at_least, command
+from scripts.tables import Row
 from training.environment import ROOT, measured_on
 from training.files import check_writable, read_metrics, write_json
 from training.retention import LATEST, newest_first, step_of
@@ -105,7 +106,7 @@ def reached(run_dir: Path) -> int:
     return json.loads(lines[-1])["step"] if lines else -1
 
 
-def state(run_dir: Path) -> dict[str, Any]:
+def state(run_dir: Path) -> Row:
     """All that must be equal at the end of two runs that are the same."""
     folder = run_dir / LATEST
     rows = read_metrics(run_dir / "metrics.jsonl")
@@ -159,7 +160,7 @@ def started_until(run_dir: Path, step: int) -> subprocess.Popen:
 
 def killed(
     run_dir: Path, moment: random.Random, *, saving: bool = False, earliest: int = 3 * EVERY
-) -> dict[str, Any]:
+) -> Row:
     """Start a run and kill it: after a random row of metrics, or in the save that comes after it.
     Returns when that was.
     """
@@ -181,7 +182,7 @@ def killed(
     }
 
 
-def judged(run_dir: Path, straight: dict[str, Any], *, said: str = "") -> str:
+def judged(run_dir: Path, straight: Row, *, said: str = "") -> str:
     """Resume to the end and compare with the run that nothing disturbed."""
     code, output = resume(run_dir)
     if code != 0:
@@ -191,9 +192,7 @@ def judged(run_dir: Path, straight: dict[str, Any], *, said: str = "") -> str:
     return IDENTICAL if same(state(run_dir), straight) else "another run"
 
 
-def kill(
-    run_dir: Path, straight: dict[str, Any], moment: random.Random, *, saving: bool
-) -> dict[str, Any]:
+def kill(run_dir: Path, straight: Row, moment: random.Random, *, saving: bool) -> Row:
     found = killed(run_dir, moment, saving=saving, earliest=1)
     if found["checkpoint"] is not None:
         return found | {"outcome": judged(run_dir, straight)}
@@ -203,7 +202,7 @@ def kill(
     return found | {"outcome": REFUSED if refused else f"ended with {code}"}
 
 
-def fill_disk(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
+def fill_disk(run_dir: Path, straight: Row, moment: random.Random) -> Row:
     """From a random moment on, no file of the process may grow beyond a random size, less than a
     checkpoint's.
     """
@@ -216,9 +215,7 @@ def fill_disk(run_dir: Path, straight: dict[str, Any], moment: random.Random) ->
     return found | failed_and_resumed(process, run_dir, straight)
 
 
-def truncate_store(
-    run_dir: Path, straight: dict[str, Any], moment: random.Random
-) -> dict[str, Any]:
+def truncate_store(run_dir: Path, straight: Row, moment: random.Random) -> Row:
     """At a random moment, cut the training tokens off somewhere in their first half: one of the
     next windows lies beyond.
     """
@@ -233,11 +230,11 @@ def truncate_store(
 def failed_and_resumed(
     process: subprocess.Popen,
     run_dir: Path,
-    straight: dict[str, Any],
+    straight: Row,
     *,
     named: str = "",
     said: str = "",
-) -> dict[str, Any]:
+) -> Row:
     """A run that must end with one line, which holds `named` and how to resume, and what came of
     resuming it.
     """
@@ -290,20 +287,20 @@ def damage_tokens(folder: Path, moment: random.Random) -> str:
     return damage(folder.iterdir(), moment)
 
 
-def damage_store(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
+def damage_store(run_dir: Path, straight: Row, moment: random.Random) -> Row:
     found = killed(run_dir, moment)
     found |= {"harm": "store damaged", "what": damage_tokens(store_of(run_dir), moment)}
     return found | {"outcome": judged(run_dir, straight, said=REBUILT)}
 
 
-def damage_latest(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
+def damage_latest(run_dir: Path, straight: Row, moment: random.Random) -> Row:
     found = killed(run_dir, moment)
     folder = newest_first(run_dir)[0]
     found |= {"harm": "latest damaged", "what": damage(folder.iterdir(), moment)}
     return found | {"outcome": judged(run_dir, straight, said="going on from step")}
 
 
-def damage_all(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
+def damage_all(run_dir: Path, straight: Row, moment: random.Random) -> Row:
     found = killed(run_dir, moment)
     found |= {
         "harm": "all damaged",
@@ -312,7 +309,7 @@ def damage_all(run_dir: Path, straight: dict[str, Any], moment: random.Random) -
     return found | {"outcome": refused(run_dir) or "resumed"}
 
 
-def damage_record(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
+def damage_record(run_dir: Path, straight: Row, moment: random.Random) -> Row:
     found = killed(run_dir, moment)
     files = [run_dir / name for name in ("metrics.jsonl", "overrides.yaml", "config.yaml")]
     found |= {"harm": "record damaged", "what": damage(files, moment)}
@@ -344,7 +341,7 @@ HARMS = (
 )
 
 
-def measure(folder: Path, *, kills: int, harms: int, seed: int) -> dict[str, Any]:
+def measure(folder: Path, *, kills: int, harms: int, seed: int) -> Row:
     straight_dir = folder / "straight"
     os.environ["TILEGPT_CACHE"] = str(folder / CACHE)
     began = time.perf_counter()

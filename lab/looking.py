@@ -26,6 +26,7 @@ import torch
 
 from config import Due, RunConfig
 from scripts.arguments import check_at_least, command
+from scripts.tables import Row
 from training.environment import measured_on
 from training.files import check_writable, read_metrics, write_json
 from training.run import run
@@ -65,7 +66,7 @@ def due_in_turns(segment: int) -> Any:
     return due
 
 
-def speeds(rows: list[dict[str, Any]], segment: int) -> list[dict[str, Any]]:
+def speeds(rows: list[Row], segment: int) -> list[Row]:
     """Tokens a second by the wall clock of each segment after the first two, and its rows."""
     found = []
     ends = [row for row in rows if row["step"] % segment == 0]
@@ -77,7 +78,7 @@ def speeds(rows: list[dict[str, Any]], segment: int) -> list[dict[str, Any]]:
     return found[1:]
 
 
-def ratios(segments: list[dict[str, Any]]) -> list[float]:
+def ratios(segments: list[Row]) -> list[float]:
     """Of each pair of neighbours: the speed with rows, as a share of that without."""
     pairs = zip(segments[::2], segments[1::2], strict=False)
     return [looking["tokens_per_sec"] / quiet["tokens_per_sec"] for looking, quiet in pairs]

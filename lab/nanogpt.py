@@ -47,6 +47,7 @@ from config import RunConfig
 from model import GPT
 from model.gpt2_weights import gpt2_name
 from scripts.arguments import check_at_least, command, parse_backend
+from scripts.tables import Row
 from training.device import autocast_to, pick_device, pick_dtype
 from training.environment import ROOT, measured_on
 from training.files import check_writable, read_metrics, write_json
@@ -108,7 +109,7 @@ class Options:
 
 def train_ours(
     options: Options, run_dir: Path, *, attention: str, seq_len: int, steps: int, log_every: int
-) -> dict[str, Any]:
+) -> Row:
     """One `python train.py`. Raises ValueError with its last words where it fails."""
     name, _, rest = attention.partition(":")
     settings = {
@@ -157,7 +158,7 @@ def train_theirs(
     noise_seed: int | None = None,
     compiled: bool = True,
     cudnn: bool = True,
-) -> dict[str, Any]:
+) -> Row:
     """nanoGPT's step under the settings of one of our runs.
 
     noise_seed moves the initial weights by about a rounding error; without cudnn PyTorch takes
@@ -263,7 +264,7 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def percentiles(values: list[float]) -> dict[str, Any]:
+def percentiles(values: list[float]) -> Row:
     """Median with the 20th and 80th percentile of the steps' tokens per second, each over ten
     steps.
     """
@@ -271,15 +272,15 @@ def percentiles(values: list[float]) -> dict[str, Any]:
     return {"step_tokens_per_sec": median, "p20": low, "p80": high, "windows": len(values)}
 
 
-def in_own_process(*arguments: Any, **variation: Any) -> dict[str, Any]:
+def in_own_process(*arguments: Any, **variation: Any) -> Row:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(train_theirs, *arguments, **variation).result()
 
 
-def compare_speed(options: Options, scratch: Path, seq_len: int) -> Iterator[dict[str, Any]]:
+def compare_speed(options: Options, scratch: Path, seq_len: int) -> Iterator[Row]:
     """Every run at one length, nanoGPT's first and last."""
 
-    def theirs() -> dict[str, Any]:
+    def theirs() -> Row:
         found = in_own_process(options.folder, scratch / f"{seq_len}-0", options.steps)
         return describe("nanogpt", seq_len, options, found)
 
@@ -298,7 +299,7 @@ def compare_speed(options: Options, scratch: Path, seq_len: int) -> Iterator[dic
     yield theirs()
 
 
-def describe(who: str, seq_len: int, options: Options, found: dict[str, Any]) -> dict[str, Any]:
+def describe(who: str, seq_len: int, options: Options, found: Row) -> Row:
     """The row of a run, which is printed too."""
     row = {"who": who, "seq_len": seq_len, "batch_size": options.tokens // seq_len} | found
     del row["losses"]
@@ -311,7 +312,7 @@ def describe(who: str, seq_len: int, options: Options, found: dict[str, Any]) ->
     return row
 
 
-def compare_curves(options: Options, scratch: Path) -> dict[str, Any]:
+def compare_curves(options: Options, scratch: Path) -> Row:
     """Losses step by step, and the root mean square of their differences from nanoGPT's."""
     seq_len, steps = options.seq_len[0], options.curve_steps
     losses = {}

@@ -26,11 +26,11 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from statistics import linear_regression
-from typing import Any
 
 import torch
 
 from scripts.arguments import check_at_least, command
+from scripts.tables import Row
 from training.environment import ROOT, measured_on
 from training.files import check_writable, read_metrics, write_json
 from training.sweep import load_json
@@ -54,7 +54,7 @@ class Options:
             )
 
 
-def timed_run(tree: Path, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
+def timed_run(tree: Path, run_dir: Path, overrides: list[str]) -> Row:
     """One run of train.py in a process of its own: seconds of the whole, arrival of each row, and
     what it reports.
     """
@@ -80,7 +80,7 @@ def timed_run(tree: Path, run_dir: Path, overrides: list[str]) -> dict[str, Any]
     return {"steps": summary["steps_done"], "seconds": seconds, "arrivals": arrivals} | reported
 
 
-def slope(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def slope(runs: list[Row]) -> Row:
     """Tokens a second of the steps that a longer run has more: least squares over all runs, and the
     least and most of any two.
     """
@@ -95,7 +95,7 @@ def slope(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def by_arrival(run: dict[str, Any]) -> float:
+def by_arrival(run: Row) -> float:
     """Tokens a second between the second row after the start, when all is compiled, and the
     last.
     """
@@ -124,9 +124,9 @@ def main(options: Options) -> None:
             write_json(options.out, data)
 
 
-def measure(options: Options, seq_len: int, folder: Path) -> dict[Path, list[dict[str, Any]]]:
+def measure(options: Options, seq_len: int, folder: Path) -> dict[Path, list[Row]]:
     """The runs of every checkout at one length, from the shortest; they take turns."""
-    runs: dict[Path, list[dict[str, Any]]] = {tree: [] for tree in options.trees}
+    runs: dict[Path, list[Row]] = {tree: [] for tree in options.trees}
     lengths = sorted(options.steps)
     size = [f"seq_len={seq_len}", f"batch_size={options.tokens // seq_len}"]
     # the first run of each tree fills the compilers' caches, and does not count

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attention import Backend, attention
 from conformance.memory_growth import LiveTensors
+from scripts.tables import Row
 from training.memory import (
     GIB,
     cpu_memory_limit,
@@ -117,7 +118,7 @@ def seconds(
     return [start.elapsed_time(end) / 1000 for start, end in events], host
 
 
-def pairs(shape: dict[str, Any]) -> float:
+def pairs(shape: Row) -> float:
     """Scores of one head that the mask leaves: half of the square under a causal one, as the field
     counts, or what a window leaves.
     """
@@ -135,9 +136,7 @@ class Call:
     key/value head), window, and documents (tokens of each of the documents packed into a sequence).
     """
 
-    def __init__(
-        self, backend: Backend, shape: dict[str, Any], *, device: torch.device, dtype: torch.dtype
-    ):
+    def __init__(self, backend: Backend, shape: Row, *, device: torch.device, dtype: torch.dtype):
         self.backend, self.device = backend, device
         batch, heads, length = shape["batch"], shape["heads"], shape["seq_len"]
         kv_heads = heads // shape.get("groups", 1)
@@ -145,7 +144,7 @@ class Call:
             torch.randn(batch, n, length, shape["head_dim"], device=device, dtype=dtype)
             for n in (heads, kv_heads, kv_heads)
         ]
-        self.mask: dict[str, Any] = {"causal": shape["causal"]}
+        self.mask: Row = {"causal": shape["causal"]}
         if shape.get("window"):
             self.mask["window"] = shape["window"]
         if shape.get("documents"):
@@ -221,9 +220,9 @@ class Measurement:
         self.turns += 1
 
     @property
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Row:
         """What a benchmark's row says, after all turns."""
-        row: dict[str, Any] = dict(self.bytes) | ({"pause_s": self.pause_s} if self.pause_s else {})
+        row: Row = dict(self.bytes) | ({"pause_s": self.pause_s} if self.pause_s else {})
         for name, (times, host) in self.times.items():
             p20, *_, p80 = quantiles(times, n=5)
             row |= {
@@ -299,7 +298,7 @@ def longest(
     precision: float = 0.12,
     multiple: int = 64,
     limit_s: float = 20.0,
-) -> dict[str, Any]:
+) -> Row:
     """The longest length that fits: doubling from `start`, then halving the gap until it is below
     `precision`.
 
@@ -336,7 +335,7 @@ def longest(
 
 def try_length(
     backend: Backend,
-    shape: dict[str, Any],
+    shape: Row,
     *,
     device: torch.device,
     dtype: torch.dtype,

@@ -66,6 +66,7 @@ from config import DataConfig
 from data.token_store import cache_folder
 from scripts.arguments import Device, Dtype, check_at_least, command, parse_backend
 from scripts.attention_call import ROUNDS, Call, Measurement, longest, memory_cap, try_length
+from scripts.tables import Row
 from training.device import pick_device, pick_dtype
 from training.environment import measured_on
 from training.files import check_writable, write_json
@@ -116,7 +117,7 @@ class Options:
 
 
 def wrong_results(
-    backend: Backend, *, device: torch.device, dtype: torch.dtype, where: dict[str, Any]
+    backend: Backend, *, device: torch.device, dtype: torch.dtype, where: Row
 ) -> list[str]:
     """The properties in which a backend's results are red, by a quick check that is kept for the
     same code on the same machine.
@@ -135,7 +136,7 @@ def wrong_results(
     return red
 
 
-def verdict_file(backend: Backend, dtype: torch.dtype, where: dict[str, Any]) -> Path | None:
+def verdict_file(backend: Backend, dtype: torch.dtype, where: Row) -> Path | None:
     """Where the verdict is kept; None for a backend of your own, and where no commit names the
     code.
     """
@@ -172,7 +173,7 @@ def check_results(
     return by_dtype
 
 
-def kept_rows(path: Path, where: dict[str, Any]) -> list[dict[str, Any]]:
+def kept_rows(path: Path, where: Row) -> list[Row]:
     """The rows of an earlier run. Raises ValueError for one by another commit or version, or on
     another machine.
     """
@@ -192,7 +193,7 @@ def kept_rows(path: Path, where: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def shape_of(options: Options, head_dim: int, length: int) -> dict[str, Any]:
+def shape_of(options: Options, head_dim: int, length: int) -> Row:
     batch, heads = options.batch, options.heads
     if options.tokens:
         batch, heads = max(1, options.tokens // length), max(1, 2048 // head_dim)
@@ -259,7 +260,7 @@ def measured(
     options: Options,
     device: torch.device,
     dtype: torch.dtype,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """The rows of one shape with their measurements, or with how a backend ran out of memory, or
     why it does not take it.
     """
@@ -291,7 +292,7 @@ def measured(
 
 def search(
     backend: Backend,
-    row: dict[str, Any],
+    row: Row,
     options: Options,
     device: torch.device,
     dtype: torch.dtype,
@@ -320,7 +321,7 @@ def search(
     return rows
 
 
-def describe(row: dict[str, Any]) -> str:
+def describe(row: Row) -> str:
     head = (
         f"{row['attention']:<28} {row['dtype']:<8} N={row['seq_len']:<7} D={row['head_dim']:<4}"
         + ("BROKEN " if "broken" in row else "")
@@ -346,7 +347,7 @@ def describe(row: dict[str, Any]) -> str:
     return f"{head} " + "   ".join(parts)
 
 
-def describe_longest(row: dict[str, Any]) -> str:
+def describe_longest(row: Row) -> str:
     memory = "all memory" if row["memory_gib"] is None else f"{row['memory_gib']:g} GiB"
     head = (
         f"{row['attention']:<28} {row['dtype']:<8} D={row['head_dim']:<4} {memory:<10} "

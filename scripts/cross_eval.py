@@ -23,7 +23,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +32,7 @@ from config import RunConfig
 from data import Batch, build_data
 from scripts.arguments import Device, check_at_least, command, parse_backend
 from scripts.cross_eval_matrix import draw, in_text, read_rows
+from scripts.tables import Row
 from training.checkpoint import read_meta
 from training.device import pick_device
 from training.environment import environment
@@ -65,7 +66,7 @@ class Checkpoint(NamedTuple):
 
     folder: Path
     config: RunConfig
-    summary: dict[str, Any]
+    summary: Row
     # what sets it apart from the other runs, besides attention and seed
     setting: dict[str, str]
     backends: dict[int, Backend]  # by the step after which it was used
@@ -138,7 +139,7 @@ def load_checkpoints(folders: Sequence[Path]) -> list[Checkpoint]:
     return checkpoints
 
 
-def load_checkpoint(folder: Path, summary: dict[str, Any], setting: dict[str, str]) -> Checkpoint:
+def load_checkpoint(folder: Path, summary: Row, setting: dict[str, str]) -> Checkpoint:
     files = ("summary.json", "metrics.jsonl", "checkpoint")
     if not any((folder / name).exists() for name in files):
         missing = "no run directory: without summary.json, metrics.jsonl and checkpoint"
@@ -199,7 +200,7 @@ def default_judges(checkpoints: Sequence[Checkpoint], device: torch.device) -> l
     return sorted(unique.values(), key=place)
 
 
-def described(backend: Backend) -> dict[str, Any]:
+def described(backend: Backend) -> Row:
     """Name and options, without those that only a backward pass reads."""
     return {
         "name": backend.name,
@@ -214,7 +215,7 @@ def judge(
     base: Path,
     sequences: int | None,
     device: torch.device,
-) -> tuple[list[dict[str, Any]], str]:
+) -> tuple[list[Row], str]:
     """One row a judge, and the fingerprint of the data."""
     config = checkpoint.config
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
@@ -254,7 +255,7 @@ def outcome(
     *,
     batch_size: int,
     accuracy: bool,
-) -> dict[str, Any]:
+) -> Row:
     """loss, accuracy and status of one cell; a judge that cannot take this model is refused, and
     says why.
     """

@@ -10,13 +10,13 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from attention import BACKENDS
-from scripts.tables import mean_and_deviation, text_table
+from scripts.tables import Row, mean_and_deviation, text_table
 from training.files import write_file
 from training.palette import VERMILION
 from training.plot import plain_text
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[Row]:
     """The rows of a cross_eval.json. Raises ValueError for any other file."""
     try:
         found = json.loads(path.read_text())
@@ -76,7 +76,7 @@ class Matrix(NamedTuple):
         return min(low, high - span), high
 
 
-def build_matrices(rows: list[dict[str, Any]]) -> list[Matrix]:
+def build_matrices(rows: list[Row]) -> list[Matrix]:
     """One of losses for runs on text, one of accuracies for runs on last_write, where there are
     such runs.
     """
@@ -88,10 +88,10 @@ def build_matrices(rows: list[dict[str, Any]]) -> list[Matrix]:
     return [build_matrix(metric, each) for metric, each in chosen.items() if each]
 
 
-def build_matrix(metric: str, rows: list[dict[str, Any]]) -> Matrix:
+def build_matrix(metric: str, rows: list[Row]) -> Matrix:
     names = labels([attention for row in rows for attention in parts(row)])
     judges = list(dict.fromkeys(names[key(row["evaluated_under"])] for row in rows))
-    groups: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[Row]] = {}
     for row in rows:
         setting = row.get("setting", {}).items()
         words = [f"{name.rpartition('.')[2]}={value}" for name, value in setting]
@@ -114,7 +114,7 @@ def build_matrix(metric: str, rows: list[dict[str, Any]]) -> Matrix:
     return Matrix(metric, judges, cells, own)
 
 
-def count_of_runs(group: list[dict[str, Any]]) -> str:
+def count_of_runs(group: list[Row]) -> str:
     """2 runs, 1 ended early: step 300"""
     steps = {row["run"]: row["step"] for row in group}
     early = {row["run"] for row in group if row.get("trained", "completed") != "completed"}
@@ -129,25 +129,25 @@ def _is_exact(name: str) -> bool:
     return name in BACKENDS and BACKENDS[name].exact
 
 
-def is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def is_same(a: Row, b: Row) -> bool:
     """One attention, be it an exact one by tiles of two sizes."""
     return key(a) == key(b) or (a["name"] == b["name"] and _is_exact(a["name"]))
 
 
-def parts(row: dict[str, Any]) -> list[dict[str, Any]]:
+def parts(row: Row) -> list[Row]:
     """Every attention that a row names."""
     trained = row["trained_under"]
     switched = [trained["switch_to"]] if "switch_to" in trained else []
     return [row["evaluated_under"], trained, *switched]
 
 
-def key(attention: dict[str, Any]) -> tuple[Any, ...]:
+def key(attention: Row) -> tuple[Any, ...]:
     return attention["name"], *sorted(
         (name, str(value)) for name, value in attention["options"].items()
     )
 
 
-def labels(attentions: list[dict[str, Any]]) -> dict[tuple[Any, ...], str]:
+def labels(attentions: list[Row]) -> dict[tuple[Any, ...], str]:
     """A name for each: with the options that are not the backend's own defaults, or in which those
     of one name differ.
     """
@@ -167,7 +167,7 @@ def labels(attentions: list[dict[str, Any]]) -> dict[tuple[Any, ...], str]:
     return names
 
 
-def trained_label(row: dict[str, Any], names: dict[tuple[Any, ...], str]) -> str:
+def trained_label(row: Row, names: dict[tuple[Any, ...], str]) -> str:
     trained = row["trained_under"]
     label = names[key(trained)]
     if "switch_to" in trained:
@@ -175,7 +175,7 @@ def trained_label(row: dict[str, Any], names: dict[tuple[Any, ...], str]) -> str
     return label
 
 
-def in_text(rows: list[dict[str, Any]]) -> str:
+def in_text(rows: list[Row]) -> str:
     """The matrices as text, a judge a column."""
     blocks = []
     for matrix in build_matrices(rows):
@@ -187,7 +187,7 @@ def in_text(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join([*blocks, *reasons(rows)]) + "\n"
 
 
-def reasons(rows: list[dict[str, Any]]) -> list[str]:
+def reasons(rows: list[Row]) -> list[str]:
     """Why judges refused, each once."""
     refused = [row for row in rows if str(row["status"]).startswith("refused")]
     return list(
@@ -196,7 +196,7 @@ def reasons(rows: list[dict[str, Any]]) -> list[str]:
 
 
 @plain_text()
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
+def draw(rows: list[Row], path: Path) -> None:
     """The matrices as heat maps. A thick frame: the attention of the training. Hatched: not finite,
     or refused.
     """

@@ -50,7 +50,7 @@ from attention import Backend
 from config import RunConfig
 from scripts.arguments import check_at_least, command
 from scripts.profile_trace import ATTENTION, PARTS, STEP, parts_of_steps
-from scripts.tables import text_table
+from scripts.tables import Row, text_table
 from training.command_line import compose
 from training.device import pick_device
 from training.environment import measured_on
@@ -85,7 +85,7 @@ def in_a_range(backend: Backend) -> Backend:
 
 class Job(NamedTuple):
     run: Run
-    facts: dict[str, Any]
+    facts: Row
     step: Callable[[], None]  # takes the next step
 
 
@@ -106,7 +106,7 @@ def build(config: RunConfig, steps: int) -> Iterator[Job]:
     # otherwise code compiled for a CPU would not show
     torch._inductor.config.cpp.enable_kernel_profile = True
     never = {"log_every": NEVER, "checkpoint_every": NEVER, "eval_every": 0, "diagnose_every": 0}
-    facts: dict[str, Any] = {}
+    facts: Row = {}
     run = build_run(replace(config, steps=max(config.steps, steps + 1), **never), facts)
     with Stepper(run) as stepper:
         facts["compiled"] = stepper.compiled
@@ -188,7 +188,7 @@ def for_nsys(job: Job, steps: int) -> None:
         wait(job.run.device)
 
 
-def summarise(parts: list[dict[str, float]]) -> list[dict[str, Any]]:
+def summarise(parts: list[dict[str, float]]) -> list[Row]:
     """One row a part, and the step last: mean and standard deviation over the steps in ms, and its
     share of the step.
     """
@@ -206,7 +206,7 @@ def deviation(values: list[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def table(rows: list[dict[str, Any]], on_gpu: bool) -> str:
+def table(rows: list[Row], on_gpu: bool) -> str:
     cells = [["time of the GPU" if on_gpu else "time of the CPU", "ms", "stdev", "share"]]
     for row in rows:
         stdev = "" if row["stdev_ms"] is None else f"{row['stdev_ms']:,.3f}"

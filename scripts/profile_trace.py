@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from scripts.tables import Row
+
 FORWARD, BACKWARD, PRODUCTS, ELEMENTWISE, LOSS = (
     "attention forward",
     "attention backward",
@@ -127,7 +129,7 @@ class Trace:
     made_by: dict[int, Range] = field(default_factory=dict)  # sequence number: the forward operator
 
     @classmethod
-    def read(cls, events: Iterable[dict[str, Any]]) -> "Trace":
+    def read(cls, events: Iterable[Row]) -> "Trace":
         """`events` are the traceEvents of a Chrome trace."""
         trace = cls()
         for event in events:
@@ -209,7 +211,7 @@ def _in_backward(each: Range) -> bool:
     return any(outer.name.startswith("autograd::engine::") for outer in each.stack())
 
 
-def parts_of_steps(events: Iterable[dict[str, Any]]) -> tuple[list[dict[str, float]], bool]:
+def parts_of_steps(events: Iterable[Row]) -> tuple[list[dict[str, float]], bool]:
     """Milliseconds of each part, step by step, and whether they are a GPU's. The last step of a
     GPU's trace only ends the one before.
 

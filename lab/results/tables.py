@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from scripts.tables import mean_and_deviation
+from scripts.tables import Row, mean_and_deviation
 
 FOLDER = Path(__file__).resolve().parents[2] / "results"
-Row = dict[str, Any]
 
 
 def load(name: str) -> Row:

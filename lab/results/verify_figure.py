@@ -7,6 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from scripts.tables import Row
 from scripts.verify import cells_of, mark, not_verified
 from training.palette import BLUE, GREEN, ORANGE
 from training.plot import plain_text
@@ -21,7 +22,7 @@ MEANING = {
 }
 
 
-def square(symbol: str) -> dict[str, Any]:
+def square(symbol: str) -> Row:
     """The look of a mark: what is refused is hatched, what should not be is framed."""
     look = {"facecolor": COLORS[symbol], "edgecolor": "white", "linewidth": 1.5}
     if symbol == ".":
@@ -53,7 +54,7 @@ def draw_grid(axes: Any, marks: list[list[str]]) -> None:
 
 
 @plain_text()
-def draw_matrix(panels: dict[str, dict[str, Any]], path: Path) -> None:
+def draw_matrix(panels: dict[str, Row], path: Path) -> None:
     """Properties down, backends across, a panel for every file of scripts.verify: title -> its
     contents.
     """
@@ -91,7 +92,7 @@ def draw_matrix(panels: dict[str, dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def effort(data: dict[str, Any]) -> list[list[str]]:
+def effort(data: Row) -> list[list[str]]:
     """A row for every backend: what was tried, and its largest error where it is green."""
     rows, order = [], list(data["properties"])
     for name, column in data["backends"].items():
@@ -122,7 +123,7 @@ EFFORT_HEAD = [
 ]
 
 
-def verdict(data: dict[str, Any]) -> str:
+def verdict(data: Row) -> str:
     """One sentence a file of scripts.verify comes to."""
     cells = [cell for column in data["backends"].values() for cell in column["cells"]]
     statuses = [cell["status"] for cell in cells]
@@ -136,7 +137,7 @@ def verdict(data: dict[str, Any]) -> str:
 
 
 @plain_text()
-def draw_kills(data: dict[str, Any], path: Path) -> None:
+def draw_kills(data: Row, path: Path) -> None:
     """Mutants down, properties across: what catches what. The properties that are enough between
     them are in bold.
     """
@@ -172,7 +173,7 @@ def draw_kills(data: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def kills(data: dict[str, Any]) -> list[list[Any]]:
+def kills(data: Row) -> list[list[Any]]:
     """A row for every property: how many mutants it catches, and which of them no other does."""
     rows = []
     for name in data["properties"]:

@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from scripts.cross_eval_matrix import Matrix, build_matrices, read_rows, reasons
 from scripts.report.page import Table, Text
+from scripts.tables import Row
 from training.resume import load_yaml
 from training.sweep import load_json
 
 
 def cross_blocks(dirs: Sequence[Path]) -> list[Table | Text]:
     """What every DIR/cross_eval.json says, or that it cannot be read."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     blocks: list[Table | Text] = []
     for folder in dirs:
         path = folder / "cross_eval.json"
@@ -58,7 +58,7 @@ def _run_dir(folder: Path, run: str) -> Path | None:
     return folder if run == folder.resolve().name else None
 
 
-def trained_on(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
+def trained_on(folder: Path, rows: list[Row]) -> list[str]:
     """The runs of the rows, below `folder`, whose weights have been trained on since they were
     judged.
     """
@@ -74,7 +74,7 @@ def trained_on(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def judged_on(folder: Path, rows: list[dict[str, Any]]) -> str:
+def judged_on(folder: Path, rows: list[Row]) -> str:
     """The runs that were judged on another number of sequences than they evaluate on."""
     found = []
     for run, sequences in dict.fromkeys((row["run"], row["sequences"]) for row in rows):

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from scripts.tables import Row
 from training.files import read_metrics
 from training.names import attention_steps, name_runs
 from training.resume import load_yaml
@@ -34,9 +35,9 @@ def in_order(name: str) -> list[Any]:
 class Run:
     """One training run."""
 
-    summary: dict[str, Any]
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    env: dict[str, Any] = field(default_factory=dict)
+    summary: Row
+    metrics: list[Row] = field(default_factory=list)
+    env: Row = field(default_factory=dict)
     place: str = ""  # its folder, relative to the folder reported on
     variant: str = ""  # what is compared; see training.names
     eval_sequences: int = 0  # held-out sequences that its losses are means over; 0: not known
@@ -139,7 +140,7 @@ def load_runs(dirs: Sequence[Path]) -> list[Run]:
     return runs
 
 
-def _load(path: Path, summary: dict[str, Any]) -> Run:
+def _load(path: Path, summary: Row) -> Run:
     # a value of another type counts as absent: everything below may rely on these
     overrides = summary.get("overrides")
     overrides = overrides if isinstance(overrides, list) else []
@@ -161,7 +162,7 @@ def _load(path: Path, summary: dict[str, Any]) -> Run:
     return Run(summary, metrics, env, damage=damage, eval_sequences=int(judged_on or 0))
 
 
-def _damages(path: Path, summary: dict[str, Any], metrics: list[dict[str, Any]]) -> Iterator[str]:
+def _damages(path: Path, summary: Row, metrics: list[Row]) -> Iterator[str]:
     """What a run's files lack that training wrote; a line in the sweep's index may still say how it
     ended.
     """
