@@ -32,6 +32,7 @@ from config import RunConfig
 from data import Batch, build_data
 from scripts.arguments import Device, check_at_least, command, parse_backend
 from scripts.cross_eval_matrix import draw, in_text, read_rows
+from scripts.runs import runs_below
 from scripts.tables import Row
 from training.checkpoint import read_meta
 from training.device import pick_device
@@ -41,7 +42,6 @@ from training.files import check_writable, write_json
 from training.memory import is_out_of_memory, release_memory
 from training.names import differing_settings
 from training.schedule import chosen_attention
-from training.sweep import read_sweep
 from training.trained import Trained, load_trained, read_run_config
 
 TILES = ("block_q", "block_kv")
@@ -121,12 +121,7 @@ def load_checkpoints(folders: Sequence[Path]) -> list[Checkpoint]:
     """Every run below the folders whose weights can be loaded; the others are left out with a line
     each. Raises ValueError where none can be.
     """
-    for folder in folders:
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is neither a folder of runs nor a cross_eval.json")
-    # a run below two of the folders counts once
-    by_path = {Path(row["dir"]).resolve(): row for each in folders for row in read_sweep(each)}
-    summaries = list(by_path.values())
+    summaries = list(runs_below(folders).values())
     checkpoints = []
     for summary, setting in zip(summaries, differing_settings(summaries), strict=True):
         folder = Path(summary["dir"])

@@ -51,7 +51,7 @@ def never(*_: object, **__: object) -> None:
         ("verify", ["attention=naive", "out={folder}"], "scripts.verify.verify"),
         ("plan", ["attention=naive", "device=cpu", "out={out}"], "scripts.plan.plan_all"),
         ("plots", [str(RESULTS / "memory_h200.json"), "out={out}"], "scripts.plots.draw_memory"),
-        ("condense_runs", ["{folder}", "out={out}"], "lab.condense_runs.read_sweep"),
+        ("condense_runs", ["{folder}", "out={out}"], "lab.condense_runs.runs_below"),
         ("trace", ["out={folder}"], "scripts.trace.look"),
     ],
     ids=lambda value: value if isinstance(value, str) and "." not in value else "",
