@@ -51,9 +51,8 @@ class Options:
     capability: int = 90
 
     def __post_init__(self) -> None:
-        for head_dim in self.head_dim:
-            if head_dim not in HEAD_DIMS:
-                raise ValueError(f"head_dim={head_dim} is not one of: {HEAD_DIMS}")
+        for head_dim in set(self.head_dim) - set(HEAD_DIMS):
+            raise ValueError(f"head_dim={head_dim} is not one of: {HEAD_DIMS}")
 
 
 def candidates(kernel: str, head_dim: int) -> Iterator[Tile]:
@@ -68,7 +67,7 @@ def candidates(kernel: str, head_dim: int) -> Iterator[Tile]:
             yield Tile(block_q, block_kv, warps, stages)
 
 
-def is_clean(
+def why_not(
     kernel: str, head_dim: int, tile: Tile, capability: int, shared_memory: int
 ) -> str | None:
     """Why the tile is not timed, or None."""
@@ -139,15 +138,15 @@ def tune(kernel: str, head_dim: int, table: dict[str, Any], capability: int, unt
             break
         if tile == before:
             continue
-        why = is_clean(kernel, head_dim, tile, capability, table["shared_memory"])
+        why = why_not(kernel, head_dim, tile, capability, table["shared_memory"])
         if why is None:
             ratios = []
             for call in calls:
-                times = {}
+                times = []
                 for each in (before, tile):
                     tiles[str(head_dim)] = list(each)
-                    times[each] = time_of(call)
-                ratios.append(times[tile] / times[before])
+                    times.append(time_of(call))
+                ratios.append(times[1] / times[0])
             ratio = geometric_mean(ratios)
             best = min(best, (ratio, tile))
             why = f"{ratio:.3f} of the time of {tuple(before)}: " + " ".join(
@@ -218,7 +217,7 @@ def say_candidates(shapes: list[tuple[str, int]], capability: int) -> None:
         raise ValueError(f"capability={capability} has no table; there are {', '.join(tables())}")
     for kernel, head_dim in shapes:
         for tile in candidates(kernel, head_dim):
-            why = is_clean(kernel, head_dim, tile, capability, table["shared_memory"])
+            why = why_not(kernel, head_dim, tile, capability, table["shared_memory"])
             print(f"{kernel} D={head_dim} {tuple(tile)}: {why or 'would be timed'}", flush=True)
 
 
