@@ -23,8 +23,6 @@ def mean_curve(runs: list[Figures], column: str) -> dict[int, float]:
 
 @claim(
     "chapter",
-    says="Two hundred steps of a GPT from one seed give loss curves that cannot be told apart, "
-    "naive or tiled.",
     criterion="the difference of the curves (rms) is no larger than that between two of PyTorch's "
     "own kernels",
     measured="rms difference in nats: naive and tiled {ours:.5f}, PyTorch's kernels among "
@@ -33,6 +31,9 @@ def mean_curve(runs: list[Figures], column: str) -> dict[int, float]:
     reads="paired_curves",
 )
 def two_hundred_steps() -> Figures:
+    """Two hundred steps of a GPT from one seed give loss curves that cannot be told apart, naive or
+    tiled.
+    """
     differences: dict[tuple[str, ...], list[float]] = {}
     runs = runs_of("paired_curves")
     for a, b in combinations(runs, 2):
@@ -50,7 +51,6 @@ def two_hundred_steps() -> Figures:
 
 @claim(
     "chapter",
-    says="A GPT trained without the rescaling converges to a clearly worse loss.",
     criterion="its own held-out loss is higher than exact attention's, by more than 0.05 nats, at "
     "every evaluation",
     measured="a GPT-2-sized model, no_rescale minus exact, nats by step: {gap:+.3f} (means of "
@@ -62,6 +62,7 @@ def two_hundred_steps() -> Figures:
     reads="headline_h200",
 )
 def no_rescale_converges_worse() -> Figures:
+    """A GPT trained without the rescaling converges to a clearly worse loss."""
     runs = {
         name: runs_of("headline_h200", attention=name, dtype="bfloat16")
         for name in ("triton", "no_rescale")
@@ -75,8 +76,6 @@ def no_rescale_converges_worse() -> Figures:
 
 @claim(
     "chapter",
-    says="A GPT trained without the rescaling looks right, and only a comparison with the "
-    "reference shows what is wrong.",
     criterion="the same weights under exact attention are more than 1 nat worse than under their "
     "own",
     measured="held-out loss at step {step}: {own:.3f} under its own attention, {exact:.3f} under "
@@ -87,6 +86,9 @@ def no_rescale_converges_worse() -> Figures:
     reads="headline_h200",
 )
 def no_rescale_under_exact_attention() -> Figures:
+    """A GPT trained without the rescaling looks right, and only a comparison with the reference
+    shows what is wrong.
+    """
     broken = runs_of("headline_h200", attention="no_rescale", dtype="bfloat16")
     reference = runs_of("headline_h200", attention="triton", dtype="bfloat16")
     curves = {
@@ -100,7 +102,6 @@ def no_rescale_under_exact_attention() -> Figures:
 
 @claim(
     "chapter",
-    says="Without the maximum, float16 training dies almost at once and float32 a little later.",
     criterion="every float16 run and every float32 run leaves the finite range within 1,000 steps",
     measured="float16: {float16} of {float16_runs} runs died, at steps {float16_steps}; float32: "
     "{float32} of {float32_runs}, largest score {float32_score:.0f} of 88.72; its held-out loss is "
@@ -117,6 +118,7 @@ def no_rescale_under_exact_attention() -> Figures:
     reads="defects_text",
 )
 def no_max_in_training() -> Figures:
+    """Without the maximum, float16 training dies almost at once and float32 a little later."""
     runs = {
         dtype: runs_of("defects_text", attention="no_max", dtype=dtype)
         for dtype in ("float16", "float32")
