@@ -5,13 +5,12 @@ each, and where they ran.
 
 The arguments are sweeps, runs, or folders of either, and
 
-    out      the JSON file to write
-    columns  columns of metrics.jsonl to keep (losses, accuracies, attention/max_score, grad_norm)
+    out  the JSON file to write
 
 Only reads run directories.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.arguments import command
@@ -19,6 +18,7 @@ from scripts.runs import runs_below
 from training.files import check_writable, read_metrics, write_json
 from training.sweep import load_json
 
+# columns of metrics.jsonl
 CURVES = (
     "train/loss",
     "val/loss",
@@ -34,16 +34,15 @@ CURVES = (
 class Options:
     paths: list[Path]
     out: Path
-    columns: list[str] = field(default_factory=lambda: list(CURVES))
 
 
-def condense(run_dir: Path, columns: list[str]) -> dict:
-    """step and the columns, each as one list with null where a row has no such figure; columns
-    without any figure are left out.
+def condense(run_dir: Path) -> dict:
+    """step and CURVES, each as one list with null where a row has no such figure; curves without
+    any figure are left out.
     """
     rows = read_metrics(run_dir / "metrics.jsonl")
     curves = {"step": [row["step"] for row in rows]}
-    for name in columns:
+    for name in CURVES:
         values = [row.get(name) for row in rows]
         if any(value is not None for value in values):
             curves[name] = [None if value is None else round(value, 6) for value in values]
@@ -59,7 +58,7 @@ def main(options: Options) -> None:
     runs = []
     for run_dir, run in found.items():
         del run["dir"]
-        runs.append(run | {"curves": condense(run_dir, options.columns)})
+        runs.append(run | {"curves": condense(run_dir)})
     # runs of one sweep differ in nothing but the command line
     environments = [load_json(run_dir / "env.json") for run_dir in found]
     first, *others = list(filter(None, environments)) or [{}]

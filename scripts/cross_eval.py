@@ -185,14 +185,10 @@ def default_judges(checkpoints: Sequence[Checkpoint], device: torch.device) -> l
             options = {name: value for name, value in options.items() if name not in TILES}
         unique.setdefault((backend.name, str(options)), backend)
     # in the order of the table of backends, no_rescale from small tiles to large
-    order = list(dict.fromkeys(["sdpa", *BACKENDS]))
-
-    def place(backend: Backend) -> tuple[int, int]:
-        in_table = backend.name in order
-        index = order.index(backend.name) if in_table else len(order)
-        return index, backend.options.get("block_kv", 0)
-
-    return sorted(unique.values(), key=place)
+    order = list(dict.fromkeys(["sdpa", *BACKENDS, *(backend.name for backend in used)]))
+    return sorted(
+        unique.values(), key=lambda each: (order.index(each.name), each.options.get("block_kv", 0))
+    )
 
 
 def described(backend: Backend) -> Row:

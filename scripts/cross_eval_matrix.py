@@ -2,7 +2,6 @@
 Measures nothing.
 """
 
-import io
 import json
 import math
 from pathlib import Path
@@ -10,8 +9,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from attention import BACKENDS
-from scripts.tables import Row, mean_and_deviation, text_table
-from training.files import write_file
+from scripts.drawing import new_figure, save_figure
+from scripts.tables import Row, grouped, mean_and_deviation, text_table
 from training.palette import VERMILION
 from training.plot import plain_text
 
@@ -90,28 +89,24 @@ def build_matrices(rows: list[Row]) -> list[Matrix]:
 
 def build_matrix(metric: str, rows: list[Row]) -> Matrix:
     names = labels([attention for row in rows for attention in parts(row)])
-    judges = list(dict.fromkeys(names[key(row["evaluated_under"])] for row in rows))
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        setting = row.get("setting", {}).items()
-        words = [f"{name.rpartition('.')[2]}={value}" for name, value in setting]
-        groups.setdefault(", ".join([trained_label(row, names), *words]), []).append(row)
+    by_judge = grouped(rows, lambda row: names[key(row["evaluated_under"])])
     cells, own = {}, {}
-    for label, group in groups.items():
+    for label, group in grouped(rows, lambda row: trained_label(row, names)).items():
         label = f"{label} ({count_of_runs(group)})"
+        own_rows = grouped(group, lambda row: names[key(row["evaluated_under"])])
         cells[label] = []
-        for judge in judges:
-            under = [row for row in group if names[key(row["evaluated_under"])] == judge]
-            values = [row[metric] for row in under if row["status"] == "ok"]
-            others = [row["status"].partition(":")[0] for row in under if row["status"] != "ok"]
+        for judge in by_judge:
+            statuses = grouped(own_rows.get(judge, ()), lambda row: row["status"] == "ok")
+            values = [row[metric] for row in statuses.get(True, ())]
+            others = [row["status"].partition(":")[0] for row in statuses.get(False, ())]
             cells[label].append(Cell(values, others))
-        last = group[0]["trained_under"].get("switch_to", group[0]["trained_under"])
+        last = parts(group[0])[-1]
         own[label] = {
-            judges.index(names[key(row["evaluated_under"])])
-            for row in rows
-            if is_same(row["evaluated_under"], last)
+            place
+            for place, judged in enumerate(by_judge.values())
+            if any(is_same(row["evaluated_under"], last) for row in judged)
         }
-    return Matrix(metric, judges, cells, own)
+    return Matrix(metric, list(by_judge), cells, own)
 
 
 def count_of_runs(group: list[Row]) -> str:
@@ -168,11 +163,13 @@ def labels(attentions: list[Row]) -> dict[tuple[Any, ...], str]:
 
 
 def trained_label(row: Row, names: dict[tuple[Any, ...], str]) -> str:
+    """What a row was trained under, and the settings in which the runs differ."""
     trained = row["trained_under"]
     label = names[key(trained)]
     if "switch_to" in trained:
         label += f", from step {trained['switch_at']} {names[key(trained['switch_to'])]}"
-    return label
+    setting = row.get("setting", {}).items()
+    return ", ".join([label, *(f"{name.rpartition('.')[2]}={value}" for name, value in setting)])
 
 
 def in_text(rows: list[Row]) -> str:
@@ -200,20 +197,15 @@ def draw(rows: list[Row], path: Path) -> None:
     """The matrices as heat maps. A thick frame: the attention of the training. Hatched: not finite,
     or refused.
     """
-    from matplotlib.figure import Figure
-
     matrices = build_matrices(rows)
     heights = [len(matrix.cells) for matrix in matrices]
     widest = max(len(matrix.judges) for matrix in matrices)
     size = (4.2 + 1.35 * widest, 0.9 + 0.62 * (sum(heights) + 1.6 * len(heights)))
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(len(matrices), squeeze=False, height_ratios=heights)
+    figure, grid = new_figure(len(matrices), size=size, squeeze=False, height_ratios=heights)
     for axes, matrix in zip(grid[:, 0], matrices, strict=True):
         image = draw_matrix(axes, matrix)
         figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=150)
-    write_file(path, picture.getvalue())
+    save_figure(figure, path, dpi=150)
 
 
 def draw_matrix(axes: Any, matrix: Matrix) -> Any:

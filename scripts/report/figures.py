@@ -10,7 +10,7 @@ from typing import Any
 from attention import LIMITS
 from scripts.drawing import new_figure
 from scripts.report.drawing import INK, PAPER, SOFT, Style, short
-from scripts.report.runs import Run
+from scripts.report.runs import Run, measured
 from scripts.tables import grouped
 
 # past these scores exp overflows; bfloat16 has float32's range
@@ -264,10 +264,6 @@ def draw_cost(runs: list[Run], styles: dict[str, Style]) -> list[Any]:
         crossed = several and name == PEAK and any(run.status == "oom" for run in runs)
         axes.set_title(title, pad=26 if crossed else None)
     return figures
-
-
-def measured(runs: list[Run], name: str) -> list[float]:
-    return [value for run in runs if (value := run.figure(name)) is not None]
 
 
 def _draw_cost_lines(axes: Any, groups: list[tuple[Style, list[Run]]], name: str) -> None:

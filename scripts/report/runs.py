@@ -108,6 +108,11 @@ def ended(runs: Iterable[Run], *statuses: str) -> list[Run]:
     return [run for run in runs if run.status in statuses]
 
 
+def measured(runs: Iterable[Run], name: str) -> list[float]:
+    """A figure of each run that has it."""
+    return [value for run in runs if (value := run.figure(name)) is not None]
+
+
 def load_runs(dirs: Sequence[Path]) -> list[Run]:
     """Every run below `dirs`. Raises ValueError where none is."""
     summaries = runs_below(dirs)

@@ -17,12 +17,11 @@ from scripts.report.figures import (
     draw_history,
     draw_others,
     end_marks,
-    measured,
     other_metrics,
 )
 from scripts.report.page import Card, Figure, Table, Text
 from scripts.report.ranking import Ranking, answer
-from scripts.report.runs import Run, ended, in_order
+from scripts.report.runs import Run, ended, in_order, measured
 from scripts.tables import grouped, mean_and_deviation
 from training.resume import changes_in_words
 from training.sweep import remark
