@@ -32,7 +32,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import StringIO
 from itertools import pairwise
 from multiprocessing import get_context
@@ -45,7 +45,7 @@ import torch
 from config import RunConfig
 from model import GPT
 from model.gpt2_weights import gpt2_name
-from scripts.arguments import check_at_least, command, parse_backend
+from scripts.arguments import check_at_least, command, default, parse_backend
 from scripts.tables import Row
 from training.device import autocast_to, pick_device, pick_dtype
 from training.environment import ROOT, measured_on
@@ -76,8 +76,8 @@ NAMES = {
 class Options:
     folder: Path
     out: Path | None = None
-    seq_len: list[int] = field(default_factory=lambda: [1024, 8192, 32768])
-    attention: list[str] = field(default_factory=lambda: ["triton"])
+    seq_len: list[int] = default(1024, 8192, 32768)
+    attention: list[str] = default("triton")
     tokens: int = 32768
     steps: int = 60
     curve_steps: int = 300
@@ -87,7 +87,7 @@ class Options:
     tokenizer: str = "bpe"
     lr: float = 6e-4
     device: str = "auto"
-    overrides: list[str] = field(default_factory=list)  # train.py's own settings
+    overrides: list[str] = default()  # train.py's own settings
 
     def __post_init__(self) -> None:
         check_at_least(self, WARMUP + WINDOW, "steps")  # the first are not timed

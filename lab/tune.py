@@ -24,7 +24,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -33,7 +33,7 @@ from typing import Any, Literal
 import torch
 
 from attention.kernels.launch import TILES, VARIANTS, Tile, table_for, tables
-from scripts.arguments import command
+from scripts.arguments import command, default
 from scripts.attention_call import seconds
 
 LENGTHS = (1024, 16384)
@@ -44,8 +44,8 @@ HEAD_DIMS = (64, 128, 256)
 
 @dataclass
 class Options:
-    kernel: list[Literal[tuple(VARIANTS)]] = field(default_factory=lambda: list(VARIANTS))
-    head_dim: list[int] = field(default_factory=lambda: [64, 128])
+    kernel: list[Literal[tuple(VARIANTS)]] = default(*VARIANTS)
+    head_dim: list[int] = default(64, 128)
     seconds: float = 300
     dry_run: bool = False
     capability: int = 90

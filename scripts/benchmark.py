@@ -52,7 +52,7 @@ doubling and then halving the gap to 12%; memory_gib= does so as if the card wer
 import contextlib
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -64,7 +64,7 @@ import torch._functorch.config
 from attention import BACKENDS, Backend, dtype_name
 from config import DataConfig
 from data.token_store import cache_folder
-from scripts.arguments import Device, Dtype, check_at_least, command, parse_backend
+from scripts.arguments import Device, Dtype, check_at_least, command, default, parse_backend
 from scripts.attention_call import ROUNDS, Call, Measurement, longest, memory_cap, try_length
 from scripts.tables import Row
 from training.device import pick_device, pick_dtype
@@ -80,9 +80,9 @@ from training.memory import (
 
 @dataclass
 class Options:
-    attention: list[str] = field(default_factory=lambda: ["naive", "tiled", "sdpa"])
-    seq_len: list[int] = field(default_factory=lambda: [256, 512, 1024, 2048])
-    head_dim: list[int] = field(default_factory=lambda: [64])
+    attention: list[str] = default("naive", "tiled", "sdpa")
+    seq_len: list[int] = default(256, 512, 1024, 2048)
+    head_dim: list[int] = default(64)
     heads: int = 16
     batch: int = 1
     tokens: int | None = None
@@ -90,7 +90,7 @@ class Options:
     window: int | None = None
     documents: int | None = None
     causal: bool = True
-    dtype: list[Dtype] = field(default_factory=lambda: ["auto"])
+    dtype: list[Dtype] = default("auto")
     device: Device = "auto"
     repeats: int = 20
     pause: float = 0.0

@@ -26,7 +26,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from attention import Backend
 from config import RunConfig
-from scripts.arguments import check_at_least, command
+from scripts.arguments import check_at_least, command, default
 from scripts.profile_trace import ATTENTION, PARTS, STEP, parts_of_steps
 from scripts.tables import Row, text_table
 from training.command_line import compose
@@ -61,7 +61,7 @@ class Options:
     steps: int = 10
     warmup: int = 5
     out: Path = Path("outputs/profile")
-    overrides: list[str] = field(default_factory=list)  # train.py's own settings
+    overrides: list[str] = default()  # train.py's own settings
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "steps", "warmup")

@@ -12,14 +12,14 @@ argument is key=value:
 `python -m lab.results` writes docs/claims.md and measures nothing.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from scripts.arguments import command
+from scripts.arguments import command, default
 
 
 @dataclass
 class Options:
-    run: list[str] = field(default_factory=list)
+    run: list[str] = default()
 
 
 @command("claims", Options)

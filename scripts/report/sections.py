@@ -24,7 +24,7 @@ from scripts.report.ranking import Ranking, answer
 from scripts.report.runs import Run, ended, in_order, measured
 from scripts.tables import grouped, mean_and_deviation
 from training.resume import changes_in_words
-from training.sweep import remark
+from training.sweep import COLUMNS, remark
 
 SPEEDS = (
     "The speed drawn is that of the steps alone, without warm-up, metrics, evaluation and "
@@ -282,18 +282,10 @@ def broken_table(runs: list[Run]) -> Table:
 
 
 def run_table(runs: list[Run]) -> Table:
-    columns = {
-        "steps": ("steps_done", "{:,.0f}"),
-        "val/loss": ("val/loss", "{:.4f}"),
-        "val/loss_exact": ("val/loss_exact", "{:.4f}"),
-        "accuracy": ("val/accuracy", "{:.1%}"),
-        "accuracy, exact": ("val/accuracy_exact", "{:.1%}"),
-        "max score": ("max_score", "{:.1f}"),
-        "tokens/s": ("tokens_per_sec", "{:,.0f}"),
-        "steps alone": ("step_tokens_per_sec", "{:,.0f}"),
-        "peak GiB": ("memory/peak_gib", "{:.3g}"),
-        "bad step": ("first_bad_step", "{:.0f}"),
-    }
+    """Every run, with the columns of a sweep's table."""
+    columns = {"steps": ("steps_done", "{:,.0f}")} | COLUMNS
+    columns |= {"max score": ("max_score", "{:.1f}"), "bad step": ("first_bad_step", "{:.0f}")}
+    del columns["status"]
     rows = []
     for run in runs:
         figures = [_cell(run.figure(key), form) for key, form in columns.values()]
