@@ -27,7 +27,7 @@ from conformance.memory_growth import LiveTensors
 from lab.claims.claim import Figures, claim, growth
 from lab.claims.inputs import inputs, textbook
 from lab.results.tables import load
-from training.memory import GIB
+from training.memory import GIB, bytes_of
 
 
 def forward_bytes(function: Callable[..., object], *inputs: Tensor) -> int:
@@ -39,16 +39,15 @@ def forward_bytes(function: Callable[..., object], *inputs: Tensor) -> int:
 
 def kept_for_backward(function: Callable[..., Tensor], *inputs: Tensor) -> int:
     """Bytes that autograd keeps between forward and backward, the inputs themselves left out."""
-    ours = {x.untyped_storage().data_ptr() for x in inputs}
-    kept: dict[int, Tensor] = {}
+    kept: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:
-        kept[x.untyped_storage().data_ptr()] = x
+        kept.append(x)
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         function(*inputs)
-    return sum(x.untyped_storage().nbytes() for pointer, x in kept.items() if pointer not in ours)
+    return bytes_of(inputs, kept) - bytes_of(inputs)
 
 
 def through_the_loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -135,3 +135,13 @@ def crossing(exact: list[Row], broken: list[Row]) -> int | None:
             break
         first = step
     return first
+
+
+def root_mean_square(values: list[float]) -> float:
+    return fmean(x * x for x in values) ** 0.5
+
+
+def differences(a: Row, b: Row) -> list[float]:
+    """Of the training losses, step by step."""
+    pairs = zip(a["curves"]["train/loss"], b["curves"]["train/loss"], strict=True)
+    return [x - y for x, y in pairs if x is not None and y is not None]

@@ -5,7 +5,14 @@ ended.
 from itertools import combinations
 from statistics import fmean
 
-from lab.results.curves import crossing, draw_headline, draw_retrieval, draw_text
+from lab.results.curves import (
+    crossing,
+    differences,
+    draw_headline,
+    draw_retrieval,
+    draw_text,
+    root_mean_square,
+)
 from lab.results.tables import (
     FOLDER,
     finite,
@@ -36,16 +43,6 @@ def with_speed(run: Row) -> Row:
 def chosen(run: Row, *prefixes: str) -> str:
     """What the command line of the run set, of the settings whose names begin so."""
     return " ".join(setting for setting in run["overrides"] if setting.startswith(prefixes))
-
-
-def root_mean_square(values: list[float]) -> float:
-    return fmean(x * x for x in values) ** 0.5
-
-
-def differences(a: Row, b: Row) -> list[float]:
-    """Of the training losses, step by step."""
-    pairs = zip(a["curves"]["train/loss"], b["curves"]["train/loss"], strict=True)
-    return [x - y for x, y in pairs if x is not None and y is not None]
 
 
 def evaluated(run: Row) -> dict[int, tuple[float, float]]:
