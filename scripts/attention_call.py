@@ -29,6 +29,8 @@ FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of any GPU
 SHORTEST_WAIT, LONGEST_WAIT = 0.5e-3, 16e-3
 CYCLES_PER_SECOND = 2.5e9  # of a fast GPU: on others the wait is longer than asked for
 ROUNDS = 4
+# of the longest length: as a share of it, and of which number it is a multiple
+PRECISION, MULTIPLE = 0.12, 64
 
 
 class MemoryProbe:
@@ -198,7 +200,7 @@ class Measurement:
                 call.backward(call.forward(), d_out)
             call.forward_only()
             self.bytes = measure_memory(call, d_out)
-        functions: dict[str, Callable[[], Any]] = {"forward": call.forward_only}
+        functions = {"forward": call.forward_only}
         if call.trainable:
             out = call.forward()
             functions["backward"] = lambda: call.backward(out, d_out, keep=True)
@@ -291,16 +293,9 @@ def memory_cap(gib: float | None, device: torch.device) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def longest(
-    fits: Callable[[int], float | dict],
-    *,
-    start: int,
-    precision: float = 0.12,
-    multiple: int = 64,
-    limit_s: float = 20.0,
-) -> Row:
+def longest(fits: Callable[[int], float | dict], *, start: int, limit_s: float) -> Row:
     """The longest length that fits: doubling from `start`, then halving the gap until it is below
-    `precision`.
+    PRECISION.
 
     fits(length) returns the seconds it took, or a description of the failure. A trial that would
     take longer than limit_s by the square of the last one's time is not made: limited_by is then
@@ -320,10 +315,10 @@ def longest(
             best, took = length, outcome
         if not failed:
             length *= 2
-        elif failed - best <= max(multiple, precision * best) or failed <= multiple:
+        elif failed - best <= max(MULTIPLE, PRECISION * best) or failed <= MULTIPLE:
             break
         else:
-            length = max(multiple, (best + failed) // 2 // multiple * multiple)
+            length = max(MULTIPLE, (best + failed) // 2 // MULTIPLE * MULTIPLE)
     return {
         "max_seq_len": best,
         "limited_by": limited_by,

@@ -56,7 +56,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch._functorch.config
@@ -149,28 +148,14 @@ def verdict_file(backend: Backend, dtype: torch.dtype, where: Row) -> Path | Non
     return cache_folder(DataConfig()) / "verdicts" / f"{digest[:32]}.json"
 
 
-class WrongResults(ValueError):
-    """A backend of several is wrong, which says nothing about the others."""
-
-
-def check_results(
-    text: str, backend: Backend, dtypes: list[torch.dtype], *, allow: bool, **where: Any
-) -> dict[torch.dtype, list[str]]:
-    """The red properties of a backend by dtype. Raises WrongResults for one that has any, unless
-    they are allowed.
-    """
-    by_dtype = {}
-    for dtype in dtypes:
-        if dtype not in backend.dtypes:
-            continue
-        by_dtype[dtype] = red = wrong_results(backend, dtype=dtype, **where)
-        if red and not allow:
-            raise WrongResults(
-                f"{text} is wrong in {dtype_name(dtype)}, so its speed means nothing: red in "
-                f"{', '.join(red)}; see python -m scripts.verify attention={text}, or add "
-                "allow_broken=true to time it and have its rows marked"
-            )
-    return by_dtype
+def complaint(text: str, red: dict[torch.dtype, list[str]]) -> str:
+    """Why a backend with red properties is not timed."""
+    dtype, properties = next(item for item in red.items() if item[1])
+    return (
+        f"{text} is wrong in {dtype_name(dtype)}, so its speed means nothing: red in "
+        f"{', '.join(properties)}; see python -m scripts.verify attention={text}, or add "
+        "allow_broken=true to time it and have its rows marked"
+    )
 
 
 def kept_rows(path: Path, where: Row) -> list[Row]:
@@ -223,14 +208,19 @@ def main(options: Options) -> None:
     for gib in options.memory_gib or ():
         with memory_cap(gib, device):
             pass
-    red, wrong = {}, []
-    for text, backend in list(backends.items()):
-        try:
-            red[text] = check_results(
-                text, backend, dtypes, allow=options.allow_broken, device=device, where=where
-            )
-        except WrongResults as error:  # the others are measured none the less
-            wrong.append(str(error))
+    red = {
+        text: {
+            dtype: wrong_results(backend, device=device, dtype=dtype, where=where)
+            for dtype in dtypes
+            if dtype in backend.dtypes
+        }
+        for text, backend in backends.items()
+    }
+    wrong = []
+    for text, found in red.items():
+        if any(found.values()) and not options.allow_broken:
+            # the others are measured none the less
+            wrong.append(complaint(text, found))
             del backends[text]
     if not backends:
         raise ValueError("; ".join(wrong))
