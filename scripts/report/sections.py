@@ -9,7 +9,6 @@ from attention import LIMITS, dtype_name
 from scripts.report.drawing import Style, legend, render
 from scripts.report.figures import (
     COSTS,
-    FLOAT16_LIMIT,
     cost_lengths,
     curve_lengths,
     draw_cost,
@@ -232,33 +231,26 @@ def other_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure]:
 
 
 def diverged_card(run: Run, place: int, style: Style) -> Card:
-    """How a run left the finite range, with its largest scores on the way."""
-    diagnosis = run.summary.get("diagnosis")
+    """How a run left the finite range, as AttentionMonitor.diagnose() recorded it, with its largest
+    scores on the way.
+    """
+    found = run.summary.get("diagnosis")
     # older runs recorded the sentence alone
-    diagnosis = diagnosis if isinstance(diagnosis, dict) else {}
-    logged = [(row["step"], row.get("attention/max_score")) for row in run.metrics]
-    points = diagnosis.get("history") or logged
-    history = {step: score for step, score in points if score is not None}
+    found = found if isinstance(found, dict) else {}
+    diagnosis = {"history": [], "dtype": run.summary.get("dtype")} | found
+    history = {step: score for step, score in diagnosis.pop("history") if score is not None}
     facts = {}
     for key, value in diagnosis.items():
         if key in ("queries", "keys"):
             facts[key] = ":".join(map(str, value))
-        elif key not in ("message", "history"):
+        elif key != "message" and value is not None:
             facts[key.replace("_", " ")] = _fact(value)
-    facts.setdefault("step", _fact(run.figure("first_bad_step")))
-    facts.setdefault("dtype", _fact(run.summary.get("dtype")))
-    if not any("max score" in key for key in facts):
-        facts["largest score"] = _fact(run.figure("max_score"))
-    past = next((step for step, score in history.items() if score > FLOAT16_LIMIT), None)
-    if past is not None and not any("16" in key for key in facts):
-        facts[f"past {FLOAT16_LIMIT:.2f}, where exp overflows float16"] = f"step {past:g}"
-    facts = {key: value for key, value in facts.items() if value != "-"}
     figure = None
     if len(history) > 1:
         draw = partial(draw_history, history, run.figure("first_bad_step"), style)
         panels = render(f"scores{place}_", draw)
         figure = Figure(f"largest score of {run.name} by step", "", panels)
-    return Card(run.name, _sentence(run), facts, figure)
+    return Card(run.name, remark(run.summary), facts, figure)
 
 
 def oom_table(runs: list[Run]) -> Table:
@@ -267,7 +259,7 @@ def oom_table(runs: list[Run]) -> Table:
         oom = run.summary.get("oom", {})
         gib = [oom.get(f"{key}_gib") for key in ("asked", "free", "total", "predicted")]
         gib[-1] = gib[-1] or run.figure("memory/predicted_gib")
-        rows.append([run.name, *(_cell(value, "{:.2f} GiB") for value in gib), _sentence(run)])
+        rows.append([run.name, *(_cell(value, "{:.2f} GiB") for value in gib), remark(run.summary)])
     head = ["run", "asked", "free", "total", "predicted", "message"]
     return _without_empty(Table(head, rows, notes=True))
 
@@ -276,7 +268,7 @@ def broken_table(runs: list[Run]) -> Table:
     rows = []
     for run in runs:
         steps = _cell(run.figure("steps_done"), "{:,.0f}")
-        rows.append([run.name, run.status, steps, run.place, _sentence(run)])
+        rows.append([run.name, run.status, steps, run.place, remark(run.summary)])
     head = ["run", "status", "steps", "folder", "message"]
     return _without_empty(Table(head, rows, words=2, notes=True))
 
@@ -346,21 +338,12 @@ def _gap(run: Run) -> float | None:
     return None if own is None or exact is None else exact - own
 
 
-def _sentence(run: Run) -> str:
-    diagnosis = run.summary.get("diagnosis")
-    if isinstance(diagnosis, dict):
-        return str(diagnosis.get("message") or "")
-    return remark(run.summary)
-
-
 def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
 def _fact(value: Any) -> str:
     """Any value of a JSON file as words."""
-    if value is None:
-        return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
