@@ -5,19 +5,20 @@ each, and where they ran.
 
 The arguments are sweeps, runs, or folders of either, and
 
-    out      the JSON file to write
-    columns  columns of metrics.jsonl to keep (losses, accuracies, attention/max_score, grad_norm)
+    out  the JSON file to write
 
 Only reads run directories.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.arguments import command
+from scripts.runs import runs_below
 from training.files import check_writable, read_metrics, write_json
-from training.sweep import load_json, read_sweep
+from training.sweep import load_json
 
+# columns of metrics.jsonl
 CURVES = (
     "train/loss",
     "val/loss",
@@ -33,16 +34,15 @@ CURVES = (
 class Options:
     paths: list[Path]
     out: Path
-    columns: list[str] = field(default_factory=lambda: list(CURVES))
 
 
-def condense(run_dir: Path, columns: list[str]) -> dict:
-    """step and the columns, each as one list with null where a row has no such figure; columns
-    without any figure are left out.
+def condense(run_dir: Path) -> dict:
+    """step and CURVES, each as one list with null where a row has no such figure; curves without
+    any figure are left out.
     """
     rows = read_metrics(run_dir / "metrics.jsonl")
     curves = {"step": [row["step"] for row in rows]}
-    for name in columns:
+    for name in CURVES:
         values = [row.get(name) for row in rows]
         if any(value is not None for value in values):
             curves[name] = [None if value is None else round(value, 6) for value in values]
@@ -51,25 +51,18 @@ def condense(run_dir: Path, columns: list[str]) -> dict:
 
 @command("condense_runs", Options)
 def main(options: Options) -> None:
-    for folder in options.paths:
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder")
     check_writable(options.out)
-    runs, environments = [], []
-    for folder in options.paths:
-        for run in read_sweep(folder):
-            run_dir = Path(run.pop("dir"))
-            environment = load_json(run_dir / "env.json")
-            if environment and environment not in environments:
-                environments.append(environment)
-            runs.append(run | {"curves": condense(run_dir, options.columns)})
-    if not runs:
+    found = runs_below(options.paths)
+    if not found:
         raise ValueError(f"no runs in {', '.join(map(str, options.paths))}")
+    runs = []
+    for run_dir, run in found.items():
+        del run["dir"]
+        runs.append(run | {"curves": condense(run_dir)})
     # runs of one sweep differ in nothing but the command line
-    common = {}
-    for key, value in environments[0].items() if environments else ():
-        if all(other.get(key) == value for other in environments):
-            common[key] = value
+    environments = [load_json(run_dir / "env.json") for run_dir in found]
+    first, *others = list(filter(None, environments)) or [{}]
+    common = {key: first[key] for key in first if all(x.get(key) == first[key] for x in others)}
     write_json(options.out, {"environment": common, "runs": runs})
     print(f"{options.out}: {len(runs)} runs, {options.out.stat().st_size / 1024:.0f} KiB")
 

@@ -40,6 +40,7 @@ import torch
 from safetensors.torch import load_file
 
 from scripts.arguments import check_at_least, command
+from scripts.tables import Row
 from training.environment import ROOT, measured_on
 from training.files import check_writable, read_metrics, write_json
 from training.retention import LATEST, newest_first, step_of
@@ -105,7 +106,7 @@ def reached(run_dir: Path) -> int:
     return json.loads(lines[-1])["step"] if lines else -1
 
 
-def state(run_dir: Path) -> dict[str, Any]:
+def state(run_dir: Path) -> Row:
     """All that must be equal at the end of two runs that are the same."""
     folder = run_dir / LATEST
     rows = read_metrics(run_dir / "metrics.jsonl")
@@ -159,7 +160,7 @@ def started_until(run_dir: Path, step: int) -> subprocess.Popen:
 
 def killed(
     run_dir: Path, moment: random.Random, *, saving: bool = False, earliest: int = 3 * EVERY
-) -> dict[str, Any]:
+) -> Row:
     """Start a run and kill it: after a random row of metrics, or in the save that comes after it.
     Returns when that was.
     """
@@ -181,72 +182,66 @@ def killed(
     }
 
 
-def judged(run_dir: Path, straight: dict[str, Any], *, said: str = "") -> str:
+def judged(run_dir: Path, straight: Row, *, said: str = "") -> str:
     """Resume to the end and compare with the run that nothing disturbed."""
+    before = contents(run_dir)
     code, output = resume(run_dir)
     if code != 0:
-        return unexpected(code, output)
+        unharmed = is_one_line(output) and before.items() <= contents(run_dir).items()
+        return REFUSED if unharmed else unexpected(code, output)
     if said not in output:
         return f"does not say: {said}"
     return IDENTICAL if same(state(run_dir), straight) else "another run"
 
 
-def kill(
-    run_dir: Path, straight: dict[str, Any], moment: random.Random, *, saving: bool
-) -> dict[str, Any]:
+def kill(run_dir: Path, straight: Row, moment: random.Random, *, saving: bool) -> Row:
     found = killed(run_dir, moment, saving=saving, earliest=1)
-    if found["checkpoint"] is not None:
-        return found | {"outcome": judged(run_dir, straight)}
-    # nothing was saved yet: there is nothing to resume, and the run is started again
-    code, output = resume(run_dir)
-    refused = code != 0 and is_one_line(output) and "holds no checkpoint" in output
-    return found | {"outcome": REFUSED if refused else f"ended with {code}"}
+    outcome = judged(run_dir, straight)
+    # before the first save there is nothing to resume, and the run is started again
+    expected = IDENTICAL if found["checkpoint"] is not None else REFUSED
+    return found | {"outcome": outcome if outcome == expected else f"resumed: {outcome}"}
 
 
-def fill_disk(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
-    """From a random moment on, no file of the process may grow beyond a random size, less than a
+def fill_disk(process: subprocess.Popen, run_dir: Path, moment: random.Random) -> int:
+    """From now on no file of the process may grow beyond a random size, less than a
     checkpoint's.
     """
-    process = started_until(run_dir, moment.randint(EVERY + 2, STEPS - 2 * EVERY))
     limit = moment.randint(100_000, (run_dir / LATEST / "training.pt").stat().st_size - 1)
-    resource.prlimit(
-        process.pid, resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
-    )
-    found = {"harm": "disk full", "step": reached(run_dir), "bytes": limit}
-    return found | failed_and_resumed(process, run_dir, straight)
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, most))
+    return limit
 
 
-def truncate_store(
-    run_dir: Path, straight: dict[str, Any], moment: random.Random
-) -> dict[str, Any]:
-    """At a random moment, cut the training tokens off somewhere in their first half: one of the
-    next windows lies beyond.
+def truncate_store(process: subprocess.Popen, run_dir: Path, moment: random.Random) -> int:
+    """Cut the training tokens off somewhere in their first half: one of the next windows lies
+    beyond.
     """
-    process = started_until(run_dir, moment.randint(EVERY + 2, STEPS - 2 * EVERY))
     tokens = store_of(run_dir) / "train.bin"
     position = moment.randrange(tokens.stat().st_size // 2)
     os.truncate(tokens, position)
-    found = {"harm": "store truncated", "step": reached(run_dir), "bytes": position}
-    return found | failed_and_resumed(process, run_dir, straight, named=str(tokens), said=REBUILT)
+    return position
 
 
-def failed_and_resumed(
-    process: subprocess.Popen,
-    run_dir: Path,
-    straight: dict[str, Any],
-    *,
-    named: str = "",
-    said: str = "",
-) -> dict[str, Any]:
-    """A run that must end with one line, which holds `named` and how to resume, and what came of
-    resuming it.
-    """
+def harm_running(run_dir: Path, straight: Row, moment: random.Random, name: str) -> Row:
+    """Harm a run at a random moment. It must end with one line, which says how to resume it."""
+    harm, named, said = WHILE_IT_RUNS[name]
+    process = started_until(run_dir, moment.randint(EVERY + 2, STEPS - 2 * EVERY))
+    found = {"harm": name, "bytes": harm(process, run_dir, moment), "step": reached(run_dir)}
     code, output = finish(process)
-    found = {"checkpoint": step_of(newest_first(run_dir)[0])}
+    found["checkpoint"] = step_of(newest_first(run_dir)[0])
     as_it_should = is_one_line(output) and named in output and f"resume={run_dir}" in output
     if code != 1 or not as_it_should:
         return found | {"outcome": unexpected(code, output)}
-    return found | {"outcome": judged(run_dir, straight, said=said)}
+    outcome = judged(run_dir, straight, said=said)
+    return found | {"outcome": outcome if outcome == IDENTICAL else f"resumed: {outcome}"}
+
+
+def harm_killed(run_dir: Path, straight: Row, moment: random.Random, name: str) -> Row:
+    """Kill a run and damage some of its files."""
+    harm, said, expected = ONCE_KILLED[name]
+    found = killed(run_dir, moment) | {"harm": name, "what": harm(run_dir, moment)}
+    outcome = judged(run_dir, straight, said=said)
+    return found | {"outcome": outcome if outcome in expected else f"resumed: {outcome}"}
 
 
 def damage(files: Iterable[Path], moment: random.Random) -> str:
@@ -290,61 +285,48 @@ def damage_tokens(folder: Path, moment: random.Random) -> str:
     return damage(folder.iterdir(), moment)
 
 
-def damage_store(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
-    found = killed(run_dir, moment)
-    found |= {"harm": "store damaged", "what": damage_tokens(store_of(run_dir), moment)}
-    return found | {"outcome": judged(run_dir, straight, said=REBUILT)}
+def damage_latest(run_dir: Path, moment: random.Random) -> str:
+    return damage(newest_first(run_dir)[0].iterdir(), moment)
 
 
-def damage_latest(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
-    found = killed(run_dir, moment)
-    folder = newest_first(run_dir)[0]
-    found |= {"harm": "latest damaged", "what": damage(folder.iterdir(), moment)}
-    return found | {"outcome": judged(run_dir, straight, said="going on from step")}
+def damage_all(run_dir: Path, moment: random.Random) -> list[str]:
+    return [damage(folder.iterdir(), moment) for folder in newest_first(run_dir)]
 
 
-def damage_all(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
-    found = killed(run_dir, moment)
-    found |= {
-        "harm": "all damaged",
-        "what": [damage(folder.iterdir(), moment) for folder in newest_first(run_dir)],
-    }
-    return found | {"outcome": refused(run_dir) or "resumed"}
+def damage_record(run_dir: Path, moment: random.Random) -> str:
+    names = ("metrics.jsonl", "overrides.yaml", "config.yaml")
+    return damage([run_dir / name for name in names], moment)
 
 
-def damage_record(run_dir: Path, straight: dict[str, Any], moment: random.Random) -> dict[str, Any]:
-    found = killed(run_dir, moment)
-    files = [run_dir / name for name in ("metrics.jsonl", "overrides.yaml", "config.yaml")]
-    found |= {"harm": "record damaged", "what": damage(files, moment)}
-    return found | {
-        "outcome": refused(run_dir)
-        or (IDENTICAL if same(state(run_dir), straight) else "another run")
-    }
-
-
-def refused(run_dir: Path) -> str | None:
-    """Resume a run, and what came of it where it was not resumed."""
-    before = contents(run_dir)
-    code, output = resume(run_dir)
-    if code == 0:
-        return None
-    unharmed = is_one_line(output) and before.items() <= contents(run_dir).items()
-    return REFUSED if unharmed else unexpected(code, output)
-
-
+# the harm, what the run names as it ends, and what the resumed run says
+WHILE_IT_RUNS = {
+    "disk full": (fill_disk, "", ""),
+    "store truncated": (truncate_store, "train.bin", REBUILT),
+}
+# the harm, what the resumed run says, and how it may end
+ONCE_KILLED = {
+    "latest damaged": (damage_latest, "going on from step", (IDENTICAL,)),
+    "store damaged": (
+        lambda run_dir, moment: damage_tokens(store_of(run_dir), moment),
+        REBUILT,
+        (IDENTICAL,),
+    ),
+    "all damaged": (damage_all, "", (REFUSED,)),
+    "record damaged": (damage_record, "", (IDENTICAL, REFUSED)),
+}
 HARMS = (
-    fill_disk,
-    damage_latest,
-    damage_store,
-    fill_disk,
-    damage_latest,
-    truncate_store,
-    damage_all,
-    damage_record,
+    "disk full",
+    "latest damaged",
+    "store damaged",
+    "disk full",
+    "latest damaged",
+    "store truncated",
+    "all damaged",
+    "record damaged",
 )
 
 
-def measure(folder: Path, *, kills: int, harms: int, seed: int) -> dict[str, Any]:
+def measure(folder: Path, *, kills: int, harms: int, seed: int) -> Row:
     straight_dir = folder / "straight"
     os.environ["TILEGPT_CACHE"] = str(folder / CACHE)
     began = time.perf_counter()
@@ -359,7 +341,9 @@ def measure(folder: Path, *, kills: int, harms: int, seed: int) -> dict[str, Any
         if index < kills:
             found = kill(run_dir, straight, moment, saving=index % 2 == 1)
         else:
-            found = HARMS[(index - kills) % len(HARMS)](run_dir, straight, moment)
+            name = HARMS[(index - kills) % len(HARMS)]
+            harm = harm_running if name in WHILE_IT_RUNS else harm_killed
+            found = harm(run_dir, straight, moment, name)
         result["kills" if index < kills else "harms"].append(found)
         print(f"{index + 1} of {kills + harms}: {json.dumps(found)}", flush=True)
         if found["outcome"] in (IDENTICAL, REFUSED):

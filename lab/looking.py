@@ -16,18 +16,17 @@ end that tells its time. The first of each kind compiles, and does not count.
 """
 
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
 from config import Due, RunConfig
+from lab.lengths import LengthOptions
 from scripts.arguments import check_at_least, command
-from training.environment import measured_on
-from training.files import check_writable, read_metrics, write_json
+from scripts.tables import Row
+from training.files import check_writable, read_metrics
 from training.run import run
 
 QUIET = [
@@ -40,16 +39,14 @@ QUIET = [
 
 
 @dataclass
-class Options:
-    seq_len: list[int] = field(default_factory=lambda: [1024, 8192, 32768])
-    tokens: int = 32768
+class Options(LengthOptions):
     segment: int = 100
     pairs: int = 6
     out: Path = Path("looking.json")
-    overrides: list[str] = field(default_factory=list)  # train.py's own settings
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "seq_len", "tokens", "segment")
+        super().__post_init__()
+        check_at_least(self, 1, "segment")
         check_at_least(self, 2, "pairs")
 
 
@@ -65,7 +62,7 @@ def due_in_turns(segment: int) -> Any:
     return due
 
 
-def speeds(rows: list[dict[str, Any]], segment: int) -> list[dict[str, Any]]:
+def speeds(rows: list[Row], segment: int) -> list[Row]:
     """Tokens a second by the wall clock of each segment after the first two, and its rows."""
     found = []
     ends = [row for row in rows if row["step"] % segment == 0]
@@ -77,7 +74,7 @@ def speeds(rows: list[dict[str, Any]], segment: int) -> list[dict[str, Any]]:
     return found[1:]
 
 
-def ratios(segments: list[dict[str, Any]]) -> list[float]:
+def ratios(segments: list[Row]) -> list[float]:
     """Of each pair of neighbours: the speed with rows, as a share of that without."""
     pairs = zip(segments[::2], segments[1::2], strict=False)
     return [looking["tokens_per_sec"] / quiet["tokens_per_sec"] for looking, quiet in pairs]
@@ -89,7 +86,7 @@ def main(options: Options) -> None:
     rows = []
     for seq_len in options.seq_len:
         steps = 2 * options.segment * (options.pairs + 1)
-        size = [f"seq_len={seq_len}", f"batch_size={options.tokens // seq_len}", f"steps={steps}"]
+        size = [*options.shape(seq_len), f"steps={steps}"]
         with (
             tempfile.TemporaryDirectory() as folder,
             patch.object(RunConfig, "due", due_in_turns(options.segment)),
@@ -103,9 +100,7 @@ def main(options: Options) -> None:
             f"seq_len={seq_len}: with rows {row['ratio']:.3f} of the speed without "
             f"({min(found):.3f} to {max(found):.3f}, n={len(found)})"
         )
-        where = measured_on("cuda" if torch.cuda.is_available() else "cpu")
-        data = {"environment": where, "overrides": options.overrides, "runs": rows}
-        write_json(options.out, data)
+        options.write(rows)
 
 
 if __name__ == "__main__":

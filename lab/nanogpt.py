@@ -32,12 +32,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import StringIO
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,8 @@ import torch
 from config import RunConfig
 from model import GPT
 from model.gpt2_weights import gpt2_name
-from scripts.arguments import check_at_least, command, parse_backend
+from scripts.arguments import check_at_least, command, default, parse_backend
+from scripts.tables import Row
 from training.device import autocast_to, pick_device, pick_dtype
 from training.environment import ROOT, measured_on
 from training.files import check_writable, read_metrics, write_json
@@ -76,8 +76,8 @@ NAMES = {
 class Options:
     folder: Path
     out: Path | None = None
-    seq_len: list[int] = field(default_factory=lambda: [1024, 8192, 32768])
-    attention: list[str] = field(default_factory=lambda: ["triton"])
+    seq_len: list[int] = default(1024, 8192, 32768)
+    attention: list[str] = default("triton")
     tokens: int = 32768
     steps: int = 60
     curve_steps: int = 300
@@ -87,7 +87,7 @@ class Options:
     tokenizer: str = "bpe"
     lr: float = 6e-4
     device: str = "auto"
-    overrides: list[str] = field(default_factory=list)  # train.py's own settings
+    overrides: list[str] = default()  # train.py's own settings
 
     def __post_init__(self) -> None:
         check_at_least(self, WARMUP + WINDOW, "steps")  # the first are not timed
@@ -108,7 +108,7 @@ class Options:
 
 def train_ours(
     options: Options, run_dir: Path, *, attention: str, seq_len: int, steps: int, log_every: int
-) -> dict[str, Any]:
+) -> Row:
     """One `python train.py`. Raises ValueError with its last words where it fails."""
     name, _, rest = attention.partition(":")
     settings = {
@@ -157,7 +157,7 @@ def train_theirs(
     noise_seed: int | None = None,
     compiled: bool = True,
     cudnn: bool = True,
-) -> dict[str, Any]:
+) -> Row:
     """nanoGPT's step under the settings of one of our runs.
 
     noise_seed moves the initial weights by about a rounding error; without cudnn PyTorch takes
@@ -172,12 +172,12 @@ def train_theirs(
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
-    model = their_model(folder, config, data.vocab_size)
-    if noise_seed is not None:
-        add_noise(model, noise_seed)
-    model.to(device)
     optim = config.optimizer()
-    with redirect_stdout(StringIO()):
+    with redirect_stdout(StringIO()):  # it counts its parameters aloud
+        model = their_model(folder, config, data.vocab_size)
+        if noise_seed is not None:
+            add_noise(model, noise_seed)
+        model.to(device)
         optimizer = model.configure_optimizers(
             optim.weight_decay, optim.lr, (optim.beta1, optim.beta2), device.type
         )
@@ -212,31 +212,19 @@ def train_theirs(
 
 
 def their_model(folder: Path, config: RunConfig, vocab_size: int) -> torch.nn.Module:
-    """nanoGPT's GPT in our shape, with the initial weights of our run."""
+    """nanoGPT's GPT in our shape, with the initial weights of our run. Raises ValueError where the
+    names of the two differ.
+    """
     torch.manual_seed(config.seed)
     ours = GPT(config.model, vocab_size=vocab_size, backend=parse_backend("sdpa"))
     settings = {theirs: getattr(config.model, mine) for theirs, mine in NAMES.items()}
-    nanogpt = load_model_file(folder)
-    with redirect_stdout(StringIO()):  # it counts its parameters aloud
-        model = nanogpt.GPT(
-            nanogpt.GPTConfig(block_size=config.seq_len, vocab_size=vocab_size, **settings)
-        )
-    take_weights(model, ours)
-    return model
-
-
-def load_model_file(folder: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks itself up there
-    spec.loader.exec_module(module)
-    return module
-
-
-def take_weights(model: torch.nn.Module, ours: GPT) -> None:
-    """nanoGPT keeps GPT-2's names, and its matrices the way nn.Linear does. Raises ValueError where
-    the two differ.
-    """
+    nanogpt = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = nanogpt  # its dataclass looks itself up there
+    spec.loader.exec_module(nanogpt)
+    shape = nanogpt.GPTConfig(block_size=config.seq_len, vocab_size=vocab_size, **settings)
+    model = nanogpt.GPT(shape)
+    # nanoGPT keeps GPT-2's names, and its matrices the way nn.Linear does
     weights = {
         f"transformer.{gpt2_name(name)}": tensor for name, tensor in ours.state_dict().items()
     }
@@ -247,6 +235,7 @@ def take_weights(model: torch.nn.Module, ours: GPT) -> None:
         raise ValueError(
             f"this model.py is not nanoGPT's as of 2022 to 2025: {', '.join(foreign)} differ"
         )
+    return model
 
 
 def add_noise(model: torch.nn.Module, seed: int) -> None:
@@ -263,7 +252,7 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def percentiles(values: list[float]) -> dict[str, Any]:
+def percentiles(values: list[float]) -> Row:
     """Median with the 20th and 80th percentile of the steps' tokens per second, each over ten
     steps.
     """
@@ -271,34 +260,29 @@ def percentiles(values: list[float]) -> dict[str, Any]:
     return {"step_tokens_per_sec": median, "p20": low, "p80": high, "windows": len(values)}
 
 
-def in_own_process(*arguments: Any, **variation: Any) -> dict[str, Any]:
+def in_own_process(*arguments: Any, **variation: Any) -> Row:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(train_theirs, *arguments, **variation).result()
 
 
-def compare_speed(options: Options, scratch: Path, seq_len: int) -> Iterator[dict[str, Any]]:
+def compare_speed(options: Options, scratch: Path, seq_len: int) -> Iterator[Row]:
     """Every run at one length, nanoGPT's first and last."""
 
-    def theirs() -> dict[str, Any]:
+    how = {"seq_len": seq_len, "steps": options.steps, "log_every": WINDOW}
+
+    def theirs() -> Row:
         found = in_own_process(options.folder, scratch / f"{seq_len}-0", options.steps)
         return describe("nanogpt", seq_len, options, found)
 
     for i, name in enumerate(options.attention):
-        ours = train_ours(
-            options,
-            scratch / f"{seq_len}-{i}",
-            attention=name,
-            seq_len=seq_len,
-            steps=options.steps,
-            log_every=WINDOW,
-        )
+        ours = train_ours(options, scratch / f"{seq_len}-{i}", attention=name, **how)
         if i == 0:  # nanoGPT's run reads its settings from ours
             yield theirs()
         yield describe(name, seq_len, options, ours)
     yield theirs()
 
 
-def describe(who: str, seq_len: int, options: Options, found: dict[str, Any]) -> dict[str, Any]:
+def describe(who: str, seq_len: int, options: Options, found: Row) -> Row:
     """The row of a run, which is printed too."""
     row = {"who": who, "seq_len": seq_len, "batch_size": options.tokens // seq_len} | found
     del row["losses"]
@@ -311,7 +295,7 @@ def describe(who: str, seq_len: int, options: Options, found: dict[str, Any]) ->
     return row
 
 
-def compare_curves(options: Options, scratch: Path) -> dict[str, Any]:
+def compare_curves(options: Options, scratch: Path) -> Row:
     """Losses step by step, and the root mean square of their differences from nanoGPT's."""
     seq_len, steps = options.seq_len[0], options.curve_steps
     losses = {}
@@ -326,18 +310,18 @@ def compare_curves(options: Options, scratch: Path) -> dict[str, Any]:
         variations |= OTHER_KERNELS
     for name, variation in variations.items():
         losses[name] = in_own_process(options.folder, run_dir, steps, **variation)["losses"]
-    curves = {name: np.array(list(curve.values())) for name, curve in losses.items()}
-    reference = curves.pop("nanogpt")
-    apart = {name: curve - reference for name, curve in curves.items()}
-    rms = {name: float(np.sqrt(np.mean(difference**2))) for name, difference in apart.items()}
-    mean = {name: float(difference.mean()) for name, difference in apart.items()}
-    for name in apart:
+    found = {"seq_len": seq_len, "steps": steps, "losses": losses, "rms": {}, "mean": {}}
+    reference = np.array(list(losses["nanogpt"].values()))
+    for name in [name for name in losses if name != "nanogpt"]:
+        apart = np.array(list(losses[name].values())) - reference
+        rms, mean = float(np.sqrt(np.mean(apart**2))), float(apart.mean())
+        found["rms"][name], found["mean"][name] = rms, mean
         print(
-            f"{name:28} differs from nanoGPT's loss by {rms[name]:.2e} (rms of {steps} steps), "
-            f"{mean[name]:+.2e} in the mean",
+            f"{name:28} differs from nanoGPT's loss by {rms:.2e} (rms of {steps} steps), "
+            f"{mean:+.2e} in the mean",
             flush=True,
         )
-    return {"seq_len": seq_len, "steps": steps, "losses": losses, "rms": rms, "mean": mean}
+    return found
 
 
 @command("nanogpt", Options)

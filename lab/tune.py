@@ -5,18 +5,15 @@ table that ships with them.
 
 Arguments are key=value, lists with commas; all have a default:
 
-    kernel      of forward, dkdv, dkdv_general, dq (all)
-    head_dim    of 64, 128, 256 (64,128)
-    seconds     time for all of it (300)
-    dry_run     true: only say which tiles would be timed; needs no GPU (false)
-    capability  of the dry run: 80, 86, 90 (90)
+    kernel    of forward, dkdv, dkdv_general, dq (all)
+    head_dim  of 64, 128, 256 (64,128)
+    seconds   time for all of it (300)
 
 A tile that spills registers, has its products serialised or does not fit into shared memory is left
-out before it is timed (dry_run=true stops there: it compiles for capability=). The
-others are timed in bfloat16 over 16,384 tokens of heads * head_dim = 2048, at 1,024 and 16,384
-tokens a sequence, causal and not; dkdv_general with grouped heads and a window. The geometric mean
-of the times decides. Other tables in the file stay as they are. The clock of a shared GPU wanders:
-what is in force is timed again beside every candidate.
+out before it is timed. The others are timed in bfloat16 over 16,384 tokens of heads * head_dim =
+2048, at 1,024 and 16,384 tokens a sequence, causal and not; dkdv_general with grouped heads and a
+window. The geometric mean of the times decides. Other tables in the file stay as they are. The
+clock of a shared GPU wanders: what is in force is timed again beside every candidate.
 """
 
 import itertools
@@ -24,7 +21,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -33,7 +30,7 @@ from typing import Any, Literal
 import torch
 
 from attention.kernels.launch import TILES, VARIANTS, Tile, table_for, tables
-from scripts.arguments import command
+from scripts.arguments import command, default
 from scripts.attention_call import seconds
 
 LENGTHS = (1024, 16384)
@@ -44,16 +41,13 @@ HEAD_DIMS = (64, 128, 256)
 
 @dataclass
 class Options:
-    kernel: list[Literal[tuple(VARIANTS)]] = field(default_factory=lambda: list(VARIANTS))
-    head_dim: list[int] = field(default_factory=lambda: [64, 128])
+    kernel: list[Literal[tuple(VARIANTS)]] = default(*VARIANTS)
+    head_dim: list[int] = default(64, 128)
     seconds: float = 300
-    dry_run: bool = False
-    capability: int = 90
 
     def __post_init__(self) -> None:
-        for head_dim in self.head_dim:
-            if head_dim not in HEAD_DIMS:
-                raise ValueError(f"head_dim={head_dim} is not one of: {HEAD_DIMS}")
+        for head_dim in set(self.head_dim) - set(HEAD_DIMS):
+            raise ValueError(f"head_dim={head_dim} is not one of: {HEAD_DIMS}")
 
 
 def candidates(kernel: str, head_dim: int) -> Iterator[Tile]:
@@ -68,7 +62,7 @@ def candidates(kernel: str, head_dim: int) -> Iterator[Tile]:
             yield Tile(block_q, block_kv, warps, stages)
 
 
-def is_clean(
+def why_not(
     kernel: str, head_dim: int, tile: Tile, capability: int, shared_memory: int
 ) -> str | None:
     """Why the tile is not timed, or None."""
@@ -139,15 +133,15 @@ def tune(kernel: str, head_dim: int, table: dict[str, Any], capability: int, unt
             break
         if tile == before:
             continue
-        why = is_clean(kernel, head_dim, tile, capability, table["shared_memory"])
+        why = why_not(kernel, head_dim, tile, capability, table["shared_memory"])
         if why is None:
             ratios = []
             for call in calls:
-                times = {}
+                times = []
                 for each in (before, tile):
                     tiles[str(head_dim)] = list(each)
-                    times[each] = time_of(call)
-                ratios.append(times[tile] / times[before])
+                    times.append(time_of(call))
+                ratios.append(times[1] / times[0])
             ratio = geometric_mean(ratios)
             best = min(best, (ratio, tile))
             why = f"{ratio:.3f} of the time of {tuple(before)}: " + " ".join(
@@ -181,13 +175,8 @@ def main(options: Options) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ValueError("TRITON_INTERPRET=1 is set, so nothing is compiled; unset it")
     shapes = list(itertools.product(options.kernel, options.head_dim))
-    if options.dry_run:
-        say_candidates(shapes, options.capability)
-        return
     if not torch.cuda.is_available():
-        raise ValueError(
-            "tiles are timed on a GPU, and there is none; dry_run=true says which would be timed"
-        )
+        raise ValueError("tiles are timed on a GPU, and there is none")
     properties = torch.cuda.get_device_properties(0)
     major, minor = capability = properties.major, properties.minor
     name = f"sm_{10 * major + minor}"
@@ -210,16 +199,6 @@ def main(options: Options) -> None:
     print(
         f"{TILES} is written; run the tests of attention/kernels on this GPU before you commit it"
     )
-
-
-def say_candidates(shapes: list[tuple[str, int]], capability: int) -> None:
-    table = tables().get(f"sm_{capability}")
-    if table is None:
-        raise ValueError(f"capability={capability} has no table; there are {', '.join(tables())}")
-    for kernel, head_dim in shapes:
-        for tile in candidates(kernel, head_dim):
-            why = is_clean(kernel, head_dim, tile, capability, table["shared_memory"])
-            print(f"{kernel} D={head_dim} {tuple(tile)}: {why or 'would be timed'}", flush=True)
 
 
 if __name__ == "__main__":

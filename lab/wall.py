@@ -22,31 +22,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import linear_regression
-from typing import Any
 
-import torch
-
-from scripts.arguments import check_at_least, command
-from training.environment import ROOT, measured_on
-from training.files import check_writable, read_metrics, write_json
+from lab.lengths import LengthOptions
+from scripts.arguments import check_at_least, command, default
+from scripts.tables import Row
+from training.environment import ROOT
+from training.files import check_writable, read_metrics
 from training.sweep import load_json
 
 
 @dataclass
-class Options:
-    seq_len: list[int] = field(default_factory=lambda: [1024, 8192, 32768])
-    tokens: int = 32768
-    steps: list[int] = field(default_factory=lambda: [20, 120, 220])
-    trees: list[Path] = field(default_factory=lambda: [ROOT])
+class Options(LengthOptions):
+    steps: list[int] = default(20, 120, 220)
+    trees: list[Path] = default(ROOT)
     out: Path = Path("wall.json")
-    overrides: list[str] = field(default_factory=list)  # train.py's own settings
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "seq_len", "tokens", "steps")
+        super().__post_init__()
+        check_at_least(self, 1, "steps")
         if len(set(self.steps)) < 2:
             raise ValueError(
                 f"steps={self.steps[0]} must be two different lengths of a run or more, such as "
@@ -54,7 +51,7 @@ class Options:
             )
 
 
-def timed_run(tree: Path, run_dir: Path, overrides: list[str]) -> dict[str, Any]:
+def timed_run(tree: Path, run_dir: Path, overrides: list[str]) -> Row:
     """One run of train.py in a process of its own: seconds of the whole, arrival of each row, and
     what it reports.
     """
@@ -80,7 +77,7 @@ def timed_run(tree: Path, run_dir: Path, overrides: list[str]) -> dict[str, Any]
     return {"steps": summary["steps_done"], "seconds": seconds, "arrivals": arrivals} | reported
 
 
-def slope(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def slope(runs: list[Row]) -> Row:
     """Tokens a second of the steps that a longer run has more: least squares over all runs, and the
     least and most of any two.
     """
@@ -95,7 +92,7 @@ def slope(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def by_arrival(run: dict[str, Any]) -> float:
+def by_arrival(run: Row) -> float:
     """Tokens a second between the second row after the start, when all is compiled, and the
     last.
     """
@@ -119,20 +116,17 @@ def main(options: Options) -> None:
                     f"{rows[-1]['by_arrival']:,.0f} by arrival of rows; reported "
                     f"{each[-1].get('tokens_per_sec'):,.0f}"
                 )
-            where = measured_on("cuda" if torch.cuda.is_available() else "cpu")
-            data = {"environment": where, "overrides": options.overrides, "runs": rows}
-            write_json(options.out, data)
+            options.write(rows)
 
 
-def measure(options: Options, seq_len: int, folder: Path) -> dict[Path, list[dict[str, Any]]]:
+def measure(options: Options, seq_len: int, folder: Path) -> dict[Path, list[Row]]:
     """The runs of every checkout at one length, from the shortest; they take turns."""
-    runs: dict[Path, list[dict[str, Any]]] = {tree: [] for tree in options.trees}
+    runs: dict[Path, list[Row]] = {tree: [] for tree in options.trees}
     lengths = sorted(options.steps)
-    size = [f"seq_len={seq_len}", f"batch_size={options.tokens // seq_len}"]
     # the first run of each tree fills the compilers' caches, and does not count
     for number, steps in enumerate([lengths[0], *lengths]):
         for place, tree in enumerate(options.trees):
-            settings = [*options.overrides, *size, f"steps={steps}"]
+            settings = [*options.overrides, *options.shape(seq_len), f"steps={steps}"]
             run = timed_run(tree, folder / f"{seq_len}-{number}-{place}", settings)
             if number:
                 runs[tree].append(run)

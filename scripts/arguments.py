@@ -10,7 +10,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -50,11 +50,16 @@ def command(name: str, options: type[Options]) -> Callable[[Callable[[Options], 
     return decorate
 
 
+def default(*values: Any) -> Any:
+    """The values of a key that takes a list, where none is given."""
+    return field(default_factory=lambda: list(values))
+
+
 def read_settings(options: type[Options], arguments: Iterable[str]) -> Options:
     """The dataclass `options`, filled from key=value arguments. Raises ValueError for an unknown or
     missing key and for a value of the wrong type.
     """
-    known = {field.name: field for field in fields(options)}
+    known = {each.name: each for each in fields(options)}
     bare_allowed, passes_on = "paths" in known, "overrides" in known
     keys = [key for key in known if key not in ("paths", "overrides")]
     values: dict[str, Any] = {}
@@ -75,8 +80,8 @@ def read_settings(options: type[Options], arguments: Iterable[str]) -> Options:
         values["overrides"] = overrides
     if bare:
         values["paths"] = bare
-    for key, field in known.items():
-        if key not in values and field.default is field.default_factory is MISSING:
+    for key, each in known.items():
+        if key not in values and each.default is each.default_factory is MISSING:
             where = "name a file or a folder" if key == "paths" else f"{key}= is missing"
             raise ValueError(f"{where}; --help says what it is for")
     return options(**values)
@@ -96,16 +101,16 @@ def unknown_key(argument: str, keys: Sequence[str]) -> str:
     return f"{argument}: there is no key {key!r}; {hint}"
 
 
-def convert(field: Field, text: str) -> Any:
+def convert(declared: Field, text: str) -> Any:
     """The value of one key. Raises ValueError for a text that is not of the field's type."""
-    kind = field.type
+    kind = declared.type
     if get_origin(kind) in (UnionType, Union):  # such as int | None
         kind = next(part for part in get_args(kind) if part is not NoneType)
-    if not text and field.default != "":
-        raise ValueError(f"{field.name}= has no value")
+    if not text and declared.default != "":
+        raise ValueError(f"{declared.name}= has no value")
     if get_origin(kind) is list:
-        return [convert_one(field.name, *get_args(kind), part) for part in split(text)]
-    return convert_one(field.name, kind, text)
+        return [convert_one(declared.name, *get_args(kind), part) for part in split(text)]
+    return convert_one(declared.name, kind, text)
 
 
 def convert_one(key: str, kind: Any, text: str) -> Any:

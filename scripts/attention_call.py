@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attention import Backend, attention
 from conformance.memory_growth import LiveTensors
+from scripts.tables import Row
 from training.memory import (
     GIB,
     cpu_memory_limit,
@@ -28,6 +29,8 @@ FLUSH_BYTES = 256 * 2**20  # several times the L2 cache of any GPU
 SHORTEST_WAIT, LONGEST_WAIT = 0.5e-3, 16e-3
 CYCLES_PER_SECOND = 2.5e9  # of a fast GPU: on others the wait is longer than asked for
 ROUNDS = 4
+# of the longest length: as a share of it, and of which number it is a multiple
+PRECISION, MULTIPLE = 0.12, 64
 
 
 class MemoryProbe:
@@ -117,7 +120,7 @@ def seconds(
     return [start.elapsed_time(end) / 1000 for start, end in events], host
 
 
-def pairs(shape: dict[str, Any]) -> float:
+def pairs(shape: Row) -> float:
     """Scores of one head that the mask leaves: half of the square under a causal one, as the field
     counts, or what a window leaves.
     """
@@ -135,9 +138,7 @@ class Call:
     key/value head), window, and documents (tokens of each of the documents packed into a sequence).
     """
 
-    def __init__(
-        self, backend: Backend, shape: dict[str, Any], *, device: torch.device, dtype: torch.dtype
-    ):
+    def __init__(self, backend: Backend, shape: Row, *, device: torch.device, dtype: torch.dtype):
         self.backend, self.device = backend, device
         batch, heads, length = shape["batch"], shape["heads"], shape["seq_len"]
         kv_heads = heads // shape.get("groups", 1)
@@ -145,7 +146,7 @@ class Call:
             torch.randn(batch, n, length, shape["head_dim"], device=device, dtype=dtype)
             for n in (heads, kv_heads, kv_heads)
         ]
-        self.mask: dict[str, Any] = {"causal": shape["causal"]}
+        self.mask: Row = {"causal": shape["causal"]}
         if shape.get("window"):
             self.mask["window"] = shape["window"]
         if shape.get("documents"):
@@ -199,7 +200,7 @@ class Measurement:
                 call.backward(call.forward(), d_out)
             call.forward_only()
             self.bytes = measure_memory(call, d_out)
-        functions: dict[str, Callable[[], Any]] = {"forward": call.forward_only}
+        functions = {"forward": call.forward_only}
         if call.trainable:
             out = call.forward()
             functions["backward"] = lambda: call.backward(out, d_out, keep=True)
@@ -221,9 +222,9 @@ class Measurement:
         self.turns += 1
 
     @property
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Row:
         """What a benchmark's row says, after all turns."""
-        row: dict[str, Any] = dict(self.bytes) | ({"pause_s": self.pause_s} if self.pause_s else {})
+        row: Row = dict(self.bytes) | ({"pause_s": self.pause_s} if self.pause_s else {})
         for name, (times, host) in self.times.items():
             p20, *_, p80 = quantiles(times, n=5)
             row |= {
@@ -292,16 +293,9 @@ def memory_cap(gib: float | None, device: torch.device) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def longest(
-    fits: Callable[[int], float | dict],
-    *,
-    start: int,
-    precision: float = 0.12,
-    multiple: int = 64,
-    limit_s: float = 20.0,
-) -> dict[str, Any]:
+def longest(fits: Callable[[int], float | dict], *, start: int, limit_s: float) -> Row:
     """The longest length that fits: doubling from `start`, then halving the gap until it is below
-    `precision`.
+    PRECISION.
 
     fits(length) returns the seconds it took, or a description of the failure. A trial that would
     take longer than limit_s by the square of the last one's time is not made: limited_by is then
@@ -321,10 +315,10 @@ def longest(
             best, took = length, outcome
         if not failed:
             length *= 2
-        elif failed - best <= max(multiple, precision * best) or failed <= multiple:
+        elif failed - best <= max(MULTIPLE, PRECISION * best) or failed <= MULTIPLE:
             break
         else:
-            length = max(multiple, (best + failed) // 2 // multiple * multiple)
+            length = max(MULTIPLE, (best + failed) // 2 // MULTIPLE * MULTIPLE)
     return {
         "max_seq_len": best,
         "limited_by": limited_by,
@@ -336,7 +330,7 @@ def longest(
 
 def try_length(
     backend: Backend,
-    shape: dict[str, Any],
+    shape: Row,
     *,
     device: torch.device,
     dtype: torch.dtype,

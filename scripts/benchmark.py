@@ -52,11 +52,10 @@ doubling and then halving the gap to 12%; memory_gib= does so as if the card wer
 import contextlib
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch._functorch.config
@@ -64,8 +63,9 @@ import torch._functorch.config
 from attention import BACKENDS, Backend, dtype_name
 from config import DataConfig
 from data.token_store import cache_folder
-from scripts.arguments import Device, Dtype, check_at_least, command, parse_backend
+from scripts.arguments import Device, Dtype, check_at_least, command, default, parse_backend
 from scripts.attention_call import ROUNDS, Call, Measurement, longest, memory_cap, try_length
+from scripts.tables import Row
 from training.device import pick_device, pick_dtype
 from training.environment import measured_on
 from training.files import check_writable, write_json
@@ -79,9 +79,9 @@ from training.memory import (
 
 @dataclass
 class Options:
-    attention: list[str] = field(default_factory=lambda: ["naive", "tiled", "sdpa"])
-    seq_len: list[int] = field(default_factory=lambda: [256, 512, 1024, 2048])
-    head_dim: list[int] = field(default_factory=lambda: [64])
+    attention: list[str] = default("naive", "tiled", "sdpa")
+    seq_len: list[int] = default(256, 512, 1024, 2048)
+    head_dim: list[int] = default(64)
     heads: int = 16
     batch: int = 1
     tokens: int | None = None
@@ -89,7 +89,7 @@ class Options:
     window: int | None = None
     documents: int | None = None
     causal: bool = True
-    dtype: list[Dtype] = field(default_factory=lambda: ["auto"])
+    dtype: list[Dtype] = default("auto")
     device: Device = "auto"
     repeats: int = 20
     pause: float = 0.0
@@ -116,7 +116,7 @@ class Options:
 
 
 def wrong_results(
-    backend: Backend, *, device: torch.device, dtype: torch.dtype, where: dict[str, Any]
+    backend: Backend, *, device: torch.device, dtype: torch.dtype, where: Row
 ) -> list[str]:
     """The properties in which a backend's results are red, by a quick check that is kept for the
     same code on the same machine.
@@ -135,7 +135,7 @@ def wrong_results(
     return red
 
 
-def verdict_file(backend: Backend, dtype: torch.dtype, where: dict[str, Any]) -> Path | None:
+def verdict_file(backend: Backend, dtype: torch.dtype, where: Row) -> Path | None:
     """Where the verdict is kept; None for a backend of your own, and where no commit names the
     code.
     """
@@ -148,31 +148,17 @@ def verdict_file(backend: Backend, dtype: torch.dtype, where: dict[str, Any]) ->
     return cache_folder(DataConfig()) / "verdicts" / f"{digest[:32]}.json"
 
 
-class WrongResults(ValueError):
-    """A backend of several is wrong, which says nothing about the others."""
+def complaint(text: str, red: dict[torch.dtype, list[str]]) -> str:
+    """Why a backend with red properties is not timed."""
+    dtype, properties = next(item for item in red.items() if item[1])
+    return (
+        f"{text} is wrong in {dtype_name(dtype)}, so its speed means nothing: red in "
+        f"{', '.join(properties)}; see python -m scripts.verify attention={text}, or add "
+        "allow_broken=true to time it and have its rows marked"
+    )
 
 
-def check_results(
-    text: str, backend: Backend, dtypes: list[torch.dtype], *, allow: bool, **where: Any
-) -> dict[torch.dtype, list[str]]:
-    """The red properties of a backend by dtype. Raises WrongResults for one that has any, unless
-    they are allowed.
-    """
-    by_dtype = {}
-    for dtype in dtypes:
-        if dtype not in backend.dtypes:
-            continue
-        by_dtype[dtype] = red = wrong_results(backend, dtype=dtype, **where)
-        if red and not allow:
-            raise WrongResults(
-                f"{text} is wrong in {dtype_name(dtype)}, so its speed means nothing: red in "
-                f"{', '.join(red)}; see python -m scripts.verify attention={text}, or add "
-                "allow_broken=true to time it and have its rows marked"
-            )
-    return by_dtype
-
-
-def kept_rows(path: Path, where: dict[str, Any]) -> list[dict[str, Any]]:
+def kept_rows(path: Path, where: Row) -> list[Row]:
     """The rows of an earlier run. Raises ValueError for one by another commit or version, or on
     another machine.
     """
@@ -192,7 +178,7 @@ def kept_rows(path: Path, where: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def shape_of(options: Options, head_dim: int, length: int) -> dict[str, Any]:
+def shape_of(options: Options, head_dim: int, length: int) -> Row:
     batch, heads = options.batch, options.heads
     if options.tokens:
         batch, heads = max(1, options.tokens // length), max(1, 2048 // head_dim)
@@ -222,14 +208,19 @@ def main(options: Options) -> None:
     for gib in options.memory_gib or ():
         with memory_cap(gib, device):
             pass
-    red, wrong = {}, []
-    for text, backend in list(backends.items()):
-        try:
-            red[text] = check_results(
-                text, backend, dtypes, allow=options.allow_broken, device=device, where=where
-            )
-        except WrongResults as error:  # the others are measured none the less
-            wrong.append(str(error))
+    red = {
+        text: {
+            dtype: wrong_results(backend, device=device, dtype=dtype, where=where)
+            for dtype in dtypes
+            if dtype in backend.dtypes
+        }
+        for text, backend in backends.items()
+    }
+    wrong = []
+    for text, found in red.items():
+        if any(found.values()) and not options.allow_broken:
+            # the others are measured none the less
+            wrong.append(complaint(text, found))
             del backends[text]
     if not backends:
         raise ValueError("; ".join(wrong))
@@ -259,7 +250,7 @@ def measured(
     options: Options,
     device: torch.device,
     dtype: torch.dtype,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """The rows of one shape with their measurements, or with how a backend ran out of memory, or
     why it does not take it.
     """
@@ -291,7 +282,7 @@ def measured(
 
 def search(
     backend: Backend,
-    row: dict[str, Any],
+    row: Row,
     options: Options,
     device: torch.device,
     dtype: torch.dtype,
@@ -320,7 +311,7 @@ def search(
     return rows
 
 
-def describe(row: dict[str, Any]) -> str:
+def describe(row: Row) -> str:
     head = (
         f"{row['attention']:<28} {row['dtype']:<8} N={row['seq_len']:<7} D={row['head_dim']:<4}"
         + ("BROKEN " if "broken" in row else "")
@@ -346,7 +337,7 @@ def describe(row: dict[str, Any]) -> str:
     return f"{head} " + "   ".join(parts)
 
 
-def describe_longest(row: dict[str, Any]) -> str:
+def describe_longest(row: Row) -> str:
     memory = "all memory" if row["memory_gib"] is None else f"{row['memory_gib']:g} GiB"
     head = (
         f"{row['attention']:<28} {row['dtype']:<8} D={row['head_dim']:<4} {memory:<10} "

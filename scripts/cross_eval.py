@@ -23,7 +23,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +32,8 @@ from config import RunConfig
 from data import Batch, build_data
 from scripts.arguments import Device, check_at_least, command, parse_backend
 from scripts.cross_eval_matrix import draw, in_text, read_rows
+from scripts.runs import runs_below
+from scripts.tables import Row
 from training.checkpoint import read_meta
 from training.device import pick_device
 from training.environment import environment
@@ -40,7 +42,6 @@ from training.files import check_writable, write_json
 from training.memory import is_out_of_memory, release_memory
 from training.names import differing_settings
 from training.schedule import chosen_attention
-from training.sweep import read_sweep
 from training.trained import Trained, load_trained, read_run_config
 
 TILES = ("block_q", "block_kv")
@@ -65,7 +66,7 @@ class Checkpoint(NamedTuple):
 
     folder: Path
     config: RunConfig
-    summary: dict[str, Any]
+    summary: Row
     # what sets it apart from the other runs, besides attention and seed
     setting: dict[str, str]
     backends: dict[int, Backend]  # by the step after which it was used
@@ -120,12 +121,7 @@ def load_checkpoints(folders: Sequence[Path]) -> list[Checkpoint]:
     """Every run below the folders whose weights can be loaded; the others are left out with a line
     each. Raises ValueError where none can be.
     """
-    for folder in folders:
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is neither a folder of runs nor a cross_eval.json")
-    # a run below two of the folders counts once
-    by_path = {Path(row["dir"]).resolve(): row for each in folders for row in read_sweep(each)}
-    summaries = list(by_path.values())
+    summaries = list(runs_below(folders).values())
     checkpoints = []
     for summary, setting in zip(summaries, differing_settings(summaries), strict=True):
         folder = Path(summary["dir"])
@@ -138,7 +134,7 @@ def load_checkpoints(folders: Sequence[Path]) -> list[Checkpoint]:
     return checkpoints
 
 
-def load_checkpoint(folder: Path, summary: dict[str, Any], setting: dict[str, str]) -> Checkpoint:
+def load_checkpoint(folder: Path, summary: Row, setting: dict[str, str]) -> Checkpoint:
     files = ("summary.json", "metrics.jsonl", "checkpoint")
     if not any((folder / name).exists() for name in files):
         missing = "no run directory: without summary.json, metrics.jsonl and checkpoint"
@@ -189,17 +185,13 @@ def default_judges(checkpoints: Sequence[Checkpoint], device: torch.device) -> l
             options = {name: value for name, value in options.items() if name not in TILES}
         unique.setdefault((backend.name, str(options)), backend)
     # in the order of the table of backends, no_rescale from small tiles to large
-    order = list(dict.fromkeys(["sdpa", *BACKENDS]))
-
-    def place(backend: Backend) -> tuple[int, int]:
-        in_table = backend.name in order
-        index = order.index(backend.name) if in_table else len(order)
-        return index, backend.options.get("block_kv", 0)
-
-    return sorted(unique.values(), key=place)
+    order = list(dict.fromkeys(["sdpa", *BACKENDS, *(backend.name for backend in used)]))
+    return sorted(
+        unique.values(), key=lambda each: (order.index(each.name), each.options.get("block_kv", 0))
+    )
 
 
-def described(backend: Backend) -> dict[str, Any]:
+def described(backend: Backend) -> Row:
     """Name and options, without those that only a backward pass reads."""
     return {
         "name": backend.name,
@@ -214,7 +206,7 @@ def judge(
     base: Path,
     sequences: int | None,
     device: torch.device,
-) -> tuple[list[dict[str, Any]], str]:
+) -> tuple[list[Row], str]:
     """One row a judge, and the fingerprint of the data."""
     config = checkpoint.config
     data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
@@ -254,7 +246,7 @@ def outcome(
     *,
     batch_size: int,
     accuracy: bool,
-) -> dict[str, Any]:
+) -> Row:
     """loss, accuracy and status of one cell; a judge that cannot take this model is refused, and
     says why.
     """

@@ -2,7 +2,6 @@
 Measures nothing.
 """
 
-import io
 import json
 import math
 from pathlib import Path
@@ -10,13 +9,13 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from attention import BACKENDS
-from scripts.tables import mean_and_deviation, text_table
-from training.files import write_file
+from scripts.drawing import new_figure, save_figure
+from scripts.tables import Row, grouped, mean_and_deviation, text_table
 from training.palette import VERMILION
 from training.plot import plain_text
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[Row]:
     """The rows of a cross_eval.json. Raises ValueError for any other file."""
     try:
         found = json.loads(path.read_text())
@@ -76,7 +75,7 @@ class Matrix(NamedTuple):
         return min(low, high - span), high
 
 
-def build_matrices(rows: list[dict[str, Any]]) -> list[Matrix]:
+def build_matrices(rows: list[Row]) -> list[Matrix]:
     """One of losses for runs on text, one of accuracies for runs on last_write, where there are
     such runs.
     """
@@ -88,33 +87,29 @@ def build_matrices(rows: list[dict[str, Any]]) -> list[Matrix]:
     return [build_matrix(metric, each) for metric, each in chosen.items() if each]
 
 
-def build_matrix(metric: str, rows: list[dict[str, Any]]) -> Matrix:
+def build_matrix(metric: str, rows: list[Row]) -> Matrix:
     names = labels([attention for row in rows for attention in parts(row)])
-    judges = list(dict.fromkeys(names[key(row["evaluated_under"])] for row in rows))
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        setting = row.get("setting", {}).items()
-        words = [f"{name.rpartition('.')[2]}={value}" for name, value in setting]
-        groups.setdefault(", ".join([trained_label(row, names), *words]), []).append(row)
+    by_judge = grouped(rows, lambda row: names[key(row["evaluated_under"])])
     cells, own = {}, {}
-    for label, group in groups.items():
+    for label, group in grouped(rows, lambda row: trained_label(row, names)).items():
         label = f"{label} ({count_of_runs(group)})"
+        own_rows = grouped(group, lambda row: names[key(row["evaluated_under"])])
         cells[label] = []
-        for judge in judges:
-            under = [row for row in group if names[key(row["evaluated_under"])] == judge]
-            values = [row[metric] for row in under if row["status"] == "ok"]
-            others = [row["status"].partition(":")[0] for row in under if row["status"] != "ok"]
+        for judge in by_judge:
+            statuses = grouped(own_rows.get(judge, ()), lambda row: row["status"] == "ok")
+            values = [row[metric] for row in statuses.get(True, ())]
+            others = [row["status"].partition(":")[0] for row in statuses.get(False, ())]
             cells[label].append(Cell(values, others))
-        last = group[0]["trained_under"].get("switch_to", group[0]["trained_under"])
+        last = parts(group[0])[-1]
         own[label] = {
-            judges.index(names[key(row["evaluated_under"])])
-            for row in rows
-            if is_same(row["evaluated_under"], last)
+            place
+            for place, judged in enumerate(by_judge.values())
+            if any(is_same(row["evaluated_under"], last) for row in judged)
         }
-    return Matrix(metric, judges, cells, own)
+    return Matrix(metric, list(by_judge), cells, own)
 
 
-def count_of_runs(group: list[dict[str, Any]]) -> str:
+def count_of_runs(group: list[Row]) -> str:
     """2 runs, 1 ended early: step 300"""
     steps = {row["run"]: row["step"] for row in group}
     early = {row["run"] for row in group if row.get("trained", "completed") != "completed"}
@@ -129,25 +124,25 @@ def _is_exact(name: str) -> bool:
     return name in BACKENDS and BACKENDS[name].exact
 
 
-def is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def is_same(a: Row, b: Row) -> bool:
     """One attention, be it an exact one by tiles of two sizes."""
     return key(a) == key(b) or (a["name"] == b["name"] and _is_exact(a["name"]))
 
 
-def parts(row: dict[str, Any]) -> list[dict[str, Any]]:
+def parts(row: Row) -> list[Row]:
     """Every attention that a row names."""
     trained = row["trained_under"]
     switched = [trained["switch_to"]] if "switch_to" in trained else []
     return [row["evaluated_under"], trained, *switched]
 
 
-def key(attention: dict[str, Any]) -> tuple[Any, ...]:
+def key(attention: Row) -> tuple[Any, ...]:
     return attention["name"], *sorted(
         (name, str(value)) for name, value in attention["options"].items()
     )
 
 
-def labels(attentions: list[dict[str, Any]]) -> dict[tuple[Any, ...], str]:
+def labels(attentions: list[Row]) -> dict[tuple[Any, ...], str]:
     """A name for each: with the options that are not the backend's own defaults, or in which those
     of one name differ.
     """
@@ -167,15 +162,17 @@ def labels(attentions: list[dict[str, Any]]) -> dict[tuple[Any, ...], str]:
     return names
 
 
-def trained_label(row: dict[str, Any], names: dict[tuple[Any, ...], str]) -> str:
+def trained_label(row: Row, names: dict[tuple[Any, ...], str]) -> str:
+    """What a row was trained under, and the settings in which the runs differ."""
     trained = row["trained_under"]
     label = names[key(trained)]
     if "switch_to" in trained:
         label += f", from step {trained['switch_at']} {names[key(trained['switch_to'])]}"
-    return label
+    setting = row.get("setting", {}).items()
+    return ", ".join([label, *(f"{name.rpartition('.')[2]}={value}" for name, value in setting)])
 
 
-def in_text(rows: list[dict[str, Any]]) -> str:
+def in_text(rows: list[Row]) -> str:
     """The matrices as text, a judge a column."""
     blocks = []
     for matrix in build_matrices(rows):
@@ -187,7 +184,7 @@ def in_text(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join([*blocks, *reasons(rows)]) + "\n"
 
 
-def reasons(rows: list[dict[str, Any]]) -> list[str]:
+def reasons(rows: list[Row]) -> list[str]:
     """Why judges refused, each once."""
     refused = [row for row in rows if str(row["status"]).startswith("refused")]
     return list(
@@ -196,24 +193,19 @@ def reasons(rows: list[dict[str, Any]]) -> list[str]:
 
 
 @plain_text()
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
+def draw(rows: list[Row], path: Path) -> None:
     """The matrices as heat maps. A thick frame: the attention of the training. Hatched: not finite,
     or refused.
     """
-    from matplotlib.figure import Figure
-
     matrices = build_matrices(rows)
     heights = [len(matrix.cells) for matrix in matrices]
     widest = max(len(matrix.judges) for matrix in matrices)
     size = (4.2 + 1.35 * widest, 0.9 + 0.62 * (sum(heights) + 1.6 * len(heights)))
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(len(matrices), squeeze=False, height_ratios=heights)
+    figure, grid = new_figure(len(matrices), size=size, squeeze=False, height_ratios=heights)
     for axes, matrix in zip(grid[:, 0], matrices, strict=True):
         image = draw_matrix(axes, matrix)
         figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=150)
-    write_file(path, picture.getvalue())
+    save_figure(figure, path, dpi=150)
 
 
 def draw_matrix(axes: Any, matrix: Matrix) -> Any:

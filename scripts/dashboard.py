@@ -19,9 +19,9 @@ import json
 import os
 import secrets
 from dataclasses import dataclass
-from typing import Any
 
 from scripts.arguments import command
+from scripts.tables import Row
 from training.loggers import installed, reachable
 
 SAVE_TIMEOUT = 60.0  # seconds: wandb itself would go on trying
@@ -105,7 +105,7 @@ def main(options: Options) -> None:
     print(json.dumps(view(options), indent=1) if options.dry_run else save(options))
 
 
-def view(options: Options) -> dict[str, Any]:
+def view(options: Options) -> Row:
     """The workspace in the form in which wandb keeps it, as the package wandb-workspaces sends it;
     what is left out is at wandb's default.
     """
@@ -178,7 +178,7 @@ def view(options: Options) -> dict[str, Any]:
     }
 
 
-def _section(name: str, panels: list[dict[str, Any]]) -> dict[str, Any]:
+def _section(name: str, panels: list[Row]) -> Row:
     return {
         "name": name,
         "isOpen": True,
@@ -198,7 +198,7 @@ def _section(name: str, panels: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _line(plot: Plot) -> dict[str, Any]:
+def _line(plot: Plot) -> Row:
     config = {
         "chartTitle": plot.title,
         "xAxis": "tokens",
@@ -212,7 +212,7 @@ def _line(plot: Plot) -> dict[str, Any]:
     return _panel("Run History Line Plot", config)
 
 
-def _panel(kind: str, config: dict[str, Any]) -> dict[str, Any]:
+def _panel(kind: str, config: Row) -> Row:
     layout = {"x": 0, "y": 0, "w": 8, "h": 6}
     return {"__id__": secrets.token_hex(5), "layout": layout, "viewType": kind, "config": config}
 

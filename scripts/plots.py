@@ -13,10 +13,10 @@ search of the longest sequence. Only what was measured is drawn. The lines of a 
 sheet's, and say so.
 """
 
-import io
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import wraps
 from math import log, log10
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,14 +24,25 @@ from typing import Any, NamedTuple
 import torch
 
 from scripts.arguments import command, parse_backend
+from scripts.drawing import new_figure, save_figure
 from scripts.plan import call_traffic
-from training.files import check_writable, write_file
+from scripts.tables import Row, grouped
+from training.files import check_writable
 from training.hardware import PEAK_BANDWIDTH, PEAK_FLOPS, data_sheet
+from training.memory import GIB
 from training.palette import variant_colors
-from training.plot import plain_text
 
 MARKERS = "osv^D<>P*X"
-Row = dict[str, Any]
+LOOK = {
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "lines.markersize": 4,
+    "legend.fontsize": 8,
+    "axes.titlesize": 9,
+    "figure.titlesize": 9,
+    # a dollar sign in a name does not start a formula
+    "text.parse_math": False,
+}
 
 
 @dataclass
@@ -47,38 +58,34 @@ class Variant(NamedTuple):
     """
 
     label: str
-    rows: list[Row]
-    style: dict[str, Any]  # a color and a marker
+    name: str  # of the backend
+    rows: list[Row]  # by length
+    style: Row  # a color and a marker
 
-    @property
-    def color(self) -> str:
-        return self.style["color"]
-
-    @property
-    def name(self) -> str:
-        return name_of(self.rows[0])
-
-
-def name_of(row: Row) -> str:
-    return row["attention"].partition(":")[0]
+    def plot(self, axes: Any, points: Iterable[tuple[float, float]], **style: Any) -> None:
+        """One curve, in the order of its points; nothing where there are none."""
+        if points := sorted(points):
+            axes.plot(*zip(*points, strict=True), **self.style | style)
 
 
 def variants(rows: list[Row]) -> list[Variant]:
-    several = [key for key in ("dtype", "head_dim", "heads") if len({row[key] for row in rows}) > 1]
-    by_label: dict[str, list[Row]] = {}
-    for row in rows:
+    words = {"dtype": ", {}", "head_dim": ", head_dim {}", "heads": ", heads {}"}
+    several = [key for key in words if len({row[key] for row in rows}) > 1]
+
+    def label_of(row: Row) -> str:
         label = row["attention"].replace(":backend=", " ").replace(":", " ")
-        for key in several:
-            label += f", {row[key]}" if key == "dtype" else f", {key} {row[key]}"
-        if row.get("broken"):
-            label += " (wrong results)"
-        by_label.setdefault(label, []).append(row)
-    names = {label: name_of(own[0]) for label, own in by_label.items()}
-    colors = variant_colors(names)
-    found = []
-    for place, (label, own) in enumerate(by_label.items()):
-        marker = MARKERS[list(names.values())[:place].count(names[label]) % len(MARKERS)]
-        found.append(Variant(label, own, {"color": colors[label], "marker": marker}))
+        label += "".join(words[key].format(row[key]) for key in several)
+        return f"{label} (wrong results)" if row.get("broken") else label
+
+    by_label = grouped(rows, label_of)
+    names = {label: own[0]["attention"].partition(":")[0] for label, own in by_label.items()}
+    found: list[Variant] = []
+    for label, color in variant_colors(names).items():
+        place = [variant.name for variant in found].count(names[label])
+        style = {"color": color, "marker": MARKERS[place % len(MARKERS)]}
+        # rows of a search have no length of their own
+        own = sorted(by_label[label], key=lambda row: row.get("seq_len", 0))
+        found.append(Variant(label, names[label], own, style))
     return found
 
 
@@ -86,7 +93,7 @@ def done(row: Row) -> bool:
     return "oom" not in row and "refused" not in row
 
 
-def measured_on(data: dict[str, Any]) -> str:
+def measured_on(data: Row) -> str:
     environment = data["environment"]
     hardware, torch_version = environment["hardware"], environment["versions"].get("torch")
     cpu = f"{hardware.get('cpu')}, {hardware.get('torch_threads')} thread(s)"
@@ -109,13 +116,13 @@ def short_length(length: int) -> str:
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
-def length_axis(axes: Any, rows: list[Row]) -> None:
+def length_axis(axes: Any, rows: list[Row], *, ylabel: str) -> None:
     lengths = sorted({row["seq_len"] for row in rows})
-    axes.set(xscale="log", xlabel="sequence length")
+    axes.set(xscale="log", yscale="log", xlabel="sequence length", ylabel=ylabel)
     rotation = 45 if len(lengths) > 8 else 0
     axes.set_xticks(lengths, map(short_length, lengths), rotation=rotation)
     axes.minorticks_off()
-    axes.grid(alpha=0.3)
+    plain_ticks(axes.yaxis)
 
 
 def plain_ticks(axis: Any) -> None:
@@ -134,27 +141,28 @@ def plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter("")
 
 
-def figure_of(columns: int, *, width: float = 5.2, height: float = 4.3) -> tuple[Any, Any]:
-    from matplotlib import pyplot
-
-    size = (width * columns, height)
-    return pyplot.subplots(1, columns, figsize=size, layout="constrained", squeeze=False)
-
-
 def save(figure: Any, path: Path) -> Path:
-    from matplotlib import pyplot
-
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    write_file(path, picture.getvalue())
-    pyplot.close(figure)
-    return path
+    return save_figure(figure, path, dpi=110)
 
 
-def plot(axes: Any, points: Iterable[tuple[float, float]], variant: Variant, **style: Any) -> None:
-    """One curve, in the order of its points; nothing where there are none."""
-    if points := sorted(points):
-        axes.plot(*zip(*points, strict=True), **{"markersize": 4} | variant.style | style)
+def picture(draw: Callable[..., Any]) -> Callable[..., Path | None]:
+    """Makes `draw(data)` a function of data and path that saves what it drew under LOOK. It gives
+    None where there is nothing to draw.
+    """
+
+    @wraps(draw)
+    def drawn(data: Row, path: Path, **how: Any) -> Path | None:
+        import matplotlib
+
+        with matplotlib.rc_context(LOOK):
+            figure = draw(data, **how)
+            return save(figure, path) if figure else None
+
+    return drawn
+
+
+def heading(data: Row, rows: list[Row], *, joint: str = "\n", words: str = "") -> str:
+    return f"one attention call{words}: {shape_words(rows)}{joint}{measured_on(data)}"
 
 
 def note(axes: Any, text: str, where: tuple[float, float], offset: tuple[int, int], **how) -> None:
@@ -187,10 +195,10 @@ def striped(curves: list[dict[int, float]]) -> list[Any]:
     return found
 
 
-def draw_memory(data: dict[str, Any], path: Path) -> Path | None:
+@picture
+def draw_memory(data: Row) -> Any:
     """Peak above the inputs against length, with the exponent of the last doubling of both passes
-    together; thin the forward
-    pass alone.
+    together; thin the forward pass alone.
 
     A square stands where a variant ran out, at what it asked for.
     """
@@ -198,13 +206,12 @@ def draw_memory(data: dict[str, Any], path: Path) -> Path | None:
     rows = [row for row in rows if "oom" in row or row.get("forward_bytes")]
     if not any(map(done, rows)):
         return None
-    figure, ((axes,),) = figure_of(1, width=10, height=5.5)
-    ran_out = False
+    figure, axes = new_figure(size=(10, 5.5))
     curves = variants(rows)
     for column, width in (("forward_bytes", 1.0), ("training_bytes", 2.2)):
         points = [
             {
-                row["seq_len"]: row[column] / 2**30
+                row["seq_len"]: row[column] / GIB
                 for row in curve.rows
                 if done(row) and row.get(column)
             }
@@ -213,28 +220,29 @@ def draw_memory(data: dict[str, Any], path: Path) -> Path | None:
         for variant, own, line in zip(curves, points, striped(points), strict=True):
             of_both = column == "training_bytes"
             label = variant.label + growth(sorted(own.items())) if of_both else None
-            plot(axes, own.items(), variant, linestyle=line, linewidth=width, label=label)
-    for variant in curves:
-        for row in variant.rows:
-            if "oom" in row and (gib := row["oom"].get("asked_gib")):
-                ran_out = True
-                where = (row["seq_len"], gib)
-                axes.plot(*where, "s", markersize=9, markerfacecolor="none", color=variant.color)
-                note(axes, f"asked for {gib:,.4g} GiB", where, (-8, 4), ha="right")
-    card = data["environment"]["hardware"].get("gpu_memory_gib")
-    if card:
+            variant.plot(axes, own.items(), linestyle=line, linewidth=width, label=label)
+    squares = [
+        (variant, (row["seq_len"], row["oom"]["asked_gib"]))
+        for variant in curves
+        for row in variant.rows
+        if row.get("oom", {}).get("asked_gib")
+    ]
+    for variant, where in squares:
+        square = {"color": variant.style["color"], "markersize": 9, "markerfacecolor": "none"}
+        axes.plot(*where, "s", **square)
+        note(axes, f"asked for {where[1]:,.4g} GiB", where, (-8, 4), ha="right")
+    if card := data["environment"]["hardware"].get("gpu_memory_gib"):
         axes.axhline(card, color="black", linewidth=0.8, linestyle="--")
         note(axes, f"this card: {card:g} GiB", (min(row["seq_len"] for row in rows), card), (0, 3))
-    square = "; square: out of memory" if ran_out else ""
-    axes.set(yscale="log", ylabel=f"peak GiB above q, k, v (thin: forward alone{square})")
-    axes.set_title(f"one attention call: {shape_words(rows)}\n{measured_on(data)}", fontsize=9)
-    length_axis(axes, rows)
-    plain_ticks(axes.yaxis)
-    figure.legend(loc="outside right upper", fontsize=8)
-    return save(figure, path)
+    square = "; square: out of memory" if squares else ""
+    length_axis(axes, rows, ylabel=f"peak GiB above q, k, v (thin: forward alone{square})")
+    axes.set_title(heading(data, rows))
+    figure.legend(loc="outside right upper")
+    return figure
 
 
-def draw_time(data: dict[str, Any], path: Path, *, baseline: str | None = None) -> Path | None:
+@picture
+def draw_time(data: Row, *, baseline: str | None = None) -> Any:
     """Median time with its 20th to 80th percentile, and how many times faster than the baseline,
     forward and backward apart.
     """
@@ -243,45 +251,39 @@ def draw_time(data: dict[str, Any], path: Path, *, baseline: str | None = None) 
         return None
     curves = variants(rows)
     reference = pick_baseline(curves, baseline)
-    columns = ["forward"]
-    if any("backward_seconds" in row for row in rows):
-        columns.append("backward")
-    figure, ((*times, speedup),) = figure_of(len(columns) + 1)
-    for axes, column in zip(times, columns, strict=True):
-        for variant in curves:
-            draw_percentiles(axes, variant, column)
-        axes.set(yscale="log", ylabel="milliseconds (median, 20th to 80th percentile)")
-        axes.set_title(column, fontsize=9)
-        length_axis(axes, rows)
-        plain_ticks(axes.yaxis)
-    times[0].legend(fontsize=8)
-    for column, line in zip(columns, ("-", ":"), strict=False):
+    lines = {"forward": "-", "backward": ":"}
+    lines = {
+        name: line for name, line in lines.items() if any(f"{name}_seconds" in x for x in rows)
+    }
+    count = len(lines) + 1
+    figure, (*times, speedup) = new_figure(1, count, size=(5.2 * count, 4.3))
+    for axes, (column, line) in zip(times, lines.items(), strict=True):
         name = f"{column}_seconds"
         base = {row["seq_len"]: row[name] for row in reference.rows if name in row}
         for variant in curves:
+            draw_percentiles(axes, variant, column)
             both = [row for row in variant.rows if name in row and row["seq_len"] in base]
             points = [(row["seq_len"], base[row["seq_len"]] / row[name]) for row in both]
             label = variant.label if line == "-" else None
-            plot(speedup, points, variant, linestyle=line, label=label)
-    dotted = f" (dotted: {columns[1]})" if len(columns) > 1 else ""
-    speedup.set(yscale="log", ylabel=f"times as fast as {reference.label}{dotted}")
-    speedup.set_title(f"beside {reference.label}", fontsize=9)
-    length_axis(speedup, [row for row in reference.rows if "forward_seconds" in row])
-    plain_ticks(speedup.yaxis)
-    figure.suptitle(f"one attention call: {shape_words(rows)}; {measured_on(data)}", fontsize=9)
-    return save(figure, path)
+            variant.plot(speedup, points, linestyle=line, label=label)
+        length_axis(axes, rows, ylabel="milliseconds (median, 20th to 80th percentile)")
+        axes.set_title(column)
+    times[0].legend()
+    dotted = " (dotted: backward)" if "backward" in lines else ""
+    length_axis(speedup, reference.rows, ylabel=f"times as fast as {reference.label}{dotted}")
+    speedup.set_title(f"beside {reference.label}")
+    figure.suptitle(heading(data, rows, joint="; "))
+    return figure
 
 
 def draw_percentiles(axes: Any, variant: Variant, column: str) -> None:
     measured = [row for row in variant.rows if f"{column}_p20" in row]
-    if measured := sorted(measured, key=lambda row: row["seq_len"]):
-        lengths = [row["seq_len"] for row in measured]
-        middle, low, high = (
-            [1e3 * row[f"{column}_{kind}"] for row in measured]
-            for kind in ("seconds", "p20", "p80")
-        )
-        axes.plot(lengths, middle, **{"markersize": 4, "label": variant.label} | variant.style)
-        axes.fill_between(lengths, low, high, color=variant.color, alpha=0.2)
+    lengths = [row["seq_len"] for row in measured]
+    middle, low, high = (
+        [1e3 * row[f"{column}_{kind}"] for row in measured] for kind in ("seconds", "p20", "p80")
+    )
+    variant.plot(axes, zip(lengths, middle, strict=True), label=variant.label)
+    axes.fill_between(lengths, low, high, color=variant.style["color"], alpha=0.2)
 
 
 def pick_baseline(curves: list[Variant], baseline: str | None) -> Variant:
@@ -309,7 +311,8 @@ def intensity(row: Row, device: str) -> float | None:
     return call_traffic(backend, device, sizes, causal=row["causal"]).intensity
 
 
-def draw_roofline(data: dict[str, Any], path: Path) -> Path | None:
+@picture
+def draw_roofline(data: Row) -> Any:
     """Measured forward TFLOP/s over the FLOPs a byte that a variant's accesses come to, under the
     data sheet's ceilings.
 
@@ -317,40 +320,27 @@ def draw_roofline(data: dict[str, Any], path: Path) -> Path | None:
     cache.
     """
     gpu = data["environment"]["hardware"].get("gpu") or ""
-    rows, xs = [], []
-    for row in data["rows"]:
-        x = intensity(row, "cuda" if gpu else "cpu") if "forward_tflops" in row else None
-        if x and done(row):
-            rows.append(row | {"intensity": x})
-            xs.append(x)
+    rows = [row for row in data["rows"] if "forward_tflops" in row and done(row)]
+    rows = [row | {"intensity": intensity(row, "cuda" if gpu else "cpu")} for row in rows]
+    rows = [row for row in rows if row["intensity"]]
     if not rows:
         return None
-    figure, ((axes,),) = figure_of(1, width=10, height=5.5)
+    figure, axes = new_figure(size=(10, 5.5))
     noted: list[tuple[float, float]] = []
     for variant in variants(rows):
-        own = sorted(variant.rows, key=lambda row: row["seq_len"])
-        points = [(row["intensity"], row["forward_tflops"]) for row in own]
+        points = [(row["intensity"], row["forward_tflops"]) for row in variant.rows]
         style = variant.style | {"linewidth": 0.7, "markersize": 5, "label": variant.label}
         axes.plot(*zip(*points, strict=True), **style)
-        for end in (0, -1):
+        for end, offset in ((0, (7, -9)), (-1, (7, 0))):
             where = log10(points[end][0]), log10(points[end][1])
             # one length for points that lie close together
             if all(abs(where[0] - x) > 0.2 or abs(where[1] - y) > 0.08 for x, y in noted):
-                offset = (7, -9) if end == 0 else (7, 0)
-                note(axes, short_length(own[end]["seq_len"]), points[end], offset, fontsize=7)
+                length = short_length(variant.rows[end]["seq_len"])
+                note(axes, length, points[end], offset, fontsize=7)
                 noted.append(where)
     flops, bandwidth = data_sheet(PEAK_FLOPS, gpu), data_sheet(PEAK_BANDWIDTH, gpu)
     if flops and bandwidth:
-        ridge = flops / bandwidth
-        left, right = min(xs) / 2, max(ridge, *xs) * 4
-        low, high = left * bandwidth / 1e12, flops / 1e12
-        style = {"color": "black", "linewidth": 1, "linestyle": "--", "label": "data sheet"}
-        axes.plot([left, ridge, right], [low, high, high], **style)
-        middle = (left * ridge) ** 0.5
-        slope = f"data sheet: {bandwidth / 1e12:g} TB/s"
-        note(axes, slope, (middle, middle * bandwidth / 1e12), (-8, 4), ha="right")
-        ceiling = f"data sheet: {high:g} TFLOP/s (16 bits)"
-        note(axes, ceiling, (right, high), (0, 8), ha="right")
+        draw_ceilings(axes, flops / 1e12, bandwidth / 1e12, [row["intensity"] for row in rows])
     axes.set(
         xscale="log",
         yscale="log",
@@ -358,16 +348,27 @@ def draw_roofline(data: dict[str, Any], path: Path) -> Path | None:
         ylabel="TFLOP/s, forward (measured)",
     )
     longest = max(row["seq_len"] for row in rows)
-    what = f"one attention call, to {longest:,} tokens: {shape_words(rows)}"
-    axes.set_title(f"{what}\n{measured_on(data)}", fontsize=9)
+    axes.set_title(heading(data, rows, words=f", to {longest:,} tokens"))
     plain_ticks(axes.xaxis)
     plain_ticks(axes.yaxis)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8)
-    return save(figure, path)
+    figure.legend(loc="outside right upper")
+    return figure
 
 
-def draw_longest(data: dict[str, Any], path: Path) -> Path | None:
+def draw_ceilings(axes: Any, tflops: float, bandwidth: float, xs: list[float]) -> None:
+    """The slope of the memory (TB/s) and the ceiling of the matrix units."""
+    ridge = tflops / bandwidth
+    left, right = min(xs) / 2, max(ridge, *xs) * 4
+    style = {"color": "black", "linewidth": 1, "linestyle": "--", "label": "data sheet"}
+    axes.plot([left, ridge, right], [left * bandwidth, tflops, tflops], **style)
+    middle = (left * ridge) ** 0.5
+    slope = f"data sheet: {bandwidth:g} TB/s"
+    note(axes, slope, (middle, middle * bandwidth), (-8, 4), ha="right")
+    note(axes, f"data sheet: {tflops:g} TFLOP/s (16 bits)", (right, tflops), (0, 8), ha="right")
+
+
+@picture
+def draw_longest(data: Row) -> Any:
     """The longest sequence against memory. An open marker: the search ended at its time limit, more
     would have fitted.
     """
@@ -377,49 +378,52 @@ def draw_longest(data: dict[str, Any], path: Path) -> Path | None:
     rows = [row | {"memory_gib": row["memory_gib"] or everything} for row in rows]
     if not rows:
         return None
-    figure, (panels,) = figure_of(2)
+    figure, panels = new_figure(1, 2, size=(10.4, 4.3))
     sizes = sorted({row["memory_gib"] for row in rows})
     titles = {"forward": "forward", "training": "forward and backward"}
+    # the ends of a label, and the faces of its markers
+    limits = {
+        "memory": ("", {}),
+        "time": (", at least (time limit)", {"markerfacecolor": "none"}),
+    }
     for axes, (name, title) in zip(panels, titles.items(), strict=True):
         for variant in variants(rows):
             own = [row for row in variant.rows if row["pass"] == name]
-            points = {limit: [] for limit in ("memory", "time")}
-            for row in own:
-                points[row["limited_by"]].append((row["memory_gib"], row["max_seq_len"]))
-            line = {"marker": None, "linewidth": 0.8}
-            plot(axes, sum(points.values(), []), variant, **line)
-            dots = {"linestyle": "none", "markersize": 6}
-            plot(axes, points["memory"], variant, **dots, label=variant.label)
-            label = f"{variant.label}, at least (time limit)"
-            plot(axes, points["time"], variant, **dots, markerfacecolor="none", label=label)
+            points = {
+                limit: [
+                    (row["memory_gib"], row["max_seq_len"])
+                    for row in own
+                    if row["limited_by"] == limit
+                ]
+                for limit in limits
+            }
+            variant.plot(axes, sum(points.values(), []), marker=None, linewidth=0.8)
+            for limit, (words, face) in limits.items():
+                dots = {"linestyle": "none", "markersize": 6, "label": variant.label + words}
+                variant.plot(axes, points[limit], **dots, **face)
         axes.set(
             xscale="log",
             yscale="log",
             xlabel="GiB the process may have",
             ylabel="longest sequence that ran",
+            title=title,
         )
-        axes.set_title(title, fontsize=9)
         axes.set_xticks(sizes, [f"{x:g}" for x in sizes])
         axes.minorticks_off()
         plain_ticks(axes.yaxis)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.suptitle(f"one attention call: {shape_words(rows)}; {measured_on(data)}", fontsize=9)
-    return save(figure, path)
+        axes.legend()
+    figure.suptitle(heading(data, rows, joint="; "))
+    return figure
 
 
-@plain_text()
 def draw(file: Path, folder: Path, *, baseline: str | None = None) -> list[Path]:
     """Every figure that the file has measurements for. Raises ValueError for a file that is not a
     benchmark's.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
     try:
         data = json.loads(file.read_text())
         measured_on(data)
-        name_of(data["rows"][0])
+        data["rows"][0]["attention"]
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
@@ -434,7 +438,7 @@ def draw(file: Path, folder: Path, *, baseline: str | None = None) -> list[Path]
         draw_roofline(data, Path(f"{path}_roofline.png")),
         draw_longest(data, Path(f"{path}_longest.png")),
     ]
-    return [path for path in drawn if path is not None]
+    return [path for path in drawn if path]
 
 
 @command("plots", Options)

@@ -8,10 +8,6 @@ experiment=, ...), and of its own:
 
     steps    steps of the table (10)
     warmup   steps before them, of which the first compiles (5)
-    nsys     true: no trace and no table, but every range and operator as an NVTX range, and
-             cudaProfilerStart around the steps:
-             nsys profile -t cuda,nvtx -c cudaProfilerApi python -m scripts.profile nsys=true ...
-             (false)
     out      a folder for trace.json.gz (chrome://tracing, ui.perfetto.dev) and profile.json
              (outputs/profile)
 
@@ -30,7 +26,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,11 +44,10 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from attention import Backend
 from config import RunConfig
-from scripts.arguments import check_at_least, command
+from scripts.arguments import check_at_least, command, default
 from scripts.profile_trace import ATTENTION, PARTS, STEP, parts_of_steps
-from scripts.tables import text_table
+from scripts.tables import Row, text_table
 from training.command_line import compose
-from training.device import pick_device
 from training.environment import measured_on
 from training.files import check_writable, write_json
 from training.run import Run, build_run
@@ -65,9 +60,8 @@ NEVER = 2**62  # an interval that no run reaches
 class Options:
     steps: int = 10
     warmup: int = 5
-    nsys: bool = False
     out: Path = Path("outputs/profile")
-    overrides: list[str] = field(default_factory=list)  # train.py's own settings
+    overrides: list[str] = default()  # train.py's own settings
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "steps", "warmup")
@@ -85,7 +79,7 @@ def in_a_range(backend: Backend) -> Backend:
 
 class Job(NamedTuple):
     run: Run
-    facts: dict[str, Any]
+    facts: Row
     step: Callable[[], None]  # takes the next step
 
 
@@ -106,7 +100,7 @@ def build(config: RunConfig, steps: int) -> Iterator[Job]:
     # otherwise code compiled for a CPU would not show
     torch._inductor.config.cpp.enable_kernel_profile = True
     never = {"log_every": NEVER, "checkpoint_every": NEVER, "eval_every": 0, "diagnose_every": 0}
-    facts: dict[str, Any] = {}
+    facts: Row = {}
     run = build_run(replace(config, steps=max(config.steps, steps + 1), **never), facts)
     with Stepper(run) as stepper:
         facts["compiled"] = stepper.compiled
@@ -160,18 +154,17 @@ def record(job: Job, steps: int, path: Path) -> None:
     """Write the trace of `steps` steps, each a range. Two are lost: the profiler starts up in the
     first, the last ends the one before.
     """
-    activities = [ProfilerActivity.CPU] + (
-        [ProfilerActivity.CUDA] if job.run.device.type == "cuda" else []
-    )
-    plan = schedule(wait=0, warmup=1, active=steps + 1, repeat=1)
-
-    def write(profiler: profile) -> None:
-        profiler.export_chrome_trace(str(path))
-
-    # without acc_events torch 2.11 warns of a second cycle, which there is not
-    with profile(
-        activities=activities, schedule=plan, on_trace_ready=write, acc_events=True
-    ) as profiler:
+    activities = [ProfilerActivity.CPU]
+    if job.run.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    settings = {
+        "activities": activities,
+        "schedule": schedule(wait=0, warmup=1, active=steps + 1, repeat=1),
+        "on_trace_ready": lambda profiler: profiler.export_chrome_trace(str(path)),
+        # without it torch 2.11 warns of a second cycle, which there is not
+        "acc_events": True,
+    }
+    with profile(**settings) as profiler:
         for number in range(steps + 2):
             with record_function(STEP):
                 job.step()
@@ -180,15 +173,7 @@ def record(job: Job, steps: int, path: Path) -> None:
             profiler.step()
 
 
-def for_nsys(job: Job, steps: int) -> None:
-    with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
-        for _ in range(steps):
-            with record_function(STEP):
-                job.step()
-        wait(job.run.device)
-
-
-def summarise(parts: list[dict[str, float]]) -> list[dict[str, Any]]:
+def summarise(parts: list[dict[str, float]]) -> list[Row]:
     """One row a part, and the step last: mean and standard deviation over the steps in ms, and its
     share of the step.
     """
@@ -206,7 +191,7 @@ def deviation(values: list[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def table(rows: list[dict[str, Any]], on_gpu: bool) -> str:
+def table(rows: list[Row], on_gpu: bool) -> str:
     cells = [["time of the GPU" if on_gpu else "time of the CPU", "ms", "stdev", "share"]]
     for row in rows:
         stdev = "" if row["stdev_ms"] is None else f"{row['stdev_ms']:,.3f}"
@@ -217,8 +202,6 @@ def table(rows: list[dict[str, Any]], on_gpu: bool) -> str:
 @command("profile", Options)
 def main(options: Options) -> None:
     config = compose(*options.overrides)
-    if options.nsys and pick_device(config.device).type == "cpu":
-        raise ValueError("nsys=true needs a GPU; without it the trace works on a CPU too")
     trace, summary = options.out / "trace.json.gz", options.out / "profile.json"
     check_writable(summary)
     with build(config, options.warmup + 2 * options.steps + 2) as job:
@@ -229,9 +212,6 @@ def main(options: Options) -> None:
         )
         for _ in range(options.warmup):
             job.step()
-        if options.nsys:
-            for_nsys(job, options.steps)
-            return
         unrecorded = unrecorded_ms(job, options.steps)
         record(job, options.steps, trace)
     parts, on_gpu = parts_of_steps(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])

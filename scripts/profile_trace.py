@@ -14,22 +14,27 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from typing import Any
 
-FORWARD, BACKWARD, PRODUCTS, ELEMENTWISE, LOSS = (
+from scripts.tables import Row
+
+PARTS = (
     "attention forward",
     "attention backward",
     "matrix products",
     "norms, elementwise",
     "loss",
+    "optimizer",
+    "data",
+    "other",
+    "host gaps",
 )
-OPTIMIZER, DATA, OTHER, GAPS = "optimizer", "data", "other", "host gaps"
-PARTS = (FORWARD, BACKWARD, PRODUCTS, ELEMENTWISE, LOSS, OPTIMIZER, DATA, OTHER, GAPS)
+FORWARD, BACKWARD, PRODUCTS, ELEMENTWISE, LOSS, OPTIMIZER, DATA, OTHER, GAPS = PARTS
 
 STEP = "step"  # the range of one step
-ATTENTION = (
-    "attention call"  # the range of one attention call, where the model runs operator by operator
-)
+# the range of one attention call, where the model runs operator by operator
+ATTENTION = "attention call"
 PHASES = (DATA, "forward", "backward", OPTIMIZER)  # the ranges within a step
 
 # kernels of attention: ours, FlashAttention's, PyTorch's memory-efficient ones, cuDNN's with its
@@ -65,9 +70,8 @@ class Range:
     start: float  # microseconds
     stop: float
     thread: Any
-    sequence: int | None = (
-        None  # the number that an operator of the forward pass shares with its gradient's
-    )
+    # the number that an operator of the forward pass shares with its gradient's
+    sequence: int | None = None
     parent: "Range | None" = None
     inside: float = 0.0  # microseconds spent in its children
 
@@ -117,56 +121,50 @@ def part_of(
 class Trace:
     """The host's ranges by thread, the kernels, and where each was launched."""
 
-    ranges: dict[Any, list[Range]] = field(default_factory=dict)  # of a thread, by start
-    launches: dict[int, tuple[Any, float]] = field(
-        default_factory=dict
-    )  # correlation: thread and time
-    kernels: list[tuple[str, float, float, int | None]] = field(
-        default_factory=list
-    )  # name, start, stop, correlation
-    made_by: dict[int, Range] = field(default_factory=dict)  # sequence number: the forward operator
+    # of a thread, by start
+    ranges: dict[Any, list[Range]] = field(default_factory=dict)
+    # correlation: thread and time
+    launches: dict[int, tuple[Any, float]] = field(default_factory=dict)
+    # name, start, stop, correlation
+    kernels: list[tuple[str, float, float, int | None]] = field(default_factory=list)
+    # sequence number: the forward operator
+    made_by: dict[int, Range] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, events: Iterable[dict[str, Any]]) -> "Trace":
+    def read(cls, events: Iterable[Row]) -> "Trace":
         """`events` are the traceEvents of a Chrome trace."""
         trace = cls()
         for event in events:
             if event.get("ph") != "X" or "dur" not in event:
                 continue
-            start, stop, arguments = (
-                float(event["ts"]),
-                float(event["ts"]) + float(event["dur"]),
-                event.get("args", {}),
-            )
+            name, thread, start = event["name"], event["tid"], float(event["ts"])
+            stop, arguments = start + float(event["dur"]), event.get("args", {})
+            correlation = arguments.get("correlation")
             match event.get("cat"):
                 case "cpu_op" | "user_annotation":
-                    sequence = arguments.get("Sequence number")
-                    trace.ranges.setdefault(event["tid"], []).append(
-                        Range(event["name"], start, stop, event["tid"], sequence)
-                    )
+                    found = Range(name, start, stop, thread, arguments.get("Sequence number"))
+                    trace.ranges.setdefault(thread, []).append(found)
                 case "cuda_runtime" | "cuda_driver":
-                    trace.launches.setdefault(arguments.get("correlation"), (event["tid"], start))
+                    trace.launches.setdefault(correlation, (thread, start))
                 case "kernel" | "gpu_memcpy" | "gpu_memset":
-                    trace.kernels.append((event["name"], start, stop, arguments.get("correlation")))
+                    trace.kernels.append((name, start, stop, correlation))
         for ranges in trace.ranges.values():
             ranges.sort(key=lambda each: (each.start, -each.stop))
             _nest(ranges)
         trace.kernels.sort(key=lambda kernel: kernel[1])
         # of the operators that carry a number in the forward pass, the last to start has made the
         # node of the graph
-        for ranges in trace.ranges.values():
-            for each in ranges:
-                if each.sequence is not None and each.sequence >= 0 and not _in_backward(each):
-                    earlier = trace.made_by.get(each.sequence)
-                    if earlier is None or earlier.start < each.start:
-                        trace.made_by[each.sequence] = each
+        for each in trace.by_start():
+            if each.sequence is not None and each.sequence >= 0 and not _in_backward(each):
+                trace.made_by[each.sequence] = each
         return trace
 
+    def by_start(self) -> list[Range]:
+        """The ranges of all threads."""
+        return sorted(chain(*self.ranges.values()), key=lambda each: each.start)
+
     def steps(self) -> list[Range]:
-        return sorted(
-            (each for ranges in self.ranges.values() for each in ranges if each.name == STEP),
-            key=lambda each: each.start,
-        )
+        return [each for each in self.by_start() if each.name == STEP]
 
     def at(self, thread: Any, time: float) -> Range | None:
         """The innermost range of a thread at a time."""
@@ -180,11 +178,10 @@ class Trace:
     def part(self, kernel: str, where: Range | None, phase: str) -> str:
         operators = where.stack() if where else []
         sequence = next((each.sequence for each in operators if _is_gradient(each)), None)
-        made_by = self.made_by.get(sequence) if sequence is not None else None
+        made_by = self.made_by.get(sequence)
+        gradient_of = [each.name for each in made_by.stack()] if made_by else []
         names = [each.name for each in operators]
-        return part_of(
-            kernel, names, [each.name for each in made_by.stack()] if made_by else [], phase
-        )
+        return part_of(kernel, names, gradient_of, phase)
 
 
 def _nest(ranges: list[Range]) -> None:
@@ -209,7 +206,7 @@ def _in_backward(each: Range) -> bool:
     return any(outer.name.startswith("autograd::engine::") for outer in each.stack())
 
 
-def parts_of_steps(events: Iterable[dict[str, Any]]) -> tuple[list[dict[str, float]], bool]:
+def parts_of_steps(events: Iterable[Row]) -> tuple[list[dict[str, float]], bool]:
     """Milliseconds of each part, step by step, and whether they are a GPU's. The last step of a
     GPU's trace only ends the one before.
 
@@ -228,10 +225,8 @@ def _of_cpu(trace: Trace, steps: list[Range]) -> list[dict[str, float]]:
         parts = dict.fromkeys(PARTS, 0.0)
         for each in trace.ranges[step.thread]:
             if step.start <= each.start < step.stop:
-                phase = _phase(each.stack())
-                parts[_part_on_cpu(trace, each, phase)] += (
-                    each.stop - each.start - each.inside
-                ) / 1000
+                part = _part_on_cpu(trace, each, _phase(each.stack()))
+                parts[part] += (each.stop - each.start - each.inside) / 1000
         found.append(parts)
     return found
 
@@ -240,9 +235,7 @@ def _part_on_cpu(trace: Trace, each: Range, phase: str) -> str:
     if phase in (DATA, OPTIMIZER):
         return phase
     # a range, a node of the autograd graph or a function in Python spends its own time in Python
-    is_operator = re.match(r"\w+::|graph_\d+_cpp_", each.name) and not each.name.startswith(
-        "autograd::"
-    )
+    is_operator = re.match(r"(?!autograd::)\w+::|graph_\d+_cpp_", each.name)
     return trace.part("", each, phase) if is_operator else GAPS
 
 
@@ -268,12 +261,12 @@ def _of_gpu(trace: Trace, steps: list[Range]) -> list[dict[str, float]]:
         if number >= 0 and phase == "forward" and part != DATA and correlation in trace.launches:
             begins[number] = min(start, begins.get(number, start))
         placed.append((start, stop, part))
-    bounds = [begins[number] for number in sorted(begins)]
+    bounds = [begin for _, begin in sorted(begins.items())]
     found = [dict.fromkeys(PARTS, 0.0) for _ in bounds[1:]]
 
     def add(part: str, start: float, stop: float) -> None:
         """Split where a step begins; what lies outside all steps is dropped."""
-        for number, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for number, (begin, end) in enumerate(pairwise(bounds)):
             found[number][part] += max(0.0, min(stop, end) - max(start, begin)) / 1000
 
     waits = [(each.start, each.stop) for each in trace.ranges[main] if each.name == DATA]

@@ -1,7 +1,18 @@
-"""Tables for a terminal, and the words for several measurements of one figure."""
+"""Rows of figures: in groups, as tables for a terminal, and several measurements in words."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, stdev
+from typing import Any
+
+Row = dict[str, Any]  # of a JSON file
+
+
+def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    """The items by their key, in the order in which the keys appear."""
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
@@ -13,7 +24,7 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def mean_and_deviation(values: Sequence[float], form: str) -> str:
-    """1.234 ± 0.005: the mean and, of several values, their standard deviation; a dash for none."""
+    """1.234 ± 0.005: the mean and, of several, their standard deviation; a dash for none."""
     if not values:
         return "-"
     mean = form.format(fmean(values))

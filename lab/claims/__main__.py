@@ -4,22 +4,22 @@
 
 Without arguments it measures all claims a CPU can (about two minutes on one core), and writes
 results/claims.json and docs/claims.md: files that git tracks, whose figures are then this
-machine's. Claims about GPUs and trainings are read from the other files of results/. Arguments are
-key=value:
+machine's. Claims about GPUs and trainings are read from the other files of results/. The one
+argument is key=value:
 
-    run     names of claims with commas between: measure and print these, write nothing
-    render  true: measure nothing, write docs/claims.md from results/
+    run  names of claims with commas between: measure and print these, write nothing
+
+`python -m lab.results` writes docs/claims.md and measures nothing.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from scripts.arguments import command
+from scripts.arguments import command, default
 
 
 @dataclass
 class Options:
-    run: list[str] = field(default_factory=list)
-    render: bool = False
+    run: list[str] = default()
 
 
 @command("claims", Options)
@@ -36,10 +36,10 @@ def main(options: Options) -> None:
     for name in options.run:
         print(describe(CLAIMS[name], CLAIMS[name].measure()) + "\n", flush=True)
     if not options.run:
-        write_claims(measure=not options.render)
+        measure_all()
 
 
-def write_claims(*, measure: bool) -> None:
+def measure_all() -> None:
     from lab.claims import render
     from lab.claims.topics import CLAIMS
     from lab.results.tables import FOLDER
@@ -49,15 +49,14 @@ def write_claims(*, measure: bool) -> None:
     record = FOLDER / "claims.json"
     check_writable(record)
     check_writable(render.PAGE)
-    if measure:
-        # without the path of this file
-        where = environment("", "cpu") | {"command": ["python", "-m", "lab.claims"]}
-        figures = {}
-        for name, claim in CLAIMS.items():
-            if not claim.reads:
-                figures[name] = claim.measure()
-                print(f"{name}: {claim.verdict(figures[name])}", flush=True)
-        write_json(record, {"environment": where, "claims": figures})
+    # without the path of this file
+    where = environment("", "cpu") | {"command": ["python", "-m", "lab.claims"]}
+    figures = {}
+    for name, claim in CLAIMS.items():
+        if not claim.reads:
+            figures[name] = claim.measure()
+            print(f"{name}: {claim.verdict(figures[name])}", flush=True)
+    write_json(record, {"environment": where, "claims": figures})
     render.write_page()
     print(f"{render.PAGE} is written from {record}; git diff shows what has changed")
 

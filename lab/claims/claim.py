@@ -28,10 +28,9 @@ FAILS = "does not hold"
 @dataclass(frozen=True)
 class Claim:
     documents: str  # names of DOCUMENTS, as in "chapter, guide"
-    says: str  # the claim in our words
     criterion: str  # completes "Holds if ..."
     holds: Callable[[Figures], bool]  # the criterion
-    measure: Callable[..., Figures]
+    measure: Callable[..., Figures]  # its docstring is the claim in our words
     measured: str  # the figures in a sentence: a format string over them
     because: str = ""
     # the condition under which alone the claim holds, and whether the figures confirm that
@@ -42,6 +41,10 @@ class Claim:
     @property
     def name(self) -> str:
         return self.measure.__name__
+
+    @property
+    def says(self) -> str:
+        return " ".join(self.measure.__doc__.split())
 
     @property
     def topic(self) -> str:
@@ -64,7 +67,9 @@ CLAIMS: dict[str, Claim] = {}
 def claim(
     documents: str, **words: Any
 ) -> Callable[[Callable[..., Figures]], Callable[..., Figures]]:
-    """Add the measuring function below this decorator to CLAIMS, under its name."""
+    """Add the measuring function below this decorator to CLAIMS, under its name. The function's
+    docstring says what is claimed.
+    """
 
     def add(measure: Callable[..., Figures]) -> Callable[..., Figures]:
         CLAIMS[measure.__name__] = Claim(documents, measure=measure, **words)

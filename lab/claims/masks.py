@@ -82,8 +82,6 @@ def nan_share(softmax: type[OnlineSoftmax], block: int, **mask: Any) -> float:
 
 @claim(
     "exercise",
-    says="With the maximum at -inf and the sums at 0, the first correction is 0 and discards the "
-    "empty state.",
     criterion="the correction is 0 after a first tile with a key, and after one without",
     measured="{with_key} after a tile with a key, {without_key} after a tile without",
     because="-inf - -inf is NaN: the subtracted maximum needs a guard, or every row must see a key "
@@ -92,6 +90,10 @@ def nan_share(softmax: type[OnlineSoftmax], block: int, **mask: Any) -> float:
     only_if=("the first tile holds a key that the row sees", lambda f: f["with_key"] == 0),
 )
 def first_correction() -> Figures:
+    """With the maximum at -inf and the sums at 0, the first correction is 0 and discards the empty
+    state.
+    """
+
     def correction(tile_max: float) -> float:
         row_max = torch.tensor(-torch.inf)
         return torch.exp(row_max - torch.maximum(row_max, torch.tensor(tile_max))).item()
@@ -105,8 +107,6 @@ def first_correction() -> Figures:
 
 @claim(
     "chapter",
-    says="The tiled attention of the chapter's third step is right with causal=True, so that the "
-    "GPT of its sixth step trains.",
     criterion="no output is NaN",
     measured="share of NaN outputs by tile size, at 128 tokens: {nan}",
     because="A tile that lies wholly in the future of a row has maximum -inf, and exp(-inf - -inf) "
@@ -115,12 +115,14 @@ def first_correction() -> Figures:
     holds=lambda f: max(f["nan"].values()) == 0,
 )
 def causal_as_printed(tiles: tuple[int, ...] = (16, 32, 64, 128)) -> Figures:
+    """The tiled attention of the chapter's third step is right with causal=True, so that the GPT of
+    its sixth step trains.
+    """
     return {"nan": {str(tile): nan_share(AlphaBetaUnguarded, tile) for tile in tiles}}
 
 
 @claim(
     "deep dive",
-    says="Setting beta to 0 for rows that a block masks whole makes such rows safe.",
     criterion="no output is NaN, with a causal mask and with a sliding window",
     measured="{causal:.1%} NaN with a causal mask, {window:.1%} with a window of 40 keys and tiles "
     "of 32; the project's guard {guarded:.1%}",
@@ -130,6 +132,7 @@ def causal_as_printed(tiles: tuple[int, ...] = (16, 32, 64, 128)) -> Figures:
     only_if=("every row sees a key in its first block", lambda f: f["causal"] == 0),
 )
 def beta_guard() -> Figures:
+    """Setting beta to 0 for rows that a block masks whole makes such rows safe."""
     return {
         "causal": nan_share(BetaGuarded, 32),
         "window": nan_share(BetaGuarded, 32, window=40),
@@ -139,19 +142,18 @@ def beta_guard() -> Figures:
 
 @claim(
     "notebook",
-    says="Clamping the row sum to the smallest normal number makes the final division safe.",
     criterion="no output is NaN under a sliding window of 40 keys with tiles of 32",
     measured="{window:.1%} NaN",
     because="The sum is NaN already, from exp(-inf - -inf) in the update; clamp(NaN) is NaN.",
     holds=lambda f: f["window"] == 0,
 )
 def clamped_sum() -> Figures:
+    """Clamping the row sum to the smallest normal number makes the final division safe."""
     return {"window": nan_share(SumClamped, 32, window=40)}
 
 
 @claim(
     "guide",
-    says="Masking with -1e9 inside the tile handles causal attention.",
     criterion="the result equals a mask of -inf to 1e-5, a row without a key does not return the "
     "mean of all values, and -1e9 is finite in float16",
     measured="causal difference {causal:.1e}; a row without a key returns the mean of all values, "
@@ -162,6 +164,7 @@ def clamped_sum() -> Figures:
     only_if=("every row sees a key and scores are float32", lambda f: f["causal"] < 1e-5),
 )
 def minus_1e9() -> Figures:
+    """Masking with -1e9 inside the tile handles causal attention."""
     q, k, v = inputs(0, 1, 2, 128, 32)
     scores = q @ k.mT * 32**-0.5
     everything = torch.ones(128, 128)
@@ -177,7 +180,6 @@ def minus_1e9() -> Figures:
 
 @claim(
     "chapter",
-    says="A causal mask from positions inside the tile is wrong at every tile after the first.",
     criterion="of all pairs of a query tile and a key tile, only the first pair gets the right "
     "mask",
     measured="of {pairs} pairs {right} are right, {right_diagonal} of them on the diagonal; the "
@@ -191,6 +193,7 @@ def minus_1e9() -> Figures:
     ),
 )
 def mask_inside_the_tile() -> Figures:
+    """A causal mask from positions inside the tile is wrong at every tile after the first."""
     q, k, v = inputs(0, 1, 2, 128, 32)
     inside, absolute = relative_keys(q, k, causal=True), visible_keys(q, k, causal=True)
     tiles = [slice(start, start + 32) for start in range(0, 128, 32)]

@@ -27,7 +27,7 @@ from conformance.memory_growth import LiveTensors
 from lab.claims.claim import Figures, claim, growth
 from lab.claims.inputs import inputs, textbook
 from lab.results.tables import load
-from training.memory import GIB
+from training.memory import GIB, bytes_of
 
 
 def forward_bytes(function: Callable[..., object], *inputs: Tensor) -> int:
@@ -39,16 +39,15 @@ def forward_bytes(function: Callable[..., object], *inputs: Tensor) -> int:
 
 def kept_for_backward(function: Callable[..., Tensor], *inputs: Tensor) -> int:
     """Bytes that autograd keeps between forward and backward, the inputs themselves left out."""
-    ours = {x.untyped_storage().data_ptr() for x in inputs}
-    kept: dict[int, Tensor] = {}
+    kept: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:
-        kept[x.untyped_storage().data_ptr()] = x
+        kept.append(x)
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         function(*inputs)
-    return sum(x.untyped_storage().nbytes() for pointer, x in kept.items() if pointer not in ours)
+    return bytes_of(inputs, kept) - bytes_of(inputs)
 
 
 def through_the_loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -60,7 +59,6 @@ def through_the_loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @claim(
     "chapter, guide, deep dive",
-    says="A tiled forward pass in plain PyTorch makes memory linear in the length.",
     criterion="bytes alive in the forward pass, and bytes kept for the backward pass, grow like "
     "N^1.15 or less",
     measured="the forward pass grows like N^{forward:.2f}. What is kept for the backward pass: "
@@ -76,6 +74,7 @@ def through_the_loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ),
 )
 def linear_memory(lengths: tuple[int, ...] = (256, 512, 1024)) -> Figures:
+    """A tiled forward pass in plain PyTorch makes memory linear in the length."""
     tiled = partial(attention, backend=get_backend("tiled", block_q=64, block_kv=64), causal=False)
     functions = {
         "autograd": through_the_loop,
@@ -97,7 +96,6 @@ def linear_memory(lengths: tuple[int, ...] = (256, 512, 1024)) -> Figures:
 
 @claim(
     "chapter",
-    says="Tiled attention in plain PyTorch takes less memory than naive attention at every length.",
     criterion="the bytes alive above the inputs are fewer at every length tried, tiles of 64",
     measured="tiled over naive, by length: {ratio:.2f}",
     because="Up to the length of a tile there is nothing to save, and the state comes on top.",
@@ -108,6 +106,7 @@ def linear_memory(lengths: tuple[int, ...] = (256, 512, 1024)) -> Figures:
     ),
 )
 def less_memory_at_every_length() -> Figures:
+    """Tiled attention in plain PyTorch takes less memory than naive attention at every length."""
     ratio = {}
     for length in (32, 64, 128, 256, 512, 1024):
         qkv = inputs(0, 1, 2, length, 64)
@@ -128,7 +127,6 @@ def memory_rows(name: str) -> dict[int, Figures]:
 
 @claim(
     "chapter, guide",
-    says="Tiled attention moves the wall out by a factor of ten or more.",
     criterion="the length at which it takes what naive takes at its last length is at least ten "
     "times that length",
     measured="on an H200 naive runs at {fits:,} tokens ({gib:.1f} GiB with backward) and fails at "
@@ -139,6 +137,7 @@ def memory_rows(name: str) -> dict[int, Figures]:
     reads="memory_h200",
 )
 def wall_moves_out() -> Figures:
+    """Tiled attention moves the wall out by a factor of ten or more."""
     naive, triton = (
         {n: row.get("training_bytes") for n, row in memory_rows(name).items()}
         for name in ("naive", "triton")
@@ -170,8 +169,6 @@ def longest_rows(memory_gib: float) -> dict[str, Figures]:
 
 @claim(
     "chapter",
-    says="With 8 GB, naive attention (2 sequences, 8 heads of 64, float16) is at its end by 8,192 "
-    "tokens.",
     criterion="on an H200 held to 8 GiB the longest naive forward pass is shorter than 8,192 "
     "tokens",
     measured="longest forward pass: naive {naive_forward[max_seq_len]:,} tokens, the Triton "
@@ -183,13 +180,14 @@ def longest_rows(memory_gib: float) -> dict[str, Figures]:
     reads="longest_h200",
 )
 def wall_of_8_gigabytes_on_a_gpu() -> Figures:
+    """With 8 GB, naive attention (2 sequences, 8 heads of 64, float16) is at its end by 8,192
+    tokens.
+    """
     return longest_rows(8)
 
 
 @claim(
     "guide",
-    says="On a card of 40 GB with 32 heads of 64 in float16, standard attention reaches 4,096 "
-    "tokens and flash attention 65,536.",
     criterion="the longest forward passes on an H200 held to 40 GiB are those within a factor of "
     "1.5",
     measured="naive {naive_forward[max_seq_len]:,} tokens, the Triton kernels "
@@ -201,4 +199,7 @@ def wall_of_8_gigabytes_on_a_gpu() -> Figures:
     reads="longest_h200",
 )
 def longest_on_40_gigabytes() -> Figures:
+    """On a card of 40 GB with 32 heads of 64 in float16, standard attention reaches 4,096 tokens
+    and flash attention 65,536.
+    """
     return longest_rows(40)

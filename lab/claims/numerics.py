@@ -22,7 +22,6 @@ from lab.claims.inputs import (
 
 @claim(
     "chapter, deep dive",
-    says="Tiled attention returns the same bits as naive attention in float32.",
     criterion="no element differs",
     measured="{unequal:.0%} of the elements differ, by at most {difference:.1e}",
     because="The sums are the same sums in another order: equal in exact arithmetic, not in "
@@ -30,6 +29,8 @@ from lab.claims.inputs import (
     holds=lambda f: f["unequal"]["max"] == 0,
 )
 def bit_for_bit(seeds: int = 20) -> Figures:
+    """Tiled attention returns the same bits as naive attention in float32."""
+
     def differences(q: Tensor, k: Tensor, v: Tensor) -> Figures:
         out, reference = run("tiled", q, k, v, block=32), textbook(q, k, v)
         unequal = (out != reference).double().mean().item()
@@ -40,8 +41,6 @@ def bit_for_bit(seeds: int = 20) -> Figures:
 
 @claim(
     "deep dive",
-    says="In float64 the tiled result passes at 1e-5, at 2,048 tokens at 1e-4, and with one block "
-    "at 1e-12.",
     criterion="the largest differences are below those bounds",
     measured="{tiles:.1e} with tiles of 32, {long:.1e} at 2,048 tokens, {one_block:.1e} with one "
     "block",
@@ -51,6 +50,10 @@ def bit_for_bit(seeds: int = 20) -> Figures:
     holds=lambda f: f["tiles"] < 1e-5 and f["long"] < 1e-4 and f["one_block"] < 1e-12,
 )
 def float64_tolerances(length: int = 2048) -> Figures:
+    """In float64 the tiled result passes at 1e-5, at 2,048 tokens at 1e-4, and with one block at
+    1e-12.
+    """
+
     def error(name: str, qkv: tuple[Tensor, ...], block: int) -> float:
         return largest(run(name, *qkv, block=block) - exact(*qkv))
 
@@ -66,7 +69,6 @@ def float64_tolerances(length: int = 2048) -> Figures:
 
 @claim(
     "chapter, guide",
-    says="The running maximum, sum and output can be kept in the dtype of the inputs.",
     criterion="in bfloat16 the relative error at the longest sequence is within 1.5 times that of "
     "float32 statistics",
     measured="relative error by length, all in bfloat16: {input}; with float32 statistics: "
@@ -75,6 +77,7 @@ def float64_tolerances(length: int = 2048) -> Figures:
     holds=lambda f: [*f["input"].values()][-1] <= 1.5 * [*f["float32"].values()][-1],
 )
 def statistics_in_input_dtype(lengths: tuple[int, ...] = (512, 2048, 8192)) -> Figures:
+    """The running maximum, sum and output can be kept in the dtype of the inputs."""
     figures: Figures = {"input": {}, "float32": {}}
     for length in lengths:
         q, k, v = inputs(0, 1, 1, length, 64, dtype=torch.bfloat16)
@@ -89,8 +92,6 @@ def statistics_in_input_dtype(lengths: tuple[int, ...] = (512, 2048, 8192)) -> F
 
 @claim(
     "deep dive",
-    says="Subtracting the new running maximum from a block's scores, without a separate beta, is a "
-    "mistake.",
     criterion="it is further from float64 than the form with alpha and beta, by more than rounding "
     "(1e-14)",
     measured="{without_beta:.1e} without beta, {with_beta:.1e} with alpha and beta",
@@ -99,6 +100,9 @@ def statistics_in_input_dtype(lengths: tuple[int, ...] = (512, 2048, 8192)) -> F
     holds=lambda f: f["without_beta"] > f["with_beta"] + 1e-14,
 )
 def missing_beta() -> Figures:
+    """Subtracting the new running maximum from a block's scores, without a separate beta, is a
+    mistake.
+    """
     q, k, v = inputs(0, *CHAPTER_SHAPE, std=2, dtype=torch.float64)
     truth = exact(q, k, v)
     return {

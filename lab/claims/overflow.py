@@ -19,8 +19,6 @@ from lab.claims.inputs import exact, inputs, largest, over_seeds, run
 
 @claim(
     "chapter",
-    says="Without the maximum, scores in the tens overflow float32 because the sum over several "
-    "tiles does.",
     criterion="a row sum of exp(20) overflows within 131,072 keys",
     measured="at a score of 20, {keys:,} keys sum to {row_sum:.1e}; overflow would take "
     "{needed:.0e} keys. One score of 88.8 overflows alone: {one_key}",
@@ -28,6 +26,9 @@ from lab.claims.inputs import exact, inputs, largest, over_seeds, run
     holds=lambda f: math.isinf(f["row_sum"]),
 )
 def sums_of_tens(keys: int = 131072) -> Figures:
+    """Without the maximum, scores in the tens overflow float32 because the sum over several tiles
+    does.
+    """
     empty = NoMax.empty(torch.zeros(1, 1), dtype=torch.float32)
     state = empty
     for _ in range(0, keys, 4096):
@@ -64,7 +65,6 @@ def float16_breaks_earlier(f: Figures) -> bool:
 
 @claim(
     "chapter",
-    says="Without the maximum, float16 overflows in the first tile or two, earlier than float32.",
     criterion="at every size of the scores float16 breaks at the same tile as float32 or earlier, "
     "at one size earlier, and at standard deviation 1 by the second tile",
     measured="the first bad tile of 16 (from 0, 64 keys each), the share of bad rows (rows), and "
@@ -81,6 +81,7 @@ def float16_breaks_earlier(f: Figures) -> bool:
 def overflow_by_dtype(
     length: int = 1024, stds: tuple[float, ...] = (1, 1.5, 2, 3, 4, 5, 6)
 ) -> Figures:
+    """Without the maximum, float16 overflows in the first tile or two, earlier than float32."""
     figures: Figures = {}
     for dtype in (torch.float16, torch.float32):
         name = str(dtype).removeprefix("torch.")
@@ -97,7 +98,6 @@ def overflow_by_dtype(
 
 @claim(
     "chapter",
-    says="When attention without the maximum overflows, the result is NaN.",
     criterion="every row that overflows ends as NaN, over float16 inputs with all scores equal "
     "(1,024 keys) and random ones",
     measured="all scores 5: {at_5}; 8: {at_8}; 11: {at_11}; random of standard deviation 3: "
@@ -107,6 +107,7 @@ def overflow_by_dtype(
     holds=lambda f: f["only_nan"],
 )
 def overflow_gives_nan(length: int = 1024) -> Figures:
+    """When attention without the maximum overflows, the result is NaN."""
     backend = get_backend("no_max", block_q=length, block_kv=64, softmax_dtype="input")
 
     def shares(q: Tensor, k: Tensor, v: Tensor) -> Figures:
@@ -126,7 +127,6 @@ def overflow_gives_nan(length: int = 1024) -> Figures:
 
 @claim(
     "chapter",
-    says="A running maximum that starts at 0 instead of -inf gives errors of 1e-1 or more.",
     criterion="the largest error is at least 0.1 at scores of standard deviation 1",
     measured="{normal:.1e} at ordinary scores; with every score at -100 {at_100:.1e}, at -110 "
     "{at_110}",
@@ -135,6 +135,8 @@ def overflow_gives_nan(length: int = 1024) -> Figures:
     holds=lambda f: f["normal"]["max"] >= 0.1,
 )
 def maximum_from_zero(seeds: int = 5) -> Figures:
+    """A running maximum that starts at 0 instead of -inf gives errors of 1e-1 or more."""
+
     def error(q: Tensor, k: Tensor, v: Tensor) -> float:
         return largest(run("zero_init_max", q, k, v, block=32) - exact(q, k, v))
 
@@ -148,7 +150,6 @@ def maximum_from_zero(seeds: int = 5) -> Figures:
 
 @claim(
     "deep dive",
-    says="An accumulator kept unnormalised grows and risks overflow.",
     criterion="it overflows whatever its dtype",
     measured="{length:,} equal scores and values of 32 give {acc}; the bound is N * max|v|",
     because="The weights are at most 1 each. float32 never reaches the bound, which is why "
@@ -157,6 +158,7 @@ def maximum_from_zero(seeds: int = 5) -> Figures:
     only_if=("the accumulator is float16", lambda f: f["acc"]["float16"] == "inf"),
 )
 def unnormalised_accumulator(length: int = 4096) -> Figures:
+    """An accumulator kept unnormalised grows and risks overflow."""
     acc = {}
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         scores = torch.zeros(1, length, dtype=dtype)
@@ -171,7 +173,6 @@ def unnormalised_accumulator(length: int = 4096) -> Figures:
 
 @claim(
     "deep dive",
-    says="Without 1 / sqrt(d) the softmax is nearly one-hot and its gradients vanish.",
     criterion="at d = 128 the mean largest weight exceeds 0.5, and the gradient of the scores "
     "(median over rows of its norm) falls below a tenth",
     measured="largest weight {weight:.2f}, from {weight_scaled:.2f}; gradient norm {gradient:.3f}, "
@@ -183,6 +184,7 @@ def unnormalised_accumulator(length: int = 4096) -> Figures:
     only_if=("the row is saturated", lambda f: f["weight"] > 0.5 and f["vanished"] > 0.01),
 )
 def gradients_without_the_scale(length: int = 512) -> Figures:
+    """Without 1 / sqrt(d) the softmax is nearly one-hot and its gradients vanish."""
     q, k, _ = inputs(0, 1, 4, length, 128)
     raw = q @ k.mT
     d_weights = torch.randn(raw.shape, generator=torch.Generator().manual_seed(1))

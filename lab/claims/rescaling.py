@@ -27,7 +27,6 @@ class RescaleWithoutMax(OnlineSoftmax):
 
 @claim(
     "chapter",
-    says="Removing the subtraction and keeping the rescaling gives NaN.",
     criterion="some output is NaN at scores of standard deviation 1, in float32",
     measured="{nan:.0%} NaN; the outputs are finite and off by {error:.2f}",
     because="p is no longer shifted, so nothing may shrink; but alpha still shrinks the earlier "
@@ -35,6 +34,7 @@ class RescaleWithoutMax(OnlineSoftmax):
     holds=lambda f: f["nan"] > 0,
 )
 def rescaling_without_subtraction(seeds: int = 20) -> Figures:
+    """Removing the subtraction and keeping the rescaling gives NaN."""
     backend = tile_loop_backend("rescale_without_max", softmax=RescaleWithoutMax)
 
     def errors(q: Tensor, k: Tensor, v: Tensor) -> Figures:
@@ -47,7 +47,6 @@ def rescaling_without_subtraction(seeds: int = 20) -> Figures:
 
 @claim(
     "chapter",
-    says="Without the rescaling the chapter's own check shows a largest difference of 0.1 to 0.5.",
     criterion="for every seed of that check (2 x 4 heads, 256 tokens of 32, tiles of 32) it lies "
     "between 0.1 and 0.5",
     measured="{difference:.2f}; with a causal mask {causal:.2f}; by standard deviation of q and k: "
@@ -57,6 +56,8 @@ def rescaling_without_subtraction(seeds: int = 20) -> Figures:
     holds=lambda f: f["difference"]["min"] >= 0.1 and f["difference"]["max"] <= 0.5,
 )
 def no_rescale_difference(seeds: int = 20) -> Figures:
+    """Without the rescaling the chapter's own check shows a largest difference of 0.1 to 0.5."""
+
     def error(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> float:
         out = run("no_rescale", q, k, v, causal=causal, block=32)
         return largest(out - exact(q, k, v, causal=causal))
@@ -72,7 +73,6 @@ def no_rescale_difference(seeds: int = 20) -> Figures:
 
 @claim(
     "notebook, guide",
-    says="A softmax of each tile on its own is not attention.",
     criterion="the relative error exceeds 0.1, and vanishes with one tile",
     measured="relative error {error}, by tile size at 256 tokens; the weights of a row sum to "
     "{weights}",
@@ -80,6 +80,7 @@ def no_rescale_difference(seeds: int = 20) -> Figures:
     holds=lambda f: f["error"]["64"] > 0.1 and f["error"]["256"] < 1e-5,
 )
 def softmax_per_tile() -> Figures:
+    """A softmax of each tile on its own is not attention."""
     q, k, v = inputs(0, *CHAPTER_SHAPE)
     truth = exact(q, k, v)
     error, weights = {}, {}

@@ -39,8 +39,6 @@ def milliseconds(function: Callable[[], object], repeats: int) -> Figures:
 
 @claim(
     "chapter",
-    says="Below some length naive attention is faster, because it is a few large products while "
-    "the tiled loop pays for many small calls.",
     criterion="at 256 tokens naive is faster than the loop with tiles of 64, which makes more than "
     "ten times as many operator calls",
     measured="at 256 tokens naive makes {naive_calls} operator calls in {naive:.1f} ms, the loop "
@@ -53,6 +51,9 @@ def milliseconds(function: Callable[[], object], repeats: int) -> Figures:
     ),
 )
 def small_calls(repeats: int = 20) -> Figures:
+    """Below some length naive attention is faster, because it is a few large products while the
+    tiled loop pays for many small calls.
+    """
     figures: Figures = {}
     for length, suffix in ((256, ""), (4096, "_4096")):
         qkv = inputs(0, 1, 4, length, 64)
@@ -71,8 +72,6 @@ def small_calls(repeats: int = 20) -> Figures:
 
 @claim(
     "chapter, notebook",
-    says="Tiled attention in plain PyTorch is about as fast as naive attention at 2,048 tokens and "
-    "faster beyond (tiles of 64).",
     criterion="with tiles of 64 it takes at most 1.2 times naive's time at 2,048 tokens and less "
     "than naive's at 4,096 (fastest call of each, as the machine is shared)",
     measured="ms on one CPU thread (4 heads of 64)",
@@ -91,6 +90,9 @@ def small_calls(repeats: int = 20) -> Figures:
     ),
 )
 def tiled_speed_on_a_cpu(repeats: int = 4) -> Figures:
+    """Tiled attention in plain PyTorch is about as fast as naive attention at 2,048 tokens and
+    faster beyond (tiles of 64).
+    """
     figures: Figures = {"naive": {}, "tiles_64": {}, "tiles_256": {}, "tiles_1024": {}}
     for length in (1024, 2048, 4096):
         qkv = inputs(0, 1, 4, length, 64)
@@ -103,8 +105,6 @@ def tiled_speed_on_a_cpu(repeats: int = 4) -> Figures:
 
 @claim(
     "chapter, notebook",
-    says="On a GPU as well, tiled attention in plain PyTorch (tiles of 64) is as fast as naive "
-    "attention at 2,048 tokens and faster beyond.",
     criterion="with tiles of 64 its forward pass is no slower than 1.2 times naive at 2,048 tokens "
     "and faster at 8,192",
     measured="ms on an H200 (2 sequences, 8 heads of 64, float16, not causal)",
@@ -121,6 +121,9 @@ def tiled_speed_on_a_cpu(repeats: int = 4) -> Figures:
     reads="tile_speed_h200",
 )
 def tiled_speed_on_a_gpu() -> Figures:
+    """On a GPU as well, tiled attention in plain PyTorch (tiles of 64) is as fast as naive
+    attention at 2,048 tokens and faster beyond.
+    """
     figures: Figures = {}
     for row in load("tile_speed_h200")["rows"]:
         # tiled:block_q=64,block_kv=64 to tiles_64
@@ -132,7 +135,6 @@ def tiled_speed_on_a_gpu() -> Figures:
 
 @claim(
     "chapter, guide, deep dive",
-    says="Standard attention is bound by memory, not by arithmetic.",
     criterion="at 16,384 tokens on an H200 it stays below a tenth of the chip's matrix rate, and a "
     "fused kernel on the same inputs exceeds a third",
     measured="naive reaches {naive:.1f} TFLOP/s of 989, the Triton kernels {triton:.0f}, PyTorch's "
@@ -143,6 +145,7 @@ def tiled_speed_on_a_gpu() -> Figures:
     reads="memory_h200",
 )
 def bound_by_memory() -> Figures:
+    """Standard attention is bound by memory, not by arithmetic."""
     return {
         name: memory_rows(name)[16384]["forward_tflops"] for name in ("naive", "triton", "sdpa")
     }
@@ -150,7 +153,6 @@ def bound_by_memory() -> Figures:
 
 @claim(
     "notebook, chapter, guide",
-    says="The speed comes from fusing the steps into one kernel.",
     criterion="on an H200 at 16,384 tokens the Triton kernel is at least 10 times faster than the "
     "same tiling in PyTorch calls",
     measured="forward {triton:.2f} ms against {tiled:.1f} ms for tiles of 2,048 and {naive:.0f} ms "
@@ -159,6 +161,7 @@ def bound_by_memory() -> Figures:
     reads="memory_h200",
 )
 def fusion() -> Figures:
+    """The speed comes from fusing the steps into one kernel."""
     names = ("triton", "tiled", "naive")
     figures = {name: 1e3 * memory_rows(name)[16384]["forward_seconds"] for name in names}
     return figures | {"times": figures["tiled"] / figures["triton"]}

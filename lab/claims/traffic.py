@@ -35,7 +35,6 @@ def kv_outer_traffic(length: int, head_dim: int, block_kv: int) -> int:
 
 @claim(
     "guide, deep dive",
-    says="Flash attention reads Q, K and V once and writes the output once: 4 N d elements.",
     criterion="the counted traffic is within 1.5 times 4 N d, and linear in N",
     measured="at 4,096 tokens of 64, tiles of 128 queries: {times:.0f} times 4 N d; it grows like "
     "N^{exponent:.2f}",
@@ -44,6 +43,7 @@ def kv_outer_traffic(length: int, head_dim: int, block_kv: int) -> int:
     holds=lambda f: f["times"] <= 1.5 and f["exponent"] < 1.15,
 )
 def traffic_is_linear(lengths: tuple[int, ...] = (1024, 2048, 4096)) -> Figures:
+    """Flash attention reads Q, K and V once and writes the output once: 4 N d elements."""
     elements = {length: tiled_traffic(length, 64, 128, 64) for length in lengths}
     longest = max(lengths)
     times = elements[longest] / printed_fused(1, 1, longest, 64, element=1).bytes
@@ -52,7 +52,6 @@ def traffic_is_linear(lengths: tuple[int, ...] = (1024, 2048, 4096)) -> Figures:
 
 @claim(
     "guide",
-    says="Tiling and fusion cut the traffic to memory by 9.",
     criterion="the counted traffic of the forward pass is 8 to 10 times less than that of three "
     "kernels",
     measured="at 4,096 tokens: {times} times less, by head dim and queries of a tile",
@@ -65,6 +64,7 @@ def traffic_is_linear(lengths: tuple[int, ...] = (1024, 2048, 4096)) -> Figures:
     ),
 )
 def nine_times_less(length: int = 4096) -> Figures:
+    """Tiling and fusion cut the traffic to memory by 9."""
     times = {}
     for head_dim, block_q in ((64, 64), (64, 128), (64, 256), (64, 512), (128, 128)):
         standard = printed_naive(1, 1, length, head_dim, element=1).bytes
@@ -75,8 +75,6 @@ def nine_times_less(length: int = 4096) -> Figures:
 
 @claim(
     "deep dive",
-    says="The accesses to memory of FlashAttention grow like N^2 d / M, M being the size of the "
-    "fast memory.",
     criterion="with tiles that fill a fixed M, doubling d doubles the traffic (exponent of d "
     "between 0.8 and 1.2)",
     measured="the traffic grows like d^{exponent:.2f}",
@@ -85,6 +83,9 @@ def nine_times_less(length: int = 4096) -> Figures:
 )
 def traffic_in_d(length: int = 2048) -> Figures:
     # tiles of q, k, v and out fill as many elements as tiles of 32 at d = 128
+    """The accesses to memory of FlashAttention grow like N^2 d / M, M being the size of the fast
+    memory.
+    """
     block = {head_dim: 32 * 128 // head_dim for head_dim in (32, 64, 128)}
     reread = {d: reread_keys(length, d, block[d], block[d]) for d in block}
     return {"exponent": growth(reread)}
@@ -92,8 +93,6 @@ def traffic_in_d(length: int = 2048) -> Figures:
 
 @claim(
     "deep dive",
-    says="Keys in the outer loop is the right order, because it reads K and V only once; queries "
-    "outer is a pitfall.",
     criterion="with keys outer fewer elements move",
     measured="at 2,048 tokens of 64 and tiles of 64: {queries:,} elements with queries outer, "
     "{keys:,} with keys outer; outputs differ by {difference:.0e}",
@@ -102,6 +101,9 @@ def traffic_in_d(length: int = 2048) -> Figures:
     holds=lambda f: f["keys"] < f["queries"],
 )
 def order_of_the_loops(length: int = 2048) -> Figures:
+    """Keys in the outer loop is the right order, because it reads K and V only once; queries outer
+    is a pitfall.
+    """
     qkv = inputs(0, *CHAPTER_SHAPE)
     return {
         "queries": tiled_traffic(length, 64, 64, 64),
@@ -112,8 +114,6 @@ def order_of_the_loops(length: int = 2048) -> Figures:
 
 @claim(
     "deep dive",
-    says="On a GPU the loop over K/V blocks becomes the grid: one thread block for each, looping "
-    "over the queries and updating the output.",
     criterion="two such blocks that update a row at the same time leave the right output",
     measured="when each of two blocks reads the state before the other has written it, the "
     "relative error is {error:.2f}",
@@ -123,6 +123,9 @@ def order_of_the_loops(length: int = 2048) -> Figures:
     holds=lambda f: f["error"] < 1e-3,
 )
 def grid_over_keys() -> Figures:
+    """On a GPU the loop over K/V blocks becomes the grid: one thread block for each, looping over
+    the queries and updating the output.
+    """
     q, k, v = inputs(0, *CHAPTER_SHAPE)
     truth = exact(q, k, v)
     scores = q @ k.mT * q.shape[-1] ** -0.5
@@ -138,8 +141,6 @@ def grid_over_keys() -> Figures:
 
 @claim(
     "guide, deep dive",
-    says="Flash attention does more arithmetic than standard attention; the guide says twice as "
-    "much, for the bookkeeping of the softmax.",
     criterion="matrix products and rescaling together, forward and backward, are 1.8 to 2.2 times "
     "naive's",
     measured="forward {forward:.2f} times, of which rescaling {rescaling:.1%} (tiles of 64); "
@@ -149,6 +150,9 @@ def grid_over_keys() -> Figures:
     holds=lambda f: 1.8 <= f["training"] <= 2.2,
 )
 def twice_the_arithmetic(length: int = 512) -> Figures:
+    """Flash attention does more arithmetic than standard attention; the guide says twice as much,
+    for the bookkeeping of the softmax.
+    """
     q, k, v = (x.requires_grad_() for x in inputs(0, 1, 2, length, 64))
 
     def products(name: str, **tiles: int) -> tuple[int, int]:

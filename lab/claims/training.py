@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from lab.claims.claim import Figures, claim, distribution
-from lab.results.curves import points
+from lab.results.curves import differences, points, root_mean_square
 from lab.results.tables import finite, load
 
 
@@ -23,8 +23,6 @@ def mean_curve(runs: list[Figures], column: str) -> dict[int, float]:
 
 @claim(
     "chapter",
-    says="Two hundred steps of a GPT from one seed give loss curves that cannot be told apart, "
-    "naive or tiled.",
     criterion="the difference of the curves (rms) is no larger than that between two of PyTorch's "
     "own kernels",
     measured="rms difference in nats: naive and tiled {ours:.5f}, PyTorch's kernels among "
@@ -33,24 +31,25 @@ def mean_curve(runs: list[Figures], column: str) -> dict[int, float]:
     reads="paired_curves",
 )
 def two_hundred_steps() -> Figures:
-    differences: dict[tuple[str, ...], list[float]] = {}
+    """Two hundred steps of a GPT from one seed give loss curves that cannot be told apart, naive or
+    tiled.
+    """
     runs = runs_of("paired_curves")
-    for a, b in combinations(runs, 2):
-        if a["seed"] == b["seed"]:
-            first, second = (points(run, "train/loss") for run in (a, b))
-            squares = [(first[step] - second[step]) ** 2 for step in first.keys() & second.keys()]
-            names = tuple(sorted((a["attention"], b["attention"])))
-            differences.setdefault(names, []).append(fmean(squares) ** 0.5)
+    pairs = [(a, b) for a, b in combinations(runs, 2) if a["seed"] == b["seed"]]
+
+    def apart(*names: str) -> Figures:
+        found = [pair for pair in pairs if sorted(run["attention"] for run in pair) == [*names]]
+        return distribution(root_mean_square(differences(*pair)) for pair in found)
+
     return {
-        "ours": distribution(differences["naive", "tiled"]),
-        "theirs": distribution(differences["sdpa", "sdpa"]),
+        "ours": apart("naive", "tiled"),
+        "theirs": apart("sdpa", "sdpa"),
         "steps": max(runs[0]["curves"]["step"]),
     }
 
 
 @claim(
     "chapter",
-    says="A GPT trained without the rescaling converges to a clearly worse loss.",
     criterion="its own held-out loss is higher than exact attention's, by more than 0.05 nats, at "
     "every evaluation",
     measured="a GPT-2-sized model, no_rescale minus exact, nats by step: {gap:+.3f} (means of "
@@ -62,21 +61,17 @@ def two_hundred_steps() -> Figures:
     reads="headline_h200",
 )
 def no_rescale_converges_worse() -> Figures:
-    runs = {
-        name: runs_of("headline_h200", attention=name, dtype="bfloat16")
-        for name in ("triton", "no_rescale")
-    }
-    exact, broken = (mean_curve(each, "val/loss") for each in runs.values())
+    """A GPT trained without the rescaling converges to a clearly worse loss."""
+    runs = runs_of("headline_h200", attention="no_rescale", dtype="bfloat16")
+    references = runs_of("headline_h200", attention="triton", dtype="bfloat16")
+    broken, exact = (mean_curve(each, "val/loss") for each in (runs, references))
     # every fourth evaluation shows it
     steps = [step for step in broken if step in exact][1::4]
-    gap = {str(step): broken[step] - exact[step] for step in steps}
-    return {"gap": gap, "seeds": len(runs["no_rescale"])}
+    return {"gap": {str(step): broken[step] - exact[step] for step in steps}, "seeds": len(runs)}
 
 
 @claim(
     "chapter",
-    says="A GPT trained without the rescaling looks right, and only a comparison with the "
-    "reference shows what is wrong.",
     criterion="the same weights under exact attention are more than 1 nat worse than under their "
     "own",
     measured="held-out loss at step {step}: {own:.3f} under its own attention, {exact:.3f} under "
@@ -87,6 +82,9 @@ def no_rescale_converges_worse() -> Figures:
     reads="headline_h200",
 )
 def no_rescale_under_exact_attention() -> Figures:
+    """A GPT trained without the rescaling looks right, and only a comparison with the reference
+    shows what is wrong.
+    """
     broken = runs_of("headline_h200", attention="no_rescale", dtype="bfloat16")
     reference = runs_of("headline_h200", attention="triton", dtype="bfloat16")
     curves = {
@@ -100,7 +98,6 @@ def no_rescale_under_exact_attention() -> Figures:
 
 @claim(
     "chapter",
-    says="Without the maximum, float16 training dies almost at once and float32 a little later.",
     criterion="every float16 run and every float32 run leaves the finite range within 1,000 steps",
     measured="float16: {float16} of {float16_runs} runs died, at steps {float16_steps}; float32: "
     "{float32} of {float32_runs}, largest score {float32_score:.0f} of 88.72; its held-out loss is "
@@ -117,6 +114,7 @@ def no_rescale_under_exact_attention() -> Figures:
     reads="defects_text",
 )
 def no_max_in_training() -> Figures:
+    """Without the maximum, float16 training dies almost at once and float32 a little later."""
     runs = {
         dtype: runs_of("defects_text", attention="no_max", dtype=dtype)
         for dtype in ("float16", "float32")
@@ -126,11 +124,8 @@ def no_max_in_training() -> Figures:
     figures: Figures = {}
     for name, each in runs.items():
         steps = finite(each, "first_bad_step")
-        figures |= {
-            name: len(steps),
-            f"{name}_runs": len(each),
-            f"{name}_steps": ", ".join(map(str, steps)),
-        }
+        figures |= {name: len(steps), f"{name}_runs": len(each)}
+        figures[f"{name}_steps"] = ", ".join(map(str, steps))
     same_seed = {"dtype": "float32", "seed": 0}
     ours, exact = (
         runs_of("defects_text", attention=name, **same_seed) for name in ("no_max", "triton")

@@ -77,9 +77,6 @@ class Options:
 
 @command("results", Options)
 def main(options: Options) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
     parts = []
     for title, section in SECTIONS.items():
         try:

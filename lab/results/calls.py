@@ -9,12 +9,9 @@ from statistics import geometric_mean
 
 from lab.results.tables import (
     FOLDER,
-    Row,
     finite,
     formatted,
-    groups,
     load,
-    load_all,
     plain,
     rounded,
     section,
@@ -22,6 +19,7 @@ from lab.results.tables import (
 )
 from lab.results.verify_figure import EFFORT_HEAD, draw_kills, draw_matrix, effort, kills, verdict
 from scripts.plots import draw_longest, draw_memory, draw_roofline, draw_time
+from scripts.tables import Row, grouped
 
 MEMORY = (("forward", "forward_bytes", 2**20), ("forward and backward", "training_bytes", 2**20))
 TIME = (("ms forward", "forward_seconds", 1e-3), ("ms backward", "backward_seconds", 1e-3))
@@ -30,10 +28,7 @@ KILLS_HEAD = ["property", "catches", "which no other catches"]
 
 def verification() -> str:
     """The property x backend matrix, wherever scripts.verify was run."""
-    places = {"verify_cpu": "CPU, Triton interpreted", "verify_h200": "H200"}
-    panels = {
-        where: load(name) for name, where in places.items() if (FOLDER / f"{name}.json").is_file()
-    }
+    panels = {"CPU, Triton interpreted": load("verify_cpu"), "H200": load("verify_h200")}
     draw_matrix(panels, FOLDER / "verify.png")
     parts = [
         section(data, f"{where}: {verdict(data)}", table(EFFORT_HEAD, effort(data)))
@@ -44,7 +39,7 @@ def verification() -> str:
 
 def mutants() -> str:
     """Which property catches which mistake."""
-    data = load("mutants")
+    data, again = load("mutants"), load("mutants_h200")
     draw_kills(data, FOLDER / "mutants.png")
     alive = [row for row in data["mutants"] if not row["killed_by"]]
     what = (
@@ -56,20 +51,19 @@ def mutants() -> str:
     what += " ".join(
         f"`{row['name']}`: {row['says']} No mistake: {row['survives']}." for row in alive
     )
-    parts = [section(data, what, table(KILLS_HEAD, kills(data)), "![kill matrix](mutants.png)")]
-    if (FOLDER / "mutants_h200.json").is_file():
-        again = load("mutants_h200")
-        here, there = (
-            {row["name"]: bool(row["killed_by"]) for row in each["mutants"]}
-            for each in (data, again)
-        )
-        apart = [f"`{name}`" for name, killed in there.items() if killed != here.get(name)]
-        end = f"which differs from the CPU's for {', '.join(apart)}" if apart else ""
-        what = (
-            "The same edits on the GPU, in its longer cases and larger tiles: "
-            f"{sum(there.values())} of {len(there)} caught, {end or 'the same ones as on the CPU'}."
-        )
-        parts.append(section(again, what, table(KILLS_HEAD, kills(again))))
+    here, there = (
+        {row["name"]: bool(row["killed_by"]) for row in each["mutants"]} for each in (data, again)
+    )
+    apart = [f"`{name}`" for name, killed in there.items() if killed != here.get(name)]
+    end = f"which differs from the CPU's for {', '.join(apart)}" if apart else ""
+    what_again = (
+        "The same edits on the GPU, in its longer cases and larger tiles: "
+        f"{sum(there.values())} of {len(there)} caught, {end or 'the same ones as on the CPU'}."
+    )
+    parts = [
+        section(data, what, table(KILLS_HEAD, kills(data)), "![kill matrix](mutants.png)"),
+        section(again, what_again, table(KILLS_HEAD, kills(again))),
+    ]
     rings = load("mutants_ring")
     killed = sum(bool(row["killed_by"]) for row in rings["mutants"])
     what = (
@@ -118,10 +112,10 @@ def call_tables(data: Row, *figures: tuple[str, str, float]) -> Iterable[str]:
         return rounded(row[column] / divisor) if row and row.get(column) is not None else "-"
 
     shape = ("batch", "heads", "head_dim", "dtype", "causal")
-    for rows in groups(data["rows"], itemgetter(*shape)).values():
+    for rows in grouped(data["rows"], itemgetter(*shape)).values():
         lengths = sorted({row["seq_len"] for row in rows})
         lines = []
-        for name, own in groups(rows, lambda row: row["attention"]).items():
+        for name, own in grouped(rows, lambda row: row["attention"]).items():
             at = {row["seq_len"]: row for row in own}
             for title, column, divisor in figures:
                 cells = [cell(at.get(length), column, divisor) for length in lengths]
@@ -141,69 +135,54 @@ def memory() -> str:
     data = load("memory_h200")
     draws = {"memory": draw_memory, "time": draw_time, "roofline": draw_roofline}
     drawn = [draw(data, FOLDER / f"{name}_h200.png") for name, draw in draws.items()]
-    pictures = [f"![{path.stem}]({path.name})" for path in drawn if path]
+    pictures = [f"![{path.stem}]({path.name})" for path in drawn]
     return section(data, *call_tables(data, *MEMORY), *pictures)
 
 
 def regenerated() -> str:
     """The tables of memory and time that the documents print, measured."""
-    return "\n\n".join(
-        section(data, *call_tables(data, *MEMORY, *TIME))
-        for data in load_all("tables_h200", "tables_cpu")
-    )
+    files = map(load, ("tables_h200", "tables_cpu"))
+    return "\n\n".join(section(data, *call_tables(data, *MEMORY, *TIME)) for data in files)
 
 
 def longest() -> str:
     """The longest sequence that ran, by memory."""
     data = load("longest_h200")
-    rows = []
-    for row in data["rows"]:
-        sign = "at least " if row.get("limited_by") == "time" else ""
-        length = row["refused"] if "refused" in row else f"{sign}{row['max_seq_len']:,}"
-        gib = "all" if row["memory_gib"] is None else f"{row['memory_gib']:g}"
-        rows.append(
-            row | {"name": row["attention"].replace(":", " "), "gib": gib, "length": length}
-        )
-    drawn = draw_longest(data, FOLDER / "longest_h200.png")
+    draw_longest(data, FOLDER / "longest_h200.png")
+    signs = {"time": "at least ", "memory": ""}
+    rows = [row | {"sign": signs[row["limited_by"]]} for row in data["rows"]]
     what = (
         'Found by doubling, then halving the gap to 12%; "at least": the next trial would have '
         "passed the time limit, not the memory."
     )
     columns = {
-        "attention": "{name}",
+        "attention": "{attention}",
         "batch x heads x head_dim": "{batch} x {heads} x {head_dim} {dtype}",
         "pass": "{pass}",
-        "GiB": "{gib}",
-        "longest sequence": "{length}",
+        "GiB": "{memory_gib:g}",
+        "longest sequence": "{sign}{max_seq_len:,}",
     }
-    pictures = [f"![longest]({drawn.name})"] if drawn else []
-    return section(data, what, formatted(columns, rows), *pictures)
+    return section(data, what, formatted(columns, rows), "![longest](longest_h200.png)")
 
 
 def kernels() -> str:
     """Speed of our Triton kernels beside PyTorch's and others', those of a table in one run."""
-    files = load_all("kernels_h200", "kernels_flex_h200", "kernels_rested_h200")
+    files = map(load, ("kernels_h200", "kernels_flex_h200", "kernels_rested_h200"))
     return "\n\n".join(section(data, *speed_tables(data)) for data in files)
 
 
 def speed_tables(data: Row) -> list[str]:
     first = data["rows"][0]
-    pause = ""
-    if "pause_s" in first:
-        pause = f" The card rested for {first['pause_s']:g} s before every call."
-    repeats = [finite(data["rows"], f"{name}_repeats") for name in ("forward", "backward")]
-    counts = sorted({count for each in repeats for count in each})
-    ends = " to ".join(map(str, dict.fromkeys((*counts[:1], *counts[-1:]))))
-    calls = f" of {ends} calls" if counts else ""
+    rested = " The card rested for {pause_s:g} s before every call."
+    pause = rested.format_map(first) if "pause_s" in first else ""
+    directions = ("forward", "backward")
+    counts = {count for name in directions for count in finite(data["rows"], f"{name}_repeats")}
+    ends = " to ".join(map(str, sorted({min(counts), max(counts)})))
     what = (
-        f"{first['dtype']}, 16,384 tokens, heads x head_dim = 2,048; TFLOP/s of medians{calls}, "
-        f"the best in bold.{pause}"
+        f"{first['dtype']}, 16,384 tokens, heads x head_dim = 2,048; TFLOP/s of medians of {ends} "
+        f"calls, the best in bold.{pause}"
     )
-    return [
-        what,
-        *direction_tables(data["rows"], "forward"),
-        *direction_tables(data["rows"], "backward"),
-    ]
+    return [what, *(part for name in directions for part in direction_tables(data["rows"], name))]
 
 
 def direction_tables(all_rows: list[Row], direction: str) -> list[str]:
@@ -213,7 +192,7 @@ def direction_tables(all_rows: list[Row], direction: str) -> list[str]:
     peers = [name for name in names if name not in ours]
     masks = {True: "causal", False: "full"}
     rows, ratios = [], {}
-    points = groups(all_rows, itemgetter("causal", "head_dim", "seq_len"))
+    points = grouped(all_rows, itemgetter("causal", "head_dim", "seq_len"))
     for (causal, head_dim, seq_len), shape in points.items():
         column = f"{direction}_tflops"
         speed = {row["attention"]: row[column] for row in shape if column in row}

@@ -1,11 +1,14 @@
 """The figures of training runs: exact attention beside the two defects."""
 
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from attention import LIMITS
-from lab.results.tables import Row, groups
+from lab.results.tables import finite, variants
+from scripts.drawing import new_figure, save_figure
+from scripts.tables import Row, grouped
 from training.palette import BACKENDS
 
 WORDS = {"triton": "exact"}
@@ -23,24 +26,19 @@ def plot_run(axes: Any, run: Row, column: str, **style: Any) -> None:
 
 
 def finish(figure: Any, path: Path) -> None:
-    from matplotlib import pyplot
-
     for axes in figure.axes:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, path, dpi=150)
 
 
 def draw_headline(runs: list[Row], retrieval: list[Row], path: Path) -> None:
     """Four panels: loss under the run's own attention, under exact attention, the largest score,
     and accuracy on last_write.
     """
-    from matplotlib import pyplot
-
-    figure, grid = pyplot.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
+    figure, grid = new_figure(2, 2, size=(11, 7.5))
     own, exact, score, accuracy = grid.flat
-    for (name, dtype), group in groups(runs, lambda run: (run["attention"], run["dtype"])).items():
+    for (name, dtype), group in variants(runs).items():
         style = {"linestyle": ":" if dtype == "float16" else "-", "linewidth": 1.2}
         for run in group:
             label = f"{WORDS.get(name, name)}, {dtype}" if run is group[0] else None
@@ -52,8 +50,8 @@ def draw_headline(runs: list[Row], retrieval: list[Row], path: Path) -> None:
                     mark_end(axes)
     own.set(title="held-out loss under the run's own attention", ylabel="nats per byte")
     exact.set(title="the same weights under exact attention", ylabel="nats per byte")
-    title = "largest attention score, and where its exponential overflows"
-    score.set(title=title, yscale="log")
+    score.set_title("largest attention score, and where its exponential overflows")
+    score.set_yscale("log")
     for axes in (own, exact, score):
         axes.set_xlabel("optimizer step")
     low, high = min(LIMITS.values()), max(LIMITS.values())
@@ -64,7 +62,7 @@ def draw_headline(runs: list[Row], retrieval: list[Row], path: Path) -> None:
     score.text(right, 0.95 * low, "float16", ha="right", va="top", fontsize=8)
     score.text(left, 1.06 * high, " bfloat16, float32", ha="left", va="bottom", fontsize=8)
     draw_accuracy(accuracy, retrieval)
-    accuracy.set(title="another task, a small model: accuracy on last_write")
+    accuracy.set_title("another task, a small model: accuracy on last_write")
     own.legend(fontsize=8)
     accuracy.legend(fontsize=8)
     finish(figure, path)
@@ -79,18 +77,14 @@ def mark_end(axes: Any) -> None:
 
 def draw_accuracy(axes: Any, runs: list[Row]) -> None:
     """Accuracy on last_write by tile size, of no_rescale beside exact attention."""
-    tiles = sorted(groups(runs, lambda run: (run["attention"], run["options"]["block_kv"])).items())
-    by_tile = {
-        block_kv: [run["val/accuracy"] for run in group]
-        for (name, block_kv), group in tiles
-        if name == "no_rescale"
-    }
+    by_name = grouped(runs, itemgetter("attention"))
+    tiles = grouped(by_name["no_rescale"], lambda run: run["options"]["block_kv"])
+    by_tile = {size: finite(tiles[size], "val/accuracy") for size in sorted(tiles)}
     color = BACKENDS["no_rescale"]
-    means = [fmean(values) for values in by_tile.values()]
-    axes.plot(list(by_tile), means, color=color, label="no_rescale")
-    for block_kv, values in by_tile.items():
-        axes.plot([block_kv] * len(values), values, "o", color=color, alpha=0.6)
-    exact = fmean(run["val/accuracy"] for run in runs if run["attention"] == "tiled")
+    axes.plot(list(by_tile), list(map(fmean, by_tile.values())), color=color, label="no_rescale")
+    for size, values in by_tile.items():
+        axes.plot([size] * len(values), values, "o", color=color, alpha=0.6)
+    exact = fmean(finite(by_name["tiled"], "val/accuracy"))
     axes.axhline(exact, color=BACKENDS["triton"], label="exact")
     axes.set(xscale="log", xlabel="keys of a tile (sequence of 128)", ylim=(0, 1.03))
     axes.set(ylabel="held-out accuracy")
@@ -98,9 +92,7 @@ def draw_accuracy(axes: Any, runs: list[Row]) -> None:
 
 
 def draw_retrieval(runs: list[Row], path: Path) -> None:
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    figure, axes = new_figure(size=(6, 4))
     draw_accuracy(axes, runs)
     axes.set_title("last_write")
     axes.legend()
@@ -109,10 +101,8 @@ def draw_retrieval(runs: list[Row], path: Path) -> None:
 
 def draw_text(runs: list[Row], path: Path) -> None:
     """Loss under the run's own attention beside that under exact attention."""
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained", sharey=True)
-    for (name, dtype), group in groups(runs, lambda run: (run["attention"], run["dtype"])).items():
+    figure, panels = new_figure(1, 2, size=(11, 4), sharey=True)
+    for (name, dtype), group in variants(runs).items():
         if dtype != "bfloat16" and name != "no_max":
             continue
         for run in group:
@@ -145,3 +135,13 @@ def crossing(exact: list[Row], broken: list[Row]) -> int | None:
             break
         first = step
     return first
+
+
+def root_mean_square(values: list[float]) -> float:
+    return fmean(x * x for x in values) ** 0.5
+
+
+def differences(a: Row, b: Row) -> list[float]:
+    """Of the training losses, step by step."""
+    pairs = zip(a["curves"]["train/loss"], b["curves"]["train/loss"], strict=True)
+    return [x - y for x, y in pairs if x is not None and y is not None]

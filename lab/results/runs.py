@@ -5,22 +5,29 @@ ended.
 from itertools import combinations
 from statistics import fmean
 
-from lab.results.curves import crossing, draw_headline, draw_retrieval, draw_text
+from lab.results.curves import (
+    crossing,
+    differences,
+    draw_headline,
+    draw_retrieval,
+    draw_text,
+    root_mean_square,
+)
 from lab.results.tables import (
     FOLDER,
-    Row,
     finite,
     formatted,
-    groups,
     joined,
     load,
     plain,
     section,
     spread,
     table,
+    variants,
 )
 from scripts.cross_eval_matrix import draw as draw_cross_eval
 from scripts.plan import predict_run
+from scripts.tables import Row, grouped
 
 SPEED = "tokens/s, steps alone"
 OWN, EXACT = "held-out loss, own attention", "same weights, exact attention"
@@ -30,23 +37,12 @@ def with_speed(run: Row) -> Row:
     """The run with `speed`, tokens per second of the steps alone. Where the wall clock's was not
     measured beside it, tokens_per_sec has that meaning.
     """
-    command = " ".join(run.get("overrides", ()))
-    speed = run.get("step_tokens_per_sec", run.get("tokens_per_sec"))
-    return run | {"speed": speed, "command": command}
+    return run | {"speed": run.get("step_tokens_per_sec", run.get("tokens_per_sec"))}
 
 
-def root_mean_square(values: list[float]) -> float:
-    return fmean(x * x for x in values) ** 0.5
-
-
-def differences(a: Row, b: Row) -> list[float]:
-    """Of the training losses, step by step."""
-    pairs = zip(a["curves"]["train/loss"], b["curves"]["train/loss"], strict=True)
-    return [x - y for x, y in pairs if x is not None and y is not None]
-
-
-def variants(runs: list[Row]) -> dict[tuple[str, str], list[Row]]:
-    return groups(runs, lambda run: (run["attention"], run["dtype"]))
+def chosen(run: Row, *prefixes: str) -> str:
+    """What the command line of the run set, of the settings whose names begin so."""
+    return " ".join(setting for setting in run["overrides"] if setting.startswith(prefixes))
 
 
 def evaluated(run: Row) -> dict[int, tuple[float, float]]:
@@ -123,7 +119,7 @@ def retrieval() -> str:
     data = load("defects_retrieval")
     draw_retrieval(data["runs"], FOLDER / "defects_retrieval.png")
     rows = []
-    tiles = groups(data["runs"], lambda run: (run["attention"], run["options"]["block_kv"]))
+    tiles = grouped(data["runs"], lambda run: (run["attention"], run["options"]["block_kv"]))
     for (name, block_kv), runs in sorted(tiles.items()):
         bad = finite(runs, "first_bad_step")
         ended = f"diverged at step {joined(bad)}" if bad else "completed"
@@ -142,21 +138,15 @@ def paired() -> str:
     """
     data = load("paired_curves")
     rows = []
-    for seed, runs in groups(data["runs"], lambda run: run["seed"]).items():
+    for seed, runs in grouped(data["runs"], lambda run: run["seed"]).items():
         for a, b in combinations(runs, 2):
             names = [" ".join([x["attention"], x["options"].get("backend", "")]) for x in (a, b)]
             apart = differences(a, b)
-            rows.append(
-                {
-                    "noise": a["attention"] == b["attention"] == "sdpa",
-                    "seed": seed,
-                    "pair": " - ".join(name.strip() for name in names),
-                    "mean": fmean(apart),
-                    "rms": root_mean_square(apart),
-                    "largest": max(map(abs, apart)),
-                    "steps": len(apart),
-                }
-            )
+            figures = {"mean": fmean(apart), "rms": root_mean_square(apart)}
+            figures |= {"largest": max(map(abs, apart)), "steps": len(apart)}
+            noise = a["attention"] == b["attention"] == "sdpa"
+            pair = " - ".join(name.strip() for name in names)
+            rows.append({"noise": noise, "seed": seed, "pair": pair} | figures)
     columns = {
         "seed": "{seed}",
         "pair": "{pair}",
@@ -166,9 +156,7 @@ def paired() -> str:
         "steps": "{steps}",
     }
     rows.sort(key=lambda row: (row["noise"], row["seed"]))
-    noise, ours = (
-        [row["rms"] for row in rows if row["noise"] == is_noise] for is_noise in (True, False)
-    )
+    noise, ours = ([row["rms"] for row in rows if row["noise"] is kind] for kind in (True, False))
     what = (
         f"Float noise alone, PyTorch's own kernels against each other: rms {min(noise):.5f} to "
         f"{max(noise):.5f}. Pairs with naive, tiled or triton in them: rms {min(ours):.5f} to "
@@ -184,17 +172,14 @@ def predicted() -> str:
     rows = []
     for run in (run for data in files for run in data["runs"]):
         if run["seed"] == 0 and run["status"] == "completed":
-            settings = ("attention", "model", "seq_len", "batch_size")
-            chosen = " ".join(x for x in run["overrides"] if x.startswith(settings))
-            prediction = predict_run(run)
-            error = prediction / run["memory/peak_gib"] - 1
-            rows.append(run | {"settings": chosen, "prediction": prediction, "error": error})
-            rows[-1]["how"] = "compiled" if run["compiled"] else "eager"
+            settings = chosen(run, "attention", "model", "seq_len", "batch_size")
+            predicted = {"settings": settings, "memory/predicted_gib": predict_run(run)}
+            rows.append(with_error(run | predicted))
     columns = {
         "run": "{settings}",
         "dtype": "{dtype}",
         "": "{how}",
-        "predicted GiB": "{prediction:.2f}",
+        "predicted GiB": "{memory/predicted_gib:.2f}",
         "measured GiB": "{memory/peak_gib:.2f}",
         "error": "{error:+.1%}",
     }
@@ -203,6 +188,12 @@ def predicted() -> str:
         "workspaces, read off these runs."
     )
     return section(files[0], what, formatted(columns, rows))
+
+
+def with_error(run: Row) -> Row:
+    """The run with the error of the memory that was predicted for it, and how it ran."""
+    error = run["memory/predicted_gib"] / run["memory/peak_gib"] - 1
+    return run | {"error": error, "how": "compiled" if run["compiled"] else "eager"}
 
 
 def training() -> str:
@@ -223,7 +214,7 @@ def nanogpt() -> str:
     """Our training beside nanoGPT's."""
     data = load("nanogpt_h200")
     rows = []
-    for found in groups(data["speed"], lambda row: row["seq_len"]).values():
+    for found in grouped(data["speed"], lambda row: row["seq_len"]).values():
         found = [with_speed(row) | {"name": plain(row["who"])} for row in found]
         theirs = [row for row in found if row["who"] == "nanogpt"]
         speed, peak = fmean(finite(theirs, "speed")), max(finite(theirs, "peak_gib"))
@@ -283,7 +274,7 @@ def million() -> str:
     """One step of a million tokens in one sequence, in the memory of one GPU."""
     data = load("million_h200")
     columns = {
-        "run": "`python train.py {command}`",
+        "run": "`python train.py {settings}`",
         "tokens in one sequence": "{seq_len:,}",
         "seconds": "{wall_seconds:.0f}",
         "peak GiB": "{memory/peak_gib:.1f}",
@@ -294,7 +285,8 @@ def million() -> str:
         "GPT-2, one step: forward, backward, optimizer. The seconds are the whole run's, from its "
         "start to its checkpoint."
     )
-    return section(data, what, formatted(columns, map(with_speed, data["runs"])))
+    rows = [run | {"settings": chosen(run, "")} for run in data["runs"]]
+    return section(data, what, formatted(columns, rows))
 
 
 def tricks() -> str:
@@ -321,11 +313,8 @@ def kept() -> str:
     data = load("kept_h200")
     rows = []
     for run in map(with_speed, data["runs"]):
-        run["settings"] = " ".join(x for x in run["overrides"] if x.startswith("model."))
-        run["how"] = "compiled" if run["compiled"] else "eager"
-        run["error"] = run["memory/predicted_gib"] / run["memory/peak_gib"] - 1
-        run["loss"] = run["curves"]["train/loss"][-1]
-        rows.append(run)
+        own = {"settings": chosen(run, "model."), "loss": run["curves"]["train/loss"][-1]}
+        rows.append(with_error(run) | own)
     first = data["runs"][0]
     command = " ".join(x for x in first["overrides"] if not x.startswith("model."))
     what = (
@@ -355,15 +344,13 @@ def wall() -> str:
         longest = run["each"][-1]
         # before, tokens_per_sec was that of the steps alone
         speed = longest["tokens_per_sec" if run["tree"] == "before" else "step_tokens_per_sec"]
-        rows.append(
-            run
-            | {
-                "speed": speed,
-                "lost": 1 - run["by_arrival"] / speed,
-                "overall": longest["tokens"] / longest["seconds"],
-                "steps": joined(each["steps"] for each in run["each"]),
-            }
-        )
+        figures = {
+            "speed": speed,
+            "lost": 1 - run["by_arrival"] / speed,
+            "overall": longest["tokens"] / longest["seconds"],
+            "steps": joined(each["steps"] for each in run["each"]),
+        }
+        rows.append(run | figures)
     what = (
         f"`python -m lab.wall {' '.join(data['overrides'])}`. This is GPT-2 with 32,768 tokens a "
         "step and a row of metrics every 10 steps. Each run is a process of its own, n=1 a length; "
@@ -431,11 +418,11 @@ def card() -> str:
     data = load("card_h200")
     literal, prefix = data["literal"], "attention."
     rows = []
-    for run in data["runs"]:
+    for run in map(without_figures, data["runs"]):
         options = [x.removeprefix(prefix) for x in run["overrides"] if x.startswith(prefix)]
         unread = [key.removeprefix(prefix) for key in run.get("left_out") or {}]
         run = run | {"options": ", ".join(options), "unread": ", ".join(unread) or "-"}
-        rows.append(without_figures(run) if run["status"] == "oom" else run)
+        rows.append(run)
     what = (
         f"The command is `{literal['command']}`. It was stopped in job "
         f"{literal['stopped_in_job']}: tiled at 8,192 tokens takes "
@@ -462,18 +449,17 @@ def card() -> str:
 
 
 def without_figures(run: Row) -> Row:
-    """A run that ran out of memory, without what it measured before."""
+    """The run without what it measured before it ran out of memory."""
     names = ("val/loss", "tokens_per_sec", "step_tokens_per_sec", "memory/peak_gib")
-    return run | dict.fromkeys(names)
+    return run | dict.fromkeys(names) if run["status"] == "oom" else run
 
 
 def sweep() -> str:
     """Jobs of one process one after the other, some without enough memory, some that diverge."""
     data = load("sweep_h200")
     rows = []
-    for run in map(with_speed, data["runs"]):
-        run["name"] = run["overrides"][0].partition("=")[2]
-        rows.append(run | {"memory/peak_gib": None} if run["status"] == "oom" else run)
+    for run in map(without_figures, data["runs"]):
+        rows.append(with_speed(run) | {"name": run["overrides"][0].partition("=")[2]})
     command = " ".join(["python", *data["environment"]["command"][1:]])
     what = (
         f"`{command}`, where DIR holds no_max on the kernels (`impl: triton`) as a choice of its "
@@ -499,22 +485,18 @@ def sweep() -> str:
 def survival() -> str:
     """Runs that were killed or harmed and resumed, against one that nothing disturbed."""
     data = load("kills")
-    during = {True: "saves", False: "trains"}
+    killed = {False: "killed (SIGKILL) while it trains", True: "killed (SIGKILL) while it saves"}
     named = {
         "disk full": "disk full (a limit on file sizes: a write fails half way)",
         "latest damaged": "latest checkpoint damaged",
         "all damaged": "all checkpoints damaged",
         "record damaged": "metrics.jsonl, overrides.yaml or config.yaml damaged",
     }
-    cases = {f"killed (SIGKILL) while it {doing}": [] for doing in ("trains", "saves")}
-    cases |= {words: [] for words in named.values()}
-    for each in data["kills"]:
-        cases[f"killed (SIGKILL) while it {during[each['in_a_save']]}"].append(each["outcome"])
-    for each in data["harms"]:
-        if each["harm"] in named:
-            cases[named[each["harm"]]].append(each["outcome"])
+    ended = grouped(data["kills"], lambda each: killed[each["in_a_save"]])
+    ended |= grouped(data["harms"], lambda each: named.get(each["harm"]))
     rows = []
-    for case, outcomes in cases.items():
+    for case in (*killed.values(), *named.values()):
+        outcomes = [each["outcome"] for each in ended.get(case, ())]
         same, refused = outcomes.count("identical"), outcomes.count("refused")
         rows.append([case, len(outcomes), same, refused, len(outcomes) - same - refused])
     what = (

@@ -4,23 +4,17 @@ figure was measured.
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from scripts.tables import mean_and_deviation
+from scripts.tables import Row, grouped, mean_and_deviation
 
 FOLDER = Path(__file__).resolve().parents[2] / "results"
-Row = dict[str, Any]
 
 
 def load(name: str) -> Row:
     return json.loads((FOLDER / f"{name}.json").read_text())
-
-
-def load_all(*names: str) -> list[Row]:
-    """Those of the files that are there. Raises FileNotFoundError where none is."""
-    return [load(name) for name in names if (FOLDER / f"{name}.json").is_file()] or [load(names[0])]
 
 
 def provenance(data: Row) -> str:
@@ -78,11 +72,8 @@ def plain(name: str) -> str:
     return re.sub(r"[:,]\w+=", " ", name)
 
 
-def groups(runs: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    by_key: dict[Any, list[Row]] = {}
-    for run in runs:
-        by_key.setdefault(key(run), []).append(run)
-    return by_key
+def variants(runs: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
+    return grouped(runs, lambda run: (run["attention"], run["dtype"]))
 
 
 def finite(runs: Iterable[Row], name: str) -> list[float]:

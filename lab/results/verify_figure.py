@@ -7,6 +7,8 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
+from scripts.drawing import new_figure, save_figure
+from scripts.tables import Row
 from scripts.verify import cells_of, mark, not_verified
 from training.palette import BLUE, GREEN, ORANGE
 from training.plot import plain_text
@@ -21,7 +23,7 @@ MEANING = {
 }
 
 
-def square(symbol: str) -> dict[str, Any]:
+def square(symbol: str) -> Row:
     """The look of a mark: what is refused is hatched, what should not be is framed."""
     look = {"facecolor": COLORS[symbol], "edgecolor": "white", "linewidth": 1.5}
     if symbol == ".":
@@ -53,19 +55,16 @@ def draw_grid(axes: Any, marks: list[list[str]]) -> None:
 
 
 @plain_text()
-def draw_matrix(panels: dict[str, dict[str, Any]], path: Path) -> None:
+def draw_matrix(panels: dict[str, Row], path: Path) -> None:
     """Properties down, backends across, a panel for every file of scripts.verify: title -> its
     contents.
     """
-    from matplotlib import pyplot
     from matplotlib.patches import Patch
 
     widths = [len(data["backends"]) for data in panels.values()]
     height = max(len(data["properties"]) for data in panels.values())
     size = (0.34 * sum(widths) + 2.2 * len(panels), 0.34 * height + 2.4)
-    figure, grid = pyplot.subplots(
-        1, len(panels), figsize=size, width_ratios=widths, squeeze=False, layout="constrained"
-    )
+    figure, grid = new_figure(1, len(panels), size=size, width_ratios=widths, squeeze=False)
     seen = set()
     for axes, (title, data) in zip(grid[0], panels.items(), strict=True):
         columns, properties = data["backends"], list(data["properties"])
@@ -87,11 +86,10 @@ def draw_matrix(panels: dict[str, dict[str, Any]], path: Path) -> None:
         if symbol in seen
     ]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, path, dpi=150)
 
 
-def effort(data: dict[str, Any]) -> list[list[str]]:
+def effort(data: Row) -> list[list[str]]:
     """A row for every backend: what was tried, and its largest error where it is green."""
     rows, order = [], list(data["properties"])
     for name, column in data["backends"].items():
@@ -122,7 +120,7 @@ EFFORT_HEAD = [
 ]
 
 
-def verdict(data: dict[str, Any]) -> str:
+def verdict(data: Row) -> str:
     """One sentence a file of scripts.verify comes to."""
     cells = [cell for column in data["backends"].values() for cell in column["cells"]]
     statuses = [cell["status"] for cell in cells]
@@ -136,11 +134,10 @@ def verdict(data: dict[str, Any]) -> str:
 
 
 @plain_text()
-def draw_kills(data: dict[str, Any], path: Path) -> None:
+def draw_kills(data: Row, path: Path) -> None:
     """Mutants down, properties across: what catches what. The properties that are enough between
     them are in bold.
     """
-    from matplotlib import pyplot
 
     rows, names = data["mutants"], data["properties"]
     texts = []
@@ -152,7 +149,7 @@ def draw_kills(data: dict[str, Any], path: Path) -> None:
     heights = [1 + 0.7 * text.count("\n") for text in texts]
     ys = [bottom - height / 2 for bottom, height in zip(accumulate(heights), heights, strict=True)]
     size = (14, 0.22 * sum(heights) + 1.9)
-    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+    figure, axes = new_figure(size=size)
     for y, row, text in zip(ys, rows, texts, strict=True):
         survives = row["survives"]
         for x, name in enumerate(names):
@@ -168,11 +165,10 @@ def draw_kills(data: dict[str, Any], path: Path) -> None:
         tick.label2.set_weight("bold" if name in data["cover"] else "normal")
         tick.label2.set_size(9)
     axes.set_xlabel("square: caught; bold: these catch everything between them", loc="left")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    save_figure(figure, path, dpi=110)
 
 
-def kills(data: dict[str, Any]) -> list[list[Any]]:
+def kills(data: Row) -> list[list[Any]]:
     """A row for every property: how many mutants it catches, and which of them no other does."""
     rows = []
     for name in data["properties"]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scripts.report.runs import Run, in_order
+from scripts.tables import Row
 from training.palette import INK, variant_colors
 
 SOFT, GRID, PAPER = "#6a6a70", "#e4e4e8", "#ffffff"
@@ -28,7 +29,7 @@ class Style:
     linewidth: float
 
     @property
-    def line(self) -> dict[str, Any]:
+    def line(self) -> Row:
         """What matplotlib's plot() takes."""
         return {
             "color": self.color,

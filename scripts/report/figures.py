@@ -8,8 +8,10 @@ from statistics import fmean
 from typing import Any
 
 from attention import LIMITS
+from scripts.drawing import new_figure
 from scripts.report.drawing import INK, PAPER, SOFT, Style, short
-from scripts.report.runs import Run
+from scripts.report.runs import Run, measured
+from scripts.tables import grouped
 
 # past these scores exp overflows; bfloat16 has float32's range
 FLOAT16_LIMIT, FLOAT32_LIMIT = min(LIMITS.values()), max(LIMITS.values())
@@ -18,6 +20,13 @@ OTHER_POINTS = 5  # of a curve besides the losses; these have one from the secon
 DRAWN = {"step", "tokens", "seconds", "lr", "mfu", "tokens_per_sec", "step_tokens_per_sec"}
 DRAWN |= {"train/loss", "val/loss", "val/loss_exact", "val/accuracy", "val/accuracy_exact"}
 
+PEAK = "memory/peak_gib"
+# what is drawn against length, by its title
+COSTS = {
+    "peak memory (GiB)": PEAK,
+    "tokens per second, the steps alone": "step_tokens_per_sec",
+}
+Curve = dict[float, float]
 # by status: a marker, and its words in the legend
 END_MARKS = {"diverged": ("X", "diverged: last finite value"), "oom": ("s", "out of memory")}
 
@@ -27,16 +36,8 @@ def curve_lengths(runs: list[Run], *metrics: str) -> list[int]:
     return sorted({run.seq_len for run in runs if not set(metrics).isdisjoint(run.logged)})
 
 
-def _panel(width: float, height: float) -> tuple[Any, Any]:
-    """A figure of its own, and its axes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.subplots()
-
-
 def draw_curves(
-    runs: list[Run], styles: dict[str, Style], metric: str, train_metric: str | None
+    runs: list[Run], styles: dict[str, Style], metric: str, train_metric: str | None = None
 ) -> list[Any]:
     """For each sequence length a panel with each variant as it computes, and one with the same
     weights under exact attention.
@@ -53,7 +54,7 @@ def draw_curves(
         if has_exact:
             titles[exact_metric] = f"{exact_metric}: under exact attention{length}"
         for column, title in titles.items():
-            figure, axes = _panel(4.7, 3.4)
+            figure, axes = new_figure(size=(4.7, 3.4))
             figures.append(figure)
             for variant, style in styles.items():
                 group = [run for run in here if run.variant == variant]
@@ -75,14 +76,12 @@ def draw_curves(
     return figures
 
 
-def over_seeds(
-    curves: list[dict[float, float]],
-) -> tuple[dict[float, float], dict[float, tuple[float, float]], list[dict[float, float]]]:
-    """Of the curves of several seeds the mean, the lowest and highest value, and what is left of
-    each curve after that.
+def over_seeds(curves: list[Curve]) -> tuple[Curve, dict[float, list[float]], list[Curve]]:
+    """Of the curves of several seeds the mean, the values it is of, and what is left of each curve
+    after that.
 
-    Mean and band end with the first seed that ends: a mean over those that are left would change
-    its meaning on the way.
+    The mean ends with the first seed that ends: a mean over those that are left would change its
+    meaning on the way.
     """
     curves = [curve for curve in curves if curve]
     if len(curves) < 2:
@@ -90,31 +89,28 @@ def over_seeds(
     common = sorted(set.intersection(*map(set, curves)))
     if len(common) < 2:
         return {}, {}, curves
-    mean, band = {}, {}
-    for tokens in common:
-        values = [curve[tokens] for curve in curves]
-        mean[tokens], band[tokens] = fmean(values), (min(values), max(values))
+    values = {tokens: [curve[tokens] for curve in curves] for tokens in common}
+    mean = {tokens: fmean(each) for tokens, each in values.items()}
     rest = [{x: y for x, y in curve.items() if x >= common[-1]} for curve in curves]
-    return mean, band, [curve for curve in rest if len(curve) > 1]
+    return mean, values, [curve for curve in rest if len(curve) > 1]
 
 
-def draw_seeds(axes: Any, curves: list[dict[float, float]], style: Style) -> None:
+def draw_seeds(axes: Any, curves: list[Curve], style: Style) -> None:
     """One seed: a line. Several: their mean, a band around it, and each of those that last longer
     as a thin line.
     """
-    mean, band, rest = over_seeds(curves)
+    mean, values, rest = over_seeds(curves)
     color = style.color
-    if band:
-        low, high = zip(*band.values(), strict=True)
-        axes.fill_between(list(band), low, high, color=color, alpha=0.2, linewidth=0, zorder=2)
+    if values:
+        ends = list(map(min, values.values())), list(map(max, values.values()))
+        axes.fill_between(list(values), *ends, color=color, alpha=0.2, linewidth=0, zorder=2)
     for curve in rest:
-        thin = {"linestyle": style.linestyle, "linewidth": 0.9}
-        axes.plot(*_xy(curve), color=color, **thin, zorder=3)
+        axes.plot(*_xy(curve), color=color, linestyle=style.linestyle, linewidth=0.9, zorder=3)
     if mean:
         axes.plot(*_xy(mean), **style.line, markevery=max(1, len(mean) // 12), zorder=3)
 
 
-def _mark_end(axes: Any, run: Run, curve: dict[float, float], style: Style) -> None:
+def _mark_end(axes: Any, run: Run, curve: Curve, style: Style) -> None:
     """A cross where a diverged run had its last finite value; a square where memory ran out on the
     way.
     """
@@ -139,11 +135,11 @@ def _limits(runs: list[Run], metric: str, train_metric: str | None) -> tuple[flo
     if "accuracy" in metric:
         return -0.02, 1.02
 
-    def curves(runs: list[Run], *metrics: str | None) -> list[list[float]]:
-        return [list(run.curve(name).values()) for run in runs for name in metrics if name]
+    def curves(runs: list[Run], *metrics: str) -> list[list[float]]:
+        return [list(run.curve(name).values()) for run in runs for name in metrics]
 
     own = (metric, f"{metric}_exact")
-    everything = curves(runs, *own, train_metric)
+    everything = curves(runs, *own, *filter(None, [train_metric]))
     # the first value of a curve is the untrained model's
     held_out = curves([run for run in runs if run.status != "diverged"], *own)
     learnt = [values[1:] for values in held_out if len(values) > 1]
@@ -170,7 +166,7 @@ def draw_others(runs: list[Run], styles: dict[str, Style]) -> list[Any]:
     lengths = {seq_len for _, seq_len in panels}
     figures = []
     for metric, seq_len in panels:
-        figure, axes = _panel(3.1, 2.4)
+        figure, axes = new_figure(size=(3.1, 2.4))
         figures.append(figure)
         here = [run for run in runs if run.seq_len == seq_len and metric in run.logged]
         for variant, style in styles.items():
@@ -220,11 +216,11 @@ def draw_limits(axes: Any, largest: float) -> None:
         axes.annotate(f"{FLOAT32_LIMIT:.2f} float32, bfloat16", (0.01, FLOAT32_LIMIT), **look)
 
 
-def draw_history(history: dict[float, float], bad_step: float | None, style: Style) -> list[Any]:
+def draw_history(history: Curve, bad_step: float | None, style: Style) -> list[Any]:
     """The largest score over the steps of one run that diverged."""
     from matplotlib.ticker import MaxNLocator
 
-    figure, axes = _panel(4.4, 1.9)
+    figure, axes = new_figure(size=(4.4, 1.9))
     marker = "o" if len(history) < 12 else None
     axes.plot(*_xy(history), color=style.color, linewidth=1.6, marker=marker, markersize=3)
     _scale(axes, list(history.values()))
@@ -242,14 +238,8 @@ def cost_lengths(runs: list[Run]) -> list[int]:
     """Sequence lengths with a peak, a speed or a lack of memory to draw; a run that failed at once
     has none.
     """
-    return sorted(
-        {
-            run.seq_len
-            for run in runs
-            if run.peak_gib is not None or run.status == "oom" or run.figure("step_tokens_per_sec")
-        }
-        - {0}
-    )
+    told = [run for run in runs if run.status == "oom" or any(map(run.figure, COSTS.values()))]
+    return sorted({run.seq_len for run in told} - {0})
 
 
 def draw_cost(runs: list[Run], styles: dict[str, Style]) -> list[Any]:
@@ -257,57 +247,46 @@ def draw_cost(runs: list[Run], styles: dict[str, Style]) -> list[Any]:
     variant.
     """
     lengths = cost_lengths(runs)
-    runs = [run for run in runs if run.seq_len in lengths]
-    costs = {
-        "peak memory (GiB)": {run: run.peak_gib for run in runs},
-        "tokens per second, the steps alone": {
-            run: run.figure("step_tokens_per_sec") for run in runs
-        },
-    }
-    shown = {run.variant for run in runs}
-    variants = {name: style for name, style in styles.items() if name in shown}
+    by_variant = grouped((run for run in runs if run.seq_len in lengths), lambda run: run.variant)
+    groups = [(style, by_variant[name]) for name, style in styles.items() if name in by_variant]
     figures = []
-    for title, values in costs.items():
-        if not any(values.values()):
+    for title, name in COSTS.items():
+        if not any(run.figure(name) for _, group in groups for run in group):
             continue
-        figure, axes = _panel(4.7, 3.6 if len(lengths) > 1 else 0.7 + 0.34 * len(variants))
+        several = len(lengths) > 1
+        figure, axes = new_figure(size=(4.7, 3.6 if several else 0.7 + 0.34 * len(groups)))
         figures.append(figure)
-        axes.set_title(title)
-        if len(lengths) > 1:
-            _draw_cost_lines(axes, styles, values, lengths)
+        if several:
+            _draw_cost_lines(axes, groups, name)
         else:
-            _draw_cost_bars(axes, variants, values)
-            axes.set_yticks(range(len(variants)), variants)
-            axes.invert_yaxis()
+            _draw_cost_bars(axes, groups, name)
+        # the crosses of what ran out stand between the axes and the title
+        crossed = several and name == PEAK and any(run.status == "oom" for run in runs)
+        axes.set_title(title, pad=26 if crossed else None)
     return figures
 
 
-def _draw_cost_lines(
-    axes: Any, styles: dict[str, Style], values: dict[Run, float | None], lengths: list[int]
-) -> None:
+def _draw_cost_lines(axes: Any, groups: list[tuple[Style, list[Run]]], name: str) -> None:
     from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
     axes.set(xscale="log", yscale="log", xlabel="seq_len")
-    for i, (variant, style) in enumerate(styles.items()):
-        mean, ran_out = {}, []
-        for n in lengths:
-            group = [run for run in values if (run.variant, run.seq_len) == (variant, n)]
-            measured = [values[run] for run in group if values[run] is not None]
-            if any(measured):
-                mean[n] = fmean(measured)
-            if any(run.status == "oom" for run in group):
-                ran_out.append(n)
+    for i, (style, runs) in enumerate(groups):
+        by_length = sorted(grouped(runs, lambda run: run.seq_len).items())
+        values = {length: measured(group, name) for length, group in by_length}
+        mean = {length: fmean(found) for length, found in values.items() if any(found)}
         axes.plot(*_xy(mean), **style.line)
-        if ran_out and axes.get_title().startswith("peak"):
-            # between the axes and the title: memory that was not there has no amount
-            axes.set_title(axes.get_title(), pad=26)
+        ran_out = sorted({run.seq_len for run in runs if run.status == "oom"})
+        if ran_out and name == PEAK:
+            # above the axes: memory that was not there has no amount
             where = {"transform": axes.get_xaxis_transform(), "clip_on": False}
             height = [1.03 + 0.035 * (i % 3)] * len(ran_out)
             axes.plot(ran_out, height, "X", color=style.color, markersize=9, **where)
+    everything = [run for _, runs in groups for run in runs]
+    lengths = sorted({run.seq_len for run in everything})
     axes.xaxis.set_major_locator(FixedLocator(lengths))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.xaxis.set_minor_locator(NullLocator())
-    drawn = [value for value in values.values() if value]
+    drawn = [value for value in measured(everything, name) if value]
     # whole powers of two, so that there are ticks
     low, high = (floor(log2(value)) for value in (min(drawn), max(drawn)))
     axes.set_ylim(2**low, 2 ** (high + 1))
@@ -319,26 +298,26 @@ def _draw_cost_lines(
         axes.tick_params(axis="x", rotation=35)
 
 
-def _draw_cost_bars(axes: Any, styles: dict[str, Style], values: dict[Run, float | None]) -> None:
-    longest = max(value for value in values.values() if value is not None)
-    for place, (variant, style) in enumerate(styles.items()):
-        group = [run for run in values if run.variant == variant]
-        measured = [values[run] for run in group if values[run] is not None]
-        label = ", ".join(sorted({run.status for run in group}))
-        if measured:
-            mean = fmean(measured)
-            label = short(mean)
-            look = {"color": style.color, "edgecolor": PAPER, "linewidth": 0}
+def _draw_cost_bars(axes: Any, groups: list[tuple[Style, list[Run]]], name: str) -> None:
+    longest = max(value for _, runs in groups for value in measured(runs, name))
+    for place, (style, runs) in enumerate(groups):
+        values = measured(runs, name)
+        label = ", ".join(sorted({run.status for run in runs}))
+        if values:
+            label = short(fmean(values))
             hatch = None if style.linestyle == "-" else "////"
-            axes.barh(place, mean, height=0.7, hatch=hatch, **look)
-        if len(measured) > 1:
-            axes.plot([min(measured), max(measured)], [place, place], color=INK, linewidth=1.2)
-            axes.plot(measured, [place] * len(measured), "o", color=INK, markersize=2.5)
-        end = max([0, *measured]) + 0.015 * longest
+            look = {"color": style.color, "edgecolor": PAPER, "linewidth": 0, "hatch": hatch}
+            axes.barh(place, fmean(values), height=0.7, **look)
+        if len(values) > 1:
+            axes.plot([min(values), max(values)], [place, place], color=INK, linewidth=1.2)
+            axes.plot(values, [place] * len(values), "o", color=INK, markersize=2.5)
+        end = max([0, *values]) + 0.015 * longest
         axes.text(end, place, label, va="center", fontsize=9)
     axes.set_xlim(0, 1.14 * longest)
     axes.xaxis.set_major_formatter(short)
     axes.xaxis.set_major_locator(_few_ticks())
+    axes.set_yticks(range(len(groups)), [runs[0].variant for _, runs in groups])
+    axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
 
@@ -349,5 +328,5 @@ def _few_ticks() -> Any:
     return MaxNLocator(4)
 
 
-def _xy(curve: dict[float, float]) -> tuple[Sequence[float], Sequence[float]]:
+def _xy(curve: Curve) -> tuple[Sequence[float], Sequence[float]]:
     return list(curve), list(curve.values())

@@ -2,52 +2,53 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from scripts.cross_eval_matrix import Matrix, build_matrices, read_rows, reasons
 from scripts.report.page import Table, Text
+from scripts.tables import Row
 from training.resume import load_yaml
 from training.sweep import load_json
 
 
 def cross_blocks(dirs: Sequence[Path]) -> list[Table | Text]:
     """What every DIR/cross_eval.json says, or that it cannot be read."""
-    rows: list[dict[str, Any]] = []
-    blocks: list[Table | Text] = []
+    rows: list[Row] = []
+    doubts: list[str] = []
     for folder in dirs:
         path = folder / "cross_eval.json"
-        if path.is_file():
-            try:
-                found = read_rows(path)
-                build_matrices(found)
-                rows += found
-                if older := trained_on(folder, found):
-                    text = (
-                        f"cross_eval.json is older than the checkpoints of {', '.join(older)}: "
-                        "run cross_eval again."
-                    )
-                    blocks.append(Text(text, warning=True))
-                if others := judged_on(folder, found):
-                    text = f"cross_eval judged on other held-out sequences than {others}."
-                    blocks.append(Text(f"{text} Run it again for the same figures.", warning=True))
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                # without the reason: it would name a path of this machine
-                text = (
-                    "cross_eval.json cannot be read: it is not what scripts.cross_eval writes, or "
-                    "only half of it; run that again."
-                )
-                blocks.append(Text(text, warning=True))
+        if not path.is_file():
+            continue
+        try:
+            found = read_rows(path)
+            build_matrices(found)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            # without the reason: it would name a path of this machine
+            doubts.append(
+                "cross_eval.json cannot be read: it is not what scripts.cross_eval writes, or "
+                "only half of it; run that again."
+            )
+            continue
+        rows += found
+        if older := trained_on(folder, found):
+            doubts.append(
+                f"cross_eval.json is older than the checkpoints of {', '.join(older)}: "
+                "run cross_eval again."
+            )
+        if others := judged_on(folder, found):
+            doubts.append(
+                f"cross_eval judged on other held-out sequences than {', '.join(others)}. Run it "
+                "again for the same figures."
+            )
+    blocks: list[Table | Text] = [Text(text, warning=True) for text in doubts]
     if not rows:
         return blocks
     about = (
         "A row a training, a column an attention that its weights are evaluated under; means and "
-        "standard deviations over runs. "
+        "standard deviations over runs. The stronger the colour, the worse; framed: the attention "
+        "of the training."
     )
-    blocks.append(
-        Text(about + "The stronger the colour, the worse; framed: the attention of the training.")
-    )
-    blocks += map(_table, build_matrices(rows))
-    return blocks + [Text(reason) for reason in reasons(rows)]
+    tables = map(_table, build_matrices(rows))
+    return [*blocks, Text(about), *tables, *map(Text, reasons(rows))]
 
 
 def _run_dir(folder: Path, run: str) -> Path | None:
@@ -58,7 +59,7 @@ def _run_dir(folder: Path, run: str) -> Path | None:
     return folder if run == folder.resolve().name else None
 
 
-def trained_on(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
+def trained_on(folder: Path, rows: list[Row]) -> list[str]:
     """The runs of the rows, below `folder`, whose weights have been trained on since they were
     judged.
     """
@@ -74,7 +75,7 @@ def trained_on(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def judged_on(folder: Path, rows: list[dict[str, Any]]) -> str:
+def judged_on(folder: Path, rows: list[Row]) -> list[str]:
     """The runs that were judged on another number of sequences than they evaluate on."""
     found = []
     for run, sequences in dict.fromkeys((row["run"], row["sequences"]) for row in rows):
@@ -82,7 +83,7 @@ def judged_on(folder: Path, rows: list[dict[str, Any]]) -> str:
         own = load_yaml(run_dir / "config.yaml").get("eval_sequences") if run_dir else None
         if None not in (own, sequences) and own != sequences:
             found.append(f"{run} ({own}, judged on {sequences})")
-    return ", ".join(found)
+    return found
 
 
 def _table(matrix: Matrix) -> Table:
@@ -97,9 +98,5 @@ def _table(matrix: Matrix) -> Table:
         [label, *(cell.text(matrix.form) if any(cell) else "-" for cell in row)]
         for label, row in matrix.cells.items()
     ]
-    return Table(
-        [matrix.metric, *matrix.judges],
-        rows,
-        shares=shares,
-        framed=[matrix.own[label] for label in matrix.cells],
-    )
+    framed = [matrix.own[label] for label in matrix.cells]
+    return Table([matrix.metric, *matrix.judges], rows, shares=shares, framed=framed)

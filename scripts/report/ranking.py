@@ -5,14 +5,14 @@ lead and mean nothing. A function that does not claim softmax is judged by its o
 compare only where length, trained tokens, held-out data and seeds are equal.
 """
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from scripts.report.runs import Run, ended, in_order
+from scripts.report.runs import Run, ended, in_order, measured
+from scripts.tables import grouped
 
 # Student's t for an interval of 95%, from one degree of freedom on; the last stands for all above
 T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -78,13 +78,9 @@ def rank(runs: Iterable[Run], baseline: str | None = None) -> list[Ranking]:
     """One ranking for each set of runs that compare, short lengths first; of each length softmax
     attention first.
     """
-    comparable = defaultdict(list)
-    for run in ended(runs, "completed"):
-        if run.figure(run.judged_by) is not None:
-            comparable[run.compares_by].append(run)
+    judged = [run for run in ended(runs, "completed") if run.figure(run.judged_by) is not None]
     rankings = []
-    for key in sorted(comparable):
-        group = comparable[key]
+    for _, group in sorted(grouped(judged, lambda run: run.compares_by).items()):
         softmax = [run for run in group if run.is_softmax]
         others = [run for run in group if not run.is_softmax]
         first = softmax and _ranking("val/loss_exact", softmax, softmax, baseline)
@@ -114,27 +110,24 @@ def best_first(runs: list[Run], rankings: list[Ranking], order: list[str]) -> li
 
 
 def _ranking(metric: str, runs: list[Run], exact: list[Run], baseline: str | None) -> Ranking:
-    by_variant = defaultdict(lambda: defaultdict(list))
-    for run in runs:
-        if (loss := run.figure(metric)) is not None:
-            by_variant[run.variant][str(run.summary.get("seed"))].append(loss)
-    losses = {
-        variant: {seed: fmean(values) for seed, values in seeds.items()}
-        for variant, seeds in by_variant.items()
-    }
+    runs = [run for run in runs if run.figure(metric) is not None]
+    losses = {}
+    for variant, own in grouped(runs, lambda run: run.variant).items():
+        by_seed = grouped(own, lambda run: str(run.summary.get("seed")))
+        losses[variant] = {seed: fmean(measured(each, metric)) for seed, each in by_seed.items()}
     seeds = common_seeds(losses)
-    ranked = {
-        variant: {seed: own[seed] for seed in seeds}
+    ranked = [
+        (variant, {seed: own[seed] for seed in seeds})
         for variant, own in losses.items()
         if seeds <= own.keys()
-    }
-    order = sorted(ranked, key=lambda variant: (fmean(ranked[variant].values()), variant))
+    ]
+    ranked = dict(sorted(ranked, key=lambda item: (fmean(item[1].values()), item[0])))
     exact = [run for run in exact if run.claims_exact and run.variant in ranked]
     return Ranking(
         metric,
         runs[0].seq_len,
         runs[0].tokens,
-        {variant: ranked[variant] for variant in order},
+        ranked,
         baseline if baseline in ranked else pick_baseline(exact),
         [variant for variant in losses if variant not in ranked],
     )
@@ -153,16 +146,20 @@ def common_seeds(losses: Losses) -> set[str]:
 
 
 def pick_baseline(exact: list[Run]) -> str | None:
-    def place(run: Run) -> tuple:
-        name = run.summary.get("attention")
-        is_known = name in BASELINES
-        return BASELINES.index(name) if is_known else len(BASELINES), in_order(run.variant)
-
-    return min(exact, key=place).variant if exact else None
+    for name in BASELINES:
+        if own := [run.variant for run in exact if run.summary.get("attention") == name]:
+            return min(own, key=in_order)
+    return min((run.variant for run in exact), key=in_order, default=None)
 
 
 def answer(ranking: Ranking, *, where: str) -> str:
     """The result in a sentence or two. where: the length, where there are several."""
+    names = ", ".join(ranking.unranked)
+    left_out = f" Not ranked, for want of the same seeds: {names}." if names else ""
+    return _result(ranking, where) + left_out
+
+
+def _result(ranking: Ranking, where: str) -> str:
     losses, metric = ranking.losses, ranking.metric
     best, baseline = ranking.best, ranking.baseline
     where += f" after {ranking.tokens:,.0f} tokens" if ranking.tokens else ""
@@ -170,13 +167,12 @@ def answer(ranking: Ranking, *, where: str) -> str:
     if ranking.seeds == 1:
         order = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
         if len(losses) == 1:
-            return f"One seed of one variant{where}: {metric} of {order}." + _left_out(ranking)
-        text = f"One seed: no winner{where}. The order by {metric} as it stands: {order}."
-        return text + _left_out(ranking)
+            return f"One seed of one variant{where}: {metric} of {order}."
+        return f"One seed: no winner{where}. The order by {metric} as it stands: {order}."
     spread = f"{metric} {means[best]:.3f} ± {stdev(losses[best].values()):.3f}"
     seeds = f"{ranking.seeds} seeds"
     if len(losses) == 1:
-        return f"One variant{where}: {best}, {spread} over {seeds}." + _left_out(ranking)
+        return f"One variant{where}: {best}, {spread} over {seeds}."
     if level := ranking.level:
         others = ", ".join(level)
         text = f"No winner{where}: {seeds} do not tell {best} from {others}. {best} has {spread}"
@@ -192,9 +188,4 @@ def answer(ranking: Ranking, *, where: str) -> str:
         found = ranking.difference(best, baseline)
         text += f", {-found.mean:.3f} below the baseline {baseline}"
         interval = found.interval(sign=-1)
-    return f"{text} (paired by seed, 95%: {interval})." + _left_out(ranking)
-
-
-def _left_out(ranking: Ranking) -> str:
-    names = ", ".join(ranking.unranked)
-    return f" Not ranked, for want of the same seeds: {names}." if names else ""
+    return f"{text} (paired by seed, 95%: {interval})."

@@ -2,14 +2,13 @@
 figures.
 """
 
-import math
-from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from attention import LIMITS, dtype_name
 from scripts.report.drawing import Style, legend, render
 from scripts.report.figures import (
-    FLOAT16_LIMIT,
+    COSTS,
     cost_lengths,
     curve_lengths,
     draw_cost,
@@ -21,10 +20,10 @@ from scripts.report.figures import (
 )
 from scripts.report.page import Card, Figure, Table, Text
 from scripts.report.ranking import Ranking, answer
-from scripts.report.runs import Run, ended, in_order, number
-from scripts.tables import mean_and_deviation
+from scripts.report.runs import Run, ended, in_order, measured
+from scripts.tables import grouped, mean_and_deviation
 from training.resume import changes_in_words
-from training.sweep import remark
+from training.sweep import COLUMNS, remark
 
 SPEEDS = (
     "The speed drawn is that of the steps alone, without warm-up, metrics, evaluation and "
@@ -63,14 +62,13 @@ def at_a_glance(runs: list[Run], rankings: list[Ranking]) -> list[str]:
 def suspicions(runs: list[Run]) -> list[str]:
     """What casts doubt on a variant: it is not what it claims, or close to an overflow."""
     texts, apart = [], []
-    near: dict[str, dict[str, float]] = {}  # by dtype and variant: the largest score
-    for variant in dict.fromkeys(run.variant for run in runs):
-        group = [run for run in runs if run.variant == variant]
-        for run in group:
-            dtype, score = run.summary.get("dtype"), run.figure("max_score")
-            if score and dtype in SCORE_LIMITS and score > NEAR * SCORE_LIMITS[dtype]:
-                scores = near.setdefault(dtype, {})
-                scores[variant] = max(score, scores.get(variant, 0))
+    near: dict[str, list[str]] = {}  # by dtype: variants with their largest score
+    for variant, group in grouped(runs, lambda run: run.variant).items():
+        for dtype, limit in SCORE_LIMITS.items():
+            own = [run for run in group if run.summary.get("dtype") == dtype]
+            score = max(measured(own, "max_score"), default=0)
+            if score > NEAR * limit:
+                near.setdefault(dtype, []).append(f"{variant} {score:.1f}")
         judged = [run for run in group if run.is_softmax and _gap(run) is not None]
         if not judged:
             continue
@@ -86,10 +84,9 @@ def suspicions(runs: list[Run]) -> list[str]:
     if apart:
         texts.append(f"Own loss far from val/loss_exact of the same weights: {'; '.join(apart)}.")
     for dtype, scores in near.items():
-        words = ", ".join(f"{variant} {score:.1f}" for variant, score in scores.items())
         texts.append(
             f"Largest scores near or past {SCORE_LIMITS[dtype]:.2f}, where exp overflows {dtype} "
-            f"unless the maximum is subtracted: {words}."
+            f"unless the maximum is subtracted: {', '.join(scores)}."
         )
     return texts
 
@@ -105,11 +102,8 @@ def warnings(runs: list[Run], *, left_out: int = 0) -> list[str]:
             "These runs read different data or tokenizers: curves compare only where the data "
             "fingerprint is the same."
         )
-    machines = set()
-    for run in runs:
-        hardware = run.env.get("hardware")
-        if isinstance(hardware, dict) and run.figure("tokens_per_sec"):
-            machines.add(str([hardware.get(name) for name in ("cpu", "gpu")]))
+    timed = [run.env.get("hardware") for run in runs if run.figure("tokens_per_sec")]
+    machines = {(hardware.get("cpu"), hardware.get("gpu")) for hardware in timed if hardware}
     if len(machines) > 1:
         texts.append(f"The speeds were measured on {len(machines)} different machines.")
     texts += [f"Damaged: {run.name}: {run.damage}." for run in runs if run.damage]
@@ -123,45 +117,45 @@ def variant_table(runs: list[Run], rankings: list[Ranking]) -> Table:
     """A row a variant and sequence length, best first: means over its completed runs, with the
     standard deviation over seeds, and the difference to the baseline, paired by seed.
     """
-    columns = [
-        ("val/loss_exact", "{:.3f}", lambda run: run.figure("val/loss_exact")),
-        ("own val/loss", "{:.3f}", lambda run: run.figure("val/loss")),
-        ("accuracy, exact", "{:.1%}", lambda run: run.figure("val/accuracy_exact")),
-        ("own accuracy", "{:.1%}", lambda run: run.figure("val/accuracy")),
-        ("peak GiB", "{:.3g}", lambda run: run.peak_gib),
-        ("steps alone", "{:,.0f}", lambda run: run.figure("step_tokens_per_sec")),
-        ("tokens/s", "{:,.0f}", lambda run: run.figure("tokens_per_sec")),
-    ]
+    figures = {
+        "val/loss_exact": ("val/loss_exact", "{:.3f}"),
+        "own val/loss": ("val/loss", "{:.3f}"),
+        "accuracy, exact": ("val/accuracy_exact", "{:.1%}"),
+        "own accuracy": ("val/accuracy", "{:.1%}"),
+        "peak GiB": ("memory/peak_gib", "{:.3g}"),
+        "steps alone": ("step_tokens_per_sec", "{:,.0f}"),
+        "tokens/s": ("tokens_per_sec", "{:,.0f}"),
+    }
     several = len({run.seq_len for run in runs}) > 1
-    groups: dict[tuple[int, str], list[Run]] = {}
-    for run in runs:
-        groups.setdefault((run.seq_len, run.variant), []).append(run)
     rows = []
-    for (seq_len, variant), group in groups.items():
+    for (seq_len, variant), group in grouped(runs, lambda run: (run.seq_len, run.variant)).items():
         completed = ended(group, "completed")
-        steps = {_cell(run.figure("steps_done"), "{:,.0f}") for run in completed} - {"-"}
-        length = [f"{seq_len:,}" if seq_len else "-"] if several else []
-        here = [ranking for ranking in rankings if ranking.seq_len == seq_len]
-        beside = [cells for ranking in here if (cells := _beside(ranking, variant))]
-        cells = [_mean(map(figure, completed), form) for _, form, figure in columns]
+        beside = [
+            _beside(ranking, variant)
+            for ranking in rankings
+            if ranking.seq_len == seq_len and variant in ranking.losses
+        ]
+        cells = [
+            mean_and_deviation(measured(completed, name), form) for name, form in figures.values()
+        ]
+        steps = sorted({f"{done:,.0f}" for done in measured(completed, "steps_done")})
         rows.append(
             [
                 variant,
-                *length,
-                *(beside[0] if beside else ("-", "-")),
+                f"{seq_len:,}" if seq_len and several else "-",
+                *next(filter(None, beside), ("-", "-")),
                 *cells,
-                ", ".join(sorted(steps)) or "-",
+                ", ".join(steps) or "-",
                 _outcomes(group),
             ]
         )
-    head = ["variant", *(["seq_len"] if several else []), "beside baseline", "95%"]
-    head += [*(name for name, _, _ in columns), "steps", "runs"]
+    head = ["variant", "seq_len", "beside baseline", "95%", *figures, "steps", "runs"]
     return _without_empty(Table(head, rows))
 
 
 def _beside(ranking: Ranking, variant: str) -> tuple[str, str] | None:
     """+0.310 and +0.280 to +0.340: how much higher a loss is than the baseline's."""
-    if variant not in ranking.losses or ranking.baseline is None or len(ranking.losses) == 1:
+    if ranking.baseline is None or len(ranking.losses) == 1:
         return None
     if variant == ranking.baseline:
         return "baseline", "-"
@@ -176,33 +170,32 @@ def curve_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Te
         " Lines are means over seeds, bands reach from the lowest to the highest; where a seed "
         "ends early, the others go on thin."
     )
-    caption = (
-        "Marked lines: held-out loss. Faint lines: training loss. Dashed: an attention that is "
-        "wrong on purpose. A wrong attention can "
-        "look healthy under itself; under exact attention its weights are judged." + seeds * several
-    )
+    captions = {
+        "loss": "Marked lines: held-out loss. Faint lines: training loss. Dashed: an attention "
+        "that is wrong on purpose. A wrong attention can look healthy under itself; under exact "
+        "attention its weights are judged.",
+        "accuracy": "Share of queries answered with the most recent value.",
+    }
+    metrics = {"loss": ("val/loss", "train/loss"), "accuracy": ("val/accuracy",)}
     figures: list[Figure | Text] = []
-    rows = [row for run in runs for row in run.metrics if row.get("step")]
-    if not any(number(row.get(name)) is not None for row in rows for name in HELD_OUT):
+    rows = [row for run in runs for row in run.metrics if row["step"]]
+    if all(row.get(name) is None for row in rows for name in HELD_OUT):
         figures.append(Text("No evaluation after step 0: there is no held-out loss to show."))
-    elif not curve_lengths(runs, "val/loss", "train/loss", "val/accuracy"):
+    elif not curve_lengths(runs, *metrics["loss"], *metrics["accuracy"]):
         figures.append(Text("No curve: no run has logged a loss twice."))
-    if curve_lengths(runs, "val/loss", "train/loss"):
-        panels = render("loss", lambda: draw_curves(runs, styles, "val/loss", "train/loss"))
-        key = legend("loss", styles, end_marks(runs))
-        figures.append(Figure("loss against training tokens", caption, panels, key))
-    if curve_lengths(runs, "val/accuracy"):
-        caption = "Share of queries answered with the most recent value." + seeds * several
-        panels = render("accuracy", lambda: draw_curves(runs, styles, "val/accuracy", None))
-        key = legend("accuracy", styles, end_marks(runs))
-        figures.append(Figure("accuracy against training tokens", caption, panels, key))
+    for name, own in metrics.items():
+        if curve_lengths(runs, *own):
+            panels = render(name, partial(draw_curves, runs, styles, *own))
+            key = legend(name, styles, end_marks(runs))
+            title = f"{name} against training tokens"
+            figures.append(Figure(title, captions[name] + seeds * several, panels, key))
     return figures
 
 
 def cost_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Text]:
     lengths = cost_lengths(runs)
     here = [run for run in runs if run.seq_len in lengths]
-    if not any(run.peak_gib or run.figure("step_tokens_per_sec") for run in here):
+    if not any(run.figure(name) for run in here for name in COSTS.values()):
         return [Text("No run has measured its memory or its speed.")]
     several = len(lengths) > 1
     if several:
@@ -220,7 +213,7 @@ def cost_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure | Tex
     if any(run.summary.get("device") == "cpu" for run in runs):
         caption += "Peak memory is that of tensors, on a CPU too: of one step, measured apart."
     ran_out = several and any(run.status == "oom" for run in here)
-    panels = render("cost", lambda: draw_cost(runs, styles))
+    panels = render("cost", partial(draw_cost, runs, styles))
     # bars have their names beside them
     key = legend("cost", styles if several else {}, {"out of memory": "X"} if ran_out else {})
     return [Figure("peak memory and training speed", caption, panels, key)]
@@ -232,63 +225,41 @@ def other_figures(runs: list[Run], styles: dict[str, Style]) -> list[Figure]:
     caption = (
         "Against training tokens. A logarithmic scale where values span more than a factor of 30."
     )
-    panels = render("others", lambda: draw_others(runs, styles))
+    panels = render("others", partial(draw_others, runs, styles))
     key = legend("others", styles, {})
     return [Figure("other metrics against training tokens", caption, panels, key)]
 
 
 def diverged_card(run: Run, place: int, style: Style) -> Card:
-    """How a run left the finite range, with its largest scores on the way."""
-    diagnosis = run.summary.get("diagnosis")
-    diagnosis = diagnosis if isinstance(diagnosis, dict) else {}
-    history = score_history(diagnosis, run)
+    """How a run left the finite range, as AttentionMonitor.diagnose() recorded it, with its largest
+    scores on the way.
+    """
+    found = run.summary.get("diagnosis")
+    # older runs recorded the sentence alone
+    found = found if isinstance(found, dict) else {}
+    diagnosis = {"history": [], "dtype": run.summary.get("dtype")} | found
+    history = {step: score for step, score in diagnosis.pop("history") if score is not None}
     facts = {}
     for key, value in diagnosis.items():
-        if key in ("queries", "keys") and isinstance(value, list):
+        if key in ("queries", "keys"):
             facts[key] = ":".join(map(str, value))
-        elif key not in ("message", "history"):
+        elif key != "message" and value is not None:
             facts[key.replace("_", " ")] = _fact(value)
-    facts.setdefault("step", _fact(run.summary.get("first_bad_step")))
-    facts.setdefault("dtype", _fact(run.summary.get("dtype")))
-    if not any("max score" in key for key in facts):
-        facts["largest score"] = _fact(run.figure("max_score"))
-    past = next((step for step, score in history.items() if score > FLOAT16_LIMIT), None)
-    if past is not None and not any("16" in key for key in facts):
-        facts[f"past {FLOAT16_LIMIT:.2f}, where exp overflows float16"] = f"step {past:g}"
-    facts = {key: value for key, value in facts.items() if value != "-"}
     figure = None
     if len(history) > 1:
-        step = number(run.summary.get("first_bad_step"))
-        panels = render(f"scores{place}_", lambda: draw_history(history, step, style))
+        draw = partial(draw_history, history, run.figure("first_bad_step"), style)
+        panels = render(f"scores{place}_", draw)
         figure = Figure(f"largest score of {run.name} by step", "", panels)
-    return Card(run.name, _sentence(run), facts, figure)
-
-
-def score_history(diagnosis: dict[str, Any], run: Run) -> dict[float, float]:
-    """Largest score by step: the diagnosis' own history as pairs, or rows with a step and a score;
-    else what the run logged.
-    """
-    points = []
-    for entry in diagnosis.get("history") or ():
-        if isinstance(entry, dict):
-            entry = (entry.get("step"), entry.get("max_score", entry.get("attention/max_score")))
-        if isinstance(entry, (list, tuple)) and len(entry) == 2:
-            points.append(entry)
-    points = points or [(row.get("step"), row.get("attention/max_score")) for row in run.metrics]
-    return {
-        step: score
-        for step, score in points
-        if number(step) is not None and number(score) is not None
-    }
+    return Card(run.name, remark(run.summary), facts, figure)
 
 
 def oom_table(runs: list[Run]) -> Table:
     rows = []
     for run in runs:
         oom = run.summary.get("oom", {})
-        gib = [number(oom.get(f"{key}_gib")) for key in ("asked", "free", "total", "predicted")]
+        gib = [oom.get(f"{key}_gib") for key in ("asked", "free", "total", "predicted")]
         gib[-1] = gib[-1] or run.figure("memory/predicted_gib")
-        rows.append([run.name, *(_cell(value, "{:.2f} GiB") for value in gib), _sentence(run)])
+        rows.append([run.name, *(_cell(value, "{:.2f} GiB") for value in gib), remark(run.summary)])
     head = ["run", "asked", "free", "total", "predicted", "message"]
     return _without_empty(Table(head, rows, notes=True))
 
@@ -297,24 +268,16 @@ def broken_table(runs: list[Run]) -> Table:
     rows = []
     for run in runs:
         steps = _cell(run.figure("steps_done"), "{:,.0f}")
-        rows.append([run.name, run.status, steps, run.place, _sentence(run)])
+        rows.append([run.name, run.status, steps, run.place, remark(run.summary)])
     head = ["run", "status", "steps", "folder", "message"]
     return _without_empty(Table(head, rows, words=2, notes=True))
 
 
 def run_table(runs: list[Run]) -> Table:
-    columns = {
-        "steps": ("steps_done", "{:,.0f}"),
-        "val/loss": ("val/loss", "{:.4f}"),
-        "val/loss_exact": ("val/loss_exact", "{:.4f}"),
-        "accuracy": ("val/accuracy", "{:.1%}"),
-        "accuracy, exact": ("val/accuracy_exact", "{:.1%}"),
-        "max score": ("max_score", "{:.1f}"),
-        "tokens/s": ("tokens_per_sec", "{:,.0f}"),
-        "steps alone": ("step_tokens_per_sec", "{:,.0f}"),
-        "peak GiB": ("memory/peak_gib", "{:.3g}"),
-        "bad step": ("first_bad_step", "{:.0f}"),
-    }
+    """Every run, with the columns of a sweep's table."""
+    columns = {"steps": ("steps_done", "{:,.0f}")} | COLUMNS
+    columns |= {"max score": ("max_score", "{:.1f}"), "bad step": ("first_bad_step", "{:.0f}")}
+    del columns["status"]
     rows = []
     for run in runs:
         figures = [_cell(run.figure(key), form) for key, form in columns.values()]
@@ -332,17 +295,17 @@ def provenance(runs: list[Run]) -> Table:
     shared: dict[str, list[str]] = {}
     differing = []
     for group, key in dict.fromkeys(key for fact in facts for key in fact):
-        values: dict[str, list[str]] = {}
-        for run, fact in zip(runs, facts, strict=True):
-            values.setdefault(fact.get((group, key), "unknown"), []).append(run.name)
+        pairs = zip(runs, facts, strict=True)
+        values = grouped(pairs, lambda pair, key=(group, key): pair[1].get(key, "unknown"))
         if len(values) == 1:
             shared.setdefault(group, []).append(f"{key} {next(iter(values))}".strip())
             continue
         # the value that most runs have needs no list of them
         most = max(values.values(), key=len)
         words = [
-            f"{value}: {_count(len(names), 'run') if names is most else ', '.join(names)}"
-            for value, names in values.items()
+            f"{value}: "
+            + (_count(len(own), "run") if own is most else ", ".join(run.name for run, _ in own))
+            for value, own in values.items()
         ]
         differing.append([f"{group}: {key}" if key else group, "; ".join(words)])
     rows = [[group, ", ".join(words)] for group, words in shared.items()]
@@ -358,8 +321,7 @@ def _environment(run: Run) -> dict[tuple[str, str], str]:
     }
     facts |= {("settings", key): run.summary.get(key) for key in ("device", "dtype", "compiled")}
     for group in ("hardware", "versions"):
-        recorded = run.env.get(group)
-        for key, value in recorded.items() if isinstance(recorded, dict) else ():
+        for key, value in run.env.get(group, {}).items():
             facts[group, key.replace("_", " ")] = value
     facts["platform", ""] = run.env.get("platform")
     return {key: _fact(value) for key, value in facts.items() if value is not None}
@@ -376,41 +338,21 @@ def _gap(run: Run) -> float | None:
     return None if own is None or exact is None else exact - own
 
 
-def _sentence(run: Run) -> str:
-    diagnosis = run.summary.get("diagnosis")
-    if isinstance(diagnosis, dict):
-        return str(diagnosis.get("message") or "")
-    return remark(run.summary)
-
-
-def _mean(values: Iterable[float | None], form: str) -> str:
-    """Mean and, of several, the standard deviation."""
-    return _signless(mean_and_deviation([x for x in values if x is not None], form))
-
-
 def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else _signless(form.format(value))
-
-
-def _signless(text: str) -> str:
-    """A figure that is rounded to nothing has no sign."""
-    mean = text.partition(" ")[0]
-    return text if text == "-" or mean.strip("+-0.,%") else text.lstrip("+-")
+    return "-" if value is None else form.format(value)
 
 
 def _fact(value: Any) -> str:
     """Any value of a JSON file as words."""
-    if value is None:
-        return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
     if isinstance(value, float):
-        return f"{value:.4g}" if math.isfinite(value) else str(value)
+        return f"{value:.4g}"
     if isinstance(value, dict):
         return ", ".join(f"{key.replace('_', ' ')} {_fact(item)}" for key, item in value.items())
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return ", ".join(map(_fact, value))
     return str(value)
 

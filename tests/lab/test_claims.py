@@ -105,7 +105,7 @@ def test_the_committed_page_is_what_the_figures_say(monkeypatch, tmp_path):
     monkeypatch.setattr(render, "PAGE", tmp_path / "claims.md")
     render.write_page()
     assert (ROOT / "docs/claims.md").read_text() == (tmp_path / "claims.md").read_text(), (
-        "python -m lab.claims render=true writes it"
+        "python -m lab.results writes it"
     )
 
 
@@ -265,15 +265,6 @@ FIRST = CLAIMS["first_correction"]
 NEVER_MEASURED = replace(FIRST, measure=lambda: pytest.fail("it is measured"))
 
 
-def test_render_measures_nothing(run_claims, monkeypatch, only, tmp_path):
-    only(NEVER_MEASURED)
-    written = []
-    monkeypatch.setattr(render, "write_page", lambda: written.append(True))
-    monkeypatch.setattr(render, "PAGE", tmp_path / "claims.md")
-    assert "claims.md is written from " in run_claims("render=true")
-    assert written
-
-
 def test_a_measurement_is_recorded_and_the_page_written(run_claims, monkeypatch, only, tmp_path):
     monkeypatch.setattr("lab.results.tables.FOLDER", tmp_path)
     monkeypatch.setattr(render, "PAGE", tmp_path / "claims.md")
@@ -299,7 +290,7 @@ def test_one_line_for_what_is_wrong(complaint):
     assert complaint("run=bit_by_bit").startswith(
         "claims: run=bit_by_bit is not a claim; valid: sums_of_tens, "
     )
-    for argument in ("redner=true", "render=yes"):
+    for argument in ("rnu=bit_for_bit", "render=yes"):
         assert complaint(argument).startswith("claims: ") and argument in complaint(argument)
 
 

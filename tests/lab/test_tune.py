@@ -36,13 +36,6 @@ def test_the_file_is_kept_as_it_is_written(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
 def test_help_and_complaints():
     example = re.search(r"^    python (-m lab\.tune .*)$", tune("--help").stdout, re.MULTILINE)[1]
-    assert (
-        tune(*example.split()[2:]).stderr
-        == "tune: tiles are timed on a GPU, and there is none; dry_run=true says which "
-        "would be timed\n"
-    )
+    complaint = "tune: tiles are timed on a GPU, and there is none\n"
+    assert tune(*example.split()[2:]).stderr == complaint
     assert "TRITON_INTERPRET=1 is set" in tune(interpret="1").stderr
-    assert (
-        "has no table; there are sm_90, sm_80, sm_86"
-        in tune("dry_run=true", "capability=75").stderr
-    )

@@ -299,7 +299,7 @@ def test_accuracy_and_a_switched_run(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere"], "nowhere is neither a folder of runs nor a cross_eval.json"),
+        (["nowhere"], "nowhere is not a folder"),
         (["{empty}"], "no runs below|no run with a checkpoint below"),
         (["{file}"], "is no cross_eval.json with rows in it"),
         (["{run}", "under=flashy"], "under=flashy: attention=flashy is not known; valid: "),

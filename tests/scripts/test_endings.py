@@ -51,7 +51,7 @@ def never(*_: object, **__: object) -> None:
         ("verify", ["attention=naive", "out={folder}"], "scripts.verify.verify"),
         ("plan", ["attention=naive", "device=cpu", "out={out}"], "scripts.plan.plan_all"),
         ("plots", [str(RESULTS / "memory_h200.json"), "out={out}"], "scripts.plots.draw_memory"),
-        ("condense_runs", ["{folder}", "out={out}"], "lab.condense_runs.read_sweep"),
+        ("condense_runs", ["{folder}", "out={out}"], "lab.condense_runs.runs_below"),
         ("trace", ["out={folder}"], "scripts.trace.look"),
     ],
     ids=lambda value: value if isinstance(value, str) and "." not in value else "",
@@ -173,6 +173,7 @@ def test_results_leave_out_what_was_not_measured(monkeypatch, capsys, tmp_path):
     rows = [
         {"attention": name, "causal": causal, "head_dim": 64, "seq_len": 1024, "dtype": "bfloat16"}
         | {"forward_tflops": speed, "backward_tflops": speed / 2}
+        | {"forward_repeats": 12, "backward_repeats": 12}
         for name, speed in (
             ("triton", 300.0),
             ("triton:kernel=portable", 250.0),
@@ -185,9 +186,9 @@ def test_results_leave_out_what_was_not_measured(monkeypatch, capsys, tmp_path):
         "versions": {"torch": "2"},
         "commit": "0123456789",
     }
-    (tmp_path / "kernels_h200.json").write_text(
-        json.dumps({"environment": environment, "rows": rows})
-    )
+    for name in ("kernels_h200", "kernels_flex_h200", "kernels_rested_h200"):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps({"environment": environment, "rows": rows}))
     for module in ("tables", "calls", "__main__"):
         monkeypatch.setattr(f"lab.results.{module}.FOLDER", tmp_path)
     monkeypatch.setattr("lab.claims.render.write_page", lambda: None)

@@ -166,7 +166,7 @@ def test_time_and_speedup_are_against_the_baseline(drawn, tmp_path):
 )
 def test_a_logarithmic_axis_has_plain_ticks(values, ticks):
     """A regression test: between two powers of ten no tick had a label."""
-    figure, ((axes,),) = plots.figure_of(1)
+    figure, axes = plots.new_figure(size=(5.2, 4.3))
     axes.plot([1, 2], values)
     axes.set_yscale("log")
     plots.plain_ticks(axes.yaxis)

@@ -471,8 +471,6 @@ def test_the_line_of_the_help_runs_as_typed(monkeypatch, capsys, tmp_path):
         (["modl=gpt2"], "modl"),
         (["steps=none"], "steps=none"),
         (["warmup=0"], "warmup=0"),
-        (["nsys=perhaps"], "nsys=perhaps"),
-        (["nsys=true"], "needs a GPU"),
         (["out="], "out="),
         (["resume=outputs/x"], "resume=outputs/x"),
         (["batch_size=auto", "tokens_per_step=256"], "batch_size=auto"),

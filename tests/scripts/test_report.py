@@ -30,7 +30,9 @@ ENV = {
     "hardware": {"cpu": "some CPU", "gpu": None},
 }
 
-pytest.importorskip("matplotlib")
+DIAGNOSIS = {"message": "inf in layer <2>", "step": 240, "history": [[220, 11.0], [240, 12.0]]}
+
+matplotlib = pytest.importorskip("matplotlib")
 
 
 def write_run(
@@ -171,7 +173,7 @@ def sweep(tmp_path_factory):
                             "message": "CUDA out of memory",
                         }
                     },
-                    "diverged": {"first_bad_step": 240, "diagnosis": "inf in layer <2>"},
+                    "diverged": {"first_bad_step": 240, "diagnosis": DIAGNOSIS},
                 }
                 write_run(
                     folder / str(job),
@@ -477,7 +479,10 @@ def test_neither_a_diverging_curve_nor_the_untrained_loss_stretches_the_figure(t
 def test_memory_against_length(sweep):
     runs = load_runs([sweep])
     styles = variant_styles(runs)
-    memory, speed = axes_of(figures.draw_cost(runs, styles))
+    # as on the page; a regression test: with titles on the left no cross was drawn
+    with matplotlib.rc_context({"axes.titlelocation": "left"}):
+        memory, speed = axes_of(figures.draw_cost(runs, styles))
+    assert memory.get_title(loc="left") == "peak memory (GiB)"
     assert (memory.get_xscale(), memory.get_yscale()) == ("log", "log")
     by_color = {line["color"]: line for line in lines_of(memory) if line["marker"] != "X"}
     assert by_color[styles["tiled"].color]["x"] == [256, 512]
@@ -552,14 +557,6 @@ def test_a_run_that_ends_far_from_finite_has_its_card(tmp_path):
         "float16 overflow step\n120" in text and "of a later version\nsome thing 1.5, yes" in text
     )
     assert "float32 overflow step" not in text and "None" not in text
-    # the diagnosis says when float16 would have died: nothing is added
-    assert "overflows float16" not in text
-
-
-def test_a_card_without_a_history_shows_what_the_run_logged(sweep):
-    text = Page(sweep / "report.html").text
-    # 0.05 * (step + 1) passes 11.09 after step 220, and every twentieth is logged
-    assert "past 11.09, where exp overflows float16\nstep 240" in text
 
 
 def cross_row(trained: str, evaluated: str, seed: int, loss: float | None, **row) -> dict:
@@ -876,52 +873,6 @@ def test_broken_runs_are_told_and_the_rest_is_drawn(tmp_path):
     assert {row["variant"]: row["own val/loss"] for row in rows} == dict.fromkeys(
         ("flex", "naive", "sdpa", "triton"), "-"
     ) | {"tiled": "1.600"}
-
-
-def test_files_that_hold_anything_at_all(tmp_path):
-    """Values of the wrong kind, as another program or a later version may leave them."""
-    write_run(tmp_path / "0", "tiled")
-    summary = {
-        "status": "diverged",
-        "attention": ["<b>"],
-        "seq_len": "long",
-        "seed": {},
-        "overrides": [1, None],
-        "step_tokens_per_sec": "fast",
-    }
-    summary |= {
-        "val/loss": True,
-        "memory/peak_gib": [],
-        "diagnosis": {"history": [1, [2], {"step": "x"}], "layer": {}},
-        "oom": "yes",
-    }
-    summary |= {
-        "defect": "<script>",
-        "dtype": 16,
-        "val/loss_exact": 1e308,
-        "steps_done": float("nan"),
-        "first_bad_step": -1,
-    }
-    odd = tmp_path / "1"
-    odd.mkdir()
-    (odd / "summary.json").write_text(json.dumps(summary))
-    (odd / "env.json").write_text(
-        json.dumps({"versions": "all", "hardware": [], "commit": 7, "data_fingerprint": ["<i>"]})
-    )
-    rows = [
-        {"step": "one", "tokens": None},
-        {"step": 2, "tokens": "many", "train/loss": 1},
-        {"step": 3, "tokens": 3, "val/loss": "low"},
-    ]
-    (odd / "metrics.jsonl").write_bytes(
-        b"".join(json.dumps(row).encode() + b"\n" for row in rows) + b"\xff\xfe\x00{}\n[]\nnull\n"
-    )
-    (tmp_path / "2").mkdir()
-    (tmp_path / "2/summary.json").write_text(json.dumps({"status": "oom", "oom": "yes"}))
-    (tmp_path / "2/metrics.jsonl").mkdir()
-    page = report_on(tmp_path)
-    assert not {"b", "script", "i"} & page.tags
-    assert "Loss" in page.headings and "Diverged" in page.headings
 
 
 def test_everything_embedded_is_escaped(tmp_path):

@@ -1,0 +1,17 @@
+"""The runs that a command is given: folders of runs, sweeps, or folders of either."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from scripts.tables import Row
+from training.sweep import read_sweep
+
+
+def runs_below(folders: Iterable[Path]) -> dict[Path, Row]:
+    """What training.sweep.read_sweep() knows of each run, by the run's folder. A run below two of
+    the folders counts once. Raises ValueError for a path that is not a folder.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder")
+    return {Path(row["dir"]).resolve(): row for folder in folders for row in read_sweep(folder)}
