@@ -154,6 +154,22 @@ def without_dropout(model: GPT) -> Iterator[None]:
         model.train(was_training)
 
 
+def to_blame(diagnoses: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the diagnoses of all ranks, the one whose own sequences broke: gradients are summed, so
+    those of every rank are bad.
+    """
+    if len(diagnoses) == 1:
+        return diagnoses[0]
+    order = [
+        (0 if "head" in each else 1 if each.get("tensor") == "loss" else 2) for each in diagnoses
+    ]
+    rank = order.index(min(order))
+    found = diagnoses[rank]
+    max_score = max(each["max_score"] for each in diagnoses)
+    message = f"rank {rank}: {found['message']}"
+    return found | {"rank": rank, "message": message, "max_score": max_score}
+
+
 def largest_finite(scores: Iterable[float]) -> float:
     return max((score for score in scores if math.isfinite(score)), default=-math.inf)
 

@@ -90,6 +90,16 @@ class Ranks:
         found = self.largest(figures).tolist()
         return {name: None if isnan(x) else x for name, x in zip(row, found, strict=True)}
 
+    def gathered(self, x: Any) -> list[Any]:
+        """What each rank has."""
+        if not self.several:
+            return [x]
+        from torch import distributed
+
+        found = [None] * self.world
+        distributed.all_gather_object(found, x)
+        return found
+
     def any(self, flag: bool) -> bool:
         """Whether it is set on any rank."""
         if not self.several:

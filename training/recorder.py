@@ -13,7 +13,7 @@ from config import LoggerConfig
 from model import sample_text
 from training.command_line import job_overrides, searched_folders
 from training.files import MetricsFile, write_json
-from training.health import AttentionMonitor
+from training.health import AttentionMonitor, to_blame
 from training.loggers import build_logger
 from training.names import attention_in_words
 from training.outcome import after_training, outcome_of, resume_command, save_summary
@@ -126,7 +126,10 @@ class Recorder:
 
     def diverged(self, result: StepResult, diagnosis: dict[str, Any]) -> dict[str, float]:
         """Divergence is a result of a run, not an error. Returns what its row says of it."""
-        step = result.step
+        step, ranks = result.step, self.run.ranks
+        if "sequence" in diagnosis:  # of this rank; of the step
+            diagnosis["sequence"] += ranks.rows(self.run.config.sequences_per_step).start
+        diagnosis = to_blame(ranks.gathered(diagnosis))
         self.summary.update(status="diverged", first_bad_step=step, diagnosis=diagnosis)
         log.error(f"step {step}: the run diverged: {diagnosis['message']}")
         return {"attention/max_score": diagnosis["max_score"]}

@@ -449,6 +449,21 @@ def test_a_rank_that_fails_says_why_in_the_summary(tmp_path, error, status):
     assert "rank 1: " in first.output
 
 
+def test_a_divergence_names_its_rank(tmp_path):
+    code = FAILS.replace("raise {error}", "return output._replace(out=output.out * float('nan'))")
+    code = code.replace(
+        "calls.append(1)", "calls.append(1)\n    output = get_backend('naive').fn(*args, **options)"
+    )
+    (tmp_path / "own.py").write_text(code)
+    asked = (*SHARED, "attention=own:ATTENTION", "steps=50", "eval_every=0", "diagnose_every=0")
+    done = run_ranks(*tiny(tmp_path / "run", *asked), PYTHONPATH=str(tmp_path))
+    ended = summary(tmp_path / "run")
+    assert ended["status"] == "diverged", done[0].output
+    found = ended["diagnosis"]
+    assert (found["rank"], found["layer"], found["tensor"]) == (1, 0, "out")
+    assert found["sequence"] == 2 and "rank 1: layer 0, head 0" in done[0].output
+
+
 def torchrun(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.run(
