@@ -256,7 +256,7 @@ def take_part(program: RankProgram, group: str, place: int, size: int) -> Any:
             distributed.P2POp(transfer, x, peer, members)
             for each, buffer in zip(leaving, arriving, strict=True)
             for transfer, x, peer in (
-                (distributed.isend, each.tensor, after),
+                (distributed.isend, each.tensor.contiguous(), after),
                 (distributed.irecv, buffer, before),
             )
         ]

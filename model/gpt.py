@@ -272,9 +272,13 @@ class GPT(nn.Module):
         the model does not keep them.
         """
         scores = torch.stack([block.attention.max_score for block in self.blocks])
+        self.forget_max_scores()
+        return scores
+
+    def forget_max_scores(self) -> None:
+        """A compiled graph leaves them, of any value, also where nobody looks."""
         for block in self.blocks:
             block.attention.max_score = None
-        return scores
 
     def forward(
         self,

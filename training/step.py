@@ -190,6 +190,7 @@ class Stepper:
             how = {"update": not any(due), "look": look}
             if step == self.measured_step:  # what is freed while it measures does not count
                 self.run.optimizer.zero_grad(set_to_none=True)
+                self.run.model.forget_max_scores()
             with self._measured(step, passes):
                 pending = queue_step(self.model, passes, **self.step_args, **how, before=before)
         if pending.updated:

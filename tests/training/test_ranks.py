@@ -144,8 +144,8 @@ def test_a_ring_trains_as_one_process_does(tmp_path, settings, how, alone):
     asked = tiny(tmp_path / "two", *SHARED, *tiles, *settings, *how, "parallel.context=2")
     done = run_ranks(*asked)
     assert [each.code for each in done] == [0, 0], done[0].output + done[1].output
-    if "compile=true" not in settings:  # PyTorch warns where a step frees what one before it left
-        assert "Memory block" not in done[0].output + done[1].output
+    # PyTorch warns where a step frees what one before it left
+    assert "Memory block" not in one.output + done[0].output + done[1].output
     ours, theirs = (metrics(tmp_path / name) for name in ("alone", "two"))
     for key in (
         "train/loss",
