@@ -66,7 +66,7 @@ from training.plan import (
     predict_peak_bytes,
     predict_step,
 )
-from training.schedule import will_compile
+from training.schedule import able, check_schedule, needed_features, will_compile
 
 ROOT = Path(__file__).resolve().parent.parent
 TILES = ((64, 64), (128, 64), (128, 128), (256, 64), (256, 256))
@@ -114,14 +114,21 @@ class Planned(NamedTuple):
     plan: StepBytes
 
 
+def is_compiled(planned: Planned, device: str) -> bool:
+    config = planned.config
+    how = {"compile_mode": config.compile, "score_mod": config.attention.score_mod is not None}
+    return will_compile(config.model, planned.backend, device, **how)
+
+
 def plan_all(options: Options) -> dict[str, Planned]:
     planned = {}
+    needed = needed_features(compose(*options.overrides))
     names = ["triton"] if options.ranks else ["naive", "tiled", "sdpa", "triton"]
-    for name in options.attention or names:
+    for name in options.attention or [name for name in names if name in able(needed)]:
         config = compose(*options.overrides, f"attention={name}")
         if config.batch_size == "auto":
             config = replace(config, batch_size=1)
-        backend = get_backend(config.attention.backend_name, **config.attention.backend_options())
+        backend = check_schedule(config)[0]
         device, dtype = device_and_dtype(config)
         if dtype not in backend.dtypes:
             raise ValueError(
@@ -148,7 +155,7 @@ def largest_batch(planned: Planned, vocab_size: int, gib: float) -> int:
     """Sequences of one pass that fit into that much memory; 0 for none."""
     config = planned.config
     device, dtype = device_and_dtype(config)
-    compiled = will_compile(config.model, planned.backend, device, compile_mode=config.compile)
+    compiled = is_compiled(planned, device)
 
     def fits(batch_size: int) -> bool:
         plan = predict_step(
@@ -204,9 +211,10 @@ def measure_peak(planned: Planned, vocab_size: int) -> int:
             f"add device={device.type}"
         )
     dtype = pick_dtype(config.dtype, device)
-    compiled = will_compile(config.model, planned.backend, device.type, compile_mode=config.compile)
+    compiled = is_compiled(planned, device.type)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    model = GPT(config.model, vocab_size=vocab_size, backend=planned.backend).to(device)
+    made = {"vocab_size": vocab_size, "backend": planned.backend}
+    model = GPT(config.model, **made, attention=config.attention).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     run = torch.compile(model) if compiled else model
     tokens = torch.randint(vocab_size, (config.batch_size, config.seq_len), device=device)

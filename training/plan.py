@@ -496,7 +496,8 @@ def predict_peak_bytes(
     libraries, 0.3 to 0.7 GiB, are not in it.
     """
     device = torch.device(device).type
-    compiled = will_compile(config.model, backend, device, compile_mode=config.compile)
+    how = {"compile_mode": config.compile, "score_mod": config.attention.score_mod is not None}
+    compiled = will_compile(config.model, backend, device, **how)
     return predict_step(
         config.model,
         vocab_size=vocab_size,
