@@ -55,7 +55,14 @@ def probe(
     if "document_ids" in backend.features:
         _check_documents(backend, attend_with, q, k, v)
     if backend.exact:
-        _check_exact(backend, partial(attend, backend="naive"), results, q, k, v, d_out)
+        naive = partial(attend, backend="naive")
+        try:
+            _check_exact(backend, naive, results, q, k, v, d_out)
+        except ValueError as error:
+            if "score_mod" not in function:
+                raise
+            hint = "the score_mod's fn, its derivative and its kernel must agree"
+            raise ValueError(f"{hint}: {error}") from None
 
 
 def _call(

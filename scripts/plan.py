@@ -62,6 +62,7 @@ from training.plan import (
     TILE_LOOP,
     StepBytes,
     kind_of,
+    layer_sizes,
     parameter_count,
     predict_peak_bytes,
     predict_step,
@@ -168,6 +169,7 @@ def largest_batch(planned: Planned, vocab_size: int, gib: float) -> int:
             backend=planned.backend,
             dtype=dtype,
             accumulates=config.accumulation_steps > 1,
+            **layer_sizes(config),
         )
         return plan.peak / GIB <= gib
 
@@ -178,27 +180,32 @@ def largest_batch(planned: Planned, vocab_size: int, gib: float) -> int:
 
 
 def call_traffic(
-    backend: Backend, device: str, sizes: tuple[int, ...], *, causal: bool = True
+    backend: Backend, device: str, sizes: tuple[int, ...], **mask: Any
 ) -> traffic.Traffic:
-    """Of one forward call. sizes: batch, heads, seq_len, head_dim and the bytes of an element."""
+    """Of one forward call; `mask` is causal and window. sizes: batch, heads, seq_len, head_dim and
+    the bytes of an element.
+    """
     kind = kind_of(backend, device)
     if kind == MATERIALISED:
-        return traffic.naive(*sizes, causal=causal)
+        return traffic.naive(*sizes, **mask)
     given = {name: backend.options.get(name) for name in ("block_q", "block_kv")}
     tiles = {name: size for name, size in given.items() if size}
     count = traffic.tile_loop if kind in (TILE_LOOP, RECOMPUTED) else traffic.fused
-    return count(*sizes, **tiles, causal=causal)
+    return count(*sizes, **tiles, **mask)
 
 
 def traffic_of(planned: Planned) -> tuple[traffic.Traffic, traffic.Traffic]:
-    """Of one attention call of the run: by the accounting that is often printed, and counted."""
+    """Of one attention call of the run, under its widest window: by the accounting that is often
+    printed, and counted.
+    """
     config, backend = planned.config, planned.backend
     device, dtype = device_and_dtype(config)
     heads, head_dim = config.model.num_heads, config.model.head_dim
     sizes = (config.batch_size, heads, config.seq_len, head_dim, dtype.itemsize)
     materialised = kind_of(backend, device) == MATERIALISED
     printed = traffic.printed_naive if materialised else traffic.printed_fused
-    return printed(*sizes), call_traffic(backend, device, sizes)
+    window = layer_sizes(config)["window"]
+    return printed(*sizes, window=window), call_traffic(backend, device, sizes, window=window)
 
 
 def measure_peak(planned: Planned, vocab_size: int) -> int:
