@@ -187,7 +187,7 @@ def test_alibi_adds_no_weight_and_no_entry_of_a_checkpoint():
     assert model.to("meta").blocks[0].attention.function["alibi_slopes"].device.type == "meta"
 
 
-@pytest.mark.parametrize("name", ["naive", "tiled"])
+@pytest.mark.parametrize("name", ["naive", "tiled", INTERPRETED])
 @pytest.mark.parametrize("key", ["all", "windows"])
 def test_compiled(name, key, batch):
     torch.compiler.reset()
