@@ -5,7 +5,7 @@ which then refuses a misspelt key or a value of the wrong type before anything i
 `__post_init__` checks the rest. Nothing here imports torch, so `python train.py --help` is fast.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -21,6 +21,8 @@ BACKEND_OPTIONS = {
     "detach_max": False,
     "backend": "auto",
 }
+# fields of AttentionConfig that say which function the layers compute, under any backend
+FUNCTION_SETTINGS = ("window", "pattern", "windows", "softcap", "score_mod")
 # sources of data that need a tokenizer
 TEXT_SOURCES = ("stdlib", "torch_source", "text", "hub")
 
@@ -84,6 +86,17 @@ class AttentionConfig:
     detach_max: bool | None = None
     # sdpa: auto, flash, efficient, cudnn or math
     backend: str | None = None
+    # every backend: a query sees this many of the most recent keys, its own included; None is all
+    window: int | None = None
+    # which layers have the window, repeated over the layers: in SSSL three have it, S, and one sees
+    # all keys, L
+    pattern: str | None = None
+    # in place of window and pattern: the window of each layer, such as [64,null,64,null]
+    windows: list[int | None] | None = None
+    # scores become softcap * tanh(score / softcap)
+    softcap: float | None = None
+    # any other change of the scores: an attention.ScoreMod, as pkg.module:NAME
+    score_mod: str | None = None
     # step after which another attention takes over; None is never
     switch_at: int | None = None
     # the attention that takes over, in attention.BACKENDS or as pkg.module:NAME
@@ -110,6 +123,55 @@ class AttentionConfig:
                 f"attention.switch_options={self.switch_options} needs attention.switch_to=NAME, "
                 "whose options they are"
             )
+        self._check_function()
+
+    def _check_function(self) -> None:
+        _check_at_least(self, 1, "attention.window")
+        if self.pattern is not None and self.window is None:
+            raise ValueError(
+                f"attention.pattern={self.pattern} says which layers have a window: add "
+                "attention.window=N"
+            )
+        if self.pattern is not None and (not self.pattern or set(self.pattern) - {"S", "L"}):
+            raise ValueError(
+                f"attention.pattern={self.pattern} must be made of S (a layer with the window) and "
+                "L (a layer that sees all keys), such as SSSL"
+            )
+        if self.windows is not None and self.window is not None:
+            raise ValueError(
+                f"attention.windows={self.windows} gives each layer its own window: leave out "
+                "attention.window and attention.pattern"
+            )
+        if any(window is not None and window < 1 for window in self.windows or ()):
+            raise ValueError(
+                f"attention.windows={self.windows}: a window must be at least 1; null sees all keys"
+            )
+        if self.softcap is not None and not 0 < self.softcap < float("inf"):
+            raise ValueError(
+                f"attention.softcap={self.softcap} must be a positive number; null is no cap"
+            )
+        if self.score_mod is not None and self.softcap is not None:
+            raise ValueError(
+                f"attention.score_mod={self.score_mod} takes the place of attention.softcap: write "
+                "all of the change into it"
+            )
+
+    def layer_windows(self, num_layers: int) -> list[int | None]:
+        """The window of each layer. Raises ValueError for another number of attention.windows."""
+        if self.windows is None:
+            pattern = self.pattern or "S"
+            letters = (pattern[layer % len(pattern)] for layer in range(num_layers))
+            return [self.window if letter == "S" else None for letter in letters]
+        if len(self.windows) != num_layers:
+            raise ValueError(
+                f"attention.windows has {len(self.windows)} windows for "
+                f"model.num_layers={num_layers}: name one for each layer, null where it sees all"
+            )
+        return self.windows
+
+    def function(self) -> dict[str, Any]:
+        """The settings that say which function the layers compute, where they are set."""
+        return self._set(FUNCTION_SETTINGS)
 
     @property
     def backend_name(self) -> str:
@@ -118,8 +180,11 @@ class AttentionConfig:
 
     def backend_options(self) -> dict[str, Any]:
         """The options that were set, for get_backend()."""
-        own = {name: getattr(self, name) for name in BACKEND_OPTIONS}
-        return self.options | {name: value for name, value in own.items() if value is not None}
+        return self.options | self._set(BACKEND_OPTIONS)
+
+    def _set(self, names: Iterable[str]) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass
@@ -138,7 +203,7 @@ class ModelConfig:
     hidden_size: int = 128
     # longest sequence for the learned positions; follows seq_len unless set
     max_seq_len: int = 256
-    # learned or rope
+    # learned, rope, or alibi (a penalty that grows with the distance of query and key)
     positions: str = "learned"
     # layernorm or rmsnorm
     norm: str = "layernorm"
@@ -169,7 +234,7 @@ class ModelConfig:
         _check_at_least(self, 1, "model.num_kv_heads", "model.chunk_tokens", "model.rope_theta")
         _check_at_least(self, 0, "model.init_std")
         _check_below_one(self, "model.dropout")
-        _check_choice(self, "model.positions", "learned", "rope")
+        _check_choice(self, "model.positions", "learned", "rope", "alibi")
         _check_choice(self, "model.norm", "layernorm", "rmsnorm")
         _check_choice(self, "model.activation", "gelu", "swiglu")
         _check_choice(self, "model.checkpoint", "none", "elementwise", "attention", "block")
@@ -413,6 +478,12 @@ class RunConfig:
             raise ValueError(
                 f"attention.switch_at={self.attention.switch_at} must lie between 0 and "
                 f"steps={self.steps}: it is the last step under attention={self.attention.name}"
+            )
+        self.attention.layer_windows(self.model.num_layers)
+        if self.model.positions == "alibi" and self.attention.score_mod is not None:
+            raise ValueError(
+                f"attention.score_mod={self.attention.score_mod} takes the place of "
+                "model.positions=alibi: write all of the change into it"
             )
         if self.seq_len > self.model.max_seq_len:
             raise ValueError(

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.backends import BACKENDS, get_backend, is_operator, register
+from attention.backends import (
+    BACKENDS,
+    get_backend,
+    get_score_mod,
+    is_operator,
+    register,
+)
 from attention.context import Shards
 from attention.diagnose import (
     LIMITS,
@@ -55,6 +61,7 @@ __all__ = [
     "dtype_name",
     "find_breakdown",
     "get_backend",
+    "get_score_mod",
     "is_operator",
     "kernel_choice",
     "max_score",

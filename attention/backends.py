@@ -4,17 +4,19 @@ import importlib
 import os
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from attention.defects import DEFECTS
 from attention.exact_variants import EXACT_VARIANTS
 from attention.flex import FLEX
-from attention.interface import Backend
+from attention.interface import Backend, ScoreMod
 from attention.kernels import TRITON
 from attention.naive import NAIVE
 from attention.played_ring import RING, RING_DEFECTS, PlayedRing
 from attention.sdpa import SDPA
 from attention.tiled import TILED, TiledAttention
+
+Loaded = TypeVar("Loaded", Backend, ScoreMod)
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
@@ -51,17 +53,22 @@ def get_backend(name: str, **options: Any) -> Backend:
     if name in BACKENDS:
         return BACKENDS[name].configured(**options)
     if ":" in name:
-        return _load(name).configured(**options)
+        return replace(_load(name, Backend, "attention"), name=name).configured(**options)
     raise ValueError(
         f"attention={name} is not known; valid: {', '.join(BACKENDS)}, or pkg.module:NAME for a "
         "Backend of your own"
     )
 
 
-def _load(target: str) -> Backend:
+def get_score_mod(target: str) -> ScoreMod:
+    """The ScoreMod at pkg.module:NAME. Raises ValueError where there is none."""
+    return _load(target, ScoreMod, "attention.score_mod")
+
+
+def _load(target: str, kind: type[Loaded], setting: str) -> Loaded:
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute:
-        raise ValueError(f"attention={target} must read pkg.module:NAME")
+        raise ValueError(f"{setting}={target} must read pkg.module:NAME")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -71,13 +78,14 @@ def _load(target: str) -> Backend:
         SystemExit,
     ) as error:  # whatever the user's module raises while it is imported
         raise ValueError(
-            f"attention={target} cannot be loaded: {type(error).__name__}: {error}"
+            f"{setting}={target} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(found, Backend):
+    if not isinstance(found, kind):
         raise ValueError(
-            f"attention={target} must be an attention.Backend, it is a {type(found).__name__}"
+            f"{setting}={target} must be an attention.{kind.__name__}, it is a "
+            f"{type(found).__name__}"
         )
-    return replace(found, name=target)
+    return found
 
 
 def is_operator(backend: Backend) -> bool:

@@ -333,10 +333,10 @@ def compare_with_exact(
     backend: Backend,
     causal: bool = True,
     scale: float | None = None,
-    document_ids: Tensor | None = None,
+    **optional: Any,
 ) -> dict[str, float]:
     """How far `backend` is from softmax attention in float64: out, and dq, dk, dv for the incoming
-    gradient d_out.
+    gradient d_out. `optional` are window, softcap, ... of attention().
 
     Returns {name}_error, |x - exact| / |exact| in the Euclidean norm over the whole tensor, and
     {name}_cosine, for each of the four. q, d_out (B, H, N, D); k, v (B, H_kv, M, D). The exact
@@ -353,17 +353,15 @@ def compare_with_exact(
     d_out = torch.cat((torch.zeros_like(d_out[:, :, :first]), d_out[:, :, first:]), 2)
     # as attention() calls it: with every argument that the backend declares
     arguments: dict[str, Any] = {
-        name: None for name in OPTIONAL_ARGUMENTS if name in backend.features
+        name: optional.get(name) for name in OPTIONAL_ARGUMENTS if name in backend.features
     }
-    if document_ids is not None:
-        arguments["document_ids"] = document_ids
     arguments |= backend.options
     with torch.autocast(q.device.type, enabled=False):
         out, dq, dk, dv = with_gradients(
             backend.fn, q, k, v, d_out, causal=causal, scale=scale, **arguments
         )
         exact = _exact_by_head(
-            q[:, :, first:], k, v, d_out[:, :, first:], document_ids, causal=causal, scale=scale
+            q[:, :, first:], k, v, d_out[:, :, first:], causal=causal, scale=scale, **optional
         )
     results = {"out": out[:, :, first:], "dq": dq[:, :, first:], "dk": dk, "dv": dv}
     row = {}
@@ -380,7 +378,10 @@ def _exact_by_head(
     k: Tensor,
     v: Tensor,
     d_out: Tensor,
-    document_ids: Tensor | None,
+    *,
+    document_ids: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
     **arguments: Any,
 ) -> list[Tensor]:
     """out, dq, dk, dv of softmax attention in float64, one key/value head at a time: the scores of
@@ -388,32 +389,45 @@ def _exact_by_head(
 
     q, d_out: the last queries, whose keys a bottom-right aligned mask leaves as they are.
     """
-    if document_ids is not None:
-        # document_ids need as many queries as keys; a change of the scores to -inf does not
-        arguments["score_mod"] = _inside_documents(document_ids)
     groups = q.shape[1] // k.shape[1]
-    heads = zip(
-        q.split(groups, 1), k.split(1, 1), v.split(1, 1), d_out.split(groups, 1), strict=True
-    )
-    by_head = [
-        with_gradients(naive_attention, *(x.double() for x in inputs), **arguments)
-        for inputs in heads
-    ]
+    by_head = []
+    for head in range(k.shape[1]):
+        own, kv = slice(head * groups, (head + 1) * groups), slice(head, head + 1)
+        inputs = (q[:, own], k[:, kv], v[:, kv], d_out[:, own])
+        slopes = None if alibi_slopes is None else alibi_slopes[own]
+        mod = _for_some_rows(score_mod, head * groups, document_ids)
+        changes = {"alibi_slopes": slopes, "score_mod": mod}
+        wide = (x.double() for x in inputs)
+        by_head.append(with_gradients(naive_attention, *wide, **changes, **arguments))
     return [torch.cat(parts, 1) for parts in zip(*by_head, strict=True)]
 
 
-def _inside_documents(document_ids: Tensor) -> ScoreMod:
-    """The mask of document_ids (B, N) as a change of the scores."""
-    starts = document_ids.diff(dim=1, prepend=document_ids[:, :1]) != 0
-    document = starts.cumsum(1)  # (B, N): ids may come again, these do not
+def _for_some_rows(
+    score_mod: ScoreMod | None, first_head: int, document_ids: Tensor | None
+) -> ScoreMod | None:
+    """score_mod for a call that begins at head first_head, and the mask of document_ids (B, N).
 
-    def mask(
-        score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, params: None
+    document_ids themselves need as many queries as keys; a change of the scores to -inf does not.
+    """
+    if score_mod is None and document_ids is None:
+        return None
+    document = None
+    if document_ids is not None:
+        starts = document_ids.diff(dim=1, prepend=document_ids[:, :1]) != 0
+        document = starts.cumsum(1)  # (B, N): ids may come again, these do not
+
+    def change(
+        score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, params: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        inside = document[b, i] == document[b, j]
-        return score.masked_fill(~inside, -torch.inf), inside.to(score.dtype)
+        derivative = torch.ones_like(score)
+        if score_mod is not None:
+            score, derivative = score_mod(score, b, h + first_head, i, j)
+        if document is not None:
+            inside = document[b, i] == document[b, j]
+            score, derivative = score.masked_fill(~inside, -torch.inf), derivative * inside
+        return score, derivative
 
-    return ScoreMod(mask)
+    return ScoreMod(change)
 
 
 def with_gradients(
@@ -433,9 +447,7 @@ class Call(NamedTuple):
     k: Tensor
     v: Tensor
     out: Tensor
-    causal: bool
-    scale: float
-    document_ids: Tensor | None = None
+    arguments: dict[str, Any]  # causal, scale, and what else the backend declares
 
 
 class Recorder:
@@ -458,9 +470,7 @@ class Recorder:
             options = {name: arguments.pop(name) for name in backend.options}
             if keep_calls:
                 output = backend.fn(q, k, v, **arguments, **options)
-                masked: dict[str, Any] = {"document_ids": arguments.get("document_ids")}
-                masked |= {name: arguments[name] for name in ("causal", "scale")}
-                self.calls.append(Call(q, k, v, output.out, **masked))
+                self.calls.append(Call(q, k, v, output.out, arguments))
                 return output
             tile = None
             if backend.observable:

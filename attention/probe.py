@@ -5,6 +5,7 @@ and, where the backend claims them, document masks and exactness.
 import traceback
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,17 +28,25 @@ def probe(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    function: dict[str, Any] | None = None,
 ) -> None:
     """Raise ValueError, in one sentence, for a backend that no training run could trust.
 
-    `attend` is attention(). A backend with exact=True must be as close to softmax attention in
-    float64 as twice naive's own error in this dtype, the budget of every exact backend.
+    `attend` is attention(), `function` what a layer of the model gives it: window, softcap, ... A
+    backend with exact=True must be as close to softmax attention in float64 as twice naive's own
+    error in this dtype, the budget of every exact backend.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v, d_out = (
         torch.randn(1, heads, LENGTH, head_dim, generator=generator).to(device, dtype)
         for heads in (num_heads, num_kv_heads, num_kv_heads, num_heads)
     )
+    function = dict(function or {})
+    if function.get("window"):
+        function["window"] = min(function["window"], HALF // 2)  # so that it hides keys here
+    if function.get("alibi_slopes") is not None:
+        function["alibi_slopes"] = function["alibi_slopes"].to(device)
+    attend = partial(attend, **function)
     attend_with = partial(attend, backend=backend)
     results = _call(backend, attend_with, q, k, v, d_out)
     if backend.defect is not None:
@@ -46,7 +55,14 @@ def probe(
     if "document_ids" in backend.features:
         _check_documents(backend, attend_with, q, k, v)
     if backend.exact:
-        _check_exact(backend, partial(attend, backend="naive"), results, q, k, v, d_out)
+        naive = partial(attend, backend="naive")
+        try:
+            _check_exact(backend, naive, results, q, k, v, d_out)
+        except ValueError as error:
+            if "score_mod" not in function:
+                raise
+            hint = "the score_mod's fn, its derivative and its kernel must agree"
+            raise ValueError(f"{hint}: {error}") from None
 
 
 def _call(

@@ -17,17 +17,18 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import Backend, Shards, attention
-from config import ModelConfig
+from config import AttentionConfig, ModelConfig
 from model.fused_block import fused_block, is_fused
 from model.gpt2_weights import from_gpt2
 from model.kv_cache import KVCache, LayerCache
+from model.layer_function import layer_functions
 from model.loss import linear_cross_entropy
 from model.norm import NORM_EPS, add_norm, build_norm
 from model.rope import apply_rope, rope_tables
@@ -43,11 +44,17 @@ class ModelOutput(NamedTuple):
 
 
 class CausalSelfAttention(nn.Module):
-    """Project to q, k, v, attend, project back."""
+    """Project to q, k, v, attend, project back.
 
-    def __init__(self, config: ModelConfig, backend: Backend):
+    function: what attention() gets under any backend; see layer_functions().
+    """
+
+    def __init__(self, config: ModelConfig, backend: Backend, function: dict[str, Any]):
         super().__init__()
         self.backend = backend
+        self._function = {name: x for name, x in function.items() if name != "alibi_slopes"}
+        # goes to the model's device, and into no checkpoint
+        self.register_buffer("alibi_slopes", function.get("alibi_slopes"), persistent=False)
         self.head_dim = config.head_dim
         self.heads_of_qkv = (config.num_heads, config.kv_heads, config.kv_heads)
         self.qk_norm = config.qk_norm
@@ -71,6 +78,13 @@ class CausalSelfAttention(nn.Module):
         q, k, v = self.heads(self.qkv(x), rope)
         out, self.max_score = self.attend(q, k, v, document_ids=document_ids, cache=cache)
         return self.proj(out)
+
+    @property
+    def function(self) -> dict[str, Any]:
+        """What attention() gets under any backend: window, softcap, alibi_slopes, score_mod."""
+        if self.alibi_slopes is None:
+            return self._function
+        return self._function | {"alibi_slopes": self.alibi_slopes}
 
     def heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, N, D), k and v (B, H_kv, N, D), with QK-norm and RoPE applied."""
@@ -107,6 +121,7 @@ class CausalSelfAttention(nn.Module):
             causal=True,
             document_ids=document_ids,
             return_max_score=self.look,
+            **self.function,
         )  # out is (B, H, N, D)
         return out.transpose(1, 2).flatten(2), max_score
 
@@ -166,11 +181,11 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One pre-norm transformer block."""
 
-    def __init__(self, config: ModelConfig, backend: Backend):
+    def __init__(self, config: ModelConfig, backend: Backend, function: dict[str, Any]):
         super().__init__()
         self.config = config
         self.attention_norm = build_norm(config)
-        self.attention = CausalSelfAttention(config, backend)
+        self.attention = CausalSelfAttention(config, backend, function)
         self.mlp_norm = build_norm(config)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -188,9 +203,19 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only language model; see the module's docstring."""
+    """A decoder-only language model; see the module's docstring.
 
-    def __init__(self, config: ModelConfig, *, vocab_size: int, backend: Backend):
+    Of `attention` it takes windows, softcap and score_mod, which no backend changes.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        vocab_size: int,
+        backend: Backend,
+        attention: AttentionConfig | None = None,
+    ):
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
@@ -201,7 +226,8 @@ class GPT(nn.Module):
             else None
         )
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, backend) for _ in range(config.num_layers))
+        functions = layer_functions(attention or AttentionConfig(), config)
+        self.blocks = nn.ModuleList(Block(config, backend, function) for function in functions)
         self.final_norm = build_norm(config)
         # None where it is tied: the token embedding is the output layer then
         self.output_layer = (
@@ -223,13 +249,18 @@ class GPT(nn.Module):
 
     @property
     def backend(self) -> Backend:
-        """The attention of every layer."""
+        """How every layer computes its attention."""
         return self.blocks[0].attention.backend
 
     @backend.setter
     def backend(self, backend: Backend) -> None:
         for block in self.blocks:
             block.attention.backend = backend
+
+    @property
+    def attention_features(self) -> frozenset[str]:
+        """The features that the function of its layers asks of a backend."""
+        return frozenset().union(*(block.attention.function for block in self.blocks))
 
     @contextmanager
     def use_backend(self, backend: Backend) -> Iterator[None]:
@@ -302,7 +333,7 @@ class GPT(nn.Module):
         rope = None
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions)
-        else:
+        elif self.config.positions == "rope":
             rope = rope_tables(
                 positions, head_dim=self.config.head_dim, theta=self.config.rope_theta
             )
@@ -356,16 +387,19 @@ class GPT(nn.Module):
         multiplied. The output layer's vocab_size * C counts, also where it is tied to the token
         embedding. L, H and Q are num_layers, num_heads and head_dim, T is seq_len: each query meets
         T keys, though a causal mask hides half of them. With causal=True only the visible keys
-        count, (T + 1) / 2 on average. Recomputation never counts, and documents packed into one
-        sequence count as one.
+        count, (T + 1) / 2 on average, or fewer under a window. Recomputation never counts, and
+        documents packed into one sequence count as one.
         """
         multiplied = count_parameters(self)
         if self.position_embedding is not None:
             multiplied -= self.position_embedding.weight.numel()
         if self.output_layer is not None:  # else the token embedding is the output layer as well
             multiplied -= self.token_embedding.weight.numel()
-        keys_twice = seq_len + 1 if causal else 2 * seq_len
-        return 6 * multiplied + 6 * self.config.num_layers * self.config.hidden_size * keys_twice
+        keys_twice = 2 * seq_len * self.config.num_layers
+        if causal:
+            windows = (block.attention.function.get("window") for block in self.blocks)
+            keys_twice = sum(visible_keys_twice(seq_len, window) for window in windows)
+        return round(6 * multiplied + 6 * self.config.hidden_size * keys_twice)
 
     def load_gpt2_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Load GPT-2 weights in Hugging Face's naming, as `GPT2LMHeadModel` and `GPT2Model` save
@@ -375,6 +409,15 @@ class GPT(nn.Module):
         leaves the model unchanged.
         """
         self.load_state_dict(from_gpt2(state_dict, self.state_dict(), self.config))
+
+
+def visible_keys_twice(seq_len: int, window: int | None) -> float:
+    """Twice the keys that a query sees on average under a causal mask: T + 1, or fewer in a window.
+
+    The first `window` queries see 1, 2, ..., window keys, the others window.
+    """
+    width = min(window or seq_len, seq_len)
+    return width * (2 * seq_len - width + 1) / seq_len
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -40,8 +40,8 @@ from training.environment import environment
 from training.evaluate import evaluate_under, exact_attention
 from training.files import check_writable, write_json
 from training.memory import is_out_of_memory, release_memory
-from training.names import differing_settings
-from training.schedule import chosen_attention
+from training.names import as_typed, differing_settings
+from training.schedule import chosen_attention, needed_features
 from training.trained import Trained, load_trained, read_run_config
 
 TILES = ("block_q", "block_kv")
@@ -149,6 +149,7 @@ def load_checkpoint(folder: Path, summary: Row, setting: dict[str, str]) -> Chec
         for key, value in setting.items()
         if key != "seed" and key.partition(".")[0] != "attention"
     }
+    others |= {key: as_typed(value) for key, value in config.attention.function().items()}
     return Checkpoint(folder, config, summary, others, backends)
 
 
@@ -173,11 +174,10 @@ def default_judges(checkpoints: Sequence[Checkpoint], device: torch.device) -> l
     for backend in [backend for backend in used if backend.name == "no_rescale"]:
         tile = backend.options["block_kv"]
         used += [backend.configured(block_kv=size) for size in (tile // 2, 2 * tile) if size]
-    shapes = {(each.config.model.head_dim, each.config.data.documents) for each in checkpoints}
-    exact = [
-        exact_attention(head_dim, device, documents=documents)
-        for head_dim, documents in sorted(shapes)
-    ]
+    shapes = {
+        (each.config.model.head_dim, tuple(needed_features(each.config))) for each in checkpoints
+    }
+    exact = [exact_attention(head_dim, device, needed) for head_dim, needed in sorted(shapes)]
     unique = {}
     for backend in (*exact, *used):
         options = described(backend)["options"]

@@ -62,11 +62,12 @@ from training.plan import (
     TILE_LOOP,
     StepBytes,
     kind_of,
+    layer_sizes,
     parameter_count,
     predict_peak_bytes,
     predict_step,
 )
-from training.schedule import will_compile
+from training.schedule import able, check_schedule, needed_features, will_compile
 
 ROOT = Path(__file__).resolve().parent.parent
 TILES = ((64, 64), (128, 64), (128, 128), (256, 64), (256, 256))
@@ -114,14 +115,21 @@ class Planned(NamedTuple):
     plan: StepBytes
 
 
+def is_compiled(planned: Planned, device: str) -> bool:
+    config = planned.config
+    how = {"compile_mode": config.compile, "score_mod": config.attention.score_mod is not None}
+    return will_compile(config.model, planned.backend, device, **how)
+
+
 def plan_all(options: Options) -> dict[str, Planned]:
     planned = {}
+    needed = needed_features(compose(*options.overrides))
     names = ["triton"] if options.ranks else ["naive", "tiled", "sdpa", "triton"]
-    for name in options.attention or names:
+    for name in options.attention or [name for name in names if name in able(needed)]:
         config = compose(*options.overrides, f"attention={name}")
         if config.batch_size == "auto":
             config = replace(config, batch_size=1)
-        backend = get_backend(config.attention.backend_name, **config.attention.backend_options())
+        backend = check_schedule(config)[0]
         device, dtype = device_and_dtype(config)
         if dtype not in backend.dtypes:
             raise ValueError(
@@ -148,7 +156,7 @@ def largest_batch(planned: Planned, vocab_size: int, gib: float) -> int:
     """Sequences of one pass that fit into that much memory; 0 for none."""
     config = planned.config
     device, dtype = device_and_dtype(config)
-    compiled = will_compile(config.model, planned.backend, device, compile_mode=config.compile)
+    compiled = is_compiled(planned, device)
 
     def fits(batch_size: int) -> bool:
         plan = predict_step(
@@ -161,6 +169,7 @@ def largest_batch(planned: Planned, vocab_size: int, gib: float) -> int:
             backend=planned.backend,
             dtype=dtype,
             accumulates=config.accumulation_steps > 1,
+            **layer_sizes(config),
         )
         return plan.peak / GIB <= gib
 
@@ -171,27 +180,32 @@ def largest_batch(planned: Planned, vocab_size: int, gib: float) -> int:
 
 
 def call_traffic(
-    backend: Backend, device: str, sizes: tuple[int, ...], *, causal: bool = True
+    backend: Backend, device: str, sizes: tuple[int, ...], **mask: Any
 ) -> traffic.Traffic:
-    """Of one forward call. sizes: batch, heads, seq_len, head_dim and the bytes of an element."""
+    """Of one forward call; `mask` is causal and window. sizes: batch, heads, seq_len, head_dim and
+    the bytes of an element.
+    """
     kind = kind_of(backend, device)
     if kind == MATERIALISED:
-        return traffic.naive(*sizes, causal=causal)
+        return traffic.naive(*sizes, **mask)
     given = {name: backend.options.get(name) for name in ("block_q", "block_kv")}
     tiles = {name: size for name, size in given.items() if size}
     count = traffic.tile_loop if kind in (TILE_LOOP, RECOMPUTED) else traffic.fused
-    return count(*sizes, **tiles, causal=causal)
+    return count(*sizes, **tiles, **mask)
 
 
 def traffic_of(planned: Planned) -> tuple[traffic.Traffic, traffic.Traffic]:
-    """Of one attention call of the run: by the accounting that is often printed, and counted."""
+    """Of one attention call of the run, under its widest window: by the accounting that is often
+    printed, and counted.
+    """
     config, backend = planned.config, planned.backend
     device, dtype = device_and_dtype(config)
     heads, head_dim = config.model.num_heads, config.model.head_dim
     sizes = (config.batch_size, heads, config.seq_len, head_dim, dtype.itemsize)
     materialised = kind_of(backend, device) == MATERIALISED
     printed = traffic.printed_naive if materialised else traffic.printed_fused
-    return printed(*sizes), call_traffic(backend, device, sizes)
+    window = layer_sizes(config)["window"]
+    return printed(*sizes, window=window), call_traffic(backend, device, sizes, window=window)
 
 
 def measure_peak(planned: Planned, vocab_size: int) -> int:
@@ -204,9 +218,10 @@ def measure_peak(planned: Planned, vocab_size: int) -> int:
             f"add device={device.type}"
         )
     dtype = pick_dtype(config.dtype, device)
-    compiled = will_compile(config.model, planned.backend, device.type, compile_mode=config.compile)
+    compiled = is_compiled(planned, device.type)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    model = GPT(config.model, vocab_size=vocab_size, backend=planned.backend).to(device)
+    made = {"vocab_size": vocab_size, "backend": planned.backend}
+    model = GPT(config.model, **made, attention=config.attention).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     run = torch.compile(model) if compiled else model
     tokens = torch.randint(vocab_size, (config.batch_size, config.seq_len), device=device)

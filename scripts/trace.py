@@ -139,6 +139,7 @@ class Call(NamedTuple):
     row: int | None = None
     ranks: int = RANKS
     columns: tuple[str, ...] | None = None  # what the entries of an output row mean
+    function: dict[str, Any] = {}  # window, softcap, ... of a run's layer
 
 
 def worked_example() -> tuple[Tensor, Tensor, Tensor]:
@@ -191,6 +192,11 @@ def captured_call(options: Options) -> Call:
             f"run={options.run} was trained with data.documents=true, and the replay knows no "
             "masks between documents"
         )
+    if config.attention.score_mod is not None:
+        raise ValueError(
+            f"run={options.run} was trained with attention.score_mod={config.attention.score_mod}, "
+            "and the replay of one head cannot tell it which head that is"
+        )
     sizes = {"layer": (layer, config.model.num_layers), "head": (head, config.model.num_heads)}
     for key, (asked, size) in sizes.items():
         if asked >= size:
@@ -223,7 +229,10 @@ def captured_call(options: Options) -> Call:
     block_kv = of_run.get("block_kv") or BACKENDS["tiled"].options["block_kv"]
     name, ranks = config.attention.backend_name, of_run.get("ranks") or RANKS
     causal, scale = arguments["causal"], arguments["scale"]
-    return Call(q, k, v, causal, scale, source, name, 16, block_kv, ranks=ranks)
+    function = dict(trained.model.blocks[layer].attention.function)
+    if "alibi_slopes" in function:
+        function["alibi_slopes"] = function["alibi_slopes"][head : head + 1]
+    return Call(q, k, v, causal, scale, source, name, 16, block_kv, ranks=ranks, function=function)
 
 
 @torch.no_grad()
@@ -288,7 +297,7 @@ def look(options: Options) -> tuple[Call, Backend, Trace | RingTrace]:
         row = call.row
     if row is not None and not 0 <= row < call.q.shape[2]:
         raise ValueError(f"row={row} is not one of the {call.q.shape[2]} queries")
-    backend.check_supported(call.q, call.k, call.v, causal=call.causal)
+    backend.check_supported(call.q, call.k, call.v, causal=call.causal, **call.function)
     run, exact = (trace_ring, "ring") if plays_ring(backend) else (trace, "tiled")
     replay = run(
         call.q,
@@ -299,6 +308,7 @@ def look(options: Options) -> tuple[Call, Backend, Trace | RingTrace]:
         row=row,
         causal=call.causal,
         scale=call.scale,
+        **call.function,
     )
     return call, backend, replay
 
@@ -306,13 +316,16 @@ def look(options: Options) -> tuple[Call, Backend, Trace | RingTrace]:
 def headline(call: Call, backend: Backend) -> str:
     options = backend.options
     ring = f", on a ring of {options['ranks']}" if plays_ring(backend) else ""
+    changes = "".join(
+        f", {name.removesuffix('_slopes')}={float(x):g}" for name, x in call.function.items()
+    )
     (*_, num_queries, head_dim), dtype = call.q.shape, dtype_name(call.q.dtype)
     return (
         f"attention={backend.name} in "
         f"{dtype}{' throughout' if options.get('softmax_dtype') == 'input' else ''}, "
         f"{call.source}: "
         f"{num_queries} queries and keys of head_dim "
-        f"{head_dim}{', causal' if call.causal else ''}, "
+        f"{head_dim}{', causal' if call.causal else ''}{changes}, "
         f"tiles of {options['block_q']} queries by {options['block_kv']} keys{ring}"
     )
 

@@ -444,8 +444,9 @@ def _check_settings(then: dict[str, Any], now: dict[str, Any], folder: Path) -> 
             f"{folder}: optim.name is {optimizers[0]} in the checkpoint and {optimizers[1]} now"
         )
     then, now = then.get("model", {}), now.get("model", {})
-    # rotary positions need no table, so such a model runs at any length
-    free = (*FREE_SETTINGS, "max_seq_len") if now.get("positions") == "rope" else FREE_SETTINGS
+    # learned positions alone need a table: another model runs at any length
+    of_any_length = now.get("positions") in ("rope", "alibi")
+    free = (*FREE_SETTINGS, "max_seq_len") if of_any_length else FREE_SETTINGS
     for key in then | now:
         if key not in free and then.get(key) != now.get(key):
             raise CheckpointError(

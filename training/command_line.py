@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from config import RunConfig, register, setting_keys
+from config import FUNCTION_SETTINGS, RunConfig, register, setting_keys
 from training import phases
 from training.interrupt import Ending
 from training.ranks import PATIENCE, Ranks, leave, of_environment, run_before_restart
@@ -36,7 +36,7 @@ VALUE_OPTIONS += ("--package", "-p", "--cfg", "-c")
 
 # options of a group that all of its choices share
 SHARED_OPTIONS = {
-    "attention": ("switch_at", "switch_to", "switch_options"),
+    "attention": ("switch_at", "switch_to", "switch_options", *FUNCTION_SETTINGS),
     "data": ("val_fraction", "max_documents", "documents", "cache_dir"),
 }
 

@@ -1,6 +1,6 @@
 """Held-out loss and accuracy of one set of weights, under its own or any other attention."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,12 +23,14 @@ def evaluate(
 ) -> dict[str, float]:
     """val/loss in nats and val/loss_exact: the same weights under exact attention.
 
-    A loss curve alone does not show a broken attention; the difference of the two does. `accuracy`
+    Exact attention has the model's windows, softcap, ... too. A loss curve alone does not show a
+    broken attention; the difference of the two does. `accuracy`
     adds val/accuracy and val/accuracy_exact. `also` adds attentions by the suffix of their columns.
     See evaluate_under() for the batch and the options.
     """
     device = next(model.parameters()).device
-    exact = exact_attention(model.config.head_dim, device, documents=len(batch) == 3)
+    features = model.attention_features | ({"document_ids"} if len(batch) == 3 else set())
+    exact = exact_attention(model.config.head_dim, device, features)
     row = {}
     for suffix, attention in {"": model.backend, "_exact": exact, **(also or {})}.items():
         loss, share = evaluate_under(model, attention, *batch, accuracy=accuracy, **options)
@@ -38,13 +40,14 @@ def evaluate(
     return row
 
 
-def exact_attention(head_dim: int, device: torch.device, *, documents: bool) -> Backend:
-    """PyTorch's own attention: sdpa, or flex on a GPU for documents, which sdpa cannot mask.
+def exact_attention(head_dim: int, device: torch.device, features: Collection[str] = ()) -> Backend:
+    """PyTorch's own attention: sdpa, or flex on a GPU for the features that sdpa does not have,
+    such as document_ids or window.
 
     On a CPU flex would materialise the scores, and it takes no head smaller than 16. Our tile loop
     replaces it there.
     """
-    if not documents:
+    if not features:
         return get_backend("sdpa")
     flex = get_backend("flex")
     return flex if device.type == "cuda" and head_dim in flex.head_dims else get_backend("tiled")

@@ -196,16 +196,7 @@ def compare_layers(
         # checkpointing recomputes without the recorder, so there is one call a layer
         d_outs = torch.autograd.grad(loss * loss_scale, [call.out for call in recorder.calls])
     layers = [
-        compare_with_exact(
-            call.q,
-            call.k,
-            call.v,
-            d_out,
-            backend=model.backend,
-            causal=call.causal,
-            scale=call.scale,
-            document_ids=call.document_ids,
-        )
+        compare_with_exact(call.q, call.k, call.v, d_out, backend=model.backend, **call.arguments)
         for call, d_out in zip(recorder.calls, d_outs, strict=True)
     ]
     row = {}

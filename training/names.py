@@ -13,7 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import BACKEND_OPTIONS, AttentionConfig
+from config import BACKEND_OPTIONS, FUNCTION_SETTINGS, AttentionConfig
 from training.command_line import unescaped
 from training.retention import are_starts
 
@@ -38,9 +38,12 @@ class Names(NamedTuple):
 
 def attention_names(chosen: AttentionConfig) -> list[tuple[int, str]]:
     """Each attention that these settings ask for, with the step after which it is used."""
-    names = [(0, attention_name(chosen.backend_name, chosen.backend_options()))]
+    # a switch changes the backend, and the layers go on computing what they did
+    function = chosen.function()
+    names = [(0, attention_name(chosen.backend_name, chosen.backend_options() | function))]
     if chosen.switch_at is not None:
-        names.append((chosen.switch_at, attention_name(chosen.switch_to, chosen.switch_options)))
+        options = chosen.switch_options | function
+        names.append((chosen.switch_at, attention_name(chosen.switch_to, options)))
     return names
 
 
@@ -50,11 +53,22 @@ def attention_name(name: str, options: Mapping[str, Any]) -> str:
     defaults = {} if ":" in name else BACKEND_OPTIONS
     words = [name]
     for key, value in options.items():
-        text = str(value).lower() if isinstance(value, bool) else str(value)
+        text = as_typed(value)
         # an override is text: false, where the default is False
-        if value is not None and text.lower() != str(defaults.get(key)).lower():
+        if text != "null" and text.lower() != str(defaults.get(key)).lower():
             words.append(f"{key}={text}")
     return " ".join(words)
+
+
+def as_typed(value: Any) -> str:
+    """[16,null] for [16, None], and 50 for 50.0, as a command line has them."""
+    if isinstance(value, list):
+        return f"[{','.join(map(as_typed, value))}]"
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def name_runs(rows: Sequence[Mapping[str, Any]]) -> list[Names]:
@@ -168,12 +182,14 @@ def first_start(attention: Any, switch_at: Any, switch_to: Any) -> dict[str, Any
 
 def _with_its_options(row: Mapping[str, Any]) -> str:
     """The attention of an earlier version's summary, with the options in force or asked for."""
-    options = row.get("options")
-    options = dict(options) if isinstance(options, dict) else {}
+    options: dict[str, Any] = {}
+    for given in (row.get("options"), row.get("function")):
+        options |= given if isinstance(given, dict) else {}
     left_out = row.get("left_out") or {}
     for key, value in _overrides(row).items():
         option = key.removeprefix("attention.").removeprefix("options.")
-        is_option = option in BACKEND_OPTIONS or key.startswith("attention.options.")
+        is_option = option in (*BACKEND_OPTIONS, *FUNCTION_SETTINGS)
+        is_option |= key.startswith("attention.options.")
         if key.startswith("attention.") and is_option and key not in left_out:
             options[option] = value
     return attention_name(str(row.get("attention")), options)

@@ -113,6 +113,8 @@ class StepShape:
     ranks: int = 1  # that add up their gradients
     # ranks share the heads of a sequence (attention/context.py), and seq_len is a rank's part
     shares_heads: bool = False
+    window: int | None = None  # the widest of the layers; None where one sees all keys
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         config = self.config
@@ -172,6 +174,8 @@ def probabilities(step: StepShape) -> int:
 
 def materialised_call(step: StepShape) -> PartBytes:
     scores, mask = step.tokens * step.config.num_heads * step.seq_len, step.seq_len**2
+    # the result of tanh, of which a compiled graph keeps half
+    capped = (2 if step.compiled else 4) * scores if step.softcap else 0
     # k and v repeated for the query heads. A compiled graph leaves out the mask, and the float32
     # copies of narrow q and k
     operands = 2 * step.q
@@ -181,7 +185,7 @@ def materialised_call(step: StepShape) -> PartBytes:
     # the first two
     backward = (12 if step.on_cpu else 16) * scores - probabilities(step)
     return PartBytes(
-        saved=probabilities(step) + operands,
+        saved=probabilities(step) + capped + operands,
         forward=(8 if step.narrow else 4) * scores + mask,
         backward=backward + 2 * step.q,
     )
@@ -216,8 +220,9 @@ def tile_loop_call(step: StepShape) -> PartBytes:
         return PartBytes(saved, forward - saved, max(20 * tile + row_tile + d_kv + step.q, end))
     # plain autograd inside one tile of queries keeps every tile of its keys, with an accumulator
     # for each
-    score = (14 if step.narrow else 9) + 5 * head_dim / block_kv
-    backward = round(rows * step.seq_len * score) + max(d_kv + 2 * step.q, end - 24 * tile)
+    score = (14 if step.narrow else 9) + 5 * head_dim / block_kv + (4 if step.softcap else 0)
+    keys = min(step.seq_len, (step.window or step.seq_len) + block_q)
+    backward = round(rows * keys * score) + max(d_kv + 2 * step.q, end - 24 * tile)
     return PartBytes(lse, forward - lse, backward)
 
 
@@ -496,7 +501,8 @@ def predict_peak_bytes(
     libraries, 0.3 to 0.7 GiB, are not in it.
     """
     device = torch.device(device).type
-    compiled = will_compile(config.model, backend, device, compile_mode=config.compile)
+    how = {"compile_mode": config.compile, "score_mod": config.attention.score_mod is not None}
+    compiled = will_compile(config.model, backend, device, **how)
     return predict_step(
         config.model,
         vocab_size=vocab_size,
@@ -507,7 +513,15 @@ def predict_peak_bytes(
         device=device,
         compiled=compiled,
         accumulates=config.accumulation_steps > 1,
+        **layer_sizes(config),
     )
+
+
+def layer_sizes(config: Any) -> dict[str, Any]:
+    """What decides memory of the functions that the layers of a run compute, for StepShape."""
+    windows = config.attention.layer_windows(config.model.num_layers)
+    widest = None if None in windows else max(windows)
+    return {"window": widest, "softcap": config.attention.softcap}
 
 
 def largest_peak_bytes(

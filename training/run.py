@@ -157,7 +157,12 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     from model import GPT, count_parameters
     from training.device import pick_device, pick_dtype, set_deterministic
     from training.optimizer import build_optimizer
-    from training.schedule import attention_schedule, schedule_summary, will_compile
+    from training.schedule import (
+        attention_schedule,
+        kernel_inputs,
+        schedule_summary,
+        will_compile,
+    )
     from training.sharing import check_shares, on_ranks, way_to_share
 
     device = pick_device(config.device)
@@ -174,16 +179,20 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
 
     schedule = attention_schedule(config, dtype=dtype, device=device)
     schedule = {step: on_ranks(backend, ranks) for step, backend in schedule.items()}
+    score_mod = config.attention.score_mod is not None
     for backend in schedule.values():
-        will_compile(config.model, backend, device.type, compile_mode=config.compile)
-    head_dim = config.model.head_dim
-    summary |= schedule_summary(schedule, device=device, dtype=dtype, head_dim=head_dim)
+        how = {"compile_mode": config.compile, "score_mod": score_mod}
+        will_compile(config.model, backend, device.type, **how)
+    summary |= schedule_summary(schedule, **kernel_inputs(config, dtype=dtype, device=device))
+    if function := config.attention.function():
+        summary["function"] = function
 
     with phase("starting", f"reading data={config.data.source}"), ranks.first_goes_first():
         data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     torch.manual_seed(config.seed)
     with phase("starting", "building the model"):
-        model = GPT(config.model, vocab_size=data.vocab_size, backend=schedule[0]).to(device)
+        made = {"vocab_size": data.vocab_size, "backend": schedule[0]}
+        model = GPT(config.model, **made, attention=config.attention).to(device)
     summary |= {"parameters": count_parameters(model), "data": data.fingerprint}
 
     run = Run(

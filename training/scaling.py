@@ -41,6 +41,7 @@ import torch
 from attention import Backend
 from attention.context import Group, Shards
 from config import ModelConfig, RunConfig
+from model.gpt import visible_keys_twice
 from training.plan import (
     gradient_message,
     matrix_elements,
@@ -191,7 +192,9 @@ class Speed:
     tokens: int = 0  # of a measured step, in one pass
     parameters: int = 0  # of the measured model
 
-    def seconds(self, config: ModelConfig, vocab_size: int, tokens: float, seq_len: int) -> Seconds:
+    def seconds(
+        self, config: ModelConfig, vocab_size: int, tokens: float, seq_len: float
+    ) -> Seconds:
         """Of `tokens` of sequences of seq_len. Recomputation counts as its share of FLOPs."""
         multiplied, size = multiplied_parameters(config, vocab_size), config.hidden_size
         blocks = config.num_layers * matrix_elements(config)
@@ -297,7 +300,10 @@ def plan_ranks(
     messages = exchange(q, k, element, heads=heads, keys=keys, how=how)
     tokens = config.sequences_per_step * length
     kernels = speed if keys == 1 else replace(speed, pairs=blocks_speed.pairs)
-    compute = kernels.seconds(model, vocab_size, tokens / world, length)
+    windows = config.attention.layer_windows(model.num_layers)
+    # the length at which causal attention meets as many keys
+    attended = sum(visible_keys_twice(length, window) for window in windows) / len(windows) - 1
+    compute = kernels.seconds(model, vocab_size, tokens / world, attended)
     # under checkpoint=block the backward pass begins with attention's forward pass
     forwards = 2 if model.checkpoint == "block" else 1
     # a ring's last block of keys has arrived before it is computed: nothing moves beside it
@@ -336,7 +342,7 @@ def plan_ranks(
         own,
         step_seconds=seconds,
         tokens_per_sec=tokens / seconds,
-        speedup=speed.seconds(model, vocab_size, tokens, length).all / seconds,
+        speedup=speed.seconds(model, vocab_size, tokens, attended).all / seconds,
         exchange_seconds=exposed,
         gradient_seconds=summing,
         exchange_bytes=calls * messages.sent(forwards),

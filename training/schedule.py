@@ -1,6 +1,7 @@
 """Which attention a run trains with, and from which step on."""
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from torch import nn
 from attention import BACKENDS, Backend, get_backend, is_operator, kernel_choice, probe_backend
 from config import AttentionConfig, ModelConfig, RunConfig
 from model.gpt import GPT
+from model.layer_function import layer_functions
 from model.loss import introduce_operators
+from training.names import as_typed
 from training.phases import count_compiling
 
 log = logging.getLogger("tilegpt")
@@ -29,24 +32,54 @@ def chosen_attention(chosen: AttentionConfig) -> dict[int, Backend]:
     return schedule
 
 
+# what a feature is called in a refusal
+IN_WORDS = {
+    "document_ids": "document masks",
+    "window": "windows",
+    "softcap": "a softcap",
+    "alibi_slopes": "ALiBi",
+    "score_mod": "changes of the scores",
+}
+
+
+def needed_features(config: RunConfig) -> dict[str, str]:
+    """The features that a run needs of its attention, each with the setting that asks for it."""
+    chosen, asked = config.attention, {}
+    settings = {key: f"attention.{key}={as_typed(x)}" for key, x in chosen.function().items()}
+    if config.data.documents:
+        asked["document_ids"] = "data.documents=true"
+    if any(chosen.layer_windows(config.model.num_layers)):
+        asked["window"] = settings.get("window") or settings["windows"]
+    if config.model.positions == "alibi":
+        asked["alibi_slopes"] = "model.positions=alibi"
+    return asked | {key: settings[key] for key in ("softcap", "score_mod") if key in settings}
+
+
 def check_schedule(config: RunConfig) -> dict[int, Backend]:
-    """chosen_attention() of a run. Raises ValueError for one that lacks what the data need.
+    """chosen_attention() of a run. Raises ValueError for one that lacks what the data or the
+    layers need.
 
     The device does not matter yet; see check_model().
     """
     schedule = chosen_attention(config.attention)
+    needed = needed_features(config)
     for backend in schedule.values():
-        if config.data.documents and "document_ids" not in backend.features:
-            others = ", ".join(
-                name
-                for name, other in BACKENDS.items()
-                if "document_ids" in other.features and other.exact
-            )
-            raise ValueError(
-                f"data.documents=true needs document masks, which attention={backend.name} does "
-                f"not have; these do: {others}"
-            )
+        for feature, setting in needed.items():
+            if feature not in backend.features:
+                raise ValueError(
+                    f"{setting} needs {IN_WORDS[feature]}, which attention={backend.name} does not "
+                    f"have; these do: {', '.join(able(needed))}"
+                )
     return schedule
+
+
+def able(features: Collection[str]) -> list[str]:
+    """The exact attentions with all of these features."""
+    return [
+        name
+        for name, backend in BACKENDS.items()
+        if backend.exact and backend.features.issuperset(features)
+    ]
 
 
 def check_model(
@@ -54,17 +87,20 @@ def check_model(
 ) -> None:
     """Raise ValueError for an attention that cannot train this model on this device.
 
-    A user's own attention is tried out.
+    A user's own attention, or change of the scores, is tried out.
     """
     shape = {
         "num_heads": config.model.num_heads,
         "num_kv_heads": config.model.kv_heads,
         "head_dim": config.model.head_dim,
     }
+    functions = layer_functions(config.attention, config.model)
+    functions = {function.get("window"): function for function in functions}
     for backend in schedule.values():
         backend.check_model(**shape, dtype=dtype, device=device)
-        if ":" in backend.name:  # pkg.module:NAME
-            probe_backend(backend, **shape, dtype=dtype, device=device)
+        for function in functions.values():
+            if ":" in backend.name or "score_mod" in function:  # pkg.module:NAME
+                probe_backend(backend, **shape, dtype=dtype, device=device, function=function)
 
 
 def attention_schedule(
@@ -79,8 +115,9 @@ def attention_schedule(
             "keeps its attention"
         )
     check_model(config, schedule, dtype=dtype, device=device)
+    inputs = kernel_inputs(config, dtype=dtype, device=device)
     for backend in schedule.values():
-        kernel = kernel_choice(backend, device=device, dtype=dtype, head_dim=config.model.head_dim)
+        kernel = kernel_choice(backend, **inputs)
         if kernel is not None and device.type == "cuda":
             log.info(f"attention={backend.name} runs the {kernel.kernel} kernels: {kernel.reason}")
         if backend.defect is not None:
@@ -93,6 +130,13 @@ def attention_schedule(
     return schedule
 
 
+def kernel_inputs(config: RunConfig, *, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What decides the choice of kernels; see kernel_choice()."""
+    changes = needed_features(config).keys() & {"softcap", "alibi_slopes", "score_mod"}
+    sizes = {"head_dim": config.model.head_dim, "score_mod": " ".join(changes)}
+    return {"dtype": dtype, "device": device, **sizes}
+
+
 def backend_after(schedule: dict[int, Backend], step: int) -> Backend:
     """The attention that is used after `step` steps."""
     return schedule[max(start for start in schedule if start <= step)]
@@ -102,7 +146,9 @@ def prepare_model(model: GPT, backend: Backend, *, compile_mode: str) -> nn.Modu
     """Give the model this attention; returns what training calls, compiled if will_compile()."""
     model.backend = backend
     device = next(model.parameters()).device.type
-    compiled = will_compile(model.config, backend, device, compile_mode=compile_mode)
+    score_mod = "score_mod" in model.attention_features
+    how = {"compile_mode": compile_mode, "score_mod": score_mod}
+    compiled = will_compile(model.config, backend, device, **how)
     if compiled or device == "cuda":
         count_compiling()
     if not compiled:
@@ -111,7 +157,14 @@ def prepare_model(model: GPT, backend: Backend, *, compile_mode: str) -> nn.Modu
     return torch.compile(model)
 
 
-def will_compile(config: ModelConfig, backend: Backend, device: str, *, compile_mode: str) -> bool:
+def will_compile(
+    config: ModelConfig,
+    backend: Backend,
+    device: str,
+    *,
+    compile_mode: str,
+    score_mod: bool = False,
+) -> bool:
     """Whether to use torch.compile: compile_mode is true, false or auto.
 
     auto compiles on a GPU, unless the attention fits no graph or the model saves memory by offload
@@ -127,6 +180,14 @@ def will_compile(config: ModelConfig, backend: Backend, device: str, *, compile_
             "compile=false"
         )
     fits = (backend.traceable or is_operator(backend)) and not sparing
+    # an operator takes no function, nor does the one that looks for the largest score
+    if score_mod and not (backend.traceable and "max_score" in backend.features):
+        fits = False
+        if compile_mode == "true":
+            raise ValueError(
+                f"attention={backend.name} takes no attention.score_mod into a compiled graph; add "
+                "compile=false"
+            )
     return compile_mode == "true" or (compile_mode == "auto" and device == "cuda" and fits)
 
 
@@ -135,7 +196,7 @@ def schedule_summary(schedule: dict[int, Backend], **inputs: Any) -> dict[str, A
     switch_at, ...
 
     defect: whether an attention of it is broken on purpose; exact: whether all claim softmax.
-    With the inputs of kernel_choice(): also the kernels of the first attention, if it has several.
+    With kernel_inputs(): also the kernels of the first attention, if it has several.
     """
     (_, first), *later = schedule.items()
     row = {

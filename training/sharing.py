@@ -8,7 +8,7 @@ from attention.context import register_ring
 from attention.played_ring import PlayedRing
 from config import BACKEND_OPTIONS, RunConfig
 from training.ranks import Ranks
-from training.schedule import chosen_attention
+from training.schedule import IN_WORDS, chosen_attention, needed_features
 
 RINGS = [name for name, backend in BACKENDS.items() if backend.ring is not None]
 
@@ -21,6 +21,13 @@ def way_to_share(config: RunConfig) -> dict[str, Any]:
     context, how = config.parallel.context, config.parallel.how
     if context == 1:
         return {}
+    needed = needed_features(config)
+    for feature in ("alibi_slopes", "score_mod"):
+        if feature in needed:
+            raise ValueError(
+                f"{needed[feature]}: ranks that share a sequence pass on windows and a softcap, "
+                f"not {IN_WORDS[feature]}; leave out parallel.context={context}"
+            )
     backends = list(chosen_attention(config.attention).values())
     on_a_ring = any(isinstance(backend.fn, PlayedRing) for backend in backends)
     shared = gcd(config.model.num_heads, config.model.kv_heads)  # their divisors divide both

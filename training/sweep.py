@@ -23,7 +23,7 @@ from typing import IO, Any, NoReturn
 
 from hydra.experimental.callback import Callback
 
-from config import BACKEND_OPTIONS, RunConfig
+from config import BACKEND_OPTIONS, FUNCTION_SETTINGS, RunConfig
 from training.files import parse_rows, read_metrics, strict, write_file
 from training.names import differing_settings, name_run, name_runs
 from training.ranks import of_environment
@@ -344,6 +344,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
         "status": "unfinished",
         "attention": attention.get("name"),
         "options": {key: attention[key] for key in BACKEND_OPTIONS if key in attention} or None,
+        "function": {key: attention[key] for key in FUNCTION_SETTINGS if key in attention} or None,
         "seq_len": config.get("seq_len"),
         "seed": config.get("seed"),
         "steps_done": last.get("step"),

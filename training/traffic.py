@@ -36,14 +36,28 @@ class Traffic:
 
 
 def useful_flops(
-    batch: int, heads: int, seq_len: int, head_dim: int, *, causal: bool = True
+    batch: int,
+    heads: int,
+    seq_len: int,
+    head_dim: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
 ) -> float:
-    """Of the forward's two products; a causal mask leaves half of them to do."""
-    return 4 * batch * heads * seq_len**2 * head_dim / (2 if causal else 1)
+    """Of the forward's two products; a causal mask leaves half of them to do, a window fewer."""
+    hidden = seq_len - min(window or seq_len, seq_len)
+    return 4 * batch * heads * (seq_len**2 - hidden**2) * head_dim / (2 if causal else 1)
 
 
 def printed_naive(
-    batch: int, heads: int, seq_len: int, head_dim: int, element: int, *, causal: bool = True
+    batch: int,
+    heads: int,
+    seq_len: int,
+    head_dim: int,
+    element: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
 ) -> Traffic:
     """The usual accounting of attention in three kernels: scores written and read, probabilities
     written and read, 4 N^2 + 4 N D.
@@ -55,20 +69,36 @@ def printed_naive(
     return Traffic(
         2 * square + 3 * line,
         2 * square + line,
-        useful_flops(batch, heads, seq_len, head_dim, causal=causal),
+        useful_flops(batch, heads, seq_len, head_dim, causal=causal, window=window),
     )
 
 
 def printed_fused(
-    batch: int, heads: int, seq_len: int, head_dim: int, element: int, *, causal: bool = True
+    batch: int,
+    heads: int,
+    seq_len: int,
+    head_dim: int,
+    element: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
 ) -> Traffic:
     """The usual accounting of a fused kernel: q, k, v read once and out written once, 4 N D."""
     line = batch * heads * seq_len * head_dim * element
-    return Traffic(3 * line, line, useful_flops(batch, heads, seq_len, head_dim, causal=causal))
+    return Traffic(
+        3 * line, line, useful_flops(batch, heads, seq_len, head_dim, causal=causal, window=window)
+    )
 
 
 def naive(
-    batch: int, heads: int, seq_len: int, head_dim: int, element: int, *, causal: bool = True
+    batch: int,
+    heads: int,
+    seq_len: int,
+    head_dim: int,
+    element: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
 ) -> Traffic:
     """attention=naive as it runs, operator by operator, every one over the whole of N x N in
     float32 (causal or not).
@@ -82,17 +112,22 @@ def naive(
         4 + 4 + 1 + 4 + 4 + 4 + 4 + 4 + 4 + (4 if cast else 0) + (cast or 4)
     ) + line * (3 * element + 8)
     written = square * (4 + 4 + 4 + 4 + 4 + 4 + 4 + cast) + line * (element + 8)
-    return Traffic(read, written, useful_flops(batch, heads, seq_len, head_dim, causal=causal))
+    return Traffic(
+        read, written, useful_flops(batch, heads, seq_len, head_dim, causal=causal, window=window)
+    )
 
 
-def visited_keys(seq_len: int, block_q: int, block_kv: int, *, causal: bool = True) -> int:
+def visited_keys(
+    seq_len: int, block_q: int, block_kv: int, *, causal: bool = True, window: int | None = None
+) -> int:
     """Rows of K that the query tiles of one head load, tile by tile: block_kv at a time, none past
-    the diagonal.
+    the diagonal or before the window.
     """
     total = 0
     for start in range(0, seq_len, block_q):
         last = min(start + block_q, seq_len) if causal else seq_len
-        total += min(-(-last // block_kv) * block_kv, seq_len)
+        first = max(start + 1 - (window or seq_len), 0)
+        total += min(-(-last // block_kv) * block_kv, seq_len) - first // block_kv * block_kv
     return total
 
 
@@ -106,17 +141,18 @@ def fused(
     block_q: int = 128,
     block_kv: int = 64,
     causal: bool = True,
+    window: int | None = None,
 ) -> Traffic:
     """A flash kernel: q once, K and V once for every query tile, out and lse once. The score tile
     never leaves the chip.
     """
     rows = batch * heads * seq_len
-    keys = batch * heads * visited_keys(seq_len, block_q, block_kv, causal=causal)
+    keys = batch * heads * visited_keys(seq_len, block_q, block_kv, causal=causal, window=window)
     read = (rows + 2 * keys) * head_dim * element
     return Traffic(
         read,
         rows * (head_dim * element + 4),
-        useful_flops(batch, heads, seq_len, head_dim, causal=causal),
+        useful_flops(batch, heads, seq_len, head_dim, causal=causal, window=window),
     )
 
 
@@ -130,6 +166,7 @@ def tile_loop(
     block_q: int = 128,
     block_kv: int = 64,
     causal: bool = True,
+    window: int | None = None,
 ) -> Traffic:
     """The same tiles as PyTorch operators: K and V as above, but every step on a score tile goes
     through memory (or the cache).
@@ -139,9 +176,17 @@ def tile_loop(
     not traffic: that takes fusion.
     """
     kernel = fused(
-        batch, heads, seq_len, head_dim, element, block_q=block_q, block_kv=block_kv, causal=causal
+        batch,
+        heads,
+        seq_len,
+        head_dim,
+        element,
+        block_q=block_q,
+        block_kv=block_kv,
+        causal=causal,
+        window=window,
     )
-    keys = batch * heads * visited_keys(seq_len, block_q, block_kv, causal=causal)
+    keys = batch * heads * visited_keys(seq_len, block_q, block_kv, causal=causal, window=window)
     scores, accumulators = (
         keys * min(block_q, seq_len),
         keys / block_kv * min(block_q, seq_len) * head_dim * 4,

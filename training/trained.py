@@ -60,6 +60,7 @@ def load_trained(
     dtype = pick_dtype(config.dtype, device)
     step = read_meta(run)["step"]
     backend = backend or backend_after(chosen_attention(config.attention), step)
-    model = GPT(config.model, vocab_size=vocab_size, backend=backend).to(device)
+    made = {"vocab_size": vocab_size, "backend": backend}
+    model = GPT(config.model, **made, attention=config.attention).to(device)
     load_model_state(run, model)
     return Trained(model, dtype, autocast_to(dtype, device), step)

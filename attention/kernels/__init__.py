@@ -156,21 +156,12 @@ def refusals(
     ]
 
 
-def kernel_choice(
-    backend: Backend, *, device: torch.device, dtype: torch.dtype, head_dim: int
-) -> Choice | None:
+def kernel_choice(backend: Backend, **inputs: Any) -> Choice | None:
     """Which kernels a backend runs for such inputs and why, for a run's log; None for a backend
-    that has no option kernel.
-
-    A softcap, ALiBi, a score_mod or a scale that is not positive takes the portable kernels in any
-    case.
+    that has no option kernel. `inputs` are those of why_not_hopper().
     """
     kernel = backend.options.get("kernel")
-    return (
-        None
-        if kernel is None
-        else choose_kernel(kernel, device=device, dtype=dtype, head_dim=head_dim)
-    )
+    return None if kernel is None else choose_kernel(kernel, **inputs)
 
 
 class TritonBlocks:

@@ -220,7 +220,7 @@ def test_the_largest_score_is_one_between_tokens_of_a_document(build):
         80, 80
     ).tril().bool()
     scores = [
-        (call.q @ call.k.mT * call.scale).masked_fill(~seen[:, None], -torch.inf)
+        (call.q @ call.k.mT * call.arguments["scale"]).masked_fill(~seen[:, None], -torch.inf)
         for call in recorder.calls
     ]
 

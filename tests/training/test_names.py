@@ -23,6 +23,18 @@ ROOT = Path(__file__).resolve().parents[2]
         (["attention=sdpa", "attention.backend=flash"], [(0, "sdpa backend=flash")]),
         (["attention=no_max", "attention.detach_max=true"], [(0, "no_max detach_max=true")]),
         (["attention=no_max", "attention.impl=triton"], [(0, "no_max impl=triton")]),
+        (
+            ["attention=triton", "attention.window=256", "attention.pattern=SSSL"],
+            [(0, "triton window=256 pattern=SSSL")],
+        ),
+        (
+            ["attention=naive", "attention.windows=[16,null,3,null]", "attention.softcap=50"],
+            [(0, "naive windows=[16,null,3,null] softcap=50")],
+        ),
+        (
+            ["attention.window=8", "attention.switch_at=4", "attention.switch_to=naive"],
+            [(0, "tiled window=8"), (4, "naive window=8")],
+        ),
         # defaults that are written out
         (["attention=no_max", "attention.softmax_dtype=float32"], [(0, "no_max")]),
         (["attention=triton", "attention.kernel=auto"], [(0, "triton")]),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import model.norm
 from attention import get_backend
-from config import ModelConfig, RunConfig
+from config import AttentionConfig, ModelConfig, RunConfig
 from conformance.memory_growth import LiveTensors
 from model import GPT, count_parameters
 from model.loss import CHUNK_LOGITS
@@ -27,6 +27,7 @@ from tests.selection import diagonal
 from training.plan import (
     StepShape,
     attention_call,
+    layer_sizes,
     parameter_count,
     predict_peak_bytes,
     predict_step,
@@ -62,6 +63,8 @@ class Step:
         vocab_size: int = 257,
         batch: int = 2,
         compiled: bool = False,
+        window: int | None = None,
+        softcap: float | None = None,
         **keeps: Any,
     ):
         torch.manual_seed(0)
@@ -73,7 +76,9 @@ class Step:
         )
         backend = get_backend(attention)
         backend = backend.configured(**TILES) if TILES.keys() <= backend.options.keys() else backend
-        self.model = GPT(config, vocab_size=vocab_size, backend=backend)
+        function = {"window": window, "softcap": softcap}
+        chosen = AttentionConfig(**function)
+        self.model = GPT(config, vocab_size=vocab_size, backend=backend, attention=chosen)
         self.run = torch.compile(self.model, backend=PARTITIONED) if compiled else self.model
         self.batch = [torch.randint(vocab_size, (batch, seq_len)) for _ in range(2)]
         sizes = {
@@ -83,7 +88,8 @@ class Step:
             "backend": backend,
             "dtype": dtype,
         }
-        self.plan = predict_step(config, **sizes, device="cpu", compiled=compiled)
+        sizes |= {"device": "cpu", "compiled": compiled}
+        self.plan = predict_step(config, **sizes, **function)
 
     def forward(self) -> Tensor:
         with torch.autocast("cpu", dtype=self.dtype, enabled=self.dtype != FP32):
@@ -205,6 +211,32 @@ BUDGETS = {"sdpa": 0.01, "tiled": 0.01, "naive": 0.02, "no_max": 0.1, "no_rescal
 def test_peak(shape, attention, dtype):
     step = Step(shape, attention, dtype)
     assert step.plan.peak == pytest.approx(step.peak_bytes(), rel=BUDGETS[attention])
+
+
+@pytest.mark.parametrize(
+    ("attention", "function"),
+    [
+        ("tiled", {"window": 64, "softcap": 5.0}),
+        ("naive", {"window": 64, "softcap": 5.0}),
+        ("no_rescale", {"window": 64}),
+        ("no_rescale", {"softcap": 5.0}),
+        ("tiled", {"positions": "alibi"}),
+        ("naive", {"positions": "alibi"}),
+    ],
+    ids=str,
+)
+def test_saved_and_peak_of_what_the_layers_compute(attention, function):
+    step = Step("gpt2", attention, FP32, **function)
+    assert step.plan.saved == pytest.approx(step.saved_bytes(), rel=0.005)
+    assert step.plan.peak == pytest.approx(step.peak_bytes(), rel=BUDGETS[attention])
+
+
+def test_the_widest_window_of_the_layers_decides():
+    def sizes(**function) -> dict:
+        return layer_sizes(RunConfig(attention=AttentionConfig(**function)))
+
+    assert sizes(window=9, pattern="SL")["window"] is None
+    assert sizes(windows=[4, 9, 4, 4], softcap=2.0) == {"window": 9, "softcap": 2.0}
 
 
 def short(value: Any) -> str:

@@ -94,6 +94,7 @@ def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
         ("attention=no_rescale", "attention.block_kv=8", "data.documents=true"),
         pytest.param(("attention=kv_outer", "compile=true"), marks=pytest.mark.slow),
         ("attention=tiled", "model.checkpoint=block", "attention.block_kv=8"),
+        ("attention=tiled", "attention.window=9", "attention.pattern=SL", "attention.softcap=1"),
     ],
     ids=[
         "tiled",
@@ -102,6 +103,7 @@ def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
         "no_rescale-documents",
         "compiled",
         "recomputed",
+        "window-softcap",
     ],
 )
 def test_a_shared_sequence_is_the_same_attention(tmp_path, settings):
@@ -133,8 +135,9 @@ def test_a_shared_sequence_is_the_same_attention(tmp_path, settings):
         ),
         (("attention=ring_no_rescale", "compile=true"), (), ("attention.ranks=2",)),
         (("attention=tiled",), ("parallel.how=gather",), ()),
+        (("attention=tiled", "attention.window=9", "attention.softcap=1"), (), ()),
     ],
-    ids=["rope-documents", "broken-merge-compiled", "gathered"],
+    ids=["rope-documents", "broken-merge-compiled", "gathered", "window-softcap"],
 )
 def test_a_ring_trains_as_one_process_does(tmp_path, settings, how, alone):
     tiles = ("attention.block_q=8", "attention.block_kv=8", "model.num_heads=3")
@@ -362,6 +365,11 @@ def test_one_folder_and_no_other_is_left(tmp_path):
             "parallel.context can be none; parallel.how=ring takes any number",
         ),
         (("parallel.context=2", "parallel.how=ring", "attention=sdpa"), "attention=sdpa cannot"),
+        (
+            ("parallel.context=2", "model.positions=alibi"),
+            "model.positions=alibi: ranks that share a sequence pass on windows and a softcap, not "
+            "ALiBi; leave out parallel.context=2",
+        ),
         (
             ("parallel.context=2", "attention=ring", "attention.ranks=3"),
             "attention.ranks=3 are ranks that one process plays",

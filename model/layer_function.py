@@ -1,0 +1,48 @@
+"""Which function the attention of each layer computes: its window, and what changes its scores.
+
+A backend says how it is computed, and can be exchanged. This belongs to the model, like its width:
+weights that were trained under a window are read under that window.
+
+    attention.window=4096 attention.pattern=SSSL    layers 0 1 2 see 4,096 keys, 3 all, 4 5 6 ...
+    attention.windows=[null,64,64,null]             each layer its own
+    attention.softcap=50                            Gemma 2, 2024, arXiv:2408.00118
+    model.positions=alibi                           Press et al. 2021, arXiv:2108.12409
+    attention.score_mod=pkg.module:NAME             any other change of a score
+
+Dimensions: H query heads.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import get_score_mod
+from config import AttentionConfig, ModelConfig
+
+
+def layer_functions(chosen: AttentionConfig, model: ModelConfig) -> list[dict[str, Any]]:
+    """What attention() gets in each layer, beside q, k, v and documents; {} is plain attention."""
+    everywhere = {
+        "softcap": chosen.softcap,
+        "alibi_slopes": alibi_slopes(model.num_heads) if model.positions == "alibi" else None,
+        "score_mod": None if chosen.score_mod is None else get_score_mod(chosen.score_mod),
+    }
+    return [
+        {name: value for name, value in arguments.items() if value is not None}
+        for window in chosen.layer_windows(model.num_layers)
+        for arguments in [{"window": window} | everywhere]
+    ]
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """One slope a head, (H,) float32: 2^(-8/H), 2^(-16/H), ... for a power of two.
+
+    Another number takes the slopes of the power of two below it, and the rest from every second
+    slope of the power above, as the authors' code does (footnote 8 of the paper).
+    """
+    power = 2 ** int(math.log2(num_heads))
+    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
+    slopes += [2 ** (-4 * (head + 1) / power) for head in range(0, 2 * (num_heads - power), 2)]
+    return torch.tensor(slopes)

@@ -1,0 +1,220 @@
+"""Windows, patterns of layers, a softcap, ALiBi and a score_mod: what the layers of a GPT compute,
+under any backend.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from attention import BACKENDS, ScoreMod, get_backend
+from config import AttentionConfig, ModelConfig
+from model import GPT, generate
+from model.layer_function import alibi_slopes, layer_functions
+from training.evaluate import evaluate, exact_attention
+from training.health import compare_layers, diagnose
+
+LENGTH = 40
+INTERPRETED = pytest.param(
+    "triton",
+    marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter"),
+)
+
+
+def flattened(score, b, h, i, j, params):
+    """A change that depends on the head and the distance."""
+    factor = 1 / (1 + (h + 1) * (i - j).abs())
+    return score * factor, factor.expand_as(score)
+
+
+FLATTEN = ScoreMod(flattened)
+FUNCTIONS = {
+    "window": {"window": 7},
+    "pattern": {"window": 7, "pattern": "SL"},
+    "windows": {"windows": [None, 5]},
+    "softcap": {"softcap": 2.0},
+    "alibi": {"positions": "alibi"},
+    "all": {"window": 7, "pattern": "SL", "softcap": 2.0, "positions": "alibi"},
+    "score_mod": {"score_mod": f"{__name__}:FLATTEN", "window": 7},
+}
+
+
+def build(backend: str = "naive", *, positions: str = "learned", **function) -> GPT:
+    """Two layers with four heads of sixteen over two key heads, the same weights every time."""
+    torch.manual_seed(0)
+    sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "hidden_size": 64}
+    config = ModelConfig(**sizes, max_seq_len=LENGTH, init_std=0.2, positions=positions)
+    chosen = get_backend(backend)
+    if "block_q" in chosen.options:
+        chosen = chosen.configured(block_q=16, block_kv=8)
+    return GPT(config, vocab_size=61, backend=chosen, attention=AttentionConfig(**function))
+
+
+@pytest.fixture
+def batch():
+    tokens = torch.randint(61, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+@torch.no_grad()
+def logits(model: GPT, tokens: torch.Tensor, **arguments) -> torch.Tensor:
+    return model(tokens, **arguments).logits
+
+
+def gradients(model: GPT, batch) -> list[torch.Tensor]:
+    model(*batch).loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("name", ["tiled", "kv_outer", "flex", INTERPRETED])
+def test_every_backend_computes_the_function_of_the_layers(name, function, batch):
+    if name == "triton" and "score_mod" in function:
+        pytest.skip("has its kernels in tests/attention/test_score_mod.py")
+    found, expected = (logits(build(each, **function), batch[0]) for each in (name, "naive"))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(expected, logits(build(), batch[0]), atol=1e-2)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("checkpoint", ["none", "elementwise", "attention", "block"])
+def test_gradients(checkpoint, function, batch):
+    """The fused block of model.checkpoint computes it too, and its recomputation."""
+    model = build("tiled", **function)
+    model.config.checkpoint = checkpoint
+    for found, expected in zip(
+        gradients(model, batch), gradients(build(**function), batch), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["naive", "tiled"])
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_generation_with_a_cache_is_that_without(name, function, batch):
+    model = build(name, **function)
+    write = partial(generate, model, batch[0][:, :5], max_new_tokens=LENGTH, temperature=0)
+    assert torch.equal(write(), write(use_cache=False))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_exact_attention_is_exact_for_the_function(function, batch):
+    model = build("tiled", **function)
+    row = evaluate(model, *batch, batch_size=2, autocast=torch.no_grad(), accuracy=False)
+    assert row["val/loss"] == pytest.approx(row["val/loss_exact"], abs=1e-5)
+    errors = compare_layers(model, *batch)
+    assert all(errors[f"attention/{x}_error"] < 1e-4 for x in ("out", "dq", "dk", "dv"))
+    broken = build("no_rescale", **function)
+    row = evaluate(broken, *batch, batch_size=2, autocast=torch.no_grad(), accuracy=False)
+    assert abs(row["val/loss"] - row["val/loss_exact"]) > 1e-4
+    assert compare_layers(broken, *batch)["attention/out_error"] > 1e-3
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_the_comparison_with_float64_knows_documents_too(function, batch):
+    document_ids = (torch.arange(LENGTH) // 9).expand(2, -1)
+    row = compare_layers(build("tiled", **function), *batch, document_ids)
+    assert all(row[f"attention/{x}_error"] < 1e-4 for x in ("out", "dq", "dk", "dv"))
+
+
+def test_a_backend_that_ignores_the_window_is_seen(batch):
+    model = build("tiled", window=7)
+    listen = model.backend.fn
+    model.backend = replace(
+        model.backend, fn=lambda *tensors, window, **rest: listen(*tensors, **rest)
+    )
+    assert compare_layers(model, *batch)["attention/out_error"] > 0.1
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_the_largest_score_is_that_of_the_function(function, batch):
+    """From the call itself, and beside a backend that does not return it."""
+
+    def largest(name: str) -> torch.Tensor:
+        model = build(name, **function)
+        with torch.no_grad(), model.looking():
+            model(batch[0])
+        return model.max_scores()
+
+    torch.testing.assert_close(largest("tiled"), largest("naive"))
+    torch.testing.assert_close(largest("flex"), largest("naive"))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_a_divergence_is_found_under_the_function(function, batch):
+    model = build("no_max", **function | {"softcap": None})
+    with torch.no_grad():
+        model.blocks[1].attention.qkv.weight[:64] *= 1e4
+    found, _ = diagnose(model, [batch])
+    assert (found["layer"], found["tensor"]) in ((1, "row_sum"), (1, "acc"))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_layers_of_a_pattern_differ(layer, batch):
+    """A layer with a window does not see the first token from far away, another does."""
+    model = build(window=7, pattern="SL")
+    assert [block.attention.function for block in model.blocks] == [{"window": 7}, {}]
+    model.blocks = model.blocks[layer : layer + 1]
+    changed = batch[0].clone()
+    changed[:, 0] = (changed[:, 0] + 1) % 61
+    moved = (logits(model, batch[0]) != logits(model, changed)).any(-1)
+    assert moved[:, :7].all() and moved[:, 7:].any() == (layer == 1)
+
+
+def test_windows_of_layers():
+    def windows(num_layers: int, **function) -> list[int | None]:
+        return AttentionConfig(**function).layer_windows(num_layers)
+
+    assert windows(3) == [None] * 3
+    assert windows(3, window=9) == [9] * 3
+    assert windows(6, window=9, pattern="SSSL") == [9, 9, 9, None, 9, 9]
+    assert windows(3, windows=[None, 4, 5]) == [None, 4, 5]
+    assert layer_functions(AttentionConfig(), ModelConfig()) == [{}] * 4
+
+
+def test_alibi_slopes_are_those_of_the_paper():
+    assert alibi_slopes(8).tolist() == [2.0**-n for n in range(1, 9)]
+    assert alibi_slopes(16).tolist() == pytest.approx([2 ** (-n / 2) for n in range(1, 17)])
+    # get_slopes(12) of the authors' code: those of 8, then every second one of 16
+    rest = [2 ** (-n / 2) for n in (1, 3, 5, 7)]
+    assert alibi_slopes(12).tolist() == pytest.approx([2.0**-n for n in range(1, 9)] + rest)
+    assert alibi_slopes(1).tolist() == [2.0**-8]
+
+
+def test_alibi_adds_no_weight_and_no_entry_of_a_checkpoint():
+    model = build(positions="alibi")
+    assert model.position_embedding is None and not any("alibi" in x for x in model.state_dict())
+    assert model.to("meta").blocks[0].attention.function["alibi_slopes"].device.type == "meta"
+
+
+@pytest.mark.parametrize("name", ["naive", "tiled", INTERPRETED])
+@pytest.mark.parametrize("key", ["all", "windows"])
+def test_compiled(name, key, batch):
+    torch.compiler.reset()
+    model = build(name, **FUNCTIONS[key])
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*batch).loss, model(*batch).loss)
+
+
+def test_who_judges():
+    cpu = torch.device("cpu")
+    assert exact_attention(16, cpu).name == "sdpa"
+    assert exact_attention(16, cpu, {"window"}).name == "tiled"
+    assert exact_attention(64, torch.device("cuda"), {"softcap"}).name == "flex"
+
+
+def test_flops_count_the_keys_of_a_window(batch):
+    """mfu stays PaLM's; mfu_causal counts what the queries see."""
+    full, windowed = build(), build(windows=[None, 7])
+    assert full.flops_per_token(LENGTH) == windowed.flops_per_token(LENGTH)
+    seen = sum(min(i + 1, 7) for i in range(LENGTH)) / LENGTH
+    hidden = (LENGTH + 1) / 2 - seen
+    counted = [model.flops_per_token(LENGTH, causal=True) for model in (full, windowed)]
+    assert counted[0] - counted[1] == pytest.approx(12 * 64 * hidden, abs=1)
+    assert build(window=10**6).flops_per_token(LENGTH, causal=True) == counted[0]
+
+
+def test_every_feature_has_a_backend():
+    features = build(**FUNCTIONS["all"]).attention_features
+    assert features == {"window", "softcap", "alibi_slopes"}
+    assert features <= BACKENDS["triton"].features

@@ -1,0 +1,275 @@
+"""Runs whose layers have windows, a softcap, ALiBi or a score_mod: refused where the attention
+cannot, kept by a resume, named in a sweep, and read as trained by the commands.
+"""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from attention import ScoreMod, get_backend
+from scripts import cross_eval, sample, trace
+from scripts.plan import Options, plan_all, traffic_of
+from tests.command import (
+    cache_folder,
+    checkpoint,
+    computed,
+    metrics,
+    run,
+    same,
+    summary,
+    tiny,
+    tiny_sweep,
+)
+from tests.test_resume import send_at_step
+from training.command_line import compose
+from training.names import name_runs
+from training.run import build_run
+from training.schedule import (
+    check_model,
+    check_schedule,
+    kernel_inputs,
+    schedule_summary,
+    will_compile,
+)
+from training.sweep import read_run, read_sweep
+from training.trained import load_trained, read_run_config
+
+FUNCTION = ("attention.window=9", "attention.pattern=SL", "attention.softcap=1")
+ALIBI = (*FUNCTION, "model.positions=alibi", "model.num_layers=2")
+TILES = ("attention.block_q=8", "attention.block_kv=8")
+CPU = {"dtype": torch.float32, "device": torch.device("cpu")}
+
+
+def halved(score, b, h, i, j, params):
+    return score / 2, torch.full_like(score, 0.5)
+
+
+def wrong(score, b, h, i, j, params):
+    return score / 2, torch.ones_like(score)
+
+
+HALVED, WRONG = ScoreMod(halved), ScoreMod(wrong)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """Six steps with everything but a score_mod."""
+    run_dir = tmp_path_factory.mktemp("trained")
+    done = run(*tiny(run_dir, *ALIBI, *TILES, "steps=6", "eval_every=3", "checkpoint_every=3"))
+    assert done.code == 0, done.output
+    assert "attention=tiled block_q=8 block_kv=8 window=9 pattern=SL softcap=1" in done.output
+    return run_dir
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["attention.pattern=SSSL"], "attention.pattern=SSSL .* add attention.window=N"),
+        (["attention.window=4", "attention.pattern=SX"], "pattern=SX must be made of S .* and L"),
+        (["attention.window=4", "attention.pattern=ssl"], "pattern=ssl must be made of S"),
+        (["attention.window=4", "attention.pattern=''"], "must be made of S"),
+        (["attention.window=0"], "attention.window=0 must be at least 1"),
+        (["attention.windows=[4,0,4,4]"], "a window must be at least 1; null sees all keys"),
+        (["attention.windows=[4]"], "has 1 windows for model.num_layers=4: name one for each"),
+        (["attention.window=4", "attention.windows=[4,4,4,4]"], "leave out attention.window"),
+        (["attention.softcap=0"], "attention.softcap=0.* must be a positive number; null is no"),
+        (["attention.softcap=inf"], "must be a positive number"),
+        (["attention.softcap=nan"], "must be a positive number"),
+        (["attention.softcap=1", "attention.score_mod=a:B"], "takes the place of attention.soft"),
+        (["model.positions=alibi", "attention.score_mod=a:B"], "the place of model.positions=al"),
+        (["model.positions=rotary"], "model.positions=rotary is not one of: learned, rope, alibi"),
+    ],
+)
+def test_settings_that_mean_nothing(overrides, said):
+    with pytest.raises(ValueError, match=said):
+        compose(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["attention=sdpa", "attention.window=4"], "attention.window=4 needs windows, .*sdpa does"),
+        (["attention=sdpa", "model.positions=alibi"], "model.positions=alibi needs ALiBi"),
+        (["attention=relative_mask", "attention.windows=[4,null,4,4]"], r"\[4,null,4,4\] needs"),
+        (
+            ["attention=ring", "model.positions=alibi"],
+            "these do: naive, tiled, triton, flex, alpha",
+        ),
+        (
+            ["attention.softcap=3", "attention.switch_at=9", "attention.switch_to=sdpa"],
+            "attention.softcap=3 needs a softcap, which attention=sdpa does not have",
+        ),
+        (["attention=sdpa", f"attention.score_mod={__name__}:HALVED"], "needs changes of the sc"),
+    ],
+)
+def test_an_attention_that_cannot_is_refused_with_those_that_can(overrides, said):
+    with pytest.raises(ValueError, match=said):
+        check_schedule(compose(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nope:X", "attention.score_mod=nope:X cannot be loaded: ModuleNotFoundError"),
+        (f"{__name__}:halved", "must be an attention.ScoreMod, it is a function"),
+        (f"{__name__}", "must read pkg.module:NAME"),
+        (
+            f"{__name__}:WRONG",
+            "the score_mod's fn, its derivative and its kernel must agree: .* dq",
+        ),
+    ],
+)
+def test_a_score_mod_is_tried_out(name, said):
+    config = compose(f"attention.score_mod='{name}'")
+    with pytest.raises(ValueError, match=said):
+        check_model(config, check_schedule(config), **CPU)
+    config = compose(f"attention.score_mod='{__name__}:HALVED'")
+    check_model(config, check_schedule(config), **CPU)
+
+
+def test_kernels_need_a_score_mod_of_their_own(monkeypatch):
+    monkeypatch.setattr("attention.kernels.INSTALLED", True)
+    config = compose("attention=triton", f"attention.score_mod='{__name__}:HALVED'")
+    with pytest.raises(ValueError, match="needs the score_mod as a @triton.jit function too"):
+        check_model(config, check_schedule(config), **CPU)
+
+
+def test_a_users_attention_is_tried_out_under_the_window():
+    """One that says that it takes a window and does not."""
+    deaf = "attention=tests.user_backends:DEAF"
+    config = compose(deaf, "attention.window=64")
+    with pytest.raises(ValueError, match="DEAF says exact=True, but its out is"):
+        check_model(config, check_schedule(config), **CPU)
+    config = compose(deaf)
+    check_model(config, check_schedule(config), **CPU)
+
+
+def test_the_hopper_kernels_take_no_change_of_the_scores():
+    config = compose("attention.softcap=3", "attention=triton")
+    described = schedule_summary(check_schedule(config), **kernel_inputs(config, **CPU))
+    assert described["kernel"] == "portable"
+    assert kernel_inputs(config, **CPU)["score_mod"] == "softcap"
+    assert kernel_inputs(compose("attention.window=3"), **CPU)["score_mod"] == ""
+
+
+def test_a_score_mod_in_a_compiled_graph():
+    model, asked = compose().model, {"compile_mode": "auto", "score_mod": True}
+    for name, fits in {"triton": True, "naive": True, "tiled": False, "flex": False}.items():
+        assert will_compile(model, get_backend(name), "cuda", **asked) == fits, name
+    with pytest.raises(ValueError, match="attention=tiled takes no attention.score_mod into a"):
+        will_compile(model, get_backend("tiled"), "cpu", **asked | {"compile_mode": "true"})
+
+
+def test_a_run_says_what_its_layers_compute(trained):
+    row, last = summary(trained), metrics(trained)[-1]
+    assert row["function"] == {"window": 9, "pattern": "SL", "softcap": 1.0}
+    assert row["variant"] == "tiled block_q=8 block_kv=8 window=9 pattern=SL softcap=1"
+    assert last["val/loss"] == pytest.approx(last["val/loss_exact"], abs=1e-5)
+    assert last["attention/out_error"] < 1e-5 and last["attention/dk_error"] < 1e-4
+    (trained / "summary.json").rename(trained / "kept.json")
+    unfinished = read_run(trained)
+    (trained / "kept.json").rename(trained / "summary.json")
+    assert name_runs([unfinished])[0].variant == row["variant"]
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(trained, monkeypatch, tmp_path):
+    send_at_step(monkeypatch, 3, signal.SIGINT)
+    settings = ("steps=6", "eval_every=3", "checkpoint_every=3")
+    assert run(*tiny(tmp_path, *ALIBI, *TILES, *settings)).code == 130
+    assert run(f"resume={tmp_path}").code == 0
+    assert same(checkpoint(tmp_path), checkpoint(trained))
+    assert computed(tmp_path) == computed(trained)
+
+
+def test_another_attention_takes_over_the_function(trained, tmp_path):
+    """A window belongs to the model, so another backend on resume keeps it."""
+    run_dir = Path(shutil.copytree(trained, tmp_path / "run"))
+    assert run(f"resume={run_dir}", "attention=naive", "steps=8").code == 0
+    assert summary(run_dir)["variant"] == "naive window=9 pattern=SL softcap=1"
+    done = run(f"resume={run_dir}", "attention=sdpa", "steps=9")
+    assert "attention.window=9 needs windows" in done.complaint()
+
+
+def test_a_run_from_before_there_were_windows_goes_on(tmp_path):
+    assert run(*tiny(tmp_path)).code == 0
+    new = {"window", "pattern", "windows", "softcap", "score_mod"}
+    config = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    config["attention"] = {k: v for k, v in config["attention"].items() if k not in new}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    meta = tmp_path / "checkpoint" / "meta.json"
+    saved = json.loads(meta.read_text()) | {"config": config}
+    del saved["sha256"]  # of the file as it was
+    meta.write_text(json.dumps(saved))
+    assert load_trained(tmp_path, read_run_config(tmp_path), 257).model.attention_features == set()
+    assert run(f"resume={tmp_path}", "steps=6").code == 0
+    assert summary(tmp_path)["starts"][-1]["changed"] == {"steps": [4, 6]}
+
+
+def test_a_sweep_over_windows(tmp_path):
+    done = run(*tiny_sweep(tmp_path, "attention.window=5,null", "attention=naive,tiled"))
+    assert done.code == 0, done.output
+    names = [name.run for name in name_runs(read_sweep(tmp_path))]
+    assert names == ["naive window=5", "tiled window=5", "naive", "tiled"]
+    assert "tiled window=5  completed" in done.output
+
+
+def test_a_sweep_with_an_attention_that_cannot_starts_nothing(tmp_path):
+    done = run(*tiny_sweep(tmp_path, "attention.window=5", "attention=naive,sdpa"))
+    said = done.complaint()
+    assert "1 of 2 jobs cannot run" in said and "attention.window=5 needs windows" in said
+    assert not list(tmp_path.glob("*/config.yaml"))
+
+
+def test_a_score_mod_trains(tmp_path):
+    done = run(*tiny(tmp_path, f"attention.score_mod='{__name__}:HALVED'"))
+    assert done.code == 0, done.output
+    last = metrics(tmp_path)[-1]
+    assert last["val/loss"] == pytest.approx(last["val/loss_exact"], abs=1e-6)
+    assert last["attention/out_error"] < 1e-5
+    assert summary(tmp_path)["variant"] == f"tiled score_mod={__name__}:HALVED"
+
+
+def test_scripts_read_the_weights_as_they_were_trained(trained, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TILEGPT_CACHE", cache_folder())
+    cross_eval.main([str(trained), "device=cpu", "sequences=4", f"out={tmp_path}/table.json"])
+    (row,) = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert row["loss"] == metrics(trained)[-1]["val/loss_exact"]
+    assert ", window=9, pattern=SL, softcap=1 (1 run)" in capsys.readouterr().out
+    written = []
+    for name, cache in (("tiled", "true"), ("naive", "false")):
+        asked = [f"run={trained}", "tokens=40", "temperature=0", "device=cpu"]
+        sample.main([*asked, f"attention={name}", f"cache={cache}"])
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1]
+    page = f"out={tmp_path}/trace.html"
+    trace.main([f"run={trained}", "layer=0", "head=1", page])
+    told = capsys.readouterr().out
+    assert "window=9, softcap=1, alibi=0.00390625" in told and "Every row is as close" in told
+    trace.main([f"run={trained}", "layer=1", page])  # an L of the pattern
+    assert "window" not in capsys.readouterr().out.splitlines()[0]
+
+
+def test_the_plan_of_a_windowed_run(monkeypatch):
+    monkeypatch.setenv("TILEGPT_CACHE", cache_folder())
+    windowed = ["seq_len=4096", "batch_size=1", "device=cpu", "attention.window=512"]
+    planned = plan_all(Options(overrides=windowed))
+    assert list(planned) == ["naive", "tiled", "triton"]
+    full = plan_all(Options(attention=["tiled"], overrides=windowed[:-1]))["tiled"]
+    (_, seen), (_, all_keys) = traffic_of(planned["tiled"]), traffic_of(full)
+    share = (4096**2 - (4096 - 512) ** 2) / 4096**2
+    assert seen.flops / all_keys.flops == pytest.approx(share)
+    assert seen.read < 0.4 * all_keys.read
+    with pytest.raises(ValueError, match="attention=sdpa does not have"):
+        plan_all(Options(attention=["sdpa"], overrides=windowed))
+
+
+def test_build_run_gives_the_layers_their_function(monkeypatch):
+    monkeypatch.setenv("TILEGPT_CACHE", cache_folder())
+    parts = build_run(compose("attention.windows=[3,null,3,null]", "seq_len=32", "device=cpu"))
+    found = [block.attention.function for block in parts.model.blocks]
+    assert found == [{"window": 3}, {}, {"window": 3}, {}]
