@@ -22,7 +22,7 @@ BACKEND_OPTIONS = {
     "backend": "auto",
 }
 # fields of AttentionConfig that say which function the layers compute, under any backend
-FUNCTION_SETTINGS = ("window", "pattern", "windows", "softcap", "score_mod")
+FUNCTION_SETTINGS = ("window", "pattern", "windows", "softcap", "score_mod", "sinks")
 # sources of data that need a tokenizer
 TEXT_SOURCES = ("stdlib", "torch_source", "text", "hub")
 
@@ -97,6 +97,8 @@ class AttentionConfig:
     softcap: float | None = None
     # any other change of the scores: an attention.ScoreMod, as pkg.module:NAME
     score_mod: str | None = None
+    # a learnable logit a head in the denominator, so that a query may attend to nothing
+    sinks: bool | None = None
     # step after which another attention takes over; None is never
     switch_at: int | None = None
     # the attention that takes over, in attention.BACKENDS or as pkg.module:NAME

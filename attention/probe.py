@@ -46,6 +46,8 @@ def probe(
         function["window"] = min(function["window"], HALF // 2)  # so that it hides keys here
     if function.get("alibi_slopes") is not None:
         function["alibi_slopes"] = function["alibi_slopes"].to(device)
+    if function.get("sinks"):
+        function["sinks"] = torch.zeros(num_heads, device=device)
     attend = partial(attend, **function)
     attend_with = partial(attend, backend=backend)
     results = _call(backend, attend_with, q, k, v, d_out)

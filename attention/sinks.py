@@ -17,17 +17,15 @@ Dimensions: B batch, H query heads, N queries, D head dim.
 import torch
 from torch import Tensor
 
-from attention.online_softmax import OnlineSoftmax
+from attention.online_softmax import finite
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """out (B, H, N, D) and lse (B, H, N) of attention, with sinks (H,) in its denominator.
 
-    Gradients flow to all three.
+    Gradients flow to all three. What OnlineSoftmax.merge() does for these two states, in the form
+    that keeps least for its backward pass.
     """
-    lse = lse.unsqueeze(-1)
-    keys = OnlineSoftmax(lse, torch.ones_like(lse), out.to(lse.dtype))
-    score = sinks.to(lse.dtype)[:, None, None].expand_as(lse)
-    sink = OnlineSoftmax(score, torch.ones_like(score), torch.zeros_like(score))
-    with_sink, total = keys.merge(sink).finalize()
-    return with_sink.to(out.dtype), total
+    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    share = torch.exp(lse - finite(total))  # of the keys; the sink has the rest
+    return (out * share.unsqueeze(-1)).to(out.dtype), total

@@ -52,7 +52,10 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, backend: Backend, function: dict[str, Any]):
         super().__init__()
         self.backend = backend
-        self._function = {name: x for name, x in function.items() if name != "alibi_slopes"}
+        tensors = ("alibi_slopes", "sinks")
+        self._function = {name: x for name, x in function.items() if name not in tensors}
+        sinks = nn.Parameter(torch.zeros(config.num_heads)) if "sinks" in function else None
+        self.register_parameter("sinks", sinks)  # (H,)
         # goes to the model's device, and into no checkpoint
         self.register_buffer("alibi_slopes", function.get("alibi_slopes"), persistent=False)
         self.head_dim = config.head_dim
@@ -81,10 +84,9 @@ class CausalSelfAttention(nn.Module):
 
     @property
     def function(self) -> dict[str, Any]:
-        """What attention() gets under any backend: window, softcap, alibi_slopes, score_mod."""
-        if self.alibi_slopes is None:
-            return self._function
-        return self._function | {"alibi_slopes": self.alibi_slopes}
+        """What attention() gets under any backend; see layer_functions()."""
+        tensors = {"alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
+        return self._function | {name: x for name, x in tensors.items() if x is not None}
 
     def heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, N, D), k and v (B, H_kv, N, D), with QK-norm and RoPE applied."""
@@ -260,7 +262,8 @@ class GPT(nn.Module):
     @property
     def attention_features(self) -> frozenset[str]:
         """The features that the function of its layers asks of a backend."""
-        return frozenset().union(*(block.attention.function for block in self.blocks))
+        asked = frozenset().union(*(block.attention.function for block in self.blocks))
+        return asked - {"sinks"} | ({"lse"} if "sinks" in asked else set())
 
     @contextmanager
     def use_backend(self, backend: Backend) -> Iterator[None]:

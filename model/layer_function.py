@@ -8,6 +8,7 @@ weights that were trained under a window are read under that window.
     attention.softcap=50                            Gemma 2, 2024, arXiv:2408.00118
     model.positions=alibi                           Press et al. 2021, arXiv:2108.12409
     attention.score_mod=pkg.module:NAME             any other change of a score
+    attention.sinks=true                            gpt-oss, 2025; see attention.sinks
 
 Dimensions: H query heads.
 """
@@ -28,6 +29,7 @@ def layer_functions(chosen: AttentionConfig, model: ModelConfig) -> list[dict[st
         "softcap": chosen.softcap,
         "alibi_slopes": alibi_slopes(model.num_heads) if model.positions == "alibi" else None,
         "score_mod": None if chosen.score_mod is None else get_score_mod(chosen.score_mod),
+        "sinks": chosen.sinks or None,  # True: the layer has the parameter
     }
     return [
         {name: value for name, value in arguments.items() if value is not None}

@@ -39,6 +39,7 @@ IN_WORDS = {
     "softcap": "a softcap",
     "alibi_slopes": "ALiBi",
     "score_mod": "changes of the scores",
+    "lse": "a log-sum-exp",
 }
 
 
@@ -50,6 +51,8 @@ def needed_features(config: RunConfig) -> dict[str, str]:
         asked["document_ids"] = "data.documents=true"
     if any(chosen.layer_windows(config.model.num_layers)):
         asked["window"] = settings.get("window") or settings["windows"]
+    if chosen.sinks:
+        asked["lse"] = settings["sinks"]
     if config.model.positions == "alibi":
         asked["alibi_slopes"] = "model.positions=alibi"
     return asked | {key: settings[key] for key in ("softcap", "score_mod") if key in settings}

@@ -63,6 +63,17 @@ def test_a_large_sink_takes_all_and_a_small_one_nothing():
     assert all_of_it.out.abs().max() == 0 and (all_of_it.lse == 1e4).all()
 
 
+def test_a_sink_is_merged_as_any_other_key():
+    out, lse = random(2, 2, 6, 4), random(2, 2, 6, seed=1)
+    lse[0, 0, 0], out[0, 0, 0] = -torch.inf, 0  # a row without a key
+    sinks = torch.tensor([0.5, -torch.inf], dtype=torch.float64)
+    score = sinks[:, None, None].expand(2, 2, 6, 1)
+    one = torch.ones_like(score)
+    sink = OnlineSoftmax(score, one, torch.zeros_like(out))
+    expected = OnlineSoftmax(lse.unsqueeze(-1), one, out).merge(sink).finalize()
+    torch.testing.assert_close(with_sinks(out, lse, sinks), expected)
+
+
 def test_a_sink_may_come_first():
     """The state of a row may as well begin with it: that is what a kernel would do."""
     scores, v = random(1, 6, 10), random(1, 10, 4, seed=1)

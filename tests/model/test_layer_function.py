@@ -35,6 +35,7 @@ FUNCTIONS = {
     "windows": {"windows": [None, 5]},
     "softcap": {"softcap": 2.0},
     "alibi": {"positions": "alibi"},
+    "sinks": {"sinks": True},
     "all": {"window": 7, "pattern": "SL", "softcap": 2.0, "positions": "alibi"},
     "score_mod": {"score_mod": f"{__name__}:FLATTEN", "window": 7},
 }

@@ -88,7 +88,7 @@ def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
 @pytest.mark.parametrize(
     "settings",
     [
-        ("attention=tiled", "attention.block_q=8", "attention.block_kv=8"),
+        ("attention=tiled", "attention.block_q=8", "attention.block_kv=8", "attention.sinks=true"),
         ("attention=naive", "tokens_per_step=128", "batch_size=2"),
         ("attention=sdpa", "model=modern", "model.num_kv_heads=2", "model.num_heads=4"),
         ("attention=no_rescale", "attention.block_kv=8", "data.documents=true"),
