@@ -45,7 +45,7 @@ import torch
 
 from config import RunConfig
 from model import GPT
-from model.gpt2_weights import gpt2_name
+from model.pretrained import GPT2
 from scripts.arguments import check_at_least, command, parse_backend
 from training.device import autocast_to, pick_device, pick_dtype
 from training.environment import ROOT, measured_on
@@ -238,7 +238,8 @@ def take_weights(model: torch.nn.Module, ours: GPT) -> None:
     the two differ.
     """
     weights = {
-        f"transformer.{gpt2_name(name)}": tensor for name, tensor in ours.state_dict().items()
+        f"transformer.{GPT2.their_names(name)[0]}": tensor
+        for name, tensor in ours.state_dict().items()
     }
     weights["lm_head.weight"] = ours.token_embedding.weight
     missing, unexpected = model.load_state_dict(weights, strict=False)

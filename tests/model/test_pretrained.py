@@ -6,6 +6,8 @@ import re
 import pytest
 import torch
 
+from model import load_hugging_face
+
 VOCAB_SIZE = 61
 
 
@@ -34,7 +36,7 @@ def test_gives_the_same_logits(
     hugging_face_gpt2, build_gpt, random_tokens, assert_within_budget, backend
 ):
     model, tokens = build_gpt(backend), random_tokens(2, 32)
-    model.load_gpt2_state_dict(hugging_face_gpt2.state_dict())
+    load_hugging_face(model, hugging_face_gpt2.state_dict())
     with torch.no_grad():
         baseline = hugging_face_gpt2(tokens).logits
         reference = copy.deepcopy(hugging_face_gpt2).double()(tokens).logits
@@ -45,13 +47,13 @@ def test_takes_names_without_prefix_and_ignores_stored_masks(
     hugging_face_gpt2, build_gpt, random_tokens
 ):
     with_prefix, without_prefix = build_gpt(), build_gpt()
-    with_prefix.load_gpt2_state_dict(hugging_face_gpt2.state_dict())
+    load_hugging_face(with_prefix, hugging_face_gpt2.state_dict())
     masks = {
         f"h.{i}.attn.{name}": torch.ones(1, 1, 32, 32)
         for i in range(2)
         for name in ("bias", "masked_bias")
     }
-    without_prefix.load_gpt2_state_dict(hugging_face_gpt2.transformer.state_dict() | masks)
+    load_hugging_face(without_prefix, hugging_face_gpt2.transformer.state_dict() | masks)
     tokens = random_tokens(1, 9)
     assert torch.equal(with_prefix(tokens).logits, without_prefix(tokens).logits)
 
@@ -67,7 +69,7 @@ def test_names_every_missing_unexpected_and_wrong_shape_tensor(hugging_face_gpt2
     model = build_gpt()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError) as error:
-        model.load_gpt2_state_dict(state_dict)
+        load_hugging_face(model, state_dict)
     for problem in (
         "missing h.1.ln_2.bias",
         "unexpected h.2.ln_1.bias",
@@ -81,7 +83,7 @@ def test_refuses_an_output_layer_of_its_own(hugging_face_gpt2, build_gpt):
     state_dict = dict(hugging_face_gpt2.state_dict())
     state_dict["lm_head.weight"] = state_dict["lm_head.weight"] + 1
     with pytest.raises(ValueError, match=r"lm_head\.weight differs from wte\.weight"):
-        build_gpt().load_gpt2_state_dict(state_dict)
+        load_hugging_face(build_gpt(), state_dict)
 
 
 @pytest.mark.parametrize(
@@ -98,4 +100,4 @@ def test_refuses_an_output_layer_of_its_own(hugging_face_gpt2, build_gpt):
 )
 def test_refuses_another_architecture(hugging_face_gpt2, build_gpt, field, value):
     with pytest.raises(ValueError, match=re.escape(f"{field}={value}")):
-        build_gpt(**{field: value}).load_gpt2_state_dict(hugging_face_gpt2.state_dict())
+        load_hugging_face(build_gpt(**{field: value}), hugging_face_gpt2.state_dict())
