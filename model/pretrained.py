@@ -40,7 +40,7 @@ class Architecture(NamedTuple):
     # {key of config.json: (what it must say, what a config.json without the key means)}
     constants: dict[str, tuple[Any, Any]]
     # what else a config.json of ours says
-    more: Callable[[ModelConfig], dict[str, Any]]
+    more: Callable[["GPT"], dict[str, Any]]
     transposed: tuple[str, ...] = ()  # ends of their names: stored (in, out)
     ones: tuple[str, ...] = ()  # gains (head_dim,) of each layer that we do not have
 
@@ -89,10 +89,10 @@ GPT2 = Architecture(
         "scale_attn_weights": (True, True),
         "scale_attn_by_inverse_layer_idx": (False, False),
     },
-    more=lambda config: {
-        "n_positions": config.max_seq_len,
-        "resid_pdrop": config.dropout,
-        "embd_pdrop": config.dropout,
+    more=lambda model: {
+        "n_positions": model.config.max_seq_len,
+        "resid_pdrop": model.config.dropout,
+        "embd_pdrop": model.config.dropout,
         "attn_pdrop": 0.0,
     },
     # Conv1D, where nn.Linear has (out, in)
@@ -131,9 +131,10 @@ LLAMA = Architecture(
         "hidden_act": ("silu", "silu"),
         "rope_type": ("default", "default"),
     },
-    more=lambda config: {
-        "max_position_embeddings": config.max_seq_len,
-        "head_dim": config.head_dim,
+    more=lambda model: {
+        "max_position_embeddings": model.config.max_seq_len,
+        "head_dim": model.config.head_dim,
+        "intermediate_size": model.blocks[0].mlp.down.in_features,
     },
 )
 
@@ -271,6 +272,8 @@ def architecture_of(
     for each in ARCHITECTURES:
         if each.model_type == model_type:
             return each
+    if "token_embedding.weight" in tensors:
+        raise ValueError("these are weights of a run; python -m scripts.export makes them readable")
     what = f"of model type {model_type}" if model_type else f"such as {min(tensors, default=None)}"
     known = ", ".join(each.model_type for each in ARCHITECTURES)
     raise ValueError(f"weights {what} cannot be loaded; those of {known} can")
