@@ -45,7 +45,7 @@ import torch
 
 from config import RunConfig
 from model import GPT
-from model.pretrained import GPT2
+from model.hugging_face import GPT2
 from scripts.arguments import check_at_least, command, parse_backend
 from training.device import autocast_to, pick_device, pick_dtype
 from training.environment import ROOT, measured_on

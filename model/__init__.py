@@ -2,9 +2,9 @@
 
 from model.generate import generate, sample_text
 from model.gpt import GPT, ModelOutput, count_parameters
+from model.hugging_face import load_hugging_face, to_hugging_face
 from model.kv_cache import KVCache
 from model.loss import cross_entropy, linear_cross_entropy
-from model.pretrained import load_hugging_face, to_hugging_face
 
 __all__ = [
     "GPT",

@@ -34,7 +34,7 @@ WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 class Pretrained(NamedTuple):
@@ -117,8 +117,8 @@ def hub_files(name: str) -> tuple[Callable[[str], Path | None], str | None]:
     offline = bool(constants.HF_HUB_OFFLINE) or not answers(constants.ENDPOINT)
     why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} is silent"
     otherwise = (
-        f"{why}, and no such model is in this machine's cache; download it elsewhere "
-        f"(hf download {name} --local-dir FOLDER) and add init_from=FOLDER"
+        f"it is no folder here, {why}, and this machine's cache has no such model; download it "
+        f"elsewhere (hf download {name} --local-dir FOLDER) and add init_from=FOLDER"
     )
 
     def get(file: str) -> Path | None:

@@ -129,7 +129,6 @@ LLAMA = Architecture(
     constants={
         "rms_norm_eps": (NORM_EPS, 1e-6),
         "hidden_act": ("silu", "silu"),
-        "rope_type": ("default", "default"),
     },
     more=lambda model: {
         "max_position_embeddings": model.config.max_seq_len,
@@ -285,10 +284,12 @@ def check_settings(
     """Raise ValueError where a model with this config.json would compute something else."""
     required, problems = dict(architecture.fixed), []
     if settings is not None:
-        # transformers 5 has these in rope_parameters, older ones theta outside and all else in
-        # rope_scaling
+        # transformers 5 has all in rope_parameters, older ones have theta outside, the rest here
         rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-        theirs = {"rope_type": rope.get("type", "default"), **settings, **rope}
+        theirs = {**settings, **rope}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            problems.append(f"rope_type={kind}, and here it is default")
         required |= {ours: theirs.get(key, default) for ours, key, default in architecture.shape}
         for key, (value, default) in architecture.constants.items():
             if theirs.get(key, default) != value:
@@ -310,6 +311,8 @@ def misfits(config: ModelConfig, required: Mapping[str, Any]) -> dict[str, Any]:
     wanted = dict(required)
     if wanted.get("num_kv_heads", 0) is None:
         wanted["num_kv_heads"] = wanted.get("num_heads", config.num_heads)
+        if config.num_kv_heads is None:  # it follows num_heads
+            del wanted["num_kv_heads"]
     return {key: value for key, value in wanted.items() if value_of(config, key) != value}
 
 
