@@ -14,6 +14,7 @@ was trained with model.qk_norm=false. What neither can express is refused with t
 """
 
 import json
+import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,6 +54,8 @@ def export(options: Options) -> list[Path]:
     for name, content in files.items():
         write_file(out / name, content)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    # safetensors creates files that only their owner can read
+    shutil.copymode(out / "config.json", out / "model.safetensors")
     if not trained.model.backend.exact:
         print(
             f"trained with attention={trained.model.backend.name}, and transformers computes exact "

@@ -6,6 +6,8 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from attention import BACKENDS, get_backend
 
@@ -136,10 +138,28 @@ def test_a_mask_in_parts_is_the_whole_mask(monkeypatch, tokens, left_padding):
 
 def test_a_window_is_one_call():
     window = transformers.masking_utils.sliding_window_causal_mask_function(3)
-    sizes = dict(batch_size=1, q_length=6, kv_length=8, q_offset=2)
-    mask = hf.interval_mask(**sizes, mask_function=window, local_size=3)
-    whole = hf.Piece(slice(0, 6), slice(0, 8), True, 3)
+    mask = hf.interval_mask(
+        batch_size=1, q_length=8, kv_length=8, mask_function=window, local_size=3
+    )
+    whole = hf.Piece(slice(0, 8), slice(0, 8), True, 3)
     assert list(hf.pieces(hf.own_intervals(mask)[0])) == [whole]
+
+
+MOVES = st.sampled_from([(0, 1), (1, 1), (0, 0), (2, 1), (-3, -2), (0, -1)])
+
+
+@given(st.lists(MOVES, max_size=12))
+def test_pieces_show_each_row_its_keys(moves):
+    """Any intervals at all: after 0:1 and 1:2, 1:3 is of a document and 2:3 of a window."""
+    pattern = torch.tensor([(0, 1), *moves]).cumsum(0).clamp(min=0)
+    pattern[pattern[:, 0] >= pattern[:, 1]] = 0
+    shown = torch.zeros_like(pattern)
+    for piece in hf.pieces(pattern):
+        first, last, stop = piece.keys.start, piece.keys.stop, piece.queries.stop
+        for i in range(piece.queries.start, stop):
+            hi = last - (stop - 1 - i) if piece.causal else last
+            shown[i] = torch.tensor((max(first, hi - (piece.window or hi)), hi))
+    assert torch.equal(shown, pattern)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
