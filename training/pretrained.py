@@ -93,7 +93,7 @@ def find_pretrained(name: str) -> Pretrained:
         raise ValueError(f"init_from={name}: {otherwise}")
     files = [found]
     if found.suffix == ".json":
-        shards = sorted(set(read_json(found)["weight_map"].values()))
+        shards = sorted(set(read_json(found).get("weight_map", {}).values()))
         files = [get(shard) for shard in shards]
         if missing := [shard for shard, file in zip(shards, files, strict=True) if file is None]:
             raise ValueError(f"init_from={name}: {found.name} names {missing[0]}, which is missing")
