@@ -449,6 +449,8 @@ class RunConfig:
     deterministic: bool = False
     # a run directory to continue, under its own settings and the ones given now
     resume: str | None = None
+    # weights to begin with: a folder, a .safetensors file or a name on the Hugging Face hub
+    init_from: str | None = None
     # steps between evaluations, besides the first state and the last step; 0 is no evaluation
     eval_every: int = 100
     # steps between comparisons with exact attention in float64; None is eval_every, 0 is never

@@ -44,7 +44,7 @@ import torch
 
 from config import RunConfig
 from model import GPT
-from model.gpt2_weights import gpt2_name
+from model.hugging_face import GPT2
 from scripts.arguments import check_at_least, command, default, parse_backend
 from scripts.tables import Row
 from training.device import autocast_to, pick_device, pick_dtype
@@ -226,7 +226,8 @@ def their_model(folder: Path, config: RunConfig, vocab_size: int) -> torch.nn.Mo
     model = nanogpt.GPT(shape)
     # nanoGPT keeps GPT-2's names, and its matrices the way nn.Linear does
     weights = {
-        f"transformer.{gpt2_name(name)}": tensor for name, tensor in ours.state_dict().items()
+        f"transformer.{GPT2.their_names(name)[0]}": tensor
+        for name, tensor in ours.state_dict().items()
     }
     weights["lm_head.weight"] = ours.token_embedding.weight
     missing, unexpected = model.load_state_dict(weights, strict=False)

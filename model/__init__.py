@@ -2,6 +2,7 @@
 
 from model.generate import generate, sample_text
 from model.gpt import GPT, ModelOutput, count_parameters
+from model.hugging_face import load_hugging_face, to_hugging_face
 from model.kv_cache import KVCache
 from model.loss import cross_entropy, linear_cross_entropy
 
@@ -13,5 +14,7 @@ __all__ = [
     "cross_entropy",
     "generate",
     "linear_cross_entropy",
+    "load_hugging_face",
     "sample_text",
+    "to_hugging_face",
 ]

@@ -14,7 +14,7 @@ query heads, H_kv key/value heads, D head dim.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from attention import Backend, Shards, attention
 from config import AttentionConfig, ModelConfig
 from model.fused_block import fused_block, is_fused
-from model.gpt2_weights import from_gpt2
 from model.kv_cache import KVCache, LayerCache
 from model.layer_function import layer_functions
 from model.loss import linear_cross_entropy
@@ -403,15 +402,6 @@ class GPT(nn.Module):
             windows = (block.attention.function.get("window") for block in self.blocks)
             keys_twice = sum(visible_keys_twice(seq_len, window) for window in windows)
         return round(6 * multiplied + 6 * self.config.hidden_size * keys_twice)
-
-    def load_gpt2_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Load GPT-2 weights in Hugging Face's naming, as `GPT2LMHeadModel` and `GPT2Model` save
-        them.
-
-        Raises one ValueError that names every missing, unexpected or wrong-shape tensor, and then
-        leaves the model unchanged.
-        """
-        self.load_state_dict(from_gpt2(state_dict, self.state_dict(), self.config))
 
 
 def visible_keys_twice(seq_len: int, window: int | None) -> float:

@@ -66,6 +66,7 @@ LAZY = {
     "trackio",
 }
 LAZY |= {"transformers"}
+HF = Path("attention/hf.py")  # imported by its users alone
 
 
 class Import(NamedTuple):
@@ -169,13 +170,15 @@ def test_attention_needs_torch_and_numpy_only():
         if x.top == "triton" and x.file.parts[1] == "kernels" and x.file.name != "__init__.py"
     }
     assert in_kernels, "the kernels import triton"
-    refuse(sorted(foreign - in_kernels))
+    in_hf = {x for x in foreign if x.top == "transformers" and x.file == HF}
+    refuse(sorted(foreign - in_kernels - in_hf))
 
 
 def test_backends_do_not_import_one_another():
     for x in imports("attention"):
         module = x.file.relative_to("attention").parts[0].removesuffix(".py")
-        if module in ("__init__", "backends") or x.top != "attention":
+        # hf stands outside: nothing of the package imports it, see the next test
+        if module in ("__init__", "backends", "hf") or x.top != "attention":
             continue
         used = x.module.split(".")[1:2]
         assert used, f"{x}: only a submodule can be imported from inside the package"
@@ -183,6 +186,10 @@ def test_backends_do_not_import_one_another():
         assert own_folder or used[0] in (
             SHARED if module not in SHARED else SHARED - {module}
         ) | ALSO.get(module, set()), x
+
+
+def test_nothing_imports_what_needs_transformers():
+    refuse([x for x in imports(*OURS - {"tests"}) if x.module == "attention.hf" or "hf" in x.names])
 
 
 def test_model_knows_attention_by_its_public_names():
@@ -223,7 +230,8 @@ def test_what_is_optional_or_slow_is_imported_where_it_is_used():
         Path(f"model/{name}_kernel.py") for name in ("loss", "norm")
     }
     found = [x for x in imports(*OURS - {"tests"}) if x.at_import and x.top in LAZY]
-    refuse([x for x in found if not (x.top == "triton" and x.file in kernels)])
+    allowed = {("triton", file) for file in kernels} | {("transformers", HF)}
+    refuse([x for x in found if (x.top, x.file) not in allowed])
     # a mistyped key is answered before torch is loaded
     refuse(
         [

@@ -11,6 +11,7 @@ began:
     changed      {setting: [before, now]} against the checkpoint that it resumed from
     data         fingerprint of the data
     commit, on   of this program, and the GPU or CPU
+    init_from    name and SHA-256 of the weights it began with, if they are not random
 
 Steps taken after the checkpoint that a later start resumed from are not recorded.
 """
@@ -50,6 +51,11 @@ def check_resume(config: RunConfig, *, asked: Iterable[str]) -> None:
         return
     run_dir = Path(config.resume)
     keys = {key_of(override) for override in asked}
+    if "init_from" in keys:
+        raise ValueError(
+            f"init_from={config.init_from} begins a run, and resume={run_dir} goes on with the "
+            "weights of one; leave one of them out"
+        )
     changed = differences(_settings_before(run_dir), dataclasses.asdict(config))
     if "seq_len" in changed:
         changed.pop("model.max_seq_len", None)  # it follows seq_len
@@ -132,7 +138,7 @@ def new_start(run: "Run", started: float) -> dict[str, Any]:
         "data": run.data.fingerprint,
         "commit": run.environment["commit"],
         "on": hardware["gpu"] or hardware["cpu"],
-    }
+    } | ({"init_from": run.init_from} if run.init_from else {})
 
 
 def stop_clock(starts: list[dict[str, Any]]) -> float:

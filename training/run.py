@@ -42,6 +42,8 @@ class Run:
     optimizer: "torch.optim.Optimizer | MuonAndAdamW"
     scaler: "torch.amp.GradScaler"
     ranks: Ranks = ALONE  # the processes that train it together
+    # the name and the SHA-256 of the weights of init_from=, once they are loaded
+    init_from: dict[str, Any] | None = None
     # what build_run() chose and a resume must choose again, as overrides
     choices: list[str] = field(default_factory=list)
 
@@ -157,6 +159,7 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     from model import GPT, count_parameters
     from training.device import pick_device, pick_dtype, set_deterministic
     from training.optimizer import build_optimizer
+    from training.pretrained import find_pretrained
     from training.schedule import (
         attention_schedule,
         kernel_inputs,
@@ -187,12 +190,17 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
     if function := config.attention.function():
         summary["function"] = function
 
+    pretrained = None
+    if config.init_from and not config.resume:  # a resumed run has the weights of its checkpoint
+        with phase("starting", f"finding init_from={config.init_from}"), ranks.first_goes_first():
+            pretrained = find_pretrained(config.init_from)
     with phase("starting", f"reading data={config.data.source}"), ranks.first_goes_first():
         data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
     torch.manual_seed(config.seed)
     with phase("starting", "building the model"):
         made = {"vocab_size": data.vocab_size, "backend": schedule[0]}
         model = GPT(config.model, **made, attention=config.attention).to(device)
+        init_from = pretrained.load_into(model) if pretrained else None
     summary |= {"parameters": count_parameters(model), "data": data.fingerprint}
 
     run = Run(
@@ -205,6 +213,7 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
         optimizer=build_optimizer(model, config.optimizer()),
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
         ranks=ranks,
+        init_from=init_from,
     )
     if config.batch_size == "auto":
         _fit_batch_size(run)

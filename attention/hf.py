@@ -1,0 +1,195 @@
+"""Every backend inside the models of transformers (Hugging Face).
+
+    import attention.hf
+    AutoModelForCausalLM.from_config(config, attn_implementation="tilegpt_tiled")
+
+`expose(get_backend("tiled", block_kv=16), "small_tiles")` adds one with options, or your own.
+
+transformers describes a mask by a function of positions. Here it becomes what attention() knows,
+one interval of keys a query:
+
+    left padding of 2     window of 2           two documents         right padding of 1
+       . . . .   0:0         1 . . .   0:1         1 . . .   0:1         1 . . .   0:1
+       . . . .   0:0         1 1 . .   0:2         1 1 . .   0:2         1 1 . .   0:2
+       . . 1 .   2:3         . 1 1 .   1:3         . . 1 .   2:3         1 1 1 .   0:3
+       . . 1 1   2:4         . . 1 1   2:4         . . 1 1   2:4         1 1 1 .   0:3
+
+Rows whose ends move alike are one call of attention() on their keys alone. So masks need nothing
+of a backend but causal attention, and padding costs no time.
+
+Dimensions: B batch, H heads, N queries, M keys, D head dim.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+
+from attention import BACKENDS, Backend, attention
+
+# arguments with which models change the attention in ways that attention() does not know
+REFUSED = {
+    "s_aux": "attention sinks (s_aux), as gpt-oss has them",
+    "position_bias": "a bias for each pair of positions (position_bias)",
+    "cache": "a paged cache",
+}
+# entries of a mask that are looked at together: bounds the memory at any length
+MASK_ENTRIES = 1 << 24
+
+
+def expose(backend: Backend, name: str | None = None) -> None:
+    """Let models use `backend` as attn_implementation=name, by default tilegpt_NAME."""
+    name = name or f"tilegpt_{backend.name}"
+    AttentionInterface.register(name, attention_function(backend))
+    AttentionMaskInterface.register(name, interval_mask)
+
+
+def attention_function(backend: Backend) -> Callable[..., tuple[Tensor, None]]:
+    """`backend` as AttentionInterface wants it.
+
+    It raises ValueError for dropout of attention weights, for what REFUSED names, for a mask with
+    gaps, and for inputs that the backend does not take.
+    """
+
+    def forward(
+        module: torch.nn.Module,
+        query: Tensor,  # (B, H, N, D)
+        key: Tensor,  # (B, H_kv, M, D)
+        value: Tensor,
+        attention_mask: Tensor | None,  # of interval_mask(), or a user's own (B, 1, N, M) bool
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        softcap: float | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """The output (B, N, H, D), and no weights."""
+        reasons = [what for name, what in REFUSED.items() if others.get(name) is not None]
+        if dropout:
+            reasons.append(f"{dropout=} of attention weights (set it to 0 in the model's config)")
+        if reasons:
+            raise ValueError(f"attention={backend.name} cannot take {'; '.join(reasons)}")
+
+        def attend(sequences: slice | Tensor, piece: Piece) -> Tensor:
+            k, v = (x[sequences][:, :, piece.keys] for x in (key, value))
+            return attention(
+                query[sequences][:, :, piece.queries],
+                k,
+                v,
+                backend=backend,
+                causal=piece.causal,
+                window=piece.window,
+                scale=scaling,
+                softcap=softcap,
+            ).out
+
+        if attention_mask is None:  # all keys, or those of a causal mask
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            n = query.shape[2]
+            # in its first pass a static cache has room behind the keys; later a single query sees
+            # all that is there
+            keys = slice(n if causal and n > 1 else None)
+            out = attend(slice(None), Piece(slice(None), keys, causal))
+        else:
+            out = torch.zeros_like(query)
+            patterns, which = own_intervals(attention_mask).unique(dim=0, return_inverse=True)
+            for number, pattern in enumerate(patterns):
+                sequences = (which == number).nonzero()[:, 0].to(query.device)
+                for piece in pieces(pattern):
+                    out[sequences, :, piece.queries] = attend(sequences, piece)
+        return out.transpose(1, 2).contiguous(), None
+
+    return forward
+
+
+class Piece(NamedTuple):
+    """Queries that one call of attention() serves, and the keys they see between them."""
+
+    queries: slice
+    keys: slice
+    causal: bool = True
+    window: int | None = None
+
+
+def pieces(pattern: Tensor) -> Iterator[Piece]:
+    """The rows of one sequence, intervals (N, 2), cut where the ends stop to move alike.
+
+    A piece's rows gain a key each (causal), then each lose one as well (causal, with a window), or
+    all see the same keys. Rows without a key are in none.
+    """
+    rows = pattern.tolist()
+    start = 0
+    while start < len(rows):
+        moves, stop = set(), start + 1
+        while stop < len(rows):
+            (lo, hi), (next_lo, next_hi) = rows[stop - 1], rows[stop]
+            move = (next_lo - lo, next_hi - hi)
+            # after a window has begun to move, both ends go on moving
+            known = {(0, 1): {(0, 1)}, (1, 1): {(0, 1), (1, 1)}, (0, 0): {(0, 0)}}.get(move, set())
+            if move not in known or not moves <= known:
+                break
+            moves.add(move)
+            stop += 1
+        (first, _), (lo, last) = rows[start], rows[stop - 1]
+        if first < last:
+            window = last - lo if (1, 1) in moves else None
+            yield Piece(slice(start, stop), slice(first, last), (0, 0) not in moves, window)
+        start = stop
+
+
+def interval_mask(
+    *, batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, **mask: Any
+) -> Tensor | None:
+    """A mask as AttentionMaskInterface wants it: intervals (B, 1, N, 2), or None where it is plain,
+    as for PyTorch's own attention.
+
+    Raises ValueError for a mask with gaps, such as padding between tokens.
+    """
+    mask |= {"batch_size": batch_size, "kv_length": kv_length}
+    boolean: Callable[..., Any] = sdpa_mask
+    # whether it is plain depends on all but the function, and this one makes a small tensor
+    plain = mask | {"mask_function": bidirectional_mask_function}
+    if boolean(q_length=q_length, q_offset=q_offset, **plain) is None:
+        return None
+    mask |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    rows = max(MASK_ENTRIES // (batch_size * kv_length), 1)
+    parts = (
+        intervals(boolean(q_length=min(rows, q_length - i), q_offset=q_offset + i, **mask))
+        for i in range(0, q_length, rows)
+    )
+    return torch.cat(list(parts), dim=2)
+
+
+def own_intervals(mask: Tensor) -> Tensor:
+    """Intervals (B, N, 2) on the CPU of a mask from interval_mask() or of a user's own."""
+    if mask.dtype == torch.bool:
+        mask = intervals(mask)
+    if mask.dtype != torch.int64:
+        raise ValueError(
+            f"a mask of {tuple(mask.shape)} in {mask.dtype} is added to the scores, which "
+            "attention() cannot do; give a boolean one, or attention_mask (B, M) with 0 for padding"
+        )
+    return mask[:, 0].cpu()
+
+
+def intervals(mask: Tensor) -> Tensor:
+    """The interval of keys that each row of a boolean mask (B, 1, N, M) sees, (B, 1, N, 2) int64.
+
+    A row without a key has 0:0. Raises ValueError for a row with several runs of keys.
+    """
+    begins = mask.clone()
+    begins[..., 1:] &= ~mask[..., :-1]
+    if (begins.sum(-1) > 1).any():
+        raise ValueError(
+            "a query sees one run of keys in attention(), and this mask has gaps: pad on the left "
+            "(tokenizer.padding_side='left'), or use attn_implementation='sdpa'"
+        )
+    first = begins.int().argmax(-1)
+    return torch.stack((first, first + mask.sum(-1)), dim=-1)
+
+
+for each in BACKENDS.values():
+    expose(each)

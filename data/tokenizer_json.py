@@ -1,0 +1,90 @@
+"""Our tokenizers in the files that transformers reads.
+
+All three are byte-pair encodings of bytes to Hugging Face, byte without any merge. Its files hold
+characters, so GPT-2 (Radford et al. 2019) writes a byte that is no visible character of Latin-1 as
+one of those from U+0100 on:
+
+    " the\\n"   ->   "Ġtheċ"
+
+One difference stays: there `<|endoftext|>` in a text is the end of text, here it is ordinary text.
+"""
+
+import json
+from typing import Any
+
+from data.interface import Tokenizer
+from data.tokenizer import END_OF_TEXT, PATTERN, BytePairTokenizer
+
+VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+HIDDEN = [byte for byte in range(256) if byte not in VISIBLE]
+CHARACTERS = [chr(256 + HIDDEN.index(byte) if byte in HIDDEN else byte) for byte in range(256)]
+
+
+def as_characters(token: bytes) -> str:
+    return "".join(CHARACTERS[byte] for byte in token)
+
+
+def merges(ranks: dict[bytes, int]) -> list[list[str]]:
+    """The two tokens that each longer token is made of, in the order in which they merge."""
+    pairs = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        parts = [bytes([byte]) for byte in token]
+        while len(parts) > 2:  # merge as the encoding does, but for the last step
+            earlier = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:], strict=False)]
+            i = earlier.index(min(earlier))
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        if len(parts) == 2:
+            pairs.append([as_characters(part) for part in parts])
+    return pairs
+
+
+def tokenizer_files(tokenizer: Tokenizer, *, max_length: int) -> dict[str, str]:
+    """{name: content} of the files. max_length is in tokens."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    if isinstance(tokenizer, BytePairTokenizer):
+        ranks = tokenizer.encoding._mergeable_ranks
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    # alone, ByteLevel cuts a text as GPT-2 does
+    split: dict[str, Any] = byte_level | {"use_regex": tokenizer.name == "gpt2"}
+    if tokenizer.name == "bpe":
+        cut = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated"}
+        split = {"type": "Sequence", "pretokenizers": [cut | {"invert": False}, split]}
+    vocabulary = {as_characters(token): rank for token, rank in ranks.items()}
+    pairs = merges(ranks)
+    end = {"id": tokenizer.end_of_text, "content": END_OF_TEXT, "special": True}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    whole = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end],
+        "normalizer": None,
+        "pre_tokenizer": split,
+        "post_processor": None,
+        "decoder": byte_level | {"use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": vocabulary,
+            "merges": pairs,
+        },
+    }
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
+    }
+    files = {"tokenizer.json": whole, "tokenizer_config.json": about}
+    if tokenizer.name == "gpt2":  # what GPT-2 was published with
+        files["vocab.json"] = vocabulary | {END_OF_TEXT: tokenizer.end_of_text}
+    written = {name: json.dumps(content, ensure_ascii=False) for name, content in files.items()}
+    if tokenizer.name == "gpt2":
+        lines = ["#version: 0.2", *(" ".join(pair) for pair in pairs)]
+        written["merges.txt"] = "\n".join(lines) + "\n"
+    return written

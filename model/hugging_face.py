@@ -1,0 +1,328 @@
+"""Weights in Hugging Face's form, in and out: each architecture is a table.
+
+    gpt2    what model=gpt2, tiny and small are
+    llama   RoPE in halves as ours, RMSNorm, SwiGLU, grouped heads: model=modern model.qk_norm=false
+    qwen3   the same with QK-norm: model=modern. Its QK-norm has gains, ours has none: they are 1
+
+    ours                                           Hugging Face's
+    blocks.3.attention.qkv.weight (3C, C)          transformer.h.3.attn.c_attn.weight (C, 3C)
+    blocks.3.mlp.up.weight (2F, C)                 model.layers.3.mlp.gate_proj.weight (F, C)
+                                                   model.layers.3.mlp.up_proj.weight (F, C)
+
+Dimensions: C hidden_size, F width of the MLP.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from config import ModelConfig
+from model.norm import NORM_EPS
+
+if TYPE_CHECKING:
+    from model.gpt import GPT
+
+
+class Architecture(NamedTuple):
+    """How one of transformers' model types writes down what a GPT is."""
+
+    model_type: str
+    class_name: str
+    prefix: str  # of every tensor but the output layer
+    # {part of our names: of theirs}, applied in this order; several are rows of one matrix of ours
+    names: dict[str, str]
+    # the values of ModelConfig that it stands for; None heads are as many as the query heads
+    fixed: dict[str, Any]
+    # (field of ModelConfig, key of config.json, what a config.json without the key means)
+    shape: tuple[tuple[str, str, Any], ...]
+    # {key of config.json: (what it must say, what a config.json without the key means)}
+    constants: dict[str, tuple[Any, Any]]
+    # what else a config.json of ours says
+    more: Callable[["GPT"], dict[str, Any]]
+    transposed: tuple[str, ...] = ()  # ends of their names: stored (in, out)
+    ones: tuple[str, ...] = ()  # gains (head_dim,) of each layer that we do not have
+
+    def their_names(self, name: str) -> list[str]:
+        """The names of the tensors, without the prefix, that make up one of ours."""
+        names = [name]
+        for ours, theirs in self.names.items():
+            if ours in name:
+                names = [each.replace(ours, part) for part in theirs.split() for each in names]
+        return names
+
+
+GPT2 = Architecture(
+    "gpt2",
+    "GPT2LMHeadModel",
+    "transformer.",
+    names={
+        "token_embedding.": "wte.",
+        "position_embedding.": "wpe.",
+        "blocks.": "h.",
+        "attention_norm.": "ln_1.",
+        "attention.qkv.": "attn.c_attn.",
+        "attention.proj.": "attn.c_proj.",
+        "mlp_norm.": "ln_2.",
+        "mlp.up.": "mlp.c_fc.",
+        "mlp.down.": "mlp.c_proj.",
+        "final_norm.": "ln_f.",
+    },
+    fixed=dict(
+        positions="learned",
+        norm="layernorm",
+        qk_norm=False,
+        activation="gelu",
+        bias=True,
+        tie_embeddings=True,
+        num_kv_heads=None,
+    ),
+    shape=(
+        ("num_layers", "n_layer", 12),
+        ("num_heads", "n_head", 12),
+        ("hidden_size", "n_embd", 768),
+    ),
+    constants={
+        "layer_norm_epsilon": (NORM_EPS, 1e-5),
+        "activation_function": ("gelu_new", "gelu_new"),
+        "scale_attn_weights": (True, True),
+        "scale_attn_by_inverse_layer_idx": (False, False),
+    },
+    more=lambda model: {
+        "n_positions": model.config.max_seq_len,
+        "resid_pdrop": model.config.dropout,
+        "embd_pdrop": model.config.dropout,
+        "attn_pdrop": 0.0,
+    },
+    # Conv1D, where nn.Linear has (out, in)
+    transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
+)
+
+LLAMA = Architecture(
+    "llama",
+    "LlamaForCausalLM",
+    "model.",
+    names={
+        "token_embedding.": "embed_tokens.",
+        "blocks.": "layers.",
+        "attention_norm.": "input_layernorm.",
+        "attention.qkv.": "self_attn.q_proj. self_attn.k_proj. self_attn.v_proj.",
+        "attention.proj.": "self_attn.o_proj.",
+        "mlp_norm.": "post_attention_layernorm.",
+        "mlp.up.": "mlp.gate_proj. mlp.up_proj.",
+        "mlp.down.": "mlp.down_proj.",
+        "final_norm.": "norm.",
+        "output_layer.": "lm_head.",
+    },
+    fixed=dict(positions="rope", norm="rmsnorm", qk_norm=False, activation="swiglu"),
+    shape=(
+        ("num_layers", "num_hidden_layers", 32),
+        ("num_heads", "num_attention_heads", 32),
+        ("num_kv_heads", "num_key_value_heads", None),
+        ("hidden_size", "hidden_size", 4096),
+        ("rope_theta", "rope_theta", 10000.0),
+        ("tie_embeddings", "tie_word_embeddings", False),
+        ("bias", "attention_bias", False),
+        ("bias", "mlp_bias", False),
+    ),
+    constants={
+        "rms_norm_eps": (NORM_EPS, 1e-6),
+        "hidden_act": ("silu", "silu"),
+    },
+    more=lambda model: {
+        "max_position_embeddings": model.config.max_seq_len,
+        "head_dim": model.config.head_dim,
+        "intermediate_size": model.blocks[0].mlp.down.in_features,
+    },
+)
+
+QWEN3 = LLAMA._replace(
+    model_type="qwen3",
+    class_name="Qwen3ForCausalLM",
+    fixed=LLAMA.fixed | {"qk_norm": True, "bias": False},
+    shape=tuple(row for row in LLAMA.shape if row[0] != "bias"),
+    constants=LLAMA.constants
+    | {"attention_bias": (False, False), "use_sliding_window": (False, False)},
+    ones=("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
+)
+ARCHITECTURES = (GPT2, LLAMA, QWEN3)
+
+# tensors of older files that are no weights
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+OUTPUT_LAYER = "lm_head.weight"
+
+
+def to_hugging_face(model: "GPT") -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What config.json says of a model, and its weights in Hugging Face's form.
+
+    Raises ValueError with every reason where no architecture is this model's.
+    """
+    config = model.config
+    reasons = [misfits(config, each.fixed) for each in ARCHITECTURES]
+    if all(reasons):
+        why = (
+            f"{each.model_type} would need {in_words(wanted)}"
+            for each, wanted in zip(ARCHITECTURES, reasons, strict=True)
+        )
+        raise ValueError(f"transformers has no model like this one: {'; '.join(why)}")
+    architecture = ARCHITECTURES[reasons.index({})]
+    settings = {
+        "architectures": [architecture.class_name],
+        "model_type": architecture.model_type,
+        "vocab_size": model.vocab_size,
+        **{key: value for key, (value, _) in architecture.constants.items()},
+        **{key: value_of(config, ours) for ours, key, _ in architecture.shape},
+        **architecture.more(model),
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.init_std,
+        "dtype": "float32",
+    }
+    weights = {
+        f"layers.{i}.{gain}": torch.ones(config.head_dim)
+        for gain in architecture.ones
+        for i in range(config.num_layers)
+    }
+    for _, tensor, names, rows in correspondence(model, architecture):
+        weights |= zip(names, tensor.split(rows), strict=True)
+    return settings, {
+        name if name == OUTPUT_LAYER else architecture.prefix + name: (
+            tensor.T if name.endswith(architecture.transposed) else tensor
+        ).contiguous()
+        for name, tensor in weights.items()
+    }
+
+
+def load_hugging_face(
+    model: "GPT", tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None = None
+) -> None:
+    """Load weights that a model of transformers has saved, with or without its output layer.
+
+    settings is its config.json. Without it the number of heads and the constants cannot be checked:
+    tensors do not show them. Of more learned positions than the model has, the first are taken.
+
+    Raises one ValueError that names every field of the model's config that differs, or every
+    missing, unexpected or wrong-shape tensor. The model is unchanged then.
+    """
+    theirs = {
+        name.removeprefix("transformer.").removeprefix("model."): tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(BUFFERS)
+    }
+    architecture = architecture_of(theirs, settings)
+    check_settings(model.config, architecture, settings)
+    parts, problems = {}, []
+    for name, tensor, names, rows in correspondence(model, architecture):
+        parts[name] = []
+        for their, count in zip(names, rows, strict=True):
+            found, transposed = theirs.pop(their, None), their.endswith(architecture.transposed)
+            if found is None:
+                problems.append(f"missing {their}")
+                continue
+            if name == "position_embedding.weight":
+                found = found[:count]
+            shape = (count, *tensor.shape[1:])
+            shape = shape[::-1] if transposed else shape
+            if found.shape != shape:
+                problems.append(f"{their} has shape {tuple(found.shape)} instead of {shape}")
+            parts[name].append(found.T if transposed else found)
+    output_layer = theirs.pop(OUTPUT_LAYER, None)  # still there where ours is the embedding
+    gains = [name for name in theirs if name.endswith(architecture.ones)]
+    for name in gains:
+        if (theirs.pop(name) != 1).any():
+            problems.append(f"{name} is not 1, and QK-norm has no gain here")
+    problems += [f"unexpected {name}" for name in theirs]
+    if problems:
+        raise ValueError(
+            f"these are not the weights of a {architecture.model_type} of this shape: "
+            f"{'; '.join(problems)}"
+        )
+    embedding = parts["token_embedding.weight"][0]
+    if output_layer is not None and not torch.equal(output_layer, embedding):
+        raise ValueError(
+            f"{OUTPUT_LAYER} differs from {architecture.their_names('token_embedding.weight')[0]}, "
+            "but the output layer of this model is its token embedding"
+        )
+    model.load_state_dict({name: torch.cat(found) for name, found in parts.items()})
+
+
+def correspondence(
+    model: "GPT", architecture: Architecture
+) -> Iterator[tuple[str, Tensor, list[str], list[int]]]:
+    """For each tensor of ours: its name, itself, the names of theirs that hold it, the rows in
+    each.
+    """
+    for name, tensor in model.state_dict().items():
+        names = architecture.their_names(name)
+        layer = model.get_submodule(name.rpartition(".")[0])
+        yield name, tensor, names, list(layer.rows) if len(names) > 1 else [len(tensor)]
+
+
+def architecture_of(
+    tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None
+) -> Architecture:
+    """By the settings, else by names of tensors. Raises ValueError for any other."""
+    if settings is None:
+        if "wte.weight" in tensors:
+            return GPT2
+        if "embed_tokens.weight" in tensors:
+            return QWEN3 if any(name.endswith(QWEN3.ones) for name in tensors) else LLAMA
+    model_type = (settings or {}).get("model_type")
+    for each in ARCHITECTURES:
+        if each.model_type == model_type:
+            return each
+    if "token_embedding.weight" in tensors:
+        raise ValueError("these are weights of a run; python -m scripts.export makes them readable")
+    what = f"of model type {model_type}" if model_type else f"such as {min(tensors, default=None)}"
+    known = ", ".join(each.model_type for each in ARCHITECTURES)
+    raise ValueError(f"weights {what} cannot be loaded; those of {known} can")
+
+
+def check_settings(
+    config: ModelConfig, architecture: Architecture, settings: Mapping[str, Any] | None
+) -> None:
+    """Raise ValueError where a model with this config.json would compute something else."""
+    required, problems = dict(architecture.fixed), []
+    if settings is not None:
+        # transformers 5 has all in rope_parameters, older ones have theta outside, the rest here
+        rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+        theirs = {**settings, **rope}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            problems.append(f"rope_type={kind}, and here it is default")
+        required |= {ours: theirs.get(key, default) for ours, key, default in architecture.shape}
+        for key, (value, default) in architecture.constants.items():
+            if theirs.get(key, default) != value:
+                problems.append(f"{key}={theirs.get(key, default)}, and here it is {value}")
+    if problems:
+        raise ValueError(
+            f"these {architecture.model_type} weights were trained with {'; '.join(problems)}"
+        )
+    if wanted := misfits(config, required):
+        actual = ", ".join(f"{key}={value_of(config, key)}" for key in wanted)
+        raise ValueError(
+            f"{architecture.model_type} weights do not fit this model, which has {actual}; add "
+            f"{in_words(wanted)}"
+        )
+
+
+def misfits(config: ModelConfig, required: Mapping[str, Any]) -> dict[str, Any]:
+    """The required values that this config does not have."""
+    wanted = dict(required)
+    if wanted.get("num_kv_heads", 0) is None:
+        wanted["num_kv_heads"] = wanted.get("num_heads", config.num_heads)
+        if config.num_kv_heads is None:  # it follows num_heads
+            del wanted["num_kv_heads"]
+    return {key: value for key, value in wanted.items() if value_of(config, key) != value}
+
+
+def value_of(config: ModelConfig, key: str) -> Any:
+    return config.kv_heads if key == "num_kv_heads" else getattr(config, key)
+
+
+def in_words(values: Mapping[str, Any]) -> str:
+    """As they are written on a command line."""
+    return " ".join(
+        f"model.{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in values.items()
+    )

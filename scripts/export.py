@@ -1,0 +1,74 @@
+"""Write a run's model as a folder that transformers loads: AutoModelForCausalLM, AutoTokenizer.
+
+    python -m scripts.export run=outputs/DAY/TIME out=my_model
+
+Arguments are key=value:
+
+    run   the run's directory, or one of its checkpoints, such as RUN/checkpoint.best
+    out   the folder to write; it must be empty or absent
+
+The folder holds config.json, generation_config.json, model.safetensors, and the tokenizer unless
+the data were no text. `train.py init_from=my_model` begins with these weights. Models with learned
+positions become GPT2LMHeadModel. model=modern becomes Qwen3ForCausalLM, and LlamaForCausalLM if it
+was trained with model.qk_norm=false. What neither can express is refused with the reasons.
+"""
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from data import build_tokenizer
+from data.tokenizer_json import tokenizer_files
+from model import to_hugging_face
+from scripts.arguments import command
+from training.checkpoint import read_meta
+from training.files import write_file
+from training.trained import load_trained, read_run_config
+
+
+@dataclass
+class Options:
+    run: Path
+    out: Path
+
+
+def export(options: Options) -> list[Path]:
+    """The files that were written."""
+    from safetensors.torch import save_file
+
+    config, out = replace(read_run_config(options.run), device="cpu"), options.out
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out={out} is there already; name another folder")
+    trained = load_trained(options.run, config, read_meta(options.run)["vocab_size"])
+    settings, weights = to_hugging_face(trained.model)
+    ends, files = {"bos_token_id": None, "eos_token_id": None}, {}
+    if config.data.source != "last_write":
+        tokenizer = build_tokenizer(config.tokenizer)
+        ends = dict.fromkeys(ends, tokenizer.end_of_text)
+        files = tokenizer_files(tokenizer, max_length=config.model.max_seq_len)
+    files["config.json"] = json.dumps(settings | ends, indent=2)
+    files["generation_config.json"] = json.dumps(ends, indent=2)
+    out.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        write_file(out / name, content)
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    # safetensors creates files that only their owner can read
+    shutil.copymode(out / "config.json", out / "model.safetensors")
+    if not trained.model.backend.exact:
+        print(
+            f"trained with attention={trained.model.backend.name}, and transformers computes exact "
+            "attention: val/loss_exact of the run is what the weights are worth there",
+            file=sys.stderr,
+        )
+    return sorted(out.iterdir())
+
+
+@command("export", Options)
+def main(options: Options) -> None:
+    print("\n".join(map(str, export(options))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Our attention inside the models of transformers: their numbers, their tokens, and one sentence
+where it cannot be.
+"""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attention import BACKENDS, get_backend
+
+transformers = pytest.importorskip("transformers")
+
+import attention.hf as hf  # noqa: E402 - it imports transformers
+
+VOCAB_SIZE = 61
+SHAPE = dict(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+ENDS = dict(bos_token_id=0, eos_token_id=None, pad_token_id=0)
+CONFIGS = {
+    "llama": transformers.LlamaConfig(**SHAPE, **ENDS),
+    "mistral": transformers.MistralConfig(**SHAPE, **ENDS, sliding_window=7),
+    "gemma2": transformers.Gemma2Config(**SHAPE, **ENDS, head_dim=8, sliding_window=7),
+    "gpt2": transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE, n_positions=64, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0, **ENDS
+    ),
+}
+NAMES = ("llama", "mistral", "gpt2")
+# one column of tiles would hide what happens between tiles
+hf.expose(get_backend("tiled", block_q=8, block_kv=8), "small_tiles")
+
+
+def build(name, attention="eager", **changes):
+    """A random model whose gains and biases are not 1 and 0."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS[name])
+    for key, value in changes.items():
+        setattr(config, key, value)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(VOCAB_SIZE, (3, 20), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def left_padding(tokens):
+    mask = torch.ones_like(tokens)
+    mask[1, :3] = mask[2, :9] = 0
+    return mask
+
+
+def logits_and_gradients(model, tokens):
+    model.zero_grad()
+    logits = model(tokens).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    return [logits.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("attention", ["small_tiles", "tilegpt_naive", "tilegpt_triton"])
+@pytest.mark.parametrize("name", [*NAMES, "gemma2"])
+def test_logits_and_gradients_are_as_near_to_float64_as_eager(name, attention, tokens):
+    model = build(name)
+    eager = logits_and_gradients(model, tokens)
+    exact = logits_and_gradients(copy.deepcopy(model).double(), tokens)
+    model.set_attn_implementation(attention)
+    for ours, theirs, reference in zip(
+        logits_and_gradients(model, tokens), eager, exact, strict=True
+    ):
+        rounding = torch.finfo(torch.float32).eps * reference.abs().max()
+        budget = 2 * (theirs - reference).abs().max() + rounding
+        assert (ours - reference).abs().max() <= budget
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", NAMES)
+def test_generate_gives_the_same_tokens(name, padded, cache, tokens, left_padding):
+    model = build(name)
+    settings = dict(
+        attention_mask=left_padding if padded else torch.ones_like(tokens),
+        max_new_tokens=8,
+        do_sample=False,
+        **{"use_cache": False} if cache == "none" else {"cache_implementation": cache},
+    )
+    eager = model.generate(tokens, **settings)
+    model.set_attn_implementation("small_tiles")
+    assert torch.equal(model.generate(tokens, **settings), eager)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_on_the_left_changes_nothing(name, tokens, left_padding):
+    model = build(name, "small_tiles")
+    positions = (left_padding.cumsum(1) - 1).clamp(min=0)
+    padded = model(tokens, attention_mask=left_padding, position_ids=positions).logits
+    for row, mask, logits in zip(tokens, left_padding.bool(), padded, strict=True):
+        torch.testing.assert_close(logits[mask], model(row[mask][None]).logits[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_on_the_right_changes_nothing(name, tokens, left_padding):
+    model, mask = build(name, "small_tiles"), left_padding.flip(1)
+    padded = model(tokens, attention_mask=mask).logits
+    for row, own, logits in zip(tokens, mask.bool(), padded, strict=True):
+        torch.testing.assert_close(logits[own], model(row[own][None]).logits[0])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_packed_documents_do_not_see_one_another(name, tokens):
+    model = build(name, "small_tiles")
+    positions = torch.cat((torch.arange(11), torch.arange(9)))[None]
+    packed = model(tokens[:1], position_ids=positions, use_cache=False).logits
+    alone = [model(part).logits for part in tokens[:1].split((11, 9), dim=1)]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1))
+
+
+def test_a_mask_in_parts_is_the_whole_mask(monkeypatch, tokens, left_padding):
+    model = build("mistral", "small_tiles")
+    whole = model(tokens, attention_mask=left_padding).logits
+    monkeypatch.setattr(hf, "MASK_ENTRIES", 200)
+    assert torch.equal(model(tokens, attention_mask=left_padding).logits, whole)
+
+
+def test_a_window_is_one_call():
+    window = transformers.masking_utils.sliding_window_causal_mask_function(3)
+    mask = hf.interval_mask(
+        batch_size=1, q_length=8, kv_length=8, mask_function=window, local_size=3
+    )
+    whole = hf.Piece(slice(0, 8), slice(0, 8), True, 3)
+    assert list(hf.pieces(hf.own_intervals(mask)[0])) == [whole]
+
+
+MOVES = st.sampled_from([(0, 1), (1, 1), (0, 0), (2, 1), (-3, -2), (0, -1)])
+
+
+@given(st.lists(MOVES, max_size=12))
+def test_pieces_show_each_row_its_keys(moves):
+    """Any intervals at all: after 0:1 and 1:2, 1:3 is of a document and 2:3 of a window."""
+    pattern = torch.tensor([(0, 1), *moves]).cumsum(0).clamp(min=0)
+    pattern[pattern[:, 0] >= pattern[:, 1]] = 0
+    shown = torch.zeros_like(pattern)
+    for piece in hf.pieces(pattern):
+        first, last, stop = piece.keys.start, piece.keys.stop, piece.queries.stop
+        for i in range(piece.queries.start, stop):
+            hi = last - (stop - 1 - i) if piece.causal else last
+            shown[i] = torch.tensor((max(first, hi - (piece.window or hi)), hi))
+    assert torch.equal(shown, pattern)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_backend_is_there(backend):
+    assert f"tilegpt_{backend}" in transformers.AttentionInterface()
+    assert f"tilegpt_{backend}" in transformers.AttentionMaskInterface()
+
+
+def test_a_defect_is_broken_there_too(tokens):
+    hf.expose(get_backend("no_rescale", block_q=8, block_kv=8), "small_no_rescale")
+    model = build("llama")
+    exact = model(tokens).logits
+    model.set_attn_implementation("small_no_rescale")
+    assert (model(tokens).logits - exact).abs().max() > 1e-3
+
+
+def test_refuses_padding_between_tokens(tokens):
+    mask = torch.ones_like(tokens)
+    mask[0, 4:6] = 0
+    with pytest.raises(ValueError, match="this mask has gaps: pad on the left"):
+        build("llama", "tilegpt_tiled")(tokens, attention_mask=mask)
+
+
+def test_refuses_a_mask_that_is_added(tokens):
+    mask = torch.zeros(3, 1, 20, 20)
+    with pytest.raises(ValueError, match="give a boolean one"):
+        build("llama", "tilegpt_tiled")(tokens, attention_mask=mask)
+
+
+def test_takes_a_boolean_mask(tokens):
+    mask = torch.ones(20, 20, dtype=torch.bool).tril().expand(3, 1, -1, -1)
+    model = build("llama", "small_tiles")
+    torch.testing.assert_close(model(tokens, attention_mask=mask).logits, model(tokens).logits)
+
+
+def test_refuses_dropout_of_weights(tokens):
+    model = build("gpt2", "tilegpt_tiled", attn_pdrop=0.1).train()
+    with pytest.raises(ValueError, match=r"dropout=0\.1 of attention weights"):
+        model(tokens)
+
+
+def test_refuses_a_window_where_the_backend_has_none(tokens):
+    with pytest.raises(ValueError, match="attention=sdpa cannot take .* not support window"):
+        build("mistral", "tilegpt_sdpa")(tokens)
+
+
+def test_refuses_attention_sinks(tokens):
+    config = transformers.GptOssConfig(
+        **SHAPE, **ENDS, head_dim=8, num_local_experts=2, num_experts_per_tok=1
+    )
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="tilegpt_tiled"
+    )
+    with pytest.raises(ValueError, match="attention=tiled cannot take attention sinks"):
+        model(tokens)

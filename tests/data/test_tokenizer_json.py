@@ -1,0 +1,93 @@
+"""The tokenizer files of an export give the tokens of our own tokenizers."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config import TokenizerConfig
+from data import build_tokenizer
+from data.tokenizer import END_OF_TEXT, RANKS_FILE, BytePairTokenizer, read_ranks
+from data.tokenizer_json import as_characters, merges, tokenizer_files
+
+tokenizers = pytest.importorskip("tokenizers")
+
+
+def gpt2_pattern() -> BytePairTokenizer:
+    """GPT-2's pattern over our ranks: its own vocabulary would be a download."""
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    ranks = read_ranks(RANKS_FILE)
+    special = {END_OF_TEXT: len(ranks)}
+    encoding = tiktoken.Encoding(
+        "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special
+    )
+    return BytePairTokenizer(encoding, "gpt2")
+
+
+OURS = {
+    "byte": build_tokenizer(TokenizerConfig("byte")),
+    "bpe": build_tokenizer(TokenizerConfig("bpe")),
+    "gpt2": gpt2_pattern(),
+}
+THEIRS = {
+    name: tokenizers.Tokenizer.from_str(tokenizer_files(own, max_length=8)["tokenizer.json"])
+    for name, own in OURS.items()
+}
+by_name = pytest.mark.parametrize("name", OURS)
+TEXTS = (
+    "",
+    "naïve 東京 🦜\u200d🔥 \x00 ﷽ e\u0301",
+    "a\x1cb\x1d c\u2028d\u00a0e\r\n\tf\x0b\x85 g",
+    "3.14159 1234567 ٣٤٥ it's WE'LL you've",
+    "def f():\n    if x:\n\n        return '_'   \n\n\n  ",
+    "aaaaaaaaaaaaaaa          aaaa                    ",
+)
+
+
+def check(name: str, text: str) -> None:
+    tokens = OURS[name].encode(text).tolist()
+    assert THEIRS[name].encode(text).ids == tokens
+    assert THEIRS[name].decode(tokens) == text
+
+
+@by_name
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_same_tokens(name, text):
+    check(name, text)
+
+
+@by_name
+@settings(max_examples=60)
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs", "Cn", "Co"])))
+def test_the_same_tokens_of_any_text(name, text):
+    check(name, text)
+
+
+@by_name
+def test_the_same_tokens_of_this_program(name):
+    check(name, RANKS_FILE.with_name("tokenizer.py").read_text().replace(END_OF_TEXT, ""))
+
+
+@by_name
+def test_the_end_of_text_is_a_special_token(name):
+    assert THEIRS[name].encode(END_OF_TEXT).ids == [OURS[name].end_of_text]
+    assert THEIRS[name].get_vocab_size() == OURS[name].vocab_size
+
+
+def test_every_token_of_several_bytes_is_one_merge():
+    ranks = read_ranks(RANKS_FILE)
+    pairs = merges(ranks)
+    assert ["".join(pair) for pair in pairs] == [
+        as_characters(token) for token in sorted(ranks, key=ranks.get) if len(token) > 1
+    ]
+
+
+def test_gpt2_has_the_files_it_was_published_with():
+    files = tokenizer_files(OURS["gpt2"], max_length=1024)
+    vocabulary, lines = json.loads(files["vocab.json"]), files["merges.txt"].splitlines()
+    assert vocabulary[END_OF_TEXT] == OURS["gpt2"].end_of_text
+    assert lines[0] == "#version: 0.2" and len(lines) == len(vocabulary) - 256
+    assert all("".join(line.split()) in vocabulary for line in lines[1:])

@@ -1,0 +1,230 @@
+"""Weights from and for transformers: the same logits, and refusals that name what differs."""
+
+import copy
+import re
+
+import pytest
+import torch
+
+from model import load_hugging_face, to_hugging_face
+
+VOCAB_SIZE = 61
+
+
+@pytest.fixture(scope="module")
+def hugging_face_gpt2():
+    """A random GPT-2. No bias or gain is 0 or 1, so that dropping one is noticed."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        attn_implementation="eager",
+    )
+    model = transformers.GPT2LMHeadModel(shape).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("backend", ["naive", "tiled", "sdpa"])
+def test_gives_the_same_logits(
+    hugging_face_gpt2, build_gpt, random_tokens, assert_within_budget, backend
+):
+    model, tokens = build_gpt(backend), random_tokens(2, 32)
+    load_hugging_face(model, hugging_face_gpt2.state_dict())
+    with torch.no_grad():
+        baseline = hugging_face_gpt2(tokens).logits
+        reference = copy.deepcopy(hugging_face_gpt2).double()(tokens).logits
+        assert_within_budget(model(tokens).logits, baseline=baseline, reference=reference)
+
+
+def test_takes_names_without_prefix_and_ignores_stored_masks(
+    hugging_face_gpt2, build_gpt, random_tokens
+):
+    with_prefix, without_prefix = build_gpt(), build_gpt()
+    load_hugging_face(with_prefix, hugging_face_gpt2.state_dict())
+    masks = {
+        f"h.{i}.attn.{name}": torch.ones(1, 1, 32, 32)
+        for i in range(2)
+        for name in ("bias", "masked_bias")
+    }
+    load_hugging_face(without_prefix, hugging_face_gpt2.transformer.state_dict() | masks)
+    tokens = random_tokens(1, 9)
+    assert torch.equal(with_prefix(tokens).logits, without_prefix(tokens).logits)
+
+
+def test_names_every_missing_unexpected_and_wrong_shape_tensor(hugging_face_gpt2, build_gpt):
+    state_dict = dict(hugging_face_gpt2.state_dict())
+    del state_dict["transformer.h.1.ln_2.bias"]
+    state_dict["transformer.h.2.ln_1.bias"] = torch.zeros(32)
+    # as nn.Linear would have it
+    state_dict["transformer.h.0.attn.c_attn.weight"] = state_dict[
+        "transformer.h.0.attn.c_attn.weight"
+    ].T
+    model = build_gpt()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError) as error:
+        load_hugging_face(model, state_dict)
+    for problem in (
+        "missing h.1.ln_2.bias",
+        "unexpected h.2.ln_1.bias",
+        "h.0.attn.c_attn.weight has shape (96, 32) instead of (32, 96)",
+    ):
+        assert problem in str(error.value)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_refuses_an_output_layer_of_its_own(hugging_face_gpt2, build_gpt):
+    state_dict = dict(hugging_face_gpt2.state_dict())
+    state_dict["lm_head.weight"] = state_dict["lm_head.weight"] + 1
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from wte\.weight"):
+        load_hugging_face(build_gpt(), state_dict)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("positions", "rope"),
+        ("norm", "rmsnorm"),
+        ("qk_norm", True),
+        ("activation", "swiglu"),
+        ("bias", False),
+        ("tie_embeddings", False),
+        ("num_kv_heads", 2),
+    ],
+)
+def test_refuses_another_architecture(hugging_face_gpt2, build_gpt, field, value):
+    with pytest.raises(ValueError, match=re.escape(f"{field}={value}")):
+        load_hugging_face(build_gpt(**{field: value}), hugging_face_gpt2.state_dict())
+
+
+LLAMA = {"qk_norm": False}
+# {model type: fields of ModelConfig beside those of model=modern}
+MODERN = {
+    "qwen3": {},
+    "llama": LLAMA,
+    "llama-with-biases": LLAMA | {"bias": True, "rope_theta": 500.0},
+    "llama-tied": LLAMA | {"tie_embeddings": True, "num_kv_heads": None},
+}
+MODELS = {"gpt2": {"dropout": 0.1}, **MODERN}
+
+
+@pytest.fixture(params=MODELS)
+def exported(request, build_gpt, modern):
+    """A random model, how to build another one like it, and its model in transformers."""
+    transformers = pytest.importorskip("transformers")
+    fields = ({} if request.param == "gpt2" else modern) | MODELS[request.param]
+    model = build_gpt(**fields)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    settings, weights = to_hugging_face(model.eval())
+    assert settings["model_type"] == request.param.partition("-")[0]
+    config = transformers.AutoConfig.for_model(**settings)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    missing, unexpected = theirs.load_state_dict(weights, strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    assert settings["architectures"] == [type(theirs).__name__]
+    theirs.tie_weights()
+    return model, lambda: build_gpt(**fields), theirs.eval()
+
+
+def test_an_exported_model_gives_the_same_logits(exported, random_tokens, assert_within_budget):
+    model, _, theirs = exported
+    tokens = random_tokens(2, 32)
+    with torch.no_grad():
+        reference = copy.deepcopy(model).double()(tokens).logits
+        assert_within_budget(
+            theirs(tokens).logits, baseline=model(tokens).logits, reference=reference
+        )
+
+
+def test_loads_what_transformers_saves(exported):
+    model, build_another, theirs = exported
+    another = build_another()
+    load_hugging_face(another, theirs.state_dict(), theirs.config.to_dict())
+    assert all(
+        torch.equal(tensor, another.state_dict()[name])
+        for name, tensor in model.state_dict().items()
+    )
+    # by the names of the tensors, where there is no config.json
+    load_hugging_face(build_another(), theirs.state_dict())
+
+
+@pytest.mark.parametrize(
+    "changes, complaint",
+    [
+        (
+            {"n_head": 8},
+            "do not fit this model, which has num_heads=4; add model.num_heads=8",
+        ),
+        ({"n_layer": 3}, r"which has num_layers=2; add model.num_layers=3"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06, and here it is 1e-05"),
+        ({"activation_function": "relu"}, "activation_function=relu, and here it is gelu_new"),
+        (
+            {"model_type": "bert"},
+            "of model type bert cannot be loaded; those of gpt2, llama, qwen3",
+        ),
+    ],
+)
+def test_refuses_settings_of_another_gpt2(hugging_face_gpt2, build_gpt, changes, complaint):
+    settings = hugging_face_gpt2.config.to_dict() | changes
+    with pytest.raises(ValueError, match=complaint):
+        load_hugging_face(build_gpt(), hugging_face_gpt2.state_dict(), settings)
+
+
+@pytest.mark.parametrize(
+    "changes, complaint",
+    [
+        ({"rope_theta": 5e5}, r"has rope_theta=10000.0; add model.rope_theta=500000.0"),
+        ({"rope_parameters": {"rope_theta": 7.0}}, "add model.rope_theta=7.0"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_type=linear, and here it is def",
+        ),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type=llama3, and here it is default"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06, and here it is 1e-05"),
+        ({"tie_word_embeddings": True}, "add model.tie_embeddings=true"),
+        ({"num_key_value_heads": None}, "has num_kv_heads=2; add model.num_kv_heads=4"),
+        ({"model_type": "qwen3"}, "has qk_norm=False; add model.qk_norm=true"),
+    ],
+)
+def test_refuses_settings_of_another_llama(build_gpt, modern, changes, complaint):
+    model = build_gpt(**modern | LLAMA)
+    settings, weights = to_hugging_face(model)
+    load_hugging_face(model, weights, settings)
+    with pytest.raises(ValueError, match=complaint):
+        load_hugging_face(model, weights, settings | changes)
+
+
+def test_refuses_gains_of_qk_norm(build_gpt, modern):
+    model = build_gpt(**modern)
+    settings, weights = to_hugging_face(model)
+    weights["model.layers.1.self_attn.k_norm.weight"] = torch.full((8,), 0.5)
+    with pytest.raises(ValueError, match=r"layers.1.self_attn.k_norm.weight is not 1"):
+        load_hugging_face(model, weights, settings)
+
+
+def test_takes_the_first_of_more_positions(hugging_face_gpt2, build_gpt, random_tokens):
+    short, whole, tokens = build_gpt(max_seq_len=16), build_gpt(), random_tokens(2, 16)
+    for model in (short, whole):
+        load_hugging_face(model, hugging_face_gpt2.state_dict())
+    assert torch.equal(short(tokens).logits, whole(tokens).logits)
+    with pytest.raises(ValueError, match=r"wpe.weight has shape \(32, 32\) instead of \(64, 32\)"):
+        load_hugging_face(build_gpt(max_seq_len=64), hugging_face_gpt2.state_dict())
+
+
+def test_says_why_transformers_has_no_such_model(build_gpt, modern):
+    with pytest.raises(ValueError) as error:
+        to_hugging_face(build_gpt(**modern | {"norm": "layernorm"}))
+    for reason in (
+        "gpt2 would need model.positions=learned model.qk_norm=false",
+        "llama would need model.norm=rmsnorm model.qk_norm=false",
+        "qwen3 would need model.norm=rmsnorm",
+    ):
+        assert reason in str(error.value)

@@ -1,0 +1,78 @@
+"""`python -m scripts.export`: transformers loads the folder and computes what the run computes."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts import export
+from tests.command import run, tiny
+from training.pretrained import find_pretrained
+from training.trained import load_trained, read_run_config
+
+transformers = pytest.importorskip("transformers")
+
+MODERN = ("model=modern", "model.num_kv_heads=1")
+RUNS = {
+    "GPT2LMHeadModel": ("tokenizer=bpe",),
+    "LlamaForCausalLM": (*MODERN, "model.qk_norm=false"),
+    "Qwen3ForCausalLM": (*MODERN, "attention=no_rescale"),
+}
+
+
+@pytest.fixture
+def export_run(monkeypatch, capsys):
+    """export_run(RUN, OUT): what it printed; SystemExit carries its complaint."""
+
+    def run_export(run_dir: Path, out: Path) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["export", f"run={run_dir}", f"out={out}"])
+        export.main()
+        return tuple(capsys.readouterr())
+
+    return run_export
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_transformers_loads_a_run(name, export_run, tmp_path):
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    assert run(*tiny(run_dir, *RUNS[name], "steps=2", "device=cpu")).code == 0
+    printed, warned = export_run(run_dir, out)
+    assert str(out / "model.safetensors") in printed
+    assert ("transformers computes exact attention" in warned) == ("no_rescale" in str(RUNS[name]))
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert type(theirs).__name__ == name
+    config = read_run_config(run_dir)
+    ours = load_trained(run_dir, config, theirs.config.vocab_size).model
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    tokens = tokenizer("def f(x):\n    return x", return_tensors="pt").input_ids
+    torch.testing.assert_close(theirs(tokens).logits, ours(tokens).logits, atol=1e-5, rtol=0)
+    # without a prompt it begins a document, as ours does
+    written = theirs.generate(max_new_tokens=4, do_sample=False)
+    assert written[0, 0] == tokenizer.eos_token_id == ours.vocab_size - 1
+
+    for parameter in ours.parameters():
+        torch.nn.init.zeros_(parameter)
+    find_pretrained(str(out)).load_into(ours)
+    torch.testing.assert_close(theirs(tokens).logits, ours(tokens).logits, atol=1e-5, rtol=0)
+
+
+def test_a_model_whose_data_are_no_text_has_no_tokenizer(export_run, tmp_path):
+    run_dir, out = tmp_path / "run", tmp_path / "out"
+    assert run(*tiny(run_dir, "data=last_write", "steps=2")).code == 0
+    export_run(run_dir, out)
+    assert not (out / "tokenizer.json").exists()
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] is None
+    transformers.AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_refuses_a_folder_with_files_and_a_model_that_nobody_has(export_run, tmp_path):
+    run_dir = tmp_path / "run"
+    assert run(*tiny(run_dir, "steps=2", "model.bias=false")).code == 0
+    with pytest.raises(SystemExit, match=r"export: out=.*run is there already; name another"):
+        export_run(run_dir, run_dir)
+    with pytest.raises(SystemExit, match=r"no model like this one: gpt2 would need model\.bias=tr"):
+        export_run(run_dir, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
