@@ -193,7 +193,7 @@ REFUSED = [
         "model.num_heads=4 is not a multiple of model.num_kv_heads=3",
     ),
     (ModelConfig, MODEL | {"num_kv_heads": 0}, "model.num_kv_heads=0 must be at least 1"),
-    (ModelConfig, {"positions": "alibi"}, "model.positions=alibi is not one of: learned, rope"),
+    (ModelConfig, {"positions": "sinus"}, "model.positions=sinus is not one of: learned"),
     (ModelConfig, {"norm": "batch"}, "model.norm=batch is not one of: layernorm, rmsnorm"),
     (ModelConfig, {"activation": "relu"}, "model.activation=relu is not one of: gelu, swiglu"),
     (
