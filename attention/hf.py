@@ -32,7 +32,6 @@ from attention import BACKENDS, Backend, attention
 
 # arguments with which models change the attention in ways that attention() does not know
 REFUSED = {
-    "s_aux": "attention sinks (s_aux), as gpt-oss has them",
     "position_bias": "a bias for each pair of positions (position_bias)",
     "cache": "a paged cache",
 }
@@ -64,6 +63,7 @@ def attention_function(backend: Backend) -> Callable[..., tuple[Tensor, None]]:
         dropout: float = 0.0,
         is_causal: bool | None = None,
         softcap: float | None = None,
+        s_aux: Tensor | None = None,  # the sinks of gpt-oss, (H,)
         **others: Any,
     ) -> tuple[Tensor, None]:
         """The output (B, N, H, D), and no weights."""
@@ -84,6 +84,7 @@ def attention_function(backend: Backend) -> Callable[..., tuple[Tensor, None]]:
                 window=piece.window,
                 scale=scaling,
                 softcap=softcap,
+                sinks=s_aux,
             ).out
 
         if attention_mask is None:  # all keys, or those of a causal mask

@@ -166,6 +166,11 @@ def to_hugging_face(model: "GPT") -> tuple[dict[str, Any], dict[str, Tensor]]:
             for each, wanted in zip(ARCHITECTURES, reasons, strict=True)
         )
         raise ValueError(f"transformers has no model like this one: {'; '.join(why)}")
+    if changes := sorted({name for block in model.blocks for name in block.attention.function}):
+        raise ValueError(
+            "these models of transformers have plain attention, and the layers of this one have "
+            f"{', '.join(changes)}"
+        )
     architecture = ARCHITECTURES[reasons.index({})]
     settings = {
         "architectures": [architecture.class_name],

@@ -30,11 +30,21 @@ CONFIGS = {
     "llama": transformers.LlamaConfig(**SHAPE, **ENDS),
     "mistral": transformers.MistralConfig(**SHAPE, **ENDS, sliding_window=7),
     "gemma2": transformers.Gemma2Config(**SHAPE, **ENDS, head_dim=8, sliding_window=7),
+    # windows in every second layer, and sinks
+    "gpt_oss": transformers.GptOssConfig(
+        **SHAPE,
+        **ENDS,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=7,
+        experts_implementation="eager",  # the others know no float64
+    ),
     "gpt2": transformers.GPT2Config(
         vocab_size=VOCAB_SIZE, n_positions=64, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0, **ENDS
     ),
 }
-NAMES = ("llama", "mistral", "gpt2")
+NAMES = ("llama", "mistral", "gpt2", "gpt_oss")
 # one column of tiles would hide what happens between tiles
 hf.expose(get_backend("tiled", block_q=8, block_kv=8), "small_tiles")
 
@@ -204,14 +214,3 @@ def test_refuses_dropout_of_weights(tokens):
 def test_refuses_a_window_where_the_backend_has_none(tokens):
     with pytest.raises(ValueError, match="attention=sdpa cannot take .* not support window"):
         build("mistral", "tilegpt_sdpa")(tokens)
-
-
-def test_refuses_attention_sinks(tokens):
-    config = transformers.GptOssConfig(
-        **SHAPE, **ENDS, head_dim=8, num_local_experts=2, num_experts_per_tok=1
-    )
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="tilegpt_tiled"
-    )
-    with pytest.raises(ValueError, match="attention=tiled cannot take attention sinks"):
-        model(tokens)

@@ -6,7 +6,9 @@ import re
 import pytest
 import torch
 
-from model import load_hugging_face, to_hugging_face
+from attention import get_backend
+from config import AttentionConfig, ModelConfig
+from model import GPT, load_hugging_face, to_hugging_face
 
 VOCAB_SIZE = 61
 
@@ -228,3 +230,17 @@ def test_says_why_transformers_has_no_such_model(build_gpt, modern):
         "qwen3 would need model.norm=rmsnorm",
     ):
         assert reason in str(error.value)
+
+
+@pytest.mark.parametrize("function", [{"window": 8}, {"sinks": True}], ids=str)
+def test_layers_that_transformers_would_compute_otherwise_are_refused(function):
+    """Their weights would load, and give other numbers in silence."""
+    config = ModelConfig(num_layers=2, hidden_size=32, max_seq_len=16)
+    model = GPT(
+        config,
+        vocab_size=11,
+        backend=get_backend("tiled"),
+        attention=AttentionConfig(**function),
+    )
+    with pytest.raises(ValueError, match=f"the layers of this one have {next(iter(function))}"):
+        to_hugging_face(model)
