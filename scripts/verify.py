@@ -219,8 +219,9 @@ def write(
     columns: dict[str, dict[str, Any]],
     dtypes: list[torch.dtype],
     device: torch.device,
+    where: dict[str, Any],
 ) -> None:
-    where = measured_on(device)
+    """`where` is as it was before the file was written, which makes a working tree dirty."""
     head = {
         "environment": where,
         "device": device.type,
@@ -232,7 +233,6 @@ def write(
         OSError, ValueError, KeyError, TypeError
     ):  # no such file yet, or another
         before = json.loads(options.out.read_text())
-        # writing the file may be the very change that makes the working tree dirty
         before["environment"]["dirty"] = where["dirty"]
         if {name: before.get(name) for name in head} == head:
             columns = before["backends"] | columns
@@ -299,13 +299,14 @@ def main(options: Options) -> None:
     if options.out is not None:
         check_writable(options.out)
     set_up(device)
+    where = measured_on(device)
     columns: dict[str, dict[str, Any]] = {}
     measured = verify_distributed if options.context > 1 else verify_here
     for name, column in measured(dtypes, options, device):
         columns[name] = column
         print(f"{name}: {columns[name]['seconds']} s", file=sys.stderr, flush=True)
         if options.out is not None:
-            write(options, columns, dtypes, device)
+            write(options, columns, dtypes, device, where)
     print(report(columns))
     wrong = sum(not cell["ok"] for column in columns.values() for cell in column["cells"])
     if wrong:
