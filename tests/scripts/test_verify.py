@@ -53,7 +53,7 @@ def test_an_exact_and_a_broken_backend_are_as_documented(run_verify, tmp_path):
     }
     red = {"logits - 120", "rows without a key"}
     assert marks == {name: ("+", "x" if name in red else "+") for name in PROPERTIES}
-    assert "tiled            46 fixed and 2 random cases" in out
+    assert "tiled            48 fixed and 2 random cases" in out
 
     data = json.loads((tmp_path / "found.json").read_text())
     assert list(data["backends"]) == ["tiled", "zero_init_max"] and list(
