@@ -145,6 +145,7 @@ def test_a_sweep_is_that_of_one_process(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
+@pytest.mark.slow
 def test_a_job_has_its_name_and_its_group_in_wandb(tmp_path, monkeypatch):
     from tests.test_sweep import records_of, started
 
@@ -202,6 +203,7 @@ def test_an_error_of_the_launcher_leaves_no_job_behind(tmp_path, monkeypatch):
     assert summary(tmp_path / "1")["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_job_with_ranks_is_started_by_torchrun(tmp_path, monkeypatch):
     fork_jobs(monkeypatch)
     done = run(*tiny_sweep(tmp_path, "parallel.context=2", "steps=2", *TWO))
@@ -212,6 +214,7 @@ def test_a_job_with_ranks_is_started_by_torchrun(tmp_path, monkeypatch):
     assert row["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_another_sweeper_learns_the_loss(tmp_path, monkeypatch):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     fork_jobs(monkeypatch)

@@ -1,5 +1,6 @@
 """The properties of attention, asked of several processes."""
 
+import pytest
 import torch
 
 from conformance.backend_under_test import Subject
@@ -17,6 +18,7 @@ def statuses(setting: Setting, names=ASKED) -> dict[str, str]:
     return {cell.property: cell.status for cell in cells}
 
 
+@pytest.mark.slow
 def test_our_ring_is_green():
     assert set(statuses(Setting(2, attention="tiled")).values()) == {"green"}
 

@@ -133,7 +133,13 @@ def test_a_shared_sequence_is_the_same_attention(tmp_path, settings):
             ("parallel.how=ring",),
             (),
         ),
-        (("attention=ring_no_rescale", "compile=true"), (), ("attention.ranks=2",)),
+        (("attention=ring_no_rescale",), (), ("attention.ranks=2",)),
+        pytest.param(
+            ("attention=ring_no_rescale", "compile=true"),
+            (),
+            ("attention.ranks=2",),
+            marks=pytest.mark.slow,
+        ),
         (("attention=tiled",), ("parallel.how=gather",), ()),
         (("attention=tiled", "attention.window=9", "attention.softcap=1"), (), ()),
     ],
@@ -220,7 +226,9 @@ for name in backends:
             if one is None:  # heads are exchanged without their lse
                 continue
             other = other[:, :, own]
-            same = torch.allclose(one, other, atol=1e-5) if {gather!r} else torch.equal(one, other)
+            # exp() rounds by where a number stands in memory
+            near = {gather!r} or "sinks" in mask
+            same = torch.allclose(one, other, atol=1e-5) if near else torch.equal(one, other)
             assert same, (name, mask, what, (one - other).abs().max())
         assert torch.equal(ranks.largest(found[-1]), expected[-1]), (name, mask)
 """
@@ -328,6 +336,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
     assert [each["step"] for each in summary(moved)["starts"]] == [0, 2, 4]
 
 
+@pytest.mark.slow
 def test_dropout_is_another_on_each_rank_and_the_same_again_after_a_resume(tmp_path):
     settings = (*SHARED, "model.dropout=0.2", "steps=4")
     for name in ("whole", "again", "moved"):
@@ -445,7 +454,11 @@ ATTENTION = replace(get_backend("naive"), name="fails", fn=attend)
 
 
 @pytest.mark.parametrize(
-    "error, status", [("MemoryError('no more')", "oom"), ("ValueError('as asked')", "failed")]
+    "error, status",
+    [
+        ("MemoryError('no more')", "oom"),
+        pytest.param("ValueError('as asked')", "failed", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_fails_says_why_in_the_summary(tmp_path, error, status):
     (tmp_path / "own.py").write_text(FAILS.replace("{error}", error))
@@ -483,6 +496,7 @@ def torchrun(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_by_torchrun(tmp_path):
     done = torchrun("train.py", *tiny(tmp_path / "run", *SHARED))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -522,6 +536,7 @@ def test_shares():
     assert Ranks().rows(6) == slice(0, 6) and Ranks().first and not Ranks().several
 
 
+@pytest.mark.slow
 def test_where_the_first_rank_dies_another_writes_the_summary(tmp_path):
     (tmp_path / "own.py").write_text(
         KILLED.replace('"RANK"] == "1"', '"RANK"] == "0"').replace("{when}", "len(calls) > 8")
