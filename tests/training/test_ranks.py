@@ -143,7 +143,7 @@ def test_a_shared_sequence_is_the_same_attention(tmp_path, settings):
         (("attention=tiled",), ("parallel.how=gather",), ()),
         (("attention=tiled", "attention.window=9", "attention.softcap=1"), (), ()),
     ],
-    ids=["rope-documents", "broken-merge-compiled", "gathered", "window-softcap"],
+    ids=["rope-documents", "broken-merge", "compiled", "gathered", "window-softcap"],
 )
 def test_a_ring_trains_as_one_process_does(tmp_path, settings, how, alone):
     tiles = ("attention.block_q=8", "attention.block_kv=8", "model.num_heads=3")
