@@ -369,7 +369,7 @@ def test_a_compiled_projection_reads_its_gradient_where_it_is(monkeypatch):
     operator's result.
     """
     layer = CausalSelfAttention(
-        ModelConfig(num_heads=4, num_kv_heads=2, hidden_size=64), PORTABLE
+        ModelConfig(num_heads=4, num_kv_heads=2, hidden_size=64), PORTABLE, {}
     ).to(DEVICE)
     x = random(2, 40, 64).requires_grad_()
 
