@@ -212,13 +212,12 @@ def test_compiled_into_one_graph_it_equals_eager():
     torch.testing.assert_close(differentiated(compiled), differentiated(block), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend",
     [
         pytest.param(PORTABLE, id="triton"),
-        pytest.param(
-            get_backend("no_rescale", impl="triton"), id="no_rescale", marks=pytest.mark.slow
-        ),
+        pytest.param(get_backend("no_rescale", impl="triton"), id="no_rescale"),
     ],
 )
 def test_inductor_lowers_the_operators(backend):
