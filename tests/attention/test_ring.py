@@ -54,6 +54,34 @@ def test_the_error_does_not_grow_with_the_ranks(dtype):
             assert error <= (1.05 if dtype == torch.bfloat16 else 1.15) * one
 
 
+class RoundedBlocks(TileBlocks):
+    """Partial results in the dtype of q, as many rings have them."""
+
+    def forward(self, q, *arguments, **settings):
+        state, max_score = super().forward(q, *arguments, **settings)
+        out, lse = state.finalize()
+        lse = lse.unsqueeze(-1)
+        return OnlineSoftmax(lse, torch.ones_like(lse), out.to(q.dtype).float()), max_score
+
+    def backward(self, q, *arguments, **settings):
+        return tuple(x.to(q.dtype).float() for x in super().backward(q, *arguments, **settings))
+
+
+def test_rounded_partial_results_would_show():
+    """By a fifth and more, which stays inside the budget of the properties."""
+    tensors, weights = inputs(dtype=torch.bfloat16)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    truth = results("naive", wide, weights.double())
+    rounded = replace(RING, name="rounded", fn=PlayedRing(Ring(RoundedBlocks())))
+    alone, found = (
+        results(each.configured(ranks=ranks, **TILES), tensors, weights)
+        for each, ranks in ((RING, 1), (rounded, 8))
+    )
+    for name in (0, 2, 3, 4):  # out, dq, dk, dv
+        error, one = ((x[name] - truth[name]).norm() for x in (found, alone))
+        assert error > 1.15 * one
+
+
 @pytest.mark.parametrize("name", ["ring", *DEFECTS])
 def test_one_rank_is_the_tile_loop_to_the_bit(name):
     tensors, weights = inputs()
