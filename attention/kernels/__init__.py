@@ -170,10 +170,10 @@ class TritonBlocks:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, *, look: bool, **settings: Any
     ) -> tuple[OnlineSoftmax, Tensor | None]:
-        from attention.kernels.op import run_forward
+        from attention.kernels.op import flash_attention
 
         arguments = self.arguments(q, visible, **settings)
-        out, lse, max_score = run_forward(q, k, v, *arguments, flag(look), wide=True)
+        out, lse, max_score = flash_attention(q, k, v, *arguments, flag(look), wide=True)
         # exp(lse - lse) = 1 is the sum, and out the sum of values: a state like any other
         lse = lse.unsqueeze(-1)
         state = OnlineSoftmax(lse, torch.ones_like(lse), out)
@@ -191,10 +191,11 @@ class TritonBlocks:
         visible: VisibleKeys,
         **settings: Any,
     ) -> tuple[Tensor, ...]:
-        from attention.kernels.op import run_backward
+        from attention.kernels.op import flash_attention_backward
 
         known = (d_out, d_lse, q, k, v, out, lse.contiguous())
-        return tuple(run_backward(*known, *self.arguments(q, visible, **settings), wide=True))
+        arguments = self.arguments(q, visible, **settings)
+        return tuple(flash_attention_backward(*known, *arguments, wide=True))
 
     def arguments(
         self,

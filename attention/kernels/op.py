@@ -61,10 +61,12 @@ def is_packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def empty_gradients(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> list[Tensor]:
+def empty_gradients(
+    q: Tensor, k: Tensor, v: Tensor, packed: bool, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """Memory for dq, dk, dv, or for the one tensor (B, N, H + 2 H_kv, D) that they are views of."""
     if not packed:
-        return [empty_heads(x) for x in (q, k, v)]
+        return [empty_heads(x, dtype) for x in (q, k, v)]
     batch, num_heads, length, head_dim = q.shape
     return [q.new_empty(batch, length, num_heads + 2 * k.shape[1], head_dim)]
 
@@ -182,6 +184,7 @@ def flash_attention(
     block_kv: int,
     kernel_choice: str = "portable",
     look: Tensor | None = None,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out (B, H, N, D), lse (B, H, N) and max_score (B, H) float32, for q (B, H, N, D); k, v (B,
     H_kv, M, D).
@@ -190,30 +193,9 @@ def flash_attention(
     `causal`. score_mod: pkg.module:NAME of a @triton.jit function or "", params (float32) its
     numbers. softmax: a name in SOFTMAXES. block_q, block_kv: the tile, or 0 for the table's.
     kernel_choice: auto, portable or hopper, see select.py (inductor uses the name `kernel`).
-    max_score is computed where `look` holds True.
+    max_score is computed where `look` holds True. wide: out in float32, which the portable kernels
+    can.
     """
-    settings = (causal, scale, score_mod, softmax, block_q, block_kv, kernel_choice)
-    return run_forward(q, k, v, lo, hi, params, *settings, look)
-
-
-def run_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lo: Tensor | None,
-    hi: Tensor | None,
-    params: Tensor | None,
-    causal: bool,
-    scale: float,
-    score_mod: str,
-    softmax: str,
-    block_q: int,
-    block_kv: int,
-    kernel_choice: str,
-    look: Tensor | None,
-    wide: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What flash_attention does; with `wide`, which the portable kernels can, out is float32."""
     dtype = torch.float32 if wide else q.dtype
     q, k, v = readable(q), readable(k), readable(v)
     (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
@@ -247,9 +229,13 @@ def largest(lse: Tensor, top: Tensor | None) -> Tensor:
 
 
 @flash_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, lo: Tensor | None, hi: Tensor | None, params: Tensor | None,
+    causal: bool, scale: float, score_mod: str, softmax: str, block_q: int, block_kv: int,
+    kernel_choice: str = "portable", look: Tensor | None = None, wide: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     lse, max_score = (q.new_empty(q.shape[:dims], dtype=torch.float32) for dims in (3, 2))
-    return empty_heads(q), lse, max_score
+    return empty_heads(q, torch.float32 if wide else None), lse, max_score
 
 
 @torch.library.custom_op("tilegpt::flash_attention_backward", mutates_args=())
@@ -272,47 +258,18 @@ def flash_attention_backward(
     block_kv: int,
     kernel_choice: str = "portable",
     packed: bool = False,
+    wide: bool = False,
 ) -> list[Tensor]:
     """dq, dk, dv, in the dtypes and shapes of q, k, v, from what flash_attention took and gave.
 
     packed, for N = M: the one tensor (B, N, H + 2 H_kv, D) that unpacked() sees them in. A compiler
     can then see that this is the gradient of a projection to q, k and v. An operator may not return
-    views of one tensor.
-    """
-    settings = (causal, scale, score_mod, softmax, block_q, block_kv, kernel_choice)
-    return run_backward(d_out, d_lse, q, k, v, out, lse, lo, hi, params, *settings, packed)
-
-
-def run_backward(
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    lo: Tensor | None,
-    hi: Tensor | None,
-    params: Tensor | None,
-    causal: bool,
-    scale: float,
-    score_mod: str,
-    softmax: str,
-    block_q: int,
-    block_kv: int,
-    kernel_choice: str,
-    packed: bool = False,
-    wide: bool = False,
-) -> list[Tensor]:
-    """What flash_attention_backward does; with `wide`, which the portable kernels can, the
-    gradients are float32.
+    views of one tensor. wide: float32, which the portable kernels can; not packed.
     """
     dtype = torch.float32 if wide else q.dtype
     d_out, q, k, v, out = readable(d_out), readable(q), readable(k), readable(v), readable(out)
     (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
-    gradients = empty_gradients(q, k, v, packed)
-    if wide:
-        gradients = [empty_heads(x, torch.float32) for x in (q, k, v)]
+    gradients = empty_gradients(q, k, v, packed, torch.float32 if wide else None)
     dq, dk, dv = unpacked(gradients, num_heads, num_kv_heads)
     hopper_runs = runs_hopper(
         kernel_choice, q.device, q.dtype, head_dim, scale, score_mod, softmax, block_q or block_kv
@@ -372,13 +329,15 @@ def _(
     lo: Tensor | None, hi: Tensor | None,
     params: Tensor | None, causal: bool, scale: float, score_mod: str, softmax: str, block_q: int,
     block_kv: int,
-    kernel_choice: str = "portable", packed: bool = False,
+    kernel_choice: str = "portable", packed: bool = False, wide: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    return empty_gradients(q, k, v, packed)
+    return empty_gradients(q, k, v, packed, torch.float32 if wide else None)
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, lo, hi, params, *ctx.settings, _ = inputs
+    # without look and wide, which are no settings of the backward pass
+    (q, k, v, lo, hi, params, *others), ctx.count = inputs, len(inputs)
+    ctx.settings = others[:7]
     ctx.packed = is_packed(q, k, v)  # here, as saved tensors may come back with other strides
     ctx.set_materialize_grads(False)  # no zeros for a gradient of lse, which few use
     ctx.save_for_backward(q, k, v, *output[:2], lo, hi, params)
@@ -392,8 +351,8 @@ def _backward(
     gradients = flash_attention_backward(
         d_out, d_lse, q, k, v, out, *others, *ctx.settings, packed=ctx.packed
     )
-    # nothing flows to lo, hi, params, the settings and look
-    return *unpacked(gradients, q.shape[1], k.shape[1]), *([None] * (4 + len(ctx.settings)))
+    # nothing flows to what follows q, k and v
+    return *unpacked(gradients, q.shape[1], k.shape[1]), *([None] * (ctx.count - 3))
 
 
 flash_attention.register_autograd(_backward, setup_context=_save)
