@@ -125,13 +125,21 @@ class Shards:
         """Those of this rank's tokens in a sequence of `num_tokens`, sorted, the same number on
         each rank.
         """
-        of_ring = zigzag(num_tokens, self.ring.size, device)[self.ring.place]
-        return of_ring.tensor_split(self.heads.size)[self.heads.place]
+        place = self.ring.place * self.heads.size + self.heads.place
+        return tokens_of_ranks(num_tokens, self.ring.size, self.heads.size, device)[place]
 
     def own_positions(self, tokens: Tensor) -> Tensor:
         """Those of tokens (B, n) that this rank has."""
         total = tokens.shape[1] * self.heads.size * self.ring.size
         return self.positions(total, tokens.device)
+
+
+def tokens_of_ranks(
+    num_tokens: int, ring: int, heads: int, device: torch.device | None = None
+) -> list[Tensor]:
+    """The positions of each rank's tokens: those that exchange heads share a part of the ring."""
+    parts = zigzag(num_tokens, ring, device)
+    return [own for part in parts for own in part.tensor_split(heads)]
 
 
 def ring(
@@ -149,13 +157,12 @@ def ring(
     return_max_score: bool | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """out, lse and max_score of this rank's part on a ring."""
-    tiles = [backend.options.get(name, 0) for name in ("block_q", "block_kv")]
-    group = (shards.ring.name, shards.ring.place, shards.ring.size, shards.gather)
-    mask = (causal, scale, window, softcap)
     if isinstance(return_max_score, Tensor) and not torch.compiler.is_compiling():
         return_max_score = bool(return_max_score)
     look = flag(return_max_score)
-    settings = (backend.name, *group, *mask, *tiles)
+    group = (shards.ring.name, shards.ring.place, shards.ring.size, shards.gather)
+    tiles = [backend.options.get(name, 0) for name in ("block_q", "block_kv")]
+    settings = (backend.name, *group, causal, scale, window, softcap, *tiles)
     out, lse, max_score = ring_attention(q, k, v, document_ids, look, *settings)
     return out, lse, None if look is None else max_score.detach()
 
@@ -178,10 +185,11 @@ def share(rank: int, world: int, context: int, *, heads: int, gather: bool = Fal
             "ring": [members[i::heads] for i in range(heads)],
         }
         for name, groups in parts.items():
-            for each in groups:  # every rank takes part in making each group
-                group = distributed.new_group(list(each))
-                if rank in each:
-                    _groups[name] = group
+            for each in groups:
+                if len(each) > 1:  # every rank takes part in making each group
+                    group = distributed.new_group(list(each))
+                    if rank in each:
+                        _groups[name] = group
     place, head = divmod(rank % context, heads)
     return Shards(Group("heads", head, heads), Group("ring", place, context // heads), gather)
 
@@ -273,57 +281,67 @@ def take_part(program: RankProgram, group: str, place: int, size: int) -> Any:
             return end.value
 
 
-def ring_call(
-    q: Tensor,
+# what follows the tensors of a ring's operators, with their types in PyTorch's schemas
+SETTINGS = {
+    "backend": "str",
+    "group": "str",
+    "place": "int",
+    "size": "int",
+    "gather": "bool",
+    "causal": "bool",
+    "scale": "float",
+    "window": "int?",
+    "softcap": "float?",
+    "block_q": "int",
+    "block_kv": "int",
+}
+SCHEMA = ", ".join(f"{kind} {name}" for name, kind in SETTINGS.items())
+
+
+def run_on_ring(
+    direction: str,
+    tensors: Sequence[Tensor],
     document_ids: Tensor | None,
-    look: bool,
-    backend: str,
-    size: int,
-    gather: bool,
-    causal: bool,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    block_q: int,
-    block_kv: int,
-) -> RingCall:
-    length = q.shape[2] * size
-    tokens = zigzag(length, size, q.device)
-    mask = {"causal": causal, "window": window, "document_ids": document_ids}
-    settings = {"scale": scale, "softcap": softcap, "block_q": block_q, "block_kv": block_kv}
-    visible = intervals(length, length, q.device, **mask)
-    kind = GatherCall if gather else RingCall
-    return kind(_backends[backend].ring, tokens, tokens, visible, settings, look=look)
+    values: tuple[Any, ...],
+    *,
+    look: bool = False,
+) -> Any:
+    """This rank's part of RingCall.forward or backward, from q, k, v, ...; `values` are those of
+    SETTINGS.
+    """
+    given, q = dict(zip(SETTINGS, values, strict=True)), tensors[0]
+    length = q.shape[2] * given["size"]
+    tokens = zigzag(length, given["size"], q.device)
+    mask = {name: given[name] for name in ("causal", "window")}
+    visible = intervals(length, length, q.device, document_ids=document_ids, **mask)
+    settings = {name: given[name] for name in ("scale", "softcap", "block_q", "block_kv")}
+    kind = GatherCall if given["gather"] else RingCall
+    used = _backends[given["backend"]].ring
+    call = kind(used, tokens, tokens, visible, settings, look=look)
+    place = {name: given[name] for name in ("group", "place", "size")}
+    with torch.autocast(q.device.type, enabled=False):
+        return take_part(getattr(call, direction)(given["place"], *tensors), **place)
 
 
-@torch.library.custom_op("tilegpt::ring_attention", mutates_args=())
+@torch.library.custom_op(
+    "tilegpt::ring_attention",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor? document_ids, Tensor? look, "
+    f"{SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
 def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     document_ids: Tensor | None,
     look: Tensor | None,
-    backend: str,
-    group: str,
-    place: int,
-    size: int,
-    gather: bool,
-    causal: bool,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    block_q: int,
-    block_kv: int,
+    *values: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out (B, H, n, D), lse (B, H, n) and max_score (B, H) of this rank's n queries.
-
-    max_score is computed where `look` holds True.
+    """out (B, H, n, D), lse (B, H, n) and max_score (B, H) of this rank's n queries. `values` are
+    those of SETTINGS. max_score is computed where `look` holds True.
     """
     looked = look is not None and bool(look)
-    arguments = (backend, size, gather, causal, scale, window, softcap, block_q, block_kv)
-    call = ring_call(q, document_ids, looked, *arguments)
-    with torch.autocast(q.device.type, enabled=False):
-        out, lse, max_score = take_part(call.forward(place, q, k, v), group, place, size)
+    out, lse, max_score = run_on_ring("forward", (q, k, v), document_ids, values, look=looked)
     if max_score is None:
         max_score = lse.new_empty(lse.shape[:2])
     return out.contiguous(), lse.contiguous(), max_score
@@ -336,34 +354,16 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), lse, max_score
 
 
-@torch.library.custom_op("tilegpt::ring_attention_backward", mutates_args=())
-def ring_attention_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor,
-    d_lse: Tensor,
-    document_ids: Tensor | None,
-    backend: str,
-    group: str,
-    place: int,
-    size: int,
-    gather: bool,
-    causal: bool,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    block_q: int,
-    block_kv: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "tilegpt::ring_attention_backward",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor d_out, Tensor d_lse, "
+    f"Tensor? document_ids, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+)
+def ring_attention_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's tokens, from what ring_attention took and gave."""
-    arguments = (backend, size, gather, causal, scale, window, softcap, block_q, block_kv)
-    call = ring_call(q, document_ids, False, *arguments)
-    with torch.autocast(q.device.type, enabled=False):
-        program = call.backward(place, q, k, v, out, lse, d_out, d_lse)
-        dq, dk, dv = take_part(program, group, place, size)
+    *tensors, document_ids = arguments[:8]
+    dq, dk, dv = run_on_ring("backward", tensors, document_ids, arguments[8:])
     return dq.contiguous(), dk.clone(), dv.clone()
 
 

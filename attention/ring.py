@@ -162,11 +162,15 @@ class RingCall:
         before = (source - 1) % self.world
         return [Sent(held, (*held.shape[:3], len(self.keys[before]), held.shape[-1]))]
 
+    def _is_empty(self, rank: int, source: int) -> bool:
+        """More ranks than tokens leave some without any."""
+        return not len(self.queries[rank]) or not len(self.keys[source])
+
     def _block(
         self, rank: int, source: int, q: Tensor, held: Tensor
     ) -> tuple[OnlineSoftmax, Tensor | None]:
         """What `rank` makes of the keys and values of `source`."""
-        if not len(self.queries[rank]) or not len(self.keys[source]):  # more ranks than tokens
+        if self._is_empty(rank, source):
             state = OnlineSoftmax.empty(q, dtype=statistics_dtype(q))
             return state, state.row_max.new_full(q.shape[:2], -torch.inf)
         (k, v), visible = held, self.sees(rank, source)
@@ -223,7 +227,7 @@ class RingCall:
         d_state: OnlineSoftmax | None,
     ) -> tuple[Tensor, ...]:
         """dq, dk, dv of what `rank` makes of the keys and values of `source`."""
-        if not len(self.queries[rank]) or not len(self.keys[source]):
+        if self._is_empty(rank, source):
             return tuple(torch.zeros_like(x, dtype=statistics_dtype(q)) for x in (q, *held))
         (k, v), visible, blocks = held, self.sees(rank, source), self.ring.blocks
         if d_state is None:

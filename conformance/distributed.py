@@ -24,13 +24,12 @@ import torch
 from torch import Tensor, multiprocessing
 
 from attention import AttentionOutput, Backend, attention, get_backend
-from attention.context import register_ring, share
+from attention.context import register_ring, share, tokens_of_ranks
 from attention.interface import Refusal
-from attention.ring import zigzag
+from attention.played_ring import collected
 from conformance.backend_under_test import Check, Subject
 from conformance.properties import PROPERTIES, Property
 
-LAYOUTS = ("zigzag", "contiguous")
 KEPT = 8  # calls whose backward pass may still come
 KEEPS = 1.5  # times its own part may a process keep
 PATIENCE = 120  # seconds that a process waits for another
@@ -49,7 +48,7 @@ class Setting:
     heads: int = 1  # processes that exchange heads; a ring joins the others
     gather: bool = False
     target: str = ""  # pkg.module:NAME of a Backend that is distributed itself
-    layout: str = "zigzag"  # of target's tokens
+    layout: str = "zigzag"  # of target's tokens; or contiguous
 
     @property
     def given(self) -> Backend:
@@ -61,8 +60,7 @@ class Setting:
         """The tokens of each process."""
         if self.layout == "contiguous":
             return list(torch.arange(length).tensor_split(self.world))
-        of_ring = zigzag(length, self.world // self.heads)
-        return [part for each in of_ring for part in each.tensor_split(self.heads)]
+        return tokens_of_ranks(length, self.world // self.heads, self.heads)
 
 
 class Processes:
@@ -161,8 +159,7 @@ class Processes:
 
     def joined(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
         """The whole of the parts (B, H, n) or (B, H, n, D) of all processes."""
-        order = torch.cat(self.setting.positions(like.shape[2])).argsort()
-        return torch.cat(list(parts), 2)[:, :, order].to(like.device)
+        return collected(parts, self.setting.positions(like.shape[2])).to(like.device)
 
 
 class DistributedCall(torch.autograd.Function):

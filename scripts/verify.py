@@ -50,8 +50,7 @@ from scripts.arguments import Device, Dtype, check_at_least, command, parse_back
 from training.device import pick_device, pick_dtype
 from training.environment import measured_on
 from training.files import check_writable, write_json
-
-RINGS = [name for name, backend in BACKENDS.items() if backend.ring is not None]
+from training.sharing import RINGS
 
 
 @dataclass
