@@ -2,7 +2,7 @@
 tiles fit on the chip.
 
 Counted per call of B sequences, H heads, N queries and keys, D head dim; `element` is the bytes of
-an element of q, k, v and out.
+an element of q, k, v and out; `mask` is causal (True) and window (None: all keys).
 
 Two accountings stand side by side. The one often printed counts q, k, v and out once for a fused
 kernel, 4 N D. But a query tile must see every key it attends to, so K and V are read again for each
@@ -13,6 +13,7 @@ counts what is asked for.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from training.hardware import REGISTER_BYTES, SHARED_KIB
 
@@ -50,14 +51,7 @@ def useful_flops(
 
 
 def printed_naive(
-    batch: int,
-    heads: int,
-    seq_len: int,
-    head_dim: int,
-    element: int,
-    *,
-    causal: bool = True,
-    window: int | None = None,
+    batch: int, heads: int, seq_len: int, head_dim: int, element: int, **mask: Any
 ) -> Traffic:
     """The usual accounting of attention in three kernels: scores written and read, probabilities
     written and read, 4 N^2 + 4 N D.
@@ -69,36 +63,20 @@ def printed_naive(
     return Traffic(
         2 * square + 3 * line,
         2 * square + line,
-        useful_flops(batch, heads, seq_len, head_dim, causal=causal, window=window),
+        useful_flops(batch, heads, seq_len, head_dim, **mask),
     )
 
 
 def printed_fused(
-    batch: int,
-    heads: int,
-    seq_len: int,
-    head_dim: int,
-    element: int,
-    *,
-    causal: bool = True,
-    window: int | None = None,
+    batch: int, heads: int, seq_len: int, head_dim: int, element: int, **mask: Any
 ) -> Traffic:
     """The usual accounting of a fused kernel: q, k, v read once and out written once, 4 N D."""
     line = batch * heads * seq_len * head_dim * element
-    return Traffic(
-        3 * line, line, useful_flops(batch, heads, seq_len, head_dim, causal=causal, window=window)
-    )
+    return Traffic(3 * line, line, useful_flops(batch, heads, seq_len, head_dim, **mask))
 
 
 def naive(
-    batch: int,
-    heads: int,
-    seq_len: int,
-    head_dim: int,
-    element: int,
-    *,
-    causal: bool = True,
-    window: int | None = None,
+    batch: int, heads: int, seq_len: int, head_dim: int, element: int, **mask: Any
 ) -> Traffic:
     """attention=naive as it runs, operator by operator, every one over the whole of N x N in
     float32 (causal or not).
@@ -112,9 +90,7 @@ def naive(
         4 + 4 + 1 + 4 + 4 + 4 + 4 + 4 + 4 + (4 if cast else 0) + (cast or 4)
     ) + line * (3 * element + 8)
     written = square * (4 + 4 + 4 + 4 + 4 + 4 + 4 + cast) + line * (element + 8)
-    return Traffic(
-        read, written, useful_flops(batch, heads, seq_len, head_dim, causal=causal, window=window)
-    )
+    return Traffic(read, written, useful_flops(batch, heads, seq_len, head_dim, **mask))
 
 
 def visited_keys(
@@ -140,19 +116,18 @@ def fused(
     *,
     block_q: int = 128,
     block_kv: int = 64,
-    causal: bool = True,
-    window: int | None = None,
+    **mask: Any,
 ) -> Traffic:
     """A flash kernel: q once, K and V once for every query tile, out and lse once. The score tile
     never leaves the chip.
     """
     rows = batch * heads * seq_len
-    keys = batch * heads * visited_keys(seq_len, block_q, block_kv, causal=causal, window=window)
+    keys = batch * heads * visited_keys(seq_len, block_q, block_kv, **mask)
     read = (rows + 2 * keys) * head_dim * element
     return Traffic(
         read,
         rows * (head_dim * element + 4),
-        useful_flops(batch, heads, seq_len, head_dim, causal=causal, window=window),
+        useful_flops(batch, heads, seq_len, head_dim, **mask),
     )
 
 
@@ -165,8 +140,7 @@ def tile_loop(
     *,
     block_q: int = 128,
     block_kv: int = 64,
-    causal: bool = True,
-    window: int | None = None,
+    **mask: Any,
 ) -> Traffic:
     """The same tiles as PyTorch operators: K and V as above, but every step on a score tile goes
     through memory (or the cache).
@@ -183,10 +157,9 @@ def tile_loop(
         element,
         block_q=block_q,
         block_kv=block_kv,
-        causal=causal,
-        window=window,
+        **mask,
     )
-    keys = batch * heads * visited_keys(seq_len, block_q, block_kv, causal=causal, window=window)
+    keys = batch * heads * visited_keys(seq_len, block_q, block_kv, **mask)
     scores, accumulators = (
         keys * min(block_q, seq_len),
         keys / block_kv * min(block_q, seq_len) * head_dim * 4,
