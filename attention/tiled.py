@@ -16,7 +16,7 @@ Dimensions: B batch, H = H_kv * G query heads, N queries, M keys, D head dim; a 
 queries by T = block_kv keys.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -211,25 +211,35 @@ class TileLoop:
         Plain autograd through the whole loop would keep every tile alive, which takes more memory
         than the matrix that the loop avoids.
         """
+        return self.differentiate(
+            self.query_tile, lambda rows: (d_out[..., rows, :], d_lse[..., rows]), q, k, v
+        )
+
+    def differentiate(
+        self,
+        compute: Callable[..., Sequence[Tensor]],
+        gradients: Callable[[slice], Sequence[Tensor]],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of compute(q_rows, k, v, tile) of every tile of queries, each run under
+        autograd; gradients(rows) are those of its results.
+        """
         dq_tiles = []
         dk, dv = torch.zeros_like(k, dtype=self.dtype), torch.zeros_like(v, dtype=self.dtype)
         for tile in self.visible.query_tiles(self.block_q):
-            leaves = (x.detach().requires_grad_() for x in (q[..., tile.rows, :], k, v))
-            q_rows, k_leaf, v_leaf = leaves
+            leaves = [x.detach().requires_grad_() for x in (q[..., tile.rows, :], k, v)]
             if tile.first >= tile.last:  # no key, no gradient
-                dq_tiles.append(torch.zeros_like(q_rows))
+                dq_tiles.append(torch.zeros_like(leaves[0]))
                 continue
             # switches autograd on, also inside an operator of torch.library, which runs below it
             with torch.inference_mode(False):
-                outputs = self.query_tile(q_rows, k_leaf, v_leaf, tile)
-                dq_rows, dk_rows, dv_rows = torch.autograd.grad(
-                    outputs,
-                    (q_rows, k_leaf, v_leaf),
-                    (d_out[..., tile.rows, :], d_lse[..., tile.rows]),
-                )
-            dq_tiles.append(dq_rows)
-            dk += dk_rows
-            dv += dv_rows
+                outputs = compute(*leaves, tile)
+                found = torch.autograd.grad(outputs, leaves, gradients(tile.rows))
+            dq_tiles.append(found[0])
+            dk += found[1]
+            dv += found[2]
         return torch.cat(dq_tiles, -2), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -468,28 +478,17 @@ class TileBlocks:
         visible: VisibleKeys,
         **settings: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """By running each tile of queries again under autograd, as backward_by_recomputing()."""
         loop = self.loop(q, k, visible, **settings)
-        given = tuple(x.to(loop.dtype) for x in (q, k, v))
-        q, k, v = grouped(*given)
+        q, k, v = (x.to(loop.dtype) for x in grouped(q, k, v))
         d_parts = [getattr(d_state, name).unflatten(1, q.shape[1:3]) for name in PARTS]
-        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-        for tile in loop.visible.query_tiles(loop.block_q):
-            if tile.first >= tile.last:  # no key, no gradient
-                continue
-            with torch.inference_mode(False), torch.enable_grad():
-                leaves = [x.detach().requires_grad_() for x in (q[..., tile.rows, :], k, v)]
-                q_rows, k_leaf, v_leaf = leaves
-                state = loop.query_state(q_rows, k_leaf, v_leaf, tile)
-                gradients = torch.autograd.grad(
-                    [getattr(state, name) for name in PARTS],
-                    leaves,
-                    [x[..., tile.rows, :] for x in d_parts],
-                    materialize_grads=True,
-                )
-            dq[..., tile.rows, :] += gradients[0]
-            dk += gradients[1]
-            dv += gradients[2]
+
+        def compute(*tensors: Any) -> list[Tensor]:
+            state = loop.query_state(*tensors)
+            return [getattr(state, name) for name in PARTS]
+
+        dq, dk, dv = loop.differentiate(
+            compute, lambda rows: [x[..., rows, :] for x in d_parts], q, k, v
+        )
         return dq.flatten(1, 2), dk.squeeze(2), dv.squeeze(2)
 
 
