@@ -67,7 +67,7 @@ from training.plan import (
     predict_peak_bytes,
     predict_step,
 )
-from training.schedule import able, check_schedule, needed_features, will_compile
+from training.schedule import able, check_schedule, needed_features, suit_gpu, will_compile
 
 ROOT = Path(__file__).resolve().parent.parent
 TILES = ((64, 64), (128, 64), (128, 128), (256, 64), (256, 256))
@@ -131,6 +131,8 @@ def plan_all(options: Options) -> dict[str, Planned]:
             config = replace(config, batch_size=1)
         backend = check_schedule(config)[0]
         device, dtype = device_and_dtype(config)
+        if device == "cuda":
+            backend = suit_gpu(backend, config.attention.backend_options(), needed)
         if dtype not in backend.dtypes:
             raise ValueError(
                 f"attention={name} does not take {dtype_name(dtype)}; choose another dtype="
@@ -145,7 +147,7 @@ def predict_run(run: dict[str, Any]) -> float:
     with its memory/peak_gib.
     """
     config = compose(*run["overrides"])
-    backend = get_backend(config.attention.backend_name, **config.attention.backend_options())
+    backend = get_backend(config.attention.backend_name, **run["options"])
     dtype = getattr(torch, run["dtype"])
     return (
         predict_peak_bytes(config, vocab_size_of(config), backend, dtype, run["device"]).peak / GIB

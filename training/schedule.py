@@ -1,13 +1,14 @@
 """Which attention a run trains with, and from which step on."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from attention import BACKENDS, Backend, get_backend, is_operator, kernel_choice, probe_backend
+from attention.tiled import TiledAttention
 from config import AttentionConfig, ModelConfig, RunConfig
 from model.gpt import GPT
 from model.layer_function import layer_functions
@@ -16,6 +17,10 @@ from training.names import as_typed
 from training.phases import count_compiling
 
 log = logging.getLogger("tilegpt")
+
+# queries of a tile of an exact loop on a GPU: a loop in Python launches 32 times fewer kernels than
+# with the 128 that suit a CPU, and its tiles are still linear in the length
+GPU_BLOCK_Q = 4096
 
 
 def chosen_attention(chosen: AttentionConfig) -> dict[int, Backend]:
@@ -85,6 +90,24 @@ def able(features: Collection[str]) -> list[str]:
     ]
 
 
+def suit_gpu(backend: Backend, options: Mapping[str, Any], needed: Collection[str]) -> Backend:
+    """The attention as a GPU runs it best, in whatever `options` do not name.
+
+    A defect that is written as kernels too runs these, unless it lacks a feature that is needed or
+    an option that is named. An exact loop over tiles takes larger ones.
+    """
+    kernels = backend.implementations.get("triton")
+    if kernels is not None and "impl" not in options:
+        able = kernels.features.issuperset(needed) and kernels.options.keys() >= options.keys()
+        return kernels.configured(**options) if able else backend
+    # a loop that recomputes keeps a whole row of tiles, so it takes smaller ones
+    is_loop = backend.name in BACKENDS and isinstance(backend.fn, TiledAttention)
+    closed = backend.exact and options.get("softmax_dtype") != "input"
+    if is_loop and closed and "block_q" not in options:
+        return backend.configured(block_q=GPU_BLOCK_Q)
+    return backend
+
+
 def check_model(
     config: RunConfig, schedule: dict[int, Backend], *, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -112,6 +135,15 @@ def attention_schedule(
     """chosen_attention() of a run, checked. Warns of an attention that is broken on purpose."""
     chosen = config.attention
     schedule = check_schedule(config)
+    asked = {0: chosen.backend_options(), chosen.switch_at: chosen.switch_options}
+    for step, backend in schedule.items() if device.type == "cuda" else ():
+        suited = suit_gpu(backend, asked[step], needed_features(config))
+        try:
+            check_model(config, {step: suited}, dtype=dtype, device=device)
+        except ValueError as error:
+            log.info(f"attention={backend.name} runs as on a CPU: {error}")
+        else:
+            schedule[step] = suited
     if chosen.switch_to is not None and chosen.switch_at is None:
         log.info(
             f"attention.switch_to={chosen.switch_to} without attention.switch_at=STEP: this run "

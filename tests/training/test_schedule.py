@@ -1,33 +1,48 @@
-"""What summary.json says of the attention of a run."""
+"""What a GPU chooses of an attention that leaves the choice open."""
 
-from dataclasses import replace
-
-import torch
+import pytest
 
 from attention import get_backend
-from training.schedule import schedule_summary
+from attention.tiled import tile_loop_backend
+from training.run import compose
+from training.schedule import GPU_BLOCK_Q, chosen_attention, needed_features, suit_gpu
 
 
-def test_the_kernels_that_run_are_named_with_the_reason():
-    place = {"device": torch.device("cpu"), "dtype": torch.bfloat16, "head_dim": 64}
-    described = schedule_summary({0: get_backend("triton")}, **place)
-    assert (
-        described["kernel"] == "portable"
-        and "they run on NVIDIA's Hopper GPUs" in described["kernel_reason"]
-    )
-    assert "kernel" not in schedule_summary({0: get_backend("tiled")}, **place)
+def on_gpu(*overrides: str) -> dict:
+    config = compose(*overrides)
+    options = config.attention.backend_options()
+    backend = chosen_attention(config.attention)[0]
+    return dict(suit_gpu(backend, options, needed_features(config)).options)
 
 
-def test_the_summary_says_what_the_attentions_claim():
-    """The report judges a defect under exact attention, and another function by its own loss."""
-    naive, no_max = get_backend("naive"), get_backend("no_max")
-    sigmoid = replace(naive, name="sigmoid", exact=False)
-    for schedule, defect, exact in (
-        ({0: naive}, False, True),
-        ({0: no_max}, True, False),
-        ({0: no_max, 10: naive}, True, False),
-        ({0: naive, 10: no_max}, True, False),
-        ({0: sigmoid}, False, False),
-    ):
-        row = schedule_summary(schedule)
-        assert (row["defect"], row["exact"]) == (defect, exact)
+@pytest.mark.parametrize("name", ["no_max", "no_rescale"])
+def test_a_gpu_runs_a_defect_by_its_kernels(name):
+    assert on_gpu(f"attention={name}", "attention.block_kv=32") == get_backend(
+        name, impl="triton", block_q=128, block_kv=32
+    ).options
+
+
+@pytest.mark.parametrize(
+    "asked", ["attention.impl=tiled", "attention.softmax_dtype=input", "attention.sinks=true"]
+)
+def test_it_stays_with_the_loop_that_alone_has_what_is_asked_for(asked):
+    assert "impl" not in on_gpu("attention=no_max", asked)
+
+
+@pytest.mark.parametrize("name", ["tiled", "alpha_beta", "kv_outer"])
+def test_a_gpu_takes_larger_tiles_in_an_exact_loop(name):
+    assert on_gpu(f"attention={name}")["block_q"] == GPU_BLOCK_Q
+    assert on_gpu(f"attention={name}", "attention.block_q=32")["block_q"] == 32
+    # which keeps a whole row of tiles
+    assert on_gpu(f"attention={name}", "attention.softmax_dtype=input")["block_q"] == 128
+
+
+@pytest.mark.parametrize("name", ["relative_mask", "local_softmax", "ring"])
+def test_other_tiles_keep_their_size(name):
+    """A mask inside the tile is another function in a tile of another size."""
+    assert on_gpu(f"attention={name}")["block_q"] == 128
+
+
+def test_your_own_attention_keeps_its_options():
+    own = tile_loop_backend("pkg.module:OWN")
+    assert suit_gpu(own, {}, ()) is own
