@@ -17,9 +17,10 @@ def on_gpu(*overrides: str) -> dict:
 
 @pytest.mark.parametrize("name", ["no_max", "no_rescale"])
 def test_a_gpu_runs_a_defect_by_its_kernels(name):
-    assert on_gpu(f"attention={name}", "attention.block_kv=32") == get_backend(
-        name, impl="triton", block_q=128, block_kv=32
-    ).options
+    assert (
+        on_gpu(f"attention={name}", "attention.block_kv=32")
+        == get_backend(name, impl="triton", block_q=128, block_kv=32).options
+    )
 
 
 @pytest.mark.parametrize(
