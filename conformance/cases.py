@@ -94,7 +94,7 @@ class Case:
         # overflows
         slopes = (
             torch.logspace(-0.7, -3.7, self.num_heads, base=2)
-            * (1 if self.causal else 8 / self.num_keys)
+            * (1 if self.causal else 4 / self.num_keys)
         ).to(device)
         if "alibi_slopes" in arguments:
             arguments["alibi_slopes"] = slopes

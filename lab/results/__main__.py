@@ -36,6 +36,7 @@ SECTIONS = {
     "Long sequences without and with what makes them fit": runs.tricks,
     "What a block keeps": runs.kept,
     "The speed of a whole run": runs.wall,
+    "The speed of the steps alone": runs.steps,
     "What rows of metrics cost": runs.looking,
     "Where the seconds of a short run go": runs.start,
     "Five attentions at two lengths in one sweep": runs.card,
