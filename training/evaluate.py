@@ -12,6 +12,7 @@ from data.interface import IGNORED
 from model.gpt import GPT
 from training.phases import doing
 from training.ranks import ALONE, Ranks
+from training.sharing import on_ranks
 
 
 def evaluate(
@@ -19,6 +20,7 @@ def evaluate(
     *batch: Tensor,
     accuracy: bool,
     also: Mapping[str, Backend] | None = None,
+    ranks: Ranks = ALONE,
     **options: Any,
 ) -> dict[str, float]:
     """val/loss in nats and val/loss_exact: the same weights under exact attention.
@@ -30,23 +32,33 @@ def evaluate(
     """
     device = next(model.parameters()).device
     features = model.attention_features | ({"document_ids"} if len(batch) == 3 else set())
-    exact = exact_attention(model.config.head_dim, device, features)
+    exact = exact_attention(model.config.head_dim, device, features, on_a_ring=ranks.on_a_ring)
     row = {}
     for suffix, attention in {"": model.backend, "_exact": exact, **(also or {})}.items():
-        loss, share = evaluate_under(model, attention, *batch, accuracy=accuracy, **options)
+        loss, share = evaluate_under(
+            model, on_ranks(attention, ranks), *batch, accuracy=accuracy, ranks=ranks, **options
+        )
         row[f"val/loss{suffix}"] = loss
         if accuracy:
             row[f"val/accuracy{suffix}"] = share
     return row
 
 
-def exact_attention(head_dim: int, device: torch.device, features: Collection[str] = ()) -> Backend:
+def exact_attention(
+    head_dim: int,
+    device: torch.device,
+    features: Collection[str] = (),
+    *,
+    on_a_ring: bool = False,
+) -> Backend:
     """PyTorch's own attention: sdpa, or flex on a GPU for the features that sdpa does not have,
     such as document_ids or window.
 
     On a CPU flex would materialise the scores, and it takes no head smaller than 16. Our tile loop
-    replaces it there.
+    replaces it there. Neither gives the partial results of a ring: there our own attention judges.
     """
+    if on_a_ring:
+        return get_backend("triton" if device.type == "cuda" else "tiled")
     if not features:
         return get_backend("sdpa")
     flex = get_backend("flex")
@@ -67,7 +79,7 @@ def evaluate_under(
 
     batch: inputs, targets and, for attention inside documents, document_ids, (B, N) on the CPU.
     Means over every target that is not -100; NaN where the loss is not finite. Ranks share the
-    passes, and all get the means over all of them.
+    passes, or the tokens of each where they share sequences, and all get the means over all.
     """
     was_training = model.training
     model.eval()
@@ -80,11 +92,13 @@ def evaluate_under(
         )
     parts = list(zip(*(x.split(batch_size) for x in batch), strict=True))
     sums = torch.zeros(len(parts), 2, dtype=torch.float64)  # of the losses, and what was right
-    with model.use_backend(attention), autocast:
-        for i in range(ranks.rank, len(parts), ranks.world):
+    columns = ranks.columns(targets.shape[1])
+    with model.use_backend(attention), model.sharded(ranks.shards), autocast:
+        for i in range(ranks.rank // ranks.context, len(parts), ranks.data):
             done = f"{i * batch_size} of {len(targets)} sequences done"
             doing(f"evaluating under attention={attention.name}: {done}")
             x, y, *documents = (tensor.to(device) for tensor in parts[i])
+            x, y = x[:, columns], y[:, columns]
             sums[i, 0] = model(x, y, *documents).loss.item() * int((y != IGNORED).sum())
             if accuracy:
                 sums[i, 1] = int((model(x, None, *documents).logits.argmax(-1) == y).sum())

@@ -60,6 +60,11 @@ class Ranks:
         """This rank's share of the `count` sequences of a step."""
         return _share(count, self.rank // self.context, self.data)
 
+    @property
+    def on_a_ring(self) -> bool:
+        """Whether the keys of a sequence are spread over ranks."""
+        return self.shards is not None and self.shards.ring.size > 1
+
     def columns(self, count: int) -> "slice | Tensor":
         """This rank's share of the `count` tokens of a sequence."""
         return slice(None) if self.shards is None else self.shards.positions(count)

@@ -72,7 +72,7 @@ def _check_on_a_ring(config: RunConfig, backend: Backend, numbers: str) -> None:
 
 def on_ranks(backend: Backend, ranks: Ranks) -> Backend:
     """The attention of a run: where its ranks form a ring, whole sequences are those of as many."""
-    if ranks.shards is None or ranks.shards.ring.size == 1:
+    if not ranks.on_a_ring:
         return backend
     if isinstance(backend.fn, PlayedRing):
         backend = backend.configured(ranks=ranks.shards.ring.size)
@@ -86,8 +86,7 @@ def check_shares(config: RunConfig, ranks: Ranks) -> None:
         return
     context, world = ranks.context, ranks.data
     # a ring of R ranks cuts a sequence into 2 R chunks; those that exchange heads share these
-    on_a_ring = ranks.shards is not None and ranks.shards.ring.size > 1
-    parts = 2 * context if on_a_ring else context
+    parts = 2 * context if ranks.on_a_ring else context
     if over := config.seq_len % parts:
         raise ValueError(
             f"seq_len={config.seq_len} does not divide into {parts} parts for the {context} ranks "

@@ -160,6 +160,7 @@ def test_a_ring_trains_as_one_process_does(tmp_path, settings, how, alone):
         "train/loss",
         "grad_norm",
         "val/loss",
+        "val/loss_exact",
         "attention/max_score",
         "attention/dq_cosine",
     ):
