@@ -41,7 +41,13 @@ def test_recipe_of_one_run(name, tmp_path):
     assert summary(tmp_path)["status"] == "completed" and summary(tmp_path)["steps_done"] == 2
 
 
-@pytest.mark.parametrize("name", SWEEPS)
+@pytest.mark.parametrize(
+    "name",
+    [  # test_sweep.py runs memory_wall
+        pytest.param(name, marks=pytest.mark.slow) if name == "memory_wall" else name
+        for name in SWEEPS
+    ],
+)
 def test_recipe_of_a_sweep(name, tmp_path):
     swept = {
         key: str(values).split(",")

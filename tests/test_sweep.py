@@ -32,6 +32,9 @@ from tests.command import (
 )
 from training.sweep import read_sweep
 
+needs_wandb = pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is None, reason="wandb is not installed"
+)
 linux = pytest.mark.skipif(
     sys.platform != "linux", reason="only there does a process have a limit of memory"
 )
@@ -352,8 +355,12 @@ def test_diverged_and_completed_jobs_make_a_whole_sweep(tmp_path):
 
 
 @linux
+@needs_wandb
 def test_out_of_memory_is_a_result_and_leaves_nothing_behind(tmp_path):
-    """A failed job's exception would keep its frames alive, and they its tensors."""
+    """A failed job's exception would keep its frames alive, and they its tensors.
+
+    The recipe's wandb files have the memory of each job, and the one without memory as a run.
+    """
     shape = (
         "attention=naive",
         "model.hidden_size=128",
@@ -361,8 +368,10 @@ def test_out_of_memory_is_a_result_and_leaves_nothing_behind(tmp_path):
         "batch_size=1",
         "eval_sequences=1",
         "steps=2",
+        "logger=wandb",
     )
-    done = finish(start(*tiny_sweep(tmp_path, *shape, "seq_len=32,200000,48")))
+    asked = tiny_sweep(tmp_path, *shape, "seq_len=32,200000,48")[1:]  # the recipe is a sweep
+    done = finish(start("experiment=memory_wall", *asked, WANDB_MODE="offline"))
     assert done.code == 0 and "Traceback" not in done.output, done.output
     before, failed, after = index(tmp_path)
     assert [row["status"] for row in (before, failed, after)] == ["completed", "oom", "completed"]
@@ -377,6 +386,12 @@ def test_out_of_memory_is_a_result_and_leaves_nothing_behind(tmp_path):
         failed["memory/at_start_gib"] > 0
         and abs(after["memory/at_start_gib"] - failed["memory/at_start_gib"]) < 0.1
     )
+    for job, row in (("0", before), ("2", after)):
+        last = of_type(records_of(tmp_path, job), "history")[-1]["history"]["item"]
+        assert last["memory/peak_gib"] == pytest.approx(row["memory/peak_gib"])
+    assert not of_type(records_of(tmp_path, "1"), "history")
+    seen = inspect_summary(tmp_path, "1")
+    assert (seen["state"], seen["summary"]["status"]) == ("failed", "oom") and "oom" in seen["tags"]
 
 
 @linux
@@ -452,11 +467,6 @@ def test_ctrl_c_outside_the_loop_stops_the_sweep_too(monkeypatch, tmp_path, mome
     done = run(*tiny_sweep(tmp_path, "seed=0,1", *(overrides or ["steps=1"])))
     assert done.code == 130 and "Traceback" not in done.output, done.output
     assert not (tmp_path / "1").exists()
-
-
-needs_wandb = pytest.mark.skipif(
-    importlib.util.find_spec("wandb") is None, reason="wandb is not installed"
-)
 
 
 @needs_wandb
