@@ -1,0 +1,1 @@
+"""One module a finding: what it measures, and the figure. docs/findings/ has their pages."""
