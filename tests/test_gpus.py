@@ -159,6 +159,7 @@ def test_a_job_has_its_name_and_its_group_in_wandb(tmp_path, monkeypatch):
     assert f"wandb: wandb sync {sweep}/wandb/offline-run-*" in done.output
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_each_job_once(tmp_path):
     """As a terminal sends it: to every process of the group. The jobs are in other groups."""
     swept = ("seed=0,1,2", "steps=5000", "eval_every=5000")

@@ -306,6 +306,7 @@ def test_jobs_in_processes_of_their_own(tmp_path, launcher):
     assert [line[0] for line in table(done.output)[1:3]] == ["naive", OWN]
 
 
+@pytest.mark.slow
 def test_another_sweeper_minimises_val_loss(tmp_path):
     """A regression test: main returned a dictionary, which Optuna cannot compare."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
@@ -610,6 +611,7 @@ def inspect_summary(sweep: Path, job: str) -> dict:
     return json.loads(text)
 
 
+@pytest.mark.slow
 @needs_wandb
 def test_what_an_agent_of_wandb_runs(tmp_path):
     """The command that `wandb agent` makes of sweep.yaml, in the environment that it sets.

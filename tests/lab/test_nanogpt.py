@@ -104,6 +104,7 @@ def nanogpt(*arguments: str) -> subprocess.CompletedProcess:
     return forked.run("-m", "lab.nanogpt", *arguments, env=environment())
 
 
+@pytest.mark.slow
 def test_the_same_step_gives_the_same_losses_and_another_one_does_not(tmp_path, monkeypatch):
     """With relu for gelu the stand-in drifts by far more than a rounding error does."""
     (tmp_path / "model.py").write_text(STAND_IN)

@@ -455,6 +455,7 @@ def test_the_parts_add_up_to_the_step(run_profile, tmp_path):
     assert f"unrecorded: {data['unrecorded_ms']:,.3f} ms a step" in output
 
 
+@pytest.mark.slow
 def test_the_line_of_the_help_runs_as_typed(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys, "argv", ["profile", "--help"])
     profile.main()

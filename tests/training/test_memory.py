@@ -298,6 +298,7 @@ def test_each_attention_of_a_run_is_measured(tmp_path):
     assert 0 < summary(tmp_path / "one")["memory/peak_gib"] < rows[1] * 1.1
 
 
+@pytest.mark.slow
 def test_a_compiled_step_has_its_memory(tmp_path):
     """Its graph allocates by itself, and not by the operators that PyTorch's dispatcher sees."""
     shape = ("seq_len=256", "batch_size=2", "steps=2", "eval_every=0", "diagnose_every=0")

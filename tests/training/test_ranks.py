@@ -255,7 +255,7 @@ EVERY_RING = ("ring", "tiled", "ring_no_max", "ring_no_rescale", "ring_local_sof
     [
         (2, 2, ("tiled", "naive", "sdpa", "no_max", "relative_mask")),
         (2, 1, EVERY_RING),
-        (4, 1, EVERY_RING),
+        pytest.param(4, 1, EVERY_RING, marks=pytest.mark.slow),
         (4, 2, ("tiled", "ring_no_rescale")),
     ],
     ids=["heads", "ring", "ring-of-4", "heads-x-ring"],
