@@ -42,6 +42,7 @@ SECTIONS = {
     "Killed and resumed": runs.survival,
     "Broken on purpose: text": runs.text,
     "Broken on purpose: retrieval": runs.retrieval,
+    "A needle by length": runs.needle,
     "Speed of the kernels": calls.kernels,
     "What a mask saves": calls.masks,
 }
