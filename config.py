@@ -25,6 +25,8 @@ BACKEND_OPTIONS = {
 FUNCTION_SETTINGS = ("window", "pattern", "windows", "softcap", "score_mod", "sinks")
 # sources of data that need a tokenizer
 TEXT_SOURCES = ("stdlib", "torch_source", "text", "hub")
+# sources that draw sequences of a task (data/synthetic.py)
+SYNTHETIC_SOURCES = ("last_write", "recall", "needle")
 
 
 def _check_choice(config: Any, key: str, *valid: str) -> None:
@@ -279,7 +281,7 @@ class DataConfig:
     They are drawn with replacement, so there are no epochs.
     """
 
-    # stdlib, torch_source, text, hub or last_write
+    # stdlib, torch_source, text, hub, last_write, recall or needle
     source: str = "stdlib"
     # text: a file, folder or glob of .txt, .jsonl or .parquet (other files are read as text)
     path: str | None = None
@@ -303,13 +305,15 @@ class DataConfig:
     fingerprint: str | None = None
     # folder of the token stores; None is ~/.cache/tilegpt (or TILEGPT_CACHE)
     cache_dir: str | None = None
-    # last_write: distinct keys
+    # last_write, recall, needle: distinct keys
     num_keys: int = 8
-    # last_write: distinct values; chance accuracy is 1 / num_values
+    # last_write, recall, needle: distinct values; chance accuracy is 1 / num_values
     num_values: int = 8
+    # recall: pairs of a sequence; None is as many as zoology has for seq_len
+    num_pairs: int | None = None
 
     def __post_init__(self) -> None:
-        _check_choice(self, "data.source", *TEXT_SOURCES, "last_write")
+        _check_choice(self, "data.source", *TEXT_SOURCES, *SYNTHETIC_SOURCES)
         if self.source == "text" and not self.path:
             raise ValueError(
                 "data=text needs data.path=FILE, a folder, or a glob such as "
@@ -320,15 +324,41 @@ class DataConfig:
                 "data=hub needs data.name=org/name (and data.split, data.field where they differ "
                 "from train, text)"
             )
-        if self.documents and self.source == "last_write":
+        if self.documents and self.source in SYNTHETIC_SOURCES:
             raise ValueError(
-                "data.documents=true needs a source with documents; in data=last_write every "
+                f"data.documents=true needs a source with documents; in data={self.source} every "
                 "sequence is a document of its own"
             )
         if not 0.0 < self.val_fraction < 1.0:
             raise ValueError(f"data.val_fraction={self.val_fraction} must be between 0 and 1")
-        _check_at_least(self, 1, "data.max_documents", "data.num_keys")
+        _check_at_least(self, 1, "data.max_documents", "data.num_keys", "data.num_pairs")
         _check_at_least(self, 2, "data.num_values")
+        if self.source == "needle":
+            _check_at_least(self, 2, "data.num_keys")
+
+    def pairs(self, seq_len: int) -> int:
+        """recall: pairs of a sequence. Zoology has 4 for 64 tokens, 8 for 128, 16 for 256, and 64
+        for 512.
+        """
+        return self.num_pairs or (64 if seq_len == 512 else max(1, seq_len // 16))
+
+    def check_length(self, seq_len: int) -> None:
+        """Raise ValueError where no sequence of this length has a question with an answer."""
+        if self.source not in SYNTHETIC_SOURCES:
+            return
+        pairs = self.pairs(seq_len) if self.source == "recall" else 1
+        shortest = 4 * pairs if self.source == "recall" else 2
+        if seq_len < shortest:
+            raise ValueError(
+                f"data={self.source} with seq_len={seq_len} has no room for its questions; use "
+                f"seq_len={max(32, shortest)} or more"
+            )
+        if self.source == "recall" and pairs > (most := min(self.num_keys, self.num_values)):
+            raise ValueError(
+                f"data=recall with {pairs} pairs needs as many keys and values, and "
+                f"data.num_keys={self.num_keys}, data.num_values={self.num_values}; use "
+                f"data.num_pairs={most} or less"
+            )
 
 
 @dataclass
@@ -495,11 +525,7 @@ class RunConfig:
                 f"model.max_seq_len={self.model.max_seq_len} allows; "
                 "leave model.max_seq_len unset (it follows seq_len) or shorten seq_len"
             )
-        if self.data.source == "last_write" and self.seq_len < 2:
-            raise ValueError(
-                f"data=last_write with seq_len={self.seq_len} has no question with an answer; use "
-                "seq_len=32 or more"
-            )
+        self.data.check_length(self.seq_len)
         self._check_batch()
 
     def _check_batch(self) -> None:

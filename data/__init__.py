@@ -6,13 +6,13 @@ A corpus is tokenized once into a store on disk. Every run reads random windows 
     corpora.py      where the documents come from: stdlib, torch_source, text, hub
     token_store.py  documents -> flat token files, named by what they were built from
     batches.py      token files -> training and held-out windows
-    last_write.py   the synthetic recall task, which needs none of the above
+    synthetic.py    last_write, recall, needle: tasks that need none of the above
     prefetch.py     copies batches to the GPU before their step comes
 
 Importing this package loads neither torch nor datasets nor tiktoken. Building loads what it needs.
 """
 
-from config import DataConfig, TokenizerConfig
+from config import SYNTHETIC_SOURCES, DataConfig, TokenizerConfig
 from data.interface import Batch, PackedBatch, Tokenizer, TrainingData
 
 __all__ = ["Batch", "PackedBatch", "Tokenizer", "TrainingData", "build_data", "build_tokenizer"]
@@ -45,12 +45,10 @@ def build_data(
     Raises ValueError, naming the setting, if the corpus cannot be read or stored, is too short, or
     does not have the fingerprint in data.fingerprint.
     """
-    if config.source == "last_write":
-        from data.last_write import LastWriteData
+    if config.source in SYNTHETIC_SOURCES:
+        from data.synthetic import TASKS
 
-        data = LastWriteData(
-            num_keys=config.num_keys, num_values=config.num_values, seq_len=seq_len, seed=seed
-        )
+        data = TASKS[config.source](config, seq_len=seq_len, seed=seed)
     else:
         from data.batches import TextData
 

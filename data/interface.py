@@ -53,6 +53,12 @@ class Tokenizer(Protocol):
         """The text of any tokens. Invalid UTF-8 becomes U+FFFD; unused tokens become nothing."""
         ...
 
+    def count_bytes(self, tokens: np.ndarray) -> int:
+        """UTF-8 bytes that these tokens stand for. The end of text counts as one byte, as it does
+        for bytes as tokens, so that tokenizers compare.
+        """
+        ...
+
 
 class TrainingData(Protocol):
     tokenizer: Tokenizer | None  # None where the tokens stand for no text

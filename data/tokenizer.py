@@ -65,6 +65,9 @@ class ByteTokenizer:
         used = [token for token in np.asarray(tokens).tolist() if token < len(pieces)]
         return b"".join(pieces[token] for token in used).decode(errors="replace")
 
+    def count_bytes(self, tokens: np.ndarray) -> int:
+        return tokens.size
+
 
 class BytePairTokenizer:
     """A tiktoken encoding with one special token, the end of text."""
@@ -84,6 +87,12 @@ class BytePairTokenizer:
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
         used = [token for token in np.asarray(tokens).tolist() if token < self.encoding.n_vocab]
         return self.encoding.decode(used)
+
+    def count_bytes(self, tokens: np.ndarray) -> int:
+        distinct, counts = np.unique(tokens, return_counts=True)
+        pieces = map(self.encoding.decode_single_token_bytes, distinct.tolist())
+        lengths = np.fromiter(map(len, pieces), np.int64)
+        return int(counts @ np.where(distinct == self.end_of_text, 1, lengths))
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:

@@ -49,7 +49,7 @@ SECTIONS = {
         Plot("val/loss_exact", "held-out loss, same weights under exact attention"),
         Plot("train/loss", "training loss"),
     ],
-    "Accuracy (last_write)": [
+    "Accuracy (last_write, recall, needle)": [
         Plot("val/accuracy", "accuracy, own attention"),
         Plot("val/accuracy_exact", "accuracy, same weights under exact attention"),
     ],

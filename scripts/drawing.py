@@ -6,6 +6,10 @@ from typing import Any
 
 from training.files import write_file
 
+# CSS: invert(1) hue-rotate(180deg), black paper made that of GitHub's dark pages
+HUES = ((-0.574, 1.43, 0.144), (0.426, 0.43, 0.144), (0.426, 1.43, -0.856))
+DARK_PAPER = (13 / 255, 17 / 255, 23 / 255)
+
 
 def new_figure(*grid: int, size: tuple[float, float], **settings: Any) -> tuple[Any, Any]:
     """A figure and its axes, as pyplot.subplots() gives them; nothing needs to be closed."""
@@ -20,3 +24,19 @@ def save_figure(figure: Any, path: Path, *, dpi: int) -> Path:
     figure.savefig(picture, format="png", dpi=dpi)
     write_file(path, picture.getvalue())
     return path
+
+
+def for_both_papers(path: Path) -> None:
+    """Write the picture a second time for dark pages, NAME_dark.png: light and dark are swapped,
+    the hues stay. Both get a palette, which makes the files small.
+    """
+    import numpy as np
+    from PIL import Image
+
+    light = Image.open(path).convert("RGB")
+    colors = np.clip((1 - np.asarray(light) / 255) @ np.array(HUES).T, 0, 1)
+    paper = np.array(DARK_PAPER)
+    dark = Image.fromarray((255 * (paper + (1 - paper) * colors)).round().astype(np.uint8))
+    for image, name in ((light, path.stem), (dark, f"{path.stem}_dark")):
+        small = image.quantize(128, dither=Image.Dither.NONE)
+        small.save(path.with_stem(name), optimize=True)

@@ -19,6 +19,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from config import SYNTHETIC_SOURCES
 from data import build_tokenizer
 from data.tokenizer_json import tokenizer_files
 from model import to_hugging_face
@@ -44,7 +45,7 @@ def export(options: Options) -> list[Path]:
     trained = load_trained(options.run, config, read_meta(options.run)["vocab_size"])
     settings, weights = to_hugging_face(trained.model)
     ends, files = {"bos_token_id": None, "eos_token_id": None}, {}
-    if config.data.source != "last_write":
+    if config.data.source not in SYNTHETIC_SOURCES:
         tokenizer = build_tokenizer(config.tokenizer)
         ends = dict.fromkeys(ends, tokenizer.end_of_text)
         files = tokenizer_files(tokenizer, max_length=config.model.max_seq_len)

@@ -35,7 +35,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from attention import Backend, dtype_name, get_backend
-from config import RunConfig
+from config import SYNTHETIC_SOURCES, RunConfig
 from model import GPT
 from scripts.arguments import check_at_least, command
 from scripts.plan_ranks import plan_table
@@ -90,7 +90,7 @@ def vocab_size_of(config: RunConfig) -> int:
     """Without reading a corpus, and without downloading GPT-2's vocabulary to count it."""
     from data import build_data, build_tokenizer
 
-    if config.data.source == "last_write":
+    if config.data.source in SYNTHETIC_SOURCES:
         return build_data(
             config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed
         ).vocab_size

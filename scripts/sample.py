@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attention import get_backend
+from config import SYNTHETIC_SOURCES
 from data import build_tokenizer
 from model import sample_text
 from scripts.arguments import Device, check_at_least, command
@@ -45,10 +46,10 @@ class Options:
 
 def sample(options: Options) -> str:
     config = replace(read_run_config(options.run), device=options.device)
-    if config.data.source == "last_write":
+    if config.data.source in SYNTHETIC_SOURCES:
         raise ValueError(
-            f"{options.run} was trained on last_write, whose tokens are not text: there is nothing "
-            "to write"
+            f"{options.run} was trained on {config.data.source}, whose tokens are not text: there "
+            "is nothing to write"
         )
     trained_with, wanted = config.attention, options.attention
     backend = None

@@ -255,6 +255,18 @@ REFUSED = {
     ),
     "data-unnamed": (["data=text"], ["data.path=FILE"]),
     "last_write-too-short": (["data=last_write", "seq_len=1"], ["seq_len=1"]),
+    "recall-too-short": (
+        ["data=recall", "seq_len=32", "data.num_pairs=9"],
+        ["data=recall with seq_len=32 has no room", "seq_len=36 or more"],
+    ),
+    "recall-too-few-values": (
+        ["data=recall", "data.num_values=4", "data.num_pairs=5"],
+        ["data.num_values=4; use data.num_pairs=4 or less"],
+    ),
+    "pairs-of-last_write": (
+        ["data=last_write", "data.num_pairs=2"],
+        ["data.num_pairs=2 has no effect", "add data=recall"],
+    ),
     "logger": (["logger=trackio"], ["pip install -e '.[trackio]'"]),
 }
 

@@ -84,7 +84,7 @@ def test_metric_names_and_steps(learned):
     rows = metrics(learned)
     assert [row["step"] for row in rows] == list(range(61))
     assert [row["tokens"] for row in rows] == [step * 4 * 32 for step in range(61)]
-    validation = {"val/loss", "val/loss_exact"}
+    validation = {"val/loss", "val/loss_exact", "val/bpb", "val/bpb_exact"}
     trained = {
         "train/loss",
         "lr",

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
+from math import log
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ def evaluate(
     model: GPT,
     *batch: Tensor,
     accuracy: bool,
+    bytes_per_token: float | None = None,
     also: Mapping[str, Backend] | None = None,
     ranks: Ranks = ALONE,
     **options: Any,
@@ -26,8 +28,9 @@ def evaluate(
     """val/loss in nats and val/loss_exact: the same weights under exact attention.
 
     Exact attention has the model's windows, softcap, ... too. A loss curve alone does not show a
-    broken attention; the difference of the two does. `accuracy`
-    adds val/accuracy and val/accuracy_exact. `also` adds attentions by the suffix of their columns.
+    broken attention; the difference of the two does. `accuracy` adds val/accuracy and
+    val/accuracy_exact. `bytes_per_token`, of the targets, adds val/bpb and val/bpb_exact: the same
+    losses in bits per byte. `also` adds attentions by the suffix of their columns.
     See evaluate_under() for the batch and the options.
     """
     device = next(model.parameters()).device
@@ -41,6 +44,8 @@ def evaluate(
         row[f"val/loss{suffix}"] = loss
         if accuracy:
             row[f"val/accuracy{suffix}"] = share
+        if bytes_per_token is not None:
+            row[f"val/bpb{suffix}"] = loss / log(2) / bytes_per_token
     return row
 
 

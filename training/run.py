@@ -108,6 +108,14 @@ class Run:
     def held_out(self) -> "tuple[Tensor, ...]":
         return self.data.val_batch(self.config.eval_sequences)
 
+    @cached_property
+    def bytes_per_token(self) -> float | None:
+        """The mean over the held-out targets; None where the tokens stand for no text."""
+        if self.data.tokenizer is None:
+            return None
+        targets = self.held_out[1].numpy()  # of text every target counts
+        return self.data.tokenizer.count_bytes(targets) / targets.size
+
     def batches(self, *, whole: bool = False) -> "Prefetcher":
         """The batches of each step, read ahead; a context manager. `whole` gives all of the
         sequences that ranks share.
@@ -136,6 +144,7 @@ class Run:
             batch_size=self.batch_size,
             autocast=self.autocast,
             accuracy=self.data.metric == "accuracy",
+            bytes_per_token=self.bytes_per_token,
             ranks=self.ranks,
             also=also,
         )

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from attention import BACKENDS, Backend, get_backend
-from config import BACKEND_OPTIONS, TEXT_SOURCES, AttentionConfig, RunConfig
+from config import BACKEND_OPTIONS, SYNTHETIC_SOURCES, TEXT_SOURCES, AttentionConfig, RunConfig
 from training.command_line import asked_keys, cli_overrides
 from training.loggers import check_logger
 from training.names import attention_names
@@ -30,8 +30,9 @@ READ_UNDER = {
     "data.streaming": ("data.source", ("hub",)),
     "data.max_documents": ("data.source", TEXT_SOURCES),
     "data.val_fraction": ("data.source", TEXT_SOURCES),
-    "data.num_keys": ("data.source", ("last_write",)),
-    "data.num_values": ("data.source", ("last_write",)),
+    "data.num_keys": ("data.source", SYNTHETIC_SOURCES),
+    "data.num_values": ("data.source", SYNTHETIC_SOURCES),
+    "data.num_pairs": ("data.source", ("recall",)),
     "tokenizer.name": ("data.source", TEXT_SOURCES),
     "optim.momentum": ("optim.name", ("muon",)),
     "optim.min_lr": ("optim.schedule", ("cosine",)),

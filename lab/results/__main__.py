@@ -11,12 +11,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from PIL import Image
-
 from lab.results import calls, runs
 from lab.results.tables import FOLDER
 from scripts.arguments import command
+from scripts.drawing import for_both_papers
 
 SECTIONS = {
     "The two commands on two CPU cores": runs.laptop,
@@ -44,6 +42,7 @@ SECTIONS = {
     "Killed and resumed": runs.survival,
     "Broken on purpose: text": runs.text,
     "Broken on purpose: retrieval": runs.retrieval,
+    "A needle by length": runs.needle,
     "Speed of the kernels": calls.kernels,
     "What a mask saves": calls.masks,
 }
@@ -53,22 +52,6 @@ PICTURE = (
     r'<picture><source media="(prefers-color-scheme: dark)" srcset="\2_dark.png">'
     r'<img alt="\1" src="\2.png"></picture>'
 )
-# CSS: invert(1) hue-rotate(180deg), black paper made that of GitHub's dark pages
-HUES = ((-0.574, 1.43, 0.144), (0.426, 0.43, 0.144), (0.426, 1.43, -0.856))
-DARK_PAPER = (13 / 255, 17 / 255, 23 / 255)
-
-
-def for_both_papers(path: Path) -> None:
-    """Write the picture a second time for dark pages, NAME_dark.png: light and dark are swapped,
-    the hues stay. Both get a palette, which makes the files small.
-    """
-    light = Image.open(path).convert("RGB")
-    colors = np.clip((1 - np.asarray(light) / 255) @ np.array(HUES).T, 0, 1)
-    paper = np.array(DARK_PAPER)
-    dark = Image.fromarray((255 * (paper + (1 - paper) * colors)).round().astype(np.uint8))
-    for image, name in ((light, path.stem), (dark, f"{path.stem}_dark")):
-        small = image.quantize(128, dither=Image.Dither.NONE)
-        small.save(path.with_stem(name), optimize=True)
 
 
 @dataclass

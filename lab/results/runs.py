@@ -25,6 +25,7 @@ from lab.results.tables import (
     table,
     variants,
 )
+from scripts import recall
 from scripts.cross_eval_matrix import draw as draw_cross_eval
 from scripts.plan import predict_run
 from scripts.tables import Row, grouped
@@ -130,6 +131,26 @@ def retrieval() -> str:
     accuracy = "accuracy, own attention"
     head = ["attention", "block_kv", accuracy, EXACT, "largest score", "ended"]
     return section(data, table(head, rows), "![accuracy](defects_retrieval.png)")
+
+
+def needle() -> str:
+    """Accuracy on needle at lengths beyond the training's, and the length at which it is lost."""
+    data = load("recall_cpu")
+    recall.draw(data["rows"], FOLDER / "recall_cpu.png")
+    lengths = sorted({row["length"] for row in data["rows"]})
+    rows = []
+    for name, own in recall.variants(data["rows"]).items():
+        found = recall.accuracies(own)
+        cells = [spread(found[length], "{:.1%}") for length in lengths]
+        rows.append([name, *cells, recall.lost_at(own) or "-"])
+    trained_at = joined({row["trained_at"] for row in data["rows"]})
+    what = (
+        f"One layer of two heads of 32, rotary positions, trained at {trained_at} tokens to find "
+        "the one write of a key among writes of seven others; chance is 12.5%. Each variant is "
+        "asked under its own attention."
+    )
+    head = ["accuracy at", *lengths, "below one half at"]
+    return section(data, what, table(head, rows), "![accuracy by length](recall_cpu.png)")
 
 
 def paired() -> str:

@@ -19,6 +19,7 @@ OTHER_POINTS = 5  # of a curve besides the losses; these have one from the secon
 # drawn elsewhere, or no more than bookkeeping
 DRAWN = {"step", "tokens", "seconds", "lr", "mfu", "tokens_per_sec", "step_tokens_per_sec"}
 DRAWN |= {"train/loss", "val/loss", "val/loss_exact", "val/accuracy", "val/accuracy_exact"}
+DRAWN |= {"val/bpb", "val/bpb_exact"}  # each is a multiple of its loss
 
 PEAK = "memory/peak_gib"
 # what is drawn against length, by its title

@@ -100,7 +100,7 @@ def warnings(runs: list[Run], *, left_out: int = 0) -> list[str]:
         # the fingerprint is of the tokenizer too
         texts.append(
             "These runs read different data or tokenizers: curves compare only where the data "
-            "fingerprint is the same."
+            "fingerprint is the same. Of one corpus under several tokenizers, val/bpb compares."
         )
     timed = [run.env.get("hardware") for run in runs if run.figure("tokens_per_sec")]
     machines = {(hardware.get("cpu"), hardware.get("gpu")) for hardware in timed if hardware}
@@ -120,6 +120,8 @@ def variant_table(runs: list[Run], rankings: list[Ranking]) -> Table:
     figures = {
         "val/loss_exact": ("val/loss_exact", "{:.3f}"),
         "own val/loss": ("val/loss", "{:.3f}"),
+        "val/bpb_exact": ("val/bpb_exact", "{:.3f}"),
+        "own val/bpb": ("val/bpb", "{:.3f}"),
         "accuracy, exact": ("val/accuracy_exact", "{:.1%}"),
         "own accuracy": ("val/accuracy", "{:.1%}"),
         "peak GiB": ("memory/peak_gib", "{:.3g}"),

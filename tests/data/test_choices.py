@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from config import DataConfig, TokenizerConfig
 
 CONF = Path(__file__).parents[2] / "conf"
-SOURCES = ["hub", "last_write", "stdlib", "text", "torch_source"]
+SOURCES = ["hub", "last_write", "needle", "recall", "stdlib", "text", "torch_source"]
 
 
 def compose(schema, file, **overrides):
@@ -31,6 +31,7 @@ def test_every_choice_has_its_file():
 @pytest.mark.parametrize("source", SOURCES)
 def test_data_choice(source):
     needed = {"text": {"path": "x"}, "hub": {"name": "org/x"}}.get(source, {})
+    needed |= {"num_keys": 4095, "num_values": 4096} if source == "recall" else {}
     assert compose(DataConfig, CONF / "data" / f"{source}.yaml", **needed) == DataConfig(
         source=source, **needed
     )
@@ -59,7 +60,7 @@ def test_each_file_begins_with_the_command_that_uses_it(file):
 
 
 def test_importing_loads_no_heavy_library():
-    modules = "data, data.tokenizer, data.corpora, data.token_store, data.batches, data.last_write"
+    modules = "data, data.tokenizer, data.corpora, data.token_store, data.batches, data.synthetic"
     code = (
         f"import sys, {modules}; print(*sorted({{'torch', 'datasets', 'tiktoken'}} & "
         "set(sys.modules)))"

@@ -58,6 +58,9 @@ def test_round_trip(tokenizer, text):
     tokens = tokenizer.encode(text)
     assert tokens.dtype == np.uint16
     assert tokenizer.decode(tokens) == text
+    # the end of text counts as a byte of its own
+    ended = np.append(tokens, [tokenizer.end_of_text] * 2)
+    assert tokenizer.count_bytes(ended) == len(text.encode()) + 2
     assert tokenizer.end_of_text not in tokens
 
 

@@ -821,6 +821,22 @@ def test_what_differs_is_named_by_run(tmp_path):
     assert "These runs read different data or tokenizers" in text and "2 different machines" in text
 
 
+def test_tokenizers_compare_by_bits_per_byte_and_not_by_loss(tmp_path):
+    for name, loss, bpb in (("byte", 1.4, 2.1), ("bpe", 3.9, 1.9)):
+        held_out = {"val/loss": loss, "val/loss_exact": loss, "val/bpb": bpb, "val/bpb_exact": bpb}
+        here = {"extra": [f"tokenizer={name}"], "env": {"data_fingerprint": name}}
+        write_run(tmp_path / name, "tiled", **held_out, **here)
+    runs = load_runs([tmp_path])
+    assert [len(ranking.losses) for ranking in rank(runs)] == [1, 1]
+    table = variant_table(runs, rank(runs))
+    rows = [dict(zip(table.head, row, strict=True)) for row in table.rows]
+    assert {row["variant"]: row["val/bpb_exact"] for row in rows} == {
+        "tiled tokenizer=byte": "2.100",
+        "tiled tokenizer=bpe": "1.900",
+    }
+    assert "val/bpb compares" in report_on(tmp_path).text
+
+
 def test_broken_runs_are_told_and_the_rest_is_drawn(tmp_path):
     write_run(tmp_path / "0", "tiled")
     torn = write_run(tmp_path / "7", "tiled", seed=1)

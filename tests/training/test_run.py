@@ -1,6 +1,7 @@
 """A run as an object and as a call: from any folder, with the refusals of train.py."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -104,5 +105,19 @@ def test_a_run_is_built_without_a_folder(here):
     built = build_run(compose(*TINY, "attention=naive"), summary)
     assert built.tokens_per_step == 4 * 32 and built.schedule[0].name == "naive"
     assert summary["device"] == "cpu" and summary["parameters"] > 0
-    assert list(built.evaluate()) == ["val/loss", "val/loss_exact"]
+    row = built.evaluate()
+    assert list(row) == ["val/loss", "val/bpb", "val/loss_exact", "val/bpb_exact"]
+    assert row["val/bpb"] == row["val/loss"] / math.log(2)  # a token is a byte
     assert not list(here.iterdir())
+
+
+def test_bits_per_byte_count_the_bytes_of_the_targets(here):
+    built = build_run(compose(*TINY, "tokenizer=bpe", "attention=naive"))
+    targets, tokenizer = built.held_out[1], built.data.tokenizer
+    end = tokenizer.end_of_text
+    text = tokenizer.decode(targets[targets != end])
+    assert "\ufffd" not in text  # no window cuts a character
+    count = len(text.encode()) + int((targets == end).sum())
+    row = built.evaluate()
+    bits = row["val/loss"] * targets.numel() / math.log(2)
+    assert row["val/bpb"] == pytest.approx(bits / count, rel=1e-12)

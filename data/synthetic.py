@@ -1,0 +1,194 @@
+"""Synthetic tasks whose answer stands earlier in the sequence: last_write, recall and needle.
+
+Only the answers are scored: every other target is ignored. Every step draws new sequences. A task
+also says where each answer stands, so that accuracy can be told by distance (scripts/recall.py).
+
+B sequences, N = seq_len.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from config import DataConfig
+from data.interface import IGNORED, Batch, generator, to_batch
+
+VAL_SEED = 2**64 - 1  # the largest seed: held-out sequences have a random stream of their own
+POWER = 0.01  # of the gaps before recall's questions
+
+
+class Drawn(NamedTuple):
+    inputs: np.ndarray  # (B, N)
+    targets: np.ndarray  # (B, N), IGNORED where nothing is asked
+    sources: np.ndarray  # (B, N), the position where the answer stands; -1 where nothing is asked
+
+
+class SyntheticData:
+    """TrainingData that is drawn anew at every step. It has no text, hence no tokenizer."""
+
+    tokenizer = None
+    metric = "accuracy"
+    vocab_size: int
+
+    def __init__(self, config: DataConfig, *, seq_len: int, seed: int) -> None:
+        self.num_keys, self.num_values = config.num_keys, config.num_values
+        self.seq_len = seq_len
+        self.seed = seed
+        self.fingerprint = f"{config.source}-{self.num_keys}x{self.num_values}"
+        self.description = (
+            f"data={config.source}: {self.num_keys} keys, {self.num_values} values, new sequences "
+            f"at every step; chance accuracy {1 / self.num_values:.1%}"
+        )
+
+    def train_batch(self, step: int, num_sequences: int) -> Batch:
+        return to_batch(*self.draw(generator(self.seed, step), num_sequences)[:2])
+
+    def val_batch(self, num_sequences: int) -> Batch:
+        return to_batch(*self.held_out(num_sequences)[:2])
+
+    def held_out(self, num_sequences: int) -> Drawn:
+        return self.draw(generator(VAL_SEED, 0), num_sequences)
+
+    def draw(self, random: np.random.Generator, num_sequences: int) -> Drawn:
+        inputs, answers, sources = self.sequences(random, num_sequences)
+        found = np.take_along_axis(answers, sources.clip(0), axis=1)
+        return Drawn(inputs, np.where(sources >= 0, found, IGNORED), sources)
+
+    def sequences(
+        self, random: np.random.Generator, num_sequences: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Inputs, the answer that each position holds, and sources: all (B, N).
+
+        The first sequences must not depend on how many follow.
+        """
+        raise NotImplementedError
+
+
+class LastWriteData(SyntheticData):
+    """Last-write recall: on it a broken softmax fails within a minute on a CPU.
+
+    Every position either writes a value to a key or asks for a key, each with probability one half.
+    Keys and values are uniform. The answer to a question is the value last written to its key. A
+    question about a key that was not written yet is not scored.
+
+    So the model must rank the writes of one key across the whole context. In tiled attention they
+    lie in different tiles, and only a softmax that puts all tiles on one scale ranks them right.
+
+        2 keys (a, b), 2 values (0, 1)
+                  a=1   b=0   a=0   a?   b?   b=1   b?
+        inputs      1     2     0    4    5     3    5    a write (k, v) is token
+                                                          k * num_values + v; a question k is
+                                                          num_keys * num_values + k
+        targets  -100  -100  -100    6    6  -100    7    answers are tokens of their own, after
+                                                          the questions
+
+    If an answer were the token of a write, a model with tied embeddings would have to tell the two
+    apart. Chance accuracy is 1 / num_values.
+    """
+
+    def __init__(self, config: DataConfig, *, seq_len: int, seed: int) -> None:
+        super().__init__(config, seq_len=seq_len, seed=seed)
+        self.num_writes = self.num_keys * self.num_values
+        self.first_answer = self.num_writes + self.num_keys
+        self.vocab_size = self.first_answer + self.num_values
+
+    def sequences(
+        self, random: np.random.Generator, num_sequences: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        # the lower half of the range is the writes; the upper half is divided evenly among
+        # questions
+        drawn = random.integers(2 * self.num_writes, size=(num_sequences, self.seq_len))  # (B, N)
+        is_write = drawn < self.num_writes
+        key, value = drawn // self.num_values % self.num_keys, drawn % self.num_values
+        sources, position = np.full_like(drawn, -1), np.arange(self.seq_len)
+        for k in range(self.num_keys):
+            writes = np.where(is_write & (key == k), position, -1)
+            last_write = np.maximum.accumulate(writes, axis=1)  # (B, N), -1 before the first
+            sources = np.where(~is_write & (key == k), last_write, sources)
+        inputs = np.where(is_write, drawn, self.num_writes + key)
+        return inputs, self.first_answer + value, sources
+
+
+class NeedleData(LastWriteData):
+    """A needle in a haystack: the last token asks for a key that was written once, anywhere.
+
+    All other positions write other keys, so every tile of the haystack has something to offer. The
+    needle's position is uniform, and so is all else. Tokens are those of last_write.
+
+        3 keys (a, b, c), 2 values (0, 1)
+                  a=1   c=0   b=1   a=1   a=0   b?
+        inputs      1     4     3     1     0    7
+        targets  -100  -100  -100  -100  -100   10
+
+    The task is that of the needle tests of long contexts in small, with distractors in place of
+    prose, as in RULER's multi-key retrieval (Hsieh et al. 2024, arXiv:2404.06654).
+    """
+
+    def sequences(
+        self, random: np.random.Generator, num_sequences: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        haystack, others = self.seq_len - 1, self.num_keys - 1
+        # one draw for a sequence: the writes, the needle's position, and its key
+        highest = [others * self.num_values] * haystack + [haystack, self.num_keys]
+        drawn = random.integers(highest, size=(num_sequences, len(highest)))
+        writes, needle, asked = drawn[:, :-2], drawn[:, -2:-1], drawn[:, -1:]
+        is_needle = np.arange(haystack) == needle
+        # counted from the key that is asked for, so that the others differ from it
+        steps = np.where(is_needle, 0, 1 + writes // self.num_values)
+        key, value = (asked + steps) % self.num_keys, writes % self.num_values
+        inputs = np.hstack([key * self.num_values + value, self.num_writes + asked])
+        answers = np.hstack([self.first_answer + value, asked])  # nothing asks for the last
+        sources = np.full_like(inputs, -1)
+        sources[:, -1:] = needle
+        return inputs, answers, sources
+
+
+class RecallData(SyntheticData):
+    """Multi-query associative recall, MQAR (Arora et al. 2023, "Zoology", arXiv:2312.04927).
+
+    A sequence begins with num_pairs pairs of a key and its value, all different. Then each key is
+    asked for once. The question stands an even gap behind the pairs, and short gaps are likelier:
+    the g-th place has a weight of g**(POWER - 1), and no two questions share one.
+
+        2 pairs (a=1, b=0), 8 places
+                  a    1    b    0    a    .    .    .    b    .
+        inputs    2    7    3    6    2    0    0    0    3    0
+        targets  -100 -100 -100 -100  7  -100 -100 -100   6  -100
+
+    Token 0 fills the gaps; keys and values follow. conf/data/recall.yaml has 4,095 keys and 4,096
+    values: a vocabulary of 8,192.
+
+    From zoology's code (zoology/data/multiquery_ar.py, and figure 2's settings in
+    experiments/iclr24_zoology_figure2): the layout, the vocabulary, gaps of power 0.01 in which the
+    first key chooses first, gaps filled with 0, and the number of pairs for each length. Unlike
+    there, no sequence is seen twice: zoology trains 64 epochs on 100,000, and tests on 3,000
+    (eval_sequences=3000). Its attention has 2 layers of 1 head, without MLPs.
+    """
+
+    def __init__(self, config: DataConfig, *, seq_len: int, seed: int) -> None:
+        super().__init__(config, seq_len=seq_len, seed=seed)
+        self.num_pairs = config.pairs(seq_len)
+        self.vocab_size = 1 + self.num_keys + self.num_values
+        self.fingerprint += f"-{self.num_pairs}"
+        places = np.arange(1, (seq_len - 2 * self.num_pairs) // 2 + 1)
+        self.share = places ** (POWER - 1) / (places ** (POWER - 1)).sum()
+
+    def sequences(
+        self, random: np.random.Generator, num_sequences: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        count = self.num_pairs
+        inputs = np.zeros((num_sequences, self.seq_len), dtype=np.int64)
+        sources = np.full_like(inputs, -1)
+        # a sequence at a time: numpy draws without replacement for one alone
+        for sequence, source in zip(inputs, sources, strict=True):
+            keys = 1 + random.choice(self.num_keys, count, replace=False)
+            values = 1 + self.num_keys + random.choice(self.num_values, count, replace=False)
+            places = random.choice(len(self.share), count, replace=False, p=self.share)
+            sequence[: 2 * count : 2], sequence[1 : 2 * count : 2] = keys, values
+            questions = 2 * count + 2 * places
+            sequence[questions] = keys
+            source[questions] = np.arange(1, 2 * count, 2)
+        return inputs, inputs, sources
+
+
+TASKS = {"last_write": LastWriteData, "recall": RecallData, "needle": NeedleData}
