@@ -138,7 +138,12 @@ def test_chunked_loss_and_gradients_are_those_of_the_whole_logits(dtype, setting
 
 
 @pytest.mark.parametrize(
-    "dtype, settings", [(None, ()), (torch.bfloat16, ()), (torch.bfloat16, ("kernel",))]
+    "dtype, settings",
+    [
+        pytest.param(None, (), marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, (), marks=pytest.mark.slow),
+        (torch.bfloat16, ("kernel",)),
+    ],
 )
 def test_chunked_loss_compiles_in_one_graph(
     dtype, settings, several_chunks, padded, request, monkeypatch

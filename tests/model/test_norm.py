@@ -112,12 +112,12 @@ def check(
     assert_near(found, baseline, results(plain, *wide, narrow=torch.float64, sum_used=sum_used))
 
 
-@every_norm
-@every_dtype
-@pytest.mark.parametrize("width, tokens", [(64, 37), (96, 5), (768, 9)])
-def test_kernel_gives_sum_norm_and_gradients(kernel, width, tokens, dtypes, fields):
+@pytest.mark.parametrize(
+    ("size", "dtypes", "fields"), diagonal([(64, 37), (96, 5), (768, 9)], DTYPES, NORMS)
+)
+def test_kernel_gives_sum_norm_and_gradients(kernel, size, dtypes, fields):
     """One row per program and several; widths that are not powers of two; a short last program."""
-    check(add_norm, *example(width, tokens, fields, dtypes))
+    check(add_norm, *example(*size, fields, dtypes))
 
 
 @every_norm
@@ -189,10 +189,11 @@ MODES |= {name: {"checkpoint": name} for name in ("elementwise", "attention")} |
 }
 
 
-@pytest.mark.parametrize("keeps", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("variant", ["gpt2", "modern"])
 # Triton's interpreter cuts the digits of bfloat16 off, and rounds float16 as a GPU does
-@pytest.mark.parametrize("dtype", [FP32, FP16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize(
+    ("dtype", "variant", "keeps"),
+    diagonal({"fp32": FP32, "fp16": FP16}, ["gpt2", "modern"], MODES),
+)
 def test_the_whole_model_with_the_kernel_and_without(
     build_gpt, modern, random_tokens, monkeypatch, variant, dtype, keeps
 ):
@@ -219,9 +220,7 @@ def test_the_whole_model_with_the_kernel_and_without(
 @pytest.mark.parametrize(
     "keeps",
     [
-        pytest.param(
-            keeps, id=name, marks=() if name in ("none", "block", "dropout") else pytest.mark.slow
-        )
+        pytest.param(keeps, id=name, marks=() if name in ("block", "dropout") else pytest.mark.slow)
         for name, keeps in MODES.items()
     ],
 )
