@@ -31,7 +31,7 @@ from attention import attention
 from attention.online_softmax import OnlineSoftmax, finite
 from attention.tiled import tile_loop_backend
 from scripts.arguments import Device, check_at_least, command, default
-from scripts.drawing import new_figure, save_figure
+from scripts.drawing import for_both_papers, new_figure, save_figure
 from scripts.tables import Row
 from training.device import pick_device
 from training.environment import measured_on
@@ -45,7 +45,8 @@ DTYPES = {
 }
 KINDS = ("climbing", "normal")
 ROWS, HEAD_DIM, BLOCK_KV = 64, 64, 128
-BROKEN = 2  # times the error without laziness, at the same offset
+BROKEN = 2  # times the error of a smaller threshold
+NAMES = ("inputs", "dtype", "length", "offset", "threshold")  # of a case
 
 
 @dataclass
@@ -136,16 +137,15 @@ def main(options: Options) -> None:
     check_writable(options.out)
     torch.set_num_threads(1)  # the tiles are small: threads would only wait for one another
     rows = []
-    names = ("inputs", "dtype", "length", "offset", "threshold")
     axes = (KINDS, DTYPES, options.lengths, options.offsets, options.thresholds)
     for kind, dtype, length, offset, threshold in tqdm(list(product(*axes)), disable=None):
         found = error(kind, length, threshold, offset, dtype, options)
-        case = zip(names, (kind, dtype, length, offset, threshold), strict=True)
+        case = zip(NAMES, (kind, dtype, length, offset, threshold), strict=True)
         rows.append(dict(case) | found)
     regions = [region(rows, dtype, offset) for dtype in DTYPES for offset in options.offsets]
     for each in regions:
         print(
-            f"p in {each['dtype']}, offset {each['offset']:g}: breaks above {each['last_safe']:g}, "
+            f"p in {each['dtype']}, offset {each['offset']:g}: safe up to {each['last_safe']:g}, "
             f"predicted {each['predicted']:.2f}"
         )
     write_json(
@@ -157,24 +157,28 @@ def main(options: Options) -> None:
 
 
 def region(rows: list[Row], dtype: str, offset: float) -> Row:
-    """The largest threshold whose error stays below BROKEN times that of threshold 0, at every
-    length of climbing inputs; and log2 of the dtype's largest number less the offset.
+    """The largest threshold up to which no length of climbing inputs has BROKEN times the error of
+    a smaller threshold; and the prediction, log2 of the dtype's largest number less the offset.
     """
-    mine = [
-        row
-        for row in rows
-        if (row["inputs"], row["dtype"], row["offset"]) == ("climbing", dtype, offset)
-    ]
-    eager = {row["length"]: row["out"] for row in mine if row["threshold"] == 0}
-    broken = {row["threshold"] for row in mine if row["out"] > BROKEN * eager[row["length"]]}
-    safe = [row["threshold"] for row in mine if not broken or row["threshold"] < min(broken)]
-    predicted = log2(torch.finfo(DTYPES[dtype]).max) - offset
+    broken = []
+    for row in rows:
+        if (row["inputs"], row["dtype"], row["offset"]) == ("climbing", dtype, offset):
+            smaller = [
+                other["out"]
+                for other in rows
+                if other["threshold"] <= row["threshold"]
+                and all(other[key] == row[key] for key in NAMES if key != "threshold")
+            ]
+            if row["out"] > BROKEN * min(smaller):
+                broken.append(row["threshold"])
+    first = min(broken, default=None)
+    thresholds = {row["threshold"] for row in rows}
     return {
         "dtype": dtype,
         "offset": offset,
-        "last_safe": max(safe),
-        "first_broken": min(broken, default=None),
-        "predicted": predicted,
+        "last_safe": max(each for each in thresholds if first is None or each < first),
+        "first_broken": first,
+        "predicted": log2(torch.finfo(DTYPES[dtype]).max) - offset,
     }
 
 
@@ -207,7 +211,7 @@ def draw(rows: list[Row], regions: list[Row], options: Options) -> None:
         axes.set_xlabel("threshold (powers of two)")
     for line in panels:
         line[0].set_ylabel(f"relative error of out, {longest:,} keys")
-    save_figure(figure, options.out.with_suffix(".png"), dpi=110)
+    for_both_papers(save_figure(figure, options.out.with_suffix(".png"), dpi=110))
 
 
 if __name__ == "__main__":
