@@ -1,0 +1,181 @@
+"""Do your kernels agree? The same weights under several attentions, token by token.
+
+    python -m scripts.agree outputs/2026-01-31/12-00-00 under=naive,tiled,sdpa
+
+Reinforcement learning rolls out under one kernel and trains under another, and a server decodes
+under a third. Each rounds in its own way, so the same weights give other probabilities. The
+arguments are one run and
+
+    under      attentions, each with options as in tiled:block_kv=16 (naive,tiled,sdpa; on a GPU
+               triton too). The first also runs in float32 without autocast: the distance of a run's
+               dtype from that is the scale to read the others by
+    sequences  held-out sequences, and prompts to go on with (8)
+    dtype      of the matrix products: fp32, bf16, fp16 or auto, the run's own (auto)
+    tokens     tokens to generate from the first half of each, greedily (half of seq_len)
+    device     auto, cpu or cuda (auto)
+    out        the JSON file (agree.json in the run's folder)
+
+For each pair: the difference of log p of the held-out tokens, mean and largest; how often the
+likeliest token differs; how many greedy tokens are generated before the first that differs. For
+each attention: the same difference between reading a sequence at once and token by token from a
+cache. Differences are in nats.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention import Backend
+from data import build_data
+from model import GPT, KVCache, generate
+from scripts.arguments import Device, Dtype, check_at_least, command, default, parse_backend
+from scripts.tables import Row, text_table
+from training.device import pick_device
+from training.environment import environment
+from training.files import check_writable, write_json
+from training.trained import Trained, load_trained, read_run_config
+
+
+@dataclass
+class Options:
+    paths: list[Path]
+    under: list[str] = default()
+    sequences: int = 8
+    tokens: int | None = None
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "sequences", "tokens")
+        if len(self.paths) != 1:
+            raise ValueError(f"name one run, not {len(self.paths)}")
+        if len(self.under) == 1:
+            raise ValueError(f"under={self.under[0]} is one attention: name two or more")
+
+
+class Reading(NamedTuple):
+    """What one attention makes of the held-out sequences."""
+
+    name: str
+    log_p: Tensor  # (B, N) float32, of the targets
+    likeliest: Tensor  # (B, N) int64
+    continued: Tensor  # (B, tokens) int64, greedy
+    decoding: Row | None  # log_p token by token beside log_p at once; None without cross_length
+
+
+@command("agree", Options)
+def main(options: Options) -> None:
+    folder, device = options.paths[0], pick_device(options.device)
+    out = options.out or folder / "agree.json"
+    check_writable(out)
+    config = read_run_config(folder)
+    data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
+    if config.data.documents:
+        raise ValueError(f"{folder} keeps documents apart, which a cache does not; choose another")
+    config.device = device.type
+    config.dtype = config.dtype if options.dtype == "auto" else options.dtype
+    trained = load_trained(folder, config, data.vocab_size)
+    usual = ["naive", "tiled", "sdpa"] + ["triton"] * (device.type == "cuda")
+    backends = {text: parse_backend(text) for text in options.under or usual}
+    inputs, targets, *_ = (x.to(device) for x in data.val_batch(options.sequences))
+    count = min(options.tokens or config.seq_len // 2, config.seq_len - config.seq_len // 2)
+    first = next(iter(backends))
+    readings = [read(trained, f"{first} in float32", backends[first], inputs, targets, count)]
+    for name, backend in backends.items():
+        readings.append(read(trained, name, backend, inputs, targets, count))
+    pairs = [compare(a, b) for a, b in combinations(readings, 2)]
+    decoding = [{"attention": each.name} | each.decoding for each in readings if each.decoding]
+    print(pairs_in_text(pairs, count))
+    print(decoding_in_text(decoding))
+    where = environment(data.fingerprint, device)
+    about = {"run": str(folder), "dtype": str(trained.dtype).removeprefix("torch.")}
+    about |= {"step": trained.step, "sequences": len(inputs), "seq_len": config.seq_len}
+    write_json(out, {"environment": where} | about | {"pairs": pairs, "decoding": decoding})
+    print(out)
+
+
+@torch.no_grad()
+def read(
+    trained: Trained, name: str, backend: Backend, inputs: Tensor, targets: Tensor, count: int
+) -> Reading:
+    model, half = trained.model.eval(), inputs.shape[1] // 2
+    autocast = nullcontext() if name.endswith("in float32") else trained.autocast
+    with model.use_backend(backend), autocast:
+        rows = [
+            log_p_of(model(x[None]).logits, y[None]) for x, y in zip(inputs, targets, strict=True)
+        ]
+        log_p, likeliest = (torch.cat(each) for each in zip(*rows, strict=True))
+        cached = "cross_length" in backend.features
+        continued = generate(
+            model, inputs[:, :half], max_new_tokens=count, temperature=0, use_cache=cached
+        )
+        decoding = None
+        if cached:
+            stepwise = decoded(model, inputs, targets, half)
+            decoding = difference(stepwise, log_p[:, half:])
+    return Reading(name, log_p, likeliest, continued[:, half:], decoding)
+
+
+def log_p_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """log p of the targets (B, N), and the likeliest tokens."""
+    log_p = logits.float().log_softmax(-1)
+    return log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0], logits.argmax(-1)
+
+
+def decoded(model: GPT, inputs: Tensor, targets: Tensor, start: int) -> Tensor:
+    """log p of the targets from position `start` on, read token by token behind a cache."""
+    cache = KVCache(model.config.num_layers, max_len=inputs.shape[1])
+    if start:
+        model(inputs[:, :start], cache=cache)
+    steps = range(start, inputs.shape[1])
+    logits = [model(inputs[:, i : i + 1], cache=cache).logits for i in steps]
+    return log_p_of(torch.cat(logits, 1), targets[:, start:])[0]
+
+
+def difference(a: Tensor, b: Tensor) -> Row:
+    distance = (a - b).abs()
+    return {"mean": float(distance.mean()), "largest": float(distance.max())}
+
+
+def compare(a: Reading, b: Reading) -> Row:
+    same = (a.continued == b.continued).int().cumprod(1).sum(1).tolist()
+    return {
+        "a": a.name,
+        "b": b.name,
+        "log_p": difference(a.log_p, b.log_p),
+        "other_token": float((a.likeliest != b.likeliest).float().mean()),
+        # of each prompt; as many as were generated where none differs
+        "equal_tokens": same,
+    }
+
+
+def pairs_in_text(pairs: list[Row], count: int) -> str:
+    head = ["", "mean |d log p|", "largest", "other token", f"equal greedy tokens of {count}"]
+    rows = [
+        [
+            f"{pair['a']} and {pair['b']}",
+            f"{pair['log_p']['mean']:.1e}",
+            f"{pair['log_p']['largest']:.1e}",
+            f"{pair['other_token']:.2%}",
+            f"{median(pair['equal_tokens']):g} (least {min(pair['equal_tokens'])})",
+        ]
+        for pair in pairs
+    ]
+    return text_table([head, *rows])
+
+
+def decoding_in_text(rows: list[Row]) -> str:
+    head = ["token by token against at once", "mean |d log p|", "largest"]
+    cells = [[row["attention"], f"{row['mean']:.1e}", f"{row['largest']:.1e}"] for row in rows]
+    return text_table([head, *cells])
+
+
+if __name__ == "__main__":
+    main()
