@@ -12,8 +12,9 @@ folders of either, and
     out        the JSON file (recall.json in the folder of the runs)
 
 Prints accuracy for each variant and length, and the first of the lengths at which less than one
-half is right. Writes a row for each run and length to the JSON file, with what was right by the
-distance of question and answer, and draws both beside it, for light paper and dark.
+half is right. Writes the settings of the runs to the JSON file, and a row for each run and length
+with what was right by the distance of question and answer. Draws both beside it, for light paper
+and dark.
 """
 
 import os
@@ -36,7 +37,7 @@ from scripts.cross_eval import Checkpoint, load_checkpoints
 from scripts.drawing import for_both_papers, new_figure, save_figure
 from scripts.tables import Row, grouped, mean_and_deviation, text_table
 from training.device import pick_device
-from training.environment import environment
+from training.environment import measured_on
 from training.files import check_writable, write_json
 from training.memory import release_memory
 from training.names import name_runs
@@ -73,8 +74,11 @@ def main(options: Options) -> None:
         for row in measure(checkpoint, at_lengths, options.sequences, device):
             rows.append({"variant": name.variant} | row)
         release_memory(device)
-    fingerprints = dict.fromkeys(each.summary["data"] for each in checkpoints)
-    write_json(out, {"environment": environment(" ".join(fingerprints), device), "rows": rows})
+    runs = [
+        {key: each.summary.get(key) for key in ("variant", "seed", "data", "overrides")}
+        for each in checkpoints
+    ]
+    write_json(out, {"environment": measured_on(device), "runs": runs, "rows": rows})
     print(in_text(rows))
     draw(rows, picture := out.with_suffix(".png"))
     for_both_papers(picture)
@@ -195,7 +199,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     data = ", ".join(sorted({row["data"] for row in rows}))
     by_length.set(title=f"{data}, trained at {', '.join(map(str, trained_at))} tokens")
     by_length.set(xlabel="tokens of a sequence", ylabel="questions answered rightly")
-    by_distance.set(title=f"at {longest:,} tokens", xlabel="tokens from answer to question, from")
+    by_distance.set(
+        title=f"at {longest:,} tokens", xlabel="tokens from answer to question, at least"
+    )
     for axes in (by_length, by_distance):
         axes.axhline(0.5, color=INK, linestyle=":", linewidth=0.8)
         axes.set(xscale="log", ylim=(-0.03, 1.03))

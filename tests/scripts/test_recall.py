@@ -55,7 +55,9 @@ def test_a_run_is_asked_at_its_own_length_and_at_others(tmp_path, capsys):
     assert found["rows"][1]["accuracy"] == summary(tmp_path / "run")["val/accuracy"]
     assert {sum(row["asked"]) for row in found["rows"]} == {40}
     assert {row["trained_at"] for row in found["rows"]} == {32}
-    assert found["environment"]["data_fingerprint"] == "needle-8x8"
+    assert {"commit", "hardware"} <= found["environment"].keys()
+    (trained,) = found["runs"]
+    assert trained["data"] == "needle-8x8" and "attention.window=4" in trained["overrides"]
     assert "tiled window=4" in capsys.readouterr().out
     for name in ("recall.png", "recall_dark.png"):
         assert (tmp_path / "run" / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
