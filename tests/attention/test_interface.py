@@ -62,9 +62,9 @@ INPUTS = {
     "other-batch": (
         (Q.expand(3, -1, -1, -1), K, V),
         {},
-        "must share B and D, and k and v all of their shape; got q (3, 2, 6, 8)",
+        "must share B, q and k D, and k and v all but their width; got q (3, 2, 6, 8)",
     ),
-    "other-head-dim": ((Q[..., :4], K, V), {}, "must share B and D"),
+    "other-head-dim": ((Q[..., :4], K, V), {}, "must share B, q and k D"),
     "k-not-like-v": ((Q, K, V[:, :, :5]), {}, "v (1, 2, 5, 8)"),
     "no-queries": (
         (Q[:, :, :0], K, V),
