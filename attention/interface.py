@@ -445,14 +445,14 @@ def check_packed(
         )
     if not values_can_be_read():
         return
-    for (name, ends), length in zip(given.items(), (len(q), len(k)), strict=True):
-        values = ends.tolist()
+    positions = [ends.tolist() for ends in given.values()]
+    for name, values, length in zip(given, positions, (len(q), len(k)), strict=True):
         if values[0] != 0 or values[-1] != length or values != sorted(values):
             raise ValueError(
                 f"{name} must rise from 0 to the number of tokens, {length}, and may not fall; "
                 f"got {values}"
             )
-    if by_position and not torch.equal(cu_seqlens_q, cu_seqlens_k):
+    if by_position and positions[0] != positions[1]:
         raise ValueError(
             "alibi_slopes and score_mod need cu_seqlens_q equal to cu_seqlens_k: otherwise "
             "positions among the packed keys are not those in a sequence"
