@@ -38,10 +38,12 @@ from attention.interface import (
     ScoreMod,
     check_inputs,
     check_output,
+    check_packed,
     dtype_name,
     prepared,
 )
 from attention.kernels import kernel_choice
+from attention.mask import Window
 from attention.probe import probe
 from attention.sinks import with_sinks
 from attention.tile_op import operator_attention
@@ -57,6 +59,7 @@ __all__ = [
     "ScoredOutput",
     "Shards",
     "attention",
+    "attention_varlen",
     "compare_with_exact",
     "dtype_name",
     "find_breakdown",
@@ -78,11 +81,12 @@ def attention(
     backend: str | Backend,
     causal: bool = True,
     scale: float | None = None,
-    window: int | None = None,
+    window: Window = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     document_ids: Tensor | None = None,
     score_mod: ScoreMod | None = None,
+    key_lengths: Tensor | None = None,
     sinks: Tensor | None = None,
     return_max_score: bool | Tensor = False,
 ) -> Output:
@@ -90,13 +94,15 @@ def attention(
     take raise a ValueError with every reason.
 
     q             (B, H, N, D), floating
-    k, v          (B, H_kv, M, D), same dtype and device as q; H a multiple of H_kv (grouped-query,
+    k             (B, H_kv, M, D), same dtype and device as q; H a multiple of H_kv (grouped-query,
                   multi-query)
+    v             (B, H_kv, M, D_v), the same; out is (B, H, N, D_v)
     causal        query i sees key j iff j <= i + (M - N): aligned bottom-right, so N=1 decodes
                   against a cache
     scale         default D**-0.5; any finite number
     window        query i sees only the w most recent keys it may see, its own position included;
-                  needs causal
+                  needs causal. Or (left, right): it sees keys p - left <= j <= p + right, where p
+                  = i + (M - N) is its position; -1 is no limit, and causal makes right 0
     softcap       scores become softcap * tanh(score / softcap)
     alibi_slopes  (H,) floating: adds -slope * (i + M - N - j) to the scores; a constant, no
                   gradient flows to it
@@ -104,6 +110,9 @@ def attention(
                   an id that comes again after another is a new document; needs N == M
     score_mod     any other change of the scores, given with its derivative, in place of softcap and
                   alibi_slopes
+    key_lengths   (B,) integers from 0 to M: sequence b has keys 0 <= j < key_lengths[b], and the
+                  rest is padding. It moves no position: causal and window count from M still. Its
+                  values are read to be checked, which waits for a GPU; not in a compiled graph
     sinks         (H,) floating: a logit a head in the denominator, as of a key whose value is zero;
                   lse counts it, max_score does not, and gradients flow to it; needs a backend with
                   lse
@@ -127,15 +136,84 @@ def attention(
         "alibi_slopes": alibi_slopes,
         "document_ids": document_ids,
         "score_mod": score_mod,
+        "key_lengths": key_lengths,
     }
     check_inputs(q, k, v, causal=causal, scale=scale, sinks=sinks, **optional)
+    changes = {"sinks": sinks, "return_max_score": return_max_score}
+    return _checked(q, k, v, backend=backend, causal=causal, scale=scale, **changes, **optional)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    backend: str | Backend,
+    causal: bool = True,
+    scale: float | None = None,
+    window: Window = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    sinks: Tensor | None = None,
+) -> AttentionOutput:
+    """attention() of S sequences of any lengths that lie one behind the other, as
+    flash_attn_varlen_func of flash-attention has it: no padding, and no loop over the sequences.
+
+    q             (T, H, D), floating: the queries of all sequences
+    k, v          (T_k, H_kv, D) and (T_k, H_kv, D_v), same dtype and device as q
+    cu_seqlens_q  (S + 1,) int32 or int64: sequence s has the queries cu_seqlens_q[s] <= i <
+                  cu_seqlens_q[s + 1]. It rises from 0 to T; a sequence may have none
+    cu_seqlens_k  (S + 1,) the same for the keys, from 0 to T_k
+
+    Returns out (T, H, D_v) and lse (H, T). causal and window count in each sequence by itself:
+    aligned bottom-right, with its own N and M. A sequence without keys gives out = 0 and lse =
+    -inf. The other arguments are those of attention(). alibi_slopes and score_mod need as many
+    queries as keys in every sequence; a score_mod gets b = 0 and positions among all T. Raises
+    ValueError as attention() does. The values of cu_seqlens are read to be checked, which waits for
+    a GPU; not in a compiled graph.
+    """
+    by_position = alibi_slopes is not None or score_mod is not None
+    check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, by_position=by_position)
+    if isinstance(backend, str):
+        backend = get_backend(backend)
+    optional = {
+        "window": window,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "document_ids": None,
+        "score_mod": score_mod,
+    }
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, H, T, D)
+    check_inputs(q, k, v, causal=causal, scale=scale, sinks=sinks, **optional)
+    optional["cu_seqlens"] = torch.stack((cu_seqlens_q.int(), cu_seqlens_k.int()))
+    output = _checked(q, k, v, backend=backend, causal=causal, scale=scale, sinks=sinks, **optional)
+    lse = None if output.lse is None else output.lse[0]
+    return AttentionOutput(output.out[0].transpose(0, 1), lse)
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    backend: Backend,
+    causal: bool,
+    scale: float | None,
+    sinks: Tensor | None,
+    return_max_score: bool | Tensor = False,
+    **optional: Any,
+) -> Output:
+    """The backend's answer to inputs that check_inputs() has let pass."""
     backend.check_supported(q, k, v, causal=causal, scale=scale, sinks=sinks, **optional)
-    optional = prepared(q, k, optional)
+    optional = prepared(q, k, causal, optional)
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     looked = return_max_score
     if isinstance(looked, Tensor) and not torch.compiler.is_compiling():
         looked = bool(looked)
-    if torch.compiler.is_compiling() and is_operator(backend) and score_mod is None:
+    if torch.compiler.is_compiling() and is_operator(backend) and optional["score_mod"] is None:
         function = partial(operator_attention, backend.name)
     elif backend.traceable or "torch._dynamo" not in sys.modules:
         function = backend.fn
@@ -146,7 +224,7 @@ def attention(
         arguments["return_max_score"] = looked
     with torch.autocast(q.device.type, enabled=False):
         output = function(q, k, v, causal=causal, scale=factor, **arguments, **backend.options)
-        check_output(backend, q, output)
+        check_output(backend, q, v, output)
         if sinks is not None:
             out, lse = with_sinks(output.out, output.lse, sinks)
             output = output._replace(out=out, lse=lse)

@@ -23,7 +23,7 @@ from attention.interface import (
     flag,
     statistics_dtype,
 )
-from attention.mask import QueryTile, VisibleKeys, visible_keys
+from attention.mask import MASKS, QueryTile, VisibleKeys, visible_keys
 from attention.naive import naive_attention
 from attention.online_softmax import OnlineSoftmax
 from attention.tiled import TILED, HeadMaxima, grouped
@@ -60,13 +60,8 @@ def max_score(
         settings = {"causal": causal, "scale": scale, **optional, "observer": maxima.observe}
         TILED.fn(q, k, k, **settings, block_q=256, block_kv=1024)
         return maxima.largest.flatten(1, 2)
-    visible = visible_keys(
-        q,
-        k,
-        causal=causal,
-        window=optional.get("window"),
-        document_ids=optional.get("document_ids"),
-    )
+    mask = {name: optional[name] for name in MASKS if name in optional}
+    visible = visible_keys(q, k, causal=causal, **mask)
     # rounding keeps the order: scaling the largest product alone gives the largest score, to the
     # bit
     return abs(scale) * _largest_products(q if scale > 0 else -q, k, visible)
@@ -134,14 +129,16 @@ def _(q: Tensor, *_: Any) -> Tensor:
 def companion_max_score(
     q: Tensor, k: Tensor, look: bool | Tensor, *, causal: bool, scale: float, **optional: Any
 ) -> Tensor:
-    """max_score() beside a backend that does not return it. Raises TypeError for a score_mod in a
-    compiled graph, whose operators take no functions.
+    """max_score() beside a backend that does not return it. Raises TypeError for a score_mod,
+    key_lengths or a window to both sides in a compiled graph, whose operator takes none of them.
     """
     q, k = q.detach(), k.detach()
     if not torch.compiler.is_compiling():
         return max_score(q, k, causal=causal, scale=scale, **optional)
-    if optional.pop("score_mod") is not None:
-        raise TypeError("return_max_score takes no score_mod in a compiled graph of this backend")
+    wide = ("window",) if isinstance(optional["window"], tuple) else ()
+    for name in ("score_mod", "key_lengths", *wide):
+        if optional.pop(name) is not None:
+            raise TypeError(f"return_max_score takes no {name} in a compiled graph of this backend")
     return max_score_operator(q, k, flag(look), causal, scale, **optional)
 
 

@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 from attention.interface import FEATURES, AttentionOutput, Backend, ScoreMod, statistics_dtype
+from attention.mask import VisibleKeys, Window, visible_keys
 
 
 @cache
@@ -48,11 +49,20 @@ def quick(function, device: torch.device):
 
 
 def block_mask_of(
-    q: Tensor, k: Tensor, *, causal: bool, window: int | None, document_ids: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool,
+    window: Window,
+    document_ids: Tensor | None = None,
+    **wide: Tensor | None,
 ) -> BlockMask | None:
     """None where every query sees every key. The mask of attention/mask.py in positions, as users
-    of FlexAttention write it.
+    of FlexAttention write it; with a window to both sides, key_lengths or cu_seqlens in intervals.
     """
+    if isinstance(window, tuple) or any(each is not None for each in wide.values()):
+        mask = {"window": window, "document_ids": document_ids, **wide}
+        return interval_mask(q, k, visible_keys(q, k, causal=causal, **mask))
     if not causal and document_ids is None:
         return None
     num_queries, num_keys, batch, documents = q.shape[2], k.shape[2], None, None
@@ -78,16 +88,29 @@ def block_mask_of(
     )
 
 
+def interval_mask(q: Tensor, k: Tensor, visible: VisibleKeys) -> BlockMask:
+    lo, hi = visible.lo, visible.hi
+    batch = len(lo) if len(lo) > 1 else None
+
+    def mask_mod(b, h, i, j):
+        b = 0 if batch is None else b
+        return (j >= lo[b, i]) & (j < hi[b, i])
+
+    return quick(create_block_mask, q.device)(
+        mask_mod, batch, None, q.shape[2], k.shape[2], device=q.device
+    )
+
+
 @lru_cache(maxsize=16)
 def standing_mask(
-    num_queries: int, num_keys: int, device: torch.device, *, causal: bool, window: int | None
+    num_queries: int, num_keys: int, device: torch.device, *, causal: bool, window: Window
 ) -> BlockMask | None:
     """The mask without documents, shared by all layers and steps: making it takes longer than
     attention to a few thousand tokens.
     """
     with torch.inference_mode(False), torch.no_grad():
         q, k = (torch.empty(1, 1, length, 0, device=device) for length in (num_queries, num_keys))
-        return block_mask_of(q, k, causal=causal, window=window, document_ids=None)
+        return block_mask_of(q, k, causal=causal, window=window)
 
 
 def flex(
@@ -97,13 +120,15 @@ def flex(
     *,
     causal: bool,
     scale: float,
-    window: int | None = None,
+    window: Window = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
-    document_ids: Tensor | None = None,
     score_mod: ScoreMod | None = None,
+    **of_batch: Tensor | None,
 ) -> AttentionOutput:
-    """q (B, H, N, D); k, v (B, H_kv, M, D)."""
+    """q (B, H, N, D); k (B, H_kv, M, D); v (B, H_kv, M, D_v). of_batch: document_ids, key_lengths
+    and cu_seqlens.
+    """
     num_queries, num_keys = q.shape[2], k.shape[2]
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.to(statistics_dtype(q))
@@ -117,8 +142,8 @@ def flex(
             score, _ = score_mod(score, b, h, i + num_keys - num_queries, j)
         return score
 
-    if torch.compiler.is_compiling() or document_ids is not None:
-        block_mask = block_mask_of(q, k, causal=causal, window=window, document_ids=document_ids)
+    if torch.compiler.is_compiling() or any(each is not None for each in of_batch.values()):
+        block_mask = block_mask_of(q, k, causal=causal, window=window, **of_batch)
     else:
         block_mask = standing_mask(num_queries, num_keys, q.device, causal=causal, window=window)
     # its kernel for few queries does not compile for every grouping of heads

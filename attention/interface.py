@@ -1,7 +1,8 @@
 """The interface of every attention backend: its inputs, its output, and what it declares about
 itself.
 
-Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
+Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim,
+D_v that of the values.
 """
 
 from collections.abc import Callable, Container, Mapping
@@ -11,12 +12,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attention.mask import Window, sides
+
 ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # arguments of attention() that a backend receives only if it declares the feature of that name
-OPTIONAL_ARGUMENTS = ("window", "softcap", "alibi_slopes", "document_ids", "score_mod")
+OPTIONAL_ARGUMENTS = (
+    "window",
+    "softcap",
+    "alibi_slopes",
+    "document_ids",
+    "score_mod",
+    "key_lengths",
+    "cu_seqlens",
+)
 # kinds of input without an argument, which not every backend takes
-INPUT_FEATURES = ("gqa", "non_causal", "cross_length")
+INPUT_FEATURES = ("gqa", "non_causal", "cross_length", "two_sided_window", "value_dim")
 FEATURES = frozenset((*OPTIONAL_ARGUMENTS, *INPUT_FEATURES, "lse", "max_score"))
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -70,7 +81,7 @@ class Refusal(ValueError):
 class AttentionOutput(NamedTuple):
     """What every backend returns."""
 
-    # (B, H, N, D), dtype of q
+    # (B, H, N, D_v), dtype of q
     out: Tensor
     # (B, H, N) float32 (float64 for float64 q), natural log-sum-exp of the masked scores; -inf
     # without a key
@@ -94,8 +105,10 @@ class Backend:
     """One implementation of attention, with its capabilities as data.
 
     `fn(q, k, v, *, causal, scale, **declared, **options) -> AttentionOutput` is called with checked
-    inputs. `declared` are those of window, softcap, alibi_slopes, document_ids and score_mod that
-    are in `features`; `options` are the backend's own.
+    inputs. `declared` are those of OPTIONAL_ARGUMENTS that are in `features`; `options` are the
+    backend's own. window is a number under a causal mask, and (left, right) without one, which
+    needs two_sided_window too. cu_seqlens (2, S + 1) comes with B = 1: where each of S sequences
+    begins and ends, among the queries and among the keys (attention_varlen()).
     """
 
     name: str
@@ -103,8 +116,9 @@ class Backend:
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
     head_dims: Container[int] | None = None  # None takes any
-    # subset of FEATURES; gqa: H_kv < H, non_causal: causal=False, cross_length: N != M, lse:
-    # returns it, max_score: fn takes return_max_score and returns a ScoredOutput unless it is False
+    # subset of FEATURES; gqa: H_kv < H, non_causal: causal=False, cross_length: N != M, value_dim:
+    # D_v != D, lse: returns it, max_score: fn takes return_max_score and returns a ScoredOutput
+    # unless it is False
     features: frozenset[str] = frozenset()
     options: Mapping[str, Any] = field(
         default_factory=dict
@@ -184,10 +198,13 @@ class Backend:
             k.shape[1],
             k.shape[2],
         )
+        optional["window"] = plain_window(optional.get("window"), causal=causal)
         wanted = {
             "gqa": num_kv_heads != num_heads,
             "non_causal": not causal,
             "cross_length": num_queries != num_keys,
+            "two_sided_window": isinstance(optional["window"], tuple),
+            "value_dim": v.shape[-1] != head_dim,
             **{name: optional.get(name) is not None for name in OPTIONAL_ARGUMENTS},
         }
         reasons = [
@@ -208,6 +225,8 @@ class Backend:
             )
         if self.head_dims is not None and head_dim not in self.head_dims:
             reasons.append(f"it takes head_dim in {self.head_dims}, the inputs have {head_dim}")
+        elif self.head_dims is not None and v.shape[-1] not in self.head_dims:
+            reasons.append(f"it takes head_dim in {self.head_dims}, v has {v.shape[-1]}")
         if (
             not self.backward
             and torch.is_grad_enabled()
@@ -253,11 +272,12 @@ def check_inputs(
     *,
     causal: bool,
     scale: float | None,
-    window: int | None,
+    window: Window,
     softcap: float | None,
     alibi_slopes: Tensor | None,
     document_ids: Tensor | None,
     score_mod: ScoreMod | None,
+    key_lengths: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> None:
     """Raise ValueError, with the shapes in it, for inputs that no backend could take."""
@@ -265,14 +285,9 @@ def check_inputs(
     if not isinstance(causal, bool):
         raise ValueError(f"{causal=} must be True or False")
     _check_scale_and_softcap(scale, softcap, statistics_dtype(q))
-    if window is not None and (
-        not isinstance(window, int) or isinstance(window, bool) or window < 1 or not causal
-    ):
-        raise ValueError(
-            f"{window=} must be an integer of at least 1 and needs causal=True (got {causal=})"
-        )
+    _check_window(window, causal=causal)
     extras = {"alibi_slopes": alibi_slopes, "document_ids": document_ids, "sinks": sinks}
-    for name, extra in extras.items():
+    for name, extra in (extras | {"key_lengths": key_lengths}).items():
         if extra is not None and not isinstance(extra, Tensor):
             raise ValueError(f"{name} must be a tensor, it is a {type(extra).__name__}")
         if extra is not None and extra.device != q.device:
@@ -281,17 +296,19 @@ def check_inputs(
     _check_a_head("sinks", sinks, q)
     if document_ids is not None:
         _check_document_ids(q, k, document_ids)
+    if key_lengths is not None:
+        _check_key_lengths(k, key_lengths)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ValueError(f"q must be (B, H, N, D) and k, v (B, H_kv, M, D); got {shapes}")
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
-            f"q, k and v must share B and D, and k and v all of their shape; got {shapes}"
+            f"q, k and v must share B, q and k D, and k and v all but their width; got {shapes}"
         )
-    if min(*q.shape, *k.shape) < 1:
+    if min(*q.shape, *v.shape) < 1:
         raise ValueError(f"every dimension must be at least 1; got {shapes}")
     if q.shape[1] % k.shape[1]:
         raise ValueError(
@@ -304,6 +321,19 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not (q.device == k.device == v.device):
         raise ValueError(
             f"q, k and v must be on one device; got {q.device}, {k.device}, {v.device}"
+        )
+
+
+def _check_window(window: Any, *, causal: bool) -> None:
+    if isinstance(window, tuple):
+        if len(window) != 2 or not all(_is_whole(side) and side >= -1 for side in window):
+            raise ValueError(
+                f"{window=} must be (left, right), two integers of at least 0, or -1 for no limit"
+            )
+    elif window is not None and not (_is_whole(window) and window >= 1 and causal):
+        raise ValueError(
+            f"{window=} must be an integer of at least 1 and needs causal=True (got {causal=}); "
+            "without it give (left, right)"
         )
 
 
@@ -373,19 +403,102 @@ def _check_document_ids(q: Tensor, k: Tensor, document_ids: Tensor) -> None:
         )
 
 
+def _check_key_lengths(k: Tensor, key_lengths: Tensor) -> None:
+    batch, num_keys = k.shape[0], k.shape[2]
+    if key_lengths.shape != (batch,) or key_lengths.dtype not in INTEGERS:
+        raise ValueError(
+            f"key_lengths must be integers of shape (B,) = ({batch},); got "
+            f"{tuple(key_lengths.shape)} of {dtype_name(key_lengths.dtype)}"
+        )
+    if values_can_be_read():
+        lengths = key_lengths.tolist()
+        if not 0 <= min(lengths) <= max(lengths) <= num_keys:
+            raise ValueError(f"key_lengths must lie in 0 to M = {num_keys}; got {lengths}")
+
+
+def check_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    by_position: bool,
+) -> None:
+    """Raise ValueError for what attention_varlen() cannot take apart. by_position: whether a score
+    depends on where its query and key stand.
+    """
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim == 3:
+        raise ValueError(f"q must be (T, H, D) and k, v (T_k, H_kv, D or D_v); got {shapes}")
+    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    for name, ends in given.items():
+        if not isinstance(ends, Tensor) or ends.dtype not in (torch.int32, torch.int64):
+            kind = dtype_name(ends.dtype) if isinstance(ends, Tensor) else type(ends).__name__
+            raise ValueError(f"{name} must be a tensor of int32 or int64, it is {kind}")
+        if ends.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}; got {ends.device}")
+    if cu_seqlens_q.ndim != 1 or cu_seqlens_q.shape != cu_seqlens_k.shape or len(cu_seqlens_q) < 2:
+        raise ValueError(
+            "cu_seqlens_q and cu_seqlens_k must have shape (S + 1,) for S sequences; got "
+            f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
+        )
+    if not values_can_be_read():
+        return
+    positions = [ends.tolist() for ends in given.values()]
+    for name, values, length in zip(given, positions, (len(q), len(k)), strict=True):
+        if values[0] != 0 or values[-1] != length or values != sorted(values):
+            raise ValueError(
+                f"{name} must rise from 0 to the number of tokens, {length}, and may not fall; "
+                f"got {values}"
+            )
+    if by_position and positions[0] != positions[1]:
+        raise ValueError(
+            "alibi_slopes and score_mod need cu_seqlens_q equal to cu_seqlens_k: otherwise "
+            "positions among the packed keys are not those in a sequence"
+        )
+
+
+def values_can_be_read() -> bool:
+    """Whether the values of a tensor can be read here: neither in a graph that is being compiled
+    nor in one that a GPU is capturing.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
 def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
-def prepared(q: Tensor, k: Tensor, optional: dict[str, Any]) -> dict[str, Any]:
+def plain_window(window: Window, *, causal: bool) -> Window:
+    """A window in its simplest form: None, a number under a causal mask, (left, right) without."""
+    left, right = sides(window, causal=causal)
+    if causal:
+        return None if left is None else left + 1
+    if left is None and right is None:
+        return None
+    return -1 if left is None else left, -1 if right is None else right
+
+
+def prepared(q: Tensor, k: Tensor, causal: bool, optional: dict[str, Any]) -> dict[str, Any]:
     """The checked optional arguments, in the form that every backend takes.
 
-    Slopes and params have the statistics' dtype and the device of q. A window is at most as wide as
-    the keys: a wider one hides no more.
+    Slopes and params have the statistics' dtype and the device of q. A window is in its simplest
+    form, and at most as wide as the keys: a wider one hides no more.
     """
     window, slopes, score_mod = optional["window"], optional["alibi_slopes"], optional["score_mod"]
     dtype = statistics_dtype(q)
-    if window is not None:
+    window = plain_window(window, causal=causal)
+    if isinstance(window, tuple):
+        left, right = (min(side, q.shape[2] + k.shape[2]) for side in window)
+        window = left, right
+    elif window is not None:
         window = min(window, k.shape[2])
     if slopes is not None:
         slopes = slopes.detach().to(dtype)
@@ -394,16 +507,17 @@ def prepared(q: Tensor, k: Tensor, optional: dict[str, Any]) -> dict[str, Any]:
     return optional | {"window": window, "alibi_slopes": slopes, "score_mod": score_mod}
 
 
-def check_output(backend: Backend, q: Tensor, output: Any) -> None:
+def check_output(backend: Backend, q: Tensor, v: Tensor, output: Any) -> None:
     """Raise ValueError where a backend did not return what AttentionOutput promises."""
     if not isinstance(output, (AttentionOutput, ScoredOutput)):
         raise ValueError(
             f"attention={backend.name} must return AttentionOutput(out, lse), it returned "
             f"{type(output).__name__}"
         )
-    if output.out.shape != q.shape or output.out.dtype != q.dtype:
+    shape = (*q.shape[:3], v.shape[3])
+    if output.out.shape != shape or output.out.dtype != q.dtype:
         raise ValueError(
-            f"attention={backend.name} must return out of shape {tuple(q.shape)} and "
+            f"attention={backend.name} must return out of shape {shape} and "
             f"{dtype_name(q.dtype)}, "
             f"it returned {tuple(output.out.shape)} and {dtype_name(output.out.dtype)}"
         )

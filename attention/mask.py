@@ -1,22 +1,34 @@
 """Which keys a query sees: one interval lo_i <= j < hi_i a query, both ends non-decreasing in i.
 
-Causal masks, bottom-right alignment, sliding windows, packed documents and ragged tails all take
-this form, so a tile loop needs two integers a row, and knows for a whole tile whether to skip it,
-to mask it, or neither.
+Causal masks, bottom-right alignment, windows, packed documents and sequences, padding and ragged
+tails all take this form, so a tile loop needs two integers a row, and knows for a whole tile
+whether to skip it, to mask it, or neither.
 
     causal, N=4, M=4      causal, N=2, M=4      causal, window=2      documents 0 0 1 1
        1 . . .               1 1 1 .               1 . . .               1 . . .
        1 1 . .               1 1 1 1               1 1 . .               1 1 . .
        1 1 1 .                                     . 1 1 .               . . 1 .
        1 1 1 1                                     . . 1 1               . . 1 1
+
+    window=(1, 2),        key_lengths=[3],      sequences of 2, 0 and 2 queries
+    not causal            window=(1, 2)         with 3, 1 and 1 keys, causal
+       1 1 1 .               1 1 1 .               1 1 . . .
+       1 1 1 1               1 1 1 .               1 1 1 . .
+       . 1 1 1               . 1 1 .               . . . . .
+       . . 1 1               . . 1 .               . . . . 1
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+# the w most recent keys, or (left, right); see intervals()
+Window = int | tuple[int, int] | None
+# the arguments of attention() that say which keys a query sees, beside causal; see intervals()
+MASKS = ("window", "document_ids", "key_lengths", "cu_seqlens")
 
 
 class QueryTile(NamedTuple):
@@ -76,17 +88,19 @@ class VisibleKeys:
         return ((j >= self.lo[:, rows, None]) & (j < self.hi[:, rows, None])).unsqueeze(1)
 
 
-def visible_keys(
-    q: Tensor,
-    k: Tensor,
-    *,
-    causal: bool,
-    window: int | None = None,
-    document_ids: Tensor | None = None,
-) -> VisibleKeys:
+def visible_keys(q: Tensor, k: Tensor, *, causal: bool, **mask: Any) -> VisibleKeys:
     """The intervals for q (B, H, N, D) and k (B, H_kv, M, D); see intervals()."""
-    mask = {"causal": causal, "window": window, "document_ids": document_ids}
-    return intervals(q.shape[2], k.shape[2], q.device, **mask)
+    return intervals(q.shape[2], k.shape[2], q.device, causal=causal, **mask)
+
+
+def sides(window: Window, *, causal: bool) -> tuple[int | None, int | None]:
+    """How many keys a query sees before and after its own position; None is all of them."""
+    left, right = -1, -1
+    if window is not None:
+        left, right = window if isinstance(window, tuple) else (window - 1, 0)
+    if causal:
+        right = 0
+    return None if left == -1 else left, None if right == -1 else right
 
 
 def intervals(
@@ -95,20 +109,31 @@ def intervals(
     device: torch.device,
     *,
     causal: bool,
-    window: int | None = None,
+    window: Window = None,
     document_ids: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> VisibleKeys:
     """The intervals for N queries and M keys.
 
-    causal is aligned bottom-right: query i sees key j iff j <= i + (M - N). window=w leaves the w
-    most recent of those. document_ids (B, N): a run of equal ids is a document, and attention stays
-    inside it.
+    Query i stands at key p = i + M - N: aligned bottom-right. causal: it sees key j iff j <= p.
+    window=w leaves the w most recent of those, window=(left, right) those of p - left <= j <= p +
+    right, -1 being unlimited. document_ids (B, N): a run of equal ids is a document, and attention
+    stays inside it. key_lengths (B,): only the first so many keys are seen. cu_seqlens (2, S + 1):
+    where each of S sequences begins and ends, among the queries and among the keys; attention stays
+    inside one, and M and N above are its own.
     """
     i = torch.arange(num_queries, device=device)[None]  # (1, N)
-    lo = torch.zeros_like(i)
-    hi = (i + 1 + num_keys - num_queries).clamp(min=0) if causal else torch.full_like(i, num_keys)
-    if window is not None:
-        lo = (hi - window).clamp(min=0)
+    first, last = torch.zeros_like(i), torch.full_like(i, num_keys)  # of the query's sequence
+    position = i + num_keys - num_queries
+    if cu_seqlens is not None:
+        of_queries, of_keys = cu_seqlens.long()
+        end = torch.searchsorted(of_queries, i, right=True)
+        first, last = of_keys[end - 1], of_keys[end]
+        position = i + last - of_queries[end]
+    left, right = sides(window, causal=causal)
+    lo = first if left is None else (position - left).clamp(first, last)
+    hi = last if right is None else (position + right + 1).clamp(first, last)
     if document_ids is not None:
         change = document_ids[:, 1:] != document_ids[:, :-1]
         edge = (
@@ -121,4 +146,7 @@ def intervals(
         start = torch.where(is_first, i, 0).cummax(1).values
         end = torch.where(is_last, i + 1, num_keys).flip(1).cummin(1).values.flip(1)
         lo, hi = torch.maximum(lo, start), torch.minimum(hi, end)
+    if key_lengths is not None:
+        hi = torch.minimum(hi, key_lengths[:, None])
+        lo = torch.minimum(lo, hi)
     return VisibleKeys(lo, hi, num_keys)

@@ -4,6 +4,8 @@ Materialises every score, takes any device and dtype, and is the oracle (in floa
 other backend is measured against.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,15 +28,14 @@ def naive_attention(
     *,
     causal: bool,
     scale: float,
-    window: int | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
-    document_ids: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     return_max_score: bool | Tensor = False,
+    **mask: Any,
 ) -> Output:
     """Order of the steps: scale, softcap, bias or score_mod, mask, softmax. A row of -inf alone
-    gives out = 0 and lse = -inf.
+    gives out = 0 and lse = -inf. `mask` is what attention.mask.intervals() takes.
     """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)  # (B, H, M, D)
@@ -51,7 +52,7 @@ def naive_attention(
     if score_mod is not None:
         b, h = (torch.arange(size, device=q.device) for size in q.shape[:2])
         scores = score_mod(scores, b[:, None, None, None], h[:, None, None], i, j)[0].to(dtype)
-    visible = visible_keys(q, k, causal=causal, window=window, document_ids=document_ids).mask()
+    visible = visible_keys(q, k, causal=causal, **mask).mask()
     scores = scores.masked_fill(~visible, -torch.inf)
     lse = scores.logsumexp(-1)  # (B, H, N)
     # softmax of a row of -inf is NaN, and so is its gradient: such a row attends to nothing

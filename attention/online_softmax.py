@@ -8,7 +8,8 @@ Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), algori
 accumulator as in Dao et al., "FlashAttention" (2022), algorithm 1, and "FlashAttention-2" (2023),
 section 3.1.1, which divides only once, at the end.
 
-Dimensions: ... leading dims, R query rows, T keys of a tile, D head dim.
+Dimensions: ... leading dims, R query rows, T keys of a tile, D head dim, D_v that of the
+values.
 """
 
 from dataclasses import dataclass, replace
@@ -29,17 +30,26 @@ def finite(row_max: Tensor) -> Tensor:
 class OnlineSoftmax:
     row_max: Tensor  # (..., R, 1)
     row_sum: Tensor  # (..., R, 1)
-    acc: Tensor  # (..., R, D)
+    acc: Tensor  # (..., R, D_v)
     detach_max: bool = False  # treat the subtracted maximum as a constant when differentiating
 
     @classmethod
-    def empty(cls, q: Tensor, *, dtype: torch.dtype, detach_max: bool = False) -> Self:
-        """The state before any key, for rows q (..., R, D). It is the identity of `merge`."""
+    def empty(
+        cls,
+        q: Tensor,
+        *,
+        dtype: torch.dtype,
+        detach_max: bool = False,
+        value_dim: int | None = None,
+    ) -> Self:
+        """The state before any key, for rows q (..., R, D) and values of value_dim, or else D,
+        columns. It is the identity of `merge`.
+        """
         row_sum = q.new_zeros((*q.shape[:-1], 1), dtype=dtype)
         return cls(
             torch.full_like(row_sum, -torch.inf),
             row_sum,
-            torch.zeros_like(q, dtype=dtype),
+            row_sum.new_zeros((*q.shape[:-1], value_dim or q.shape[-1])),
             detach_max,
         )
 
@@ -52,7 +62,7 @@ class OnlineSoftmax:
 
     def update(self, scores: Tensor, v: Tensor) -> Self:
         """Absorb one tile of scores (..., R, T), -inf where masked, with its values v (..., T,
-        D).
+        D_v).
         """
         next_max = self.next_max(scores.amax(-1, keepdim=True))
         if self.detach_max:
@@ -77,7 +87,7 @@ class OnlineSoftmax:
         )
 
     def finalize(self) -> tuple[Tensor, Tensor]:
-        """out (..., R, D) and lse (..., R); 0 and -inf for a row that saw no key."""
+        """out (..., R, D_v) and lse (..., R); 0 and -inf for a row that saw no key."""
         no_key = self.row_max == -torch.inf
         # divide by 1 instead of masking afterwards: 0/0 would poison the gradient even of the
         # branch not taken

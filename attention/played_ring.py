@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from attention.defects import WRONG
 from attention.interface import FEATURES, AttentionOutput, Backend, Output, ScoredOutput
-from attention.mask import visible_keys
+from attention.mask import MASKS, visible_keys
 from attention.online_softmax import OnlineSoftmax
 from attention.ring import Merge, RankProgram, Ring, RingCall, play, zigzag
 from attention.tiled import TileBlocks
@@ -101,15 +101,14 @@ class PlayedRing:
         k: Tensor,
         *,
         causal: bool,
-        window: int | None = None,
-        document_ids: Tensor | None = None,
         ranks: int,
         look: bool = False,
         **settings: Any,
     ) -> RingCall:
         queries, keys = (zigzag(x.shape[2], ranks, q.device) for x in (q, k))
-        mask = {"causal": causal, "window": window, "document_ids": document_ids}
-        visible = visible_keys(q, k, **mask)
+        # the sequence's, not a block's
+        mask = {name: settings.pop(name) for name in MASKS if name in settings}
+        visible = visible_keys(q, k, causal=causal, **mask)
         return RingCall(self.ring, queries, keys, visible, settings, look=look)
 
 
@@ -151,7 +150,7 @@ def ring_backend(name: str, ring: Ring, **fields: Any) -> Backend:
     return Backend(
         name,
         PlayedRing(ring),
-        features=FEATURES - {"alibi_slopes", "score_mod"},
+        features=FEATURES - {"alibi_slopes", "score_mod", "value_dim"},
         options={"block_q": 128, "block_kv": 64, "ranks": RANKS},
         exact=ring.exact,
         traceable=False,

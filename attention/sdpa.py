@@ -3,7 +3,8 @@
 `backend=` names the kernel (flash, efficient, cudnn, math); "auto" lets PyTorch choose. A kernel
 that cannot take the inputs is an error with PyTorch's reasons in it, never another kernel. Causal
 attention of 1 < N < M queries (a prefill in pieces) needs a boolean N x M mask here, because
-PyTorch's own causal flag is aligned to the other corner.
+PyTorch's own causal flag is aligned to the other corner. key_lengths and packed sequences always
+need one.
 """
 
 import warnings
@@ -17,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention.interface import AttentionOutput, Backend, Refusal
-from attention.mask import visible_keys
+from attention.mask import VisibleKeys, visible_keys
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -39,11 +40,23 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def sdpa_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, backend: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    key_lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
 ) -> AttentionOutput:
-    """q (B, H, N, D); k, v (B, H_kv, M, D). Returns no lse."""
-    num_queries, num_keys = q.shape[2], k.shape[2]
+    """q (B, H, N, D); k (B, H_kv, M, D); v (B, H_kv, M, D_v). Returns no lse."""
     q, k, v = aligned(q), aligned(k), aligned(v)
+    if key_lengths is not None or cu_seqlens is not None:
+        mask = {"key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
+        visible = visible_keys(q, k, causal=causal, **mask)
+        return masked(q, k, v, visible, scale=scale, backend=backend)
+    num_queries, num_keys = q.shape[2], k.shape[2]
     # PyTorch's is_causal is aligned top-left. The first N - M rows of a longer q see no key: cut
     # off, the rest is square
     no_key = max(num_queries - num_keys, 0) if causal else 0
@@ -56,12 +69,29 @@ def sdpa_attention(
         "scale": scale,
         "enable_gqa": q.shape[1] != k.shape[1],
     }
+    out = by_kernel(q, k, v, backend=backend, **arguments)
+    return AttentionOutput(torch.nn.functional.pad(out, (0, 0, no_key, 0)) if no_key else out)
+
+
+def masked(
+    q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, *, scale: float, backend: str
+) -> AttentionOutput:
+    """Attention under a boolean N x M mask. What a kernel makes of a row without a key differs from
+    one to the next: such a row sees all keys, and its result is thrown away.
+    """
+    no_key = (visible.lo == visible.hi)[:, None, :, None]  # (B or 1, 1, N, 1)
+    gqa = q.shape[1] != k.shape[1]
+    mask = visible.mask() | no_key
+    out = by_kernel(q, k, v, backend=backend, attn_mask=mask, scale=scale, enable_gqa=gqa)
+    return AttentionOutput(out.masked_fill(no_key, 0.0))
+
+
+def by_kernel(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any) -> Tensor:
+    """PyTorch's function, with that kernel and no other; "auto" lets PyTorch choose."""
     with nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend]):
         if torch.compiler.is_compiling():
-            out = scaled_dot_product_attention(q, k, v, **arguments)
-        else:
-            out = called(q, k, v, backend=backend, **arguments)
-    return AttentionOutput(torch.nn.functional.pad(out, (0, 0, no_key, 0)) if no_key else out)
+            return scaled_dot_product_attention(q, k, v, **arguments)
+        return called(q, k, v, backend=backend, **arguments)
 
 
 def called(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any) -> Tensor:
@@ -159,7 +189,9 @@ def _tried(
 SDPA = Backend(
     "sdpa",
     sdpa_attention,
-    features=frozenset({"gqa", "non_causal", "cross_length"}),
+    features=frozenset(
+        {"gqa", "non_causal", "cross_length", "key_lengths", "cu_seqlens", "value_dim"}
+    ),
     options={"backend": "auto"},
     requirements=refusals,
 )

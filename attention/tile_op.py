@@ -19,9 +19,11 @@ from attention.interface import AttentionOutput, Output, ScoredOutput, flag, sta
 SETTINGS = {
     "alibi_slopes": "Tensor?",
     "document_ids": "Tensor?",
+    "key_lengths": "Tensor?",
+    "cu_seqlens": "Tensor?",
     "causal": "bool",
     "scale": "float",
-    "window": "SymInt?",
+    "window": "SymInt[]?",  # one number, or left and right
     "softcap": "float?",
     "block_q": "SymInt",
     "block_kv": "SymInt",
@@ -29,6 +31,7 @@ SETTINGS = {
     "detach_max": "bool?",
     "ranks": "int?",
 }
+TENSORS = list(SETTINGS.values()).count("Tensor?")  # the first settings
 SCHEMA = "str backend, " + ", ".join(f"{kind} {name}" for name, kind in SETTINGS.items())
 
 
@@ -50,18 +53,27 @@ def operator_attention(
     if unknown:
         names = ", ".join(unknown)
         raise TypeError(f"the tile loop {backend} in a compiled graph takes no {names}")
-    out, lse, max_score = tile_loop(
-        q, k, v, flag(return_max_score), backend, *(settings.get(name) for name in SETTINGS)
-    )
+    out, lse, max_score = tile_loop(q, k, v, flag(return_max_score), backend, *values_of(settings))
     if return_max_score is False:
         return AttentionOutput(out, lse)
     return ScoredOutput(out, lse, max_score)
 
 
+def values_of(settings: dict[str, Any]) -> list[Any]:
+    """The settings in the order and form of SETTINGS."""
+    window = settings.get("window")
+    if window is not None:
+        window = list(window) if isinstance(window, tuple) else [window]
+    return [(settings | {"window": window}).get(name) for name in SETTINGS]
+
+
 def loop_of(backend: str, values: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
     """The TiledAttention or PlayedRing of that name, and its settings by their names."""
-    settings = zip(SETTINGS, values, strict=True)
-    return BACKENDS[backend].fn, {name: value for name, value in settings if value is not None}
+    pairs = zip(SETTINGS, values, strict=True)
+    settings = {name: value for name, value in pairs if value is not None}
+    if window := settings.get("window"):
+        settings["window"] = tuple(window) if len(window) == 2 else window[0]
+    return BACKENDS[backend].fn, settings
 
 
 @torch.library.custom_op(
@@ -72,8 +84,9 @@ def loop_of(backend: str, values: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]
 def tile_loop(
     q: Tensor, k: Tensor, v: Tensor, look: Tensor | None, backend: str, *values: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out (B, H, N, D), lse (B, H, N) and max_score (B, H) for q (B, H, N, D) and k, v (B, H_kv, M,
-    D), any strides. `values` are those of SETTINGS. max_score is computed where `look` holds True.
+    """out (B, H, N, D_v), lse (B, H, N) and max_score (B, H) for q (B, H, N, D), k (B, H_kv, M, D)
+    and v (B, H_kv, M, D_v), any strides. `values` are those of SETTINGS. max_score is computed
+    where `look` holds True.
     """
     loop, settings = loop_of(backend, values)
     looked = look is not None and bool(look)
@@ -83,10 +96,10 @@ def tile_loop(
 
 
 @tile_loop.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     dtype = statistics_dtype(q)
     lse, max_score = (q.new_empty(q.shape[:dims], dtype=dtype) for dims in (3, 2))
-    return q.new_empty(q.shape), lse, max_score
+    return q.new_empty(*q.shape[:3], v.shape[3]), lse, max_score
 
 
 @torch.library.custom_op(
@@ -118,15 +131,15 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, _, ctx.backend, alibi_slopes, document_ids, *ctx.values = inputs
-    ctx.save_for_backward(q, k, v, *output[:2], alibi_slopes, document_ids)
+    q, k, v, _, ctx.backend, *others = inputs
+    tensors, ctx.values = others[:TENSORS], others[TENSORS:]
+    ctx.save_for_backward(q, k, v, *output[:2], *tensors)
 
 
 def _backward(ctx: Any, d_out: Tensor, d_lse: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, alibi_slopes, document_ids = ctx.saved_tensors
-    gradients = tile_loop_backward(
-        *tensors, d_out, d_lse, ctx.backend, alibi_slopes, document_ids, *ctx.values
-    )
+    saved = ctx.saved_tensors
+    tensors, settings = saved[:-TENSORS], saved[-TENSORS:]
+    gradients = tile_loop_backward(*tensors, d_out, d_lse, ctx.backend, *settings, *ctx.values)
     return *gradients, None, None, *([None] * len(SETTINGS))
 
 

@@ -12,8 +12,8 @@ The softmax object is a parameter, and so is the order of the loops: the exact v
 broken ones run through this very code. Dao, "FlashAttention-2" (2023), algorithm 1 (forward) and 2
 (backward).
 
-Dimensions: B batch, H = H_kv * G query heads, N queries, M keys, D head dim; a tile is R = block_q
-queries by T = block_kv keys.
+Dimensions: B batch, H = H_kv * G query heads, N queries, M keys, D head dim, D_v that of the
+values; a tile is R = block_q queries by T = block_kv keys.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,9 @@ Observer = Callable[[QueryTile, slice, Tensor, OnlineSoftmax], None]
 
 @dataclass(frozen=True)
 class TileLoop:
-    """One call's loop. Its methods take q as (B, H_kv, G, N, D) and k, v as (B, H_kv, 1, M, D)."""
+    """One call's loop. Its methods take q as (B, H_kv, G, N, D), k as (B, H_kv, 1, M, D) and v as
+    (B, H_kv, 1, M, D_v).
+    """
 
     visible: VisibleKeys
     scale: float
@@ -108,12 +110,17 @@ class TileLoop:
     def query_tile(
         self, q_rows: Tensor, k: Tensor, v: Tensor, tile: QueryTile
     ) -> tuple[Tensor, Tensor]:
-        """out (B, H_kv, G, R, D) and lse (B, H_kv, G, R) of one tile of queries."""
+        """out (B, H_kv, G, R, D_v) and lse (B, H_kv, G, R) of one tile of queries."""
         return self.finish(self.query_state(q_rows, k, v, tile), q_rows)
+
+    def empty(self, q_rows: Tensor, v: Tensor) -> OnlineSoftmax:
+        """The state of these rows before any key."""
+        options = {"dtype": self.dtype, "detach_max": self.detach_max}
+        return self.softmax.empty(q_rows, **options, value_dim=v.shape[-1])
 
     def query_state(self, q_rows: Tensor, k: Tensor, v: Tensor, tile: QueryTile) -> OnlineSoftmax:
         """What one tile of queries has taken in from all its keys."""
-        state = self.softmax.empty(q_rows, dtype=self.dtype, detach_max=self.detach_max)
+        state = self.empty(q_rows, v)
         for keys, needs_mask in tile.key_tiles(self.block_kv):
             state = self.absorb(state, tile, keys, needs_mask, q_rows, k, v)
         return state
@@ -137,10 +144,7 @@ class TileLoop:
         """Keys in the outer loop, as in the first FlashAttention: every query tile's state stays
         alive to the end.
         """
-        states = [
-            self.softmax.empty(q[..., tile.rows, :], dtype=self.dtype, detach_max=self.detach_max)
-            for tile in tiles
-        ]
+        states = [self.empty(q[..., tile.rows, :], v) for tile in tiles]
         steps = [
             (keys.start, i, keys, needs_mask)
             for i, tile in enumerate(tiles)
@@ -293,10 +297,8 @@ def make_loop(
     *,
     causal: bool,
     scale: float,
-    window: int | None = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
-    document_ids: Tensor | None = None,
     score_mod: ScoreMod | None = None,
     block_q: int,
     block_kv: int,
@@ -307,8 +309,10 @@ def make_loop(
     kv_outer: bool = False,
     visible_keys: Callable[..., VisibleKeys] = visible_keys,
     observer: Observer | None = None,
+    **mask: Any,
 ) -> TileLoop:
-    """The loop for q (B, H, N, D) and k (B, H_kv, M, D), with the arguments of attention().
+    """The loop for q (B, H, N, D) and k (B, H_kv, M, D), with the arguments of attention(); `mask`
+    is what attention.mask.intervals() takes.
 
     softmax_dtype: "float32" keeps scores and statistics in float32 (float64 for float64 inputs),
     "input" in q's dtype. exact=False differentiates what `softmax` computes instead of softmax
@@ -322,7 +326,7 @@ def make_loop(
         slopes = alibi_slopes.detach().to(statistics_dtype(q))
         slopes = slopes.view(num_kv_heads, num_heads // num_kv_heads, 1, 1)
     return TileLoop(
-        visible=visible_keys(q, k, causal=causal, window=window, document_ids=document_ids),
+        visible=visible_keys(q, k, causal=causal, **mask),
         scale=scale,
         softcap=softcap,
         slopes=slopes,
@@ -343,7 +347,8 @@ def make_loop(
 class TiledAttention:
     """Attention by a tile loop, and its backward pass by itself, which attention.tile_op needs.
 
-    q, out (B, H, N, D); k, v (B, H_kv, M, D); lse (B, H, N). `settings` are those of make_loop().
+    q (B, H, N, D), k (B, H_kv, M, D), v (B, H_kv, M, D_v), out (B, H, N, D_v); lse (B, H, N).
+    `settings` are those of make_loop().
     """
 
     make_loop: Callable[..., TileLoop] = make_loop
@@ -383,14 +388,14 @@ class TiledAttention:
         """dq, dk, dv, from what the call took and gave."""
         loop = self.make_loop(q, k, **settings)
         q, k, v = grouped(q, k, v)
-        out, d_out = (x.reshape(q.shape) for x in (out, d_out))
+        out, d_out = (x.reshape(*q.shape[:-1], -1) for x in (out, d_out))
         lse, d_lse = (x.reshape(q.shape[:-1]) for x in (lse, d_lse))
         dq, dk, dv = loop.backward(q, k, v, out, lse, d_out, d_lse)
         return dq.flatten(1, 2), dk.squeeze(2), dv.squeeze(2)
 
 
 def grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q as (B, H_kv, G, N, D), k and v as (B, H_kv, 1, M, D)."""
+    """q as (B, H_kv, G, N, D), k and v as (B, H_kv, 1, M, D or D_v)."""
     batch, num_heads, num_queries, head_dim = q.shape
     num_kv_heads = k.shape[1]
     groups = num_heads // num_kv_heads

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attention import Backend, attention
-from conformance.cases import Case, Expected, compare, expect, run
+from attention import Backend
+from conformance.cases import Case, Expected, attend, compare, expect, run
 
 # on a CPU the tiles are small, so that every case crosses several and the last one is ragged
 TILES = {"block_q": 32, "block_kv": 16}
@@ -127,7 +127,7 @@ class Subject:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, backend: Backend | None = None, **arguments: Any
     ) -> Tensor:
-        return attention(q, k, v, backend=backend or self.backend, **arguments).out
+        return attend(q, k, v, backend=backend or self.backend, **arguments).out
 
     def random(self) -> list[Case]:
         """Random shapes of ordinary logits, within what the backend takes."""

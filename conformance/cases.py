@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention import Backend, ScoreMod, attention
+from attention import AttentionOutput, Backend, ScoreMod, attention, attention_varlen
 
 SHORT = {
     torch.float64: "fp64",
@@ -32,11 +32,13 @@ class Case:
     num_queries: int = 70
     num_keys: int = 70
     head_dim: int = 16
+    value_dim: int | None = None  # head_dim
     causal: bool = True
     inputs: str = "normal"
     optional: dict[str, Any] = field(
         default_factory=dict
-    )  # window, softcap; alibi_slopes, document_ids, score_mod and sinks as True
+    )  # window, softcap; alibi_slopes, document_ids, score_mod, key_lengths, cu_seqlens and sinks
+    # as True
     seed: int = 0
 
     def __str__(self) -> str:
@@ -47,13 +49,14 @@ class Case:
             f"-M{self.num_keys}" if self.num_keys != self.num_queries else ""
         )
         optional = [
-            name if value is True else f"{name}{value:g}" for name, value in self.optional.items()
+            name if value is True else f"{name}{'|'.join(f'{x:g}' for x in numbers(value))}"
+            for name, value in self.optional.items()
         ]
         parts = [
             f"B{self.batch}",
             heads,
             length,
-            f"D{self.head_dim}",
+            f"D{self.head_dim}" + (f"v{self.value_dim}" if self.value_dim else ""),
             "causal" if self.causal else "full",
             *optional,
         ]
@@ -73,6 +76,8 @@ class Case:
             "cross_length": self.num_queries != self.num_keys,
             "non_causal": not self.causal,
             "lse": "sinks" in self.optional,
+            "two_sided_window": isinstance(self.optional.get("window"), tuple),
+            "value_dim": self.value_dim is not None,
         }
         return {name for name, needed in wanted.items() if needed} | self.optional.keys() - {
             "sinks"
@@ -86,8 +91,8 @@ class Case:
         random = partial(torch.randn, generator=generator, dtype=torch.float64)
         q = random(self.batch, self.num_heads, self.num_queries, self.head_dim)
         k = random(self.batch, self.num_kv_heads, self.num_keys, self.head_dim)
-        v = random(self.batch, self.num_kv_heads, self.num_keys, self.head_dim)
-        d_out, d_lse = random(q.shape), random(q.shape[:3])
+        v = random(self.batch, self.num_kv_heads, self.num_keys, self.value_dim or self.head_dim)
+        d_out, d_lse = random(*q.shape[:3], v.shape[3]), random(q.shape[:3])
         q, k, v = ADVERSARIAL[self.inputs](q, k, v)
         arguments: dict[str, Any] = {"causal": self.causal} | self.optional
         # no powers of two, which every dtype holds exactly; later keys gain, but no exponential
@@ -111,12 +116,32 @@ class Case:
             number = torch.arange(self.num_queries) * documents // self.num_queries
             # 0 2 1 0 2 1 0: ids fall as well as rise, and come again for another document
             arguments["document_ids"] = (2 * number % 3).to(device)
+        if "key_lengths" in arguments:
+            # a little padding, much of it, and nothing else
+            lengths = torch.tensor([self.num_keys - 5, self.num_keys // 3, 0])
+            arguments["key_lengths"] = lengths[torch.arange(self.batch) % 3].to(device)
+        if "cu_seqlens" in arguments:
+            arguments["cu_seqlens"] = self.sequences().to(device)
         return (
             [x.to(device, dtype) for x in (q, k, v)],
             arguments,
             d_out.to(device),
             d_lse.to(device),
         )
+
+    def sequences(self) -> Tensor:
+        """Where the packed sequences of the case begin and end, (2, S + 1) int32: more queries than
+        keys, no queries, no keys, fewer queries than keys; or the same numbers of both.
+        """
+        of_queries = torch.tensor([0, 3, 3, 4, 6, 10]) * self.num_queries // 10
+        of_keys = torch.tensor([0, 1, 2, 2, 6, 10]) * self.num_keys // 10
+        if self.num_queries == self.num_keys:
+            of_keys = of_queries
+        return torch.stack((of_queries, of_keys)).int()
+
+
+def numbers(value: float | tuple[float, ...]) -> tuple[float, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def every_index(
@@ -199,6 +224,18 @@ ADVERSARIAL = {
 }
 
 
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, **arguments: Any
+) -> AttentionOutput:
+    """attention(), or attention_varlen() of sequences that are packed into one."""
+    if cu_seqlens is None:
+        output = attention(q, k, v, **arguments)
+        return AttentionOutput(output.out, output.lse)
+    packed = (x[0].transpose(0, 1) for x in (q, k, v))
+    out, lse = attention_varlen(*packed, *cu_seqlens, **arguments)
+    return AttentionOutput(out.transpose(0, 1)[None], None if lse is None else lse[None])
+
+
 def run(
     backend: str | Backend,
     tensors: list[Tensor],
@@ -210,7 +247,7 @@ def run(
 ) -> dict[str, Tensor]:
     """out, lse (where there is one) and, with backward, the gradients, as float64."""
     q, k, v = (x.detach().requires_grad_(backward) for x in tensors)
-    output = attention(q, k, v, backend=backend, **arguments)
+    output = attend(q, k, v, backend=backend, **arguments)
     results: dict[str, Tensor] = {}
     if backward:
         loss = (output.out.double() * d_out).sum()
@@ -258,7 +295,7 @@ def unavoidable(
     identity = torch.eye(k.shape[2], width, dtype=torch.float64, device=q.device).expand(
         *k.shape[:2], -1, -1
     )
-    p = attention(wide_q, wide_k, identity, backend="naive", scale=scale, **arguments).out[
+    p = attend(wide_q, wide_k, identity, backend="naive", scale=scale, **arguments).out[
         ..., : k.shape[2]
     ]
     stored = reference["out"].to(dtype).double()

@@ -94,7 +94,8 @@ class Processes:
     def backend(self) -> Backend:
         """The distributed attention as one of whole sequences."""
         given = self.setting.given
-        without = {"cross_length", "max_score"}
+        without = {"cross_length", "max_score", "two_sided_window", "key_lengths", "cu_seqlens"}
+        without |= {"value_dim"}  # keys and values go round as one tensor
         if not self.setting.target:
             without |= {"alibi_slopes", "score_mod"}  # which Shards.attention() does not take
         if self.setting.heads > 1:

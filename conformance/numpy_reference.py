@@ -7,10 +7,10 @@ idea: the softmax of a stream, its update, the tile loops, and the backward that
 probabilities from two numbers a row. Milakov & Gimelshein, "Online normalizer calculation for
 softmax" (2018); Dao et al., "FlashAttention" (2022), algorithms 1 and 4.
 
-Dimensions: Q (N, d), K and V (M, d). The papers' letters: m (N,) is the largest score of a row, l
-or ell (N,) the sum of exp(score - m), S a tile of scores. Scores are Q K^T / sqrt(d). causal is
-aligned bottom-right: query i sees key j iff j <= i + (M - N). A row that sees no key gives O = 0, m
-= -inf, l = 0 and no gradient.
+Dimensions: Q (N, d), K (M, d), V (M, d_v). The papers' letters: m (N,) is the largest score of a
+row, l or ell (N,) the sum of exp(score - m), S a tile of scores. Scores are Q K^T / sqrt(d). causal
+is aligned bottom-right: query i sees key j iff j <= i + (M - N). A Mask says the rest. A row that
+sees no key gives O = 0, m = -inf, l = 0 and no gradient.
 """
 # ruff: noqa: E741  O and l are the papers' names
 
@@ -21,6 +21,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
+
+
+class Mask(NamedTuple):
+    """Which keys a query may see, beside causal. Query i stands at key p = i + (M - N)."""
+
+    left: int = -1  # it sees no key before p - left; -1: all of them
+    right: int = -1  # none after p + right
+    num_keys: int | None = None  # so many keys are no padding; None: all of them
+
+
+ALL = Mask()
 
 
 class OnlineSoftmaxResult(NamedTuple):
@@ -63,10 +74,12 @@ def online_softmax_update(
     return m_new, alpha * l + P.sum(axis=1), alpha[:, None] * O + P @ V
 
 
-def standard_attention(Q: ArrayLike, K: ArrayLike, V: ArrayLike, causal: bool = False) -> Array:
-    """softmax(Q K^T / sqrt(d)) V with the whole matrix in memory, (N, d)."""
+def standard_attention(
+    Q: ArrayLike, K: ArrayLike, V: ArrayLike, causal: bool = False, mask: Mask = ALL
+) -> Array:
+    """softmax(Q K^T / sqrt(d)) V with the whole matrix in memory, (N, d_v)."""
     Q, K, V = _float64(Q, K, V)
-    S = _scores(Q, K, slice(0, len(Q)), slice(0, len(K)), causal)
+    S = _scores(Q, K, slice(0, len(Q)), slice(0, len(K)), causal, mask)
     m = S.max(axis=1, keepdims=True)
     P = np.exp(S - np.where(m == -np.inf, 0.0, m))
     l = P.sum(axis=1, keepdims=True)
@@ -82,13 +95,18 @@ def flash_attention(
 
 
 def flash_attention_forward(
-    Q: ArrayLike, K: ArrayLike, V: ArrayLike, block_size: int = 256, causal: bool = False
+    Q: ArrayLike,
+    K: ArrayLike,
+    V: ArrayLike,
+    block_size: int = 256,
+    causal: bool = False,
+    mask: Mask = ALL,
 ) -> tuple[Array, tuple[Array, Array]]:
-    """O (N, d) and (m, l), all that the backward needs to rebuild the probabilities."""
+    """O (N, d_v) and (m, l), all that the backward needs to rebuild the probabilities."""
     Q, K, V = _float64(Q, K, V)
     m, l, O = np.full(len(Q), -np.inf), np.zeros(len(Q)), np.zeros((len(Q), V.shape[1]))
     for keys in _tiles(len(K), block_size):
-        S = _scores(Q, K, slice(0, len(Q)), keys, causal)
+        S = _scores(Q, K, slice(0, len(Q)), keys, causal, mask)
         m, l, O = online_softmax_update(m, l, O, S, V[keys])
     return O / np.where(l == 0, 1.0, l)[:, None], (m, l)
 
@@ -103,9 +121,10 @@ def flash_attention_backward(
     l: ArrayLike,
     block_size: int = 256,
     causal: bool = False,
+    mask: Mask = ALL,
 ) -> tuple[Array, Array, Array]:
-    """dQ (N, d), dK and dV (M, d) from the forward's O, m and l: P = exp(S - m) / l is rebuilt a
-    tile at a time.
+    """dQ (N, d), dK (M, d) and dV (M, d_v) from the forward's O, m and l: P = exp(S - m) / l is
+    rebuilt a tile at a time.
     """
     grad_O, Q, K, V, O, m, l = _float64(grad_O, Q, K, V, O, m, l)
     scale = Q.shape[1] ** -0.5
@@ -116,7 +135,7 @@ def flash_attention_backward(
     delta = (grad_O * O).sum(axis=1)  # sum_j P_ij dP_ij, without P
     dQ, dK, dV = np.zeros_like(Q), np.zeros_like(K), np.zeros_like(V)
     for keys in _tiles(len(K), block_size):
-        S = _scores(Q, K, slice(0, len(Q)), keys, causal)
+        S = _scores(Q, K, slice(0, len(Q)), keys, causal, mask)
         P = np.exp(S - m[:, None]) / l[:, None]
         dS = P * (grad_O @ V[keys].T - delta[:, None]) * scale
         dQ += dS @ K[keys]
@@ -169,10 +188,18 @@ def _tiles(length: int, block_size: int) -> Iterator[slice]:
         yield slice(start, min(start + block_size, length))
 
 
-def _scores(Q: Array, K: Array, rows: slice, keys: slice, causal: bool) -> Array:
+def _scores(Q: Array, K: Array, rows: slice, keys: slice, causal: bool, mask: Mask = ALL) -> Array:
     """One tile of scores, -inf where the query does not see the key."""
     S = Q[rows] @ K[keys].T / np.sqrt(Q.shape[1])
+    p = np.arange(rows.start, rows.stop)[:, None] + len(K) - len(Q)
+    j = np.arange(keys.start, keys.stop)[None]
+    hidden = np.zeros(S.shape, dtype=bool)
     if causal:
-        i = np.arange(rows.start, rows.stop)[:, None] + len(K) - len(Q)
-        S = np.where(np.arange(keys.start, keys.stop) <= i, S, -np.inf)
-    return S
+        hidden |= j > p
+    if mask.left >= 0:
+        hidden |= j < p - mask.left
+    if mask.right >= 0:
+        hidden |= j > p + mask.right
+    if mask.num_keys is not None:
+        hidden |= j >= mask.num_keys
+    return np.where(hidden, -np.inf, S)

@@ -346,6 +346,9 @@ def mask_positions(subject: Subject) -> Iterator[Check]:
     masked = [
         subject.case(optional={"window": 9}),
         *(subject.case(optional=documents, causal=causal) for causal in (True, False)),
+        subject.case(n // 2, n, causal=False, optional={"window": (9, 4)}),
+        subject.case(batch=3, causal=False, optional={"key_lengths": True}),
+        subject.case(n, n + n // 4, optional={"cu_seqlens": True}),
     ]
     for case in (subject.case(), subject.case(n // 2, n), *masked):
         if not subject.takes(case, backward=False):
@@ -386,6 +389,33 @@ def optional_arguments(subject: Subject) -> Iterator[Check]:
             optional={"document_ids": True, "window": 6, "softcap": 5.0, "alibi_slopes": True}
         ),
     ]
+    yield from compared(subject, cases, *TENSORS)
+
+
+def wider_calls(subject: Subject) -> Iterator[Check]:
+    """A window to both sides, padding by key_lengths, packed sequences, and values of another width
+    than the keys, each also with the other arguments.
+    """
+    n = subject.length
+    grouped = {"num_heads": 4, "num_kv_heads": 2}
+    both_sides, lengths, packed = {"window": (7, 20)}, {"key_lengths": True}, {"cu_seqlens": True}
+    cases = [
+        subject.case(n // 2, n, causal=False, optional=both_sides),
+        subject.case(
+            batch=2, causal=False, optional={"window": (-1, 3), "document_ids": True} | lengths
+        ),
+        subject.case(batch=3, **grouped, causal=False, optional=lengths),
+        subject.case(n, n // 2, batch=2, optional=lengths | {"window": 9, "sinks": True}),
+        subject.case(n, n + n // 4, **grouped, optional=packed),
+        subject.case(n, n // 2, causal=False, optional=packed | both_sides),
+        subject.case(optional=packed | {"window": 6, "softcap": 5.0, "alibi_slopes": True}),
+    ]
+    if len(subject.head_dims) > 1:
+        one, other = subject.head_dims[:2]
+        cases += [
+            subject.case(**grouped, head_dim=other, value_dim=one),
+            subject.case(batch=2, causal=False, head_dim=one, value_dim=other, optional=lengths),
+        ]
     yield from compared(subject, cases, *TENSORS)
 
 
@@ -504,6 +534,7 @@ PROPERTIES: dict[str, Property] = {
     "no leak (gradients)": no_leak_backward,
     "mask positions": mask_positions,
     "optional arguments": optional_arguments,
+    "wider calls": wider_calls,
     "saved bytes": saved_bytes,
     "largest tensor": largest_tensor,
     "bitwise repeat": bitwise_repeat,

@@ -23,7 +23,7 @@ from attention.interface import (
     flag,
 )
 from attention.kernels.select import KERNELS, Choice, choose_kernel, why_not_hopper
-from attention.mask import VisibleKeys
+from attention.mask import VisibleKeys, Window, visible_keys
 from attention.online_softmax import OnlineSoftmax
 from attention.ring import Ring
 
@@ -39,11 +39,13 @@ def triton_attention(
     *,
     causal: bool,
     scale: float,
-    window: int | None = None,
+    window: Window = None,
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     document_ids: Tensor | None = None,
     score_mod: ScoreMod | None = None,
+    key_lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     softmax: str = "online",
     block_q: int = 0,
     block_kv: int = 0,
@@ -61,7 +63,13 @@ def triton_attention(
 
     lo = hi = params = None
     mod = ""
-    if window is not None or document_ids is not None:
+    wide = {"key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
+    if isinstance(window, tuple) or any(each is not None for each in wide.values()):
+        mask = {"window": window, "document_ids": document_ids, **wide}
+        visible = visible_keys(q, k, causal=causal, **mask)
+        # the intervals say it all: hi need not follow from causal
+        lo, hi, causal = visible.lo.int(), visible.hi.int(), False
+    elif window is not None or document_ids is not None:
         lo, hi = intervals(document_ids, q.shape[2], k.shape[2], causal, window, q.device)
     shipped = {
         name: value
@@ -227,6 +235,9 @@ TRITON = Backend(
             "non_causal",
             "cross_length",
             "window",
+            "two_sided_window",
+            "key_lengths",
+            "cu_seqlens",
             "softcap",
             "alibi_slopes",
             "document_ids",

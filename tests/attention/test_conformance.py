@@ -54,6 +54,10 @@ CASES = [
     Case(batch=2, num_kv_heads=1, optional={"score_mod": True}),
     Case(causal=False, optional={"score_mod": True}),
     Case(optional={"document_ids": True, "window": 6, "softcap": 5.0, "alibi_slopes": True}),
+    Case(num_queries=33, num_keys=70, causal=False, optional={"window": (9, 4)}),
+    Case(batch=3, num_queries=33, optional={"key_lengths": True}),
+    Case(num_kv_heads=1, num_keys=60, optional={"cu_seqlens": True}),
+    Case(batch=2, value_dim=24, causal=False),
 ]
 
 GPU_CASES = [

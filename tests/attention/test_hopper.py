@@ -20,7 +20,7 @@ from torch import Tensor
 from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend, kernel_choice
 from attention.kernels import select as choice
 from attention.kernels.select import choose_kernel, why_not_hopper
-from attention.mask import visible_keys
+from attention.mask import MASKS, visible_keys
 from conformance.cases import Case, compare
 from tests.selection import diagonal
 
@@ -102,16 +102,18 @@ def interpreted_backend(edit: tuple[str, str, str] | None = None) -> Backend:
         *,
         causal: bool,
         scale: float,
-        window=None,
-        document_ids=None,
+        **mask,
     ) -> AttentionOutput:
         lo = hi = None
-        if window is not None or document_ids is not None:
-            visible = visible_keys(q, k, causal=causal, window=window, document_ids=document_ids)
+        if any(each is not None for each in mask.values()):
+            visible = visible_keys(q, k, causal=causal, **mask)
+            # as attention.kernels hands them on
             lo, hi = visible.lo.int(), visible.hi.int()
+            wide = (mask.get(name) for name in ("key_lengths", "cu_seqlens"))
+            causal = causal and all(each is None for each in wide)
         return AttentionOutput(*Interpreted.apply(launcher(edit), causal, scale, lo, hi, q, k, v))
 
-    features = frozenset({"gqa", "non_causal", "cross_length", "window", "document_ids", "lse"})
+    features = frozenset({"gqa", "non_causal", "cross_length", "two_sided_window", "lse", *MASKS})
     return Backend("hopper-interpreted", function, features=features)
 
 
@@ -188,6 +190,20 @@ INTERPRETED_CASES = [
         head_dim=128,
         optional={"document_ids": True, "window": 30},
     ),
+    Case(num_queries=200, num_keys=400, head_dim=64, causal=False, optional={"window": (40, 90)}),
+    # sequences end inside a tile and on its edge, and some are empty
+    Case(batch=3, num_queries=130, num_keys=384, head_dim=64, optional={"key_lengths": True}),
+    Case(
+        batch=3,
+        num_queries=130,
+        num_keys=256,
+        head_dim=128,
+        num_kv_heads=1,
+        causal=False,
+        optional={"key_lengths": True, "window": (100, -1)},
+    ),
+    Case(num_queries=320, num_keys=640, head_dim=64, optional={"cu_seqlens": True}),
+    Case(num_queries=400, num_keys=350, head_dim=128, optional={"cu_seqlens": True}),
 ]
 
 

@@ -16,6 +16,7 @@ from attention import (
     Backend,
     ScoreMod,
     attention,
+    attention_varlen,
     backends,
     get_backend,
     register,
@@ -62,9 +63,9 @@ INPUTS = {
     "other-batch": (
         (Q.expand(3, -1, -1, -1), K, V),
         {},
-        "must share B and D, and k and v all of their shape; got q (3, 2, 6, 8)",
+        "must share B, q and k D, and k and v all but their width; got q (3, 2, 6, 8)",
     ),
-    "other-head-dim": ((Q[..., :4], K, V), {}, "must share B and D"),
+    "other-head-dim": ((Q[..., :4], K, V), {}, "must share B, q and k D"),
     "k-not-like-v": ((Q, K, V[:, :, :5]), {}, "v (1, 2, 5, 8)"),
     "no-queries": (
         (Q[:, :, :0], K, V),
@@ -90,6 +91,37 @@ INPUTS = {
     "window-negative": ((Q, K, V), {"window": -3}, "window=-3 must be an integer of at least 1"),
     "window-bool": ((Q, K, V), {"window": True}, "window=True must be an integer of at least 1"),
     "window-float": ((Q, K, V), {"window": 2.0}, "window=2.0 must be an integer of at least 1"),
+    **{
+        f"window-{window}": (
+            (Q, K, V),
+            {"window": window, "causal": False},
+            f"window={window} must be (left, right), two integers of at least 0, or -1 for no",
+        )
+        for window in ((1, 2, 3), (-2, 0), (1, True), (1, 2.0))
+    },
+    "lengths-list": (
+        (Q, K, V),
+        {"key_lengths": [6]},
+        "key_lengths must be a tensor, it is a list",
+    ),
+    "lengths-shape": (
+        (Q, K, V),
+        {"key_lengths": torch.zeros(2, dtype=torch.int64)},
+        "key_lengths must be integers of shape (B,) = (1,); got (2,) of int64",
+    ),
+    "lengths-dtype": (
+        (Q, K, V),
+        {"key_lengths": torch.zeros(1)},
+        "key_lengths must be integers of shape (B,) = (1,); got (1,) of float32",
+    ),
+    **{
+        f"lengths-{length}": (
+            (Q, K, V),
+            {"key_lengths": torch.tensor([length])},
+            f"key_lengths must lie in 0 to M = 6; got [{length}]",
+        )
+        for length in (-1, 7)
+    },
     "causal": ((Q, K, V), {"causal": "full"}, "causal='full' must be True or False"),
     **{
         f"scale-{scale}": (
@@ -228,6 +260,66 @@ def test_what_a_backend_is_given_is_in_float32():
         6,
         6,
     ]
+
+
+def ends(*positions, dtype=torch.int32) -> torch.Tensor:
+    return torch.tensor(positions, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("of_queries", "of_keys", "message"),
+    [
+        ([0, 6], ends(0, 6), "cu_seqlens_q must be a tensor of int32 or int64, it is list"),
+        (ends(0, 6), ends(0, 6, dtype=torch.int16), "cu_seqlens_k must be a tensor of int32 or"),
+        (ends(0, 6), ends(0, 6).to("meta"), "cu_seqlens_k must be on the device of q, cpu; got"),
+        (ends(0, 6), ends(0, 2, 6), "shape (S + 1,) for S sequences; got (2,) and (3,)"),
+        (ends(0), ends(0), "must have shape (S + 1,) for S sequences; got (1,) and (1,)"),
+        (ends(1, 6), ends(0, 6), "cu_seqlens_q must rise from 0 to the number of tokens, 6"),
+        (ends(0, 6), ends(0, 7), "cu_seqlens_k must rise from 0 to the number of tokens, 6"),
+        (ends(0, 4, 3, 6), ends(0, 3, 4, 6), "and may not fall; got [0, 4, 3, 6]"),
+        (ends(0, 2, 6), ends(0, 3, 6), "alibi_slopes and score_mod need cu_seqlens_q equal to"),
+    ],
+)
+def test_packed_sequences_that_are_none(of_queries, of_keys, message):
+    tensors = [x[0].transpose(0, 1) for x in (Q, K, V)]
+    slopes = torch.ones(2)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attention_varlen(*tensors, of_queries, of_keys, backend="naive", alibi_slopes=slopes)
+    with pytest.raises(ValueError, match=r"q must be \(T, H, D\) and k, v \(T_k, H_kv"):
+        attention_varlen(Q, K, V, of_queries, of_keys, backend="naive")
+
+
+def test_a_window_comes_in_its_simplest_form():
+    """A backend with the feature window alone takes every window under a causal mask."""
+    given = []
+
+    def look(q, k, v, *, causal, scale, window):
+        given.append(window)
+        return AttentionOutput(v)
+
+    one_sided = Backend("look", look, features=frozenset({"window", "non_causal"}))
+    both = replace(one_sided, features=one_sided.features | {"two_sided_window"})
+    for window in ((2, 0), (2, 5), (2, -1), (-1, 3), (2**80, -1)):
+        attention(Q, K, V, backend=one_sided, window=window)
+    assert given == [3, 3, 3, None, 6]
+    assert attention(Q, K, V, backend=one_sided, window=(-1, -1), causal=False).out is V
+    assert "it does not support two_sided_window" in refusal(
+        Q, K, V, backend=one_sided, window=(2, 0), causal=False
+    )
+    attention(Q, K, V, backend=both, window=(-1, 2**80), causal=False)
+    assert given[5:] == [None, (-1, 12)]
+
+
+def test_what_a_backend_does_not_declare_is_refused():
+    lengths = torch.tensor([3])
+    plain = Backend("plain", fn)
+    assert "it does not support key_lengths" in refusal(Q, K, V, backend=plain, key_lengths=lengths)
+    assert "it does not support value_dim" in refusal(Q, K, V[..., :4], backend=plain)
+    narrow = replace(plain, head_dims=(8, 16), features=frozenset({"value_dim"}))
+    assert "it takes head_dim in (8, 16), v has 4" in refusal(Q, K, V[..., :4], backend=narrow)
+    tensors = [x[0].transpose(0, 1) for x in (Q, K, V)]
+    with pytest.raises(ValueError, match="it does not support cu_seqlens"):
+        attention_varlen(*tensors, ends(0, 6), ends(0, 6), backend=plain)
 
 
 def fn(q, k, v, *, causal, scale, **optional) -> AttentionOutput:

@@ -24,7 +24,7 @@ def drawn(grid: str) -> torch.Tensor:
     )
 
 
-GRIDS = {
+GRIDS: dict[str, tuple[tuple, str]] = {
     "full-N2-M3": (
         (2, 3, False, None, None),
         """
@@ -103,6 +103,39 @@ GRIDS = {
         1 1
         """,
     ),
+    "window1,2-N4-M4": (
+        (4, 4, False, (1, 2), None),
+        """
+        1 1 1 .
+        1 1 1 1
+        . 1 1 1
+        . . 1 1
+        """,
+    ),
+    "window0,unlimited-N2-M4": (
+        (2, 4, False, (0, -1), None),
+        """
+        . . 1 1
+        . . . 1
+        """,
+    ),
+    "window1,1-N4-M2-the-first-row-stands-before-all-keys": (
+        (4, 2, False, (1, 1), None),
+        """
+        . .
+        1 .
+        1 1
+        1 1
+        """,
+    ),
+    "window1,2-causal-cuts-the-right-side": (
+        (3, 3, True, (1, 2), None),
+        """
+        1 . .
+        1 1 .
+        . 1 1
+        """,
+    ),
     "documents-0011": (
         (4, 4, True, None, [0, 0, 1, 1]),
         """
@@ -160,6 +193,36 @@ def test_grid_drawn_by_hand(arguments, grid):
     assert torch.equal(visible.mask()[0, 0], drawn(grid))
 
 
+def test_padding_is_not_seen_and_moves_no_position():
+    lengths = torch.tensor([3, 1, 0])
+    arguments = {"causal": True, "window": 2, "key_lengths": lengths}
+    grids = "1 . .\n1 1 .\n. 1 1", "1 . .\n1 . .\n. . .", ". . .\n. . .\n. . ."
+    found = intervals(3, 3, **arguments).mask()[:, 0]
+    assert torch.equal(found, torch.stack([drawn(grid) for grid in grids]))
+
+
+def test_packed_sequences_are_aligned_each_by_itself():
+    """Sequences of 3, 0, 1, 1 queries with 2, 1, 0, 3 keys."""
+    packed = torch.tensor([[0, 3, 3, 4, 5], [0, 2, 3, 3, 6]])
+    grid = """
+        . . . . . .
+        1 . . . . .
+        1 1 . . . .
+        . . . . . .
+        . . . 1 1 1
+        """
+    assert torch.equal(intervals(5, 6, causal=True, cu_seqlens=packed).mask()[0, 0], drawn(grid))
+    found = intervals(5, 6, causal=False, window=(0, 1), cu_seqlens=packed).mask()[0, 0]
+    grid = """
+        1 . . . . .
+        1 1 . . . .
+        . 1 . . . .
+        . . . . . .
+        . . . . . 1
+        """
+    assert torch.equal(found, drawn(grid))
+
+
 def test_each_sequence_has_its_own_documents():
     ids = torch.tensor([[0, 0, 0], [0, 1, 1]])
     visible = visible_keys(
@@ -177,7 +240,8 @@ def problems(draw) -> tuple[VisibleKeys, int, int]:
     causal = draw(st.booleans())
     with_documents = draw(st.booleans())
     num_keys = num_queries if with_documents else draw(st.integers(1, 40))
-    window = draw(st.none() | st.integers(1, 45)) if causal else None
+    side = st.integers(-1, 45)
+    window = draw(st.none() | (st.integers(1, 45) if causal else st.tuples(side, side)))
     document_ids = None
     if with_documents:
         sequences = draw(st.integers(1, 3))
@@ -189,9 +253,16 @@ def problems(draw) -> tuple[VisibleKeys, int, int]:
             )
         )
         document_ids = torch.tensor(changes).cumsum(1)
-    visible = intervals(
-        num_queries, num_keys, causal=causal, window=window, document_ids=document_ids
-    )
+    mask = {"causal": causal, "window": window, "document_ids": document_ids}
+    if with_documents or draw(st.booleans()):
+        lengths = st.lists(st.integers(0, num_keys), min_size=1, max_size=1)
+        mask["key_lengths"] = torch.tensor(draw(lengths))
+    else:
+        ends = st.lists(st.tuples(st.integers(0, num_queries), st.integers(0, num_keys)))
+        inner = draw(ends)
+        of_queries, of_keys = zip((0, 0), *inner, (num_queries, num_keys), strict=True)
+        mask["cu_seqlens"] = torch.tensor([sorted(of_queries), sorted(of_keys)])
+    visible = intervals(num_queries, num_keys, **mask)
     return visible, draw(st.integers(1, 50)), draw(st.integers(1, 50))
 
 
@@ -217,6 +288,9 @@ def test_tiles_visit_what_is_visible_and_nothing_else(problem):
         and (visible.lo <= visible.hi).all()
     )
 
+    # a row without a key still has a place, and keys between two rows may have no query
+    lo, hi = visible.lo, visible.hi
+    gaps = ((lo == hi) & (hi > 0)).any() or (lo[:, 1:] > hi[:, :-1]).any()
     tiles = visible.query_tiles(block_q)
     assert [row for tile in tiles for row in range(tile.start, tile.stop)] == list(
         range(dense.shape[1])
@@ -231,7 +305,7 @@ def test_tiles_visit_what_is_visible_and_nothing_else(problem):
         unseen = dense[:, tile.rows].clone()
         for keys, needs_mask in visited:
             seen = dense[:, tile.rows, keys]
-            assert seen.any(), "a tile that nobody sees was visited"
+            assert seen.any() or gaps, "a tile that nobody sees was visited"
             # past the last key a tile is ragged, and may be masked though every key it has is seen
             assert needs_mask or seen.all()
             assert not needs_mask or not seen.all() or keys.stop > visible.num_keys
@@ -260,7 +334,8 @@ def test_a_window_makes_the_walk_linear():
 
 
 @pytest.mark.parametrize(
-    ("causal", "window"), [(False, None), (True, None), (True, 1), (True, 5), (True, 100)]
+    ("causal", "window"),
+    [(False, None), (True, None), (True, 1), (True, 5), (True, 100), (False, (2, 4))],
 )
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
 def test_flexattentions_mask_is_the_same(documents, causal, window):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attention import BACKENDS, Backend, ScoreMod, attention, get_backend, is_operator
 from attention.exact_variants import LazyRescale
-from attention.tile_op import SETTINGS, tile_loop, tile_loop_backward
+from attention.tile_op import tile_loop, tile_loop_backward, values_of
 from attention.tiled import tile_loop_backend
 
 PLAIN = {"causal": True, "scale": 0.25, "block_q": 8, "block_kv": 8, "softmax_dtype": "float32"}
@@ -28,7 +28,10 @@ def operands(dtype: torch.dtype) -> list[Tensor]:
 
 
 CALLS = {
-    "tiled": (torch.float32, {}),
+    "tiled": (
+        torch.float32,
+        {"window": (2, 6), "key_lengths": torch.tensor([20, 7]), "causal": False},
+    ),
     "alpha_beta": (
         torch.float64,
         {"window": 5, "alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
@@ -46,7 +49,7 @@ CALLS = {
 def test_the_operators_keep_pytorchs_contract(name):
     """Schema, shapes, strides and dtypes promised to torch.compile, and the registered gradient."""
     dtype, own = CALLS[name]
-    settings = [(PLAIN | own).get(setting) for setting in SETTINGS]
+    settings = values_of(PLAIN | own)
     q, k, v = operands(dtype)
     look = torch.ones((), dtype=torch.bool)
     torch.library.opcheck(tile_loop, (q, k, v, look, name, *settings))
@@ -63,7 +66,7 @@ def test_gradients_against_finite_differences(name):
     tensors = [
         random(1, 2, 9, 4, dtype=torch.float64, seed=seed).requires_grad_() for seed in range(3)
     ]
-    settings = [(PLAIN | {"block_q": 4, "block_kv": 4}).get(setting) for setting in SETTINGS]
+    settings = values_of(PLAIN | {"block_q": 4, "block_kv": 4})
     assert torch.autograd.gradcheck(
         lambda q, k, v: tile_loop(q, k, v, None, name, *settings)[:2], tensors
     )

@@ -116,7 +116,7 @@ NEXT_STATE = "return replace(self, row_max=next_max, row_sum=row_sum, acc=acc)"
 EMPTY = (
     "torch.full_like(row_sum, -torch.inf),\n"
     "            row_sum,\n"
-    "            torch.zeros_like(q, dtype=dtype),"
+    "            row_sum.new_zeros((*q.shape[:-1], value_dim or q.shape[-1])),"
 )
 RESULT = "return self.acc / row_sum, (self.row_max + torch.log(row_sum)).squeeze(-1)"
 GUARD = "return torch.where(row_max == -torch.inf, 0.0, row_max)"
@@ -128,6 +128,8 @@ VISIBLE = "((j >= self.lo[:, rows, None]) & (j < self.hi[:, rows, None]))"
 TILES = "for j in range(self.first // block_kv * block_kv, self.last, block_kv):"
 KEY_TILE = "yield slice(j, end), j < self.full_first or end > self.full_last"
 CHANGE = "change = document_ids[:, 1:] != document_ids[:, :-1]"
+SIDES = "window if isinstance(window, tuple)"
+PACKED = "position = i + last - of_queries[end]"
 BIAS = "scores = scores - (self.slopes * (i - j))"
 SLOPES = "slopes.view(num_kv_heads, num_heads // num_kv_heads, 1, 1)"
 FIRST, LAST = (
@@ -270,15 +272,15 @@ MUTANTS = (
     Mutant(
         "acc_starts_at_one",
         "acc starts at 1.",
-        softmax((EMPTY, EMPTY.replace("torch.zeros_like(q", "torch.ones_like(q"))),
+        softmax((EMPTY, EMPTY.replace("new_zeros", "new_ones"))),
     ),
     Mutant(
         "state_not_reset",
         "A query tile starts from the state of the one before.",
         loop(
             (
-                "state = self.softmax.empty(q_rows,",
-                "state = self.visible.__dict__.get(q_rows.shape) or self.softmax.empty(q_rows,",
+                "state = self.empty(q_rows, v)",
+                "state = self.visible.__dict__.get(q_rows.shape) or self.empty(q_rows, v)",
             ),
             (
                 "        return state\n\n    def finish",
@@ -391,12 +393,69 @@ MUTANTS = (
     Mutant(
         "mask_top_left",
         "Queries are aligned with the first keys.",
-        mask(("(i + 1 + num_keys - num_queries).clamp(min=0)", "(i + 1).clamp(max=num_keys)")),
+        mask(("position = i + num_keys - num_queries", "position = i")),
     ),
     Mutant(
         "window_off_by_one",
         "The window is a key too wide.",
-        mask(("lo = (hi - window)", "lo = (hi - window - 1)")),
+        mask(("(position - left)", "(position - left - 1)")),
+    ),
+    Mutant(
+        "window_right_off_by_one",
+        "A window to both sides is a key too wide on the right.",
+        mask((SIDES, "(window[0], window[1] + 1) if isinstance(window, tuple)")),
+    ),
+    Mutant(
+        "window_sides_swapped",
+        "A window to both sides has left and right in the wrong order.",
+        mask((SIDES, "window[::-1] if isinstance(window, tuple)")),
+    ),
+    Mutant(
+        "key_lengths_ignored",
+        "Padding counts as keys.",
+        mask(("hi = torch.minimum(hi, key_lengths[:, None])", "pass")),
+    ),
+    Mutant(
+        "key_lengths_of_first_sequence",
+        "All sequences are as long as the first.",
+        mask(("key_lengths[:, None]", "key_lengths[:1, None]")),
+    ),
+    Mutant(
+        "lengths_ignored_in_the_backward",
+        "The backward pass takes the longest sequence's lengths for all.",
+        loop(
+            (
+                "scores, derivative = self.scores(q_rows,",
+                "longest = replace(self.visible, hi=self.visible.hi.amax(0, True))\n"
+                "                scores, derivative = replace(self, visible=longest).scores(\n"
+                "                    q_rows,",
+            )
+        ),
+    ),
+    Mutant(
+        "packed_top_left",
+        "Packed sequences align their queries with their first keys.",
+        mask((PACKED, "position = i + first - of_queries[end - 1]")),
+    ),
+    Mutant(
+        "packed_as_one",
+        "Packed sequences align their queries as if they were one.",
+        mask((PACKED, "pass")),
+    ),
+    Mutant(
+        "packed_boundary",
+        "A packed sequence's first query belongs to the sequence before.",
+        mask((", i, right=True)", ", i.clamp(min=1))")),
+    ),
+    Mutant(
+        "packed_sees_back",
+        "A packed sequence sees those before it.",
+        mask(("first, last = of_keys[end - 1], of_keys[end]", "last = of_keys[end]")),
+    ),
+    Mutant(
+        "acc_of_the_keys_width",
+        "The output has the keys' width.",
+        softmax((EMPTY, EMPTY.replace("value_dim or ", ""))),
     ),
     Mutant(
         "window_unmasked",

@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention import attention, get_backend
+from attention import attention, attention_varlen, get_backend
 from conformance import numpy_reference
 from conformance.numpy_reference import (
+    Mask,
     flash_attention,
     flash_attention_backward,
     flash_attention_forward,
@@ -91,6 +92,68 @@ def test_forward_and_backward_agree_with_the_tile_loop(num_queries, num_keys, ca
         flash_attention_backward(grad_O, Q, K, V, O, m, l, 9, causal), expected, strict=True
     ):
         close(found, grad.numpy()[0, 0])
+
+
+def differentiated(Q, K, V, grad_O, causal, mask):
+    """O, the log-sum-exp, dQ, dK, dV of one sequence and one head, by the NumPy forms."""
+    if len(Q) == 0 or len(K) == 0:
+        return np.zeros_like(grad_O), np.full(len(Q), -np.inf), *map(np.zeros_like, (Q, K, V))
+    O, (m, l) = flash_attention_forward(Q, K, V, 4, causal, mask)  # noqa: E741
+    close(O, standard_attention(Q, K, V, causal, mask))
+    with np.errstate(divide="ignore"):
+        lse = m + np.log(l)
+    return O, lse, *flash_attention_backward(grad_O, Q, K, V, O, m, l, 5, causal, mask)
+
+
+def agree(results, expected):
+    for found, right in zip(results, expected, strict=True):
+        np.testing.assert_allclose(found.detach().numpy(), right, rtol=0, atol=1e-11)
+
+
+WINDOWS = [(-1, -1), (3, 2), (0, -1), (-1, 4)]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", ["naive", "tiled"])
+def test_windows_lengths_and_narrow_values(name, causal, window):
+    """Two sequences, one head, values narrower than keys: attention() against the loop by hand."""
+    for num_queries, num_keys in ((13, 13), (6, 13), (13, 6)):
+        lengths = [num_keys - 2, 0]
+        Q, K, V = random_inputs(2 * num_queries, 2 * num_keys, 5)
+        V, grad_O = V[:, :3], random_inputs(2 * num_queries, 1, 3, seed=1)[0]
+        tensors = [torch.from_numpy(x).unflatten(0, (2, 1, -1)) for x in (Q, K, V)]
+        inputs = [x.detach().requires_grad_() for x in tensors]
+        backend = get_backend(name, **({} if name == "naive" else {"block_q": 4, "block_kv": 3}))
+        arguments = {"causal": causal, "window": window, "key_lengths": torch.tensor(lengths)}
+        out, lse = attention(*inputs, backend=backend, **arguments)
+        gradient = torch.from_numpy(grad_O).unflatten(0, (2, 1, -1))
+        found = out, lse, *torch.autograd.grad(out, inputs, gradient)
+        for b, length in enumerate(lengths):
+            one = [x[b, 0].numpy() for x in (*tensors, gradient)]
+            expected = differentiated(*one, causal, Mask(*window, length))
+            agree([x[b, 0] for x in found], expected)
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("name", ["naive", "tiled"])
+def test_packed_sequences(name, causal, window):
+    """attention_varlen() against a loop over sequences of unequal lengths, some of them zero."""
+    of_queries, of_keys = [0, 7, 7, 9, 14, 15], [0, 3, 5, 5, 14, 15]
+    Q, K, V = random_inputs(15, 15, 5)
+    V, grad_O = V[:, :3], random_inputs(15, 1, 3, seed=1)[0]
+    inputs = [torch.from_numpy(x)[:, None].requires_grad_() for x in (Q, K, V)]
+    backend = get_backend(name, **({} if name == "naive" else {"block_q": 4, "block_kv": 3}))
+    ends = torch.tensor(of_queries), torch.tensor(of_keys)
+    out, lse = attention_varlen(*inputs, *ends, backend=backend, causal=causal, window=window)
+    gradients = torch.autograd.grad(out, inputs, torch.from_numpy(grad_O)[:, None])
+    assert out.shape == (15, 1, 3) and lse.shape == (1, 15)
+    for s in range(5):
+        rows, keys = (slice(*ends[s : s + 2]) for ends in (of_queries, of_keys))
+        expected = differentiated(Q[rows], K[keys], V[keys], grad_O[rows], causal, Mask(*window))
+        found = out[rows, 0], lse[0, rows], gradients[0][rows, 0]
+        agree((*found, *(x[keys, 0] for x in gradients[1:])), expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
