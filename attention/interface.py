@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -89,6 +89,11 @@ class ScoredOutput(NamedTuple):
 Output = AttentionOutput | ScoredOutput
 
 
+def call_module(q: Tensor, k: Tensor, v: Tensor, *, module: nn.Module, **arguments: Any) -> Output:
+    """The fn of a Backend whose module computes the attention."""
+    return module(q, k, v, **arguments)
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of attention, with its capabilities as data.
@@ -96,10 +101,14 @@ class Backend:
     `fn(q, k, v, *, causal, scale, **declared, **options) -> AttentionOutput` is called with checked
     inputs. `declared` are those of window, softcap, alibi_slopes, document_ids and score_mod that
     are in `features`; `options` are the backend's own.
+
+    An attention with parameters has `module` in place of fn: a function, such as a class, that
+    makes the nn.Module of a layer; see attention.own. That module is called as fn is. With both,
+    fn gets it as module=.
     """
 
     name: str
-    fn: Callable[..., Output]
+    fn: Callable[..., Output] = call_module
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
     head_dims: Container[int] | None = None  # None takes any
@@ -126,6 +135,11 @@ class Backend:
     implementations: Mapping[str, "Backend"] = field(default_factory=dict)
     # how it runs where ranks pass their keys round: an attention.ring.Ring, None where it cannot
     ring: Any = None
+    # module(num_heads=, num_kv_heads=, head_dim=, max_seq_len=, layer=) -> nn.Module
+    module: Callable[..., nn.Module] | None = None
+    # what an exact=False backend means to compute, called as fn is: conformance compares with it in
+    # float64
+    reference: Callable[..., Output] | None = None
     # further reasons to refuse given inputs, in words: requirements(q, k, v, causal=..., scale=...,
     # **options) -> list
     requirements: Callable[..., list[str]] | None = None
@@ -137,6 +151,19 @@ class Backend:
                 f"backend {self.name!r} declares unknown features {sorted(unknown)}; valid: "
                 f"{', '.join(sorted(FEATURES))}"
             )
+        if self.fn is call_module and self.module is None:
+            raise ValueError(f"backend {self.name!r} has nothing to call: give it fn= or module=")
+        for name in ("module", "reference"):
+            if self.claims_softmax and getattr(self, name) is not None:
+                raise ValueError(
+                    f"backend {self.name!r} has {name}=, so it is another function than softmax "
+                    "attention: declare exact=False, and no defect"
+                )
+
+    @property
+    def claims_softmax(self) -> bool:
+        """Whether softmax attention is what it computes, or on purpose fails to compute."""
+        return self.exact or self.defect is not None
 
     def configured(self, **options: Any) -> "Backend":
         """A copy with other options. Raises ValueError for one the backend does not have."""
