@@ -1,14 +1,15 @@
 """An attention with parameters of its own: the module that a backend makes for each layer.
 
-    class Temperature(nn.Module):
+    class Gated(nn.Module):
         def __init__(self, *, num_heads, **_):
             super().__init__()
-            self.log = nn.Parameter(torch.zeros(num_heads, 1, 1))
+            self.gate = nn.Parameter(torch.zeros(num_heads, 1, 1))
 
         def forward(self, q, k, v, *, causal, scale):
-            return attention((q * self.log.exp()).to(q.dtype), k, v, backend="tiled", ...)
+            out = attention(q, k, v, backend=TILED, causal=causal, scale=scale).out
+            return AttentionOutput((out * self.gate.sigmoid()).to(q.dtype))
 
-    BACKEND = Backend("temperature", module=Temperature, exact=False)
+    BACKEND = Backend("gated", module=Gated, exact=False)
 
 A model builds the module of each layer, trains it and saves it as blocks.0.attention.own. It holds
 what the attention needs beside q, k and v: parameters, buffers, or just the layer's number.
