@@ -14,6 +14,7 @@ Dimensions: B batch, H query heads, N queries, D head dim.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from attention import AttentionOutput, Backend, attention, get_backend
 
-SOFTMAX = get_backend("tiled")
+SOFTMAX = get_backend("tiled")  # on a GPU, triton is faster
 
 
 class DifferentialAttention(nn.Module):
@@ -38,12 +39,12 @@ class DifferentialAttention(nn.Module):
         self.gain = nn.Parameter(torch.ones(head_dim))  # (D,)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, **mask: Any
     ) -> AttentionOutput:
-        half = q.shape[-1] // 2
+        half, wide = q.shape[-1] // 2, torch.promote_types(q.dtype, torch.float32)
         first, second = (
             # zeros in a half of q leave the products of the other half
-            attention(x, k, v, backend=SOFTMAX, causal=causal, scale=scale * math.sqrt(2)).out
+            attention(x, k, v, backend=SOFTMAX, scale=scale * math.sqrt(2), **mask).out.to(wide)
             for x in (F.pad(q[..., :half], (0, half)), F.pad(q[..., half:], (half, 0)))
         )
         weight = (
@@ -59,5 +60,5 @@ BACKEND = Backend(
     "differential_attention",
     module=DifferentialAttention,
     exact=False,
-    features=frozenset({"gqa", "non_causal", "cross_length"}),
+    features=frozenset({"gqa", "non_causal", "cross_length", "window", "document_ids"}),
 )

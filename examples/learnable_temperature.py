@@ -7,12 +7,14 @@ Henry et al. 2020 (arXiv:2010.04245) learn such a factor of the scores.
 Dimensions: B batch, H query heads, N queries, D head dim.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from attention import AttentionOutput, Backend, attention, get_backend
 
-SOFTMAX = get_backend("tiled")
+SOFTMAX = get_backend("tiled")  # on a GPU, triton is faster
 
 
 class LearnableTemperature(nn.Module):
@@ -23,17 +25,17 @@ class LearnableTemperature(nn.Module):
         self.log_temperature = nn.Parameter(torch.zeros(num_heads))  # (H,)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, **mask: Any
     ) -> AttentionOutput:
         temperature = self.log_temperature.exp()[:, None, None]
         # parameters are float32, and q, k and v have one dtype, such as bfloat16
         q = (q * temperature).to(q.dtype)
-        return attention(q, k, v, backend=SOFTMAX, causal=causal, scale=scale)
+        return attention(q, k, v, backend=SOFTMAX, scale=scale, **mask)
 
 
 BACKEND = Backend(
     "learnable_temperature",
     module=LearnableTemperature,
     exact=False,
-    features=frozenset({"gqa", "non_causal", "cross_length"}),
+    features=frozenset({"gqa", "non_causal", "cross_length", "window", "document_ids"}),
 )
