@@ -12,7 +12,17 @@ from attention import get_backend
 from conformance.properties import verify_backend
 from scripts.report.ranking import rank
 from scripts.report.runs import load_runs
-from tests.command import checkpoint, computed, environment, run, same, summary, tiny, tiny_sweep
+from tests.command import (
+    checkpoint,
+    computed,
+    environment,
+    metrics,
+    run,
+    same,
+    summary,
+    tiny,
+    tiny_sweep,
+)
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "examples/break_attention.ipynb"
 ATTENTIONS = [
@@ -58,6 +68,9 @@ def test_they_train_beside_softmax_attention_and_rank_apart(tmp_path):
     assert (others.metric, set(others.losses)) == ("val/loss", set(names))
     ended = {found["attention"]: found for found in map(summary, sorted(tmp_path.glob("[0-9]")))}
     assert [found["exact"] for found in ended.values()] == [True, False, False, False, False]
+    # nothing but softmax attention is compared with it
+    rows = [metrics(run_dir)[-1] for run_dir in sorted(tmp_path.glob("[0-9]"))]
+    assert ["attention/out_error" in row for row in rows] == [True, False, False, False, False]
     # four lambdas of half a head's width, and the norm's gain
     more = ended["examples.differential_attention:BACKEND"]["parameters"]
     assert more == ended["tiled"]["parameters"] + 4 * 8 + 16

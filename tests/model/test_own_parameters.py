@@ -3,15 +3,18 @@
 Dimensions: B batch, N tokens.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from attention import AttentionOutput, Backend, attention, get_backend
-from config import ModelConfig, OptimConfig
+from config import AttentionConfig, ModelConfig, OptimConfig
 from examples import differential_attention, linear_attention, sigmoid_attention
 from model import GPT, KVCache, count_parameters
 from model.gpt import Block
+from training.health import diagnose
 from training.optimizer import build_optimizer
 from training.plan import own_parameters, parameter_count
 
@@ -37,12 +40,12 @@ class Mixed(nn.Module):
 MIXED = Backend("mixed", module=Mixed, exact=False)
 
 
-def build(backend: Backend, **fields) -> GPT:
+def build(backend: Backend, *, attention: AttentionConfig | None = None, **fields) -> GPT:
     torch.manual_seed(0)
     config = ModelConfig(
         **{"num_layers": 2, "num_heads": 2, "hidden_size": 32, "max_seq_len": 16} | fields
     )
-    return GPT(config, vocab_size=61, backend=backend)
+    return GPT(config, vocab_size=61, backend=backend, attention=attention)
 
 
 def tokens() -> Tensor:
@@ -116,6 +119,15 @@ def test_only_the_attention_that_brought_them_uses_them():
     said = "attention=mixed has parameters of its own, and there are none here"
     with pytest.raises(ValueError, match=said), model.use_backend(MIXED):
         model(tokens())
+
+
+def test_a_step_that_diverged_by_them_is_diagnosed():
+    """With a softcap too, under which the search for the largest score runs the tile loop."""
+    capped = replace(MIXED, features=frozenset({"softcap"}))
+    model = build(capped, attention=AttentionConfig(softcap=5.0))
+    nn.init.constant_(model.blocks[1].attention.own.bias, torch.nan)
+    found, _ = diagnose(model, [(tokens(), tokens())])
+    assert found["layer"] == 1 and "out" in found["message"]
 
 
 def test_a_plan_counts_them():
