@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attention.backends import (
     BACKENDS,
@@ -44,6 +44,7 @@ from attention.interface import (
 )
 from attention.kernels import kernel_choice
 from attention.mask import Window
+from attention.own import build_module, check_module, standalone
 from attention.probe import probe
 from attention.sinks import with_sinks
 from attention.tile_op import operator_attention
@@ -60,6 +61,7 @@ __all__ = [
     "Shards",
     "attention",
     "attention_varlen",
+    "build_module",
     "compare_with_exact",
     "dtype_name",
     "find_breakdown",
@@ -70,6 +72,7 @@ __all__ = [
     "max_score",
     "probe_backend",
     "register",
+    "standalone",
 ]
 
 
@@ -88,6 +91,7 @@ def attention(
     score_mod: ScoreMod | None = None,
     key_lengths: Tensor | None = None,
     sinks: Tensor | None = None,
+    module: nn.Module | None = None,
     return_max_score: bool | Tensor = False,
 ) -> Output:
     """softmax(q k^T * scale, masked) v by the named backend, and no other. Inputs that it does not
@@ -116,6 +120,7 @@ def attention(
     sinks         (H,) floating: a logit a head in the denominator, as of a key whose value is zero;
                   lse counts it, max_score does not, and gradients flow to it; needs a backend with
                   lse
+    module        the layer's part of a backend with parameters, from build_module()
     return_max_score
                   return ScoredOutput(out, lse, max_score), with the largest score of each head (B,
                   H): nearly free from backends with the feature max_score, half a forward pass
@@ -139,7 +144,7 @@ def attention(
         "key_lengths": key_lengths,
     }
     check_inputs(q, k, v, causal=causal, scale=scale, sinks=sinks, **optional)
-    changes = {"sinks": sinks, "return_max_score": return_max_score}
+    changes = {"sinks": sinks, "module": module, "return_max_score": return_max_score}
     return _checked(q, k, v, backend=backend, causal=causal, scale=scale, **changes, **optional)
 
 
@@ -203,11 +208,13 @@ def _checked(
     causal: bool,
     scale: float | None,
     sinks: Tensor | None,
+    module: nn.Module | None = None,
     return_max_score: bool | Tensor = False,
     **optional: Any,
 ) -> Output:
     """The backend's answer to inputs that check_inputs() has let pass."""
     backend.check_supported(q, k, v, causal=causal, scale=scale, sinks=sinks, **optional)
+    check_module(backend, module)
     optional = prepared(q, k, causal, optional)
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     looked = return_max_score
@@ -222,6 +229,8 @@ def _checked(
     arguments = {name: value for name, value in optional.items() if name in backend.features}
     if looked is not False and "max_score" in backend.features:
         arguments["return_max_score"] = looked
+    if module is not None:
+        arguments["module"] = module
     with torch.autocast(q.device.type, enabled=False):
         output = function(q, k, v, causal=causal, scale=factor, **arguments, **backend.options)
         check_output(backend, q, v, output)

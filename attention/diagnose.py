@@ -465,8 +465,9 @@ class Recorder:
 
         def recorded(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Output:
             options = {name: arguments.pop(name) for name in backend.options}
+            own = {name: arguments.pop(name) for name in ("module",) if name in arguments}
             if keep_calls:
-                output = backend.fn(q, k, v, **arguments, **options)
+                output = backend.fn(q, k, v, **arguments, **options, **own)
                 self.calls.append(Call(q, k, v, output.out, arguments))
                 return output
             tile = None
@@ -478,7 +479,7 @@ class Recorder:
                 tile = maxima.first_bad()
             else:
                 self.max_scores.append(max_score(q, k, **arguments).amax())
-                output = backend.fn(q, k, v, **arguments, **options)
+                output = backend.fn(q, k, v, **arguments, **options, **own)
             if look_for_breakdowns:
                 configured = backend.configured(**options)
                 with torch.no_grad():

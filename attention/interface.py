@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attention.mask import Window, sides
 
@@ -100,6 +100,11 @@ class ScoredOutput(NamedTuple):
 Output = AttentionOutput | ScoredOutput
 
 
+def call_module(q: Tensor, k: Tensor, v: Tensor, *, module: nn.Module, **arguments: Any) -> Output:
+    """The fn of a Backend whose module computes the attention."""
+    return module(q, k, v, **arguments)
+
+
 @dataclass(frozen=True)
 class Backend:
     """One implementation of attention, with its capabilities as data.
@@ -109,10 +114,14 @@ class Backend:
     backend's own. window is a number under a causal mask, and (left, right) without one, which
     needs two_sided_window too. cu_seqlens (2, S + 1) comes with B = 1: where each of S sequences
     begins and ends, among the queries and among the keys (attention_varlen()).
+
+    An attention with parameters has `module` in place of fn: a function, such as a class, that
+    makes the nn.Module of a layer; see attention.own. That module is called as fn is. With both,
+    fn gets it as module=.
     """
 
     name: str
-    fn: Callable[..., Output]
+    fn: Callable[..., Output] = call_module
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
     head_dims: Container[int] | None = None  # None takes any
@@ -140,6 +149,11 @@ class Backend:
     implementations: Mapping[str, "Backend"] = field(default_factory=dict)
     # how it runs where ranks pass their keys round: an attention.ring.Ring, None where it cannot
     ring: Any = None
+    # module(num_heads=, num_kv_heads=, head_dim=, max_seq_len=, layer=) -> nn.Module
+    module: Callable[..., nn.Module] | None = None
+    # what an exact=False backend means to compute, called as fn is: conformance compares with it in
+    # float64
+    reference: Callable[..., Output] | None = None
     # further reasons to refuse given inputs, in words: requirements(q, k, v, causal=..., scale=...,
     # **options) -> list
     requirements: Callable[..., list[str]] | None = None
@@ -151,6 +165,19 @@ class Backend:
                 f"backend {self.name!r} declares unknown features {sorted(unknown)}; valid: "
                 f"{', '.join(sorted(FEATURES))}"
             )
+        if self.fn is call_module and self.module is None:
+            raise ValueError(f"backend {self.name!r} has nothing to call: give it fn= or module=")
+        for name in ("module", "reference"):
+            if self.claims_softmax and getattr(self, name) is not None:
+                raise ValueError(
+                    f"backend {self.name!r} has {name}=, so it is another function than softmax "
+                    "attention: declare exact=False, and no defect"
+                )
+
+    @property
+    def claims_softmax(self) -> bool:
+        """Whether softmax attention is what it computes, or on purpose fails to compute."""
+        return self.exact or self.defect is not None
 
     def configured(self, **options: Any) -> "Backend":
         """A copy with other options. Raises ValueError for one the backend does not have."""

@@ -3,7 +3,7 @@ and, where the backend claims them, document masks and exactness.
 """
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attention.diagnose import with_gradients
 from attention.interface import Backend, Output, dtype_name
+from attention.own import build_module
 
 LENGTH = 150  # several tiles, and ragged
 HALF = LENGTH // 2
@@ -49,8 +50,13 @@ def probe(
     if function.get("sinks"):
         function["sinks"] = torch.zeros(num_heads, device=device)
     attend = partial(attend, **function)
-    attend_with = partial(attend, backend=backend)
-    results = _call(backend, attend_with, q, k, v, d_out)
+    attend_with, own = partial(attend, backend=backend), {}
+    if backend.module is not None:
+        shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        module = build_module(backend, **shape, max_seq_len=LENGTH, layer=0).to(device)
+        attend_with = partial(attend_with, module=module)
+        own = {f"own.{name}": x for name, x in module.named_parameters() if x.requires_grad}
+    results = _call(backend, attend_with, q, k, v, d_out, own)
     if backend.defect is not None:
         return
     _check_causal(backend, attend_with, q, k, v)
@@ -68,9 +74,15 @@ def probe(
 
 
 def _call(
-    backend: Backend, attend: Attend, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor
+    backend: Backend,
+    attend: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_out: Tensor,
+    own: Mapping[str, Tensor],
 ) -> list[Tensor]:
-    """out, dq, dk, dv."""
+    """out, dq, dk, dv. Parameters of its `own`, by their names, must have a gradient too."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     try:
         out = attend(*inputs).out  # attention() itself checks shape and dtype
@@ -90,14 +102,15 @@ def _call(
             f"attention={backend.name} cuts the gradient: its output does not depend on q, k and "
             "v for autograd"
         )
+    inputs += own.values()
     gradients = torch.autograd.grad(out, inputs, d_out, allow_unused=True)
-    for name, x, gradient in zip("qkv", inputs, gradients, strict=True):
+    for name, x, gradient in zip([*"qkv", *own], inputs, gradients, strict=True):
         if gradient is None or not gradient.isfinite().all():
             raise ValueError(
                 f"attention={backend.name} gives {'no' if gradient is None else 'a non-finite'} "
                 f"gradient for {name} {tuple(x.shape)}"
             )
-    return [out.detach(), *gradients]
+    return [out.detach(), *gradients[:3]]
 
 
 @torch.no_grad()

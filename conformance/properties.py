@@ -4,8 +4,9 @@
 
 A property is a function that yields checks: an error and its budget, which is relative to naive
 attention's own error (see conformance.cases). A backend is green where every check holds, red where
-one fails, and n/a where it declares that it takes no such input, or that it is another function
-than softmax attention (exact=False without a defect). A defect, or an exact backend that needs much
+one fails, and n/a where it declares that it takes no such input. For another function (exact=False
+without a defect) what is of softmax alone is n/a too. The rest is what every attention owes, by an
+oracle of its own: see conformance.other_functions. A defect, or an exact backend that needs much
 memory, names in `breaks` the properties in which it is red.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
@@ -26,6 +27,7 @@ from attention.mask import visible_keys
 from conformance.backend_under_test import Check, Subject
 from conformance.cases import Case, distance
 from conformance.memory_growth import exponents
+from conformance.other_functions import finite_differences, hidden_keys_with_gradient, widest
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 # PyTorch says this of FlexAttention on every machine, and no user can change it
@@ -51,9 +53,10 @@ class Cell:
 
 
 def compared(subject: Subject, cases: Iterable[Case], *tensors: str) -> Iterator[Check]:
-    """Against float64 softmax attention: nothing for a backend that does not claim to be that."""
-    if not subject.backend.exact and subject.backend.defect is None:
-        subject.refusals.append("it does not claim to be softmax attention (exact=False)")
+    """Against softmax attention in float64, or of another function against its own oracle."""
+    backend = subject.backend
+    if not backend.claims_softmax and widest(backend) == subject.dtype and not backend.reference:
+        subject.refusals.append(f"it takes no wider dtype than {subject.dtype}: add reference=")
         return
     for case in cases:
         row = subject.compare(case)
@@ -63,6 +66,13 @@ def compared(subject: Subject, cases: Iterable[Case], *tensors: str) -> Iterator
                 yield Check(
                     f"{name} of {row['case']}", found["error"], found["budget"], found["multiple"]
                 )
+
+
+def is_softmax(subject: Subject) -> bool:
+    """Whether a property of softmax alone applies."""
+    if not subject.backend.claims_softmax:
+        subject.refusals.append("it does not claim to be softmax attention (exact=False)")
+    return subject.backend.claims_softmax
 
 
 def ordinary(subject: Subject) -> list[Case]:
@@ -83,13 +93,21 @@ def forward(subject: Subject) -> Iterator[Check]:
 
 def gradients(subject: Subject) -> Iterator[Check]:
     """dq, dk and dv equal those of float64 attention, the gradient that arrives through lse
-    included.
+    included. Of another function without a reference they equal finite differences of its out.
     """
     yield from compared(subject, ordinary(subject), "dq", "dk", "dv")
+    backend, case = subject.backend, subject.case(33)
+    if backend.claims_softmax or backend.reference or torch.float64 not in backend.dtypes:
+        return
+    if subject.takes(case, backward=True):
+        for name, error, excused in finite_differences(backend, case, subject.device):
+            yield Check(f"slope along {name} of {case} in float64", error, excused)
 
 
 def log_sum_exp(subject: Subject) -> Iterator[Check]:
     """lse is the natural log-sum-exp of the scaled, masked scores."""
+    if not is_softmax(subject):
+        return
     if "lse" not in subject.backend.features:
         subject.refusals.append("it returns no lse")
         return
@@ -139,7 +157,7 @@ def block_sizes(subject: Subject) -> Iterator[Check]:
 def key_permutation(subject: Subject) -> Iterator[Check]:
     """The order of keys that a query sees all of does not matter."""
     case = subject.case()
-    if subject.takes(case, backward=False):
+    if is_softmax(subject) and subject.takes(case, backward=False):
         expected = subject.expected(case)
         q, k, v = expected.tensors
         mixed = case.num_keys * 2 // 3
@@ -156,9 +174,9 @@ def key_permutation(subject: Subject) -> Iterator[Check]:
 
 def rows_sum_to_one(subject: Subject) -> Iterator[Check]:
     """With values of one the output is one: the weights of a row sum to it."""
-    yield from compared(
-        subject, [subject.case(inputs="ones", causal=causal) for causal in (True, False)], "out"
-    )
+    if is_softmax(subject):
+        cases = [subject.case(inputs="ones", causal=causal) for causal in (True, False)]
+        yield from compared(subject, cases, "out")
 
 
 def large_logits(subject: Subject) -> Iterator[Check]:
@@ -173,20 +191,23 @@ def large_logits(subject: Subject) -> Iterator[Check]:
 
 def shifted_up(subject: Subject) -> Iterator[Check]:
     """Every score 100 higher: no exponential of a score itself survives it."""
-    yield from compared(subject, [subject.case(inputs="up")], *TENSORS)
+    if is_softmax(subject):
+        yield from compared(subject, [subject.case(inputs="up")], *TENSORS)
 
 
 def shifted_down(subject: Subject) -> Iterator[Check]:
     """Every score 120 lower, or lower still: exponentials of the scores themselves are 0."""
-    yield from compared(
-        subject, [subject.case(inputs=name) for name in ("down", "negative")], *TENSORS
-    )
+    if is_softmax(subject):
+        cases = [subject.case(inputs=name) for name in ("down", "negative")]
+        yield from compared(subject, cases, *TENSORS)
 
 
 def float32_statistics(subject: Subject) -> Iterator[Check]:
     """With 16-bit inputs scores, sums and lse are kept in float32, which shows where scores are
-    near 100.
+    near 100. (A rounding of scores is like one of q, so the oracle of another function excuses it.)
     """
+    if not is_softmax(subject):
+        return
     for dtype in (
         (subject.dtype,) if subject.dtype.itemsize == 2 else (torch.bfloat16, torch.float16)
     ):
@@ -301,18 +322,23 @@ def strides(subject: Subject) -> Iterator[Check]:
 
 
 def no_leak_forward(subject: Subject) -> Iterator[Check]:
-    """Later keys and values do not change an earlier output, however large they are."""
-    case = subject.case()
+    """Later queries, keys and values do not change an earlier output, however large they are, nor
+    do other sequences of the batch.
+    """
+    case = subject.case(batch=2)
     if subject.takes(case, backward=False):
         expected = subject.expected(case)
         q, k, v = expected.tensors
         before = subject.attend(q, k, v)
         for seen in (1, case.num_queries // 2 + 3):
-            later_k, later_v = k.clone(), v.clone()
+            later_q, later_k, later_v = later = [x.clone() for x in (q, k, v)]
+            later_q[:, :, seen:] *= -1
             later_k[:, :, seen:] *= -100
             later_v[:, :, seen:] += 100
-            after = subject.attend(q, later_k, later_v)
-            moved = distance(after[:, :, :seen].double(), before[:, :, :seen].double())
+            for x in later:
+                x[1] = -x[1]
+            after = subject.attend(*later)
+            moved = distance(after[:1, :, :seen].double(), before[:1, :, :seen].double())
             yield Check(f"first {seen} queries of {case}", moved, expected.budget("out"))
 
 
@@ -354,6 +380,11 @@ def mask_positions(subject: Subject) -> Iterator[Check]:
         if not subject.takes(case, backward=False):
             continue
         (q, k, v), arguments, *_ = case.make(subject.dtype, subject.device)
+        if not subject.backend.claims_softmax:
+            if subject.takes(case, backward=True):
+                found = hidden_keys_with_gradient(q, k, v, backend=subject.backend, **arguments)
+                yield Check(f"hidden keys with a gradient of {case}", float(found), 0.0)
+            continue
         q = torch.zeros_like(q)  # all scores are equal
         weights = []
         for start in range(0, case.num_keys, case.head_dim):
@@ -479,7 +510,8 @@ def compiled_equals_eager(subject: Subject) -> Iterator[Check]:
         backend="aot_eager" if subject.device == "cpu" else "inductor",
     )
     results = []
-    for attend in (function, subject.attend):
+    # eager first: it makes the module of a backend that brings one
+    for attend in (subject.attend, function):
         tensors = [x.detach().requires_grad_(passes == "both") for x in expected.tensors]
         out = attend(*tensors)
         result = [out.detach()]
@@ -487,19 +519,27 @@ def compiled_equals_eager(subject: Subject) -> Iterator[Check]:
             result += torch.autograd.grad(out, tensors, expected.d_out.to(out.dtype))
         results.append(result)
     torch.compiler.reset()
-    for name, compiled, eager in zip(("out", "dq", "dk", "dv"), *results, strict=False):
+    for name, eager, compiled in zip(("out", "dq", "dk", "dv"), *results, strict=False):
         error = distance(compiled.double(), eager.double())
         yield Check(f"{name} of {case}", error, 2 * expected.budget(name))
 
 
 def prefill_equals_decode(subject: Subject) -> Iterator[Check]:
     """The last queries alone, against all keys, give the last rows of the whole pass: one token at
-    a time or several.
+    a time or several. Of another function than softmax, the first tokens alone give the first rows.
     """
     n = subject.length
     whole = subject.case()
     expected = subject.expected(whole)
     q, k, v = expected.tensors
+    if not subject.backend.claims_softmax:
+        for first in (1, n // 2 + 1):
+            alone, together = (
+                subject.attend(*(x[:, :, :tokens] for x in (q, k, v)))[:, :, :first].double()
+                for tokens in (first, n)
+            )
+            error, budget = distance(alone, together), 2 * expected.budget("out")
+            yield Check(f"first {first} tokens of {whole}", error, budget)
     for last in (1, 9, n // 2 + 1):
         if subject.takes(subject.case(last, n), backward=False):
             alone, together = (

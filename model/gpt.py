@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import Backend, Shards, attention
+from attention import Backend, Shards, attention, build_module
 from config import AttentionConfig, ModelConfig
 from model.fused_block import fused_block, is_fused
 from model.kv_cache import KVCache, LayerCache
@@ -68,6 +68,21 @@ class CausalSelfAttention(nn.Module):
         self.look = torch.zeros((), dtype=torch.bool)
         self.max_score: Tensor | None = None  # (B, H) of the last call under GPT.looking()
         self.shards: Shards | None = None  # the ranks that share a sequence; see GPT.sharded()
+        # what the backend brings, under which alone it is used; see build_own()
+        self.register_module("own", None)
+        self.brought_by = backend.module
+
+    def build_own(self, config: ModelConfig, layer: int) -> None:
+        """Build the module of a backend that brings one; see Backend.module."""
+        if self.brought_by is not None:
+            self.own = build_module(
+                self.backend,
+                num_heads=config.num_heads,
+                num_kv_heads=config.kv_heads,
+                head_dim=config.head_dim,
+                max_seq_len=config.max_seq_len,
+                layer=layer,
+            )
 
     def forward(
         self,
@@ -113,6 +128,8 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, H_kv, M, D)
         call = attention if self.shards is None else partial(self.shards.attention, attention)
+        brought = self.own is not None and self.backend.module is self.brought_by
+        own = {"module": self.own} if brought else {}
         # the causal mask is aligned bottom-right: right for N = M and for new tokens after a cache
         out, _, max_score = call(
             q,
@@ -123,6 +140,7 @@ class CausalSelfAttention(nn.Module):
             document_ids=document_ids,
             return_max_score=self.look,
             **self.function,
+            **own,
         )  # out is (B, H, N, D)
         return out.transpose(1, 2).flatten(2), max_score
 
@@ -235,6 +253,9 @@ class GPT(nn.Module):
             None if config.tie_embeddings else nn.Linear(config.hidden_size, vocab_size, bias=False)
         )
         self._initialise()
+        # last: the other weights start as under any other attention of the same seed
+        for layer, block in enumerate(self.blocks):
+            block.attention.build_own(config, layer)
 
     def _initialise(self) -> None:
         """As GPT-2: weights N(0, init_std), divided by sqrt(2 num_layers) in the last layer of each

@@ -166,7 +166,10 @@ def to_hugging_face(model: "GPT") -> tuple[dict[str, Any], dict[str, Tensor]]:
             for each, wanted in zip(ARCHITECTURES, reasons, strict=True)
         )
         raise ValueError(f"transformers has no model like this one: {'; '.join(why)}")
-    if changes := sorted({name for block in model.blocks for name in block.attention.function}):
+    layers = [block.attention for block in model.blocks]
+    changes = sorted({name for layer in layers for name in layer.function})
+    changes += ["parameters of their own"] if layers[0].own is not None else []
+    if changes:
         raise ValueError(
             "these models of transformers have plain attention, and the layers of this one have "
             f"{', '.join(changes)}"
@@ -248,16 +251,19 @@ def load_hugging_face(
             f"{OUTPUT_LAYER} differs from {architecture.their_names('token_embedding.weight')[0]}, "
             "but the output layer of this model is its token embedding"
         )
-    model.load_state_dict({name: torch.cat(found) for name, found in parts.items()})
+    found = {name: torch.cat(tensors) for name, tensors in parts.items()}
+    model.load_state_dict(model.state_dict() | found)
 
 
 def correspondence(
     model: "GPT", architecture: Architecture
 ) -> Iterator[tuple[str, Tensor, list[str], list[int]]]:
     """For each tensor of ours: its name, itself, the names of theirs that hold it, the rows in
-    each.
+    each. An attention's own, which no model of theirs has, are left out.
     """
     for name, tensor in model.state_dict().items():
+        if ".attention.own." in name:
+            continue
         names = architecture.their_names(name)
         layer = model.get_submodule(name.rpartition(".")[0])
         yield name, tensor, names, list(layer.rows) if len(names) > 1 else [len(tensor)]

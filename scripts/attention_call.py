@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import Backend, attention
+from attention import Backend, attention, standalone
 from conformance.memory_growth import LiveTensors
 from scripts.tables import Row
 from training.memory import (
@@ -139,7 +139,7 @@ class Call:
     """
 
     def __init__(self, backend: Backend, shape: Row, *, device: torch.device, dtype: torch.dtype):
-        self.backend, self.device = backend, device
+        self.backend, self.device = standalone(backend), device
         batch, heads, length = shape["batch"], shape["heads"], shape["seq_len"]
         kv_heads = heads // shape.get("groups", 1)
         self.inputs = [

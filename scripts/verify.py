@@ -6,8 +6,8 @@ it should be.
 Green: every check of the property stays in its budget, which is relative to naive attention's own
 error against float64. Red: one does not. A broken backend documents what it is red in. The exit
 code is 0 where every cell is green, red as documented, or does not apply: the backend refuses such
-inputs, or with exact=False is not meant to be softmax. Arguments are key=value, and all have a
-default:
+inputs, or with exact=False does not claim what is of softmax alone. Arguments are key=value, and
+all have a default:
 
     attention  a name, pkg.module:BACKEND, either with options as in tiled:block_q=16,block_kv=32,
                several with commas between, or all (all)

@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last."""
+"""The notebook runs from its first cell to its last; the attentions train, rank and verify."""
 
 import json
 import subprocess
@@ -6,10 +6,31 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.command import environment
+from attention import get_backend
+from conformance.properties import verify_backend
+from scripts.report.ranking import rank
+from scripts.report.runs import load_runs
+from tests.command import (
+    checkpoint,
+    computed,
+    environment,
+    metrics,
+    run,
+    same,
+    summary,
+    tiny,
+    tiny_sweep,
+)
 
 NOTEBOOK = Path(__file__).resolve().parents[1] / "examples/break_attention.ipynb"
+ATTENTIONS = [
+    f"examples.{file.stem}:BACKEND"
+    for file in sorted(NOTEBOOK.parent.glob("*.py"))
+    if file.stem != "__init__"
+]
+DIFFERENTIAL = "attention=examples.differential_attention:BACKEND"
 
 
 def sources(kind: str) -> list[str]:
@@ -36,3 +57,65 @@ def test_every_cell_runs(tmp_path):
 def test_no_outputs_are_committed():
     for cell in json.loads(NOTEBOOK.read_text())["cells"]:
         assert not cell.get("outputs") and cell.get("execution_count") is None
+
+
+def test_they_train_beside_softmax_attention_and_rank_apart(tmp_path):
+    names = ["tiled", *ATTENTIONS]
+    assert len(ATTENTIONS) == 4
+    assert run(*tiny_sweep(tmp_path, f"attention={','.join(names)}")).code == 0
+    softmax, others = rank(load_runs([tmp_path]))
+    assert (softmax.metric, list(softmax.losses)) == ("val/loss_exact", ["tiled"])
+    assert (others.metric, set(others.losses)) == ("val/loss", set(names))
+    ended = {found["attention"]: found for found in map(summary, sorted(tmp_path.glob("[0-9]")))}
+    assert [found["exact"] for found in ended.values()] == [True, False, False, False, False]
+    # nothing but softmax attention is compared with it
+    rows = [metrics(run_dir)[-1] for run_dir in sorted(tmp_path.glob("[0-9]"))]
+    assert ["attention/out_error" in row for row in rows] == [True, False, False, False, False]
+    # four lambdas of half a head's width, and the norm's gain
+    more = ended["examples.differential_attention:BACKEND"]["parameters"]
+    assert more == ended["tiled"]["parameters"] + 4 * 8 + 16
+
+
+def test_a_run_with_parameters_of_its_own_goes_on_to_the_last_bit(tmp_path):
+    common = (DIFFERENTIAL, "optim.schedule=constant", "keep=2", "checkpoint_every=2")
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    assert run(*tiny(straight, *common)).code == 0
+    assert run(*tiny(resumed, *common, "steps=2")).code == 0
+    before = checkpoint(resumed)["weights"]
+    assert run(f"resume={resumed}", "steps=4").code == 0
+    assert same(checkpoint(resumed), checkpoint(straight))
+    assert computed(resumed)[-1] == computed(straight)[-1]
+    own = {name for name in before if ".attention.own." in name}
+    assert len(own) == 5
+    assert not any(torch.equal(before[name], checkpoint(resumed)["weights"][name]) for name in own)
+    other = run(f"resume={resumed}", "steps=6", "attention=tiled").complaint()
+    assert "the model differs: blocks.0.attention.own.gain is (16,)" in other
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["attention.switch_at=2", "attention.switch_to=tiled"], "parameters of its own, which"),
+        (["parallel.context=2"], "has parameters for all heads and tokens, and ranks that share"),
+    ],
+)
+def test_what_parameters_do_not_go_with_is_refused(tmp_path, overrides, said):
+    assert said in run(*tiny(tmp_path, DIFFERENTIAL, *overrides)).complaint()
+
+
+def green(name: str, **options) -> None:
+    cells = verify_backend(get_backend(name), **options)
+    assert {cell.property: cell.note for cell in cells if not cell.ok} == {}
+    assert sum(cell.checks for cell in cells) > 20
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_they_keep_what_every_attention_owes(name):
+    properties = ("forward", "no leak (outputs)", "no leak (gradients)", "rows without a key")
+    green(name, properties=(*properties, "prefill = decode", "mask positions"), random_cases=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_they_hold_every_property(name):
+    green(name)

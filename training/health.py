@@ -67,7 +67,9 @@ class AttentionMonitor:
         attention/max_score is the largest finite score of the step's whole batch, and
         attention/max_score_by_head that of each layer and head, None where it is not finite.
         """
-        row = self._compare(result) if result.due.compare and self.has_room else {}
+        # another function than softmax attention is nothing to compare with it
+        compares = self.has_room and self.model.backend.claims_softmax
+        row = self._compare(result) if result.due.compare and compares else {}
         if result.max_scores:
             largest = largest_finite(chain(*result.max_scores))
             self._note(result.step, largest)

@@ -38,9 +38,9 @@ from typing import Any
 
 import torch
 
-from attention import Backend
+from attention import Backend, build_module
 from config import ModelConfig
-from model.gpt import mlp_width
+from model.gpt import count_parameters, mlp_width
 from model.loss import chunk_rows, padded_vocab
 from training.schedule import will_compile
 
@@ -84,8 +84,23 @@ def matrix_elements(config: ModelConfig) -> int:
     return config.hidden_size * (qkv_heads * config.head_dim + config.hidden_size + up + down)
 
 
+def own_parameters(config: ModelConfig, backend: Backend) -> int:
+    """The parameters that an attention brings itself, of all layers."""
+    if backend.module is None:
+        return 0
+    shape = {
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "max_seq_len": config.max_seq_len,
+    }
+    with torch.random.fork_rng(devices=[]):
+        layers = (build_module(backend, **shape, layer=i) for i in range(config.num_layers))
+        return sum(map(count_parameters, layers))
+
+
 def parameter_count(config: ModelConfig, vocab_size: int) -> int:
-    """count_parameters(model), without the model."""
+    """count_parameters(model), without the model and without own_parameters()."""
     width, (up, _) = config.hidden_size, mlp_widths(config)
     norm = width * (2 if config.norm == "layernorm" and config.bias else 1)
     block = matrix_elements(config) + 2 * norm
@@ -395,7 +410,7 @@ def predict_step(config: ModelConfig, **sizes: Any) -> StepBytes:
     process and the CUDA context.
     """
     step = StepShape(config, **sizes)
-    count = parameter_count(config, step.vocab_size)
+    count = parameter_count(config, step.vocab_size) + own_parameters(config, step.backend)
     layers, loss = config.num_layers, loss_bytes(step)
     kept, attention = kept_by_block(step)
     kept_copies = layers * step.copies if config.checkpoint == "none" else 0

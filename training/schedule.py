@@ -78,6 +78,12 @@ def check_schedule(config: RunConfig) -> dict[int, Backend]:
                     f"{setting} needs {IN_WORDS[feature]}, which attention={backend.name} does not "
                     f"have; these do: {', '.join(able(needed))}"
                 )
+        if backend.module is not None and len(schedule) > 1:
+            raise ValueError(
+                f"attention.switch_at={config.attention.switch_at}: attention={backend.name} has "
+                "parameters of its own, which the other attention would not train; leave the "
+                "switch out"
+            )
     return schedule
 
 

@@ -29,6 +29,12 @@ def way_to_share(config: RunConfig) -> dict[str, Any]:
                 f"not {IN_WORDS[feature]}; leave out parallel.context={context}"
             )
     backends = list(chosen_attention(config.attention).values())
+    for backend in backends:
+        if backend.module is not None:
+            raise ValueError(
+                f"attention={backend.name} has parameters for all heads and tokens, and ranks that "
+                f"share a sequence have a part of them; leave out parallel.context={context}"
+            )
     on_a_ring = any(isinstance(backend.fn, PlayedRing) for backend in backends)
     shared = gcd(config.model.num_heads, config.model.kv_heads)  # their divisors divide both
     heads = gcd(context, shared)

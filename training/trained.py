@@ -59,8 +59,11 @@ def load_trained(
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     step = read_meta(run)["step"]
-    backend = backend or backend_after(chosen_attention(config.attention), step)
-    made = {"vocab_size": vocab_size, "backend": backend}
-    model = GPT(config.model, **made, attention=config.attention).to(device)
+    # made with its own attention, whose parameters are among the weights
+    made = {"backend": backend_after(chosen_attention(config.attention), step)}
+    made |= {"vocab_size": vocab_size, "attention": config.attention}
+    model = GPT(config.model, **made).to(device)
     load_model_state(run, model)
+    if backend is not None:
+        model.backend = backend
     return Trained(model, dtype, autocast_to(dtype, device), step)

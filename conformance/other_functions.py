@@ -1,0 +1,125 @@
+"""What an attention owes that does not claim to be softmax attention (exact=False).
+
+Its oracle is the `reference` of the Backend, or without one the backend itself, in float64. There
+is no naive attention whose error could set the budget. The baseline is how far the oracle's results
+move when its inputs, and the result of each of its operators, are rounded at random: Monte Carlo
+arithmetic (Parker 1997, "Monte Carlo Arithmetic: exploiting randomness in floating-point
+arithmetic").
+
+Dimensions: B batch, N queries, M keys.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attention import Backend
+from attention.interface import ALL_DTYPES, statistics_dtype
+from attention.mask import visible_keys
+from conformance.cases import Case, Expected, attend, distance, run
+
+DRAWS = 4  # of random roundings
+
+
+class Rounded(TorchDispatchMode):
+    """Inside, every operator's floating result is off by up to `eps` of each of its elements."""
+
+    def __init__(self, eps: float, generator: torch.Generator) -> None:
+        super().__init__()
+        self.eps, self.generator = eps, generator
+
+    def off(self, x: Tensor) -> Tensor:
+        random = torch.rand(x.shape, generator=self.generator, dtype=torch.float64)
+        return 1 + self.eps * (2 * random - 1).to(x.device, x.dtype)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        # views round nothing
+        if not any(each.alias_info for each in func._schema.returns):
+            for x in tree_leaves(result):
+                if isinstance(x, Tensor) and x.is_floating_point():
+                    x.mul_(self.off(x))
+        return result
+
+
+def widest(backend: Backend) -> torch.dtype:
+    """The dtype of the oracle: the widest that the backend takes, float64 with a reference."""
+    return ALL_DTYPES[0] if backend.reference else min(backend.dtypes, key=ALL_DTYPES.index)
+
+
+def expect_function(backend: Backend, case: Case, dtype: torch.dtype, device: str) -> Expected:
+    """The results that the oracle has for a case, and the budget for the errors of the backend."""
+    oracle = backend
+    if backend.reference is not None:
+        fn, takes_all = backend.reference, {"dtypes": ALL_DTYPES, "head_dims": None}
+        oracle = replace(backend, fn=fn, requirements=None, **takes_all)
+    tensors, arguments, d_out, d_lse = case.make(dtype, device)
+    if "lse" not in backend.features:
+        d_lse = torch.zeros_like(d_lse)
+
+    def results(tensors: Sequence[Tensor], d_out: Tensor) -> dict[str, Tensor]:
+        wide = [x.to(widest(backend)) for x in tensors]
+        backward = not oracle.unsupported_reasons(
+            *(x.detach().requires_grad_() for x in wide), **arguments
+        )
+        return run(oracle, wide, arguments, d_out, d_lse, backward=backward)
+
+    reference, eps = results(tensors, d_out), torch.finfo(dtype).eps
+    finite = {name: torch.where(x.isinf(), 0.0, x) for name, x in reference.items()}
+    roundings = {name: eps * x.abs().max().item() for name, x in finite.items()}
+    generator = torch.Generator().manual_seed(case.seed)
+    inputs = Rounded(eps, generator)
+    operators = Rounded(torch.finfo(statistics_dtype(tensors[0])).eps, generator)
+    for _ in range(DRAWS):
+        *rounded, d_rounded = (x.double() * inputs.off(x.double()) for x in (*tensors, d_out))
+        with operators:
+            found = results(rounded, d_rounded)
+        for name, x in found.items():
+            roundings[name] = max(roundings[name], distance(x, reference[name]))
+    return Expected(tensors, arguments, d_out, d_lse, reference, roundings, roundings)
+
+
+def finite_differences(
+    backend: Backend, case: Case, device: str
+) -> Iterator[tuple[str, float, float]]:
+    """The slope of sum(out * d_out) by dq, dk and dv and by central differences, along a random
+    direction each: what is compared, the difference, and what the differences' own error excuses.
+    """
+    tensors, arguments, d_out, _ = case.make(torch.float64, device)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [x.requires_grad_() for x in tensors]
+    out = attend(*inputs, backend=backend, **arguments).out
+    gradients = torch.autograd.grad(out, inputs, d_out)
+    step, terms = 1e-5, (out * d_out).abs().sum().item()
+    for i, gradient in enumerate(gradients):
+        along = torch.randn(gradient.shape, generator=generator, dtype=torch.float64).to(device)
+
+        def slope(step: float, i: int = i, along: Tensor = along) -> float:
+            ends = []
+            for sign in (1, -1):
+                moved = [x.detach() + sign * step * along * (j == i) for j, x in enumerate(inputs)]
+                ends.append((attend(*moved, backend=backend, **arguments).out * d_out).sum())
+            return ((ends[0] - ends[1]) / (2 * step)).item()
+
+        # doubling the step makes the error of its square four times as large
+        near, far = slope(step), slope(2 * step)
+        excused = abs(far - near) + 64 * torch.finfo(torch.float64).eps * terms / step
+        yield "qkv"[i], abs((gradient * along).sum().item() - near), excused
+
+
+def hidden_keys_with_gradient(
+    q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments
+) -> int:
+    """How many keys have a gradient from the output of a query that does not see them."""
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = attend(q, k, v, backend=backend, **arguments).out
+    visible, wrong = visible_keys(q, k, **arguments).mask()[:, 0], 0  # (B or 1, N, M)
+    for row in range(0, q.shape[2], max(1, q.shape[2] // 8)):
+        gradients = torch.autograd.grad(out[:, :, row].sum(), (k, v), retain_graph=True)
+        depends = sum(x.abs().sum((1, 3)) for x in gradients) != 0  # (B, M); true of NaN
+        wrong += int((depends & ~visible[:, row]).sum())
+    return wrong

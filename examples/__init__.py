@@ -1,0 +1,1 @@
+"""Attentions to begin from: copy one, change it, train it by attention=examples.NAME:BACKEND."""

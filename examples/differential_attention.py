@@ -1,0 +1,64 @@
+"""Differential attention (Ye et al. 2024, "Differential Transformer", arXiv:2410.05258).
+
+    python train.py -m attention=tiled,examples.differential_attention:BACKEND seed=0,1
+
+Each head has two softmax maps, of the two halves of its q and k, and takes their difference, so
+that what both attend to cancels:
+
+    out = (1 - lambda_init) * RMSNorm((softmax(q1 k1^T) - lambda * softmax(q2 k2^T)) v)
+    lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
+
+The paper gives its heads twice the width and halves their number; here model.num_heads says both.
+
+Dimensions: B batch, H query heads, N queries, D head dim.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention import AttentionOutput, Backend, attention, get_backend
+
+SOFTMAX = get_backend("tiled")  # on a GPU, triton is faster
+
+
+class DifferentialAttention(nn.Module):
+    """The lambdas and the norm's gain of one layer, which its heads share."""
+
+    def __init__(self, *, head_dim: int, layer: int, **_: int):
+        super().__init__()
+        if head_dim % 2:
+            raise ValueError(f"differential attention halves the head dim, and {head_dim=} is odd")
+        # more is taken away in deeper layers; the paper counts them from 1
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layer)
+        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+            self.register_parameter(name, nn.Parameter(0.1 * torch.randn(head_dim // 2)))  # (D/2,)
+        self.gain = nn.Parameter(torch.ones(head_dim))  # (D,)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, **mask: Any
+    ) -> AttentionOutput:
+        half, wide = q.shape[-1] // 2, torch.promote_types(q.dtype, torch.float32)
+        first, second = (
+            # zeros in a half of q leave the products of the other half
+            attention(x, k, v, backend=SOFTMAX, scale=scale * math.sqrt(2), **mask).out.to(wide)
+            for x in (F.pad(q[..., :half], (0, half)), F.pad(q[..., half:], (half, 0)))
+        )
+        weight = (
+            (self.lambda_q1 @ self.lambda_k1).exp()
+            - (self.lambda_q2 @ self.lambda_k2).exp()
+            + self.lambda_init
+        )
+        out = F.rms_norm(first - weight * second, (2 * half,), self.gain, eps=1e-5)
+        return AttentionOutput(((1 - self.lambda_init) * out).to(q.dtype))
+
+
+BACKEND = Backend(
+    "differential_attention",
+    module=DifferentialAttention,
+    exact=False,
+    features=frozenset({"gqa", "non_causal", "cross_length", "window", "document_ids"}),
+)

@@ -1,0 +1,41 @@
+"""Softmax attention whose heads learn how sharp they are: the shortest attention with parameters.
+
+    python train.py attention=examples.learnable_temperature:BACKEND
+
+Henry et al. 2020 (arXiv:2010.04245) learn such a factor of the scores.
+
+Dimensions: B batch, H query heads, N queries, D head dim.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attention import AttentionOutput, Backend, attention, get_backend
+
+SOFTMAX = get_backend("tiled")  # on a GPU, triton is faster
+
+
+class LearnableTemperature(nn.Module):
+    """softmax(temperature * q k^T * scale) v, one temperature a head."""
+
+    def __init__(self, *, num_heads: int, **_: int):
+        super().__init__()
+        self.log_temperature = nn.Parameter(torch.zeros(num_heads))  # (H,)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, **mask: Any
+    ) -> AttentionOutput:
+        temperature = self.log_temperature.exp()[:, None, None]
+        # parameters are float32, and q, k and v have one dtype, such as bfloat16
+        q = (q * temperature).to(q.dtype)
+        return attention(q, k, v, backend=SOFTMAX, scale=scale, **mask)
+
+
+BACKEND = Backend(
+    "learnable_temperature",
+    module=LearnableTemperature,
+    exact=False,
+    features=frozenset({"gqa", "non_causal", "cross_length", "window", "document_ids"}),
+)

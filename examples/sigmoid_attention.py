@@ -1,0 +1,76 @@
+"""Sigmoid attention (Ramapuram et al. 2024, "Theory, Analysis, and Best Practices for Sigmoid
+Self-Attention", arXiv:2409.04431).
+
+    python train.py -m attention=tiled,examples.sigmoid_attention:BACKEND seed=0,1
+
+Each weight is a sigmoid of its own score, so a row's weights need not sum to one:
+
+    out = sigmoid(q k^T * scale + bias) v        with bias = -log(max_seq_len)
+
+The bias makes a row's weights sum to about one at the start. It is that of the longest sequence,
+not of the call: a token is read alike in a prompt and after it.
+
+Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from attention import AttentionOutput, Backend
+
+BLOCK_Q = 128  # queries whose scores are there at once
+
+
+class SigmoidAttention(nn.Module):
+    """No parameters: the module is there to hear of max_seq_len."""
+
+    def __init__(self, *, max_seq_len: int, **_: int):
+        super().__init__()
+        self.bias = -math.log(max_seq_len)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    ) -> AttentionOutput:
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        past = k.shape[2] - q.shape[2]  # the last query sees the last key
+
+        def block(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+            wide = torch.promote_types(q.dtype, torch.float32)
+            scores = q.to(wide) @ k.to(wide).mT * scale + self.bias  # (B, H, block, M)
+            if causal:
+                rows = torch.arange(start, start + q.shape[2], device=q.device) + past
+                hidden = torch.arange(k.shape[2], device=q.device) > rows[:, None]
+                scores = scores.masked_fill(hidden, -torch.inf)
+            return (scores.sigmoid() @ v.to(wide)).to(q.dtype)
+
+        # the backward pass computes each block's scores again, so that memory is linear in N
+        blocks = [
+            checkpoint(block, each, k, v, i * BLOCK_Q, use_reentrant=False)
+            for i, each in enumerate(q.split(BLOCK_Q, 2))
+        ]
+        return AttentionOutput(torch.cat(blocks, 2))
+
+
+def sigmoid_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, module: SigmoidAttention, causal: bool, scale: float
+) -> AttentionOutput:
+    """The same written down, which `scripts.verify` compares with in float64."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    weights = (q @ k.mT * scale + module.bias).sigmoid()
+    if causal:
+        weights = weights.tril(k.shape[2] - q.shape[2])
+    return AttentionOutput(weights @ v)
+
+
+BACKEND = Backend(
+    "sigmoid_attention",
+    module=SigmoidAttention,
+    reference=sigmoid_attention,
+    exact=False,
+    features=frozenset({"gqa", "non_causal", "cross_length"}),
+)

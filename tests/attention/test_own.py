@@ -1,0 +1,128 @@
+"""A backend that brings a module: what it must be, and the one sentence for each that it cannot be.
+
+Dimensions: B batch, H heads, N queries, D head dim.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attention import (
+    AttentionOutput,
+    Backend,
+    attention,
+    build_module,
+    probe_backend,
+    standalone,
+)
+from examples.learnable_temperature import BACKEND, LearnableTemperature
+
+SHAPE = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
+CPU = {"dtype": torch.float32, "device": torch.device("cpu")}
+
+
+def own(**methods: Callable) -> Backend:
+    """LearnableTemperature with other methods."""
+    return Backend("mine", module=type("Mine", (LearnableTemperature,), methods), exact=False)
+
+
+def made(change: Callable[[nn.Module], object]) -> Backend:
+    """LearnableTemperature, changed once it is made."""
+
+    def make(**shape: int) -> nn.Module:
+        module = LearnableTemperature(**shape)
+        change(module)
+        return module
+
+    return Backend("mine", module=make, exact=False)
+
+
+def one_query_less(self, q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
+    return AttentionOutput(q[:, :, 1:] * self.log_temperature[:, None, None])
+
+
+def of_another_device(self, q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
+    """A tensor that is no buffer stays where it was made."""
+    q = q * torch.ones(2, 1, 1, device="meta")
+    return LearnableTemperature.forward(self, q, k, v, **arguments)
+
+
+def add_in_float64(module: nn.Module) -> None:
+    module.wide = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+
+def add_elsewhere(module: nn.Module) -> None:
+    module.far = nn.Parameter(torch.ones(3, device="meta"))
+
+
+def add_unused(module: nn.Module) -> None:
+    module.idle = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        (own(forward=one_query_less), "attention=mine must return out of shape (1, 2, 150, 16)"),
+        (own(forward=of_another_device), "attention=mine fails on ordinary inputs: "),
+        (own(__init__=lambda self: None), "cannot build its module for layer 0: TypeError"),
+        (Backend("mine", module=dict, exact=False), "must make an nn.Module, it made dict"),
+        (made(add_in_float64), "attention=mine makes own.wide in float64 on cpu: make parameters"),
+        (made(add_elsewhere), "attention=mine makes own.far in float32 on meta: make parameters"),
+        (made(add_unused), "attention=mine gives no gradient for own.idle (3,)"),
+    ],
+)
+def test_what_no_run_could_train_is_refused_before_it_begins(backend, said):
+    with pytest.raises(ValueError) as refused:
+        probe_backend(backend, **SHAPE, **CPU)
+    assert said in str(refused.value)
+
+
+def test_a_parameter_may_be_frozen():
+    def freeze(module: nn.Module) -> None:
+        add_unused(module)
+        module.idle.requires_grad_(False)
+
+    probe_backend(made(freeze), **SHAPE, **CPU)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "has nothing to call: give it fn= or module="),
+        ({"module": LearnableTemperature}, "has module=, so it is another function than softmax"),
+        ({"fn": attention, "reference": attention}, "has reference=, so it is another function"),
+        (
+            {"module": LearnableTemperature, "exact": False, "defect": "too sharp"},
+            "declare exact=False, and no defect",
+        ),
+    ],
+)
+def test_declarations_that_mean_nothing(fields, said):
+    with pytest.raises(ValueError, match=said):
+        Backend("mine", **fields)
+
+
+def test_a_module_and_its_backend_go_together():
+    q = k = v = torch.randn(1, 2, 5, 16)
+    with pytest.raises(ValueError, match="has parameters of its own, and there are none here"):
+        attention(q, k, v, backend=BACKEND)
+    module = build_module(BACKEND, **SHAPE, max_seq_len=8, layer=0)
+    with pytest.raises(ValueError, match="attention=tiled takes no module= .got Learnable"):
+        attention(q, k, v, backend="tiled", module=module)
+    nn.init.constant_(module.log_temperature, 0.5)
+    out = attention(q, k, v, backend=BACKEND, module=module).out
+    sharper = attention(q, k, v, backend="tiled", scale=0.25 * torch.tensor(0.5).exp().item())
+    torch.testing.assert_close(out, sharper.out)
+
+
+def test_standalone_makes_the_same_module_again_and_moves_parameters_by_noise():
+    q, k, v = torch.randn(3, 1, 2, 5, 16).unbind()
+    state = torch.get_rng_state()
+    first, again, noisy = (
+        attention(q, k, v, backend=standalone(BACKEND, noise=noise)).out for noise in (0, 0, 0.1)
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first, again) and not torch.allclose(first, noisy)
+    torch.testing.assert_close(first, attention(q, k, v, backend="tiled").out)

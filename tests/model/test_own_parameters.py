@@ -1,0 +1,151 @@
+"""A model whose attention has parameters: it builds, trains, names and counts them.
+
+Dimensions: B batch, N tokens.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attention import AttentionOutput, Backend, attention, get_backend
+from config import AttentionConfig, ModelConfig, OptimConfig
+from examples import differential_attention, linear_attention, sigmoid_attention
+from model import GPT, KVCache, count_parameters
+from model.gpt import Block
+from training.health import diagnose
+from training.optimizer import build_optimizer
+from training.plan import own_parameters, parameter_count
+
+EXAMPLES = [differential_attention, linear_attention, sigmoid_attention]
+DIFFERENTIAL = differential_attention.BACKEND
+
+
+class Mixed(nn.Module):
+    """A parameter of each kind that optimizers tell apart."""
+
+    def __init__(self, *, head_dim: int, layer: int, **_: int):
+        super().__init__()
+        self.proj = nn.Linear(head_dim, head_dim)
+        nn.init.eye_(self.proj.weight)
+        self.table = nn.Parameter(torch.full((2, head_dim), float(layer)))
+        self.bias = nn.Parameter(torch.zeros(head_dim))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **arguments) -> AttentionOutput:
+        q = self.proj(q) + self.table.sum(0) + self.bias
+        return attention(q.to(v.dtype), k, v, backend=get_backend("naive"), **arguments)
+
+
+MIXED = Backend("mixed", module=Mixed, exact=False)
+
+
+def build(backend: Backend, *, attention: AttentionConfig | None = None, **fields) -> GPT:
+    torch.manual_seed(0)
+    config = ModelConfig(
+        **{"num_layers": 2, "num_heads": 2, "hidden_size": 32, "max_seq_len": 16} | fields
+    )
+    return GPT(config, vocab_size=61, backend=backend, attention=attention)
+
+
+def tokens() -> Tensor:
+    return torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def test_parameters_live_in_their_layer_and_the_rest_starts_as_ever():
+    own, plain = build(MIXED).state_dict(), build(get_backend("naive")).state_dict()
+    prefix = "blocks.1.attention.own."
+    assert {name for name in own if name.startswith(prefix)} == {
+        prefix + name for name in ("proj.weight", "proj.bias", "table", "bias")
+    }
+    # the module's own start, not the model's
+    assert torch.equal(own[prefix + "proj.weight"], torch.eye(16))
+    assert (
+        own[prefix + "table"].unique().item() == 1 and not own["blocks.0.attention.own.table"].any()
+    )
+    assert all(torch.equal(own[name], x) for name, x in plain.items())
+
+
+def test_optimizers_take_them_as_they_take_others():
+    """Weight decay on what has two dimensions; Muon for the weights of linear layers."""
+    for name in ("adamw", "muon"):
+        model = build(MIXED)
+        optimizer = build_optimizer(model, OptimConfig(name=name, lr=1e-3, weight_decay=0.1))
+        groups = {
+            id(p): ("muon" if "rows" in group else "adamw", group["weight_decay"])
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        own = {key: groups[id(p)] for key, p in model.blocks[0].attention.own.named_parameters()}
+        assert own == {
+            "table": ("adamw", 0.1),
+            "bias": ("adamw", 0.0),
+            "proj.weight": (name, 0.1),
+            "proj.bias": ("adamw", 0.0),
+        }
+
+
+@pytest.mark.parametrize("checkpoint", ["elementwise", "attention", "block"])
+def test_the_fast_block_gives_them_the_gradient_of_the_plain_one(checkpoint, monkeypatch):
+    results = []
+    for mode in ("none", checkpoint):
+        model = build(DIFFERENTIAL, checkpoint=mode)
+        if mode != "none":  # the specification must not be what runs
+            monkeypatch.setattr(Block, "forward", None)
+        model(tokens(), tokens()).loss.backward()
+        results.append({name: p.grad for name, p in model.named_parameters()})
+    plain, fast = results
+    assert all(grad.any() for name, grad in plain.items() if "own" in name)
+    for name, grad in plain.items():
+        torch.testing.assert_close(fast[name], grad, msg=name)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.BACKEND.name)
+def test_a_prompt_and_its_continuation_are_read_alike(example):
+    model, cache = build(example.BACKEND).eval(), KVCache(2, max_len=16)
+    with torch.no_grad():
+        whole = model(tokens()).logits
+        parts = [model(part, cache=cache).logits for part in tokens().split((9, 1, 6), 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+def test_only_the_attention_that_brought_them_uses_them():
+    model = build(DIFFERENTIAL)
+    own = model(tokens(), tokens()).loss
+    with model.use_backend(get_backend("naive")):
+        exact = model(tokens(), tokens()).loss
+    assert torch.equal(exact, build(get_backend("naive"))(tokens(), tokens()).loss)
+    assert exact != own
+    said = "attention=mixed has parameters of its own, and there are none here"
+    with pytest.raises(ValueError, match=said), model.use_backend(MIXED):
+        model(tokens())
+
+
+def test_a_step_that_diverged_by_them_is_diagnosed():
+    """With a softcap too, under which the search for the largest score runs the tile loop."""
+    capped = replace(MIXED, features=frozenset({"softcap"}))
+    model = build(capped, attention=AttentionConfig(softcap=5.0))
+    nn.init.constant_(model.blocks[1].attention.own.bias, torch.nan)
+    found, _ = diagnose(model, [(tokens(), tokens())])
+    assert found["layer"] == 1 and "out" in found["message"]
+
+
+def test_a_plan_counts_them():
+    model = build(MIXED)
+    planned = parameter_count(model.config, 61) + own_parameters(model.config, MIXED)
+    assert planned == count_parameters(model)
+    assert own_parameters(model.config, get_backend("naive")) == 0
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains_them():
+    """In one graph. `compiled = eager` of the properties is the cheap one."""
+    grads = []
+    for compiled in (False, True):
+        model = build(DIFFERENTIAL, num_layers=1)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        run(tokens(), tokens()).loss.backward()
+        grads.append([p.grad for p in model.blocks[0].attention.own.parameters()])
+    torch.compiler.reset()
+    for eager, compiled in zip(*grads, strict=True):
+        torch.testing.assert_close(compiled, eager)
