@@ -149,6 +149,14 @@ def _spike(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
     return q, k, v
 
 
+def _tower(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
+    """One key near the end stands 200 above all others, for every query."""
+    q, k = q.clone(), k.clone()
+    q[..., 0], k[..., 0] = 4, 0
+    k[:, :, -3, 0] = 200 * q.shape[-1] ** 0.5 / 4
+    return q, k, v
+
+
 def _huge(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
     """Each row's own key scores in the hundreds, past the largest exponent of every dtype, and
     differently in each row.
@@ -164,6 +172,14 @@ def _negative(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
 def _shifted(q: Tensor, k: Tensor, v: Tensor, *, by: float) -> Inputs:
     """Ordinary scores, all moved by the same amount, which softmax does not see."""
     q, k = q.clone(), k.clone()
+    q[..., 0], k[..., 0] = 4, by * q.shape[-1] ** 0.5 / 4
+    return q, k, v
+
+
+def _up_and_down(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
+    """The heads' scores are moved up and down in turn."""
+    q, k = q.clone(), k.clone()
+    by = torch.tensor(list(SHIFTS.values()), dtype=k.dtype)[torch.arange(k.shape[1]) % 2, None]
     q[..., 0], k[..., 0] = 4, by * q.shape[-1] ** 0.5 / 4
     return q, k, v
 
@@ -194,9 +210,11 @@ ADVERSARIAL = {
     "large": lambda q, k, v: (q * 4, k * 2, v),
     "growing": _growing,
     "spike": _spike,
+    "tower": _tower,
     "huge": _huge,
     "negative": _negative,
     **{name: partial(_shifted, by=by) for name, by in SHIFTS.items()},
+    "up and down": _up_and_down,
     "ties": _ties,
     "trained": _trained,
     "ones": lambda q, k, v: (q, k, torch.ones_like(v)),

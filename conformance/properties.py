@@ -168,13 +168,15 @@ def rows_sum_to_one(subject: Subject) -> Iterator[Check]:
 
 
 def large_logits(subject: Subject) -> Iterator[Check]:
-    """Scores that grow from tile to tile, spike in the last one, stand in the hundreds, or come
-    from a trained model.
+    """Scores that grow from tile to tile, spike in the last one, stand in the hundreds, all or one
+    of them, or come from a trained model.
     """
     cases = [subject.case(inputs=name) for name in ("large", "growing", "spike", "huge")]
-    yield from compared(
-        subject, [*cases, subject.case(128, head_dim=32, inputs="trained")], *TENSORS
-    )
+    cases += [
+        subject.case(causal=False, inputs="tower"),
+        subject.case(128, head_dim=32, inputs="trained"),
+    ]
+    yield from compared(subject, cases, *TENSORS)
 
 
 def shifted_up(subject: Subject) -> Iterator[Check]:
@@ -214,14 +216,14 @@ def ragged_tails(subject: Subject) -> Iterator[Check]:
 
 
 def every_length(subject: Subject) -> Iterator[Check]:
-    """Each remainder of a length after whole tiles, with every score 100 higher or 120 lower: what
-    fills a tile up may not count, in either pass.
+    """Each remainder of a length after whole tiles, with the scores of one head 100 higher and of
+    another 120 lower: what fills a tile up may not count, in either pass.
     """
-    lengths = range(33, 65) if subject.device == "cpu" else range(129, 257)
+    tile = 32 if subject.device == "cpu" else 128
+    # each remainder of half a tile comes with a causal mask and without
     cases = [
-        subject.case(n, num_heads=1, num_kv_heads=1, causal=causal, inputs=inputs)
-        for n in lengths
-        for inputs, causal in (("down", True), ("up", False))
+        subject.case(n, causal=n <= tile + tile // 2, inputs="up and down")
+        for n in range(tile + 1, 2 * tile + 1)
     ]
     yield from compared(subject, dict.fromkeys(cases), *TENSORS)
 
@@ -421,7 +423,8 @@ def mask_positions(subject: Subject) -> Iterator[Check]:
     n = subject.length
     documents = {"document_ids": True}
     masked = [
-        subject.case(optional={"window": 9}),
+        # the last ones begin a key after a tile, of either device
+        *(subject.case(optional={"window": window}) for window in (9, 15, 63)),
         *(subject.case(optional=documents, causal=causal) for causal in (True, False)),
     ]
     for case in (subject.case(), subject.case(n // 2, n), *masked):

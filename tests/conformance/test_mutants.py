@@ -8,16 +8,18 @@ few do, on the CPU.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from attention import get_backend
-from conformance.backend_under_test import Subject
+from conformance.backend_under_test import Check, Subject
 from conformance.cases import SHORT
-from conformance.properties import PROPERTIES, SLOW, examine
-from tests.conformance.mutants import MATRIX_DEVICE, MUTANTS, RING_MUTANTS, Mutant, smallest_cover
+from conformance.properties import PROPERTIES, SLOW, Property, examine
+from tests.conformance.mutants import MATRIX_DEVICE, MUTANTS, RING_MUTANTS
+from tests.conformance.mutation import Mutant, smallest_cover
 
 MATRIX = Path(__file__).resolve().parents[2] / "results/mutants.json"
 # catch every mutant between them, found by smallest_cover; in the order in which they are tried
@@ -26,15 +28,28 @@ MISTAKES = [mutant for mutant in MUTANTS if mutant.survives is None]
 HARMLESS = [mutant for mutant in MUTANTS if mutant.survives is not None]
 
 
+def until_red(property: Property) -> Property:
+    """The property, which ends with its first red check."""
+
+    def check(subject: Subject) -> Iterator[Check]:
+        for each in property(subject):
+            yield each
+            if each.share > 1:
+                return
+
+    return check
+
+
 def caught(mutant: Mutant, names, *, first: bool = False, device: str = "cpu") -> list[str]:
     """The properties that are red; with first, not more than one."""
-    subject = Subject(mutant.backend(), device, mutant.dtype, random_cases=4, seed=0)
     found = []
-    for name in names:
-        if examine(subject, name).status == "red":
-            found.append(name)
-            if first:
-                break
+    with mutant.installed() as backend:
+        subject = Subject(backend, device, mutant.dtype, random_cases=4, seed=0)
+        for name in names:
+            if examine(subject, name, until_red(PROPERTIES[name])).status == "red":
+                found.append(name)
+                if first:
+                    break
     return found
 
 
@@ -87,20 +102,19 @@ def test_the_loop_without_a_mistake_passes():
         torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(seed))
         for seed in range(3)
     )
-    outs = [
-        backend.configured(block_kv=8)
-        .fn(q, k, v, causal=True, scale=0.25, block_q=16, block_kv=8)
-        .out
-        for backend in (copy.backend(), get_backend("tiled"))
-    ]
+    with copy.installed() as backend:
+        outs = [
+            each.fn(q, k, v, causal=True, scale=0.25, block_q=16, block_kv=8).out
+            for each in (backend, get_backend("tiled"))
+        ]
     assert torch.equal(*outs)
 
 
 def test_the_edits_are_looked_for():
-    with pytest.raises(
-        AssertionError, match="astray: attention/tiled.py holds 0 times: what stands nowhere"
-    ):
-        Mutant("astray", "", (("tiled", "what stands nowhere", ""),)).backend()
+    says = "astray: attention/tiled.py holds 0 times: what stands nowhere"
+    astray = Mutant("astray", "", (("tiled", "what stands nowhere", ""),))
+    with pytest.raises(AssertionError, match=says), astray.installed():
+        pass
 
 
 def test_mutants_are_told_apart():

@@ -206,7 +206,7 @@ WRONG = {
     ),
     "first_head": (
         Backend("wrong", first_head, features=frozenset({"gqa"})),
-        {"forward", "gradients", "grouped heads"},
+        {"forward", "gradients", "grouped heads", "row independence"},
     ),
     "base_two": (Backend("wrong", base_two, features=frozenset({"lse"})), None),
     "promised": (Backend("wrong", promised, features=frozenset({"lse"})), None),
