@@ -252,7 +252,7 @@ def call(
     backward: bool = True,
 ) -> Call:
     """The forward pass. "naive" is the reference, which shares no code for sinks."""
-    leaves = dict(zip(("dq", "dk", "dv"), tensors, strict=True))
+    leaves: dict[str, Tensor] = dict(zip(("dq", "dk", "dv"), tensors, strict=True))
     if "sinks" in arguments:
         leaves["dsinks"] = arguments["sinks"]
     leaves = {name: x.detach().requires_grad_(backward) for name, x in leaves.items()}
@@ -261,7 +261,7 @@ def call(
     if backend == "naive":
         output = attention(q, k, v, backend=backend, **others)
         return Call(sunk(output, *sinks) if sinks else output, leaves)
-    given = {"sinks": sinks[0]} if sinks else {}
+    given: dict[str, Any] = {"sinks": sinks[0]} if sinks else {}
     return Call(attention(q, k, v, backend=backend, **others, **given), leaves)
 
 

@@ -43,7 +43,7 @@ def mutants() -> str:
     draw_kills(data, FOLDER / "mutants.png")
     alive = [row for row in data["mutants"] if not row["killed_by"]]
     what = (
-        f"{len(data['mutants'])} single edits of the tile loop, "
+        f"{len(data['mutants'])} single edits of the tile loop and of what it uses, "
         f"{len(data['mutants']) - len(alive)} of them caught: by {', '.join(data['cover'])} "
         f"between them, which the tests run every time. {len(alive)} change no result and are "
         "caught by nothing, as they should be. "

@@ -133,6 +133,9 @@ def test_the_committed_matrix_is_of_these_mutants_and_properties(kill_record):
     assert data["properties"] == everything()
     assert data["cover"] == smallest_cover(data["mutants"]) == list(COVER)
     assert all(bool(row["killed_by"]) == (row["survives"] is None) for row in data["mutants"])
+    # calls that stand alone are nothing that the other properties ask for
+    alone = [row["killed_by"][0] for row in data["mutants"] if len(row["killed_by"]) == 1]
+    assert {"every length", "call history", "poisoned memory", "row independence"} <= set(alone)
 
 
 @by_name(RING_MUTANTS)
