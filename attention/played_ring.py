@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attention.defects import WRONG
+from attention.defects import DIES_OF_LOGITS, WRONG
 from attention.interface import FEATURES, AttentionOutput, Backend, Output, ScoredOutput
 from attention.mask import MASKS, visible_keys
 from attention.online_softmax import OnlineSoftmax
@@ -171,20 +171,20 @@ RING_DEFECTS = (
         no_max,
         "ranks are merged by exp(row_max) without a common maximum: exact until a score passes "
         "88.72 in float32, then inf or NaN; zeros where all scores of a block are below -104",
-        frozenset({"large logits", "logits + 100", "logits - 120", "float32 statistics"}),
+        DIES_OF_LOGITS,
     ),
     broken(
         "ring_no_rescale",
         no_rescale,
         "each rank subtracts its own maximum and the sums are added as they are: every rank counts "
         "as if its best key were equally good",
-        WRONG | {"key permutation"},
+        WRONG | {"key permutation", "prefill = decode"},
     ),
     broken(
         "ring_local_softmax",
         local_softmax,
         "each rank takes the softmax of its own keys and the results are summed: the weights of a "
         "row add up to the number of ranks it sees",
-        WRONG | {"key permutation", "rows sum to one"},
+        WRONG | {"key permutation", "rows sum to one", "prefill = decode"},
     ),
 )

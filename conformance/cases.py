@@ -108,14 +108,17 @@ class Case:
                 every_index, "attention.kernels.score_mods:every_index", slopes
             )
         if "sinks" in arguments:
-            # one that takes much of a row, and one that takes little
-            arguments["sinks"] = torch.linspace(2.0, -3.0, self.num_heads).to(device)
+            # one that takes much of a row, and one that takes little, of shifted scores too
+            sinks = torch.linspace(2.0, -3.0, self.num_heads) + SHIFTS.get(self.inputs, 0)
+            arguments["sinks"] = sinks.to(device)
         if "document_ids" in arguments:
             # every sequence of the batch has other documents
             documents = (7 // torch.arange(1, 1 + 2 * self.batch, 2)).clamp(min=1)[:, None]
             number = torch.arange(self.num_queries) * documents // self.num_queries
-            # 0 2 1 0 2 1 0: ids fall as well as rise, and come again for another document
-            arguments["document_ids"] = (2 * number % 3).to(device)
+            # 0 2 1 0 2 1 0: ids fall as well as rise, and come again for another document; in 32
+            # bits two neighbours are equal, as integers and as floating-point numbers
+            ids = torch.tensor([2**24, 2**24 + 1, 2**24 + 2**32])[2 * number % 3]
+            arguments["document_ids"] = ids.to(device)
         if "key_lengths" in arguments:
             # a little padding, much of it, and nothing else
             lengths = torch.tensor([self.num_keys - 5, self.num_keys // 3, 0])
@@ -170,6 +173,14 @@ def _spike(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
     return q, k, v
 
 
+def _tower(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
+    """One key near the end stands 200 above all others, for every query."""
+    q, k = q.clone(), k.clone()
+    q[..., 0], k[..., 0] = 4, 0
+    k[:, :, -3, 0] = 200 * q.shape[-1] ** 0.5 / 4
+    return q, k, v
+
+
 def _huge(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
     """Each row's own key scores in the hundreds, past the largest exponent of every dtype, and
     differently in each row.
@@ -185,6 +196,14 @@ def _negative(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
 def _shifted(q: Tensor, k: Tensor, v: Tensor, *, by: float) -> Inputs:
     """Ordinary scores, all moved by the same amount, which softmax does not see."""
     q, k = q.clone(), k.clone()
+    q[..., 0], k[..., 0] = 4, by * q.shape[-1] ** 0.5 / 4
+    return q, k, v
+
+
+def _up_and_down(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
+    """The heads' scores are moved up and down in turn."""
+    q, k = q.clone(), k.clone()
+    by = torch.tensor(list(SHIFTS.values()), dtype=k.dtype)[torch.arange(k.shape[1]) % 2, None]
     q[..., 0], k[..., 0] = 4, by * q.shape[-1] ** 0.5 / 4
     return q, k, v
 
@@ -209,15 +228,17 @@ def _trained(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
     return q, k, v
 
 
+SHIFTS = {"up": 100, "down": -120}
 ADVERSARIAL = {
     "normal": lambda q, k, v: (q, k, v),
     "large": lambda q, k, v: (q * 4, k * 2, v),
     "growing": _growing,
     "spike": _spike,
+    "tower": _tower,
     "huge": _huge,
     "negative": _negative,
-    "up": partial(_shifted, by=100),
-    "down": partial(_shifted, by=-120),
+    **{name: partial(_shifted, by=by) for name, by in SHIFTS.items()},
+    "up and down": _up_and_down,
     "ties": _ties,
     "trained": _trained,
     "ones": lambda q, k, v: (q, k, torch.ones_like(v)),
@@ -236,6 +257,62 @@ def attend(
     return AttentionOutput(out.transpose(0, 1)[None], None if lse is None else lse[None])
 
 
+class Call(NamedTuple):
+    """A forward pass whose backward pass may come later."""
+
+    output: AttentionOutput
+    leaves: dict[str, Tensor]  # by the name of their gradient
+
+    def results(self, d_out: Tensor, d_lse: Tensor | None) -> dict[str, Tensor]:
+        """out, lse (where there is one) and the gradients of what requires one, as float64."""
+        out, lse = self.output[:2]
+        results: dict[str, Tensor] = {}
+        if self.leaves["dq"].requires_grad:
+            loss = (out.double() * d_out).sum()
+            if d_lse is not None and lse is not None:
+                # a row without a key has lse = -inf: nothing flows back through it
+                loss = loss + (torch.where(lse.isinf(), 0.0, lse).double() * d_lse).sum()
+            gradients = torch.autograd.grad(loss, tuple(self.leaves.values()))
+            results |= zip(self.leaves, gradients, strict=True)
+        results["out"] = out.detach()
+        if lse is not None:
+            results["lse"] = lse.detach()
+        return {name: x.double() for name, x in results.items()}
+
+
+def call(
+    backend: str | Backend,
+    tensors: list[Tensor],
+    arguments: dict[str, Any],
+    *,
+    backward: bool = True,
+) -> Call:
+    """The forward pass. "naive" is the reference, which shares no code for sinks."""
+    leaves: dict[str, Tensor] = dict(zip(("dq", "dk", "dv"), tensors, strict=True))
+    if "sinks" in arguments:
+        leaves["dsinks"] = arguments["sinks"]
+    leaves = {name: x.detach().requires_grad_(backward) for name, x in leaves.items()}
+    q, k, v, *sinks = leaves.values()
+    others = {name: x for name, x in arguments.items() if name != "sinks"}
+    if backend == "naive":
+        output = attend(q, k, v, backend=backend, **others)
+        return Call(sunk(output, *sinks) if sinks else output, leaves)
+    given: dict[str, Any] = {"sinks": sinks[0]} if sinks else {}
+    return Call(attend(q, k, v, backend=backend, **others, **given), leaves)
+
+
+def sunk(output: AttentionOutput, sinks: Tensor) -> AttentionOutput:
+    """The reference for sinks: the share of the keys is a sigmoid. attention() has one form for
+    all backends, which a comparison of two of them would not judge.
+    """
+    out, lse = output
+    assert lse is not None
+    sinks = sinks.to(lse.dtype)[:, None]
+    share = (lse - sinks).sigmoid().unsqueeze(-1)
+    total = sinks + torch.nn.functional.softplus(lse - sinks, threshold=40)
+    return AttentionOutput((out * share).to(out.dtype), total)
+
+
 def run(
     backend: str | Backend,
     tensors: list[Tensor],
@@ -246,20 +323,7 @@ def run(
     backward: bool = True,
 ) -> dict[str, Tensor]:
     """out, lse (where there is one) and, with backward, the gradients, as float64."""
-    q, k, v = (x.detach().requires_grad_(backward) for x in tensors)
-    output = attend(q, k, v, backend=backend, **arguments)
-    results: dict[str, Tensor] = {}
-    if backward:
-        loss = (output.out.double() * d_out).sum()
-        if d_lse is not None and output.lse is not None:
-            # a row without a key has lse = -inf: nothing flows back through it
-            loss = loss + (torch.where(output.lse.isinf(), 0.0, output.lse).double() * d_lse).sum()
-        gradients = torch.autograd.grad(loss, (q, k, v))
-        results |= zip(("dq", "dk", "dv"), gradients, strict=True)
-    results["out"] = output.out.detach()
-    if output.lse is not None:
-        results["lse"] = output.lse.detach()
-    return {name: x.double() for name, x in results.items()}
+    return call(backend, tensors, arguments, backward=backward).results(d_out, d_lse)
 
 
 def unavoidable(
@@ -295,9 +359,9 @@ def unavoidable(
     identity = torch.eye(k.shape[2], width, dtype=torch.float64, device=q.device).expand(
         *k.shape[:2], -1, -1
     )
-    p = attend(wide_q, wide_k, identity, backend="naive", scale=scale, **arguments).out[
-        ..., : k.shape[2]
-    ]
+    wide = [wide_q, wide_k, identity]
+    weights = call("naive", wide, {"scale": scale, **arguments}, backward=False).output.out
+    p = weights[..., : k.shape[2]]
     stored = reference["out"].to(dtype).double()
     delta_error = (d_out * (stored - reference["out"])).sum(-1, keepdim=True).abs()
     delta_error = delta_error + 4 * eps_statistics * (
@@ -327,7 +391,7 @@ class Expected(NamedTuple):
     arguments: dict[str, Any]
     d_out: Tensor
     d_lse: Tensor
-    reference: dict[str, Tensor]  # out, lse, dq, dk, dv in float64
+    reference: dict[str, Tensor]  # out, lse, dq, dk, dv, and dsinks, in float64
     own: dict[str, float]  # naive's own error in the case's dtype
     roundings: dict[str, float]  # unavoidable() ones
 

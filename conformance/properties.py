@@ -15,7 +15,6 @@ Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D h
 import builtins
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +24,18 @@ from attention import Backend
 from attention.interface import Refusal
 from attention.mask import visible_keys
 from conformance.backend_under_test import Check, Subject
-from conformance.cases import Case, distance
+from conformance.cases import Case, call, distance
+from conformance.isolation import (
+    call_history,
+    deterministic_algorithms,
+    poisoned_memory,
+    row_independence,
+    streams_and_graphs,
+)
 from conformance.memory_growth import exponents
 from conformance.other_functions import finite_differences, hidden_keys_with_gradient, widest
 
-TENSORS = ("out", "lse", "dq", "dk", "dv")
+TENSORS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 # PyTorch says this of FlexAttention on every machine, and no user can change it
 WARNINGS = ("return_lse is deprecated", r"flex_attention called without torch\.compile")
 LINEAR = 1.15  # the largest exponent that counts as linear in N
@@ -180,25 +186,29 @@ def rows_sum_to_one(subject: Subject) -> Iterator[Check]:
 
 
 def large_logits(subject: Subject) -> Iterator[Check]:
-    """Scores that grow from tile to tile, spike in the last one, stand in the hundreds, or come
-    from a trained model.
+    """Scores that grow from tile to tile, spike in the last one, stand in the hundreds, all or one
+    of them, or come from a trained model.
     """
     cases = [subject.case(inputs=name) for name in ("large", "growing", "spike", "huge")]
-    yield from compared(
-        subject, [*cases, subject.case(128, head_dim=32, inputs="trained")], *TENSORS
-    )
+    cases += [
+        subject.case(causal=False, inputs="tower"),
+        subject.case(128, head_dim=32, inputs="trained"),
+    ]
+    yield from compared(subject, cases, *TENSORS)
 
 
 def shifted_up(subject: Subject) -> Iterator[Check]:
-    """Every score 100 higher: no exponential of a score itself survives it."""
+    """Every score 100 higher, and a sink too: no exponential of a score itself survives it."""
     if is_softmax(subject):
-        yield from compared(subject, [subject.case(inputs="up")], *TENSORS)
+        cases = [subject.case(inputs="up"), subject.case(inputs="up", optional={"sinks": True})]
+        yield from compared(subject, cases, *TENSORS)
 
 
 def shifted_down(subject: Subject) -> Iterator[Check]:
     """Every score 120 lower, or lower still: exponentials of the scores themselves are 0."""
     if is_softmax(subject):
         cases = [subject.case(inputs=name) for name in ("down", "negative")]
+        cases.append(subject.case(inputs="down", optional={"sinks": True}))
         yield from compared(subject, cases, *TENSORS)
 
 
@@ -226,6 +236,19 @@ def ragged_tails(subject: Subject) -> Iterator[Check]:
     )
 
 
+def every_length(subject: Subject) -> Iterator[Check]:
+    """Each remainder of a length after whole tiles, with the scores of one head 100 higher and of
+    another 120 lower: what fills a tile up may not count, in either pass.
+    """
+    tile = 32 if subject.device == "cpu" else 128
+    # each remainder of half a tile comes with a causal mask and without
+    cases = [
+        subject.case(n, causal=n <= tile + tile // 2, inputs="up and down")
+        for n in range(tile + 1, 2 * tile + 1)
+    ]
+    yield from compared(subject, dict.fromkeys(cases), *TENSORS)
+
+
 def first_tile_masked(subject: Subject) -> Iterator[Check]:
     """A row of whose first tile no key is visible, as under a sliding window: -inf - -inf must not
     become NaN.
@@ -241,20 +264,25 @@ def first_tile_masked(subject: Subject) -> Iterator[Check]:
 
 
 def rows_without_a_key(subject: Subject) -> Iterator[Check]:
-    """More queries than keys: the first N - M rows see nothing, give out = 0, lse = -inf and no
-    gradient, and spoil no other row.
+    """More queries than keys: the first N - M rows see nothing, give out = 0, lse = -inf (or their
+    sink) and no gradient, and spoil no other row.
     """
     n = subject.length
-    case = subject.case(n, n // 2 - 2)
-    none = case.num_queries - case.num_keys
-    if not subject.passes(case):
-        return
-    for name, x in subject.run(case).items():
-        if name in ("out", "dq", "lse"):
-            empty, x = x[:, :, :none], x[:, :, none:]
-            nothing = torch.full_like(empty, -torch.inf if name == "lse" else 0.0)
-            yield Check(f"{name} of {case}", distance(empty, nothing), 0.0)
-        yield Check(f"non-finite numbers in {name} of {case}", float((~x.isfinite()).sum()), 0.0)
+    for case in (subject.case(n, n // 2 - 2), subject.case(n, n // 2, optional={"sinks": True})):
+        if not subject.passes(case):
+            continue
+        none = case.num_queries - case.num_keys
+        arguments = subject.expected(case).arguments
+        nothing = {"out": 0.0, "dq": 0.0, "lse": -torch.inf}
+        if "sinks" in arguments:
+            nothing["lse"] = arguments["sinks"].double()[:, None]
+        for name, x in subject.run(case).items():
+            if name in nothing:
+                empty, x = x[:, :, :none], x[:, :, none:]
+                expected = torch.zeros_like(empty) + nothing[name]
+                yield Check(f"{name} of {case}", distance(empty, expected), 0.0)
+            wrong = float((~x.isfinite()).sum())
+            yield Check(f"non-finite numbers in {name} of {case}", wrong, 0.0)
 
 
 def cross_length(subject: Subject) -> Iterator[Check]:
@@ -283,42 +311,93 @@ def packed(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def misaligned(x: Tensor) -> Tensor:
-    """Neither the start nor the rows fall on 16 bytes."""
-    return x.new_zeros(*x.shape[:3], x.shape[3] + 3)[..., 1:-2].copy_(x)
+    """Neither the start nor the rows fall on 16 bytes; between them lies NaN."""
+    around = x.new_full((*x.shape[:3], x.shape[3] + 3), torch.nan)
+    return around[..., 1:-2].copy_(x)
 
 
 def spread_out(x: Tensor) -> Tensor:
     """Every other row and column of a larger tensor."""
-    return x.new_zeros(*x.shape[:2], 2 * x.shape[2], 2 * x.shape[3])[:, :, ::2, ::2].copy_(x)
+    around = x.new_full((*x.shape[:2], 2 * x.shape[2], 2 * x.shape[3]), torch.nan)
+    return around[:, :, ::2, ::2].copy_(x)
 
 
+def cached(x: Tensor) -> Tensor:
+    """The first rows of a cache with room for more, which has not been written."""
+    around = x.new_full((*x.shape[:2], 2 * x.shape[2], x.shape[3]), torch.nan)
+    return around[:, :, : x.shape[2]].copy_(x)
+
+
+def far_apart(x: Tensor, *, dim: int) -> Tensor:
+    """The steps along dim take offsets past 2^31 elements. On a CPU only what is written takes
+    memory.
+    """
+    steps = list(torch.empty(x.shape, device="meta").stride())
+    steps[dim] = 2**31 // (x.shape[dim] - 1) // 16 * 16 + 16
+    around = x.new_empty(sum(s * (n - 1) for s, n in zip(steps, x.shape, strict=True)) + 1)
+    return around.as_strided(x.shape, steps).copy_(x)
+
+
+EACH = (spread_out, cached, misaligned)
 LAYOUTS: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
     "packed": packed,
     "misaligned": lambda tensors: [misaligned(x) for x in tensors],
     "transposed": lambda tensors: [x.mT.contiguous().mT for x in tensors],
     "spread out": lambda tensors: [spread_out(x) for x in tensors],
+    "cached": lambda tensors: [cached(x) for x in tensors],
+    "each another": lambda tensors: [f(x) for f, x in zip(EACH, tensors, strict=True)],
+}
+FAR: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
+    "sequences past 2^31": lambda tensors: [far_apart(x, dim=0) for x in tensors],
+    "rows past 2^31": lambda tensors: [far_apart(x, dim=2) for x in tensors],
 }
 
 
 def strides(subject: Subject) -> Iterator[Check]:
-    """Views of any layout give what contiguous tensors give."""
+    """Views of any layout give what contiguous tensors give, with NaN around them, and with
+    offsets past 2^31.
+    """
     case = subject.case(batch=2)
     passes = subject.passes(case)
     if not passes:
         return
     expected, plain = subject.expected(case), subject.run(case)
-    for layout, change in LAYOUTS.items():
-        views = change(expected.tensors)
+    for layout, change in (LAYOUTS | FAR).items():
+        # on a CPU a gradient of as_strided() would write to all of what lies between
+        backward = passes == "both" and not (layout in FAR and subject.device == "cpu")
+        try:
+            views = change(expected.tensors)
+        except RuntimeError as error:  # PyTorch's words where memory is too small
+            subject.refusals.append(f"{layout}: {str(error).splitlines()[0]}")
+            continue
         reasons = subject.backend.unsupported_reasons(
-            *(x.requires_grad_(passes == "both") for x in views), **expected.arguments
+            *(x.requires_grad_(backward) for x in views), **expected.arguments
         )
         if reasons:
             subject.refusals += reasons
             continue
-        for name, x in subject.run(case, views).items():
+        for name, x in subject.run(case, views, backward=backward).items():
             yield Check(
                 f"{name} of {case}, {layout}", distance(x, plain[name]), 2 * expected.budget(name)
             )
+    if passes == "both":
+        yield from gradients_of_any_layout(subject, case)
+
+
+def gradients_of_any_layout(subject: Subject, case: Case) -> Iterator[Check]:
+    """The gradient of out comes as a view too: out.sum() hands in a single one, expanded."""
+    expected = subject.expected(case)
+    d_out = expected.d_out.to(subject.dtype)
+    views = {"spread out": spread_out(d_out), "expanded": d_out[:1, :1, :1].expand_as(d_out)}
+    for layout, view in views.items():
+        found = []
+        for gradient in (view, view.contiguous()):
+            made = call(subject.backend, expected.tensors, expected.arguments)
+            leaves = list(made.leaves.values())
+            found.append(torch.autograd.grad(made.output.out, leaves, gradient))
+        for name, x, y in zip(made.leaves, *found, strict=True):
+            moved = distance(x.double(), y.double())
+            yield Check(f"{name} of {case}, d_out {layout}", moved, 2 * expected.budget(name))
 
 
 def no_leak_forward(subject: Subject) -> Iterator[Check]:
@@ -370,7 +449,8 @@ def mask_positions(subject: Subject) -> Iterator[Check]:
     n = subject.length
     documents = {"document_ids": True}
     masked = [
-        subject.case(optional={"window": 9}),
+        # the last ones begin a key after a tile, of either device
+        *(subject.case(optional={"window": window}) for window in (9, 15, 63)),
         *(subject.case(optional=documents, causal=causal) for causal in (True, False)),
         subject.case(n // 2, n, causal=False, optional={"window": (9, 4)}),
         subject.case(batch=3, causal=False, optional={"key_lengths": True}),
@@ -414,6 +494,7 @@ def optional_arguments(subject: Subject) -> Iterator[Check]:
         subject.case(batch=2, causal=False, optional={"document_ids": True}),
         subject.case(batch=2, num_heads=4, num_kv_heads=2, optional={"score_mod": True}),
         subject.case(causal=False, optional={"score_mod": True}),
+        subject.case(subject.length // 2, subject.length, optional={"score_mod": True}),
         subject.case(num_heads=4, num_kv_heads=2, optional={"sinks": True}),
         subject.case(subject.length // 2, subject.length, optional={"sinks": True}),
         subject.case(
@@ -475,16 +556,6 @@ def largest_tensor(subject: Subject) -> Iterator[Check]:
     yield from growth(subject, "largest", "peak")
 
 
-@contextmanager
-def deterministic_algorithms() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
 def bitwise_repeat(subject: Subject) -> Iterator[Check]:
     """The same call gives the same bits again, where PyTorch must use deterministic kernels."""
     case = subject.case(batch=2, num_heads=4, num_kv_heads=4)
@@ -525,14 +596,14 @@ def compiled_equals_eager(subject: Subject) -> Iterator[Check]:
 
 
 def prefill_equals_decode(subject: Subject) -> Iterator[Check]:
-    """The last queries alone, against all keys, give the last rows of the whole pass: one token at
-    a time or several. Of another function than softmax, the first tokens alone give the first rows.
+    """The last queries alone, against a cache of all keys, give the last rows of the whole pass:
+    one token at a time or several. Of another function than softmax, the first tokens alone give
+    the first rows.
     """
     n = subject.length
-    whole = subject.case()
-    expected = subject.expected(whole)
-    q, k, v = expected.tensors
     if not subject.backend.claims_softmax:
+        expected = subject.expected(whole := subject.case())
+        q, k, v = expected.tensors
         for first in (1, n // 2 + 1):
             alone, together = (
                 subject.attend(*(x[:, :, :tokens] for x in (q, k, v)))[:, :, :first].double()
@@ -540,16 +611,21 @@ def prefill_equals_decode(subject: Subject) -> Iterator[Check]:
             )
             error, budget = distance(alone, together), 2 * expected.budget("out")
             yield Check(f"first {first} tokens of {whole}", error, budget)
-    for last in (1, 9, n // 2 + 1):
-        if subject.takes(subject.case(last, n), backward=False):
-            alone, together = (
-                subject.attend(x, k, v)[:, :, -last:].double() for x in (q[:, :, -last:], q)
-            )
-            yield Check(
-                f"last {last} queries of {whole}",
-                distance(alone, together),
-                2 * expected.budget("out"),
-            )
+    for optional in ({}, {"window": 9}, {"alibi_slopes": True}, {"sinks": True}):
+        whole = subject.case(optional=optional)
+        if not subject.takes(whole, backward=False):
+            continue
+        expected = subject.expected(whole)
+        (q, k, v), arguments = expected.tensors, expected.arguments
+        together = subject.attend(q, k, v, **arguments).double()
+        for last in (1, 3, 9, n // 2 + 1):
+            if subject.takes(subject.case(last, n, optional=optional), backward=False):
+                alone = subject.attend(q[:, :, -last:], cached(k), cached(v), **arguments)
+                yield Check(
+                    f"last {last} queries of {whole}",
+                    distance(alone.double(), together[:, :, -last:]),
+                    2 * expected.budget("out"),
+                )
 
 
 Property = Callable[[Subject], Iterator[Check]]
@@ -565,6 +641,7 @@ PROPERTIES: dict[str, Property] = {
     "logits - 120": shifted_down,
     "float32 statistics": float32_statistics,
     "ragged tails": ragged_tails,
+    "every length": every_length,
     "first tile masked": first_tile_masked,
     "rows without a key": rows_without_a_key,
     "N != M": cross_length,
@@ -575,6 +652,10 @@ PROPERTIES: dict[str, Property] = {
     "mask positions": mask_positions,
     "optional arguments": optional_arguments,
     "wider calls": wider_calls,
+    "call history": call_history,
+    "poisoned memory": poisoned_memory,
+    "row independence": row_independence,
+    "streams and graphs": streams_and_graphs,
     "saved bytes": saved_bytes,
     "largest tensor": largest_tensor,
     "bitwise repeat": bitwise_repeat,

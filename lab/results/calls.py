@@ -43,7 +43,7 @@ def mutants() -> str:
     draw_kills(data, FOLDER / "mutants.png")
     alive = [row for row in data["mutants"] if not row["killed_by"]]
     what = (
-        f"{len(data['mutants'])} single edits of the tile loop, "
+        f"{len(data['mutants'])} single edits of the tile loop and of what it uses, "
         f"{len(data['mutants']) - len(alive)} of them caught: by {', '.join(data['cover'])} "
         f"between them, which the tests run every time. {len(alive)} change no result and are "
         "caught by nothing, as they should be. "
@@ -57,8 +57,8 @@ def mutants() -> str:
     apart = [f"`{name}`" for name, killed in there.items() if killed != here.get(name)]
     end = f"which differs from the CPU's for {', '.join(apart)}" if apart else ""
     what_again = (
-        "The same edits on the GPU, in its longer cases and larger tiles: "
-        f"{sum(there.values())} of {len(there)} caught, {end or 'the same ones as on the CPU'}."
+        f"{len(there)} of these edits on the GPU, in its longer cases and larger tiles: "
+        f"{sum(there.values())} caught, {end or 'the same ones as on the CPU'}."
     )
     parts = [
         section(data, what, table(KILLS_HEAD, kills(data)), "![kill matrix](mutants.png)"),

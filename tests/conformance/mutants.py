@@ -1,82 +1,22 @@
-"""Single mistakes in the tile loop, each as the edit that makes it: the source of
-attention/tiled.py, mask.py and online_softmax.py with one line changed (a few need a second),
-loaded beside the real one.
+"""Single mistakes in the tile loop and in a ring, each as the edit that makes it.
 
 The list is what one gets wrong when writing this loop by hand: the maximum, the rescaling, the
 order, the sum, the mask, the tail, the scale, lse, the heads, the backward pass. Those with
-`survives` change no result, and the sentence says why.
+`survives` change no result, and the sentence says why. What others shipped is in shipped.py.
 """
 
-import sys
-import types
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
-import attention
-from attention import Backend
 from conformance.properties import PROPERTIES, SLOW
+from tests.conformance.mutation import Mutant, loop, mask, ring, smallest_cover, softmax
+from tests.conformance.shipped import SHIPPED, SHIPPED_IN_RINGS
 from training.environment import measured_on
 from training.files import write_json
 
-FOLDER = Path(attention.__file__).parent
-# in the order in which they import one another
-MODULES = ("mask", "online_softmax", "ring", "tiled", "played_ring")
 MATRIX_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the kill matrix is made
-
-
-@dataclass(frozen=True)
-class Mutant:
-    name: str
-    says: str
-    edits: tuple[tuple[str, str, str], ...]  # module, what stands there, what stands there instead
-    survives: str | None = None
-    dtype: torch.dtype = torch.float32  # in which it shows
-    ring: bool = False  # of the ring of ranks, not of the tile loop
-
-    def backend(self) -> Backend:
-        """The tile loop or the ring with the mistake in it. Raises AssertionError where the source
-        no longer reads as the edit expects.
-        """
-        loaded: dict[str, Any] = {}
-        with mock.patch.dict(sys.modules):
-            for name in MODULES:
-                source = (FOLDER / f"{name}.py").read_text()
-                for _, before, after in (edit for edit in self.edits if edit[0] == name):
-                    assert source.count(before) == 1, (
-                        f"{self.name}: attention/{name}.py holds {source.count(before)} times: "
-                        f"{before}"
-                    )
-                    source = source.replace(before, after)
-                module = types.ModuleType(f"attention.{name}")
-                exec(
-                    compile(source, f"attention/{name}.py with {self.name}", "exec"),
-                    module.__dict__,
-                )
-                sys.modules[f"attention.{name}"] = module
-                loaded[name] = module
-        return replace(
-            loaded["played_ring"].RING if self.ring else loaded["tiled"].TILED, name=self.name
-        )
-
-
-def smallest_cover(rows: list[dict[str, Any]]) -> list[str]:
-    """Properties that together catch what all of them catch, the one with the most left to catch
-    first.
-    """
-    left, cover = {row["name"] for row in rows if row["killed_by"]}, []
-    while left:
-        names = dict.fromkeys(name for row in rows for name in row["killed_by"])
-        best = max(
-            names,
-            key=lambda name: sum(row["name"] in left and name in row["killed_by"] for row in rows),
-        )
-        left -= {row["name"] for row in rows if best in row["killed_by"]}
-        cover.append(best)
-    return cover
 
 
 def write_matrix(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -91,18 +31,6 @@ def write_matrix(path: Path, rows: list[dict[str, Any]]) -> None:
         path,
         {"environment": where, "properties": names, "cover": smallest_cover(rows), "mutants": rows},
     )
-
-
-def softmax(*edits: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
-    return tuple(("online_softmax", *edit) for edit in edits)
-
-
-def mask(*edits: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
-    return tuple(("mask", *edit) for edit in edits)
-
-
-def loop(*edits: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
-    return tuple(("tiled", *edit) for edit in edits)
 
 
 # the lines that several mistakes are made in
@@ -698,17 +626,14 @@ MUTANTS = (
         "nothing: "
         "it only takes longer",
     ),
+    *SHIPPED,
 )
-
-
-def ring(*edits: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
-    return tuple(("ring", *edit) for edit in edits)
 
 
 def _of_ring(
     name: str, says: str, *edits: tuple[str, str, str], survives: str | None = None
 ) -> Mutant:
-    return Mutant(name, says, edits, survives, ring=True)
+    return Mutant(name, says, edits, survives, backend="ring")
 
 
 BLOCK_BACKWARD = "return blocks.backward(q, k, v, *whole, visible, **self.settings)"
@@ -830,4 +755,5 @@ RING_MUTANTS = (
         *ring(("self.ring.merge(state, block)", "self.ring.merge(block, state)")),
         survives="the merge is commutative",
     ),
+    *SHIPPED_IN_RINGS,
 )

@@ -21,6 +21,7 @@ naive = get_backend("naive").fn
 MEMORY = frozenset({"saved bytes", "largest tensor"})
 # interpreted, Triton takes a minute for what the conformance tests show as well, and FlexAttention
 # without a compiler half of one
+DEAR = ("ring_no_rescale", "ring_local_softmax")
 IN_REACH = [name for name in BACKENDS if name not in ("triton", "flex")]
 
 
@@ -42,7 +43,11 @@ def test_every_property_says_what_it_asks():
     assert set(PROPERTIES) >= SLOW
 
 
-@pytest.mark.parametrize("name", IN_REACH)
+# one broken merge stays: each takes seconds
+MARKED = [pytest.param(name, marks=pytest.mark.slow if name in DEAR else ()) for name in IN_REACH]
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_red_exactly_where_documented(name):
     cells = verify_backend(get_backend(name), random_cases=6, quick=True)
     assert all(cell.ok for cell in cells), [
@@ -170,7 +175,7 @@ def test_a_backend_that_passes_on_ordinary_inputs_is_caught():
             *(torch.autograd.grad(out.square().sum(), (q, k, v)) for out in outs)
         )
     found = column(backend, quick=True)
-    expected = ["large logits", "logits + 100", "logits - 120", "float32 statistics"]
+    expected = [name for name in PROPERTIES if name in get_backend("no_max").breaks]
     assert [name for name, status in found.items() if status == "red"] == expected
     assert red_properties(backend, device="cpu", dtype=torch.float32) == expected
     # what it does not declare is not asked of it
@@ -185,7 +190,8 @@ def test_a_backend_that_passes_on_ordinary_inputs_is_caught():
         "wider calls",
     }
     assert {name for name, status in found.items() if status == "n/a"} == not_asked | {
-        "prefill = decode"
+        "prefill = decode",
+        "streams and graphs",
     }
 
 
@@ -206,7 +212,7 @@ WRONG = {
     ),
     "first_head": (
         Backend("wrong", first_head, features=frozenset({"gqa"})),
-        {"forward", "gradients", "grouped heads"},
+        {"forward", "gradients", "grouped heads", "row independence"},
     ),
     "base_two": (Backend("wrong", base_two, features=frozenset({"lse"})), None),
     "promised": (Backend("wrong", promised, features=frozenset({"lse"})), None),

@@ -51,9 +51,10 @@ def test_an_exact_and_a_broken_backend_are_as_documented(run_verify, tmp_path):
         name: re.search(rf"^{re.escape(name)} +(.)  (.)$", out, re.MULTILINE).groups()
         for name in PROPERTIES
     }
-    red = {"logits - 120", "rows without a key", "wider calls"}
-    assert marks == {name: ("+", "x" if name in red else "+") for name in PROPERTIES}
-    assert "tiled            57 fixed and 2 random cases" in out
+    red = {"logits - 120", "every length", "rows without a key", "wider calls"}
+    expected = {name: ("+", "x" if name in red else "+") for name in PROPERTIES}
+    assert marks == expected | {"streams and graphs": (".", ".")}
+    assert "tiled            93 fixed and 2 random cases" in out
 
     data = json.loads((tmp_path / "found.json").read_text())
     assert list(data["backends"]) == ["tiled", "zero_init_max"] and list(
@@ -64,7 +65,8 @@ def test_an_exact_and_a_broken_backend_are_as_documented(run_verify, tmp_path):
     assert str(ROOT) not in json.dumps(data)
     tiled = data["backends"]["tiled"]
     assert 0 < tiled["worst_multiple_of_naive"] < 3 and tiled["tried"]["checks"] > 150
-    assert all(cell["status"] == "green" and cell["worst_share"] <= 1 for cell in tiled["cells"])
+    cells = [cell for cell in tiled["cells"] if cell["property"] != "streams and graphs"]
+    assert all(cell["status"] == "green" and cell["worst_share"] <= 1 for cell in cells)
     assert {
         cell["property"]
         for cell in data["backends"]["zero_init_max"]["cells"]
@@ -168,7 +170,7 @@ def test_what_is_refused_altogether_is_not_verified(run_verify, monkeypatch):
 def test_several_dtypes_share_a_column(run_verify):
     code, out = run_verify("attention=sdpa", "dtype=fp32,bf16", "cases=0")
     assert code == 0 and re.search(r"^forward +\+$", out, re.MULTILINE)
-    assert "72 fixed and 0 random cases" in out
+    assert "138 fixed and 0 random cases" in out
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""How a mutant is made: the source of modules of attention/ with one line changed (a few need a
+second), loaded beside the real one.
+"""
+
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import CodeType
+from typing import Any
+from unittest import mock
+
+import torch
+
+import attention
+from attention import Backend
+
+FOLDER = Path(attention.__file__).parent
+# in the order in which they import one another
+MODULES = ("mask", "online_softmax", "sinks", "naive", "ring", "tiled", "played_ring")
+
+
+@cache
+def code(name: str, edits: tuple[tuple[str, str], ...] = (), author: str = "nobody") -> CodeType:
+    """A module of attention/ with edits. Raises AssertionError where its source no longer reads as
+    an edit expects.
+    """
+    source = (FOLDER / f"{name}.py").read_text()
+    for before, after in edits:
+        times = source.count(before)
+        assert times == 1, f"{author}: attention/{name}.py holds {times} times: {before}"
+        source = source.replace(before, after)
+    return compile(source, f"attention/{name}.py with {author}", "exec")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    says: str  # what is wrong, and for a mistake that somebody shipped, where
+    edits: tuple[tuple[str, str, str], ...]  # module, what stands there, what stands there instead
+    survives: str | None = None
+    dtype: torch.dtype = torch.float32  # in which it shows
+    backend: str = "tiled"  # or ring, of ranks, or naive
+
+    @contextmanager
+    def installed(self) -> Iterator[Backend]:
+        """The backend with the mistake in it, and attention() with its sinks."""
+        loaded: dict[str, Any] = {}
+        with mock.patch.dict(sys.modules):
+            for name in MODULES:
+                edits = tuple(edit[1:] for edit in self.edits if edit[0] == name)
+                module = types.ModuleType(f"attention.{name}")
+                exec(code(name, edits, self.name) if edits else code(name), module.__dict__)
+                sys.modules[f"attention.{name}"] = module
+                loaded[name] = module
+        found = {
+            "tiled": loaded["tiled"].TILED,
+            "ring": loaded["played_ring"].RING,
+            "naive": loaded["naive"].NAIVE,
+        }
+        with mock.patch.object(attention, "with_sinks", loaded["sinks"].with_sinks):
+            yield replace(found[self.backend], name=self.name)
+
+
+def smallest_cover(rows: list[dict[str, Any]]) -> list[str]:
+    """Properties that together catch what all of them catch, the one with the most left to catch
+    first.
+    """
+    left, cover = {row["name"] for row in rows if row["killed_by"]}, []
+    while left:
+        names = dict.fromkeys(name for row in rows for name in row["killed_by"])
+        best = max(
+            names,
+            key=lambda name: sum(row["name"] in left and name in row["killed_by"] for row in rows),
+        )
+        left -= {row["name"] for row in rows if best in row["killed_by"]}
+        cover.append(best)
+    return cover
+
+
+def softmax(*edits: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
+    return tuple(("online_softmax", *edit) for edit in edits)
+
+
+def mask(*edits: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
+    return tuple(("mask", *edit) for edit in edits)
+
+
+def loop(*edits: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
+    return tuple(("tiled", *edit) for edit in edits)
+
+
+def naive(*edits: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
+    return tuple(("naive", *edit) for edit in edits)
+
+
+def sink(*edits: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
+    return tuple(("sinks", *edit) for edit in edits)
+
+
+def ring(*edits: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
+    return tuple(("ring", *edit) for edit in edits)
