@@ -3,6 +3,7 @@
 Dimensions: N queries, M keys.
 """
 
+import math
 import random
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from attention import Backend, attention
 from conformance.cases import Case, Expected, compare, expect, run
+from conformance.dialects import dialect_of
 
 # on a CPU the tiles are small, so that every case crosses several and the last one is ragged
 TILES = {"block_q": 32, "block_kv": 16}
@@ -53,6 +55,11 @@ class Subject:
 
     def __post_init__(self) -> None:
         self.given = self.backend
+        dialect = dialect_of(self.backend)
+        self.lse_gradient = "lse" in self.backend.features
+        if dialect is not None:
+            self.lse_gradient = self.lse_gradient and dialect.lse_gradient
+            self.multiple = math.lcm(self.multiple, dialect.multiple)
         self.has_blocks = TILES.keys() <= self.backend.options.keys()
         if self.has_blocks and self.device == "cpu":
             self.backend = self.backend.configured(**TILES)
@@ -84,6 +91,8 @@ class Subject:
         reasons = self.backend.unsupported_reasons(
             *(x.requires_grad_(backward) for x in tensors), **arguments
         )
+        if backward and "sinks" in case.optional and not self.lse_gradient:
+            reasons.append("no gradient flows through its lse, which sinks need")
         self.refusals += reasons
         return not reasons
 
@@ -100,7 +109,7 @@ class Subject:
         return run(self.backend, tensors or given, arguments, d_out, d_lse, backward=backward)
 
     def expected(self, case: Case) -> Expected:
-        return expected_of(case, self.dtype, self.device, with_lse="lse" in self.backend.features)
+        return expected_of(case, self.dtype, self.device, with_lse=self.lse_gradient)
 
     def compare(self, case: Case) -> dict[str, Any] | None:
         """The case's row; forward only where there is no backward pass, None where the inputs are
