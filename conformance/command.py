@@ -242,7 +242,7 @@ def environment(device: str) -> Mapping[str, str]:
 def run_probe(words: list[str]) -> None:
     (text,), options, _ = read(words, ("pkg.module:NAME",), "device", "dtype")
     set_up(torch.device(options.device))
-    for line in probe(text, options.device, options.dtypes[0]):
+    for line in probe(text, options.device, options.dtypes):
         print(line, flush=True)
 
 

@@ -515,11 +515,7 @@ def target(text: str, name: str | None = None, changes: Mapping[str, Any] | None
     if isinstance(found, Backend):
         if name or changes:
             raise ValueError(f"{text} is a Backend, which says itself how it is called")
-        literal = (int, float, str, bool)
-        options = {key: x for key, x in found.options.items() if isinstance(x, literal)}
-        constants = ",".join(f"{key}={x!r}" for key, x in options.items())
-        dialect = replace(DIALECTS["backend"], constants=constants)
-        return Target(replace(found, name=text), dialect, imports, f"{function}.fn")
+        return Target(replace(found, name=text), DIALECTS["backend"], imports, f"{function}.fn")
     if name is None and not changes:
         raise ValueError(
             f"say how {text} is called: `attn-conform probe {text}` finds out, or dialect= one of "

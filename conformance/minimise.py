@@ -13,7 +13,7 @@ import torch
 
 from conformance.backend_under_test import Subject
 from conformance.cases import SHORT, Case, expect
-from conformance.dialects import LAYOUTS, Dialect, Target, sequence_bounds
+from conformance.dialects import LAYOUTS, Dialect, Target, dialect_of, sequence_bounds
 from conformance.properties import TENSORS, Cell
 
 # what conformance.cases.ADVERSARIAL does to the tensors, in a line each
@@ -30,6 +30,7 @@ INPUTS = {
     "ones": "v = torch.ones_like(v)",
 }
 OPTIONAL = {"window", "softcap", "alibi_slopes", "document_ids"}
+LITERAL = (int, float, str, bool, type(None))
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 
 
@@ -61,7 +62,12 @@ class Minimiser:
 
     def __init__(self, target: Target, subject: Watched) -> None:
         self.target, self.subject = target, subject
-        self.found: dict[Call, str | None] = {}
+        self.found: dict[tuple[Call, bool], str | None] = {}
+        if dialect_of(subject.backend) is None:  # its options are arguments: on a CPU, small tiles
+            options = subject.backend.options.items()
+            constants = [f"{key}={x!r}" for key, x in options if isinstance(x, LITERAL)]
+            dialect = replace(target.dialect, constants=", ".join(constants))
+            self.target = target._replace(dialect=dialect)
 
     def script(self, cell: Cell) -> str | None:
         """The smallest failing call of a red property that was just examined; None where no single
@@ -90,9 +96,9 @@ class Minimiser:
 
     def fails(self, call: Call, raises: bool) -> str | None:
         """The script, where it fails. With `raises` an exception is a failure too."""
-        if call not in self.found:
-            self.found[call] = self._fails(call, raises)
-        return self.found[call]
+        if (call, raises) not in self.found:
+            self.found[call, raises] = self._fails(call, raises)
+        return self.found[call, raises]
 
     def _fails(self, call: Call, raises: bool) -> str | None:
         subject, (case, tensor, dtype) = self.subject, call

@@ -1,6 +1,6 @@
 """How an attention is called, found out by calling it.
 
-    for line in probe("my_package:attend", "cpu", torch.float32): print(line)
+    for line in probe("my_package:attend", "cpu", [torch.float32]): print(line)
 
 Each convention is a field of a Dialect. The adapter tries its values on small random inputs until
 the result is that of float64 attention.
@@ -52,8 +52,8 @@ TOLERANCE = 0.03
 class Trial:
     """Calls of one function, each compared with float64 attention."""
 
-    def __init__(self, function: Callable[..., Any], device: str, dtype: torch.dtype) -> None:
-        self.function, self.device, self.dtype = function, device, dtype
+    def __init__(self, function: Callable[..., Any], device: str) -> None:
+        self.function, self.device, self.dtype = function, device, torch.float32
         self.length, self.head_dim = SIZES[0]
         self.known = parameters(function)
         self.true_scale: float | None = None  # of the scores, where no argument sets it
@@ -146,17 +146,17 @@ class Trial:
 Found = tuple[Dialect, list[str]]  # the dialect with what a step found out, and what it says
 
 
-def probe(text: str, device: str, dtype: torch.dtype) -> Iterator[str]:
-    """What is found out, a line each, and at the end the words for `attn-conform run`. Raises
-    ValueError where no way of calling it gives attention.
+def probe(text: str, device: str, dtypes: list[torch.dtype]) -> Iterator[str]:
+    """What is found out in the first dtype that it takes, a line each, and at the end the words for
+    `attn-conform run`. Raises ValueError where no way of calling it gives attention.
     """
     function, _, _ = load(text)
     if isinstance(function, Backend):
         raise ValueError(f"{text} is a Backend, which says itself how it is called: run it")
-    trial = Trial(function, device, dtype)
-    dialect, said = basis(trial)
+    trial = Trial(function, device)
+    dialect, said = basis(trial, dtypes)
     yield from said
-    for step in (corner, mask, window, changes, heads, log_sum_exp, gradients, empty_rows, dtypes):
+    for step in (corner, mask, window, changes, heads, log_sum_exp, gradients, empty_rows, kinds):
         dialect, said = step(trial, dialect)
         yield from said
     yield words(text, function, dialect)
@@ -181,11 +181,11 @@ def hypotheses(trial: Trial) -> Iterator[Dialect]:
         yield replace(dialect, module=module)
 
 
-def basis(trial: Trial) -> Found:
+def basis(trial: Trial, dtypes: list[torch.dtype]) -> Found:
     """Layout, causal argument and scale."""
     # what is right with and without a causal mask is best; else a wrong one is known by the rest
-    for complete, size in product((True, False), SIZES):
-        trial.length, trial.head_dim = size
+    for complete, dtype, size in product((True, False), dtypes, SIZES):
+        trial.dtype, (trial.length, trial.head_dim) = dtype, size
         scales = (None,) if complete else (None, 1.0)
         for dialect, scale in product(hypotheses(trial), scales):
             trial.true_scale = scale
@@ -320,7 +320,8 @@ def empty_rows(trial: Trial, dialect: Dialect) -> Found:
     return dialect, ["empty rows    could not tell: neither zero, nor nan, nor the mean of v"]
 
 
-def dtypes(trial: Trial, dialect: Dialect) -> Found:
+def kinds(trial: Trial, dialect: Dialect) -> Found:
+    """The dtypes in which it is right."""
     causal = dialect.causal == "always"
     fine = [
         name for dtype, name in SHORT.items() if trial.agrees(dialect, causal=causal, dtype=dtype)

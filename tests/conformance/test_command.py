@@ -101,6 +101,17 @@ def test_a_probe_finds_the_conventions(attn_conform, name, says):
     assert (out.splitlines()[-1].split(" ", 3)[-1] == says) == says.startswith("dialect")
 
 
+def test_what_a_probe_says_of_a_kernel_is_enough_to_run_it(attn_conform):
+    """It takes no fp32, one head dim, whole tiles, and has no backward pass."""
+    _, out = attn_conform("probe", f"{ATTENTIONS}:tensor_cores", "device=cpu", "dtype=fp32,bf16")
+    line = out.splitlines()[-1]
+    for word in ("multiple=64", "head_dims=64", "dtypes=bf16", "lse_base=2", "backward=false"):
+        assert word in line.split()
+    code, out = attn_conform(*line.split()[1:], *QUICK, "dtype=bf16")
+    assert code == 0 and out.count("green") > 10
+    assert re.search("ragged tails +n/a: it takes lengths that are multiples of 64", out)
+
+
 def test_a_probe_of_pytorchs_own_finds_its_dialect(attn_conform):
     function = "torch.nn.functional:scaled_dot_product_attention"
     _, out = attn_conform("probe", function, "device=cpu")
