@@ -384,8 +384,6 @@ class Adapter:
             what = f"a tuple of {len(result)}" if is_tuple else f"a {type(result).__name__}"
             raise ValueError(f"it returned {what}, and the dialect says returns={dialect.returns}")
         lse = self.lse(result, batch) if "lse" in dialect.parts else None
-        if lse is not None and not dialect.lse_gradient:
-            lse = lse.detach()
         return self.out(result, batch), lse
 
     def requirements(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **_: Any) -> list[str]:

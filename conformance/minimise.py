@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attention import Backend
 from conformance.backend_under_test import Subject
 from conformance.cases import SHORT, Case, expect
 from conformance.dialects import LAYOUTS, Dialect, Target, dialect_of, sequence_bounds
@@ -61,13 +62,8 @@ class Minimiser:
     """Makes the scripts of one attention."""
 
     def __init__(self, target: Target, subject: Watched) -> None:
-        self.target, self.subject = target, subject
+        self.target, self.subject = with_options(target, subject.backend), subject
         self.found: dict[tuple[Call, bool], str | None] = {}
-        if dialect_of(subject.backend) is None:  # its options are arguments: on a CPU, small tiles
-            options = subject.backend.options.items()
-            constants = [f"{key}={x!r}" for key, x in options if isinstance(x, LITERAL)]
-            dialect = replace(target.dialect, constants=", ".join(constants))
-            self.target = target._replace(dialect=dialect)
 
     def script(self, cell: Cell) -> str | None:
         """The smallest failing call of a red property that was just examined; None where no single
@@ -120,6 +116,14 @@ class Minimiser:
         finally:
             torch.set_default_device(None)
         return text if setting["error"] > budget else None
+
+
+def with_options(target: Target, backend: Backend) -> Target:
+    """The target with the options of the backend under test in each call: on a CPU, small tiles."""
+    if dialect_of(backend) is not None:
+        return target
+    constants = [f"{key}={x!r}" for key, x in backend.options.items() if isinstance(x, LITERAL)]
+    return target._replace(dialect=replace(target.dialect, constants=", ".join(constants)))
 
 
 def plain(case: Case) -> Case:

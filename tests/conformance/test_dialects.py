@@ -15,7 +15,7 @@ from conformance.backend_under_test import Subject
 from conformance.cases import ADVERSARIAL, Case
 from conformance.command import cells_of, parse_dialect
 from conformance.dialects import DIALECTS, Adapter, Target, target
-from conformance.minimise import INPUTS, Call, write
+from conformance.minimise import INPUTS, Call, with_options, write
 
 MINE = "tests.user_attentions"
 SDPA = "torch.nn.functional:scaled_dot_product_attention"
@@ -77,6 +77,7 @@ def test_a_script_of_a_right_call_passes(text, dialect):
     """What a script says of a failure is true only if the same script passes for a right one."""
     found = target(text) if not dialect else named(text, dialect)
     subject = Subject(found.backend, "cpu", FP32, random_cases=0, seed=0)
+    found = with_options(found, subject.backend)
     small = Case(batch=2, num_heads=4, num_kv_heads=2, num_queries=6, num_keys=6, head_dim=4)
     cases = [
         small,
