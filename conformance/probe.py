@@ -208,8 +208,11 @@ def describe_basis(trial: Trial, dialect: Dialect) -> list[str]:
     elif not dialect.scale:
         said.append("scale         D**-0.5, no argument changes it")
     else:
+        trial.error = ""
         usual = trial.agrees(replace(dialect, scale=""), causal=dialect.causal == "always")
-        said.append(f"scale         {dialect.scale}=, {'' if usual else 'not '}D**-0.5 by default")
+        otherwise = "must be given" if trial.error else "not D**-0.5 by default"
+        default = "D**-0.5 by default" if usual else otherwise
+        said.append(f"scale         {dialect.scale}=, {default}")
     return said
 
 

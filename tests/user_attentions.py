@@ -38,12 +38,12 @@ def flash(
     *,
     corner: str = "bottom",
 ):
-    """As flash-attention's: (B, N, H, D), and lse (B, H, N)."""
+    """As flash-attention's: (B, N, H, D), and lse (B, H, N) without a gradient."""
     groups, scale = q.shape[2] // k.shape[2], softmax_scale or q.shape[-1] ** -0.5
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     out, lse = attend(scores_of(q, k, causal, scale, window_size[0], corner=corner), v)
-    return out.transpose(1, 2), lse
+    return out.transpose(1, 2), lse.detach()
 
 
 def flash_varlen(

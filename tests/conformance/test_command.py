@@ -86,10 +86,10 @@ def test_what_cannot_be_verified(attn_conform, arguments, complaint):
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("flash", "dialect=fa lse_gradient=true"),
-        ("top_left", "dialect=fa corner=top_left lse_gradient=true"),
-        ("base_2", "dialect=fa lse_base=2 lse_gradient=true"),
-        ("flash_varlen", "dialect=fa-varlen lse_gradient=true"),
+        ("flash", "dialect=fa"),
+        ("top_left", "dialect=fa corner=top_left"),
+        ("base_2", "dialect=fa lse_base=2"),
+        ("flash_varlen", "dialect=fa-varlen"),
         ("no_scale", "scale         1, whatever it is given"),
         ("leaks", "could not tell: no causal mask in either corner"),
         ("Student", "causal        3=, top_left"),
@@ -112,10 +112,16 @@ def test_what_a_probe_says_of_a_kernel_is_enough_to_run_it(attn_conform):
     assert re.search("ragged tails +n/a: it takes lengths that are multiples of 64", out)
 
 
-def test_a_probe_of_pytorchs_own_finds_its_dialect(attn_conform):
-    function = "torch.nn.functional:scaled_dot_product_attention"
+@pytest.mark.parametrize(
+    "function, dialect",
+    [
+        ("torch.nn.functional:scaled_dot_product_attention", "sdpa"),
+        ("attention.naive:naive_attention", "backend"),
+    ],
+)
+def test_a_probe_finds_a_dialect_by_its_name(attn_conform, function, dialect):
     _, out = attn_conform("probe", function, "device=cpu")
-    assert out.endswith(f"attn-conform run {function} dialect=sdpa\n")
+    assert out.endswith(f"attn-conform run {function} dialect={dialect}\n")
 
 
 def test_the_card_and_the_smallest_failing_calls(attn_conform, tmp_path, monkeypatch):

@@ -43,7 +43,6 @@ def column(text: str, dialect: str) -> dict[str, str]:
         # its scores are rounded to 16 bits
         (HF_EAGER, "hf", ["float32 statistics"], ["lse", "rows without a key"]),
         (f"{MINE}:flash", "fa", [], []),
-        (f"{MINE}:flash", "fa lse_gradient=true", [], []),
         (f"{MINE}:flash_varlen", "fa-varlen", [], []),
         (
             f"{MINE}:Student",
