@@ -3,6 +3,7 @@
 Dimensions: N queries, M keys.
 """
 
+import math
 import random
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from attention import Backend, standalone
 from conformance.cases import Case, Expected, attend, compare, expect, run
+from conformance.dialects import dialect_of
 from conformance.other_functions import expect_function
 
 # on a CPU the tiles are small, so that every case crosses several and the last one is ragged
@@ -60,6 +62,11 @@ class Subject:
     def __post_init__(self) -> None:
         self.backend = standalone(self.backend, noise=PARAMETER_NOISE)
         self.given = self.backend
+        dialect = dialect_of(self.backend)
+        self.lse_gradient = "lse" in self.backend.features
+        if dialect is not None:
+            self.lse_gradient = self.lse_gradient and dialect.lse_gradient
+            self.multiple = math.lcm(self.multiple, dialect.multiple)
         self.has_blocks = TILES.keys() <= self.backend.options.keys()
         if self.has_blocks and self.device == "cpu":
             self.backend = self.backend.configured(**TILES)
@@ -91,6 +98,8 @@ class Subject:
         reasons = self.backend.unsupported_reasons(
             *(x.requires_grad_(backward) for x in tensors), **arguments
         )
+        if backward and "sinks" in case.optional and not self.lse_gradient:
+            reasons.append("no gradient flows through its lse, which sinks need")
         self.refusals += reasons
         return not reasons
 
@@ -112,8 +121,7 @@ class Subject:
 
     def expected(self, case: Case) -> Expected:
         if self.backend.claims_softmax:
-            with_lse = "lse" in self.backend.features
-            return expected_of(case, self.dtype, self.device, with_lse=with_lse)
+            return expected_of(case, self.dtype, self.device, with_lse=self.lse_gradient)
         if case not in self.own_results:
             self.own_results[case] = expect_function(self.backend, case, self.dtype, self.device)
         return self.own_results[case]

@@ -434,21 +434,34 @@ def compare(
     """
     expected = expected or expect(case, dtype, device, with_lse="lse" in backend.features)
     results = run(backend, *expected.inputs, backward=backward)
+    return row_of(backend.name, case, dtype, device, expected=expected, results=results)
+
+
+def row_of(
+    name: str,
+    case: Case,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    expected: Expected,
+    results: dict[str, Tensor],
+) -> dict[str, Any]:
+    """compare()'s row, for the float64 results of whoever has that name."""
     row: dict[str, Any] = {
-        "backend": backend.name,
+        "backend": name,
         "case": f"{case}-{SHORT[dtype]}",
         "device": device,
         "tensors": {},
     }
-    for name in results.keys() & expected.reference.keys():
-        x = results[name]
-        error, own = distance(x, expected.reference[name]), expected.own[name]
-        row["tensors"][name] = {
+    for tensor in results.keys() & expected.reference.keys():
+        x = results[tensor]
+        error, own = distance(x, expected.reference[tensor]), expected.own[tensor]
+        row["tensors"][tensor] = {
             "error": error,
             "naive": own,
-            "budget": expected.budget(name),
+            "budget": expected.budget(tensor),
             # a single key makes naive exact: a rounding is the least that is divided by
-            "multiple": error / max(own, expected.roundings[name], 1e-300),
+            "multiple": error / max(own, expected.roundings[tensor], 1e-300),
         }
     row["ok"] = all(x["error"] <= x["budget"] for x in row["tensors"].values())
     row["worst_share_of_budget"] = max(

@@ -1,74 +1,264 @@
-"""Hold an attention of your own to the properties of attention.
+"""Hold anybody's attention to the properties of attention.
 
-    attn-conform my_package.my_module:BACKEND
+    attn-conform probe my_package:attend
+    attn-conform run my_package:attend dialect=fa card=card.json minimise=true
+    attn-conform export inputs.npz
+    attn-conform judge inputs.npz outputs.npz
 
-BACKEND is an attention.Backend; the built-in ones go by their names, such as naive. A property is
-green where every check stays in its budget, which is relative to naive attention's own error
-against float64; red where one does not; n/a where the backend declares that it takes no such input.
-The exit code is 1 where a property is red, unless the backend names that property in `breaks`.
+probe calls the attention on small inputs, says how it is called and what it returns, and prints the
+words for run. run holds it to each property. Green: every check stays in its budget, which is
+relative to naive attention's own error against float64. Red: one does not. N/a: the attention takes
+no such input. The exit code is 1 where a property is red, unless a Backend names it in `breaks`.
+export and judge are for an attention outside Python's torch: one file goes out, another comes back.
+
+my_package:attend is a function, an autograd.Function, or an attention.Backend, which needs no
+dialect. Arguments are key=value, and all have a default:
+
+    dialect    {dialects}
+    FIELD      any field of conformance.dialects.Dialect instead of the dialect's own, such as
+               layout=BNHD corner=top_left lse_base=2
+    device     cpu or cuda (cuda where there is one)
+    dtype      of {dtypes}, several with commas between (fp32 on a CPU, else fp32,bf16,fp16)
+    cases      random shapes (20)
+    seed       of the random shapes (0)
+    quick      true leaves out memory, repeats and torch.compile (false)
+    card       write a scorecard to this JSON file
+    minimise   true writes the smallest failing call of each red property as a script that needs
+               torch and the attention alone, beside the card or in this folder (false)
+
+probe takes device and dtype; export and judge take cases and seed.
 """
 
-import argparse
+import importlib.metadata
+import json
+import math
 import os
+import platform
 import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from attention import get_backend
-from conformance.backend_under_test import Subject
+from conformance import exchange
+from conformance.backend_under_test import Check, Subject
 from conformance.cases import SHORT
-from conformance.properties import PROPERTIES, SLOW, check_breaks, examine
+from conformance.dialects import DIALECTS, Dialect, Target, dialect_of, target
+from conformance.minimise import Minimiser, Watched
+from conformance.probe import probe
+from conformance.properties import PROPERTIES, SLOW, Cell, Property, check_breaks, examine
 
 DTYPES = {name: dtype for dtype, name in SHORT.items()}
+DIALECT_KEYS = {each.name: each.type for each in fields(Dialect)}
+
+
+@dataclass
+class Options:
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype: str = "fp32,bf16,fp16" if torch.cuda.is_available() else "fp32"
+    dialect: str | None = None
+    cases: int = 20
+    seed: int = 0
+    quick: bool = False
+    card: str | None = None
+    minimise: bool = False
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device={self.device} is not one of: cpu, cuda")
+        for name in self.dtype.split(","):
+            if name not in DTYPES:
+                raise ValueError(f"dtype={name} is not one of: {', '.join(DTYPES)}")
+        if self.cases < 0:
+            raise ValueError(f"cases={self.cases} must be at least 0")
+        if self.card is not None and not Path(self.card).absolute().parent.is_dir():
+            raise ValueError(f"card={self.card}: its folder does not exist")
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        return [DTYPES[name] for name in self.dtype.split(",")]
 
 
 def main() -> None:
-    options = read_options()
-    device = torch.device(options.device)
-    set_up(device)
+    words = sys.argv[1:]
+    if not words or {"-h", "--help"} & set(words):
+        names = {"dialects": ", ".join(DIALECTS), "dtypes": ", ".join(DTYPES)}
+        print((__doc__ or "").strip().format(**names))
+        return
+    commands = {"run": run, "probe": run_probe, "export": export, "judge": judge}
     try:
-        backend = get_backend(options.backend)
-        check_breaks(backend)
+        if words[0] not in commands:
+            raise ValueError(f"{words[0]} is not one of: {', '.join(commands)}")
+        wrong = commands[words[0]](words[1:])
     except ValueError as error:
         sys.exit(f"attn-conform: {error}")
-    cells = []
-    for dtype in options.dtype.split(","):
-        subject = Subject(backend, device.type, DTYPES[dtype], options.cases, options.seed)
-        for name in PROPERTIES:
-            if options.quick and name in SLOW:
-                continue
-            cell = examine(subject, name)
-            status = f"{cell.status}, as documented" if cell.documented and cell.ok else cell.status
-            print(f"{dtype}  {name:<20}  {status}{cell.note and f': {cell.note}'}", flush=True)
-            cells.append(cell)
+    sys.exit(f"attn-conform: {wrong}" if wrong else 0)
+
+
+def read(words: list[str], bare: tuple[str, ...], *keys: str) -> tuple[list[str], Options, dict]:
+    """The bare words, the options, and the fields of a dialect, of which those in `keys` are
+    allowed.
+    """
+    known = {each.name: each.type for each in fields(Options)} | DIALECT_KEYS
+    found, options, changes = [], {}, {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            found.append(word)
+        elif key not in keys:
+            raise ValueError(f"{word}: there is no key {key!r}; the keys are: {', '.join(keys)}")
+        else:
+            into = changes if key in DIALECT_KEYS else options
+            into[key] = convert(key, known[key], text)
+    if len(found) != len(bare):
+        raise ValueError(f"got {found or 'nothing'} where {' '.join(bare)} is expected")
+    return found, Options(**options), changes
+
+
+def convert(key: str, kind: Any, text: str) -> Any:
+    if kind not in (int, bool):
+        return text
+    try:
+        return {"true": True, "false": False}[text.lower()] if kind is bool else int(text)
+    except (KeyError, ValueError):
+        wanted = "true or false" if kind is bool else "a whole number"
+        raise ValueError(f"{key}={text} must be {wanted}") from None
+
+
+def parse_dialect(words: list[str]) -> tuple[str | None, dict[str, Any]]:
+    """The name and the changed fields of a dialect as run takes it, with or without `dialect=`."""
+    words = [word if "=" in word else f"dialect={word}" for word in words]
+    _, options, changes = read(words, (), "dialect", *DIALECT_KEYS)
+    return options.dialect, changes
+
+
+def run(words: list[str]) -> str | None:
+    keys = [each.name for each in fields(Options)]
+    (text,), options, changes = read(words, ("pkg.module:NAME",), *keys, *DIALECT_KEYS)
+    set_up(torch.device(options.device))
+    found = target(text, options.dialect, changes)
+    check_breaks(found.backend)
+    rows = []
+    for dtype in options.dtypes:
+        subject = Watched(found.backend, options.device, dtype, options.cases, options.seed)
+        minimiser = Minimiser(found, subject) if options.minimise else None
+        for cell in cells_of(subject, quick=options.quick):
+            name = SHORT[dtype]
+            print(f"{name}  {described(cell)}", flush=True)
+            script = minimiser and cell.status == "red" and minimiser.script(cell)
+            file = write_script(options, name, cell, script) if script else None
+            if options.minimise and cell.status == "red":
+                print(f"      {f'a call that shows it: {file}' if file else NO_CALL}", flush=True)
+            rows.append((name, cell, file))
+    if options.card is not None:
+        card = json.dumps(scorecard(found, options, rows), indent=1)
+        Path(options.card).write_text(card + "\n")
+    return verdict([cell for _, cell, _ in rows])
+
+
+NO_CALL = "no single call with random inputs shows it"
+
+
+def cells_of(subject: Subject, *, quick: bool) -> Iterator[Cell]:
+    """A cell for every property."""
+    for name, check in properties_of(subject).items():
+        if isinstance(subject, Watched):
+            subject.tried.clear()
+        if not (quick and name in SLOW):
+            yield examine(subject, name, check)
+
+
+def properties_of(subject: Subject) -> dict[str, Property]:
+    """The properties; where lengths must be multiples, ragged ones are not asked for."""
+    dialect = dialect_of(subject.backend)
+    if dialect is None or dialect.multiple == 1:
+        return PROPERTIES
+
+    def whole(subject: Subject) -> Iterator[Check]:
+        subject.refusals.append(f"it takes lengths that are multiples of {dialect.multiple}")
+        yield from ()
+
+    return PROPERTIES | {"ragged tails": whole}
+
+
+def described(cell: Cell) -> str:
+    status = f"{cell.status}, as documented" if cell.documented and cell.ok else cell.status
+    return f"{cell.property:<20}  {status}{cell.note and f': {cell.note}'}"
+
+
+def verdict(cells: list[Cell]) -> str | None:
+    """What is wrong with the whole; None where nothing is."""
     if all(cell.status == "n/a" for cell in cells):
-        sys.exit("attn-conform: nothing was verified")
-    wrong = [cell for cell in cells if not cell.ok]
-    sys.exit(f"attn-conform: {len(wrong)} of {len(cells)} are not as documented" if wrong else 0)
+        return "nothing was verified"
+    wrong = sum(not cell.ok for cell in cells)
+    return f"{wrong} of {len(cells)} are not as documented" if wrong else None
 
 
-def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "attn-conform", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    on_gpu = torch.cuda.is_available()
-    parser.add_argument("backend", help="pkg.module:NAME of a Backend, or the name of a built-in")
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument(
-        "--dtype",
-        default="fp32,bf16,fp16" if on_gpu else "fp32",
-        help=f"of {', '.join(DTYPES)}, several with commas between (default: %(default)s)",
-    )
-    parser.add_argument("--cases", type=int, default=20, help="random shapes (default: 20)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random shapes (default: 0)")
-    parser.add_argument(
-        "--quick", action="store_true", help="leave out memory, repeats and torch.compile"
-    )
-    options = parser.parse_args()
-    for name in options.dtype.split(","):
-        if name not in DTYPES:
-            parser.error(f"--dtype {name} is not one of: {', '.join(DTYPES)}")
-    return options
+def write_script(options: Options, dtype: str, cell: Cell, script: str) -> Path:
+    name = "".join(x if x.isalnum() else " " for x in cell.property).split()
+    beside = Path(options.card or "attn_conform.json")
+    file = beside.with_name("_".join([beside.stem, dtype, *name]) + ".py")
+    file.write_text(script)
+    return file
+
+
+def scorecard(
+    found: Target, options: Options, rows: list[tuple[str, Cell, Path | None]]
+) -> dict[str, Any]:
+    """Environment, dialect, and every cell with its worst figures, null where they are infinite."""
+
+    def finite(x: float | None) -> float | None:
+        return None if x is None or not math.isfinite(x) else float(f"{x:.4g}")
+
+    dialect = dialect_of(found.backend)
+    return {
+        "attention": found.backend.name,
+        "dialect": None if dialect is None else asdict(dialect),
+        "environment": environment(options.device),
+        "random_cases": {"number": options.cases, "seed": options.seed},
+        "cells": [
+            {"dtype": dtype, "asks": " ".join((PROPERTIES[cell.property].__doc__ or "").split())}
+            | asdict(cell)
+            | {"worst_share": finite(cell.worst_share), "ok": cell.ok}
+            | {"worst_multiple": finite(cell.worst_multiple)}
+            | {"script": None if file is None else file.name}
+            for dtype, cell, file in rows
+        ],
+    }
+
+
+def environment(device: str) -> Mapping[str, str]:
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy")}
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
+    return versions | {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "device": f"{device} {name}".strip(),
+    }
+
+
+def run_probe(words: list[str]) -> None:
+    (text,), options, _ = read(words, ("pkg.module:NAME",), "device", "dtype")
+    set_up(torch.device(options.device))
+    for line in probe(text, options.device, options.dtypes):
+        print(line, flush=True)
+
+
+def export(words: list[str]) -> None:
+    (file,), options, _ = read(words, ("inputs.npz",), "cases", "seed")
+    count = exchange.export(Path(file), options.cases, options.seed)
+    print(f"{file}: {count} cases; {exchange.WHAT_COMES_BACK}")
+
+
+def judge(words: list[str]) -> str | None:
+    (inputs, outputs), _, _ = read(words, ("inputs.npz", "outputs.npz"))
+    cells = []
+    for cell in exchange.judge(Path(inputs), Path(outputs)):
+        print(f"fp32  {described(cell)}", flush=True)
+        cells.append(cell)
+    return verdict(cells)
 
 
 def set_up(device: torch.device) -> None:

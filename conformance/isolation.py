@@ -69,11 +69,11 @@ def call_history(subject: Subject) -> Iterator[Check]:
         if subject.passes(other):
             subject.run(other)
             yield from differences(f"after {other}", subject.run(case), first, subject, case)
-    wide = torch.float64 if subject.dtype == torch.float32 else torch.float32
-    other = replace_dtype(subject, wide)
+    dtype = torch.bfloat16 if subject.dtype == torch.float32 else torch.float32
+    other = replace_dtype(subject, dtype)
     if other.passes(case):
         other.run(case)
-        yield from differences(f"after {wide}", subject.run(case), first, subject, case)
+        yield from differences(f"after {dtype}", subject.run(case), first, subject, case)
     yield from same_memory(subject, case)
     yield from several_at_once(subject, case, backward=passes == "both")
 

@@ -28,7 +28,9 @@ TILE_MAX = "next_max = self.next_max(scores.amax(-1, keepdim=True))"
 TOTAL = "total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])"
 SHARE = "share = torch.exp(lse - finite(total))"
 SUNK = "return (out * share.unsqueeze(-1)).to(out.dtype), total"
-WINDOW, BEGIN = "lo = (hi - window).clamp(min=0)", "if window is not None:"
+WINDOW, SIDES = "(position - left).clamp(first, last)", "left, right = sides(window, causal=causal)"
+VISIBLE = "visible_keys(q, k, causal=causal, **mask)"
+NO_SUM, NO_ACC = "            row_sum,\n            row_sum.new_zeros", "row_sum.new_zeros((*q"
 DOCUMENTS = "if document_ids is not None:\n        change"
 CAPPED, CAP = "scores = self.softcap * capped", "derivative = 1 - capped * capped"
 BIAS = "(self.slopes * (i - j)).to(self.dtype)"
@@ -162,17 +164,12 @@ MEMORY = (
     Mutant(
         "acc_uninitialised",
         "acc starts as it is found, because alpha is 0 (cudnn-frontend#1131: NaN times 0).",
-        softmax(("torch.zeros_like(q, dtype=dtype)", "torch.empty_like(q, dtype=dtype)")),
+        softmax((NO_ACC, NO_ACC.replace("zeros", "empty"))),
     ),
     Mutant(
         "sum_uninitialised",
         "row_sum starts as it is found, because alpha is 0.",
-        softmax(
-            (
-                "            row_sum,\n            torch.zeros",
-                "            torch.empty_like(row_sum),\n            torch.zeros",
-            )
-        ),
+        softmax((NO_SUM, NO_SUM.replace("row_sum,", "torch.empty_like(row_sum),"))),
     ),
     Mutant(
         "workspace_not_cleared",
@@ -180,9 +177,10 @@ MEMORY = (
         "backward: right alone, NaN after other tests).",
         softmax(
             (
-                "            row_sum,\n            torch.zeros",
-                "            row_sum.new_empty(2**24)[: row_sum.numel()].view_as(row_sum),\n"
-                "            torch.zeros",
+                NO_SUM,
+                NO_SUM.replace(
+                    "row_sum,", "row_sum.new_empty(2**24)[: row_sum.numel()].view_as(row_sum),"
+                ),
             )
         ),
     ),
@@ -358,12 +356,14 @@ LENGTHS = (
     Mutant(
         "single_query_sees_no_window",
         "One query alone takes a path that knows no window.",
-        mask((BEGIN, "if window is not None and num_queries > 1:")),
+        mask((SIDES, SIDES.replace("window,", "window if num_queries > 1 else None,"))),
     ),
     Mutant(
         "few_queries_not_causal",
         "A few queries against a cache take the path of one, which needs no mask.",
-        mask(("if causal else", "if causal and not 1 < num_queries < min(5, num_keys) else")),
+        mask(
+            (SIDES, SIDES + "\n    right = None if 1 < num_queries < min(5, num_keys) else right")
+        ),
     ),
 )
 SINKS = (
@@ -419,7 +419,7 @@ MASKS = (
     Mutant(
         "window_one_short",
         "The window leaves out the query itself (transformers#39408).",
-        mask((WINDOW, WINDOW.replace("window)", "window + 1)"))),
+        mask((WINDOW, WINDOW.replace("left)", "left - 1)"))),
     ),
     Mutant(
         "window_of_whole_tiles",
@@ -429,12 +429,12 @@ MASKS = (
     Mutant(
         "window_from_first_key",
         "The window counts as if there were as many queries as keys (sglang#26513).",
-        mask((WINDOW, "lo = (i + 1 - window).clamp(min=0).expand_as(hi)")),
+        mask((WINDOW, WINDOW.replace("position", "i"))),
     ),
     Mutant(
         "window_or_documents",
         "A window is dropped where there are documents.",
-        mask((BEGIN, "if window is not None and document_ids is None:")),
+        mask((SIDES, SIDES.replace("window,", "window if document_ids is None else None,"))),
     ),
     Mutant(
         "documents_or_window",
@@ -609,12 +609,7 @@ SPECIFICATIONS = (
     Mutant(
         "naive_not_causal",
         "causal has no effect (jax#19237).",
-        naive(
-            (
-                "visible_keys(q, k, causal=causal, window=window",
-                "visible_keys(q, k, causal=False, window=window",
-            )
-        ),
+        naive((VISIBLE, VISIBLE.replace("=causal", "=False"))),
         backend="naive",
     ),
 )

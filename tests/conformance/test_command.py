@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -11,21 +12,16 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 from conformance import command
 from conformance.properties import PROPERTIES, SLOW
 
 ROOT = Path(__file__).resolve().parents[2]
-MINE = """
-from attention import Backend, get_backend
-
-naive = get_backend("naive").fn
-
-def right(q, k, v, *, causal, scale):
-    return naive(q, k, v, causal=causal, scale=scale)
-
-RIGHT = Backend("right", right)
-"""
+QUICK = ("device=cpu", "quick=true", "cases=0")
+ATTENTIONS = "tests.user_attentions"
+# nothing of this folder is found by its environment
+CLEAN = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
 
 
 @pytest.fixture
@@ -33,7 +29,7 @@ def attn_conform(monkeypatch, capsys):
     """attn_conform(argument, ...): (exit code or complaint, what it printed)."""
 
     def run(*arguments: str) -> tuple[str | int | None, str]:
-        monkeypatch.setattr(sys, "argv", ["attn-conform", *arguments, "--device", "cpu"])
+        monkeypatch.setattr(sys, "argv", ["attn-conform", *arguments])
         with pytest.raises(SystemExit) as stopped:
             command.main()
         return stopped.value.code, capsys.readouterr().out
@@ -42,7 +38,7 @@ def attn_conform(monkeypatch, capsys):
 
 
 def test_a_backend_that_is_red_as_documented_passes(attn_conform):
-    code, out = attn_conform("zero_init_max", "--quick", "--cases=2")
+    code, out = attn_conform("run", "zero_init_max", *QUICK)
     lines = out.splitlines()
     assert code == 0 and len(lines) == len(PROPERTIES) - len(SLOW)
     assert [line.partition(":")[0] for line in lines if "green" not in line] == [
@@ -55,7 +51,7 @@ def test_a_backend_that_is_red_as_documented_passes(attn_conform):
 
 
 def test_a_wrong_backend_is_red(attn_conform):
-    code, out = attn_conform("tests.user_backends:WRONG", "--quick", "--cases=2", "--dtype=fp16")
+    code, out = attn_conform("run", "tests.user_backends:WRONG", *QUICK, "dtype=fp16")
     assert re.fullmatch(r"attn-conform: \d+ of 27 are not as documented", code)
     assert re.search(r"^fp16  forward +red: out of .* is allowed$", out, re.MULTILINE)
     assert re.search(r"^fp16  grouped heads +n/a: it does not support gqa", out, re.MULTILINE)
@@ -64,13 +60,107 @@ def test_a_wrong_backend_is_red(attn_conform):
 @pytest.mark.parametrize(
     "arguments, complaint",
     [
-        (["nope"], "attn-conform: attention=nope is not known; valid: naive, tiled"),
-        (["tests.user_backends:RIGHT_IN_FP32", "--dtype=bf16"], "nothing was verified"),
+        ("run nope", "nope is not known: write pkg.module:NAME, or one of naive, tiled"),
+        ("run tests.user_backends:RIGHT_IN_FP32 dtype=bf16", "nothing was verified"),
+        ("run tests.user_backends:RIGHT dialect=fa", "is a Backend, which says itself how"),
+        ("run ATTENTIONS:flash", "attn-conform probe tests.user_attentions:flash` finds out"),
+        ("run ATTENTIONS:flash dialect=fa3", "dialect=fa3 is not known; valid: backend, fa"),
+        ("run ATTENTIONS:flash layout=BDNH", "layout=BDNH is not one of: BHND, BNHD"),
+        (
+            "run ATTENTIONS:flash dialect=fa mask=bias",
+            "mask=bias: tests.user_attentions:flash takes",
+        ),
+        ("run ATTENTIONS:flash dialect=fa cases=two", "cases=two must be a whole number"),
+        ("run ATTENTIONS:flash dialect=fa quik=true", "there is no key 'quik'"),
+        ("run ATTENTIONS:flash dialect=fa card=no/card.json", "its folder does not exist"),
+        ("run ATTENTIONS:scores", "cannot be loaded: AttributeError"),
+        ("probe ATTENTIONS:math.pi", "must be a function or a Backend; it is a float"),
+        ("probe", "got nothing where pkg.module:NAME is expected"),
+        ("verify", "verify is not one of: run, probe, export, judge"),
     ],
 )
 def test_what_cannot_be_verified(attn_conform, arguments, complaint):
-    code, _ = attn_conform(*arguments, "--quick", "--cases=0")
+    words = arguments.replace("ATTENTIONS", ATTENTIONS).split()
+    more = QUICK if words[0] == "run" and "cases=" not in arguments else ()
+    code, _ = attn_conform(*words, *more)
     assert complaint in code
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("flash", "dialect=fa"),
+        ("top_left", "dialect=fa corner=top_left"),
+        ("base_2", "dialect=fa lse_base=2"),
+        ("flash_varlen", "dialect=fa-varlen"),
+        ("no_scale", "scale         1, whatever it is given"),
+        ("leaks", "could not tell: no causal mask in either corner"),
+        ("Student", "causal        3=, top_left"),
+    ],
+)
+def test_a_probe_finds_the_conventions(attn_conform, name, says):
+    code, out = attn_conform("probe", f"{ATTENTIONS}:{name}", "device=cpu")
+    assert code == 0 and says in out
+    assert (out.splitlines()[-1].split(" ", 3)[-1] == says) == says.startswith("dialect")
+
+
+def test_what_a_probe_says_of_a_kernel_is_enough_to_run_it(attn_conform):
+    """It takes no fp32, one head dim, whole tiles, and has no backward pass."""
+    _, out = attn_conform("probe", f"{ATTENTIONS}:tensor_cores", "device=cpu", "dtype=fp32,bf16")
+    line = out.splitlines()[-1]
+    for word in ("multiple=64", "head_dims=64", "dtypes=bf16", "lse_base=2", "backward=false"):
+        assert word in line.split()
+    code, out = attn_conform(*line.split()[1:], *QUICK, "dtype=bf16")
+    assert code == 0 and out.count("green") > 10
+    assert re.search("ragged tails +n/a: it takes lengths that are multiples of 64", out)
+
+
+def test_a_probe_finds_a_dialect_by_its_name(attn_conform):
+    function = "torch.nn.functional:scaled_dot_product_attention"
+    _, out = attn_conform("probe", function, "device=cpu")
+    assert out.endswith(f"attn-conform run {function} dialect=sdpa\n")
+
+
+def test_the_card_and_the_smallest_failing_calls(attn_conform, tmp_path, monkeypatch):
+    """Each script fails in a process that imports the attention and torch alone, and what it shows
+    is small.
+    """
+    monkeypatch.chdir(tmp_path)
+    for name, dialect, property, most in (
+        ("top_left", "fa", "N != M", {"N1-M2-D1"}),
+        ("base_2", "fa", "lse", {"lse", "N1-D1"}),
+        ("no_scale", "fa", "forward", {"out", "H1"}),
+        ("leaks", "sdpa causal=causal corner=bottom_right", "no leak (outputs)", {"out", "N2-D1"}),
+    ):
+        words = (f"{ATTENTIONS}:{name}", f"dialect={dialect}", f"card={name}.json", "minimise=true")
+        code, _ = attn_conform("run", *" ".join(words).split(), *QUICK)
+        assert "are not as documented" in code
+        card = json.loads(Path(f"{name}.json").read_text())
+        cells = {cell["property"]: cell for cell in card["cells"]}
+        assert card["dialect"] and card["environment"]["torch"] == torch.__version__
+        assert cells[property]["status"] == "red" and cells[property]["worst_share"] > 1
+        first = Path(cells[property]["script"]).read_text().splitlines()[0]
+        assert all(part in first for part in most), first
+    scripts = [str(file) for file in tmp_path.glob("*.py")]
+    assert len(scripts) > 12
+    source = (ROOT / "tests/user_attentions.py").read_text()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/user_attentions.py").write_text(source)
+    program = (
+        "import contextlib, runpy, sys\n"
+        "for file in sys.argv[1:]:\n"
+        "    with contextlib.suppress(AssertionError):\n"
+        "        runpy.run_path(file)\n"
+        "        print('passes:', file)\n"
+        "print('ours:', {'attention', 'conformance'} & sys.modules.keys())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *scripts], capture_output=True, text=True, env=CLEAN
+    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert "passes" not in done.stdout and lines[-1] == "ours: set()"
+    assert len(lines) == len(scripts) + 1 and all("error" in line for line in lines[:-1])
 
 
 def needed(distribution: str) -> set[str]:
@@ -86,7 +176,7 @@ def needed(distribution: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory) -> Path:
-    """A virtual environment that holds the wheel, torch, numpy and what these need."""
+    """A virtual environment that holds the wheel, torch, numpy, pytest and what these need."""
     folder = tmp_path_factory.mktemp("product")
     source = folder / "source"
     for name in ("attention", "conformance", "packaging"):
@@ -104,7 +194,7 @@ def environment(tmp_path_factory) -> Path:
     shutil.rmtree(source)
 
     site = next(environment.glob("lib/python*/site-packages"))
-    for name in needed("torch") | needed("numpy"):
+    for name in needed("torch") | needed("numpy") | needed("pytest"):
         for file in importlib.metadata.files(name):
             top = file.parts[0]
             if top != ".." and not (site / top).exists():
@@ -113,21 +203,26 @@ def environment(tmp_path_factory) -> Path:
 
 
 def test_the_wheel_beside_a_users_own_modules(environment, tmp_path):
-    """The command runs in a folder with a config.py and a data/ of the user, and imports none."""
-    (tmp_path / "mine.py").write_text(MINE)
+    """The command, and pytest with its plugin, run in a folder with a config.py and a data/ of the
+    user, on an attention that does not know this project, and import none of the others.
+    """
+    shutil.copy(ROOT / "tests/user_attentions.py", tmp_path / "mine.py")
     (tmp_path / "data").mkdir()
     for file in ("config.py", "data/__init__.py", "model.py"):
         (tmp_path / file).write_text("raise RuntimeError('the user has not asked for this')")
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    done = subprocess.run(
-        [environment / "bin/attn-conform", "mine:RIGHT", "--quick", "--cases=0"],
-        cwd=tmp_path,
-        env=clean,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "fp32  forward               green" in done.stdout
+    (tmp_path / "test_mine.py").write_text("def test_mine(): pass")
+
+    def run(*command: str) -> str:
+        command = (str(environment / "bin" / command[0]), *command[1:])
+        done = subprocess.run(command, cwd=tmp_path, env=CLEAN, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    out = run("attn-conform", "run", "mine:flash", "dialect=fa", *QUICK)
+    assert "fp32  forward               green" in out
+    words = ("--attention=mine:flash", "--dialect=fa", "-q", "-k", "mine or forward or block")
+    out = run("python", "-m", "pytest", "-p", "no:cacheprovider", "-rs", *words)
+    assert "2 passed, 1 skipped" in out and "it has no block_q and block_kv to choose" in out
 
 
 def test_every_module_and_table_is_in_the_wheel(environment, tmp_path):

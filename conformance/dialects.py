@@ -1,0 +1,531 @@
+"""How anybody's attention is called, as data: names of arguments, layout, conventions.
+
+    backend_of("torch.nn.functional:scaled_dot_product_attention", "sdpa").backend
+
+A dialect becomes the text of one call. The adapter evaluates that text, and a script that shows a
+failure prints it, so both make the same call.
+
+FlashInfer and paged caches are missing: nothing here could run them on a machine without a GPU.
+
+Dimensions: B batch, H heads, N queries, M keys, D head dim, T = B * N tokens of a packed batch.
+"""
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from math import log
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention import BACKENDS, AttentionOutput, Backend
+from attention.interface import ALL_DTYPES
+from attention.mask import visible_keys
+from conformance.cases import SHORT
+
+# what becomes of an input x (B, H, N, D), and how an output y comes back from there
+LAYOUTS = {
+    "BHND": ("x", "y"),
+    "BNHD": ("x.transpose(1, 2)", "y.transpose(1, 2)"),
+    "BND": ("x.flatten(0, 1)", "y.unflatten(0, ({batch}, -1))"),  # heads are sequences
+    "THD": ("x.transpose(1, 2).flatten(0, 1)", "y.unflatten(0, ({batch}, -1)).transpose(1, 2)"),
+}
+# how lse comes back to (B, H, N)
+LSE_LAYOUTS = {
+    "BHN": "y",
+    "BNH": "y.transpose(1, 2)",
+    "BN": "y.unflatten(0, ({batch}, -1))",
+    "HT": "y.unflatten(1, ({batch}, -1)).transpose(0, 1)",
+    "TH": "y.unflatten(0, ({batch}, -1)).transpose(1, 2)",
+}
+# how one says that a query sees {w} keys, its own included
+WINDOWS = {
+    "count": "{w}",  # the keys
+    "left": "{w} - 1",  # those before its own
+    "pair": "({w} - 1, 0)",  # those before and those after its own
+    "count_pair": "({w}, 0)",
+}
+MASKS = {
+    "bool": "seen",  # true where the query sees the key
+    "hidden": "~seen",
+    "additive": "torch.where(seen, 0.0, torch.finfo(q.dtype).min).to(q.dtype)",
+    "block": "create_block_mask(lambda b, h, i, j: seen.expand(q.shape[0], -1, -1, -1)[b, 0, i, j]"
+    ", q.shape[0], None, *seen.shape[-2:], q.device)",
+}
+
+
+# the values that a field may have
+CHOICES = {
+    "layout": tuple(LAYOUTS),
+    "out_layout": ("", "BHND", "BNHD"),
+    "corner": ("bottom_right", "top_left"),
+    "window_form": tuple(WINDOWS),
+    "mask_form": tuple(MASKS),
+    "lse": tuple(LSE_LAYOUTS),
+    "lse_base": ("e", "2"),
+    "empty_rows": ("zero", "nan", "mean"),
+}
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One way of calling an attention. An argument is a name, or a position counted from q = 0;
+    "" is none. Names with | between them are alternatives: the first that the function has.
+    """
+
+    layout: str = "BHND"
+    out_layout: str = ""  # as layout
+    causal: str = "causal"  # or always, or never
+    corner: str = "bottom_right"  # where the causal mask ends
+    scale: str = "scale"  # without one it is D**-0.5
+    window: str = ""
+    window_form: str = "pair"
+    softcap: str = ""
+    alibi: str = ""  # slopes (H,)
+    documents: str = ""  # ids (B, N); a packed batch has them as lengths instead
+    mask: str = ""  # (B or 1, 1, N, M), for whatever the arguments above do not say
+    mask_form: str = "bool"
+    score_mod: str = ""  # FlexAttention's, for softcap and ALiBi
+    gqa: str = "yes"  # yes, no, or the name of the flag that asks for it
+    returns: str = "out"  # what a tuple holds, such as out,lse,_
+    lse_flag: str = ""  # the argument that asks for lse
+    lse: str = "BHN"
+    lse_base: str = "e"
+    lse_gradient: bool = True  # whether a gradient flows through lse
+    empty_rows: str = "zero"  # what a query without a key gets
+    backward: bool = True
+    cross_length: bool = True  # whether N and M may differ
+    multiple: int = 1  # of which N and M must be
+    dtypes: str = "fp64,fp32,bf16,fp16"
+    head_dims: str = ""  # such as 64,128; "" takes any
+    module: bool = False  # a module comes before q, as transformers hands it in
+    constants: str = ""  # further arguments, such as dropout_p=0.0,deterministic=True
+
+    def __post_init__(self) -> None:
+        for name, valid in CHOICES.items():
+            if getattr(self, name) not in valid:
+                found = f"{name}={getattr(self, name)}"
+                raise ValueError(f"{found} is not one of: {', '.join(filter(None, valid))}")
+        if "out" not in self.parts:
+            raise ValueError(f"returns={self.returns} must name out, such as out,lse or _,out")
+        for name in self.dtypes.split(","):
+            if name not in SHORT.values():
+                raise ValueError(f"dtypes={self.dtypes}: {name} is not one of: fp64,fp32,bf16,fp16")
+
+    @property
+    def parts(self) -> list[str]:
+        return self.returns.split(",")
+
+    def says_causal(self, num_queries: int, num_keys: int) -> bool:
+        """Whether the function's own causal mask is the one that ends at the last query and key."""
+        return self.causal != "never" and (self.corner == "bottom_right" or num_queries == num_keys)
+
+    def needs_mask(
+        self, num_queries: int, num_keys: int, *, causal: bool, window: bool, documents: bool
+    ) -> bool:
+        """Whether only a mask as a tensor says what is visible."""
+        return (
+            (causal and not self.says_causal(num_queries, num_keys))
+            or (window and not self.window)
+            or (documents and not self.documents and self.layout != "THD")
+        )
+
+    def call(self, tensors: str, values: Mapping[str, str | None], *, masked: bool) -> str:
+        """The call of `function` as an expression. tensors: the text of its first arguments.
+        values: text of causal, scale, window, softcap, slopes, documents, and of max_q and max_k
+        of a packed batch; None for what is not given. masked: everything that hides a key is said
+        by the mask `seen`.
+        """
+        given = {}
+        if self.causal not in ("always", "never"):
+            given[self.causal] = "False" if masked else values["causal"]
+        if self.scale:
+            given[self.scale] = values["scale"]
+        if values["window"] and not masked:
+            given[self.window] = WINDOWS[self.window_form].format(w=values["window"])
+        if self.mask:
+            given[self.mask] = MASKS[self.mask_form] if masked else "None"
+        if self.documents and values["documents"] and not masked:
+            given[self.documents] = values["documents"]
+        for name in ("softcap", "alibi"):
+            argument, value = getattr(self, name), values["slopes" if name == "alibi" else name]
+            if argument and value:
+                given[argument] = value
+        if self.score_mod and (values["softcap"] or values["slopes"]):
+            given[self.score_mod] = _score_mod(values["softcap"], values["slopes"])
+        if self.layout == "THD":
+            given |= {"cu_seqlens_q": "cu_q", "cu_seqlens_k": "cu_k"}
+            given |= {"max_seqlen_q": values["max_q"], "max_seqlen_k": values["max_k"]}
+        for flag in (self.gqa, self.lse_flag):
+            if flag not in ("yes", "no", ""):
+                given[flag] = "True"
+        positions = sorted((int(name), value) for name, value in given.items() if name.isdigit())
+        words = ["module"] * self.module + [tensors] + [value for _, value in positions]
+        words += [f"{name}={value}" for name, value in given.items() if not name.isdigit()]
+        return f"function({', '.join(filter(None, [*words, self.constants]))})"
+
+    def output(self, batch: str) -> str:
+        """out (B, H, N, D) as an expression of `result`."""
+        back = LAYOUTS[self.out_layout or self.layout][1].format(batch=batch)
+        return back.replace("y", self._part("out"))
+
+    def output_lse(self, batch: str) -> str:
+        """lse (B, H, N), to base e, as an expression of `result`."""
+        text = LSE_LAYOUTS[self.lse].format(batch=batch).replace("y", self._part("lse"))
+        return text if self.lse_base == "e" else f"{text} * {log(2)}"
+
+    def _part(self, name: str) -> str:
+        return f"result[{self.parts.index(name)}]" if len(self.parts) > 1 else "result"
+
+
+def _score_mod(softcap: str | None, slopes: str | None) -> str:
+    score = f"{softcap} * torch.tanh(s / {softcap})" if softcap else "s"
+    if slopes:  # i - j, from the last query and key
+        score += f" - {slopes}[h] * (i - j + k.shape[2] - q.shape[2])"
+    return f"lambda s, b, h, i, j: {score}"
+
+
+_FA = Dialect(
+    "BNHD",
+    scale="softmax_scale",
+    window="window_size",
+    softcap="softcap",
+    alibi="alibi_slopes",
+    returns="out,lse,_",
+    lse_flag="return_attn_probs|return_lse",
+    lse_gradient=False,
+)
+DIALECTS = {
+    # a function that could be the fn of a Backend
+    "backend": Dialect(
+        window="window",
+        window_form="count",
+        softcap="softcap",
+        alibi="alibi_slopes",
+        documents="document_ids",
+        returns="out,lse",
+    ),
+    # flash_attn_func of flash-attention 2 to 4
+    "fa": _FA,
+    # flash_attn_varlen_func of the same
+    "fa-varlen": replace(_FA, layout="THD", lse="HT"),
+    # torch.nn.functional.scaled_dot_product_attention
+    "sdpa": Dialect(
+        causal="is_causal", corner="top_left", mask="attn_mask", gqa="enable_gqa", returns="out"
+    ),
+    # torch.nn.attention.flex_attention.flex_attention
+    "flex": Dialect(
+        causal="never",
+        mask="block_mask",
+        mask_form="block",
+        score_mod="score_mod",
+        gqa="enable_gqa",
+        returns="out,lse",
+        lse_flag="return_lse",
+    ),
+    # a function of transformers' AttentionInterface that takes masks as (B, 1, N, M), such as
+    # eager and sdpa
+    "hf": Dialect(
+        out_layout="BNHD",
+        causal="never",
+        scale="scaling",
+        mask="attention_mask",
+        mask_form="additive",
+        returns="out,_",
+        empty_rows="mean",
+        module=True,
+    ),
+    # the autograd.Function of Stanford's CS336, assignment 2; its lengths are powers of two
+    "cs336": Dialect(
+        "BND",
+        causal="3",
+        corner="top_left",
+        scale="",
+        gqa="no",
+        multiple=128,
+        head_dims="16,32,64,128",
+    ),
+    # the autograd.Function of Triton's tutorial 06, whose lengths are whole tiles
+    "triton-tutorial": Dialect(
+        causal="3",
+        scale="4",
+        gqa="no",
+        cross_length=False,
+        multiple=128,
+        head_dims="16,32,64,128,256",
+    ),
+}
+ARGUMENTS = ("causal", "scale", "window", "softcap", "alibi", "documents", "mask", "score_mod")
+
+
+class Parameters(NamedTuple):
+    """What a function takes: names in order, and whether it may take others too."""
+
+    names: list[str]
+    others: bool
+
+    def take(self, name: str) -> bool:
+        """Whether there may be an argument of this name, or at this position."""
+        known = int(name) < len(self.names) if name.isdigit() else name in self.names
+        return known or self.others
+
+
+def parameters(function: Callable[..., Any]) -> Parameters:
+    owner = getattr(function, "__self__", None)
+    if inspect.isclass(owner) and issubclass(owner, torch.autograd.Function):
+        return Parameters(list(inspect.signature(owner.forward).parameters)[1:], False)  # no ctx
+    try:
+        found = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # built in
+        return Parameters([], True)
+    open_ended = [x.name for x in found.values() if x.kind in (x.VAR_KEYWORD, x.VAR_POSITIONAL)]
+    return Parameters([name for name in found if name not in open_ended], bool(open_ended))
+
+
+def fitted(dialect: Dialect, function: Callable[..., Any]) -> Dialect:
+    """The dialect without the arguments that the function does not have, and with one of several
+    alternatives.
+    """
+    known = parameters(function)
+
+    def choose(text: str) -> str:
+        names = text.split("|") if text else []
+        taken = [name for name in names if known.take(name)]
+        return next((name for name in taken if name in known.names), (taken or [""])[0])
+
+    changes = {name: choose(getattr(dialect, name)) for name in (*ARGUMENTS, "lse_flag")}
+    changes["causal"] = changes["causal"] or "never"
+    if dialect.causal in ("always", "never"):
+        changes["causal"] = dialect.causal
+    if dialect.gqa not in ("yes", "no"):
+        changes["gqa"] = choose(dialect.gqa) or "no"
+    return replace(dialect, **changes)
+
+
+class Adapter:
+    """`function`, called in its dialect, as the fn of a Backend."""
+
+    def __init__(self, function: Callable[..., Any], dialect: Dialect) -> None:
+        self.function, self.dialect = function, dialect
+        self.laid_out = eval(f"lambda x: {LAYOUTS[dialect.layout][0]}")
+        self.out = eval(f"lambda result, batch: {dialect.output('batch')}")
+        if "lse" in dialect.parts:
+            self.lse = eval(f"lambda result, batch: {dialect.output_lse('batch')}")
+        # by the arguments that are given. Those of a plain call are made now, because torch.compile
+        # cannot look into eval
+        self.calls: dict[tuple[tuple[str, ...], bool], Callable[..., Any]] = {}
+        plain = ("causal", "scale", *(("max_q", "max_k") if dialect.layout == "THD" else ()))
+        for masked in (False, True)[: 1 + bool(dialect.mask)]:
+            self.calls[plain, masked] = compiled_call(dialect, plain, masked)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> AttentionOutput:
+        dialect, num_queries, num_keys = self.dialect, q.shape[2], k.shape[2]
+        masked = dialect.needs_mask(
+            num_queries,
+            num_keys,
+            causal=causal,
+            window=window is not None,
+            documents=document_ids is not None,
+        )
+        values = {
+            "causal": causal,
+            "scale": scale,
+            "window": window,
+            "softcap": softcap,
+            "slopes": alibi_slopes,
+            "documents": document_ids,
+        }
+        variables: dict[str, Any] = {"q": q, "k": k, "v": v, "function": self.function}
+        if masked:
+            mask = {"causal": causal, "window": window, "document_ids": document_ids}
+            variables["seen"] = visible_keys(q, k, **mask).mask()
+        if dialect.layout == "THD":
+            for name, x in (("q", q), ("k", k)):
+                bounds = sequence_bounds(x.shape[0], x.shape[2], document_ids, x.device)
+                variables[f"cu_{name}"] = bounds
+                longest = x.shape[2] if document_ids is None else int(bounds.diff().max())
+                values[f"max_{name}"] = longest
+        if dialect.module:
+            variables["module"] = caller(q.shape[1] // k.shape[1])
+        given = tuple(name for name, value in values.items() if value is not None)
+        if (given, masked) not in self.calls:
+            self.calls[given, masked] = compiled_call(dialect, given, masked)
+        variables["tensors"] = [as_given(self.laid_out(x), x) for x in (q, k, v)]
+        result = self.calls[given, masked](**values | variables)
+        return AttentionOutput(*self.parts_of(result, q.shape[0]))
+
+    def parts_of(self, result: Any, batch: int) -> tuple[Tensor, Tensor | None]:
+        """out and lse of what the function returned. Raises ValueError where it is not what the
+        dialect says.
+        """
+        dialect = self.dialect
+        needed = 1 + max(dialect.parts.index(x) for x in ("out", "lse") if x in dialect.parts)
+        is_tuple = isinstance(result, (tuple, list))
+        if is_tuple != (len(dialect.parts) > 1) or (is_tuple and len(result) < needed):
+            what = f"a tuple of {len(result)}" if is_tuple else f"a {type(result).__name__}"
+            raise ValueError(f"it returned {what}, and the dialect says returns={dialect.returns}")
+        lse = self.lse(result, batch) if "lse" in dialect.parts else None
+        return self.out(result, batch), lse
+
+    def requirements(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **_: Any) -> list[str]:
+        """Why it cannot be asked for these shapes; see Backend.requirements."""
+        dialect, num_queries, num_keys = self.dialect, q.shape[2], k.shape[2]
+        reasons = []
+        if causal and not dialect.mask and not dialect.says_causal(num_queries, num_keys):
+            reasons.append(
+                "it takes no causal mask"
+                if dialect.causal == "never"
+                else "its causal mask begins top-left, which is another one where N != M"
+            )
+        if causal and num_queries > num_keys and dialect.empty_rows != "zero":
+            reasons.append(f"a row without a key gives {dialect.empty_rows} by its convention")
+        if num_queries % dialect.multiple or num_keys % dialect.multiple:
+            reasons.append(f"it takes lengths that are multiples of {dialect.multiple}")
+        return reasons
+
+    def backend(self, name: str) -> Backend:
+        """The function as a Backend, which declares what the dialect can say."""
+        dialect = self.dialect
+        declared = {
+            "window": dialect.window or dialect.mask,
+            "document_ids": dialect.documents or dialect.mask or dialect.layout == "THD",
+            "softcap": dialect.softcap or dialect.score_mod,
+            "alibi_slopes": dialect.alibi or dialect.score_mod,
+            "gqa": dialect.gqa != "no",
+            "non_causal": dialect.causal != "always",
+            "cross_length": dialect.cross_length,
+            "lse": "lse" in dialect.parts,
+        }
+        wanted = dialect.dtypes.split(",")
+        head_dims = [int(size) for size in dialect.head_dims.split(",") if size]
+        return Backend(
+            name,
+            self,
+            dtypes=tuple(dtype for dtype in ALL_DTYPES if SHORT[dtype] in wanted),
+            head_dims=head_dims or None,
+            features=frozenset(feature for feature, there in declared.items() if there),
+            backward=dialect.backward,
+            requirements=self.requirements,
+        )
+
+
+def dialect_of(backend: Backend) -> Dialect | None:
+    """The dialect that the backend's function is called in; None for one that needs none."""
+    return backend.fn.dialect if isinstance(backend.fn, Adapter) else None
+
+
+def as_given(changed: Tensor, x: Tensor) -> Tensor:
+    """A contiguous tensor stays one in any layout; a view stays a view."""
+    return changed.contiguous() if x.is_contiguous() else changed
+
+
+def compiled_call(dialect: Dialect, given: tuple[str, ...], masked: bool) -> Callable[..., Any]:
+    """The call as a function of its variables, by name."""
+    names = ("causal", "scale", "window", "softcap", "slopes", "documents", "max_q", "max_k")
+    values = {name: name if name in given else None for name in names}
+    text = dialect.call("*tensors", values, masked=masked)
+    variables = (*names, "function", "tensors", "q", "k", "v", "seen", "cu_q", "cu_k", "module")
+    known: dict[str, Any] = {"torch": torch}
+    if "create_block_mask" in text:
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        known["create_block_mask"] = create_block_mask
+    return eval(f"lambda {', '.join(f'{name}=None' for name in variables)}: {text}", known)
+
+
+@cache
+def caller(groups: int) -> torch.nn.Module:
+    """What transformers' functions ask of the module that calls them."""
+    module = torch.nn.Module()
+    vars(module).update(num_key_value_groups=groups, is_causal=False)
+    return module.eval()
+
+
+def sequence_bounds(
+    batch: int, length: int, document_ids: Tensor | None, device: torch.device
+) -> Tensor:
+    """Where the sequences of a packed batch begin, and where the last one ends: int32. A document
+    is a sequence.
+    """
+    if document_ids is None:
+        return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
+    begins = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True).flatten()
+    return F.pad(begins.nonzero()[:, 0], (0, 1), value=batch * length).int()
+
+
+class Target(NamedTuple):
+    """An attention that somebody named, and how a script of their own would name it."""
+
+    backend: Backend
+    dialect: Dialect
+    imports: str  # the line that makes `function` known
+    function: str
+
+
+def load(text: str) -> tuple[Any, str, str]:
+    """The object at pkg.module:NAME, the line that imports it, and its expression then. Raises
+    ValueError where there is none. An autograd.Function is its apply.
+    """
+    if text in BACKENDS:
+        return BACKENDS[text], "from attention import BACKENDS", f"BACKENDS[{text!r}]"
+    module, _, path = text.partition(":")
+    if not module or not path:
+        raise ValueError(
+            f"{text} is not known: write pkg.module:NAME, or one of {', '.join(BACKENDS)}"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = attrgetter(path)(importlib.import_module(module))
+    except (Exception, SystemExit) as error:  # whatever the module raises while it is imported
+        raise ValueError(f"{text} cannot be loaded: {type(error).__name__}: {error}") from error
+    if inspect.isclass(found) and issubclass(found, torch.autograd.Function):
+        found, path = found.apply, f"{path}.apply"
+    if not isinstance(found, Backend) and not callable(found):
+        raise ValueError(f"{text} must be a function or a Backend; it is a {type(found).__name__}")
+    return found, f"from {module} import {path.partition('.')[0]}", path
+
+
+def target(text: str, name: str | None = None, changes: Mapping[str, Any] | None = None) -> Target:
+    """What `text` names, in the dialect of that name with some fields changed. Raises ValueError
+    where that says nothing, or not enough.
+    """
+    found, imports, function = load(text)
+    if isinstance(found, Backend):
+        if name or changes:
+            raise ValueError(f"{text} is a Backend, which says itself how it is called")
+        return Target(replace(found, name=text), DIALECTS["backend"], imports, f"{function}.fn")
+    if name is None and not changes:
+        raise ValueError(
+            f"say how {text} is called: `attn-conform probe {text}` finds out, or dialect= one of "
+            f"{', '.join(DIALECTS)}"
+        )
+    if name is not None and name not in DIALECTS:
+        raise ValueError(f"dialect={name} is not known; valid: {', '.join(DIALECTS)}")
+    dialect = fitted(DIALECTS[name] if name else Dialect(), found)
+    dialect = replace(dialect, **(changes or {}))
+    known = parameters(found)
+    for key in (*ARGUMENTS, "lse_flag"):
+        value = (changes or {}).get(key, "")
+        if value not in ("", "always", "never") and not known.take(value):
+            raise ValueError(f"{key}={value}: {text} takes {', '.join(known.names)}")
+    return Target(Adapter(found, dialect).backend(text), dialect, imports, function)

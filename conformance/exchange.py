@@ -1,0 +1,133 @@
+"""Judge an attention that runs elsewhere, as in JAX or MLX: its inputs go out as an .npz file, its
+outputs come back as another. What an attention with that file does:
+
+    inputs, outputs = np.load("inputs.npz"), {}
+    for case in inputs["cases"]:
+        q, k, v, d_out = (inputs[f"{case}/{name}"] for name in ("q", "k", "v", "d_out"))
+        arguments = json.loads(str(inputs[f"{case}/arguments"]))  # causal, scale; window, softcap
+        outputs[f"{case}/out"] = attend(q, k, v, **arguments)
+    np.savez("outputs.npz", **outputs)
+
+Cases with alibi_slopes, document_ids, key_lengths or sinks hold these as arrays; a window may be
+[left, right]. A case without an output is one that the attention does not take.
+
+Dimensions: B batch, H heads, N queries, M keys, D head dim.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention import Backend
+from attention.interface import FEATURES, Refusal
+from conformance.backend_under_test import Subject
+from conformance.cases import Case, row_of
+from conformance.properties import PROPERTIES, SLOW, TENSORS, Cell, examine
+
+WHAT_COMES_BACK = (
+    "write arrays CASE/out to outputs.npz, and CASE/lse, CASE/dq, CASE/dk, CASE/dv where there are "
+    "any: gradients of (out * d_out).sum()"
+)
+ARRAYS = ("alibi_slopes", "document_ids", "key_lengths", "sinks")
+# what a file does not ask for: functions, calls of another form, outputs of another width
+UNFILED = {"score_mod", "max_score", "cu_seqlens", "value_dim"}
+
+
+def elsewhere(*_: Any, **__: Any) -> NoReturn:
+    raise Refusal("it asks for more than a file of outputs tells")
+
+
+@dataclass
+class Filed(Subject):
+    """A subject of which there are results in a file, by case. `asked` are the cases that the
+    properties compare.
+    """
+
+    results: Mapping[str, dict[str, Tensor]] = field(default_factory=dict)
+    asked: list[Case] = field(default_factory=list)
+
+    def takes(self, case: Case, *, backward: bool) -> bool:
+        return True
+
+    def compare(self, case: Case) -> dict[str, Any] | None:
+        self.asked.append(case)
+        results = self.results.get(str(case))
+        if results is None:
+            self.refusals.append("the file has no outputs for its cases")
+            return None
+        return row_of(
+            self.backend.name,
+            case,
+            self.dtype,
+            self.device,
+            expected=self.expected(case),
+            results=results,
+        )
+
+
+def filed(cases: int, seed: int, *, lse: bool = True) -> Filed:
+    features = FEATURES - UNFILED - (set() if lse else {"lse"})
+    backend = Backend("the file", elsewhere, features=features)
+    subject = Filed(backend, "cpu", torch.float32, cases, seed)
+    subject.lse_gradient = False
+    return subject
+
+
+def export(file: Path, cases: int, seed: int) -> int:
+    """Write the inputs of every case; how many there are."""
+    subject = filed(cases, seed)
+    for name in PROPERTIES.keys() - SLOW:
+        examine(subject, name)
+    asked = sorted(dict.fromkeys(case for case in subject.asked if writable(case)), key=str)
+    arrays: dict[str, Any] = {"cases": list(map(str, asked)), "settings": [cases, seed]}
+    for case in asked:
+        (q, k, v), arguments, d_out, _ = case.make(torch.float32, "cpu")
+        given = {"q": q, "k": k, "v": v, "d_out": d_out.float()}
+        given |= {name: arguments.pop(name) for name in ARRAYS if name in arguments}
+        arrays |= {f"{case}/{name}": x.numpy() for name, x in given.items()}
+        arguments["scale"] = case.head_dim**-0.5
+        arrays[f"{case}/arguments"] = json.dumps(arguments)
+    np.savez(file, **arrays)
+    return len(asked)
+
+
+def writable(case: Case) -> bool:
+    return case.value_dim is None and UNFILED.isdisjoint(case.optional)
+
+
+def judge(inputs: Path, outputs: Path) -> Iterator[Cell]:
+    """A cell for every property that compares results. Raises ValueError for arrays that are not
+    results of these inputs.
+    """
+    try:
+        with np.load(inputs) as file:
+            cases, seed = file["settings"].tolist()
+            shapes = {
+                str(case): (file[f"{case}/q"].shape, file[f"{case}/k"].shape)
+                for case in file["cases"]
+            }
+        with np.load(outputs) as file:
+            arrays = {name: torch.from_numpy(file[name]).double() for name in file.files}
+    except (OSError, KeyError, TypeError) as error:
+        raise ValueError(f"{inputs} and {outputs} cannot be read: {error}") from error
+    results: dict[str, dict[str, Tensor]] = {}
+    for name, x in arrays.items():
+        case, _, tensor = name.partition("/")
+        if case not in shapes or tensor not in TENSORS:
+            raise ValueError(f"{outputs}: {name} is not CASE/out, lse, dq, dk or dv of {inputs}")
+        q, k = shapes[case]
+        shape = {"lse": q[:3], "dk": k, "dv": k}.get(tensor, q)
+        if x.shape != shape:
+            raise ValueError(f"{outputs}: {name} must be {shape}, it is {tuple(x.shape)}")
+        results.setdefault(case, {})[tensor] = x
+    subject = filed(cases, seed, lse=any("lse" in found for found in results.values()))
+    subject.results = results
+    for name in PROPERTIES:
+        if name not in SLOW:
+            yield examine(subject, name)

@@ -1,0 +1,302 @@
+"""The smallest failing call of a red property, as a script without a word of this project.
+
+A candidate is a case. It is written out as the script, the script runs here, and its error is held
+to the budget of that case: what shrinks is what the user gets.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from attention import Backend
+from conformance.backend_under_test import Subject
+from conformance.cases import SHORT, Case, expect
+from conformance.dialects import LAYOUTS, Dialect, Target, dialect_of, sequence_bounds
+from conformance.properties import TENSORS, Cell
+
+# what conformance.cases.ADVERSARIAL does to the tensors, in a line each
+INPUTS = {
+    "normal": "",
+    "large": "q, k = 4 * q, 2 * k",
+    "growing": "q, k = q.abs(), 0.1 * k.abs() + torch.linspace(0, 3, k.shape[2])[:, None].double()",
+    "spike": "k[:, :, -3] = 8 * q[:, : k.shape[1], -1]",
+    "tower": "q[..., 0], k[..., 0], k[:, :, -3, 0] = 4, 0, 50 * q.shape[-1] ** 0.5",
+    "huge": "q, k = 40 * q, 0.3 * k + q[:, : k.shape[1]]",
+    "negative": "q, k = q.abs() + 3, -(k.abs() + 3) * (40 / q.shape[-1] ** 0.5)",
+    "up": "q[..., 0], k[..., 0] = 4, 25 * q.shape[-1] ** 0.5",
+    "down": "q[..., 0], k[..., 0] = 4, -30 * q.shape[-1] ** 0.5",
+    "up and down": "q[..., 0], k[..., 0] = 4, torch.tensor([25.0, -30.0]).double()["
+    "torch.arange(k.shape[1]) % 2, None] * q.shape[-1] ** 0.5",
+    "ties": "k = k[:, :, torch.arange(k.shape[2]) % 4]",
+    "ones": "v = torch.ones_like(v)",
+}
+OPTIONAL = {"window", "softcap", "alibi_slopes", "document_ids"}
+LITERAL = (int, float, str, bool, type(None))
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
+
+
+@dataclass
+class Watched(Subject):
+    """A subject that remembers the cases of the property in hand."""
+
+    tried: list[Case] = field(default_factory=list)
+
+    def takes(self, case: Case, *, backward: bool) -> bool:
+        self.tried.append(case)
+        return super().takes(case, backward=backward)
+
+    def compare(self, case: Case) -> dict[str, Any] | None:
+        self.tried.append(case)
+        return super().compare(case)
+
+
+class Call(NamedTuple):
+    """One call, and the tensor of it that is compared."""
+
+    case: Case
+    tensor: str
+    dtype: torch.dtype
+
+
+class Minimiser:
+    """Makes the scripts of one attention."""
+
+    def __init__(self, target: Target, subject: Watched) -> None:
+        self.target, self.subject = with_options(target, subject.backend), subject
+        self.found: dict[tuple[Call, bool], str | None] = {}
+
+    def script(self, cell: Cell) -> str | None:
+        """The smallest failing call of a red property that was just examined; None where no single
+        call with inputs of a seed fails.
+        """
+        raises = re.match(r"\w+:", cell.note) is not None
+        named = re.search(rf"-({'|'.join(SHORT.values())})(:|, )", cell.note)
+        dtype = self.subject.dtype
+        if named:
+            dtype = next(x for x in SHORT if SHORT[x] == named[1])
+        cases = dict.fromkeys(self.subject.tried) or [self.subject.case(inputs=x) for x in INPUTS]
+        tensors = sorted(TENSORS, key=lambda name: not cell.note.startswith(f"{name} of"))
+        # the case that the note names comes first
+        for case in sorted(cases, key=lambda case: f"{case}" not in cell.note):
+            for tensor in tensors:
+                call = Call(plain(case), tensor, dtype)
+                if self.fails(call, raises):
+                    return self.fails(self.smallest(call, raises), raises)
+        return None
+
+    def smallest(self, call: Call, raises: bool) -> Call:
+        for case in smaller(call.case, self.subject):
+            if self.fails(call._replace(case=case), raises):
+                return self.smallest(call._replace(case=case), raises)
+        return call
+
+    def fails(self, call: Call, raises: bool) -> str | None:
+        """The script, where it fails. With `raises` an exception is a failure too."""
+        if (call, raises) not in self.found:
+            self.found[call, raises] = self._fails(call, raises)
+        return self.found[call, raises]
+
+    def _fails(self, call: Call, raises: bool) -> str | None:
+        subject, (case, tensor, dtype) = self.subject, call
+        known = case.inputs in INPUTS and tensor != "dsinks"
+        known = known and (tensor != "lse" or "lse" in subject.backend.features)
+        gradient = tensor.startswith("d")
+        try:
+            if not known or not Subject.takes(subject, case, backward=gradient):
+                return None
+            exact = expect(case, dtype, subject.device, with_lse=False)
+        except (ValueError, IndexError, RuntimeError):  # inputs of no such shape, as a spike
+            return None
+        budget = exact.budget(tensor)
+        text = write(self.target, call, subject.device, budget)
+        setting: dict[str, Any] = {}
+        try:
+            exec(text[: text.index("print(f")], setting)
+        except Exception:  # a user's function may raise anything
+            return text if raises else None
+        finally:
+            torch.set_default_device(None)
+        return text if setting["error"] > budget else None
+
+
+def with_options(target: Target, backend: Backend) -> Target:
+    """The target with the options of the backend under test in each call: on a CPU, small tiles."""
+    if dialect_of(backend) is not None:
+        return target
+    constants = [f"{key}={x!r}" for key, x in backend.options.items() if isinstance(x, LITERAL)]
+    return target._replace(dialect=replace(target.dialect, constants=", ".join(constants)))
+
+
+def plain(case: Case) -> Case:
+    """The case without what a script does not write."""
+    return replace(case, optional={x: y for x, y in case.optional.items() if x in OPTIONAL})
+
+
+def smaller(case: Case, subject: Subject) -> Iterator[Case]:
+    """Cases with less in them, the largest steps first."""
+    for name in case.optional:
+        yield replace(case, optional={x: y for x, y in case.optional.items() if x != name})
+    if case.inputs != "normal":
+        yield replace(case, inputs="normal")
+    if case.batch > 1:
+        yield replace(case, batch=1)
+    for heads in (1, case.num_kv_heads):
+        if heads < case.num_heads:
+            yield replace(case, num_heads=heads, num_kv_heads=heads)
+    if case.num_heads > 2 * case.num_kv_heads or (case.num_kv_heads > 1 and case.num_heads > 2):
+        yield replace(case, num_heads=2, num_kv_heads=1)
+    lengths = dict.fromkeys(map(subject.shared, LENGTHS))
+    if case.num_queries != case.num_keys:
+        shorter = min(case.num_queries, case.num_keys)
+        yield replace(case, num_queries=shorter, num_keys=shorter)
+    for n in lengths:
+        if case.num_queries == case.num_keys > n:
+            yield replace(case, num_queries=n, num_keys=n)
+    empty_rows = case.num_queries > case.num_keys  # another failure, unless it is this one
+    for n in lengths:
+        if n < case.num_queries:
+            yield replace(case, num_queries=n)
+        if n < case.num_keys and (empty_rows or n >= case.num_queries):
+            yield replace(case, num_keys=n)
+    for size in (1, 2, 4, 8, 16, 32, 64):
+        if size < case.head_dim and size in subject.head_dims:
+            yield replace(case, head_dim=size)
+    if case.seed:
+        yield replace(case, seed=0)
+    if case.causal and "window" not in case.optional:
+        yield replace(case, causal=False)
+
+
+def write(target: Target, call: Call, device: str, budget: float) -> str:
+    """The script. Its last two lines print the error and compare it."""
+    case, tensor, dtype = call
+    gradient, dialect = tensor.startswith("d"), target.dialect
+    there = f"{device!r}, " if device != "cpu" else ""
+    masked = dialect.needs_mask(
+        case.num_queries,
+        case.num_keys,
+        causal=case.causal,
+        window="window" in case.optional,
+        documents="document_ids" in case.optional,
+    )
+    documents = counted_documents(case) if "document_ids" in case.optional else None
+    call_text = dialect.call(tensors_of(dialect), values_of(call, documents), masked=masked)
+    output = dialect.output_lse if tensor == "lse" else dialect.output
+    shape = f"{case.batch}, {case.num_kv_heads}, {case.num_keys}, {case.head_dim}"
+    lines = [
+        "import torch",
+        "from torch.nn.attention.flex_attention import create_block_mask"
+        if "create_block_mask" in call_text
+        else "",
+        target.imports,
+        "",
+        f"torch.manual_seed({case.seed})",
+        f"q = torch.randn({case.batch}, {case.num_heads}, {case.num_queries}, {case.head_dim}, "
+        "dtype=torch.float64)",
+        f"k = torch.randn({shape}, dtype=torch.float64)",
+        f"v = torch.randn({shape}, dtype=torch.float64)",
+        "d_out = torch.randn(q.shape, dtype=torch.float64)" if gradient else "",
+        INPUTS[case.inputs],
+        f"torch.set_default_device({device!r})" if device != "cpu" else "",
+        f"q, k, v = (x.to({there}{dtype}){'.requires_grad_()' * gradient} for x in (q, k, v))",
+        f"d_out = d_out.to({device!r})" if gradient and there else "",
+        *mask_lines(call, documents, call_text),
+        f"result = {call_text.replace('function', target.function, 1)}",
+        f"found = {output(str(case.batch))}",
+        *exact_lines(call, masks=case.causal or documents is not None),
+        "difference = torch.where(found == exact, 0.0, (found - exact).abs())",
+        "error = difference.nan_to_num(nan=torch.inf).max().item()",
+        f'print(f"{tensor}: error {{error:.3g}}, allowed {budget:.3g}")',
+        f"assert error <= {budget!r}",
+    ]
+    text = "\n".join(line for i, line in enumerate(lines) if line or i == 3)
+    return f'"""{tensor} of {case}, {SHORT[dtype]}: written by attn-conform."""\n\n{text}\n'
+
+
+def tensors_of(dialect: Dialect) -> str:
+    """q, k and v in the dialect's layout, as the first arguments of a call."""
+    change = LAYOUTS[dialect.layout][0]
+    return "q, k, v" if change == "x" else f"*({change}.contiguous() for x in (q, k, v))"
+
+
+def counted_documents(case: Case) -> torch.Tensor:
+    """(B, N): the number of each token's document. Ids may come again, numbers do not."""
+    ids = case.make(torch.float32, "cpu")[1]["document_ids"]
+    change = ids[:, 1:] != ids[:, :-1]
+    return torch.nn.functional.pad(change.cumsum(1), (1, 0))
+
+
+def values_of(call: Call, documents: torch.Tensor | None) -> Mapping[str, str | None]:
+    """The text of each argument; see Dialect.call."""
+    case, optional = call.case, call.case.optional
+    longest = None
+    if documents is not None:
+        bounds = sequence_bounds(case.batch, case.num_keys, documents, documents.device)
+        longest = int(bounds.diff().max())
+    return {
+        "causal": str(case.causal),
+        "scale": f"{case.head_dim}**-0.5",
+        "window": str(optional["window"]) if "window" in optional else None,
+        "softcap": str(optional["softcap"]) if "softcap" in optional else None,
+        "slopes": "slopes" if "alibi_slopes" in optional else None,
+        "documents": "documents" if documents is not None else None,
+        "max_q": str(longest or case.num_queries),
+        "max_k": str(longest or case.num_keys),
+    }
+
+
+def mask_lines(call: Call, documents: torch.Tensor | None, call_text: str) -> Iterator[str]:
+    """What the call and the reference need besides q, k and v."""
+    case, optional = call.case, call.case.optional
+    shift = case.num_keys - case.num_queries
+    if case.causal or documents is not None:
+        seen = f"torch.ones(1, 1, {case.num_queries}, {case.num_keys}, dtype=torch.bool)"
+        if case.causal:
+            seen += f".tril({shift})"
+        if "window" in optional:
+            seen += f".triu({shift + 1 - optional['window']})"
+        yield f"seen = {seen}"
+    if documents is not None:
+        yield f"documents = torch.tensor({documents.tolist()})"
+        yield "seen = seen & (documents[:, None, :, None] == documents[:, None, None])"
+    if "alibi_slopes" in optional:
+        yield f"slopes = torch.tensor({case.make(call.dtype, 'cpu')[1]['alibi_slopes'].tolist()})"
+    if "cu_q" in call_text:
+        for name, length in (("q", case.num_queries), ("k", case.num_keys)):
+            bounds = sequence_bounds(case.batch, length, documents, torch.device("cpu"))
+            yield f"cu_{name} = torch.tensor({bounds.tolist()}, dtype=torch.int32)"
+    if "(module, " in call_text:
+        groups = case.num_heads // case.num_kv_heads
+        yield "module = torch.nn.Module()"
+        yield f"module.num_key_value_groups, module.is_causal = {groups}, False"
+
+
+def exact_lines(call: Call, *, masks: bool) -> Iterator[str]:
+    """Softmax attention in float64, or its gradient."""
+    case, optional = call.case, call.case.optional
+    groups = case.num_heads // case.num_kv_heads
+    k, v = (
+        f"{x}.double().repeat_interleave({groups}, 1)" if groups > 1 else f"{x}.double()"
+        for x in "kv"
+    )
+    yield f"scores = q.double() @ {k}.mT * {case.head_dim}**-0.5"
+    if "softcap" in optional:
+        yield f"scores = {optional['softcap']} * torch.tanh(scores / {optional['softcap']})"
+    if "alibi_slopes" in optional:
+        shift = case.num_keys - case.num_queries
+        yield f"i = torch.arange({case.num_queries})[:, None] + {shift}"
+        yield f"j = torch.arange({case.num_keys})"
+        yield "scores = scores - slopes[:, None, None] * (i - j)"
+    if call.tensor == "lse":
+        hidden = ".masked_fill(~seen, -torch.inf)" if masks else ""
+        yield f"exact = scores{hidden}.logsumexp(-1)"
+        return
+    p = "(scores.masked_fill(~seen, -1e30).softmax(-1) * seen)" if masks else "scores.softmax(-1)"
+    yield f"exact = {p} @ {v}"
+    if call.tensor != "out":
+        x = call.tensor[1]
+        yield "losses = [(x.double() * d_out).sum() for x in (found, exact)]"
+        yield f"found, exact = (torch.autograd.grad(loss, {x})[0] for loss in losses)"

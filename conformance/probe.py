@@ -1,0 +1,370 @@
+"""How an attention is called, found out by calling it.
+
+    for line in probe("my_package:attend", "cpu", [torch.float32]): print(line)
+
+Each convention is a field of a Dialect. The adapter tries its values on small random inputs until
+the result is that of float64 attention.
+
+Dimensions: B batch, H heads, N queries, M keys, D head dim.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import AttentionOutput, Backend, attention
+from conformance.cases import SHORT, distance
+from conformance.dialects import (
+    DIALECTS,
+    LAYOUTS,
+    LSE_LAYOUTS,
+    MASKS,
+    WINDOWS,
+    Adapter,
+    Dialect,
+    fitted,
+    load,
+    parameters,
+)
+
+NAMES = {
+    "causal": ("causal", "is_causal"),
+    "scale": ("scale", "softmax_scale", "sm_scale", "scaling"),
+    "window": ("window", "window_size", "sliding_window", "window_left"),
+    "softcap": ("softcap", "logit_softcap", "logits_soft_cap"),
+    "alibi": ("alibi_slopes", "slopes"),
+    "documents": ("document_ids", "segment_ids"),
+    "mask": ("attn_mask", "attention_mask", "mask", "block_mask"),
+    "score_mod": ("score_mod",),
+    "lse_flag": ("return_lse", "return_attn_probs", "return_softmax_lse"),
+    "gqa": ("enable_gqa",),
+}
+# N, M and D; a kernel may take whole tiles alone
+SIZES = ((6, 8), (16, 16), (64, 64), (128, 64))
+# far above rounding in any dtype, far below the difference that a convention makes
+TOLERANCE = 0.03
+
+
+class Trial:
+    """Calls of one function, each compared with float64 attention."""
+
+    def __init__(self, function: Callable[..., Any], device: str) -> None:
+        self.function, self.device, self.dtype = function, device, torch.float32
+        self.length, self.head_dim = SIZES[0]
+        self.known = parameters(function)
+        self.true_scale: float | None = None  # of the scores, where no argument sets it
+        self.error = ""  # of the last call that raised
+
+    def names(self, field: str) -> list[str]:
+        """The arguments that may be this field: names, or positions where it takes no names."""
+        by_position = isinstance(getattr(self.function, "__self__", None), type)
+        names = self.known.names
+        found = [name for name in NAMES[field] if name in names or not names]
+        return [str(names.index(name)) for name in found] if by_position and names else found
+
+    def inputs(self, n: int, m: int, groups: int, dtype: torch.dtype) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(2, 2 * groups, n), (2, 2, m), (2, 2, m)]
+        drawn = [torch.randn(*shape, self.head_dim, generator=generator) for shape in shapes]
+        return [x.to(self.device, dtype) for x in drawn]
+
+    def call(
+        self, dialect: Dialect, tensors: list[Tensor], causal: bool, **arguments: Any
+    ) -> AttentionOutput | None:
+        """What it returns; None where that is no output or it raises."""
+        scale = arguments.pop("scale", None) or tensors[0].shape[-1] ** -0.5
+        try:
+            return Adapter(self.function, dialect)(
+                *tensors, causal=causal, scale=scale, **arguments
+            )
+        except Exception as error:  # a user's function may raise anything
+            self.error = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            return None
+
+    def agrees(
+        self,
+        dialect: Dialect,
+        *,
+        causal: bool = False,
+        m: int | None = None,
+        groups: int = 1,
+        tensor: str = "out",
+        dtype: torch.dtype | None = None,
+        top_left: bool = False,
+        **arguments: Any,
+    ) -> bool:
+        """Whether the call gives what float64 attention gives."""
+        n = self.length
+        q, k, v = self.inputs(n, m or n, groups, dtype or self.dtype)
+        found = self.call(dialect, [q, k, v], causal, **arguments)
+        x = getattr(found, tensor, None)
+        if top_left:  # the first N keys, of which there are more
+            k, v = k[:, :, :n], v[:, :, :n]
+        scale = self.true_scale or arguments.pop("scale", None)
+        exact = attention(
+            *(x.double() for x in (q, k, v)),
+            backend="naive",
+            causal=causal,
+            **{"scale": scale} | arguments,
+        )
+        exact = getattr(exact, tensor)
+        if not isinstance(x, Tensor) or x.shape != exact.shape:
+            return False
+        return distance(x.detach().double(), exact) < TOLERANCE * exact.abs().max().item()
+
+    def first(self, candidates: Iterable[Dialect], **arguments: Any) -> Dialect | None:
+        return next((x for x in candidates if self.agrees(x, **arguments)), None)
+
+    def gradients_agree(self, dialect: Dialect, tensor: str) -> bool:
+        """Whether the gradient of `tensor` with respect to q is float64 attention's."""
+        tensors = self.inputs(self.length, self.length, 1, self.dtype)
+        tensors = [x.requires_grad_() for x in tensors]
+        causal = dialect.causal != "never"
+        gradients = []
+        exact = [x.detach().double().requires_grad_() for x in tensors]
+        outputs = (
+            (tensors, self.call(dialect, tensors, causal)),
+            (exact, attention(*exact, backend="naive", causal=causal, scale=self.true_scale)),
+        )
+        for each, output in outputs:
+            x = getattr(output, tensor, None)
+            if x is None or not x.requires_grad:
+                return False
+            weights = torch.arange(x.numel(), device=x.device).view(x.shape).cos()
+            try:
+                gradients.append(torch.autograd.grad((x.double() * weights).sum(), each[0])[0])
+            except Exception:  # a user's backward pass may raise anything
+                return False
+        largest = gradients[1].abs().max().item()
+        return distance(gradients[0].double(), gradients[1]) < TOLERANCE * largest
+
+
+Found = tuple[Dialect, list[str]]  # the dialect with what a step found out, and what it says
+
+
+def probe(text: str, device: str, dtypes: list[torch.dtype]) -> Iterator[str]:
+    """What is found out in the first dtype that it takes, a line each, and at the end the words for
+    `attn-conform run`. Raises ValueError where no way of calling it gives attention.
+    """
+    function, _, _ = load(text)
+    if isinstance(function, Backend):
+        raise ValueError(f"{text} is a Backend, which says itself how it is called: run it")
+    trial = Trial(function, device)
+    dialect, said = basis(trial, dtypes)
+    yield from said
+    for step in (corner, mask, window, changes, heads, log_sum_exp, gradients, empty_rows, kinds):
+        dialect, said = step(trial, dialect)
+        yield from said
+    yield words(text, function, dialect)
+
+
+def hypotheses(trial: Trial) -> Iterator[Dialect]:
+    """Every way to call it with q, k, v, causal and scale."""
+    known = trial.known.names
+    causal = trial.names("causal") or ([] if known else ["3"])
+    module = bool(known) and known[0] == "module"
+    # transformers' functions want a mask, be it None
+    mask = trial.names("mask")[0] if module else ""
+    choices = (
+        [*causal, "always", "never"],
+        [*trial.names("scale"), ""],
+        [layout for layout in LAYOUTS if layout != "THD" or "cu_seqlens_q" in known],
+        ["", "BHND", "BNHD"],
+        ["out", "out,_", "_,out"],
+    )
+    for causal, scale, layout, back, returns in product(*choices):
+        dialect = Dialect(layout, back, causal, scale=scale, mask=mask, returns=returns)
+        yield replace(dialect, module=module)
+
+
+def basis(trial: Trial, dtypes: list[torch.dtype]) -> Found:
+    """Layout, causal argument and scale."""
+    # what is right with and without a causal mask is best; else a wrong one is known by the rest
+    for complete, dtype, size in product((True, False), dtypes, SIZES):
+        trial.dtype, (trial.length, trial.head_dim) = dtype, size
+        scales = (None,) if complete else (None, 1.0)
+        for dialect, scale in product(hypotheses(trial), scales):
+            trial.true_scale = scale
+            asked = {"always": [True], "never": [False]}.get(dialect.causal, [False, True])
+            arguments: dict[str, Any] = {"scale": 0.3} if dialect.scale and not scale else {}
+            asked = asked if complete else asked[:1]
+            if all(trial.agrees(dialect, causal=causal, **arguments) for causal in asked):
+                if size != SIZES[0]:
+                    dialect = replace(dialect, multiple=size[0], head_dims=str(size[1]))
+                return dialect, describe_basis(trial, dialect)
+    raise ValueError(f"no layout and no argument gives attention; the last call: {trial.error}")
+
+
+def describe_basis(trial: Trial, dialect: Dialect) -> list[str]:
+    said = [f"layout        {dialect.layout}, returns {dialect.out_layout or dialect.layout}"]
+    if dialect.multiple > 1:
+        said.append(f"lengths       not {SIZES[0][0]}, but {dialect.multiple}")
+    if trial.true_scale:
+        said.append("scale         1, whatever it is given: the scores are not scaled")
+    elif not dialect.scale:
+        said.append("scale         D**-0.5, no argument changes it")
+    else:
+        trial.error = ""
+        usual = trial.agrees(replace(dialect, scale=""), causal=dialect.causal == "always")
+        otherwise = "must be given" if trial.error else "not D**-0.5 by default"
+        default = "D**-0.5 by default" if usual else otherwise
+        said.append(f"scale         {dialect.scale}=, {default}")
+    return said
+
+
+def corner(trial: Trial, dialect: Dialect) -> Found:
+    """Where the causal mask ends if there are more keys than queries, and whether there may be."""
+    n, flag = trial.length, dialect.causal
+    if flag != "always" and not trial.agrees(dialect, m=2 * n):
+        return replace(dialect, cross_length=False), ["N != M        not taken"]
+    if flag == "never":
+        return dialect, ["causal        by no argument of its own"]
+    for value, top_left in (("bottom_right", False), ("top_left", True)):
+        if trial.agrees(dialect, causal=True, m=2 * n, top_left=top_left):
+            return replace(dialect, corner=value), [f"causal        {flag}=, {value} for N != M"]
+    return dialect, [f"causal        {flag}=, could not tell: no causal mask in either corner"]
+
+
+def mask(trial: Trial, dialect: Dialect) -> Found:
+    for name, form in product(trial.names("mask"), MASKS):
+        found = replace(dialect, causal="never", mask=name, mask_form=form)
+        if trial.agrees(found, causal=True):
+            found = replace(found, causal=dialect.causal)
+            return found, [f"mask          {name}=, {form}"]
+    return dialect, []
+
+
+def window(trial: Trial, dialect: Dialect) -> Found:
+    for name, form in product(trial.names("window"), WINDOWS):
+        found = replace(dialect, window=name, window_form=form)
+        if trial.agrees(found, causal=True, window=3):
+            call = WINDOWS[form].format(w="w")
+            return found, [f"window        {name}={call} sees w keys, its own included"]
+    said = [f"window        {x}=, could not tell its form" for x in trial.names("window")]
+    return dialect, said if trial.known.names else []
+
+
+def changes(trial: Trial, dialect: Dialect) -> Found:
+    """Arguments that change the scores, and documents."""
+    n, causal = trial.length, dialect.causal != "never" or bool(dialect.mask)
+    said: list[str] = []
+    slopes = torch.tensor([0.5, 0.25], device=trial.device)
+    ids = (torch.arange(n, device=trial.device) >= n // 2).int().expand(2, -1)
+    arguments: dict[str, dict[str, Any]] = {
+        "softcap": {"softcap": 0.5},
+        "alibi": {"alibi_slopes": slopes},
+        "documents": {"document_ids": ids},
+        "score_mod": {"softcap": 0.5},
+    }
+    for field, argument in arguments.items():
+        for name in trial.names(field):
+            found = replace(dialect, **{field: name})
+            if trial.agrees(found, causal=causal, **argument):
+                dialect = found
+                said.append(f"{field:<14}{name}=")
+            elif trial.known.names:
+                said.append(f"{field:<14}{name}=, could not tell what it does")
+            break
+    return dialect, said
+
+
+def heads(trial: Trial, dialect: Dialect) -> Found:
+    causal = dialect.causal == "always"
+    flags = ["yes", *trial.names("gqa"), "no"]
+    for flag in flags[:-1]:
+        if trial.agrees(replace(dialect, gqa=flag), causal=causal, groups=2):
+            return replace(dialect, gqa=flag), [f"grouped heads {flag}"]
+    return replace(dialect, gqa="no"), ["grouped heads no"]
+
+
+def log_sum_exp(trial: Trial, dialect: Dialect) -> Found:
+    causal = dialect.causal == "always"
+    choices = ([*trial.names("lse_flag"), ""], ("out,lse", "out,_,lse", "lse,out"), "e2")
+    for flag, returns, base in product(*choices):
+        for layout in LSE_LAYOUTS:
+            found = replace(dialect, lse_flag=flag, returns=returns, lse=layout, lse_base=base)
+            if trial.agrees(found, causal=causal, tensor="lse"):
+                gradient = trial.gradients_agree(found, "lse")
+                say = f"lse           {layout}, base {base}, {'' if gradient else 'no '}gradient"
+                return replace(found, lse_gradient=gradient), [say]
+    return dialect, ["lse           none that could be told"]
+
+
+def gradients(trial: Trial, dialect: Dialect) -> Found:
+    tensors = trial.inputs(trial.length, trial.length, 1, trial.dtype)
+    output = trial.call(dialect, [x.requires_grad_() for x in tensors], dialect.causal == "always")
+    backward = output is not None and output.out.requires_grad
+    right = backward and trial.gradients_agree(dialect, "out")
+    says = "right" if right else "could not tell: not those of attention" if backward else "none"
+    return replace(dialect, backward=backward), [f"gradients     {says}"]
+
+
+def empty_rows(trial: Trial, dialect: Dialect) -> Found:
+    """What a query without a key gets: there are some where N > M and causal ends bottom-right."""
+    n = trial.length
+    if not dialect.mask and (dialect.causal == "never" or dialect.corner == "top_left"):
+        return dialect, []
+    q, k, v = trial.inputs(2 * n, n, 1, trial.dtype)
+    output = trial.call(dialect, [q, k, v], True)
+    if output is None:
+        return dialect, [f"empty rows    could not tell: {trial.error}"]
+    rows = output.out[:, :, :n]
+    values = {
+        "zero": bool((rows == 0).all()),
+        "nan": bool(rows.isnan().all()),
+        "mean": distance(rows.double(), v.double().mean(2, keepdim=True).expand_as(rows)) < 0.01,
+    }
+    for name in (name for name, there in values.items() if there):
+        return replace(dialect, empty_rows=name), [f"empty rows    {name}"]
+    return dialect, ["empty rows    could not tell: neither zero, nor nan, nor the mean of v"]
+
+
+def kinds(trial: Trial, dialect: Dialect) -> Found:
+    """The dtypes in which it is right."""
+    causal = dialect.causal == "always"
+    fine = [
+        name for dtype, name in SHORT.items() if trial.agrees(dialect, causal=causal, dtype=dtype)
+    ]
+    if not fine:
+        return dialect, ["dtypes        could not tell: no call is right"]
+    return replace(dialect, dtypes=",".join(fine)), [f"dtypes        {', '.join(fine)}"]
+
+
+def words(text: str, function: Callable[..., Any], dialect: Dialect) -> str:
+    """The command with the dialect that is nearest, and what differs from it."""
+    differences = {
+        name: {
+            key: value
+            for key, value in relevant(dialect).items()
+            if relevant(fitted(each, function))[key] != value
+        }
+        for name, each in DIALECTS.items()
+    }
+    name = min(differences, key=lambda name: len(differences[name]))
+    values = asdict(dialect)
+    values |= {key: str(x).lower() for key, x in values.items() if isinstance(x, bool)}
+    changed = [f"{key}={values[key]}" for key in differences[name]]
+    return " ".join(["attn-conform run", text, f"dialect={name}", *changed])
+
+
+def relevant(dialect: Dialect) -> dict[str, Any]:
+    """The fields, equal where they say the same."""
+    fields, parts = asdict(dialect), dialect.parts
+    places = [parts.index(name) if name in parts else None for name in ("out", "lse")]
+    fields["returns"] = (len(parts) > 1, *places)
+    fields["out_layout"] = dialect.out_layout or dialect.layout
+    without = {
+        "window": ["window_form"],
+        "mask": ["mask_form"],
+        "lse": ["lse", "lse_base", "lse_gradient", "lse_flag"],
+    }
+    for name, keys in without.items():
+        if not (fields[name] if name != "lse" else "lse" in parts):
+            fields |= dict.fromkeys(keys)
+    if dialect.causal in ("always", "never"):
+        fields["corner"] = None
+    return fields

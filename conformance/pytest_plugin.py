@@ -1,0 +1,70 @@
+"""A test for each property: `pytest --attention my_package:attend --dialect fa`.
+
+What a dialect changes follows its name: --dialect "fa corner=top_left". A property that does not
+apply is skipped.
+"""
+
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("attn-conform")
+    group.addoption("--attention", metavar="NAME", help="pkg.module:NAME, a test a property")
+    group.addoption(
+        "--dialect", default="", help="how it is called; `attn-conform probe NAME` finds out"
+    )
+
+
+class Red(Exception):
+    """A property that is red; its message says where."""
+
+
+class PropertyItem(pytest.Item):
+    def __init__(self, *, subject: Any, property: str, check: Any, **others: Any) -> None:
+        super().__init__(**others)
+        self.subject, self.property, self.check = subject, property, check
+
+    def runtest(self) -> None:
+        from conformance.properties import examine
+
+        cell = examine(self.subject, self.property, self.check)
+        if cell.status == "n/a":
+            pytest.skip(cell.note)
+        if not cell.ok:
+            raise Red(cell.note or "green, but the backend documents it as red")
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        if isinstance(excinfo.value, Red):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Any, None, str]:
+        return self.path, None, self.name
+
+
+@pytest.hookimpl(tryfirst=True)  # so that -k chooses among these too
+def pytest_collection_modifyitems(session: pytest.Session, items: list[pytest.Item]) -> None:
+    text = session.config.option.attention
+    if text is None:
+        return
+    import torch
+
+    from conformance.backend_under_test import Subject
+    from conformance.cases import SHORT
+    from conformance.command import Options, parse_dialect, properties_of, set_up
+    from conformance.dialects import target
+
+    options = Options()
+    set_up(torch.device(options.device))
+    try:
+        words = session.config.option.dialect.split()
+        found = target(text, *parse_dialect(words))
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from error
+    for dtype in options.dtypes:
+        subject = Subject(found.backend, options.device, dtype, options.cases, options.seed)
+        for name, check in properties_of(subject).items():
+            each = {"name": f"{name}[{SHORT[dtype]}]", "property": name, "check": check}
+            items.append(PropertyItem.from_parent(session, subject=subject, **each))

@@ -1,0 +1,172 @@
+"""Attentions that do not know this project: judged in their dialect, written out as scripts, and
+judged by files.
+"""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from attention import attention
+from conformance import exchange
+from conformance.backend_under_test import Subject
+from conformance.cases import ADVERSARIAL, Case
+from conformance.command import cells_of, parse_dialect
+from conformance.dialects import DIALECTS, Adapter, Target, target
+from conformance.minimise import INPUTS, Call, with_options, write
+
+MINE = "tests.user_attentions"
+SDPA = "torch.nn.functional:scaled_dot_product_attention"
+HF_SDPA = "transformers.integrations.sdpa_attention:sdpa_attention_forward"
+HF_EAGER = "transformers.models.llama.modeling_llama:eager_attention_forward"
+FLEX = "torch.nn.attention.flex_attention:flex_attention"
+FP32 = torch.float32
+
+
+def named(text: str, dialect: str) -> Target:
+    return target(text, *parse_dialect(dialect.split()))
+
+
+def column(text: str, dialect: str) -> dict[str, str]:
+    """Status by property, of a quick look."""
+    subject = Subject(named(text, dialect).backend, "cpu", FP32, random_cases=1, seed=0)
+    return {cell.property: cell.status for cell in cells_of(subject, quick=True)}
+
+
+@pytest.mark.parametrize(
+    "text, dialect, red, not_asked",
+    [
+        (SDPA, "sdpa", [], ["lse"]),
+        (HF_SDPA, "hf", [], ["lse", "rows without a key"]),
+        # its scores are rounded to 16 bits
+        (HF_EAGER, "hf", ["float32 statistics"], ["lse", "rows without a key"]),
+        (f"{MINE}:flash", "fa", [], []),
+        (f"{MINE}:flash_varlen", "fa-varlen", [], []),
+        (
+            f"{MINE}:Student",
+            "cs336",
+            [],
+            ["lse", "ragged tails", "rows without a key", "prefill = decode"]
+            + ["first tile masked", "grouped heads", "optional arguments"],
+        ),
+    ],
+)
+def test_what_others_wrote_is_green(text, dialect, red, not_asked):
+    found = column(text, dialect)
+    assert [name for name, status in found.items() if status == "red"] == red
+    absent = [name for name, status in found.items() if status == "n/a" and name != "block sizes"]
+    # no dialect has the wider calls, and streams are a GPU's
+    assert sorted(absent) == sorted([*not_asked, "streams and graphs", "wider calls"])
+
+
+@pytest.mark.parametrize(
+    "text, dialect",
+    [
+        (f"{MINE}:flash", "fa"),
+        (f"{MINE}:flash_varlen", "fa-varlen"),
+        (SDPA, "sdpa"),
+        (HF_EAGER, "hf"),
+        # PyTorch imports its compiler for the mask
+        pytest.param(FLEX, "flex backward=false", marks=pytest.mark.slow),
+        ("tiled", ""),
+    ],
+)
+def test_a_script_of_a_right_call_passes(text, dialect):
+    """What a script says of a failure is true only if the same script passes for a right one."""
+    found = target(text) if not dialect else named(text, dialect)
+    subject = Subject(found.backend, "cpu", FP32, random_cases=0, seed=0)
+    found = with_options(found, subject.backend)
+    small = Case(batch=2, num_heads=4, num_kv_heads=2, num_queries=6, num_keys=6, head_dim=4)
+    cases = [
+        small,
+        replace(small, num_queries=3, inputs="up", seed=2),
+        replace(small, num_keys=4, causal=False),
+        replace(small, optional={"window": 3}, inputs="huge"),
+        replace(small, optional={"document_ids": True}),
+        replace(small, optional={"softcap": 2.0, "alibi_slopes": True}),
+        replace(small, num_queries=8),  # two rows without a key
+    ]
+    ran = 0
+    for case in cases:
+        for tensor in ("out", "lse", "dq", "dk", "dv"):
+            there = tensor != "lse" or "lse" in found.backend.features
+            if there and subject.takes(case, backward=tensor.startswith("d")):
+                exec(write(found, Call(case, tensor, FP32), "cpu", 2e-4), {})
+                ran += 1
+    assert ran >= 8
+
+
+def test_a_script_draws_what_the_case_draws():
+    case = Case(num_heads=4, num_queries=7, num_keys=7, head_dim=4)
+    for name, line in INPUTS.items():
+        tensors, *_ = replace(case, inputs=name).make(torch.float64, "cpu")
+        q, k, v = case.make(torch.float64, "cpu")[0]
+        variables = {"torch": torch, "q": q, "k": k, "v": v}
+        exec(line, variables)
+        for x, expected in zip("qkv", tensors, strict=True):
+            torch.testing.assert_close(variables[x], expected, msg=f"{name}: {x}")
+    assert INPUTS.keys() == ADVERSARIAL.keys() - {"trained"}
+
+
+def test_contiguous_inputs_arrive_contiguous_and_views_as_views():
+    seen = []
+
+    def watch(q, k, v, **_):
+        seen.append(q)
+        return q
+
+    adapter = Adapter(watch, replace(DIALECTS["fa"], returns="out", lse_flag=""))
+    for q in (torch.randn(2, 3, 5, 4), torch.randn(2, 5, 3, 8).transpose(1, 2)[..., ::2]):
+        out, _ = adapter(q, q, q, causal=True, scale=0.5)
+        assert torch.equal(out, q) and seen[-1].shape == (2, 5, 3, 4)
+        assert seen[-1].is_contiguous() == q.is_contiguous()
+
+
+def test_an_output_of_another_form_is_an_error():
+    adapter = Adapter(lambda q, k, v, **_: (q, q), DIALECTS["sdpa"])
+    q = torch.randn(1, 1, 2, 4)
+    with pytest.raises(ValueError, match="it returned a tuple of 2, .* returns=out"):
+        adapter(q, q, q, causal=False, scale=0.5)
+
+
+def outputs_of(inputs, wrong: float) -> dict[str, np.ndarray]:
+    """What somebody else's program writes who takes no window; `wrong` is added to each lse."""
+    outputs = {}
+    for case in inputs["cases"]:
+        arguments = json.loads(str(inputs[f"{case}/arguments"]))
+        if "window" in arguments:
+            continue
+        for name in exchange.ARRAYS:
+            if f"{case}/{name}" in inputs:
+                arguments[name] = torch.from_numpy(inputs[f"{case}/{name}"])
+        q, k, v = (torch.from_numpy(inputs[f"{case}/{x}"]).requires_grad_() for x in "qkv")
+        out, lse = attention(q, k, v, backend="naive", **arguments)
+        loss = (out * torch.from_numpy(inputs[f"{case}/d_out"])).sum()
+        found = (out.detach(), lse.detach() + wrong, *torch.autograd.grad(loss, (q, k, v)))
+        for name, x in zip(("out", "lse", "dq", "dk", "dv"), found, strict=True):
+            outputs[f"{case}/{name}"] = x.numpy()
+    return outputs
+
+
+def test_an_attention_elsewhere_is_judged_by_its_file(tmp_path):
+    inputs, outputs = tmp_path / "inputs.npz", tmp_path / "outputs.npz"
+    exchange.export(inputs, cases=1, seed=0)
+    with np.load(inputs) as file:
+        right = outputs_of(file, 0.0)
+        np.savez(outputs, **right)
+        cells = {cell.property: cell for cell in exchange.judge(inputs, outputs)}
+        assert not [cell for cell in cells.values() if cell.status == "red"]
+        assert cells["large logits"].checks == 25 and cells["gradients"].checks > 15
+        assert cells["strides and views"].status == "n/a"
+        np.savez(outputs, **outputs_of(file, 0.1))
+        red = {cell.property for cell in exchange.judge(inputs, outputs) if cell.status == "red"}
+        assert "lse" in red and "gradients" not in red
+    name = next(iter(right))
+    np.savez(outputs, **{name: right[name][:, :1, :1]})
+    with pytest.raises(ValueError, match="must be"):
+        list(exchange.judge(inputs, outputs))
+    np.savez(outputs, **{"B9/out": right[name]})
+    with pytest.raises(ValueError, match="B9/out is not CASE/out"):
+        list(exchange.judge(inputs, outputs))

@@ -1,0 +1,122 @@
+"""Attentions that know nothing of this project, in the shapes that others write them in: right
+ones, and wrong ones.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def scores_of(
+    q: Tensor, k: Tensor, causal: bool, scale: float, left: int = -1, *, corner: str = "bottom"
+) -> Tensor:
+    """Masked scores (B, H, N, M) of q (B, H, N, D) and k (B, H, M, D)."""
+    n, m = q.shape[2], k.shape[2]
+    own = torch.arange(n)[:, None] + (m - n if corner == "bottom" else 0)
+    distance = own - torch.arange(m)
+    hidden = distance < 0 if causal else torch.zeros(n, m, dtype=torch.bool)
+    if left >= 0:
+        hidden = hidden | (distance > left)
+    return (q.float() @ k.float().mT * scale).masked_fill(hidden, -torch.inf)
+
+
+def attend(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    empty = (scores == -torch.inf).all(-1, keepdim=True)
+    p = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    return p.to(v.dtype) @ v, scores.logsumexp(-1)
+
+
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    return_lse: bool = False,
+    *,
+    corner: str = "bottom",
+):
+    """As flash-attention's: (B, N, H, D), and lse (B, H, N) without a gradient."""
+    groups, scale = q.shape[2] // k.shape[2], softmax_scale or q.shape[-1] ** -0.5
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    out, lse = attend(scores_of(q, k, causal, scale, window_size[0], corner=corner), v)
+    return out.transpose(1, 2), lse.detach()
+
+
+def flash_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool = False,
+    return_attn_probs: bool = False,
+):
+    """The same for a packed batch (T, H, D), with lse (H, T)."""
+    outs, lses = [], []
+    bounds = [x.tolist() for x in (cu_seqlens_q, cu_seqlens_k)]
+    for i in range(len(cu_seqlens_q) - 1):
+        (a, b), (c, d) = (x[i : i + 2] for x in bounds)
+        assert b - a <= max_seqlen_q and d - c <= max_seqlen_k
+        out, lse = flash(q[None, a:b], k[None, c:d], v[None, c:d], softmax_scale, causal)
+        outs.append(out[0])
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, 1), None
+
+
+def top_left(q, k, v, softmax_scale=None, causal=False, return_lse=False):
+    return flash(q, k, v, softmax_scale, causal, corner="top")
+
+
+def base_2(q, k, v, softmax_scale=None, causal=False, return_lse=False):
+    out, lse = flash(q, k, v, softmax_scale, causal)
+    return out, lse / math.log(2)
+
+
+def no_scale(q, k, v, softmax_scale=None, causal=False, return_lse=False):
+    return flash(q, k, v, 1.0, causal)
+
+
+def leaks(q, k, v, causal=True):
+    """(B, H, N, D); each query sees one key too many."""
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    hidden = torch.ones(scores.shape[-2:]).triu(2 + k.shape[2] - q.shape[2]).bool()
+    return scores.masked_fill(hidden & causal, -torch.inf).softmax(-1) @ v
+
+
+def tensor_cores(q, k, v, is_causal, sm_scale):
+    """(B, H, N, D) as a kernel for whole tiles takes it: bfloat16, D = 64, N and M multiples of 64;
+    no gradient, and lse (B, H, N) to base 2.
+    """
+    if q.dtype != torch.bfloat16 or q.shape[-1] != 64 or q.shape[2] % 64 or k.shape[2] % 64:
+        raise RuntimeError("unsupported")
+    with torch.no_grad():
+        out, lse = attend(scores_of(q, k, is_causal, sm_scale), v)
+        return out, lse / math.log(2)
+
+
+class Student(torch.autograd.Function):
+    """As CS336 asks for: (B, N, D), is_causal by position, and a backward pass by hand."""
+
+    @staticmethod
+    def forward(ctx, Q, K, V, is_causal=False):
+        scores = Q.float() @ K.float().mT * Q.shape[-1] ** -0.5
+        if is_causal:
+            hidden = torch.ones(scores.shape[-2:]).triu(1).bool()
+            scores = scores.masked_fill(hidden, -torch.inf)
+        p = scores.softmax(-1)
+        ctx.save_for_backward(Q, K, V, p)
+        return p.to(V.dtype) @ V
+
+    @staticmethod
+    def backward(ctx, d_out):
+        Q, K, V, p = ctx.saved_tensors
+        dp = d_out.float() @ V.float().mT
+        ds = (p * (dp - (dp * p).sum(-1, keepdim=True)) * Q.shape[-1] ** -0.5).to(Q.dtype)
+        return ds @ K, ds.mT @ Q, p.to(d_out.dtype).mT @ d_out, None
