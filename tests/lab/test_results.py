@@ -21,7 +21,7 @@ def test_a_measurement_has_a_line_for_each_row(path):
 
 def test_every_file_is_drawn_from():
     code = [path for folder in ("lab", "tests") for path in (ROOT / folder).rglob("*.py")]
-    pages = [ROOT / "README.md", FOLDER / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", FOLDER / "README.md", *(ROOT / "docs").rglob("*.md")]
     text = "\n".join(path.read_text() for path in [*code, *pages])
     unread = [path.name for path in FILES if path.stem not in text]
     assert not unread, "no table, figure, page or test reads them"

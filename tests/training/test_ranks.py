@@ -73,7 +73,12 @@ def alike(one: Path, other: Path) -> bool:
 
 @pytest.mark.parametrize(
     "settings",
-    [(), ("optim=muon",), ("data=last_write", "tokenizer.vocab_size=null"), ("attention=naive",)],
+    [
+        (),
+        ("optim=muon",),
+        ("data=last_write", "tokenizer.vocab_size=null"),
+        pytest.param(("attention=naive",), marks=pytest.mark.slow),
+    ],
     ids=["adamw", "muon", "last_write", "naive"],
 )
 def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
@@ -89,7 +94,9 @@ def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
     "settings",
     [
         ("attention=tiled", "attention.block_q=8", "attention.block_kv=8", "attention.sinks=true"),
-        ("attention=naive", "tokens_per_step=128", "batch_size=2"),
+        pytest.param(
+            ("attention=naive", "tokens_per_step=128", "batch_size=2"), marks=pytest.mark.slow
+        ),
         ("attention=sdpa", "model=modern", "model.num_kv_heads=2", "model.num_heads=4"),
         ("attention=no_rescale", "attention.block_kv=8", "data.documents=true"),
         pytest.param(("attention=kv_outer", "compile=true"), marks=pytest.mark.slow),
@@ -140,7 +147,7 @@ def test_a_shared_sequence_is_the_same_attention(tmp_path, settings):
             ("attention.ranks=2",),
             marks=pytest.mark.slow,
         ),
-        (("attention=tiled",), ("parallel.how=gather",), ()),
+        pytest.param(("attention=tiled",), ("parallel.how=gather",), (), marks=pytest.mark.slow),
         (("attention=tiled", "attention.window=9", "attention.softcap=1"), (), ()),
     ],
     ids=["rope-documents", "broken-merge", "compiled", "gathered", "window-softcap"],
