@@ -171,7 +171,8 @@ class DistributedCall(torch.autograd.Function):
         processes.calls += 1
         ctx.number, ctx.processes = processes.calls, processes
         ctx.save_for_backward(q, k, v)
-        whole = [x.detach().cpu() for x in (q, k, v)]
+        # a view would take all of its memory along
+        whole = [x.detach().cpu().clone(memory_format=torch.contiguous_format) for x in (q, k, v)]
         arguments = {x: y.cpu() if isinstance(y, Tensor) else y for x, y in arguments.items()}
         outs, lses = zip(*processes.ask("call", ctx.number, whole, arguments), strict=True)
         lse = None if lses[0] is None else processes.joined(lses, q)
