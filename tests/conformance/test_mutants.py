@@ -58,9 +58,11 @@ def cheapest(mutant: Mutant, matrix: dict) -> list[str]:
     """One property that catches the mutant, of the few that catch all; or all properties, where it
     has not been measured.
     """
+    # a value that nobody wrote may be right by chance, but not there
+    order = ["poisoned memory", *matrix["cover"]]
     for row in matrix["mutants"]:
         if row["name"] == mutant.name:
-            return [name for name in matrix["cover"] if name in row["killed_by"]][:1]
+            return [name for name in order if name in row["killed_by"]][:1]
     return everything()
 
 
