@@ -1,0 +1,157 @@
+"""What a polynomial in place of exp2 does to the output, to lse, and to a trained model.
+
+    python -m lab.findings.polynomial_exp2 outputs/agree out=results/polynomial_exp2.json
+
+The argument is one run, and
+
+    degrees    of the polynomial (1,2,3,4,5)
+    eighths    of the keys whose exponential is the polynomial, in eighths (1,2,4,8)
+    sequences  held-out sequences, and prompts to go on with (16)
+    dtype      of the matrix products: fp32, bf16, fp16 or auto, the run's own (fp32)
+    device     auto, cpu or cuda (auto)
+    out        the JSON file to write
+
+FlashAttention-4 and cuDNN compute a part of the exponentials by multiplication, since a GPU has few
+units for exp2: 2^x = 2^n 2^f with n = floor(x), and a polynomial for 2^f on [0, 1). Here it
+interpolates 2^f in Chebyshev's points, and float32 evaluates it by Horner's rule.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from math import log2
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.polynomial import Chebyshev, Polynomial
+from torch import Tensor
+from tqdm import tqdm
+
+from attention import Backend, attention, get_backend
+from attention.online_softmax import OnlineSoftmax, finite, weighted_sum
+from attention.tiled import tile_loop_backend
+from data import build_data
+from scripts.agree import compare, read
+from scripts.arguments import Device, Dtype, check_at_least, command, default
+from scripts.tables import Row, text_table
+from training.device import pick_device
+from training.environment import environment
+from training.files import check_writable, write_json
+from training.trained import load_trained, read_run_config
+
+
+@dataclass
+class Options:
+    paths: list[Path]
+    degrees: list[int] = default(1, 2, 3, 4, 5)
+    eighths: list[int] = default(1, 2, 4, 8)
+    sequences: int = 16
+    dtype: Dtype = "fp32"
+    device: Device = "auto"
+    out: Path = Path("polynomial_exp2.json")
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "degrees", "eighths", "sequences")
+        if max(self.eighths) > 8:
+            raise ValueError(f"eighths={max(self.eighths)} must be at most 8, which is all keys")
+        if len(self.paths) != 1:
+            raise ValueError(f"name one run, not {len(self.paths)}")
+
+
+@cache
+def coefficients(degree: int) -> tuple[float, ...]:
+    """Of 2^f on [0, 1), the highest power first."""
+    found = Chebyshev.interpolate(np.exp2, degree, domain=[0, 1])
+    return tuple(found.convert(kind=Polynomial).coef[::-1])
+
+
+def exp2(x: Tensor, degree: int) -> Tensor:
+    """2^x by the polynomial; 0 for -inf."""
+    whole = x.clamp(min=-126).floor()
+    fraction = (x - whole).clamp(max=1)
+    value = torch.zeros_like(x)
+    for each in coefficients(degree):
+        value = value * fraction + each
+    return torch.where(x < -126, 0.0, torch.ldexp(value, whole.int()))
+
+
+def polynomial(degree: int, eighths: int) -> Backend:
+    """Exact attention by tiles but for the exponential of `eighths` of each eight keys."""
+
+    class PolynomialExp2(OnlineSoftmax):
+        def update(self, scores: Tensor, v: Tensor) -> "PolynomialExp2":
+            next_max = self.next_max(scores.amax(-1, keepdim=True))
+            alpha, shifted = self.correction(next_max), scores - finite(next_max)
+            chosen = torch.arange(scores.shape[-1], device=scores.device) % 8 < eighths
+            p = torch.where(chosen, exp2(shifted * log2(np.e), degree), shifted.exp())
+            row_sum = alpha * self.row_sum + p.sum(-1, keepdim=True)
+            acc = alpha * self.acc + weighted_sum(p, v)
+            return replace(self, row_max=next_max, row_sum=row_sum, acc=acc)
+
+    return tile_loop_backend(f"degree {degree}, {eighths}/8", softmax=PolynomialExp2)
+
+
+def errors(backend: Backend) -> Row:
+    """Of out (relative, root mean square) and lse (largest) in float32, beside float64: scores of
+    standard deviation 4, 4,096 keys.
+    """
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, length, 64, generator=draw) for length in (64, 4096, 4096))
+    q = 4 * q
+    found = attention(q, k, v, backend=backend, causal=False)
+    scores = q.double() @ k.double().mT / 8
+    exact = scores.softmax(-1) @ v.double()
+    return {
+        "out": float((found.out - exact).norm() / exact.norm()),
+        "lse": float((found.lse - scores.logsumexp(-1)).abs().max()),
+    }
+
+
+@command("polynomial_exp2", Options)
+def main(options: Options) -> None:
+    folder, device = options.paths[0], pick_device(options.device)
+    check_writable(options.out)
+    config = read_run_config(folder)
+    data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
+    config.device = device.type
+    config.dtype = config.dtype if options.dtype == "auto" else options.dtype
+    trained = load_trained(folder, config, data.vocab_size)
+    inputs, targets, *_ = (x.to(device) for x in data.val_batch(options.sequences))
+    shape = (inputs, targets, config.seq_len // 2)
+    exact = read(trained, "tiled", get_backend("tiled"), *shape)
+    rows = [{"degree": None, "eighths": 0, **errors(get_backend("tiled")), "loss_change": 0.0}]
+    for degree, eighths in tqdm(list(product(options.degrees, options.eighths)), disable=None):
+        backend = polynomial(degree, eighths)
+        reading = read(trained, backend.name, backend, *shape)
+        change = float((exact.log_p - reading.log_p).mean())
+        case = {"degree": degree, "eighths": eighths, "loss_change": change}
+        rows.append(case | errors(backend) | compare(exact, reading))
+    print(in_text(rows, config.seq_len // 2))
+    about = {"run": str(folder), "dtype": str(trained.dtype).removeprefix("torch.")}
+    about |= {"step": trained.step, "sequences": len(inputs), "seq_len": config.seq_len}
+    about["tokens"] = config.seq_len // 2
+    where = environment(data.fingerprint, device)
+    write_json(options.out, {"environment": where} | about | {"runs": rows})
+
+
+def in_text(rows: list[Row], tokens: int) -> str:
+    head = ["degree, share", "error of out", "of lse", "loss", "mean |d log p|", "other token"]
+    head.append("prompts that part")
+    cells = [
+        [
+            f"{row['degree']}, {row['eighths']}/8",
+            f"{row['out']:.1e}",
+            f"{row['lse']:.1e}",
+            f"{row['loss_change']:+.1e}",
+            f"{row['log_p']['mean']:.1e}",
+            f"{row['other_token']:.2%}",
+            str(sum(each < tokens for each in row["equal_tokens"])),
+        ]
+        for row in rows[1:]
+    ]
+    return text_table([head, *cells])
+
+
+if __name__ == "__main__":
+    main()
