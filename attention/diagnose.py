@@ -465,7 +465,7 @@ class Recorder:
 
         def recorded(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Output:
             options = {name: arguments.pop(name) for name in backend.options}
-            own = {name: arguments.pop(name) for name in ("module",) if name in arguments}
+            own = {"module": arguments.pop("module")} if "module" in arguments else {}
             if keep_calls:
                 output = backend.fn(q, k, v, **arguments, **options, **own)
                 self.calls.append(Call(q, k, v, output.out, arguments))

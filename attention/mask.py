@@ -1,8 +1,8 @@
 """Which keys a query sees: one interval lo_i <= j < hi_i a query, both ends non-decreasing in i.
 
-Causal masks, bottom-right alignment, windows, packed documents and sequences, padding and ragged
-tails all take this form, so a tile loop needs two integers a row, and knows for a whole tile
-whether to skip it, to mask it, or neither.
+Causal masks, windows, packed documents and sequences, padding and ragged tails all take this form.
+So a tile loop needs two integers a row. For a whole tile it knows whether to skip it, to mask it,
+or neither.
 
     causal, N=4, M=4      causal, N=2, M=4      causal, window=2      documents 0 0 1 1
        1 . . .               1 1 1 .               1 . . .               1 . . .

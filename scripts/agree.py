@@ -70,22 +70,25 @@ class Reading(NamedTuple):
     decoding: Row | None  # log_p token by token beside log_p at once; None without cross_length
 
 
+class Loaded(NamedTuple):
+    """A run's weights, and the held-out sequences that they are asked about."""
+
+    trained: Trained
+    inputs: Tensor  # (B, N), on the device
+    targets: Tensor  # (B, N)
+    about: Row  # where and of what the figures are
+
+
 @command("agree", Options)
 def main(options: Options) -> None:
     folder, device = options.paths[0], pick_device(options.device)
     out = options.out or folder / "agree.json"
     check_writable(out)
-    config = read_run_config(folder)
-    data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
-    if config.data.documents:
-        raise ValueError(f"{folder} keeps documents apart, which a cache does not; choose another")
-    config.device = device.type
-    config.dtype = config.dtype if options.dtype == "auto" else options.dtype
-    trained = load_trained(folder, config, data.vocab_size)
+    trained, inputs, targets, about = load(folder, device, options.dtype, options.sequences)
     usual = ["naive", "tiled", "sdpa"] + ["triton"] * (device.type == "cuda")
     backends = {text: parse_backend(text) for text in options.under or usual}
-    inputs, targets, *_ = (x.to(device) for x in data.val_batch(options.sequences))
-    count = min(options.tokens or config.seq_len // 2, config.seq_len - config.seq_len // 2)
+    half = inputs.shape[1] // 2
+    count = min(options.tokens or half, inputs.shape[1] - half)
     first = next(iter(backends))
     readings = [read(trained, f"{first} in float32", backends[first], inputs, targets, count)]
     for name, backend in backends.items():
@@ -94,11 +97,29 @@ def main(options: Options) -> None:
     decoding = [{"attention": each.name} | each.decoding for each in readings if each.decoding]
     print(pairs_in_text(pairs, count))
     print(decoding_in_text(decoding))
-    where = environment(data.fingerprint, device)
-    about = {"run": str(folder), "dtype": str(trained.dtype).removeprefix("torch.")}
-    about |= {"step": trained.step, "sequences": len(inputs), "seq_len": config.seq_len}
-    write_json(out, {"environment": where} | about | {"pairs": pairs, "decoding": decoding})
+    write_json(out, about | {"pairs": pairs, "decoding": decoding})
     print(out)
+
+
+def load(folder: Path, device: torch.device, dtype: Dtype, sequences: int) -> Loaded:
+    """Raises ValueError for a run whose documents a cache would not keep apart."""
+    config = read_run_config(folder)
+    if config.data.documents:
+        raise ValueError(f"{folder} keeps documents apart, which a cache does not; choose another")
+    data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
+    config.device = device.type
+    config.dtype = config.dtype if dtype == "auto" else dtype
+    trained = load_trained(folder, config, data.vocab_size)
+    inputs, targets, *_ = (x.to(device) for x in data.val_batch(sequences))
+    about = {
+        "environment": environment(data.fingerprint, device),
+        "run": str(folder),
+        "dtype": str(trained.dtype).removeprefix("torch."),
+        "step": trained.step,
+        "sequences": len(inputs),
+        "seq_len": config.seq_len,
+    }
+    return Loaded(trained, inputs, targets, about)
 
 
 @torch.no_grad()

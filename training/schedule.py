@@ -18,8 +18,8 @@ from training.phases import count_compiling
 
 log = logging.getLogger("tilegpt")
 
-# queries of a tile of an exact loop on a GPU: a loop in Python launches 32 times fewer kernels than
-# with the 128 that suit a CPU, and its tiles are still linear in the length
+# queries of a tile of an exact loop on a GPU. A loop in Python then launches 32 times fewer kernels
+# than with the 128 that suit a CPU. Its tiles stay linear in the length
 GPU_BLOCK_Q = 4096
 
 
@@ -144,6 +144,8 @@ def attention_schedule(
     asked = {0: chosen.backend_options(), chosen.switch_at: chosen.switch_options}
     for step, backend in schedule.items() if device.type == "cuda" else ():
         suited = suit_gpu(backend, asked[step], needed_features(config))
+        if suited is backend:
+            continue
         try:
             check_model(config, {step: suited}, dtype=dtype, device=device)
         except ValueError as error:

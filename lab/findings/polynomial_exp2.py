@@ -31,14 +31,11 @@ from tqdm import tqdm
 from attention import Backend, attention, get_backend
 from attention.online_softmax import OnlineSoftmax, finite, weighted_sum
 from attention.tiled import tile_loop_backend
-from data import build_data
-from scripts.agree import compare, read
+from scripts.agree import compare, load, read
 from scripts.arguments import Device, Dtype, check_at_least, command, default
 from scripts.tables import Row, text_table
 from training.device import pick_device
-from training.environment import environment
 from training.files import check_writable, write_json
-from training.trained import load_trained, read_run_config
 
 
 @dataclass
@@ -110,29 +107,20 @@ def errors(backend: Backend) -> Row:
 
 @command("polynomial_exp2", Options)
 def main(options: Options) -> None:
-    folder, device = options.paths[0], pick_device(options.device)
+    device = pick_device(options.device)
     check_writable(options.out)
-    config = read_run_config(folder)
-    data = build_data(config.data, config.tokenizer, seq_len=config.seq_len, seed=config.seed)
-    config.device = device.type
-    config.dtype = config.dtype if options.dtype == "auto" else options.dtype
-    trained = load_trained(folder, config, data.vocab_size)
-    inputs, targets, *_ = (x.to(device) for x in data.val_batch(options.sequences))
-    shape = (inputs, targets, config.seq_len // 2)
-    exact = read(trained, "tiled", get_backend("tiled"), *shape)
+    trained, *held_out, about = load(options.paths[0], device, options.dtype, options.sequences)
+    tokens = about["seq_len"] // 2
+    exact = read(trained, "tiled", get_backend("tiled"), *held_out, tokens)
     rows = [{"degree": None, "eighths": 0, **errors(get_backend("tiled")), "loss_change": 0.0}]
     for degree, eighths in tqdm(list(product(options.degrees, options.eighths)), disable=None):
         backend = polynomial(degree, eighths)
-        reading = read(trained, backend.name, backend, *shape)
+        reading = read(trained, backend.name, backend, *held_out, tokens)
         change = float((exact.log_p - reading.log_p).mean())
         case = {"degree": degree, "eighths": eighths, "loss_change": change}
         rows.append(case | errors(backend) | compare(exact, reading))
-    print(in_text(rows, config.seq_len // 2))
-    about = {"run": str(folder), "dtype": str(trained.dtype).removeprefix("torch.")}
-    about |= {"step": trained.step, "sequences": len(inputs), "seq_len": config.seq_len}
-    about["tokens"] = config.seq_len // 2
-    where = environment(data.fingerprint, device)
-    write_json(options.out, {"environment": where} | about | {"runs": rows})
+    print(in_text(rows, tokens))
+    write_json(options.out, about | {"tokens": tokens, "runs": rows})
 
 
 def in_text(rows: list[Row], tokens: int) -> str:
