@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -69,23 +70,28 @@ def _load(target: str, kind: type[Loaded], setting: str) -> Loaded:
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute:
         raise ValueError(f"{setting}={target} must read pkg.module:NAME")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # whatever the user's module raises while it is imported
-        raise ValueError(
-            f"{setting}={target} cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
+    found = import_object(module_name, attribute, called=f"{setting}={target}")
     if not isinstance(found, kind):
         raise ValueError(
             f"{setting}={target} must be an attention.{kind.__name__}, it is a "
             f"{type(found).__name__}"
         )
     return found
+
+
+def import_object(
+    module: str, name: str, *, called: str, find: Callable[[Any, str], Any] = getattr
+) -> Any:
+    """find(module, name), of a module in the current folder or anywhere Python looks. Raises
+    ValueError, with what the object is `called`, for whatever the module raises.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return find(importlib.import_module(module), name)
+    except (Exception, SystemExit) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{called} cannot be loaded: {reason}") from error
 
 
 def is_operator(backend: Backend) -> bool:

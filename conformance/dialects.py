@@ -10,10 +10,7 @@ FlashInfer and paged caches are missing: nothing here could run them on a machin
 Dimensions: B batch, H heads, N queries, M keys, D head dim, T = B * N tokens of a packed batch.
 """
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import BACKENDS, AttentionOutput, Backend
+from attention.backends import import_object
 from attention.interface import ALL_DTYPES
 from attention.mask import visible_keys
 from conformance.cases import SHORT
@@ -492,12 +490,7 @@ def load(text: str) -> tuple[Any, str, str]:
         raise ValueError(
             f"{text} is not known: write pkg.module:NAME, or one of {', '.join(BACKENDS)}"
         )
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found = attrgetter(path)(importlib.import_module(module))
-    except (Exception, SystemExit) as error:  # whatever the module raises while it is imported
-        raise ValueError(f"{text} cannot be loaded: {type(error).__name__}: {error}") from error
+    found = import_object(module, path, called=text, find=lambda x, name: attrgetter(name)(x))
     if inspect.isclass(found) and issubclass(found, torch.autograd.Function):
         found, path = found.apply, f"{path}.apply"
     if not isinstance(found, Backend) and not callable(found):
