@@ -358,10 +358,12 @@ def unavoidable(
         )
         positions = b, h, i + k.shape[2] - q.shape[2], j
         scores, steepness = arguments["score_mod"](scores, *positions)
-    largest_exponent = scores.abs().max().item()
+    exponents, largest_exponent = scores.abs(), scores.abs().max().item()
     if "lse" in reference:
-        largest_exponent += (
-            torch.where(reference["lse"].isinf(), 0.0, reference["lse"]).abs().max().item()
+        lse = torch.where(reference["lse"].isinf(), 0.0, reference["lse"]).abs()
+        exponents, largest_exponent = (
+            exponents + lse.unsqueeze(-1),
+            largest_exponent + lse.max().item(),
         )
     # p itself is attention's output for v = identity; zeros make head_dim wide enough to hold it
     width = max(q.shape[-1], k.shape[2])
@@ -379,7 +381,9 @@ def unavoidable(
     )
     delta_error = delta_error + eps / 2 * (d_out.abs() * (p @ v.abs())).sum(-1, keepdim=True)
     dp, delta = d_out @ v.mT, (d_out * reference["out"]).sum(-1, keepdim=True)
-    ds_error = p * scale * steepness.abs() * (delta_error + eps / 2 * (dp - delta).abs())
+    # the forward rounds a score, and the backward that computes p again rounds it otherwise
+    of_p = eps / 2 + 2 * eps_statistics * exponents
+    ds_error = p * scale * steepness.abs() * (delta_error + of_p * (dp - delta).abs())
     cancelled = {
         "dq": ds_error @ k.abs(),
         "dk": (ds_error.mT @ q.abs()).unflatten(1, (-1, groups)).sum(2),
