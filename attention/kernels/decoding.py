@@ -23,6 +23,7 @@ from torch import Tensor
 from attention.decoding import num_splits
 from attention.kernels.forward import scores_of
 from attention.kernels.launch import (
+    Tile,
     batch_stride,
     padded_head_dim,
     pick_tile,
@@ -33,6 +34,7 @@ from attention.kernels.op import empty_heads, find_score_mod
 from attention.kernels.softmax import move_max
 
 MERGED = 32  # parts of a row that a program merges at a time
+CHECKED = tl.constexpr(128)  # pages that a program checks at a time
 SLOTS_OF_A_CPU = 8  # the interpreter runs programs one by one: some, so that tests merge some
 
 
@@ -107,9 +109,11 @@ def split_kernel(
     lo, hi, first, last = interval_of_rows(
         n, first_n, last_n, lo_ptr, hi_ptr, length, N, window, CAUSAL, INTERVALS
     )
-    tiles = tl.cdiv(last - first, BLOCK_KV)
-    begin = first + split * tiles // SPLITS * BLOCK_KV
-    end = tl.minimum(first + (split + 1) * tiles // SPLITS * BLOCK_KV, last)
+    # tiles of a fixed grid, so that a page holds whole tiles, or a tile whole pages
+    grid = first // BLOCK_KV * BLOCK_KV
+    tiles = tl.cdiv(last - grid, BLOCK_KV)
+    begin = grid + split * tiles // SPLITS * BLOCK_KV
+    end = tl.minimum(grid + (split + 1) * tiles // SPLITS * BLOCK_KV, last)
 
     column, row_exists = tl.arange(0, BLOCK_D), n < N
     q = tl.load(
@@ -129,25 +133,32 @@ def split_kernel(
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for start in tl.range(begin, end, BLOCK_KV):
         keys = start + tl.arange(0, BLOCK_KV)
-        inside, page = keys < end, keys
+        inside, page = (keys >= first) & (keys < end), start
         if PAGE_SIZE != 0:
-            page = tl.load(table_ptr + keys // PAGE_SIZE, mask=inside, other=0)
-            in_cache = (page >= 0) & (page < num_pages)
-            page = tl.where(in_cache, page, 0)
+            if PAGE_SIZE % BLOCK_KV == 0:
+                page = tl.load(table_ptr + start // PAGE_SIZE)
+            else:
+                page = tl.load(table_ptr + keys // PAGE_SIZE, mask=inside, other=0)
+            page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
         k = load_keys(k_ptr, stride_kb, stride_kn, page, keys, inside, PAGE_SIZE, D, BLOCK_D)
         scores, _ = scores_of(
             tl.dot(q, tl.trans(k), input_precision=PRECISION), (n + length - N)[:, None],
             keys[None, :], lo[:, None], hi[:, None], batch, head[:, None], M, scale, scale_log2,
             params_ptr, CAUSAL, True, True, SCORE_MOD,
         )  # fmt: skip
-        if PAGE_SIZE != 0:
-            scores = tl.where(in_cache[None, :], scores, float("nan"))
         row_max, shift, alpha = move_max(row_max, tl.max(scores, 1), True)
         p = tl.exp2(scores - shift[:, None])
         row_sum = alpha * row_sum + tl.sum(p, 1)
         v = load_keys(v_ptr, stride_vb, stride_vn, page, keys, inside, PAGE_SIZE, D, BLOCK_D)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 
+    if PAGE_SIZE != 0:
+        # after the loop, which then loads pages early, and nothing that waits for them
+        for start in tl.range(begin // PAGE_SIZE, tl.cdiv(end, PAGE_SIZE), CHECKED, num_stages=1):
+            entry = start + tl.arange(0, CHECKED)
+            used = (entry >= first // PAGE_SIZE) & (entry * PAGE_SIZE < end)
+            page = tl.load(table_ptr + entry, mask=used, other=0)
+            broken |= tl.max(((page < 0) | (page >= num_pages)).to(tl.int32), 0) > 0
     no_key = row_max == float("-inf")
     row_sum = tl.where(broken, float("nan"), tl.where(no_key, 1.0, row_sum))
     lse = row_max + tl.log2(row_sum)
@@ -201,6 +212,11 @@ def slots_of(device: torch.device, bytes_of_a_program: int) -> int:
     gpu = properties(device)
     each = max(1, gpu.shared_memory_per_block_optin // bytes_of_a_program)
     return gpu.multi_processor_count * each
+
+
+def stages_of(tile: Tile, *, paged: bool) -> int:
+    """Where a page comes before its keys, these are on their way for half of the stages alone."""
+    return 2 * tile.num_stages - 1 if paged else tile.num_stages
 
 
 def by_rows(x: Tensor) -> Tensor:
@@ -268,7 +284,7 @@ def split_attention(
         CAUSAL=causal, INTERVALS=lo is not None, SCORE_MOD=find_score_mod(score_mod),
         GROUPS=num_heads // num_kv_heads, SPLITS=count, PAGE_SIZE=page_size, D=head_dim,
         BLOCK_Q=block_q, BLOCK_KV=tile.block_kv, BLOCK_D=block_d, PRECISION="ieee",
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_warps=tile.num_warps, num_stages=stages_of(tile, paged=page_size > 0),
     )  # fmt: skip
     if count > 1:
         merge_kernel[(batch * num_heads * num_queries,)](
