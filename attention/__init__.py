@@ -230,8 +230,8 @@ def attention_with_cache(
                    block_table[b, j // page_size]
     splits         among how many programs the keys of a head are shared: a number of 1 to 128,
                    "fixed", or "auto" for as many as keep the device busy; None takes the backend's
-                   option. With "fixed" or a number, a row has the same bits whatever else is in the
-                   batch, wherever its pages lie, and however much room there is
+                   option. With "fixed" or a number, triton gives a row the same bits whatever else
+                   is in the batch, wherever its pages lie, and however much room there is
 
     Returns out (B, H, N, D) and lse (B, H, N). The other arguments are those of attention(). Raises
     ValueError as attention() does, and for a backend that cannot decode. On a GPU the values of

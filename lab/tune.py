@@ -12,9 +12,9 @@ Arguments are key=value, lists with commas; all have a default:
 A tile that spills registers, has its products serialised or does not fit into shared memory is left
 out before it is timed. The others are timed in bfloat16 over 16,384 tokens of heads * head_dim =
 2048, at 1,024 and 16,384 tokens a sequence, causal and not; dkdv_general with grouped heads and a
-window. The geometric mean of the times decides. decoding is timed with one query against 8,192 keys and more.
-Other tables in the file stay as they are. The
-clock of a shared GPU wanders: what is in force is timed again beside every candidate.
+window; decoding with one query against 8,192 keys and more. The geometric mean of the times
+decides. Other tables in the file stay as they are. The clock of a shared GPU wanders: what is in
+force is timed again beside every candidate.
 """
 
 import itertools
