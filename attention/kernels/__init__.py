@@ -69,7 +69,7 @@ def triton_attention(
     lo = hi = None
     mod, params = score_change(q.device, softcap, alibi_slopes, score_mod)
     wide = {"key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
-    few = kernel != "hopper" and not (return_max_score or block_q or block_kv)
+    few = kernel != "hopper" and return_max_score is False and not (block_q or block_kv)
     few = few and softmax == "online" and cu_seqlens is None and has_few_queries(q, k, v)
     if isinstance(window, tuple) or any(each is not None for each in wide.values()):
         mask = {"window": window, "document_ids": document_ids, **wide}
@@ -206,7 +206,8 @@ def refusals(
     if kernel not in KERNELS:
         return [f"kernel={kernel} is not one of: {', '.join(KERNELS)}"]
     try:
-        num_splits(options.get("splits", "auto"))
+        if asked:
+            num_splits(options.get("splits", "auto"))
     except ValueError as error:
         return [str(error)]
     if asked and kernel == "hopper":

@@ -198,7 +198,7 @@ def merge_kernel(
         p = tl.exp2(part_lse - shift)
         row_sum = alpha * row_sum + tl.sum(p, 0)
         acc = alpha * acc + tl.sum(p[:, None] * out, 0)
-    row_sum = tl.where(row_max == float("-inf"), 1.0, row_sum)
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # no key
     n, head = row % N, row // N % num_heads
     out_ptr += row // N // num_heads * stride_ob + head * stride_oh + n * stride_on
     tl.store(out_ptr + column, (acc / row_sum).to(out_ptr.dtype.element_ty), mask=column < D)
@@ -265,9 +265,7 @@ def split_attention(
         splits,
         programs=batch * num_kv_heads * tiles_of(rows, block_q),
         tiles=tiles_of(seen, tile.block_kv),
-        slots=slots_of(
-            q.device, 2 * tile.num_stages * tile.block_kv * block_d * q.element_size()
-        ),
+        slots=slots_of(q.device, 2 * tile.num_stages * tile.block_kv * block_d * q.element_size()),
     )
     out = result if dtype == q.dtype else result.to(q.dtype)
     lse = q.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
