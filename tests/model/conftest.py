@@ -38,9 +38,7 @@ def build_gpt():
             }
             | fields
         )
-        return GPT(
-            config, vocab_size=vocab_size, backend=get_backend(backend), attention=attention
-        )
+        return GPT(config, vocab_size=vocab_size, backend=get_backend(backend), attention=attention)
 
     return build
 
