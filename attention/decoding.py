@@ -155,6 +155,11 @@ def check_cache(
             "q must be (B, H, N, D) and k, v (B, H_kv, M, D), or with a block_table (P, page_size, "
             f"H_kv, D); got {shapes}"
         )
+    if block_table is not None and (not k.numel() or k.shape[:3] != v.shape[:3]):
+        raise ValueError(
+            "k and v must have as many pages of one size, at least one; got k "
+            f"{tuple(k.shape)}, v {tuple(v.shape)}"
+        )
     _check_integers("cache_lengths", cache_lengths, q, dims=1)
     room = k.shape[2]
     if block_table is not None:

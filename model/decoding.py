@@ -29,8 +29,8 @@ def has_steps(model: "GPT") -> bool:
 class DecodingStep:
     """Calls that read one token a sequence, after those in the cache, which stores it too.
 
-    The cache has read a prompt of B sequences already. The graph is captured in the first call; one
-    under autocast is valid inside of it, as is the cache's dtype.
+    The cache has read a prompt of B sequences already. The graph is captured in the first call. One
+    captured under autocast reads its copies of the weights: use it inside the same context alone.
     """
 
     def __init__(self, model: "GPT", cache: KVCache, batch_size: int):

@@ -124,7 +124,8 @@ def decode(
         room = k.shape[2] * (1 if block_table is None else block_table.shape[1])
         mask = {"causal": causal, "window": window, "cache_lengths": cache_lengths}
         visible = intervals_of(q.shape[2], room, q.device, **mask)
-        lo, hi, window = visible.lo.int().expand_as(visible.hi), visible.hi.int(), None
+        ends = torch.broadcast_tensors(visible.lo, visible.hi)  # (B, N)
+        (lo, hi), window = (x.to(torch.int32).contiguous() for x in ends), None
     mod, params = score_change(q.device, softcap, None, None)
     masks = (lo, hi, params, causal, window)
     return split(q, k, v, cache_lengths, block_table, *masks, scale, mod, splits)

@@ -105,6 +105,10 @@ CASES = {
         [50, 12],
         Case(num_queries=3, causal=False, optional={"window": (20, 1), "sinks": True}),
     ),
+    "N2-right-side": (
+        [30, 12],
+        Case(num_queries=2, causal=False, optional={"window": (-1, 0)}),
+    ),
     "N1-softcap-huge": ([60, 31], Case(num_queries=1, inputs="huge", optional={"softcap": 5.0})),
 }
 
@@ -248,6 +252,10 @@ REFUSED = {
     "no such page": (
         lambda a: a | {"block_table": torch.tensor([[0, 1], [1, 2]]), "k": PAGES, "v": PAGES},
         r"pages must lie in 0 to 1 as far as its sequence's 9 keys reach; got \[1, 2\]",
+    ),
+    "pages of k and v differ": (
+        lambda a: a | {"block_table": torch.tensor([[0, 1], [1, 0]]), "k": PAGES, "v": PAGES[:1]},
+        r"as many pages of one size, at least one; got k \(2, 8, 1, 16\), v \(1, 8, 1, 16\)",
     ),
     "a table of no pages": (
         lambda a: a | {"block_table": torch.zeros(2, 0).int(), "k": PAGES, "v": PAGES},
