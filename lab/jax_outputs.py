@@ -1,15 +1,15 @@
 """What JAX's attention makes of the inputs that `attn-conform export` wrote.
 
-    attn-conform export inputs.npz
-    python lab/jax_outputs.py inputs.npz outputs.npz      # where jax is installed; needs no torch
-    attn-conform judge inputs.npz outputs.npz
+attn-conform export inputs.npz
+python lab/jax_outputs.py inputs.npz outputs.npz      # where jax is installed; needs no torch
+attn-conform judge inputs.npz outputs.npz
 """
 
 import json
 import sys
 
-import jax
-import jax.numpy as jnp
+import jax  # pyright: ignore[reportMissingImports]
+import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 import numpy as np
 
 
