@@ -36,9 +36,11 @@ from attention.tiled import TiledAttention, TileLoop, make_loop
 from lab.findings.captured import (
     Captured,
     Weights,
+    called,
     capture,
     completed_runs,
     curves,
+    relative,
     weights_of,
 )
 from scripts.arguments import Device, check_at_least, command
@@ -172,21 +174,13 @@ def errors_of_calls(layer: Captured) -> list[Row]:
     """Relative errors of out, dq, dk and dv of one layer (root mean square), against float64 on the
     same numbers of bfloat16; coherence of that of out; mean and deviation of that of lse.
     """
-
-    def call(backend: str | Backend, wide: torch.dtype) -> dict[str, Tensor]:
-        leaves = [x.bfloat16().to(wide).requires_grad_() for x in layer[:3]]
-        out, lse = attention(*leaves, backend=backend)
-        gradients = torch.autograd.grad(out, leaves, layer.d_out.to(wide))
-        names = ("out", "lse", "dq", "dk", "dv")
-        return dict(zip(names, (x.detach().double() for x in (out, lse, *gradients)), strict=True))
-
-    exact, rows = call("naive", torch.float64), []
+    exact, rows = called(layer, "naive", torch.float64), []
     for (narrow, delta), backend in variants().items():
-        found = call(backend, torch.float32)
-        errors = {name: found[name] - exact[name] for name in exact}
-        row = {name: float(errors[name].norm() / exact[name].norm()) for name in RELATIVE}
-        row |= {"out_coherence": coherence(errors["out"])}
-        row |= {"lse_mean": float(errors["lse"].mean()), "lse_std": float(errors["lse"].std())}
+        found = called(layer, backend, torch.float32)
+        row = {name: relative(found[name], exact[name]) for name in RELATIVE}
+        off = found["lse"] - exact["lse"]
+        row |= {"lse_mean": float(off.mean()), "lse_std": float(off.std())}
+        row |= {"out_coherence": coherence(found["out"] - exact["out"])}
         rows.append({"narrow": narrow, "delta": delta} | row)
     return rows
 
@@ -258,15 +252,15 @@ def errors_where_repeated(share: float, seed: int, device: torch.device) -> list
     rows = []
     for narrow in NARROW:
         backend = BACKEND.configured(narrow=narrow, block_kv=64)
-        errors = attention(q, k, v, backend=backend, causal=False).out - exact
-        row = {"out": float(errors.norm() / exact.norm()), "out_coherence": coherence(errors)}
+        out = attention(q, k, v, backend=backend, causal=False).out.double()
+        row = {"out": relative(out, exact), "out_coherence": coherence(out - exact)}
         rows.append({"share": share, "seed": seed, "narrow": narrow} | row)
     return rows
 
 
 def in_text(found: Row) -> str:
     """A line for each variant: means over layers and seeds."""
-    rows = [["narrow, delta", "out", "dq", "dk", "dv", "gradient", "coherence", "loss"]]
+    table = [["narrow, delta", "out", "dq", "dk", "dv", "gradient", "coherence", "loss"]]
     for variant in product(NARROW, DELTA):
         calls, gradients, training = (
             [row for row in found[name] if (row["narrow"], row["delta"]) == variant]
@@ -277,7 +271,7 @@ def in_text(found: Row) -> str:
         cells.append(mean_and_deviation([row["coherence"] for row in gradients], "{:.2f}"))
         losses = [row["curves"]["val/loss"][-1] for row in training]
         cells.append(mean_and_deviation(losses, "{:.4f}"))
-        rows.append([", ".join(variant), *cells])
+        table.append([", ".join(variant), *cells])
     repeated = [["repeated token", *NARROW]]
     for share, group in grouped(found["repeated"], lambda row: row["share"]).items():
         cells = []
@@ -287,7 +281,7 @@ def in_text(found: Row) -> str:
             )
             cells.append(f"{error:.1e} ({coherent:.1f})")
         repeated.append([f"{share:.0%}", *cells])
-    return f"{text_table(rows)}\n\n{text_table(repeated)}"
+    return f"{text_table(table)}\n\n{text_table(repeated)}"
 
 
 def draw(found: Row, options: Options) -> None:

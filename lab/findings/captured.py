@@ -20,6 +20,8 @@ from training.files import read_metrics
 from training.run import build_run
 from training.trained import read_run_config
 
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+
 
 class Weights(NamedTuple):
     """The model of a run at one of its steps, and held-out sequences to ask it about."""
@@ -90,3 +92,17 @@ def capture(weights: Weights, backend: Backend) -> list[Captured]:
         (len(inputs) * model(inputs, targets).loss).backward()
     model.zero_grad()
     return [Captured(*tensors) for tensors in kept]
+
+
+def called(layer: Captured, backend: str | Backend, dtype: torch.dtype) -> dict[str, Tensor]:
+    """RESULTS in float64, of q, k and v as bfloat16 holds them, handed in in dtype."""
+    leaves = [x.bfloat16().to(dtype).requires_grad_() for x in layer[:3]]
+    out, lse = attention(*leaves, backend=backend)
+    gradients = torch.autograd.grad(out, leaves, layer.d_out.to(dtype))
+    found = (out, lse, *gradients)
+    return {name: x.detach().double() for name, x in zip(RESULTS, found, strict=True)}
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    """Root mean square of the error beside that of `exact`."""
+    return float((found - exact).norm() / exact.norm())

@@ -9,6 +9,7 @@ from attention import attention, get_backend
 from lab.findings import (
     bf16_accumulators,
     captured,
+    fp8_forward,
     lazy_rescaling,
     polynomial_exp2,
     tile_size,
@@ -173,4 +174,35 @@ def test_accumulators_of_a_sweep(tmp_path):
     bf16_accumulators.main([str(tmp_path / "runs"), "sequences=2", f"out={out}"])
     found = json.loads(out.read_text())
     assert len(found["training"]) == 4 and len(found["gradients"]) == 8
+    assert (tmp_path / "found_dark.png").is_file()
+
+
+def test_a_turn_spreads_outliers_and_changes_no_score():
+    turn = fp8_forward.hadamard(32)
+    torch.testing.assert_close(turn @ turn.mT, torch.eye(32))
+    draw = torch.Generator().manual_seed(0)
+    layer = captured.Captured(*(torch.randn(1, 1, 128, 32, generator=draw) for _ in range(4)))
+    layer.q[..., 0] *= 50
+    errors = {row["scaling"]: row["out"] for row in fp8_forward.errors(layer)}
+    assert errors["bf16"] < 0.01 < errors["hadamard"] < errors["tensor"]
+    with pytest.raises(ValueError, match="head_dim=48 must be a power of two"):
+        fp8_forward.hadamard(48)
+
+
+@pytest.mark.parametrize("narrow", [fp8_forward.shared_scale, fp8_forward.scale_of_block])
+def test_a_scale_keeps_the_largest_number(narrow):
+    x = torch.randn(2, 100, 8, generator=torch.Generator().manual_seed(0))
+    x[1, 99] = 0  # a block of zeros has no largest number
+    found = narrow(x)
+    assert found.abs().max() == pytest.approx(x.abs().max().item())
+    assert ((found - x).abs() <= x.abs() / 16 + x.abs().max() / 448 / 512).all()
+
+
+@pytest.mark.slow
+def test_fp8_of_a_sweep(tmp_path):
+    trained(tmp_path / "runs", "experiment=fp8_forward", "seq_len=32")
+    out = tmp_path / "found.json"
+    fp8_forward.main([str(tmp_path / "runs"), "sequences=2", f"out={out}"])
+    found = json.loads(out.read_text())
+    assert {row["scaling"] for row in found["training"]} == set(fp8_forward.SCALINGS) - {"both"}
     assert (tmp_path / "found_dark.png").is_file()
