@@ -6,6 +6,7 @@ tile sizes tell it without a reference, and how soon exact attention repairs it.
 
 The arguments of the second are runs of that recipe, or folders of them, and
 
+    tiles   two numbers of keys that the detector compares (16,32); the first is that of runs too
     device  auto, cpu or cuda (auto)
     out     the JSON file to write; the figure stands beside it
 
@@ -18,6 +19,7 @@ The detector computes the same output with two tile sizes. Exact attention round
 no more: no reference is needed.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -34,7 +36,7 @@ from lab.findings.captured import (
     largest_score,
     weights_of,
 )
-from scripts.arguments import Device, command
+from scripts.arguments import Device, command, default
 from scripts.drawing import for_both_papers, new_figure, save_figure
 from scripts.tables import Row, grouped, mean_and_deviation, text_table
 from training.device import pick_device
@@ -44,14 +46,18 @@ from training.trained import read_run_config
 
 OWN, EXACT = "val/loss", "val/loss_exact"
 SEQUENCES = 8  # that the detector looks at
-TILES = (16, 32)  # keys of a tile
 
 
 @dataclass
 class Options:
     paths: list[Path]
+    tiles: list[int] = default(16, 32)
     device: Device = "auto"
     out: Path = Path("tile_size.json")
+
+    def __post_init__(self) -> None:
+        if len(set(self.tiles)) != 2 or min(self.tiles) < 1:
+            raise ValueError(f"tiles={','.join(map(str, self.tiles))} must be two different sizes")
 
 
 @command("tile_size", Options)
@@ -63,11 +69,12 @@ def main(options: Options) -> None:
     runs = [described(run, summary) for run, summary in folders.items()]
     detected = []
     for run, row in zip(folders, runs, strict=True):
-        if (row["layers"], row["seq_len"], row["block_kv"], row["switch_at"]) == (2, 128, 16, None):
-            detected += [{"seed": row["seed"]} | each for each in detect(run, device)]
+        if row in by_size(runs) and row["block_kv"] == options.tiles[0]:
+            found = detect(run, options.tiles, device)
+            detected += [{"seed": row["seed"]} | each for each in found]
     found = {"runs": runs, "detector": detected, "repair": repairs(runs)}
     print(in_text(found))
-    about = {"environment": measured_on(device), "tiles": TILES}
+    about = {"environment": measured_on(device), "tiles": options.tiles}
     write_json(options.out, about | found)
     draw(found, options.out.with_suffix(".png"))
 
@@ -87,8 +94,17 @@ def described(run: Path, summary: Row) -> Row:
     return row | {"own": summary[OWN], "exact": summary[EXACT], "curves": curves(run, OWN, EXACT)}
 
 
-def detect(run: Path, device: torch.device) -> list[Row]:
-    """The largest difference of out between TILES of keys, by inputs, attention and dtype."""
+def by_size(runs: list[Row]) -> list[Row]:
+    """The runs that differ in the size of their tiles alone: those of the most common shape that
+    did not switch.
+    """
+    plain = [row for row in runs if row["switch_at"] is None]
+    (shape, _), *_ = Counter((row["layers"], row["seq_len"]) for row in plain).most_common(1)
+    return [row for row in plain if (row["layers"], row["seq_len"]) == shape]
+
+
+def detect(run: Path, tiles: list[int], device: torch.device) -> list[Row]:
+    """The largest difference of out between two tile sizes, by inputs, attention and dtype."""
     exact = get_backend("tiled")
     draw = torch.Generator().manual_seed(0)
     shape = (SEQUENCES, 2, 128, 32)
@@ -101,18 +117,22 @@ def detect(run: Path, device: torch.device) -> list[Row]:
     inputs["normal"] = [tuple(torch.randn(shape, generator=draw).to(device) for _ in range(3))]
     return [
         {"inputs": name, "attention": each, "dtype": dtype}
-        | {"difference": max(difference(get_backend(each), layer, dtype) for layer in layers)}
+        | {
+            "difference": max(
+                difference(get_backend(each), layer, dtype, tiles) for layer in layers
+            )
+        }
         for name, layers in inputs.items()
         for each in ("tiled", "no_rescale")
         for dtype in ("float32", "bfloat16")
     ]
 
 
-def difference(backend: Backend, layer: Captured, dtype: str) -> float:
-    """The largest, between the outputs with TILES."""
+def difference(backend: Backend, layer: Captured, dtype: str, tiles: list[int]) -> float:
+    """The largest, between the outputs with two tile sizes."""
     q, k, v = (x.to(getattr(torch, dtype)) for x in layer[:3])
     few, many = (
-        attention(q, k, v, backend=backend.configured(block_kv=tile)).out.float() for tile in TILES
+        attention(q, k, v, backend=backend.configured(block_kv=tile)).out.float() for tile in tiles
     )
     return float((few - many).abs().max())
 
@@ -200,21 +220,22 @@ def draw(found: Row, path: Path) -> None:
     """Losses by the size of the tile, what the own loss hides over training, and the repair."""
     figure, (tiles, gap, repair) = new_figure(1, 3, size=(12, 3.8))
     runs = found["runs"]
-    size = [
-        row for row in runs if (row["layers"], row["seq_len"], row["switch_at"]) == (2, 128, None)
-    ]
+    size = by_size(runs)
+    longest = size[0]["seq_len"]
     by_tile = grouped(sorted(size, key=lambda row: row["block_kv"]), lambda row: row["block_kv"])
     for name, label, color in (("own", "own", "C1"), ("exact", "same weights, exact", "C0")):
         means = [fmean(row[name] for row in rows) for rows in by_tile.values()]
         tiles.plot(list(by_tile), means, color=color, label=f"{label} attention")
         tiles.plot([row["block_kv"] for row in size], [row[name] for row in size], ".", color=color)
-    tiles.set(xscale="log", xlabel="keys of a tile, of 128", ylabel="held-out loss, nats a byte")
+    tiles.set(
+        xscale="log", xlabel=f"keys of a tile, of {longest}", ylabel="held-out loss, nats a byte"
+    )
     tiles.set_xticks(list(by_tile), list(map(str, by_tile)))
     tiles.minorticks_off()
     hidden = {
         f"tiles of {tile}": [apart(losses(row, EXACT), losses(row, OWN)) for row in rows]
         for tile, rows in by_tile.items()
-        if tile < 128
+        if tile < longest
     }
     plot_groups(gap, hidden)
     gap.set(xlabel="step", ylabel="exact loss less own")

@@ -69,7 +69,7 @@ def test_a_tile_size_tells_a_broken_attention_without_a_reference():
     draw = torch.Generator().manual_seed(0)
     layer = captured.Captured(*(torch.randn(1, 2, 128, 16, generator=draw) for _ in range(4)))
     apart = {
-        name: tile_size.difference(get_backend(name), layer, "float32")
+        name: tile_size.difference(get_backend(name), layer, "float32", [16, 32])
         for name in ("tiled", "no_rescale", "no_max")
     }
     assert apart["tiled"] < 1e-5 and apart["no_max"] < 1e-5 and apart["no_rescale"] > 0.1
@@ -93,6 +93,11 @@ def test_a_repair_is_judged_by_the_run_that_was_never_broken():
     assert (found["behind_at_end"], found["like_never_broken_at"]) == (0.5, 30)
     with pytest.raises(ValueError, match="no run with one tile of 128 keys and seed=0"):
         tile_size.repairs([switched])
+
+
+def test_a_detector_compares_two_sizes():
+    with pytest.raises(SystemExit, match="tiles=16 must be two different sizes"):
+        tile_size.main(["runs/size", "tiles=16"])
 
 
 @pytest.mark.slow
