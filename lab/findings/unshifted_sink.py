@@ -100,7 +100,8 @@ def main(options: Options) -> None:
     found = {"training": training, "tests": tests + drawn_tests(device)}
     found["smallest"] = [smallest(score, device) for score in SCORES]
     print(in_text(found))
-    write_json(options.out, {"environment": measured_on(device), "shows": SHOWS} | found)
+    about = {"environment": measured_on(device), "shows": SHOWS, "red": sorted(BACKEND.breaks)}
+    write_json(options.out, about | found)
     draw(found, options.out.with_suffix(".png"))
 
 

@@ -1,6 +1,7 @@
-"""The findings of docs/findings/, in small."""
+"""The findings of docs/findings/, in small, and the figures of their pages."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from lab.findings import (
     tile_size,
     unshifted_sink,
 )
-from tests.command import TINY, run
+from tests.command import ROOT, TINY, run
 from tests.scripts.test_sample import write_run
 
 
@@ -211,3 +212,14 @@ def test_fp8_of_a_sweep(tmp_path):
     found = json.loads(out.read_text())
     assert {row["scaling"] for row in found["training"]} == set(fp8_forward.SCALINGS) - {"both"}
     assert (tmp_path / "found_dark.png").is_file()
+
+
+@pytest.mark.parametrize("module", [tile_size, unshifted_sink, bf16_accumulators, fp8_forward])
+def test_a_page_has_the_figures_of_its_file(module):
+    """Means with their spread, and errors such as 1.2e-07, as the command prints them."""
+    name = module.__name__.rpartition(".")[2]
+    printed = module.in_text(json.loads((ROOT / f"results/{name}.json").read_text()))
+    page = (ROOT / f"docs/findings/{name.replace('_', '-')}.md").read_text()
+    figures = re.findall(r"[-+]?\d+\.\d+(?: ± \d+\.\d+|e[-+]\d+)", page)
+    assert len(figures) > 5
+    assert not [each for each in figures if each not in printed]
