@@ -128,8 +128,8 @@ def test_the_unshifted_sink_is_the_mistake_that_it_says():
 
 def test_the_smallest_test_of_a_sink_has_one_key():
     found = [unshifted_sink.smallest(score, torch.device("cpu")) for score in (0.0, 1.0)]
-    assert found[0]["tiled"] == found[0]["unshifted"] == 0.5
-    assert found[1]["tiled"] == pytest.approx(torch.tensor(1.0).sigmoid().item())
+    assert found[0]["exact"] == found[0]["unshifted"] == 0.5
+    assert found[1]["exact"] == pytest.approx(torch.tensor(1.0).sigmoid().item())
     assert found[1]["unshifted"] == pytest.approx(0.5)
 
 
@@ -143,7 +143,7 @@ def test_sinks_of_a_sweep(tmp_path):
     trained(tmp_path / "runs", "experiment=unshifted_sink", "seq_len=32")
     unshifted_sink.main([str(tmp_path / "runs"), f"out={tmp_path / 'found.json'}"])
     found = json.loads((tmp_path / "found.json").read_text())
-    assert {row["attention"] for row in found["training"]} == {"tiled", "unshifted"}
+    assert {row["attention"] for row in found["training"]} == {"exact", "unshifted"}
     assert (tmp_path / "found_dark.png").is_file()
 
 
