@@ -60,6 +60,9 @@ def test_recipe_of_a_sweep(name, tmp_path):
         *([f"seq_len={','.join(seq_lens)}"] if seq_lens else []),
     ]
     smaller += ["attention.switch_at=null,1"] if "attention.switch_at" in swept else []
+    if "attention.block_kv" in swept:  # a small tile, and the one that holds all keys
+        swept["attention.block_kv"] = ["8", "128"]
+        smaller.append("attention.block_kv=8,128")
     shrunk = [x for x in TINY if x.partition("=")[0] not in ("seq_len", "steps", "batch_size")]
     q = torch.zeros(1, 1, 1, 16)
     if "triton" in swept.get("attention", []) and get_backend("triton").unsupported_reasons(

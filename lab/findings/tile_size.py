@@ -15,12 +15,13 @@ attention.block_kv=16,256 (one tile of all keys is exact); for the repair attent
 attention.switch_at=100,300,500 attention.switch_to=naive eval_every=5, and attention.block_kv=128
 eval_every=5, which was never broken.
 
-The detector computes the same output with two tile sizes. Exact attention rounds differently, and
-no more: no reference is needed.
+The detector computes the same output with two tile sizes. Those of exact attention differ by
+roundings alone, so no reference is needed.
 """
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -67,9 +68,9 @@ def main(options: Options) -> None:
     device = pick_device(options.device)
     folders = completed_runs(options.paths)
     runs = [described(run, summary) for run, summary in folders.items()]
-    detected = []
+    detected, size = [], by_size(runs)
     for run, row in zip(folders, runs, strict=True):
-        if row in by_size(runs) and row["block_kv"] == options.tiles[0]:
+        if row in size and row["block_kv"] == options.tiles[0]:
             found = detect(run, options.tiles, device)
             detected += [{"seed": row["seed"]} | each for each in found]
     found = {"runs": runs, "detector": detected, "repair": repairs(runs)}
@@ -105,27 +106,20 @@ def by_size(runs: list[Row]) -> list[Row]:
 
 def detect(run: Path, tiles: list[int], device: torch.device) -> list[Row]:
     """The largest difference of out between two tile sizes, by inputs, attention and dtype."""
-    exact = get_backend("tiled")
-    draw = torch.Generator().manual_seed(0)
-    shape = (SEQUENCES, 2, 128, 32)
     inputs = {
-        name: [
-            layer[:3] for layer in capture(weights_of(run, SEQUENCES, device, initial=first), exact)
-        ]
-        for name, first in (("initial weights", True), ("trained weights", False))
+        name: capture(weights_of(run, SEQUENCES, device, initial=initial), get_backend("tiled"))
+        for name, initial in (("initial weights", True), ("trained weights", False))
     }
-    inputs["normal"] = [tuple(torch.randn(shape, generator=draw).to(device) for _ in range(3))]
-    return [
-        {"inputs": name, "attention": each, "dtype": dtype}
-        | {
-            "difference": max(
-                difference(get_backend(each), layer, dtype, tiles) for layer in layers
-            )
-        }
-        for name, layers in inputs.items()
-        for each in ("tiled", "no_rescale")
-        for dtype in ("float32", "bfloat16")
-    ]
+    draw, like = torch.Generator().manual_seed(0), inputs["trained weights"][0]
+    normal = [torch.randn(x.shape, generator=draw).to(device) for x in like]
+    inputs["normal"] = [Captured(*normal)]
+    rows = []
+    cases = product(inputs, ("tiled", "no_rescale"), ("float32", "bfloat16"))
+    for name, each, dtype in cases:
+        found = [difference(get_backend(each), layer, dtype, tiles) for layer in inputs[name]]
+        case = {"inputs": name, "attention": each, "dtype": dtype}
+        rows.append(case | {"difference": max(found)})
+    return rows
 
 
 def difference(backend: Backend, layer: Captured, dtype: str, tiles: list[int]) -> float:
@@ -138,7 +132,7 @@ def difference(backend: Backend, layer: Captured, dtype: str, tiles: list[int]) 
 
 
 def repairs(runs: list[Row]) -> list[Row]:
-    """For each run that switched, against the run of the same seed that was never broken: how much
+    """For each run that switched, beside the run of the same seed that was never broken: how much
     higher its exact loss is at the switch and at the end, the steps of exact attention until half
     of that is gone, and the step at which the other run had come to the same loss.
     """
