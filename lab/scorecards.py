@@ -59,7 +59,10 @@ TORCH, HERE, MODELS = "torch.nn.functional", "lab.scorecards", "transformers.mod
 CARDS = (
     Card("SDPA (flash)", "torch", f"{TORCH}:scaled_dot_product_attention", "sdpa"),
     Card("SDPA (math)", "torch", f"{HERE}:sdpa_math", "sdpa"),
-    Card("FlexAttention", "torch", f"{HERE}:compiled_flex", "flex", {"backward": False, "returns": "out", "lse_flag": ""}),
+    Card(
+        "FlexAttention", "torch", f"{HERE}:compiled_flex", "flex",
+        {"backward": False, "returns": "out", "lse_flag": ""},  # compiled for a CPU it has neither
+    ),
     Card(
         "Llama, eager", "transformers", f"{MODELS}.llama.modeling_llama:eager_attention_forward",
         "hf",
