@@ -59,7 +59,7 @@ def triton_attention(
     attention/kernels/select.py.
     """
     from attention.kernels.intervals import intervals
-    from attention.kernels.op import FlashAttention, flash_attention
+    from attention.kernels.op import FlashAttention, flash_attention, flash_attention_forward
 
     lo = hi = params = None
     mod = ""
@@ -96,8 +96,10 @@ def triton_attention(
             if score_mod.params is None
             else score_mod.params.to(q.device, torch.float32).contiguous()
         )
-    eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    function = FlashAttention.apply if eager else flash_attention
+    if torch.compiler.is_compiling():
+        function = flash_attention
+    else:
+        function = FlashAttention.apply if torch.is_grad_enabled() else flash_attention_forward
     settings = (causal, scale, mod, softmax, block_q, block_kv, kernel, flag(return_max_score))
     out, lse, max_score = function(q, k, v, lo, hi, params, *settings)
     if return_max_score is False:

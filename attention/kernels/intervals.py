@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.launch import batch_stride, tiles_of
+from attention.kernels.launch import Launch, batch_stride, tiles_of
 
 
 class Blocks(NamedTuple):
@@ -165,23 +165,36 @@ def query_ranges_kernel(
     tl.store(ranges_ptr + batch * bounds + bound, below, mask=bound < bounds)
 
 
+class QueryRanges:
+    """query_ranges() for calls of one kind."""
+
+    def __init__(self, lo: Tensor, num_keys: int, block_kv: int):
+        (batch, num_queries), tiles = lo.shape, tiles_of(num_keys, block_kv)
+        self.shape = (batch, tiles, 4)
+        self.batch_stride = 0 if batch == 1 else 4 * tiles
+        self.launch = Launch(
+            query_ranges_kernel,
+            (tiles_of(4 * tiles, BOUNDS), batch),
+            (
+                batch_stride(lo),
+                num_queries,
+                4 * tiles,
+                1 << (num_queries.bit_length() - 1),
+                block_kv,
+            ),
+            BLOCK=BOUNDS,
+        )
+
+    def __call__(self, lo: Tensor, hi: Tensor) -> Tensor:
+        ranges = lo.new_empty(self.shape)
+        self.launch(lo, hi, ranges)
+        return ranges
+
+
 def query_ranges(lo: Tensor, hi: Tensor, num_keys: int, block_kv: int) -> Tensor:
     """(B or 1, tiles, 4) int32: for each tile of keys the queries first : last that see some of
     them, and full_first : full_last that see all. lo, hi (B or 1, N) are non-decreasing, so each is
     a search: the first query with hi > start of the tile, the first with hi >= its stop, the number
     with lo <= start and the number with lo < stop. The order is first, full_first, full_last, last.
     """
-    (batch, num_queries), tiles = lo.shape, tiles_of(num_keys, block_kv)
-    ranges = lo.new_empty(batch, tiles, 4)
-    query_ranges_kernel[(tiles_of(4 * tiles, BOUNDS), batch)](
-        lo,
-        hi,
-        ranges,
-        batch_stride(lo),
-        num_queries,
-        4 * tiles,
-        1 << (num_queries.bit_length() - 1),
-        block_kv,
-        BLOCK=BOUNDS,
-    )
-    return ranges
+    return QueryRanges(lo, num_keys, block_kv)(lo, hi)
