@@ -58,19 +58,11 @@ def triton_attention(
     kernel: "portable", "hopper", or "auto" for whichever the device and the inputs allow; see
     attention/kernels/select.py.
     """
-    from attention.kernels.intervals import intervals
     from attention.kernels.op import FlashAttention, flash_attention, flash_attention_forward
 
-    lo = hi = params = None
-    mod = ""
-    wide = {"key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
-    if isinstance(window, tuple) or any(each is not None for each in wide.values()):
-        mask = {"window": window, "document_ids": document_ids, **wide}
-        visible = visible_keys(q, k, causal=causal, **mask)
-        # the intervals say it all: hi need not follow from causal
-        lo, hi, causal = visible.lo.int(), visible.hi.int(), False
-    elif window is not None or document_ids is not None:
-        lo, hi = intervals(document_ids, q.shape[2], k.shape[2], causal, window, q.device)
+    params, mod = None, ""
+    mask = {"document_ids": document_ids, "key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
+    lo, hi, causal = key_intervals(q, k, causal, window, **mask)
     shipped = {
         name: value
         for name, value in (("softcap", softcap), ("alibi", alibi_slopes))
@@ -105,6 +97,36 @@ def triton_attention(
     if return_max_score is False:
         return AttentionOutput(out, lse)
     return ScoredOutput(out, lse, max_score)
+
+
+def key_intervals(
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    window: Window,
+    document_ids: Tensor | None,
+    key_lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, bool]:
+    """lo and hi (B or 1, N) int32, None where `causal` says it all, and what is left of causal."""
+    by_length = key_lengths is not None or cu_seqlens is not None
+    if window is None and document_ids is None and not by_length:
+        return None, None, causal
+    from attention.kernels.intervals import intervals, kept_intervals
+
+    sizes, sided = (q.shape[2], k.shape[2]), isinstance(window, tuple)
+    if document_ids is None and not by_length and not torch.compiler.is_compiling():
+        sides = list(window) if sided else [window]
+        lo, hi = kept_intervals(*sizes, causal, sides, q.device)
+    elif sided or by_length:
+        wide = {"key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
+        mask = {"window": window, "document_ids": document_ids, **wide}
+        visible = visible_keys(q, k, causal=causal, **mask)
+        lo, hi = visible.lo.int(), visible.hi.int()
+    else:
+        lo, hi = intervals(document_ids, *sizes, causal, window, q.device)
+    # where the intervals say it all, hi need not follow from causal
+    return lo, hi, causal and not sided and not by_length
 
 
 def broken_triton_attention(

@@ -11,11 +11,12 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+Plan = TypeVar("Plan")
 TILES = Path(__file__).with_name("tiles.json")
 # what runs with a kernel's tile
 VARIANTS = {
@@ -92,15 +93,34 @@ def layout(x: Tensor | None) -> tuple[Any, ...] | None:
     return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
 
 
-class Plans(dict):
-    """What was worked out for calls of one kind, by all that it depends on. It holds no tensors."""
+def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """An operator that mutates nothing. torch.library.custom_op also looks at every call for
+    results that share memory with inputs, which takes as long as the rest of a short call.
+    """
+
+    def declare(function: Callable[..., Any]) -> Any:
+        schema = torch.library.infer_schema(function, mutates_args=())
+        torch.library.define(f"tilegpt::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(f"tilegpt::{name}", "default", function)
+        return getattr(torch.ops.tilegpt, name).default
+
+    return declare
+
+
+def place_of(device: torch.device) -> tuple[torch.device, int | None]:
+    """A device, and the one on which Triton launches."""
+    return device, torch.cuda.current_device() if device.type == "cuda" else None
+
+
+class Plans(dict[Any, Plan]):
+    """What was worked out for calls of one kind, by all that it depends on; at most LIMIT kinds."""
 
     LIMIT = 1024
 
-    def __setitem__(self, key: tuple[Any, ...], plan: Any) -> None:
-        if len(self) >= self.LIMIT:  # lengths that never come again, as of a growing cache
+    def __setitem__(self, kind: Any, plan: Plan) -> None:
+        if len(self) >= self.LIMIT:  # shapes that never come again, as of a growing cache
             self.clear()
-        super().__setitem__(key, plan)
+        super().__setitem__(kind, plan)
 
 
 # the interpreter runs tiles one by one: small enough that a short test crosses several

@@ -4,7 +4,6 @@ differentiates through them.
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.kernels import portable
-from attention.kernels.launch import Plans, layout
+from attention.kernels.launch import Plans, layout, operator, place_of
 from attention.kernels.select import choose_kernel
 
 
@@ -91,31 +90,16 @@ def kernels_for(
     return launch
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """An operator that mutates nothing. torch.library.custom_op also looks at every call for
-    results that share memory with inputs, which takes as long as the rest of a short call.
-    """
-
-    def declare(function: Callable[..., Any]) -> Any:
-        schema = torch.library.infer_schema(function, mutates_args=())
-        torch.library.define(f"tilegpt::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(f"tilegpt::{name}", "default", function)
-        return getattr(torch.ops.tilegpt, name).default
-
-    return declare
-
-
 # of calls of one kind: whether a tensor has to be made readable, and how the kernels run
 forward_plans: Plans = Plans()
 backward_plans: Plans = Plans()
 
 
-def kind_of(*settings: Any, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+def kind_of(
+    device: torch.device, tensors: tuple[Tensor | None, ...], *settings: Any
+) -> tuple[Any, ...]:
     """All that a plan depends on."""
-    q = tensors[0]
-    assert q is not None
-    current = torch.cuda.current_device() if q.is_cuda else None  # where Triton launches
-    return q.device, current, *settings, *map(layout, tensors)
+    return place_of(device), *settings, *map(layout, tensors)
 
 
 def differ(given: tuple[Tensor, ...], used: tuple[Tensor, ...]) -> bool:
@@ -153,7 +137,7 @@ def _forward(
     looked = look is not None and bool(look)
     settings = causal, scale, score_mod, softmax, block_q, block_kv
     given = q, k, v
-    kind = kind_of(kernel_choice, looked, wide, *settings, tensors=(q, k, v, lo, hi, params))
+    kind = kind_of(q.device, (*given, lo, hi, params), kernel_choice, looked, wide, *settings)
     copies, launch = forward_plans.get(kind, (True, None))
     if copies:
         q, k, v = map(readable, given)
@@ -224,7 +208,7 @@ def flash_attention_backward(
     settings = causal, scale, score_mod, softmax, block_q, block_kv
     given = d_out, q, k, v, out
     tensors = (*given, d_lse, lse, lo, hi, params)
-    kind = kind_of(kernel_choice, packed, wide, *settings, tensors=tensors)
+    kind = kind_of(q.device, tensors, kernel_choice, packed, wide, *settings)
     copies, launch = backward_plans.get(kind, (True, None))
     if copies:
         d_out, q, k, v, out = map(readable, given)

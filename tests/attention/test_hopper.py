@@ -76,7 +76,7 @@ class Interpreted(torch.autograd.Function):
         )
         d_out = d_out.contiguous()
         run = launch.Backward(d_out, q, k, out, *grads, lo, causal, scale)
-        run(d_out, d_lse, q, k, v, out, lse, *grads, lo, hi)
+        run(d_out, d_lse.contiguous(), q, k, v, out, lse, *grads, lo, hi)
         return None, None, None, None, None, *grads
 
 
@@ -211,7 +211,8 @@ def test_interpreted_largest_scores(head_dim, num_queries, num_keys, causal, win
     lo, hi = (visible.lo.int(), visible.hi.int()) if window else (None, None)
     out, (lse, top) = torch.empty_like(q), torch.full((2, 1, 2, num_queries), torch.nan)
     scale = head_dim**-0.5
-    launcher().forward(q, k, v, out, lse, top, lo, hi, causal=causal, scale=scale)
+    run = launcher().Forward(q, k, out, top, lo, causal, scale)
+    run(q, k, v, out, lse, top, lo, hi)
     scores = (q.float() @ k.float().mT * scale).masked_fill(~visible.mask(), -torch.inf)
     torch.testing.assert_close(top, scores.amax(-1), rtol=1e-5, atol=1e-5)
 
