@@ -21,7 +21,7 @@ from attention.backends import (
     is_operator,
     register,
 )
-from attention.checked import checked
+from attention.checks import checked
 from attention.context import Shards
 from attention.diagnose import (
     LIMITS,
@@ -143,8 +143,7 @@ def attention(
         "score_mod": score_mod,
         "key_lengths": key_lengths,
     }
-    changes = {"sinks": sinks, "module": module, "return_max_score": return_max_score}
-    return _answer(q, k, v, backend=backend, causal=causal, scale=scale, **changes, **optional)
+    return _answer(q, k, v, backend, causal, scale, sinks, optional, module, return_max_score)
 
 
 def attention_varlen(
@@ -189,10 +188,11 @@ def attention_varlen(
         "alibi_slopes": alibi_slopes,
         "document_ids": None,
         "score_mod": score_mod,
+        "key_lengths": None,
     }
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, H, T, D)
     optional["cu_seqlens"] = torch.stack((cu_seqlens_q.int(), cu_seqlens_k.int()))
-    output = _answer(q, k, v, backend=backend, causal=causal, scale=scale, sinks=sinks, **optional)
+    output = _answer(q, k, v, backend, causal, scale, sinks, optional)
     lse = None if output.lse is None else output.lse[0]
     return AttentionOutput(output.out[0].transpose(0, 1), lse)
 
@@ -201,18 +201,16 @@ def _answer(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     backend: Backend,
     causal: bool,
     scale: float | None,
     sinks: Tensor | None,
+    optional: dict[str, Any],
     module: nn.Module | None = None,
     return_max_score: bool | Tensor = False,
-    **optional: Any,
 ) -> Output:
     """The checked answer to checked inputs."""
-    settings = {"backend": backend, "causal": causal, "scale": scale}
-    optional = checked(q, k, v, **settings, sinks=sinks, module=module, **optional)
+    optional = checked(q, k, v, backend, causal, scale, sinks, module, optional)
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     looked = return_max_score
     compiling = torch.compiler.is_compiling()

@@ -58,17 +58,14 @@ def triton_attention(
     kernel: "portable", "hopper", or "auto" for whichever the device and the inputs allow; see
     attention/kernels/select.py.
     """
-    from attention.kernels.op import FlashAttention, flash_attention, flash_attention_forward
+    from attention.kernels import op
 
     params, mod = None, ""
     mask = {"document_ids": document_ids, "key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
     lo, hi, causal = key_intervals(q, k, causal, window, **mask)
-    shipped = {
-        name: value
-        for name, value in (("softcap", softcap), ("alibi", alibi_slopes))
-        if value is not None
-    }
-    if shipped:
+    if softcap is not None or alibi_slopes is not None:
+        changes = {"softcap": softcap, "alibi": alibi_slopes}
+        shipped = {name: value for name, value in changes.items() if value is not None}
         mod = f"attention.kernels.score_mods:{'_'.join(shipped)}"
         params = torch.cat(
             [
@@ -88,12 +85,14 @@ def triton_attention(
             if score_mod.params is None
             else score_mod.params.to(q.device, torch.float32).contiguous()
         )
+    tensors = q, k, v, lo, hi, params
+    settings = causal, scale, mod, softmax, block_q, block_kv, kernel, flag(return_max_score)
     if torch.compiler.is_compiling():
-        function = flash_attention
+        out, lse, max_score = op.flash_attention(*tensors, *settings)
+    elif torch.is_grad_enabled():
+        out, lse, max_score = op.FlashAttention.apply(*tensors, settings)
     else:
-        function = FlashAttention.apply if torch.is_grad_enabled() else flash_attention_forward
-    settings = (causal, scale, mod, softmax, block_q, block_kv, kernel, flag(return_max_score))
-    out, lse, max_score = function(q, k, v, lo, hi, params, *settings)
+        out, lse, max_score = op.flash_attention_forward(*tensors, *settings)
     if return_max_score is False:
         return AttentionOutput(out, lse)
     return ScoredOutput(out, lse, max_score)
@@ -152,7 +151,7 @@ def refusals(
             f"Triton is not installed here (pip install triton, Linux only); {in_pytorch} is the "
             "same loop in plain PyTorch"
         ]
-    if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if q.is_cpu and os.environ.get("TRITON_INTERPRET") != "1":
         return [
             "Triton needs a GPU; set TRITON_INTERPRET=1 before the start to run its kernels in "
             "the interpreter (slow, for tests), "
@@ -162,7 +161,7 @@ def refusals(
     asked = not torch.compiler.is_compiling()
     if (
         asked
-        and q.device.type == "cpu"
+        and q.is_cpu
         and NumpyVersion(version("triton")) < "3.7.0"
         and NumpyVersion(numpy.__version__) >= "2.4.0"
     ):

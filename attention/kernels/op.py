@@ -20,7 +20,8 @@ def empty_heads(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     nothing.
     """
     batch, num_heads, length, head_dim = like.shape
-    return like.new_empty(batch, length, num_heads, head_dim, dtype=dtype).transpose(1, 2)
+    strides = (length * num_heads * head_dim, head_dim, num_heads * head_dim, 1)
+    return like.new_empty_strided(like.shape, strides, dtype=dtype)
 
 
 def is_packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -50,10 +51,7 @@ def unpacked(gradients: list[Tensor], num_heads: int, num_kv_heads: int) -> list
     """dq, dk, dv (B, H or H_kv, N, D) from what flash_attention_backward returns."""
     if len(gradients) == 3:
         return gradients
-    return [
-        x.transpose(1, 2)
-        for x in gradients[0].split((num_heads, num_kv_heads, num_kv_heads), dim=2)
-    ]
+    return gradients[0].transpose(1, 2).split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -142,14 +140,17 @@ def _forward(
     if copies:
         q, k, v = map(readable, given)
     out = empty_heads(q, torch.float32 if wide else None)
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    batch, num_heads, num_queries, _ = q.shape
+    lse = q.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
     top = torch.empty_like(lse) if looked else None  # a row's largest
     if launch is None:
         kernels = kernels_for(kernel_choice, q, scale, score_mod, softmax, block_q or block_kv)
         launch = kernels.Forward(q, k, out, top, lo, *settings)
         forward_plans[kind] = differ(given, (q, k, v)), launch
     launch(q, k, v, out, lse, top, lo, hi, params)
-    return out.to(dtype), lse, largest(lse, top)
+    if out.dtype != dtype:
+        out = out.to(dtype)
+    return out, lse, largest(lse, top)
 
 
 flash_attention = operator("flash_attention")(_forward)
@@ -159,7 +160,8 @@ flash_attention_forward = operator("flash_attention_forward")(_forward)
 
 def largest(lse: Tensor, top: Tensor | None) -> Tensor:
     """max_score (B, H) from `top` (B, H, N); of any value where nobody asked for it."""
-    return lse.new_empty(lse.shape[:2]) if top is None else top.amax(-1)
+    batch, num_heads, _ = lse.shape
+    return lse.new_empty(batch, num_heads) if top is None else top.amax(-1)
 
 
 @torch.library.register_fake("tilegpt::flash_attention")
@@ -219,7 +221,7 @@ def flash_attention_backward(
         launch = kernels.Backward(d_out, q, k, out, dq, dk, dv, lo, *settings)
         backward_plans[kind] = differ(given, (d_out, q, k, v, out)), launch
     launch(d_out, d_lse, q, k, v, out, lse, dq, dk, dv, lo, hi, params)
-    return [x.to(dtype) for x in gradients]
+    return gradients if dq.dtype == dtype else [x.to(dtype) for x in gradients]
 
 
 @torch.library.register_fake("tilegpt::flash_attention_backward")
@@ -264,8 +266,11 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        output = flash_attention_forward(*inputs)
-        _save(ctx, inputs, output)
+        """The last input is a tuple of flash_attention's settings: autograd looks at each input."""
+        tensors, settings = inputs[:-1], inputs[-1]
+        output = flash_attention_forward(*tensors, *settings)
+        _save(ctx, (*tensors, *settings), output)
+        ctx.count = len(inputs)
         return output
 
     backward = staticmethod(_backward)
