@@ -4,6 +4,7 @@ differentiates through them.
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -47,7 +48,7 @@ def empty_gradients(
     return [q.new_empty(batch, length, num_heads + 2 * k.shape[1], head_dim)]
 
 
-def unpacked(gradients: list[Tensor], num_heads: int, num_kv_heads: int) -> list[Tensor]:
+def unpacked(gradients: Sequence[Tensor], num_heads: int, num_kv_heads: int) -> Sequence[Tensor]:
     """dq, dk, dv (B, H or H_kv, N, D) from what flash_attention_backward returns."""
     if len(gradients) == 3:
         return gradients
@@ -244,14 +245,26 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(q, k, v, *output[:2], lo, hi, params)
 
 
+class FirstDerivative(torch.autograd.Function):
+    """flash_attention_backward, which has no derivative: autograd would take it for zero."""
+
+    @staticmethod
+    def forward(ctx, *inputs: Any) -> tuple[Tensor, ...]:
+        return tuple(flash_attention_backward(*inputs))
+
+    @staticmethod
+    def backward(ctx, *_: Tensor) -> None:
+        raise RuntimeError("attention=triton has no second derivative: use attention=naive")
+
+
 def _backward(
     ctx, d_out: Tensor | None, d_lse: Tensor | None, _: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     q, k, v, out, *others = ctx.saved_tensors
     d_out = torch.zeros_like(out) if d_out is None else d_out
-    gradients = flash_attention_backward(
-        d_out, d_lse, q, k, v, out, *others, *ctx.settings, packed=ctx.packed
-    )
+    # enabled where a graph of the gradients is asked for
+    run = FirstDerivative.apply if torch.is_grad_enabled() else flash_attention_backward
+    gradients = run(d_out, d_lse, q, k, v, out, *others, *ctx.settings, ctx.packed)
     # nothing flows to what follows q, k and v
     return *unpacked(gradients, q.shape[1], k.shape[1]), *([None] * (ctx.count - 3))
 
