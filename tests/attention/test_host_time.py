@@ -26,6 +26,15 @@ def named(names: list[str], values: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(names, values, strict=True))
 
 
+def specialised(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What Triton compiles a kernel for."""
+    bases = {key: x.get("base") if isinstance(x, dict) else x for key, x in arguments.items()}
+    return {
+        key: (x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x
+        for key, x in bases.items()
+    }
+
+
 class Kernel:
     """In place of a @triton.jit function: it notes its arguments, and those of the compiled kernel
     that it returns, as Triton's does.
@@ -38,22 +47,21 @@ class Kernel:
         def run(*arguments: Any, **constants: Any) -> "Compiled":
             constants = {name: x for name, x in constants.items() if name in self.arg_names}
             given = named(self.arg_names[: len(arguments)], arguments) | constants
-            self.notes.append((self.name, "jit", grid, given))
-            return Compiled(self)
+            self.notes.append((self.name, "jit", (*grid, 1, 1)[:3], given))
+            return Compiled(self, specialised(given))
 
         return run
 
 
 class Compiled:
-    def __init__(self, kernel: Kernel):
-        self.kernel = kernel
+    def __init__(self, kernel: Kernel, compiled_for: dict[str, Any]):
+        self.kernel, self.compiled_for = kernel, compiled_for
 
     def __getitem__(self, grid: tuple[int, ...]):
-        kernel = self.kernel
-
         def run(*arguments: Any) -> None:
-            note = kernel.name, "direct", grid, named(kernel.arg_names, arguments)
-            kernel.notes.append(note)
+            given = named(self.kernel.arg_names, arguments)
+            assert specialised(given) == self.compiled_for
+            self.kernel.notes.append((self.kernel.name, "direct", grid, given))
 
         return run
 
@@ -86,51 +94,69 @@ MASKS = {
     "plain": {},
     "documents": {"document_ids": (torch.arange(40) // 13)[None]},
     "window": {"window": 9},
-    "sides": {"window": (9, 4), "causal": False},
     "softcap-alibi": {"softcap": 5.0, "alibi_slopes": torch.tensor([0.5, 0.1])},
 }
 
 
-@pytest.mark.parametrize("kv_heads", [2, 1])
-@pytest.mark.parametrize("optional", MASKS.values(), ids=MASKS)
-def test_a_kernel_is_started_with_what_tritons_launcher_would_give_it(notes, optional, kv_heads):
-    """From the second call of a kind on, with the tensors of that call."""
+def kinds_of_calls() -> list[tuple[list[Tensor], Tensor, dict[str, Any]]]:
+    """q, k and v, d_out, optional arguments; any two differ in one thing, or few."""
+    plain, d_out = inputs(), torch.randn(1, 2, 40, 16)
+    spread = [x.detach()[:, :, ::2].requires_grad_() for x in inputs(length=80)]
+    unaligned = [torch.empty(1281)[1:].view(x.shape).requires_grad_() for x in plain]
+    shorter = [plain[0].detach()[:, :, 7:].requires_grad_(), *plain[1:]]
+    half = [x.detach().half().requires_grad_() for x in plain]
+    grouped, packed = inputs(kv_heads=1), inputs(packed=True)
+    calls = [(tensors, d_out, {}) for tensors in (plain, spread, unaligned, grouped, packed)]
+    calls += (shorter, d_out[:, :, 7:], {}), (half, d_out.half(), {})
+    calls += (plain, torch.randn(1, 40, 2, 16).transpose(1, 2), {}), (plain, d_out[:, :1], {})
+    optional = [
+        *MASKS.values(),
+        {"scale": 0.5},
+        {"causal": False},
+        {"causal": False, "document_ids": MASKS["documents"]["document_ids"]},
+        {"window": 10},
+        {"window": (9, 4), "causal": False},
+        {"window": (9, 5), "causal": False},
+        {"softcap": 5.0},
+        {"backend": get_backend("no_rescale", impl="triton", block_q=32, block_kv=64)},
+        {"backend": get_backend("no_rescale", impl="triton", block_q=32, block_kv=16)},
+        {"backend": get_backend("no_max", impl="triton", block_q=32, block_kv=16)},
+    ]
+    calls += [(plain, d_out, each) for each in optional]
+    return [(tensors, d.expand(-1, 2, -1, -1), each) for tensors, d, each in calls]
 
-    def call(tensors: list[Tensor], d_out: Tensor) -> list[Any]:
+
+def test_a_kernel_is_started_with_what_tritons_launcher_would_give_it(notes):
+    """From the second call of a kind on, whatever other calls come between."""
+
+    def launches(tensors: list[Tensor], d_out: Tensor, optional: dict[str, Any]) -> list[Any]:
         notes.clear()
-        out = attention(*tensors, backend=PORTABLE, **optional).out
+        out = attention(*tensors, **{"backend": PORTABLE} | optional).out
         torch.autograd.grad(out, tensors, d_out)
-        return list(notes)
-
-    def comparable(name: str, how: str, grid: Any, arguments: dict[str, Any]) -> Any:
-        known = {x.data_ptr() for x in given}
+        given = {x.data_ptr() for x in (*tensors, d_out)}
 
         def plain(x: Any) -> Any:
             if isinstance(x, dict):
                 return {key: plain(value) for key, value in x.items()}
             if isinstance(x, Tensor):  # what the call itself allocates may lie anywhere
-                place = x.data_ptr() if x.data_ptr() in known else None
+                place = x.data_ptr() if x.data_ptr() in given else None
                 return x.shape, x.stride(), x.dtype, place
             return x
 
-        return name, (*grid, 1, 1)[:3], plain(arguments)
+        return [(name, how, grid, plain(arguments)) for name, how, grid, arguments in notes]
 
-    d_out = torch.randn(1, 2, 40, 16)
-    call(inputs(kv_heads=kv_heads), d_out)
-    tensors = inputs(kv_heads=kv_heads)
-    given = [*tensors, d_out]
-    direct = call(tensors, d_out)
-    op.forward_plans.clear(), op.backward_plans.clear(), intervals.plans.clear()
-    through_triton = call(tensors, d_out)
-    assert {note[1] for note in direct} == {"direct"} and len(direct) >= 4
-    assert {note[1] for note in through_triton} == {"jit"}
-    assert [comparable(*note) for note in direct] == [comparable(*note) for note in through_triton]
-    assert all(
-        note[3][f"{name}_desc"]["base"].data_ptr() == x.data_ptr()
-        for note in direct
-        for name, x in zip("qkv", tensors, strict=True)
-        if f"{name}_desc" in note[3]
-    )
+    calls = kinds_of_calls()
+    for call in calls:
+        launches(*call)
+    for direct, call in zip([launches(*call) for call in calls], calls, strict=True):
+        for plans in (op.forward_plans, op.backward_plans, intervals.plans):
+            plans.clear()
+        through_triton = launches(*call)
+        assert {how for _, how, *_ in direct} == {"direct"} and len(direct) >= 4
+        assert {how for _, how, *_ in through_triton} == {"jit"}
+        assert [(name, *rest) for name, _, *rest in direct] == [
+            (name, *rest) for name, _, *rest in through_triton
+        ]
 
 
 def calls_of(function: Any) -> int:
@@ -217,36 +243,6 @@ def check(tensors: list[Tensor], backend: Backend = PORTABLE, **optional: Any) -
         out = attention(*tensors, backend=each, **optional).out
         results.append((out, *torch.autograd.grad(out.square().sum(), tensors)))
     torch.testing.assert_close(*results, rtol=1e-2, atol=2e-3)
-
-
-def test_each_kind_of_call_has_its_own_plan():
-    """Calls that differ in one thing each, in turns, twice."""
-    tiles = get_backend("no_rescale", impl="triton", block_q=32, block_kv=64)  # one tile: exact
-    half = [x.detach().half().requires_grad_() for x in inputs()]
-    apart = [x.detach()[:, :, ::2].requires_grad_() for x in inputs(length=80)]
-    unaligned = [torch.empty(1281)[1:].view(x.shape).copy_(x).detach() for x in inputs()]
-    calls = [
-        (inputs(), {}),
-        (inputs(packed=True), {}),
-        (inputs(kv_heads=1), {}),
-        (inputs(length=33), {}),
-        (apart, {}),
-        (half, {}),
-        ([x.requires_grad_() for x in unaligned], {}),
-        (inputs(), {"scale": 0.5}),
-        (inputs(), {"causal": False}),
-        (inputs(), {"window": 9}),
-        (inputs(), {"window": 10}),
-        (inputs(), {"window": (9, 0), "causal": False}),
-        (inputs(), {"window": (9, 4), "causal": False}),
-        (inputs(), {"softcap": 5.0}),
-        (inputs(), {"softcap": 2.0}),
-        (inputs(), {"alibi_slopes": torch.tensor([0.5, 0.1])}),
-        (inputs(), {"backend": tiles}),
-    ]
-    for _ in range(2):
-        for tensors, optional in calls:
-            check(tensors, **optional)
 
 
 def test_masks_may_change_in_place():
