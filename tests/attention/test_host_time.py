@@ -7,13 +7,14 @@ their results are. Dimensions: B batch, H query heads, N queries, M keys, D head
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attention import Backend, attention, attention_varlen, checks, get_backend, kernels
+from attention import Backend, attention, attention_varlen, checks, get_backend, kernels, mask
 from attention.kernels import intervals, launch, op, portable
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stubs in place of kernels")
@@ -118,6 +119,7 @@ def kinds_of_calls() -> list[tuple[list[Tensor], Tensor, dict[str, Any]]]:
         {"window": (9, 4), "causal": False},
         {"window": (9, 5), "causal": False},
         {"softcap": 5.0},
+        {"return_max_score": True},
         {"backend": get_backend("no_rescale", impl="triton", block_q=32, block_kv=64)},
         {"backend": get_backend("no_rescale", impl="triton", block_q=32, block_kv=16)},
         {"backend": get_backend("no_max", impl="triton", block_q=32, block_kv=16)},
@@ -262,13 +264,31 @@ def test_masks_may_change_in_place():
 
 def test_intervals_of_a_window_are_kept_for_calls_that_can_use_them():
     forget()
-    arguments = (40, 40, True, [9], torch.device("cpu"))
-    first, again = intervals.kept_intervals(*arguments), intervals.kept_intervals(*arguments)
-    assert all(x is y for x, y in zip(first, again, strict=True))
+    cpu = torch.device("cpu")
+    for _, (causal, window) in product(range(2), [(True, [9]), (False, [9, 4]), (False, [9, 5])]):
+        found = intervals.kept_intervals(40, 50, causal, window, cpu)
+        sides = window[0] if causal else tuple(window)
+        expected = mask.intervals(40, 50, cpu, causal=causal, window=sides)
+        assert torch.equal(found[0], expected.lo.int()) and torch.equal(found[1], expected.hi.int())
+        again = intervals.kept_intervals(40, 50, causal, window, cpu)
+        assert all(x is y for x, y in zip(found, again, strict=True))
     forget()
     with torch.inference_mode():  # what it makes cannot be saved for a backward pass
         attention(*inputs(), backend=PORTABLE, window=9)
     check(inputs(), window=9)
+
+
+def test_gradients_in_one_tensor_and_in_three_have_plans_of_their_own():
+    q, k, v = (x.detach() for x in inputs(packed=True))
+    settings = (None, None, None, True, 0.25, "", "online", 0, 0)
+    out, lse, _ = op.flash_attention(q, k, v, *settings)
+    results = []
+    for packed in (False, True, False):
+        saved = (out, None, q, k, v, out, lse)
+        gradients = op.flash_attention_backward(*saved, *settings, packed=packed)
+        assert len(gradients) == (1 if packed else 3)
+        results.append(torch.cat(list(op.unpacked(gradients, 2, 2))))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 def test_autocast_changes_nothing_that_is_remembered():
