@@ -1,6 +1,7 @@
 """The checks of a call, once for calls of one kind: they take longer than to launch a kernel."""
 
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,9 @@ from attention.kernels.launch import Plans
 from attention.mask import Window
 from attention.own import check_module
 
-# kinds of calls that passed: the backend, whose id is in the key, and the window as prepared
-passed: Plans[tuple[Backend, Window]] = Plans()
+# kinds of calls that passed: the backend, as another may come to have its id, and the window as
+# prepared
+passed: Plans[tuple[ref[Backend], Window]] = Plans()
 
 
 def checked(
@@ -42,12 +44,12 @@ def checked(
             known = passed.get(kind)
         except TypeError:  # what should be a number cannot be hashed
             kind = None
-    if known is None:
+    if known is None or known[0]() is not backend:
         inputs = {name: x for name, x in optional.items() if name != "cu_seqlens"}
         check_inputs(q, k, v, causal=causal, scale=scale, sinks=sinks, **inputs)
         backend.check_supported(q, k, v, causal=causal, scale=scale, sinks=sinks, **optional)
         check_module(backend, module)
-        known = backend, prepared_window(q, k, optional["window"], causal=causal)
+        known = ref(backend), prepared_window(q, k, optional["window"], causal=causal)
         if kind is not None:
             passed[kind] = known
     else:  # what depends on more than the kind
