@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from attention.interface import (
     Backend,
+    Plans,
     check_inputs,
     check_key_lengths_fit,
     prepared,
     prepared_window,
 )
-from attention.kernels.launch import Plans
 from attention.mask import Window
 from attention.own import check_module
 

@@ -7,13 +7,14 @@ D_v that of the values.
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from attention.mask import Window, sides
 
+Plan = TypeVar("Plan")
 ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # arguments of attention() that a backend receives only if it declares the feature of that name
@@ -49,6 +50,17 @@ def flag(asked: bool | Tensor) -> Tensor | None:
 def dtype_name(dtype: torch.dtype) -> str:
     """float32 for torch.float32."""
     return str(dtype).removeprefix("torch.")
+
+
+class Plans(dict[Any, Plan]):
+    """What was worked out for calls of one kind, by all that it depends on; at most LIMIT kinds."""
+
+    LIMIT = 1024
+
+    def __setitem__(self, kind: Any, plan: Plan) -> None:
+        if len(self) >= self.LIMIT:  # shapes that never come again, as of a growing cache
+            self.clear()
+        super().__setitem__(kind, plan)
 
 
 @dataclass(frozen=True)

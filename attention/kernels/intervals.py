@@ -12,16 +12,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-from attention import mask
+from attention.interface import Plans
 from attention.kernels.launch import (
     Launch,
-    Plans,
     batch_stride,
     layout,
     operator,
     place_of,
     tiles_of,
 )
+from attention.mask import intervals as intervals_of_mask
 
 
 class Blocks(NamedTuple):
@@ -200,7 +200,7 @@ def intervals_of_window(
     if len(window) == 1:
         return intervals(None, num_queries, num_keys, causal, window[0], device)
     sides = window[0], window[1]
-    visible = mask.intervals(num_queries, num_keys, device, causal=causal, window=sides)
+    visible = intervals_of_mask(num_queries, num_keys, device, causal=causal, window=sides)
     return visible.lo.int(), visible.hi.int()
 
 

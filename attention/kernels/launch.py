@@ -11,12 +11,11 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-Plan = TypeVar("Plan")
 TILES = Path(__file__).with_name("tiles.json")
 # what runs with a kernel's tile
 VARIANTS = {
@@ -110,17 +109,6 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
 def place_of(device: torch.device) -> tuple[torch.device, int | None]:
     """A device, and the one on which Triton launches."""
     return device, torch.cuda.current_device() if device.type == "cuda" else None
-
-
-class Plans(dict[Any, Plan]):
-    """What was worked out for calls of one kind, by all that it depends on; at most LIMIT kinds."""
-
-    LIMIT = 1024
-
-    def __setitem__(self, kind: Any, plan: Plan) -> None:
-        if len(self) >= self.LIMIT:  # shapes that never come again, as of a growing cache
-            self.clear()
-        super().__setitem__(kind, plan)
 
 
 # the interpreter runs tiles one by one: small enough that a short test crosses several

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.interface import Plans
 from attention.kernels import portable
-from attention.kernels.launch import Plans, layout, operator, place_of
+from attention.kernels.launch import layout, operator, place_of
 from attention.kernels.select import choose_kernel
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from attention import Backend, attention, attention_varlen, checks, get_backend, kernels, mask
-from attention.kernels import intervals, launch, op, portable
+from attention.interface import Plans
+from attention.kernels import intervals, op, portable
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stubs in place of kernels")
 PORTABLE = get_backend("triton", kernel="portable")
@@ -229,7 +230,7 @@ def test_threads_start_a_kernel_with_tensors_of_their_own(notes):
 
 def test_plans_do_not_grow_without_end(notes, monkeypatch):
     """As when a cache of keys grows by one in each call; and none holds a tensor."""
-    monkeypatch.setattr(launch.Plans, "LIMIT", 8)
+    monkeypatch.setattr(Plans, "LIMIT", 8)
     with torch.no_grad():
         for length in range(1, 40):
             q, k, v = inputs(length=length)
