@@ -23,6 +23,7 @@ from attention.backends import (
 )
 from attention.checks import checked
 from attention.context import Shards
+from attention.decoding import check_cache
 from attention.diagnose import (
     LIMITS,
     Breakdown,
@@ -36,11 +37,14 @@ from attention.interface import (
     AttentionOutput,
     Backend,
     Output,
+    Refusal,
     ScoredOutput,
     ScoreMod,
+    check_inputs,
     check_output,
     check_packed,
     dtype_name,
+    plain_window,
 )
 from attention.kernels import kernel_choice
 from attention.mask import Window
@@ -61,6 +65,7 @@ __all__ = [
     "Shards",
     "attention",
     "attention_varlen",
+    "attention_with_cache",
     "build_module",
     "compare_with_exact",
     "dtype_name",
@@ -195,6 +200,76 @@ def attention_varlen(
     output = _answer(q, k, v, backend, causal, scale, sinks, optional)
     lse = None if output.lse is None else output.lse[0]
     return AttentionOutput(output.out[0].transpose(0, 1), lse)
+
+
+def attention_with_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_lengths: Tensor,
+    *,
+    backend: str | Backend,
+    block_table: Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    window: Window = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    splits: str | int | None = None,
+) -> AttentionOutput:
+    """attention() of the last N tokens of each sequence to all its keys, which lie in a cache of
+    fixed shape, as flash_attn_with_kvcache of flash-attention has it. No gradient.
+
+    q              (B, H, N, D), floating
+    k, v           (B, H_kv, M, D), same dtype and device as q: room for M keys a sequence
+    cache_lengths  (B,) integers from 0 to M: so many keys sequence b has, those of its N queries
+                   included. causal and window count from there
+    block_table    (B, max_pages) int32 or int64: the cache lies in pages, k and v are (num_pages,
+                   page_size, H_kv, D), and key j of sequence b is row j % page_size of page
+                   block_table[b, j // page_size]
+    splits         among how many programs the keys of a head are shared: a number of 1 to 128,
+                   "fixed", or "auto" for as many as keep the device busy; None takes the backend's
+                   option. With "fixed" or a number, triton gives a row the same bits whatever else
+                   is in the batch, wherever its pages lie, and however much room there is
+
+    Returns out (B, H, N, D) and lse (B, H, N). The other arguments are those of attention(). Raises
+    ValueError as attention() does, and for a backend that cannot decode. On a GPU the values of
+    cache_lengths and block_table are not read, as that would wait for it: what points outside the
+    cache makes its sequence NaN there.
+    """
+    check_cache(q, k, v, cache_lengths, block_table)
+    if isinstance(backend, str):
+        backend = get_backend(backend)
+    if block_table is not None:
+        k, v = k.transpose(1, 2), v.transpose(1, 2)  # (P, H_kv, page_size, D)
+    # one page stands for the keys of each sequence
+    brief = (x if block_table is None else x[:1].expand(q.shape[0], -1, -1, -1) for x in (k, v))
+    inputs = (q, *brief)
+    given = {"causal": causal, "scale": scale, "sinks": sinks, "window": window, "softcap": softcap}
+    check_inputs(*inputs, **given, alibi_slopes=None, document_ids=None, score_mod=None)
+    backend.check_supported(*inputs, **given)
+    if backend.decode is None:
+        able = ", ".join(name for name, each in BACKENDS.items() if each.decode is not None)
+        raise Refusal(f"attention={backend.name} cannot decode over a cache; these can: {able}")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise Refusal("attention_with_cache() has no gradient: call it under torch.no_grad()")
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = backend.decode(
+            q,
+            k,
+            v,
+            cache_lengths,
+            block_table,
+            causal=causal,
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            window=plain_window(window, causal=causal),
+            softcap=softcap,
+            splits=backend.options.get("splits", "auto") if splits is None else splits,
+        )
+        if sinks is not None:
+            assert lse is not None
+            out, lse = with_sinks(out, lse, sinks)
+    return AttentionOutput(out, lse)
 
 
 def _answer(

@@ -161,6 +161,9 @@ class Backend:
     implementations: Mapping[str, "Backend"] = field(default_factory=dict)
     # how it runs where ranks pass their keys round: an attention.ring.Ring, None where it cannot
     ring: Any = None
+    # how it decodes over a cache, with the signature of attention.decoding.decode(), None where it
+    # cannot
+    decode: Callable[..., AttentionOutput] | None = None
     # module(num_heads=, num_kv_heads=, head_dim=, max_seq_len=, layer=) -> nn.Module
     module: Callable[..., nn.Module] | None = None
     # what an exact=False backend means to compute, called as fn is: conformance compares with it in

@@ -37,7 +37,11 @@ from conformance.other_functions import finite_differences, hidden_keys_with_gra
 
 TENSORS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 # PyTorch says this of FlexAttention on every machine, and no user can change it
-WARNINGS = ("return_lse is deprecated", r"flex_attention called without torch\.compile")
+WARNINGS = (
+    "return_lse is deprecated",
+    r"flex_attention called without torch\.compile",
+    "Dynamo detected a call to a `functools.lru_cache`",
+)
 LINEAR = 1.15  # the largest exponent that counts as linear in N
 
 
@@ -684,6 +688,9 @@ def examine(subject: Subject, name: str, property: Property | None = None) -> Ce
     except Exception as error:  # a user's backend may raise anything
         message = str(error).strip().splitlines() or [""]
         return Cell(name, "red", f"{type(error).__name__}: {message[0]}", documented)
+    finally:
+        if subject.device == "cuda":  # dozens of GiB, where views lie far apart
+            torch.cuda.empty_cache()
     if not checks:
         return Cell(name, "n/a", "; ".join(dict.fromkeys(subject.refusals)), documented)
     worst = max(checks, key=lambda check: check.share)

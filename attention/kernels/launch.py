@@ -4,7 +4,8 @@ Tiles come from a table by device, dtype and head dim, so that no first call sta
 
 tiles.json holds it, a table a compute capability: kernel -> padded head dim -> [block_q, block_kv,
 num_warps, num_stages]. The kernel dkdv_general is dkdv with intervals, a score modifier or grouped
-heads, which take registers. `python -m lab.tune` measures a table on the device that is there.
+heads, which take registers; decoding is the split kernel, whose block_q is the most rows that a
+program takes. `python -m lab.tune` measures a table on the device that is there.
 """
 
 import json
@@ -23,6 +24,7 @@ VARIANTS = {
     "dkdv": ("causal", "full"),
     "dkdv_general": ("intervals", "score_mod", "grouped"),
     "dq": ("causal", "full", "intervals", "score_mod"),
+    "decoding": ("cache", "pages", "intervals", "score_mod"),
 }
 
 
