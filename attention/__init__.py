@@ -7,6 +7,7 @@ backend="mine"
 """
 
 import sys
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from attention.backends import (
     is_operator,
     register,
 )
+from attention.checks import checked
 from attention.context import Shards
 from attention.decoding import check_cache
 from attention.diagnose import (
@@ -43,11 +45,10 @@ from attention.interface import (
     check_packed,
     dtype_name,
     plain_window,
-    prepared,
 )
 from attention.kernels import kernel_choice
 from attention.mask import Window
-from attention.own import build_module, check_module, standalone
+from attention.own import build_module, standalone
 from attention.probe import probe
 from attention.sinks import with_sinks
 from attention.tile_op import operator_attention
@@ -147,9 +148,7 @@ def attention(
         "score_mod": score_mod,
         "key_lengths": key_lengths,
     }
-    check_inputs(q, k, v, causal=causal, scale=scale, sinks=sinks, **optional)
-    changes = {"sinks": sinks, "module": module, "return_max_score": return_max_score}
-    return _checked(q, k, v, backend=backend, causal=causal, scale=scale, **changes, **optional)
+    return _answer(q, k, v, backend, causal, scale, sinks, optional, module, return_max_score)
 
 
 def attention_varlen(
@@ -194,11 +193,11 @@ def attention_varlen(
         "alibi_slopes": alibi_slopes,
         "document_ids": None,
         "score_mod": score_mod,
+        "key_lengths": None,
     }
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, H, T, D)
-    check_inputs(q, k, v, causal=causal, scale=scale, sinks=sinks, **optional)
     optional["cu_seqlens"] = torch.stack((cu_seqlens_q.int(), cu_seqlens_k.int()))
-    output = _checked(q, k, v, backend=backend, causal=causal, scale=scale, sinks=sinks, **optional)
+    output = _answer(q, k, v, backend, causal, scale, sinks, optional)
     lse = None if output.lse is None else output.lse[0]
     return AttentionOutput(output.out[0].transpose(0, 1), lse)
 
@@ -273,28 +272,26 @@ def attention_with_cache(
     return AttentionOutput(out, lse)
 
 
-def _checked(
+def _answer(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     backend: Backend,
     causal: bool,
     scale: float | None,
     sinks: Tensor | None,
+    optional: dict[str, Any],
     module: nn.Module | None = None,
     return_max_score: bool | Tensor = False,
-    **optional: Any,
 ) -> Output:
-    """The backend's answer to inputs that check_inputs() has let pass."""
-    backend.check_supported(q, k, v, causal=causal, scale=scale, sinks=sinks, **optional)
-    check_module(backend, module)
-    optional = prepared(q, k, causal, optional)
+    """The checked answer to checked inputs."""
+    optional = checked(q, k, v, backend, causal, scale, sinks, module, optional)
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     looked = return_max_score
-    if isinstance(looked, Tensor) and not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if isinstance(looked, Tensor) and not compiling:
         looked = bool(looked)
-    if torch.compiler.is_compiling() and is_operator(backend) and optional["score_mod"] is None:
+    if compiling and is_operator(backend) and optional["score_mod"] is None:
         function = partial(operator_attention, backend.name)
     elif backend.traceable or "torch._dynamo" not in sys.modules:
         function = backend.fn
@@ -305,7 +302,8 @@ def _checked(
         arguments["return_max_score"] = looked
     if module is not None:
         arguments["module"] = module
-    with torch.autocast(q.device.type, enabled=False):
+    autocast = compiling or torch.is_autocast_enabled(q.device.type)
+    with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
         output = function(q, k, v, causal=causal, scale=factor, **arguments, **backend.options)
         check_output(backend, q, v, output)
         if sinks is not None:

@@ -221,7 +221,7 @@ def test_what_is_optional_or_slow_is_imported_where_it_is_used():
         "softmax.py",
         "defects.py",
         "score_mods.py",
-        "op.py",
+        "portable.py",
         "intervals.py",
         "offline.py",
     )

@@ -63,30 +63,60 @@ def triton_attention(
     attention/kernels/select.py. A few queries against more keys, without a gradient, go to the
     split kernel, unless "hopper" is asked for. splits: see attention_with_cache().
     """
-    from attention.kernels.intervals import intervals
-    from attention.kernels.op import FlashAttention, flash_attention
+    from attention.kernels import op
 
-    lo = hi = None
     mod, params = score_change(q.device, softcap, alibi_slopes, score_mod)
-    wide = {"key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
     few = kernel != "hopper" and return_max_score is False and not (block_q or block_kv)
     few = few and softmax == "online" and cu_seqlens is None and has_few_queries(q, k, v)
-    if isinstance(window, tuple) or any(each is not None for each in wide.values()):
-        mask = {"window": window, "document_ids": document_ids, **wide}
-        visible = visible_keys(q, k, causal=causal, **mask)
-        # the intervals say it all: hi need not follow from causal
-        lo, hi, causal, window = visible.lo.int(), visible.hi.int(), False, None
-    elif not few and (window is not None or document_ids is not None):
-        lo, hi = intervals(document_ids, q.shape[2], k.shape[2], causal, window, q.device)
+    mask = {"document_ids": document_ids, "key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
+    lo, hi, causal, window = key_intervals(q, k, causal, window, few, **mask)
     if few:
         return split(q, k, v, None, None, lo, hi, params, causal, window, scale, mod, splits)
-    eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    function = FlashAttention.apply if eager else flash_attention
-    settings = (causal, scale, mod, softmax, block_q, block_kv, kernel, flag(return_max_score))
-    out, lse, max_score = function(q, k, v, lo, hi, params, *settings)
+    tensors = q, k, v, lo, hi, params
+    settings = causal, scale, mod, softmax, block_q, block_kv, kernel, flag(return_max_score)
+    if torch.compiler.is_compiling():
+        out, lse, max_score = op.flash_attention(*tensors, *settings)
+    elif torch.is_grad_enabled():
+        out, lse, max_score = op.FlashAttention.apply(*tensors, settings)
+    else:
+        out, lse, max_score = op.flash_attention_forward(*tensors, *settings)
     if return_max_score is False:
         return AttentionOutput(out, lse)
     return ScoredOutput(out, lse, max_score)
+
+
+def key_intervals(
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    window: Window,
+    few: bool,
+    document_ids: Tensor | None,
+    key_lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, bool, Window]:
+    """lo and hi (B or 1, N) int32, None where they are not needed, and what is left of causal and
+    window. few: for the split kernel, which finds those of a causal window itself.
+    """
+    by_length = key_lengths is not None or cu_seqlens is not None
+    sided = isinstance(window, tuple)
+    if not (sided or by_length) and (few or (window is None and document_ids is None)):
+        return None, None, causal, window
+    from attention.kernels.intervals import intervals, kept_intervals
+
+    sizes = q.shape[2], k.shape[2]
+    if document_ids is None and not by_length and not torch.compiler.is_compiling():
+        sides = list(window) if sided else [window]
+        lo, hi = kept_intervals(*sizes, causal, sides, q.device)
+    elif sided or by_length:
+        wide = {"key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
+        mask = {"window": window, "document_ids": document_ids, **wide}
+        visible = visible_keys(q, k, causal=causal, **mask)
+        lo, hi = visible.lo.int(), visible.hi.int()
+    else:
+        lo, hi = intervals(document_ids, *sizes, causal, window, q.device)
+    # where the intervals say it all, hi need not follow from causal
+    return lo, hi, causal and not sided and not by_length, None
 
 
 def has_few_queries(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -185,7 +215,7 @@ def refusals(
             f"Triton is not installed here (pip install triton, Linux only); {in_pytorch} is the "
             "same loop in plain PyTorch"
         ]
-    if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if q.is_cpu and os.environ.get("TRITON_INTERPRET") != "1":
         return [
             "Triton needs a GPU; set TRITON_INTERPRET=1 before the start to run its kernels in "
             "the interpreter (slow, for tests), "
@@ -195,7 +225,7 @@ def refusals(
     asked = not torch.compiler.is_compiling()
     if (
         asked
-        and q.device.type == "cpu"
+        and q.is_cpu
         and NumpyVersion(version("triton")) < "3.7.0"
         and NumpyVersion(numpy.__version__) >= "2.4.0"
     ):

@@ -30,7 +30,8 @@ from attention.kernels.launch import (
     properties,
     tiles_of,
 )
-from attention.kernels.op import empty_heads, find_score_mod
+from attention.kernels.op import empty_heads
+from attention.kernels.portable import find_score_mod
 from attention.kernels.softmax import move_max
 
 MERGED = 32  # parts of a row that a program merges at a time

@@ -21,7 +21,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from attention.decoding import FIXED_SPLITS
-from attention.kernels import backward, decoding, forward, op
+from attention.kernels import backward, decoding, forward, portable
 from attention.kernels.launch import Tile, padded_head_dim
 
 KERNELS = {
@@ -46,11 +46,11 @@ def signature(
 ) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any]]:
     """Types, constants and alignments of the kernel's arguments, as a launch gives them."""
     function, block_d = KERNELS[kernel], padded_head_dim(head_dim)
-    softmax = op.SOFTMAXES[variant if variant in op.SOFTMAXES else "online"]
+    softmax = portable.SOFTMAXES[variant if variant in portable.SOFTMAXES else "online"]
     constants = {
         "CAUSAL": variant != "full",
         "INTERVALS": variant == "intervals",
-        "SCORE_MOD": op.find_score_mod(
+        "SCORE_MOD": portable.find_score_mod(
             "attention.kernels.score_mods:softcap_alibi" if variant == "score_mod" else ""
         ),
         "GROUPS": 4 if variant == "grouped" else 1,
