@@ -50,8 +50,8 @@ def false_alarms() -> str:
     what = (
         f"{calls:,} random calls of exact attentions ({distinct:,} distinct in shape, layout, "
         f"mask, features and logits), {checks:,} checks, {failed} beyond their budget. "
-        "PyTorch's kernel rounds each query head's part of dk and dv to the inputs' dtype before it adds the heads "
-        "of a group, and the budget counts one rounding."
+        "PyTorch's kernel rounds each query head's part of dk and dv to the inputs' dtype before "
+        "it adds the heads of a group, and the budget counts one rounding."
     )
     columns = {
         "attention": "{attention}",
