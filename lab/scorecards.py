@@ -75,7 +75,6 @@ SCORES = "its scores are rounded to the inputs' dtype before the softmax in floa
 EXPLAINED = {
     ("SDPA (math)", "saved bytes"): MATRIX,
     ("SDPA (math)", "largest tensor"): MATRIX,
-    ("FlexAttention, not compiled", "largest tensor"): MATRIX,
     ("Llama, eager", "saved bytes"): MATRIX,
     ("Llama, eager", "largest tensor"): MATRIX,
     ("AttentionInterface, sdpa", "saved bytes"): "its mask is an N x M matrix",

@@ -49,9 +49,10 @@ def false_alarms() -> str:
     )
     what = (
         f"{calls:,} random calls of exact attentions ({distinct:,} distinct in shape, layout, "
-        f"mask, features and logits), {checks:,} checks, {failed} beyond their budget. "
-        "PyTorch's kernel rounds each query head's part of dk and dv to the inputs' dtype before "
-        "it adds the heads of a group, and the budget counts one rounding."
+        f"mask, features and logits), {checks:,} checks, {failed} beyond their budget. Both are of "
+        "PyTorch's kernel. It rounds each query head's part of dv to the inputs' dtype before it "
+        "adds the heads of a group, and with shifted scores it rounds p in the backward pass "
+        "otherwise than in the forward. The budget counts one rounding of each."
     )
     columns = {
         "attention": "{attention}",
