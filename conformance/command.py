@@ -4,12 +4,14 @@
     attn-conform run my_package:attend dialect=fa card=card.json minimise=true
     attn-conform export inputs.npz
     attn-conform judge inputs.npz outputs.npz
+    attn-conform quiz 7 out=. hint=true
 
 probe calls the attention on small inputs, says how it is called and what it returns, and prints the
 words for run. run holds it to each property. Green: every check stays in its budget, which is
 relative to naive attention's own error against float64. Red: one does not. N/a: the attention takes
 no such input. The exit code is 1 where a property is red, unless a Backend names it in `breaks`.
 export and judge are for an attention outside Python's torch: one file goes out, another comes back.
+quiz is for learners: an attention with one wrong line, its symptoms, and a judge of your repair.
 
 my_package:attend is a function, an autograd.Function, or an attention.Backend, which needs no
 dialect. Arguments are key=value, and all have a default:
@@ -26,7 +28,12 @@ dialect. Arguments are key=value, and all have a default:
     minimise   true writes the smallest failing call of each red property as a script that needs
                torch and the attention alone, beside the card or in this folder (false)
 
-probe takes device and dtype; export and judge take cases and seed.
+probe takes device and dtype; export and judge take cases and seed. quiz alone lists its exercises,
+and with a number it takes:
+
+    out        write the exercise and its symptoms into this folder
+    fix        judge this file, an exercise that you have repaired
+    hint       true says where to look (false)
 """
 
 import importlib.metadata
@@ -42,7 +49,7 @@ from typing import Any
 
 import torch
 
-from conformance import exchange
+from conformance import exchange, quiz
 from conformance.backend_under_test import Check, Subject
 from conformance.cases import SHORT
 from conformance.dialects import DIALECTS, Dialect, Target, dialect_of, target
@@ -87,7 +94,10 @@ def main() -> None:
         names = {"dialects": ", ".join(DIALECTS), "dtypes": ", ".join(DTYPES)}
         print((__doc__ or "").strip().format(**names))
         return
-    commands = {"run": run, "probe": run_probe, "export": export, "judge": judge}
+    commands = {
+        **{"run": run, "probe": run_probe, "export": export, "judge": judge},
+        "quiz": run_quiz,
+    }
     try:
         if words[0] not in commands:
             raise ValueError(f"{words[0]} is not one of: {', '.join(commands)}")
@@ -259,6 +269,30 @@ def judge(words: list[str]) -> str | None:
         print(f"fp32  {described(cell)}", flush=True)
         cells.append(cell)
     return verdict(cells)
+
+
+QUIZ_KEYS = {"out": str, "fix": str, "hint": bool}
+
+
+def run_quiz(words: list[str]) -> str | None:
+    set_up(torch.device("cpu"))
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    for key in given.keys() - QUIZ_KEYS:
+        raise ValueError(f"there is no key {key!r}; the keys are: {', '.join(QUIZ_KEYS)}")
+    values = {key: convert(key, QUIZ_KEYS[key], text) for key, text in given.items()}
+    bare = [word for word in words if "=" not in word]
+    if not bare and not given:
+        print(quiz.listed())
+        return None
+    if len(bare) != 1 or not given:
+        raise ValueError("quiz takes a number, and with it out=FOLDER, fix=FILE or hint=true")
+    number, exercise = quiz.numbered(bare[0])
+    if "out" in values:
+        for file in quiz.write(number, exercise, Path(values["out"])):
+            print(file)
+    if values.get("hint"):
+        print(quiz.hint(exercise))
+    return quiz.judge(exercise, Path(values["fix"])) if "fix" in values else None
 
 
 def set_up(device: torch.device) -> None:
