@@ -52,6 +52,7 @@ import torch
 from conformance import exchange, quiz
 from conformance.backend_under_test import Check, Subject
 from conformance.cases import SHORT
+from conformance.course import beyond_the_course
 from conformance.dialects import DIALECTS, Dialect, Target, dialect_of, target
 from conformance.minimise import Minimiser, Watched
 from conformance.probe import probe
@@ -162,6 +163,8 @@ def run(words: list[str]) -> str | None:
             if options.minimise and cell.status == "red":
                 print(f"      {f'a call that shows it: {file}' if file else NO_CALL}", flush=True)
             rows.append((name, cell, file))
+    if options.dialect == "cs336":
+        print(beyond_the_course(cell for _, cell, _ in rows))
     if options.card is not None:
         card = json.dumps(scorecard(found, options, rows), indent=1)
         Path(options.card).write_text(card + "\n")

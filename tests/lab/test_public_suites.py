@@ -1,11 +1,13 @@
 """The published tests, restated: what is right passes them, and what they miss is found."""
 
 import json
+from collections import Counter
 
 import pytest
 import torch
 
 from attention import get_backend
+from conformance import course
 from lab.public_suites import page
 from lab.public_suites.__main__ import main
 from lab.public_suites.reach import ADDITIONS, additions, smallest_cover
@@ -70,6 +72,14 @@ def test_the_record_and_the_page_are_of_these_suites_and_mistakes():
         assert {each["property"] for each in row["add"]} <= ADDITIONS.keys()
     text = page.page(data)
     assert page.PAGE.read_text() == text
+
+
+def test_students_are_told_what_the_record_says():
+    row = json.loads(page.RECORD.read_text())["suites"]["cs336"]
+    counts = Counter()
+    for each in row["add"]:
+        counts[each["property"]] += len(each["catches"])
+    assert (row["reach"], dict(counts.most_common())) == (course.IN_REACH, course.CAUGHT_BY)
 
 
 def test_an_unknown_suite_is_named():
