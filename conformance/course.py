@@ -16,7 +16,7 @@ CAUGHT_BY = {
 
 
 def beyond_the_course(cells: Iterable[Cell]) -> str:
-    """A line for each property that the course's test stands in need of, with its cell."""
+    """A line for each property that catches what the course's test does not, with its status."""
     status = {cell.property: cell.status for cell in cells}
     head = (
         f"The course's test accepts {sum(CAUGHT_BY.values())} of {IN_REACH} mistakes that it could "

@@ -39,8 +39,8 @@ def numbered(text: str) -> tuple[int, Exercise]:
 
 
 def listed() -> str:
-    """A line for every level."""
-    lines = []
+    """A line for every level, and what to type."""
+    lines = ["attn-conform quiz NUMBER out=. writes an exercise and its symptoms"]
     for level in dict.fromkeys(each.level for each in EXERCISES):
         found = [i for i, each in enumerate(EXERCISES, 1) if each.level == level]
         lines.append(f"{found[0]:>2} to {found[-1]:>2}  {level}")
@@ -89,8 +89,8 @@ def error_map(subject: Subject) -> str:
         expected = subject.expected(case)
         try:
             found = run(subject.backend, *expected.inputs)
-        except RuntimeError as error:
-            return f"{case}: {error}"
+        except Exception as error:  # a broken attention may raise anything
+            return f"{case}: {type(error).__name__}: {error}"
         lines = []
         for name in ROWS:
             errors = (found[name] - expected.reference[name]).abs()
@@ -128,7 +128,7 @@ def judge(exercise: Exercise, file: Path) -> str | None:
     """What is still wrong with a repaired exercise; None and its answer where nothing is."""
     cells = red_cells(file)
     print(reds(cells) or f"Green: every property holds. The mistake was: {exercise.says}")
-    return f"{len(cells)} properties are red" if cells else None
+    return f"properties still red: {len(cells)}" if cells else None
 
 
 def reds(cells: list[Cell]) -> str:

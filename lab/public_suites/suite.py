@@ -3,7 +3,7 @@
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -32,8 +32,8 @@ class Call:
     note: Any = None  # what the rule wants to know
 
 
-# whether a result is accepted: rule(name, found, reference, low, call), where low is plain
-# attention in the inputs' dtype
+# whether a result is accepted: rule(name, found, reference, low, call); low is plain attention in
+# the inputs' dtype, where the suite has such a second reference
 Rule = Callable[[str, Tensor, Tensor, Tensor | None, Call], bool]
 
 
@@ -164,10 +164,3 @@ def close(atol: float, rtol: float) -> Rule:
         return bool(((found - reference).abs() <= atol + rtol * reference.abs()).all())
 
     return rule
-
-
-def draws(shapes: Iterator[Any]) -> Iterator[Any]:
-    """The items, each with the generator of random numbers at a seed of its own."""
-    for seed, each in enumerate(shapes):
-        torch.manual_seed(seed)
-        yield each

@@ -69,7 +69,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     assert f"quiz 1 fix={file}" in file.read_text()
     text = (tmp_path / "exercise_01.txt").read_text()
     assert " out head 0  .####" in text  # the first query sees one key, whatever the scale
-    assert "properties are red" in quiz(monkeypatch, "1", f"fix={file}")
+    assert "properties still red: " in quiz(monkeypatch, "1", f"fix={file}")
     file.write_text(SOURCE)
     assert quiz(monkeypatch, "1", f"fix={file}") == 0
 
