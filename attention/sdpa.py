@@ -86,12 +86,29 @@ def masked(
     return AttentionOutput(out.masked_fill(no_key, 0.0))
 
 
+class MaterialisedGradient(torch.autograd.Function):
+    """out itself, whose gradient is no view of fewer numbers, as that of out.sum((0, 1, 2)) is. Of
+    such a one PyTorch 2.11 makes a dv on an H200, by the kernel that it prefers there (cuDNN), that
+    is wrong by its own size: it looks at the last stride alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return d_out.contiguous() if 0 in d_out.stride() else d_out
+
+
 def by_kernel(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any) -> Tensor:
     """PyTorch's function, with that kernel and no other; "auto" lets PyTorch choose."""
     with nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend]):
         if torch.compiler.is_compiling():
-            return scaled_dot_product_attention(q, k, v, **arguments)
-        return called(q, k, v, backend=backend, **arguments)
+            out = scaled_dot_product_attention(q, k, v, **arguments)
+        else:
+            out = called(q, k, v, backend=backend, **arguments)
+    return MaterialisedGradient.apply(out) if out.is_cuda and out.requires_grad else out
 
 
 def called(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any) -> Tensor:

@@ -121,7 +121,7 @@ class Case:
             arguments["document_ids"] = ids.to(device)
         if "key_lengths" in arguments:
             # a little padding, much of it, and nothing else
-            lengths = torch.tensor([self.num_keys - 5, self.num_keys // 3, 0])
+            lengths = torch.tensor([max(self.num_keys - 5, 0), self.num_keys // 3, 0])
             arguments["key_lengths"] = lengths[torch.arange(self.batch) % 3].to(device)
         if "cu_seqlens" in arguments:
             arguments["cu_seqlens"] = self.sequences().to(device)
@@ -303,13 +303,15 @@ def call(
 
 def sunk(output: AttentionOutput, sinks: Tensor) -> AttentionOutput:
     """The reference for sinks: the share of the keys is a sigmoid. attention() has one form for
-    all backends, which a comparison of two of them would not judge.
+    all backends, which a comparison of two of them would not judge. Where a sink holds next to
+    nothing its gradient is exact too.
     """
     out, lse = output
     assert lse is not None
     sinks = sinks.to(lse.dtype)[:, None]
-    share = (lse - sinks).sigmoid().unsqueeze(-1)
-    total = sinks + torch.nn.functional.softplus(lse - sinks, threshold=40)
+    logit, log_sigmoid = lse - sinks, torch.nn.functional.logsigmoid
+    share = log_sigmoid(logit).exp().unsqueeze(-1)
+    total = torch.where(logit > 0, lse - log_sigmoid(logit), sinks - log_sigmoid(-logit))
     return AttentionOutput((out * share).to(out.dtype), total)
 
 
@@ -340,7 +342,7 @@ def unavoidable(
     rowsum(d_out * out) from dp = d_out v^T. Where one key holds all the weight the two cancel and
     their roundings remain: of the sums (in the statistics' dtype), and of `out`, which every flash
     backward reads back as it was stored, made with a p that was rounded for its product with v. ds
-    is rounded for its own two products.
+    is rounded for its own two products. The gradient of a sink sums what both leave in each row.
     """
     q, k, v = (x.double() for x in tensors)
     dtype, statistics = tensors[0].dtype, torch.promote_types(tensors[0].dtype, torch.float32)
@@ -348,10 +350,20 @@ def unavoidable(
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scale = q.shape[-1] ** -0.5
-    largest_exponent = (q @ k.mT * scale).abs().max().item()
+    scores, steepness = q @ k.mT * scale, torch.ones((), dtype=torch.float64, device=q.device)
+    if "score_mod" in arguments:
+        b, h, i, j = (
+            torch.arange(size, device=q.device).view([-1 if x == y else 1 for x in range(4)])
+            for y, size in enumerate(scores.shape)
+        )
+        positions = b, h, i + k.shape[2] - q.shape[2], j
+        scores, steepness = arguments["score_mod"](scores, *positions)
+    exponents, largest_exponent = scores.abs(), scores.abs().max().item()
     if "lse" in reference:
-        largest_exponent += (
-            torch.where(reference["lse"].isinf(), 0.0, reference["lse"]).abs().max().item()
+        lse = torch.where(reference["lse"].isinf(), 0.0, reference["lse"]).abs()
+        exponents, largest_exponent = (
+            exponents + lse.unsqueeze(-1),
+            largest_exponent + lse.max().item(),
         )
     # p itself is attention's output for v = identity; zeros make head_dim wide enough to hold it
     width = max(q.shape[-1], k.shape[2])
@@ -369,11 +381,19 @@ def unavoidable(
     )
     delta_error = delta_error + eps / 2 * (d_out.abs() * (p @ v.abs())).sum(-1, keepdim=True)
     dp, delta = d_out @ v.mT, (d_out * reference["out"]).sum(-1, keepdim=True)
-    ds_error = p * scale * (delta_error + eps / 2 * (dp - delta).abs())
+    # the forward rounds a score, and the backward that computes p again rounds it otherwise
+    of_p = eps / 2 + 2 * eps_statistics * exponents
+    ds_error = p * scale * steepness.abs() * (delta_error + of_p * (dp - delta).abs())
     cancelled = {
         "dq": ds_error @ k.abs(),
         "dk": (ds_error.mT @ q.abs()).unflatten(1, (-1, groups)).sum(2),
     }
+    if "dsinks" in reference:  # a sum over all rows; the weight of a sink may underflow
+        sink = arguments["sinks"].double().unsqueeze(-1)
+        weight, tiny = torch.exp(sink - reference["lse"]), torch.finfo(statistics).tiny
+        each = (d_lse.unsqueeze(-1) - delta).abs().squeeze(-1)
+        rounding = delta_error.squeeze(-1) + eps_statistics * (1 + largest_exponent) * each
+        cancelled["dsinks"] = (weight * rounding + tiny * each).sum((0, 2))
     relative = {name: eps + eps_statistics * largest_exponent for name in reference} | {
         "lse": eps_statistics * (1 + largest_exponent)
     }

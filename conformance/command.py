@@ -2,6 +2,7 @@
 
     attn-conform probe my_package:attend
     attn-conform run my_package:attend dialect=fa card=card.json minimise=true
+    attn-conform fuzz my_package:attend dialect=fa calls=10000
     attn-conform export inputs.npz
     attn-conform judge inputs.npz outputs.npz
     attn-conform quiz 7 out=. hint=true
@@ -10,6 +11,7 @@ probe calls the attention on small inputs, says how it is called and what it ret
 words for run. run holds it to each property. Green: every check stays in its budget, which is
 relative to naive attention's own error against float64. Red: one does not. N/a: the attention takes
 no such input. The exit code is 1 where a property is red, unless a Backend names it in `breaks`.
+fuzz makes random calls: shapes, layouts in memory, masks, features and logits in any combination.
 export and judge are for an attention outside Python's torch: one file goes out, another comes back.
 quiz is for learners: an attention with one wrong line, its symptoms, and a judge of your repair.
 
@@ -22,14 +24,15 @@ dialect. Arguments are key=value, and all have a default:
     device     cpu or cuda (cuda where there is one)
     dtype      of {dtypes}, several with commas between (fp32 on a CPU, else fp32,bf16,fp16)
     cases      random shapes (20)
-    seed       of the random shapes (0)
+    seed       of the random shapes, and of fuzz's calls (0)
+    calls      of fuzz, in each dtype (1000)
     quick      true leaves out memory, repeats and torch.compile (false)
-    card       write a scorecard to this JSON file
+    card       write a scorecard to this JSON file; with fuzz its figures
     minimise   true writes the smallest failing call of each red property as a script that needs
                torch and the attention alone, beside the card or in this folder (false)
 
-probe takes device and dtype; export and judge take cases and seed. quiz alone lists its exercises,
-and with a number it takes:
+probe takes device and dtype; fuzz also calls, seed, card and the dialect; export and judge take
+cases and seed. quiz alone lists its exercises, and with a number it takes:
 
     out        write the exercise and its symptoms into this folder
     fix        judge this file, an exercise that you have repaired
@@ -38,7 +41,6 @@ and with a number it takes:
 
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import sys
@@ -54,6 +56,7 @@ from conformance.backend_under_test import Check, Subject
 from conformance.cases import SHORT
 from conformance.course import beyond_the_course
 from conformance.dialects import DIALECTS, Dialect, Target, dialect_of, target
+from conformance.fuzz import Tally, finite, fuzz
 from conformance.minimise import Minimiser, Watched
 from conformance.probe import probe
 from conformance.properties import PROPERTIES, SLOW, Cell, Property, check_breaks, examine
@@ -69,6 +72,7 @@ class Options:
     dialect: str | None = None
     cases: int = 20
     seed: int = 0
+    calls: int = 1000
     quick: bool = False
     card: str | None = None
     minimise: bool = False
@@ -79,8 +83,9 @@ class Options:
         for name in self.dtype.split(","):
             if name not in DTYPES:
                 raise ValueError(f"dtype={name} is not one of: {', '.join(DTYPES)}")
-        if self.cases < 0:
-            raise ValueError(f"cases={self.cases} must be at least 0")
+        for key, least in (("cases", 0), ("calls", 1), ("seed", 0)):
+            if getattr(self, key) < least:
+                raise ValueError(f"{key}={getattr(self, key)} must be at least {least}")
         if self.card is not None and not Path(self.card).absolute().parent.is_dir():
             raise ValueError(f"card={self.card}: its folder does not exist")
 
@@ -96,8 +101,8 @@ def main() -> None:
         print((__doc__ or "").strip().format(**names))
         return
     commands = {
-        **{"run": run, "probe": run_probe, "export": export, "judge": judge},
-        "quiz": run_quiz,
+        **{"run": run, "probe": run_probe, "fuzz": run_fuzz},
+        **{"export": export, "judge": judge, "quiz": run_quiz},
     }
     try:
         if words[0] not in commands:
@@ -146,7 +151,7 @@ def parse_dialect(words: list[str]) -> tuple[str | None, dict[str, Any]]:
 
 
 def run(words: list[str]) -> str | None:
-    keys = [each.name for each in fields(Options)]
+    keys = [each.name for each in fields(Options) if each.name != "calls"]
     (text,), options, changes = read(words, ("pkg.module:NAME",), *keys, *DIALECT_KEYS)
     set_up(torch.device(options.device))
     found = target(text, options.dialect, changes)
@@ -221,10 +226,6 @@ def scorecard(
     found: Target, options: Options, rows: list[tuple[str, Cell, Path | None]]
 ) -> dict[str, Any]:
     """Environment, dialect, and every cell with its worst figures, null where they are infinite."""
-
-    def finite(x: float | None) -> float | None:
-        return None if x is None or not math.isfinite(x) else float(f"{x:.4g}")
-
     dialect = dialect_of(found.backend)
     return {
         "attention": found.backend.name,
@@ -257,6 +258,31 @@ def run_probe(words: list[str]) -> None:
     set_up(torch.device(options.device))
     for line in probe(text, options.device, options.dtypes):
         print(line, flush=True)
+
+
+def run_fuzz(words: list[str]) -> str | None:
+    keys = ("device", "dtype", "calls", "seed", "card", *DIALECT_KEYS, "dialect")
+    (text,), options, changes = read(words, ("pkg.module:NAME",), *keys)
+    set_up(torch.device(options.device))
+    backend = target(text, options.dialect, changes).backend
+    tallies = {}
+    for dtype in options.dtypes:
+        subject = Subject(backend, options.device, dtype, random_cases=0, seed=0)
+        name, tally = SHORT[dtype], Tally()
+        for trial in fuzz(subject, calls=options.calls, seed=options.seed):
+            tally.add(trial)
+            for failure in trial.failures:
+                print(f"{name}  red: {failure}", flush=True)
+        print(f"{name}  {tally}", flush=True)
+        tallies[name] = tally.figures()
+    if options.card is not None:
+        head = {"attention": backend.name, "environment": environment(options.device)}
+        head |= {"calls": options.calls, "seed": options.seed}
+        Path(options.card).write_text(json.dumps(head | {"dtypes": tallies}, indent=1) + "\n")
+    if not any(each["calls"] for each in tallies.values()):
+        return "every call was refused"
+    wrong = sum(len(each["failures"]) for each in tallies.values())
+    return f"{wrong} checks are red" if wrong else None
 
 
 def export(words: list[str]) -> None:

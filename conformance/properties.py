@@ -684,6 +684,9 @@ def examine(subject: Subject, name: str, property: Property | None = None) -> Ce
     except Exception as error:  # a user's backend may raise anything
         message = str(error).strip().splitlines() or [""]
         return Cell(name, "red", f"{type(error).__name__}: {message[0]}", documented)
+    finally:
+        if subject.device == "cuda":  # dozens of GiB, where views lie far apart
+            torch.cuda.empty_cache()
     if not checks:
         return Cell(name, "n/a", "; ".join(dict.fromkeys(subject.refusals)), documented)
     worst = max(checks, key=lambda check: check.share)

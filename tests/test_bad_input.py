@@ -64,10 +64,11 @@ def largest_file(size: int) -> Iterator[None]:
 
 # overrides, and what the answer must contain: the value and the way out
 REFUSED = {
-    "attention": (["attention=flashy"], ["attention/flashy", "tiled", "no_rescale"]),
-    "model": (["model=huge"], ["model/huge", "gpt2_medium"]),
-    "data": (["data=wiki"], ["data/wiki", "stdlib", "last_write"]),
-    "experiment": (["experiment=everything"], ["experiment/everything", "break_it"]),
+    "attention": (["attention=naiv"], ["no attention 'naiv'; did you mean naive?", "no_rescale"]),
+    "model": (["model=huge"], ["model=huge: there is no model 'huge'", "gpt2_medium"]),
+    "data": (["data=wiki"], ["no data 'wiki'", "stdlib", "last_write"]),
+    "experiment": (["experiment=everything"], ["no experiment 'everything'", "break_it"]),
+    "choice-null": (["model=null"], ["no model 'null'"]),
     "key": (["sead=1"], ["sead=1: there is no key 'sead'; did you mean seed?"]),
     "key-of-a-group": (
         ["attention.block_k=4"],

@@ -340,7 +340,8 @@ def test_shell_completion():
 
 def test_a_mistyped_job_is_refused_before_any_runs(tmp_path):
     done = run(*tiny_sweep(tmp_path, "attention=tiled,flashy"))
-    assert done.code == 1 and "attention/flashy" in done.output and "Traceback" not in done.output
+    assert done.code == 1 and "no attention 'flashy'" in done.output
+    assert "Traceback" not in done.output
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
@@ -561,6 +562,11 @@ def test_wandb_names_and_shows_what_a_sweep_compares(tmp_path):
     losses = [row["val/loss"] for row in rows if "val/loss" in row]
     assert result["summary"]["val/loss"] == {"min": min(losses), "last": losses[-1]}
     assert (result["state"], result["summary"]["status"]) == ("finished", "completed")
+    # the figures of the sweep's table, and not those of the last row
+    whole = json.loads((sweep / "2/summary.json").read_text())
+    for key in ("tokens_per_sec", "step_tokens_per_sec", "memory/peak_gib", "wall_seconds"):
+        assert result["summary"].get(key) == whole.get(key) or key == "wall_seconds"
+    assert whole["tokens_per_sec"] not in [row.get("tokens_per_sec") for row in rows]
 
     assert not of_type(naive_gone, "history") and not of_type(tiled_gone, "history")
     refused = inspect_summary(sweep, "3")

@@ -34,6 +34,13 @@ ANSWERS += ("--shell-completion", "-sc")
 VALUE_OPTIONS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 VALUE_OPTIONS += ("--package", "-p", "--cfg", "-c")
 
+# where a user's own choices may lie
+SEARCH_OPTIONS = ("--config-dir", "-cd", "--config-path", "-cp", "hydra.searchpath=")
+# the names that each group of settings can have
+CHOICES = {
+    folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in CONF.iterdir()
+}
+
 # options of a group that all of its choices share
 SHARED_OPTIONS = {
     "attention": ("switch_at", "switch_to", "switch_options", *FUNCTION_SETTINGS),
@@ -114,6 +121,7 @@ def check_keys(arguments: list[str]) -> None:
     if {"-sc", "--shell-completion"} & set(arguments):  # takes install=bash and query=bash
         return
     keys = ["experiment", *setting_keys(RunConfig)]
+    own_folders = any(argument.startswith(SEARCH_OPTIONS) for argument in arguments)
     for argument in arguments:
         if argument.startswith("--experimental-rerun"):
             raise ValueError(
@@ -127,6 +135,8 @@ def check_keys(arguments: list[str]) -> None:
         is_setting = "=" in argument and not written.startswith("-")
         if not is_setting or not key.replace(".", "").isidentifier():
             continue
+        if key in CHOICES and not own_folders:
+            check_choices(key, value)
         if key in keys or key.startswith(
             ("hydra.", "attention.options.", "attention.switch_options.")
         ):
@@ -138,6 +148,22 @@ def check_keys(arguments: list[str]) -> None:
         if close:
             hint = f"did you mean {' or '.join(close)}?"
         raise ValueError(f"{argument}: there is no key '{key}'; {hint}")
+
+
+def check_choices(group: str, value: str) -> None:
+    """Raise ValueError where one of these names is no choice of the group, with those that are.
+
+    A name is a word; what else Hydra's grammar or attention=pkg.module:NAME allows is left to them.
+    """
+    for name in value.split(","):
+        if not re.fullmatch(r"\w+", name) or name in CHOICES[group]:
+            continue
+        close = difflib.get_close_matches(name, CHOICES[group], n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ValueError(
+            f"{group}={value}: there is no {group} '{name}'; {hint}"
+            f"the choices are {', '.join(CHOICES[group])}"
+        )
 
 
 def replay_overrides(arguments: list[str]) -> list[str]:

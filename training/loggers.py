@@ -146,6 +146,7 @@ class WandbLogger(Logger):
         if not installed("wandb"):
             raise ModuleNotFoundError("wandb is not installed: pip install wandb, or logger=none")
         self._keys: set[str] = set()
+        self._result: dict[str, Any] = {}
         id_file = run.run_dir / "wandb_id.txt"
         run_id = id_file.read_text().strip() if run.resume and id_file.exists() else _new_id()
         _prepare_environment()
@@ -195,8 +196,10 @@ class WandbLogger(Logger):
 
     @quietly
     def summary(self, values: dict[str, Any]) -> None:
+        values = values | {name: values[key] for key, name in COMPARED.items() if key in values}
         # of these metrics wandb keeps the lowest value and the last
-        self._run.summary.update({key: values[key] for key in values if key not in BEST})
+        self._result = {key: values[key] for key in values if key not in BEST}
+        self._run.summary.update(self._result)
         if values["status"] != "completed":
             self._run.tags = (*self._run.tags, values["status"])
             reason = values.get("oom") or values.get("diagnosis") or {"message": None}
@@ -209,11 +212,12 @@ class WandbLogger(Logger):
         media: dict[str, Any] = {picture.stem: wandb.Image(str(picture)) for picture in pictures}
         if sample is not None:
             media["sample"] = wandb.Table(columns=["run", "text"], data=[[self._run.name, sample]])
-        if media:
-            self._run.log(media | {"tokens": tokens}, step=step, commit=True)
+        self._run.log(media | {"tokens": tokens}, step=step, commit=True)
 
     @quietly
     def finish(self, exit_code: int) -> None:
+        # the last row of metrics has put its own speeds in the place of the whole run's
+        self._run.summary.update(self._result)
         self._run.finish(exit_code=exit_code)
 
 

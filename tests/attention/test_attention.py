@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, Backend, ScoreMod, attention, get_backend
+from attention.sdpa import MaterialisedGradient
 from conformance.cases import SHORT, every_index
 
 TILES = {"block_q": 16, "block_kv": 8}
@@ -390,3 +391,13 @@ def test_a_slope_that_is_no_number_spoils_its_own_head(name, bad):
             for slopes in ((bad, 0.3), (0.3, 0.3))
         )
     assert found[:, 0].isnan().all() and torch.equal(found[:, 1], plain[:, 1])
+
+
+def test_sdpa_hands_its_kernel_no_gradient_with_strides_of_zero():
+    """A regression test: dv was wrong on a GPU. The kernels' own results are judged there."""
+    x = torch.randn(2, 2, 4, 8, requires_grad=True)
+    arrived = []
+    out = x * 2
+    out.register_hook(lambda gradient: arrived.append(gradient.stride()))
+    MaterialisedGradient.apply(out).sum((0, 1, 2)).pow(2).sum().backward()
+    assert arrived == [x.stride()]

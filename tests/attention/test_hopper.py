@@ -701,7 +701,8 @@ ON_HOPPER = pytest.mark.skipif(
 SMALL = [
     replace(case, head_dim=64)
     for case in CASES
-    if not {"softcap", "alibi_slopes", "score_mod"} & set(case.optional)
+    if case.features() <= HOPPER.features
+    and not {"softcap", "alibi_slopes", "score_mod"} & set(case.optional)
 ]
 DEVICE_CASES = [
     *SMALL,

@@ -90,7 +90,7 @@ def test_a_student_hears_what_the_course_would_not_have_said(attn_conform, monke
         ("run ATTENTIONS:scores", "cannot be loaded: AttributeError"),
         ("probe ATTENTIONS:math.pi", "must be a function or a Backend; it is a float"),
         ("probe", "got nothing where pkg.module:NAME is expected"),
-        ("verify", "verify is not one of: run, probe, export, judge"),
+        ("verify", "verify is not one of: run, probe, fuzz, export, judge"),
     ],
 )
 def test_what_cannot_be_verified(attn_conform, arguments, complaint):

@@ -1,0 +1,196 @@
+"""Random calls without end. The properties ask one thing each; here shapes, layouts in memory,
+masks, logits and dtypes meet in any combination that the attention takes.
+
+Each call is held to the budget of its case, as in conformance.cases. A seed gives the same calls
+again.
+"""
+
+import math
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from attention.interface import Refusal
+from conformance.backend_under_test import Check, Subject
+from conformance.cases import Case, row_of
+from conformance.properties import LAYOUTS
+
+# of how many calls one has another layout than contiguous, other logits than normal, each feature
+LAYOUT_SHARE, LOGITS_SHARE, FEATURE_SHARE = 0.5, 0.4, 0.25
+LOGITS = ("large", "growing", "negative", "up", "down", "up and down", "ties")
+CONTIGUOUS = "contiguous"
+
+
+class Trial(NamedTuple):
+    """One call, and what came of it: a check for each tensor, or why there is none."""
+
+    case: Case
+    layout: str
+    checks: list[Check]
+    refused: str = ""
+    raised: str = ""
+
+    @property
+    def failures(self) -> list[str]:
+        """What is wrong, in a line each."""
+        wrong = [
+            f"{check.case}, {self.layout}: {check.error:.3g} where {check.budget:.3g} is allowed"
+            for check in self.checks
+            if check.share > 1
+        ]
+        return [f"{self.case}, {self.layout}: {self.raised}"] if self.raised else wrong
+
+    @property
+    def distinct(self) -> tuple[str, str]:
+        """Shape, features and logits without the seed, and the layout."""
+        return str(self.case).rpartition("-seed")[0], self.layout
+
+
+def fuzz(subject: Subject, *, calls: int, seed: int) -> Iterator[Trial]:
+    """That many random calls. Raises nothing for a wrong result, nor for one that is none."""
+    drawn = random.Random(seed)
+    for number in range(calls):
+        case = draw_case(subject, drawn, seed=seed * calls + number + 1)
+        layout = CONTIGUOUS
+        if drawn.random() < LAYOUT_SHARE:
+            same = case.num_queries == case.num_keys and case.num_heads == case.num_kv_heads
+            same = same and case.value_dim is None  # or one tensor cannot hold all three
+            layout = drawn.choice([name for name in LAYOUTS if same or name != "packed"])
+        yield try_out(subject, case, layout)
+
+
+def try_out(subject: Subject, case: Case, layout: str) -> Trial:
+    subject.refusals.clear()
+    subject.own_results.clear()
+    try:
+        passes = subject.passes(case)
+        if passes is None:
+            return Trial(case, layout, [], refused=subject.refusals[0])
+        expected, backward = subject.expected(case), passes == "both"
+        views = expected.tensors if layout == CONTIGUOUS else LAYOUTS[layout](expected.tensors)
+        views = [x.requires_grad_(backward) for x in views]
+        reasons = subject.backend.unsupported_reasons(*views, **expected.arguments)
+        if reasons:
+            return Trial(case, layout, [], refused=reasons[0])
+        results = subject.run(case, views, backward=backward)
+    except Refusal as error:
+        return Trial(case, layout, [], refused=str(error))
+    except Exception as error:  # anybody's attention may raise anything
+        return Trial(case, layout, [], raised=f"{type(error).__name__}: {error}")
+    return Trial(case, layout, checks(subject, case, results))
+
+
+def checks(subject: Subject, case: Case, results: dict[str, Tensor]) -> list[Check]:
+    row = row_of(
+        subject.backend.name,
+        case,
+        subject.dtype,
+        subject.device,
+        expected=subject.expected(case),
+        results=results,
+    )
+    return [
+        Check(f"{name} of {row['case']}", found["error"], found["budget"], found["multiple"])
+        for name, found in row["tensors"].items()
+    ]
+
+
+def draw_case(subject: Subject, drawn: random.Random, seed: int) -> Case:
+    """A case of the features that the attention has, which may still refuse their combination."""
+    features = subject.backend.features
+
+    def has(feature: str, share: float = FEATURE_SHARE) -> bool:
+        return feature in features and drawn.random() < share
+
+    # every head dim is a kernel to compile on a GPU
+    common = (8, 16, 24, 40, 64) if subject.device == "cpu" else (64, 128)
+    head_dims = [size for size in subject.head_dims if size in common] or subject.head_dims or [16]
+    num_queries = num_keys = drawn.randint(1, 2 * subject.length)
+    if has("cross_length"):
+        num_keys = drawn.randint(1, 2 * subject.length)
+    num_kv_heads = drawn.choice((1, 2, 3))
+    case = subject.case(
+        num_queries,
+        num_keys,
+        batch=drawn.choice((1, 2, 3)),
+        num_heads=num_kv_heads * (drawn.choice((2, 3, 4)) if has("gqa") else 1),
+        num_kv_heads=num_kv_heads,
+        head_dim=drawn.choice(head_dims),
+        value_dim=drawn.choice(common) if has("value_dim") else None,
+        causal=not has("non_causal", 0.4),
+        inputs=drawn.choice(LOGITS) if drawn.random() < LOGITS_SHARE else "normal",
+        seed=seed,
+    )
+    optional: dict[str, Any] = {}
+    if has("window") and (case.causal or "two_sided_window" in features):
+        # few keys, or about as many as there are
+        left = min(case.num_keys, int(2 ** drawn.uniform(0, 9)))
+        one_sided = case.causal and drawn.random() < 0.5
+        right = drawn.choice((-1, 0, drawn.randint(0, case.num_keys)))
+        two_sided = (drawn.choice((-1, left)), 0 if case.causal else right)
+        if one_sided or "two_sided_window" in features:
+            optional["window"] = left if one_sided else two_sided
+    if has("softcap"):
+        optional["softcap"] = 2.0 ** drawn.randint(0, 6)
+    if has("alibi_slopes"):
+        optional["alibi_slopes"] = True
+    if not optional.keys() & {"softcap", "alibi_slopes"} and has("score_mod"):
+        optional["score_mod"] = True
+    if case.num_queries == case.num_keys and has("document_ids"):
+        optional["document_ids"] = True
+    if "document_ids" not in optional and has("key_lengths"):
+        optional["key_lengths"] = True
+    if has("lse"):
+        optional["sinks"] = True
+    return Case(**{**vars(case), "optional": optional})
+
+
+def finite(x: float | None) -> float | None:
+    """A figure as JSON takes it: four digits, and None where it is infinite."""
+    return None if x is None or not math.isfinite(x) else float(f"{x:.4g}")
+
+
+class Tally:
+    """What many trials add up to."""
+
+    def __init__(self) -> None:
+        self.calls = self.refused = self.checks = 0
+        self.distinct: set[tuple[str, str]] = set()
+        self.worst: tuple[float, str] = (0.0, "")  # share of the budget, and where
+        self.worst_multiple = 0.0  # of naive attention's own error
+        self.failures: list[str] = []
+
+    def add(self, trial: Trial) -> None:
+        if trial.refused:
+            self.refused += 1
+            return
+        self.calls += 1
+        self.checks += len(trial.checks)
+        self.distinct.add(trial.distinct)
+        self.failures += trial.failures
+        for check in trial.checks:
+            self.worst = max(self.worst, (check.share, f"{check.case}, {trial.layout}"))
+            self.worst_multiple = max(self.worst_multiple, check.multiple or 0.0)
+
+    def figures(self) -> dict[str, Any]:
+        share, where = self.worst
+        return {
+            "calls": self.calls,
+            "distinct": len(self.distinct),
+            "refused": self.refused,
+            "checks": self.checks,
+            "worst_share_of_budget": finite(share),
+            "worst_case": where,
+            "worst_multiple_of_naive": finite(self.worst_multiple),
+            "failures": self.failures,
+        }
+
+    def __str__(self) -> str:
+        share, where = self.worst
+        return (
+            f"{self.calls} calls ({len(self.distinct)} distinct, {self.refused} more refused), "
+            f"{self.checks} checks, {len(self.failures)} of them red; worst share of a budget "
+            f"{share:.2f}: {where}"
+        )

@@ -1,0 +1,80 @@
+"""`attn-conform fuzz`: random calls of an exact attention are green, of a wrong one red, and what
+they draw reaches every feature.
+"""
+
+import json
+
+import pytest
+import torch
+
+from attention import get_backend
+from conformance.backend_under_test import Subject
+from conformance.cases import Case, expect, run
+from conformance.fuzz import Tally, fuzz
+from conformance.properties import LAYOUTS
+from lab import false_alarms
+
+
+def trials(name: str, dtype: torch.dtype = torch.float32, *, calls: int, seed: int = 0) -> list:
+    subject = Subject(get_backend(name), "cpu", dtype, random_cases=0, seed=0)
+    return list(fuzz(subject, calls=calls, seed=seed))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_exact_attention_is_green(dtype):
+    for trial in trials("tiled", dtype, calls=40):
+        assert not trial.failures and (trial.checks or trial.refused)
+
+
+def test_calls_reach_every_feature_and_layout():
+    drawn = trials("naive", calls=80)
+    features = set().union(*(trial.case.features() | trial.case.optional.keys() for trial in drawn))
+    wanted = get_backend("naive").features - {"max_score", "cu_seqlens"}
+    assert wanted <= features and "sinks" in features
+    assert {trial.layout for trial in drawn} == {"contiguous", *LAYOUTS}
+
+
+def test_a_seed_gives_the_same_calls_again_and_another_one_others():
+    first, again, other = (
+        [trial.distinct for trial in trials("naive", calls=5, seed=seed)] for seed in (0, 0, 1)
+    )
+    assert first == again and not set(first) & set(other)
+
+
+def test_wrong_attention_is_red():
+    tally = Tally()
+    for trial in trials("no_scale", calls=10):
+        tally.add(trial)
+    assert tally.failures and tally.worst[0] > 1
+    assert json.loads(json.dumps(tally.figures()))["calls"] == 10
+
+
+def test_what_raises_is_a_failure_and_not_the_end(monkeypatch):
+    def burst(*_, **__):
+        raise ArithmeticError("burst")
+
+    monkeypatch.setattr("conformance.backend_under_test.run", burst)
+    (trial,) = trials("naive", calls=1)
+    assert trial.failures == [f"{trial.case}, {trial.layout}: ArithmeticError: burst"]
+
+
+def test_the_gradient_of_a_sink_that_holds_next_to_nothing():
+    """A regression test: the reference rounded it to zero, and called exact attention wrong."""
+    sunk = {"softcap": 64.0, "sinks": True}
+    case = Case(num_heads=1, num_kv_heads=1, inputs="down", optional=sunk, seed=3)
+    expected = expect(case, torch.float32, "cpu")
+    reference = expected.reference["dsinks"]
+    assert 0 < reference.abs() < 1e-20
+    found = run("naive", *expected.inputs)["dsinks"]
+    assert torch.allclose(found, reference, rtol=1e-4, atol=0)
+
+
+def test_false_alarms_counts_every_attention(tmp_path):
+    out = tmp_path / "alarms.json"
+    false_alarms.main(["calls=3", "attention=naive,tiled", "dtype=fp32", f"out={out}"])
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["attention"], row["calls"], row["failures"]) for row in rows] == [
+        ("naive", 3, []),
+        ("tiled", 3, []),
+    ]
+    assert rows[0]["seed"] != rows[1]["seed"]
