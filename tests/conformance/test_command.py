@@ -61,14 +61,14 @@ def test_a_wrong_backend_is_red(attn_conform):
 def test_a_student_hears_what_the_course_would_not_have_said(attn_conform, monkeypatch):
     student = ("run", f"{ATTENTIONS}:Student", "dialect=cs336", *QUICK)
     code, out = attn_conform(*student)
-    assert code == 0 and re.search(r"^ +\d+  logits - 120 +green$", out, re.MULTILINE)
+    assert code == 0 and re.search(r"^ +\d+  large logits +green$", out, re.MULTILINE)
 
     def without_maximum(scores):
         return scores.exp() / scores.exp().sum(-1, keepdim=True)
 
     monkeypatch.setattr(Student, "softmax", without_maximum)
     code, out = attn_conform(*student)
-    assert code and re.search(r"^ +\d+  logits - 120 +red$", out, re.MULTILINE)
+    assert code and re.search(r"^ +\d+  large logits +red$", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
