@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 # fields of AttentionConfig that are options of backends, with their defaults; each has some of them
 BACKEND_OPTIONS = {
     "kernel": "auto",
+    "splits": "auto",
     "impl": "tiled",
     "block_q": 128,
     "block_kv": 64,
@@ -82,6 +83,9 @@ class AttentionConfig:
     softmax_dtype: str | None = None
     # triton: portable, hopper (Gluon kernels for sm_90) or auto
     kernel: str | None = None
+    # triton, decoding: among how many programs the keys of a head are shared: a number, fixed or
+    # auto
+    splits: str | None = None
     # no_max, no_rescale: "tiled" in plain PyTorch, or "triton", chosen on a GPU
     impl: str | None = None
     # defects: treat the subtracted maximum as a constant in the backward pass

@@ -7,6 +7,7 @@ backend="mine"
 """
 
 import sys
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,9 @@ from attention.backends import (
     is_operator,
     register,
 )
+from attention.checks import checked
 from attention.context import Shards
+from attention.decoding import check_cache
 from attention.diagnose import (
     LIMITS,
     Breakdown,
@@ -34,17 +37,18 @@ from attention.interface import (
     AttentionOutput,
     Backend,
     Output,
+    Refusal,
     ScoredOutput,
     ScoreMod,
     check_inputs,
     check_output,
     check_packed,
     dtype_name,
-    prepared,
+    plain_window,
 )
 from attention.kernels import kernel_choice
 from attention.mask import Window
-from attention.own import build_module, check_module, standalone
+from attention.own import build_module, standalone
 from attention.probe import probe
 from attention.sinks import with_sinks
 from attention.tile_op import operator_attention
@@ -61,6 +65,7 @@ __all__ = [
     "Shards",
     "attention",
     "attention_varlen",
+    "attention_with_cache",
     "build_module",
     "compare_with_exact",
     "dtype_name",
@@ -143,9 +148,7 @@ def attention(
         "score_mod": score_mod,
         "key_lengths": key_lengths,
     }
-    check_inputs(q, k, v, causal=causal, scale=scale, sinks=sinks, **optional)
-    changes = {"sinks": sinks, "module": module, "return_max_score": return_max_score}
-    return _checked(q, k, v, backend=backend, causal=causal, scale=scale, **changes, **optional)
+    return _answer(q, k, v, backend, causal, scale, sinks, optional, module, return_max_score)
 
 
 def attention_varlen(
@@ -190,37 +193,105 @@ def attention_varlen(
         "alibi_slopes": alibi_slopes,
         "document_ids": None,
         "score_mod": score_mod,
+        "key_lengths": None,
     }
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # (1, H, T, D)
-    check_inputs(q, k, v, causal=causal, scale=scale, sinks=sinks, **optional)
     optional["cu_seqlens"] = torch.stack((cu_seqlens_q.int(), cu_seqlens_k.int()))
-    output = _checked(q, k, v, backend=backend, causal=causal, scale=scale, sinks=sinks, **optional)
+    output = _answer(q, k, v, backend, causal, scale, sinks, optional)
     lse = None if output.lse is None else output.lse[0]
     return AttentionOutput(output.out[0].transpose(0, 1), lse)
 
 
-def _checked(
+def attention_with_cache(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    cache_lengths: Tensor,
     *,
+    backend: str | Backend,
+    block_table: Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    window: Window = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    splits: str | int | None = None,
+) -> AttentionOutput:
+    """attention() of the last N tokens of each sequence to all its keys, which lie in a cache of
+    fixed shape, as flash_attn_with_kvcache of flash-attention has it. No gradient.
+
+    q              (B, H, N, D), floating
+    k, v           (B, H_kv, M, D), same dtype and device as q: room for M keys a sequence
+    cache_lengths  (B,) integers from 0 to M: so many keys sequence b has, those of its N queries
+                   included. causal and window count from there
+    block_table    (B, max_pages) int32 or int64: the cache lies in pages, k and v are (num_pages,
+                   page_size, H_kv, D), and key j of sequence b is row j % page_size of page
+                   block_table[b, j // page_size]
+    splits         among how many programs the keys of a head are shared: a number of 1 to 128,
+                   "fixed", or "auto" for as many as keep the device busy; None takes the backend's
+                   option. With "fixed" or a number, triton gives a row the same bits whatever else
+                   is in the batch, wherever its pages lie, and however much room there is
+
+    Returns out (B, H, N, D) and lse (B, H, N). The other arguments are those of attention(). Raises
+    ValueError as attention() does, and for a backend that cannot decode. On a GPU the values of
+    cache_lengths and block_table are not read, as that would wait for it: what points outside the
+    cache makes its sequence NaN there.
+    """
+    check_cache(q, k, v, cache_lengths, block_table)
+    if isinstance(backend, str):
+        backend = get_backend(backend)
+    if block_table is not None:
+        k, v = k.transpose(1, 2), v.transpose(1, 2)  # (P, H_kv, page_size, D)
+    # one page stands for the keys of each sequence
+    brief = (x if block_table is None else x[:1].expand(q.shape[0], -1, -1, -1) for x in (k, v))
+    inputs = (q, *brief)
+    given = {"causal": causal, "scale": scale, "sinks": sinks, "window": window, "softcap": softcap}
+    check_inputs(*inputs, **given, alibi_slopes=None, document_ids=None, score_mod=None)
+    backend.check_supported(*inputs, **given)
+    if backend.decode is None:
+        able = ", ".join(name for name, each in BACKENDS.items() if each.decode is not None)
+        raise Refusal(f"attention={backend.name} cannot decode over a cache; these can: {able}")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise Refusal("attention_with_cache() has no gradient: call it under torch.no_grad()")
+    with torch.autocast(q.device.type, enabled=False):
+        out, lse = backend.decode(
+            q,
+            k,
+            v,
+            cache_lengths,
+            block_table,
+            causal=causal,
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            window=plain_window(window, causal=causal),
+            softcap=softcap,
+            splits=backend.options.get("splits", "auto") if splits is None else splits,
+        )
+        if sinks is not None:
+            assert lse is not None
+            out, lse = with_sinks(out, lse, sinks)
+    return AttentionOutput(out, lse)
+
+
+def _answer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     backend: Backend,
     causal: bool,
     scale: float | None,
     sinks: Tensor | None,
+    optional: dict[str, Any],
     module: nn.Module | None = None,
     return_max_score: bool | Tensor = False,
-    **optional: Any,
 ) -> Output:
-    """The backend's answer to inputs that check_inputs() has let pass."""
-    backend.check_supported(q, k, v, causal=causal, scale=scale, sinks=sinks, **optional)
-    check_module(backend, module)
-    optional = prepared(q, k, causal, optional)
+    """The checked answer to checked inputs."""
+    optional = checked(q, k, v, backend, causal, scale, sinks, module, optional)
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     looked = return_max_score
-    if isinstance(looked, Tensor) and not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if isinstance(looked, Tensor) and not compiling:
         looked = bool(looked)
-    if torch.compiler.is_compiling() and is_operator(backend) and optional["score_mod"] is None:
+    if compiling and is_operator(backend) and optional["score_mod"] is None:
         function = partial(operator_attention, backend.name)
     elif backend.traceable or "torch._dynamo" not in sys.modules:
         function = backend.fn
@@ -231,7 +302,8 @@ def _checked(
         arguments["return_max_score"] = looked
     if module is not None:
         arguments["module"] = module
-    with torch.autocast(q.device.type, enabled=False):
+    autocast = compiling or torch.is_autocast_enabled(q.device.type)
+    with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
         output = function(q, k, v, causal=causal, scale=factor, **arguments, **backend.options)
         check_output(backend, q, v, output)
         if sinks is not None:

@@ -7,13 +7,14 @@ D_v that of the values.
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from attention.mask import Window, sides
 
+Plan = TypeVar("Plan")
 ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # arguments of attention() that a backend receives only if it declares the feature of that name
@@ -49,6 +50,17 @@ def flag(asked: bool | Tensor) -> Tensor | None:
 def dtype_name(dtype: torch.dtype) -> str:
     """float32 for torch.float32."""
     return str(dtype).removeprefix("torch.")
+
+
+class Plans(dict[Any, Plan]):
+    """What was worked out for calls of one kind, by all that it depends on; at most LIMIT kinds."""
+
+    LIMIT = 1024
+
+    def __setitem__(self, kind: Any, plan: Plan) -> None:
+        if len(self) >= self.LIMIT:  # shapes that never come again, as of a growing cache
+            self.clear()
+        super().__setitem__(kind, plan)
 
 
 @dataclass(frozen=True)
@@ -149,6 +161,9 @@ class Backend:
     implementations: Mapping[str, "Backend"] = field(default_factory=dict)
     # how it runs where ranks pass their keys round: an attention.ring.Ring, None where it cannot
     ring: Any = None
+    # how it decodes over a cache, with the signature of attention.decoding.decode(), None where it
+    # cannot
+    decode: Callable[..., AttentionOutput] | None = None
     # module(num_heads=, num_kv_heads=, head_dim=, max_seq_len=, layer=) -> nn.Module
     module: Callable[..., nn.Module] | None = None
     # what an exact=False backend means to compute, called as fn is: conformance compares with it in
@@ -206,7 +221,7 @@ class Backend:
                 raise ValueError(f"{name}={size} must be a whole number, at least 1")
             if size < 1:
                 raise ValueError(f"{name}={size} must be at least 1")
-        return replace(self, options={**self.options, **options})
+        return replace(self, options={**self.options, **options}) if options else self
 
     def unsupported_reasons(
         self,
@@ -260,16 +275,28 @@ class Backend:
             and any(x.requires_grad for x in (q, k, v))
         ):
             reasons.append("it has no backward pass and the inputs require gradients")
-        if self.requirements is not None and not reasons:
-            scale = head_dim**-0.5 if scale is None else scale
-            reasons += self.requirements(q, k, v, causal=causal, scale=scale, **self.options)
-        return reasons
+        return reasons or self.unmet_requirements(q, k, v, causal=causal, scale=scale)
+
+    def unmet_requirements(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
+    ) -> list[str]:
+        """Those of the reasons that may depend on more than the kind of inputs."""
+        if self.requirements is None:
+            return []
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return self.requirements(q, k, v, causal=causal, scale=scale, **self.options)
 
     def check_supported(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
         """Raise one Refusal, a ValueError, with the inputs and every reason, if the backend does
         not take them.
         """
-        reasons = self.unsupported_reasons(q, k, v, **arguments)
+        self._refuse(q, k, self.unsupported_reasons(q, k, v, **arguments))
+
+    def check_requirements(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
+        """check_supported() of inputs of a kind that it has let pass."""
+        self._refuse(q, k, self.unmet_requirements(q, k, v, **arguments))
+
+    def _refuse(self, q: Tensor, k: Tensor, reasons: list[str]) -> None:
         if reasons:
             inputs = f"q {tuple(q.shape)}, k {tuple(k.shape)}, {dtype_name(q.dtype)} on {q.device}"
             raise Refusal(f"attention={self.name} cannot take {inputs}: " + "; ".join(reasons))
@@ -431,12 +458,18 @@ def _check_document_ids(q: Tensor, k: Tensor, document_ids: Tensor) -> None:
 
 
 def _check_key_lengths(k: Tensor, key_lengths: Tensor) -> None:
-    batch, num_keys = k.shape[0], k.shape[2]
+    batch = k.shape[0]
     if key_lengths.shape != (batch,) or key_lengths.dtype not in INTEGERS:
         raise ValueError(
             f"key_lengths must be integers of shape (B,) = ({batch},); got "
             f"{tuple(key_lengths.shape)} of {dtype_name(key_lengths.dtype)}"
         )
+    check_key_lengths_fit(k, key_lengths)
+
+
+def check_key_lengths_fit(k: Tensor, key_lengths: Tensor) -> None:
+    """Raise ValueError for key_lengths with values that k (B, H_kv, M, D) does not have."""
+    num_keys = k.shape[2]
     if values_can_be_read():
         lengths = key_lengths.tolist()
         if not 0 <= min(lengths) <= max(lengths) <= num_keys:
@@ -513,25 +546,28 @@ def plain_window(window: Window, *, causal: bool) -> Window:
     return -1 if left is None else left, -1 if right is None else right
 
 
-def prepared(q: Tensor, k: Tensor, causal: bool, optional: dict[str, Any]) -> dict[str, Any]:
-    """The checked optional arguments, in the form that every backend takes.
-
-    Slopes and params have the statistics' dtype and the device of q. A window is in its simplest
-    form, and at most as wide as the keys: a wider one hides no more.
+def prepared_window(q: Tensor, k: Tensor, window: Window, *, causal: bool) -> Window:
+    """A checked window in its simplest form, and at most as wide as the keys: a wider one hides no
+    more.
     """
-    window, slopes, score_mod = optional["window"], optional["alibi_slopes"], optional["score_mod"]
-    dtype = statistics_dtype(q)
     window = plain_window(window, causal=causal)
     if isinstance(window, tuple):
         left, right = (min(side, q.shape[2] + k.shape[2]) for side in window)
-        window = left, right
-    elif window is not None:
-        window = min(window, k.shape[2])
+        return left, right
+    return None if window is None else min(window, k.shape[2])
+
+
+def prepared(q: Tensor, optional: dict[str, Any]) -> dict[str, Any]:
+    """The checked optional arguments, in the form that every backend takes: slopes and params in
+    the statistics' dtype and on the device of q.
+    """
+    slopes, score_mod = optional["alibi_slopes"], optional["score_mod"]
     if slopes is not None:
-        slopes = slopes.detach().to(dtype)
+        optional["alibi_slopes"] = slopes.detach().to(statistics_dtype(q))
     if score_mod is not None and score_mod.params is not None:
-        score_mod = replace(score_mod, params=score_mod.params.detach().to(q.device, dtype))
-    return optional | {"window": window, "alibi_slopes": slopes, "score_mod": score_mod}
+        params = score_mod.params.detach().to(q.device, statistics_dtype(q))
+        optional["score_mod"] = replace(score_mod, params=params)
+    return optional
 
 
 def check_output(backend: Backend, q: Tensor, v: Tensor, output: Any) -> None:
@@ -541,20 +577,19 @@ def check_output(backend: Backend, q: Tensor, v: Tensor, output: Any) -> None:
             f"attention={backend.name} must return AttentionOutput(out, lse), it returned "
             f"{type(output).__name__}"
         )
-    shape = (*q.shape[:3], v.shape[3])
-    if output.out.shape != shape or output.out.dtype != q.dtype:
+    out, lse = output.out, output.lse
+    shape, dtype = (*q.shape[:3], v.shape[3]), statistics_dtype(q)
+    if out.shape != shape or out.dtype != q.dtype:
         raise ValueError(
             f"attention={backend.name} must return out of shape {shape} and "
-            f"{dtype_name(q.dtype)}, "
-            f"it returned {tuple(output.out.shape)} and {dtype_name(output.out.dtype)}"
+            f"{dtype_name(q.dtype)}, it returned {tuple(out.shape)} and {dtype_name(out.dtype)}"
         )
-    dtype = statistics_dtype(q)
-    for name, x, shape in (
-        ("lse", output.lse, q.shape[:3]),
-        ("max_score", getattr(output, "max_score", None), q.shape[:2]),
-    ):
+    scores = [("lse", lse, shape[:3])]
+    if isinstance(output, ScoredOutput):
+        scores.append(("max_score", output.max_score, shape[:2]))
+    for name, x, shape in scores:
         if x is not None and (x.shape != shape or x.dtype != dtype):
             raise ValueError(
-                f"attention={backend.name} must return {name} of shape {tuple(shape)} and "
+                f"attention={backend.name} must return {name} of shape {shape} and "
                 f"{dtype_name(dtype)}, it returned {tuple(x.shape)} and {dtype_name(x.dtype)}"
             )

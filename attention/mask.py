@@ -113,6 +113,7 @@ def intervals(
     document_ids: Tensor | None = None,
     key_lengths: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    cache_lengths: Tensor | None = None,
 ) -> VisibleKeys:
     """The intervals for N queries and M keys.
 
@@ -121,7 +122,8 @@ def intervals(
     right, -1 being unlimited. document_ids (B, N): a run of equal ids is a document, and attention
     stays inside it. key_lengths (B,): only the first so many keys are seen. cu_seqlens (2, S + 1):
     where each of S sequences begins and ends, among the queries and among the keys; attention stays
-    inside one, and M and N above are its own.
+    inside one, and M and N above are its own. cache_lengths (B,): sequence b has so many keys, and
+    the queries are its last; M above is that number.
     """
     i = torch.arange(num_queries, device=device)[None]  # (1, N)
     first, last = torch.zeros_like(i), torch.full_like(i, num_keys)  # of the query's sequence
@@ -131,6 +133,9 @@ def intervals(
         end = torch.searchsorted(of_queries, i, right=True)
         first, last = of_keys[end - 1], of_keys[end]
         position = i + last - of_queries[end]
+    if cache_lengths is not None:
+        last = cache_lengths.long()[:, None].expand(-1, num_queries)  # (B, N)
+        position = i + last - num_queries
     left, right = sides(window, causal=causal)
     lo = first if left is None else (position - left).clamp(first, last)
     hi = last if right is None else (position + right + 1).clamp(first, last)

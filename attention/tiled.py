@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from attention.decoding import decode
 from attention.interface import (
     FEATURES,
     AttentionOutput,
@@ -497,4 +498,4 @@ class TileBlocks:
         return dq.flatten(1, 2), dk.squeeze(2), dv.squeeze(2)
 
 
-TILED = replace(tile_loop_backend("tiled"), ring=Ring(TileBlocks()))
+TILED = replace(tile_loop_backend("tiled"), ring=Ring(TileBlocks()), decode=decode)

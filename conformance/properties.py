@@ -37,7 +37,11 @@ from conformance.other_functions import finite_differences, hidden_keys_with_gra
 
 TENSORS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 # PyTorch says this of FlexAttention on every machine, and no user can change it
-WARNINGS = ("return_lse is deprecated", r"flex_attention called without torch\.compile")
+WARNINGS = (
+    "return_lse is deprecated",
+    r"flex_attention called without torch\.compile",
+    "Dynamo detected a call to a `functools.lru_cache`",
+)
 LINEAR = 1.15  # the largest exponent that counts as linear in N
 
 

@@ -5,15 +5,16 @@ table that ships with them.
 
 Arguments are key=value, lists with commas; all have a default:
 
-    kernel    of forward, dkdv, dkdv_general, dq (all)
+    kernel    of forward, dkdv, dkdv_general, dq, decoding (all)
     head_dim  of 64, 128, 256 (64,128)
     seconds   time for all of it (300)
 
 A tile that spills registers, has its products serialised or does not fit into shared memory is left
 out before it is timed. The others are timed in bfloat16 over 16,384 tokens of heads * head_dim =
 2048, at 1,024 and 16,384 tokens a sequence, causal and not; dkdv_general with grouped heads and a
-window. The geometric mean of the times decides. Other tables in the file stay as they are. The
-clock of a shared GPU wanders: what is in force is timed again beside every candidate.
+window; decoding with one query against 8,192 keys and more. The geometric mean of the times
+decides. Other tables in the file stay as they are. The clock of a shared GPU wanders: what is in
+force is timed again beside every candidate.
 """
 
 import itertools
@@ -54,6 +55,10 @@ def candidates(kernel: str, head_dim: int) -> Iterator[Tile]:
     """Shapes worth a look, the largest first: rows that tensor cores take, and as many warps as
     have rows to work on.
     """
+    if kernel == "decoding":
+        for walk, warps, stages in itertools.product((256, 128, 64, 32), (2, 4, 8), (2, 3, 4)):
+            yield Tile(64, walk, warps, stages)
+        return
     walks_keys = kernel in ("forward", "dq")
     walked = (128, 64, 32) if walks_keys else (128, 64, 32, 16)
     for own, walk, warps, stages in itertools.product((128, 64), walked, (4, 8), (2, 3)):
@@ -91,8 +96,27 @@ def time_of(function: Callable[[], Any]) -> float:
     return median(seconds(function, repeats=12, device=device)[0])
 
 
+def decoding_workloads(head_dim: int) -> list[Callable[[], Any]]:
+    """Steps of decoding in bfloat16: each head's own keys and grouped heads, 2 GiB of them, and one
+    sequence."""
+    from attention.kernels.decoding import split_attention
+
+    calls, heads = [], WIDTH // head_dim
+    for batch, groups, length in ((32, 1, 8192), (64, 8, 32768), (1, 1, 8192)):
+        q, k, v = (
+            torch.randn(batch, number, tokens, head_dim, device="cuda", dtype=torch.bfloat16)
+            for number, tokens in ((heads, 1), *[(max(heads // groups, 1), length)] * 2)
+        )
+        none = (None,) * 5
+        settings = (True, None, head_dim**-0.5, "", "auto")
+        calls.append(partial(split_attention, q, k, v, *none, *settings))
+    return calls
+
+
 def workloads(kernel: str, head_dim: int) -> list[Callable[[], Any]]:
     """Calls whose time depends on the kernel's tile."""
+    if kernel == "decoding":
+        return decoding_workloads(head_dim)
     from attention.kernels.op import flash_attention, flash_attention_backward
     from attention.mask import visible_keys
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from model.decoding import DecodingStep, has_steps
 from model.gpt import GPT
 from model.kv_cache import KVCache
 
@@ -40,8 +41,9 @@ def generate(
     temperature divides the logits; 0 takes the likeliest token. top_k draws among the k likeliest
     only. generator must be on the model's device; None draws from PyTorch's own. use_cache=False
     reads the whole context again for every token. That is slow, tests the cache, and serves an
-    attention without the `cross_length` feature. Raises FloatingPointError for logits that are not
-    finite.
+    attention without the `cross_length` feature. With a cache, an attention that can decode (see
+    Backend.decode) reads single tokens in steps of fixed shape, on a GPU as a CUDA graph. Raises
+    FloatingPointError for logits that are not finite; with temperature 0, at the end.
     """
     if tokens.shape[1] < 1:
         raise ValueError(
@@ -52,10 +54,12 @@ def generate(
     if top_k is not None and top_k < 1:
         raise ValueError(f"{top_k=} must be at least 1")
     max_seq_len = model.config.max_seq_len
-    cache = None
+    cache = step = None
     if use_cache:
         max_len = min(max_seq_len, tokens.shape[1] + max_new_tokens)
         cache = KVCache(model.config.num_layers, max_len=max_len)
+        step = DecodingStep(model, cache, len(tokens)) if has_steps(model) else None
+    finite = torch.ones((), dtype=torch.bool, device=tokens.device)
     training = model.training
     model.eval()
     try:
@@ -66,13 +70,19 @@ def generate(
                 if cache is not None:
                     cache.reset()
             unread = start if cache is None else start + cache.length
-            logits = model(tokens[:, unread:], cache=cache).logits[:, -1].float()  # (B, vocab_size)
+            if step is not None and 0 < unread - start == tokens.shape[1] - start - 1:
+                logits = step(tokens[:, -1:])
+            else:
+                logits = model(tokens[:, unread:], cache=cache).logits[:, -1].float()
+            if temperature == 0:  # nobody looks before the end: a GPU would wait for the host
+                finite &= logits.isfinite().all()  # of (B, vocab_size)
             next_token = sample_token(
                 logits, temperature=temperature, top_k=top_k, generator=generator
             )
             tokens = torch.cat((tokens, next_token), dim=1)
     finally:
         model.train(training)
+    check_finite(finite)
     return tokens
 
 
@@ -80,17 +90,21 @@ def sample_token(
     logits: Tensor, *, temperature: float, top_k: int | None, generator: torch.Generator | None
 ) -> Tensor:
     """One token (B, 1) for each row of logits (B, vocab_size)."""
-    # on a GPU, drawing from NaN or inf fails an assertion in the kernel, which ends the process
-    if not logits.isfinite().all():
-        raise FloatingPointError(
-            "the model's logits are not finite: there is nothing to sample from"
-        )
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
+    # on a GPU, drawing from NaN or inf fails an assertion in the kernel, which ends the process
+    check_finite(logits.isfinite().all())
     if top_k is not None:
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
     return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+
+
+def check_finite(finite: Tensor) -> None:
+    if not finite:
+        raise FloatingPointError(
+            "the model's logits are not finite: there is nothing to sample from"
+        )
 
 
 def sample_text(

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import Backend, Shards, attention, build_module
+from attention import Backend, Shards, attention, attention_with_cache, build_module
 from config import AttentionConfig, ModelConfig
 from model.fused_block import fused_block, is_fused
 from model.kv_cache import KVCache, LayerCache
@@ -127,6 +127,10 @@ class CausalSelfAttention(nn.Module):
         """The outputs of all heads side by side, (B, N, C), and each head's largest score."""
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, H_kv, M, D)
+            if cache.places is not None:
+                arguments = {"backend": self.backend} | self.function
+                out, _ = attention_with_cache(q, k, v, cache.places.lengths, **arguments)
+                return out.transpose(1, 2).flatten(2), None
         call = attention if self.shards is None else partial(self.shards.attention, attention)
         brought = self.own is not None and self.backend.module is self.brought_by
         own = {"module": self.own} if brought else {}
@@ -394,6 +398,8 @@ class GPT(nn.Module):
                 f"{past} cached and {tokens.shape[1]} new tokens are more than the KVCache's "
                 f"max_len={cache.max_len}"
             )
+        if cache is not None and cache.places is not None:
+            return cache.places.positions
         return torch.arange(past, total, device=tokens.device)
 
     @property

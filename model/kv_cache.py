@@ -4,8 +4,19 @@ whole context.
 Dimensions: B batch, H_kv key/value heads, N new tokens, M tokens so far, D head dim.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class Places(NamedTuple):
+    """Where new tokens go, for a step whose shapes never change; see model.decoding."""
+
+    positions: Tensor  # (N,) int64, of the new tokens
+    lengths: Tensor  # (B,) int32, the tokens of each sequence, the new ones included
 
 
 class LayerCache:
@@ -14,15 +25,22 @@ class LayerCache:
     def __init__(self, max_len: int):
         self.max_len = max_len
         self.length = 0
+        self.places: Places | None = None  # None: after the tokens read so far
         self.k: Tensor | None = None  # (B, H_kv, max_len, D)
         self.v: Tensor | None = None
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v (B, H_kv, N, D); return views of all so far, (B, H_kv, M, D)."""
+        """Append k and v (B, H_kv, N, D); return views of all so far, (B, H_kv, M, D), or with
+        `places` of all the room.
+        """
         if self.k is None:
             batch_size, num_kv_heads, _, head_dim = k.shape
             self.k = k.new_empty(batch_size, num_kv_heads, self.max_len, head_dim)
             self.v = torch.empty_like(self.k)
+        if self.places is not None:
+            self.k.index_copy_(2, self.places.positions, k)
+            self.v.index_copy_(2, self.places.positions, v)
+            return self.k, self.v
         start, self.length = self.length, self.length + k.shape[2]
         self.k[:, :, start : self.length] = k
         self.v[:, :, start : self.length] = v
@@ -44,6 +62,26 @@ class KVCache:
     def length(self) -> int:
         """Tokens read so far."""
         return self.layers[0].length
+
+    @property
+    def places(self) -> Places | None:
+        return self.layers[0].places
+
+    @contextmanager
+    def at(self, places: Places) -> Iterator[None]:
+        """Inside, new tokens go to these places, and nothing counts them; see advance()."""
+        for layer in self.layers:
+            layer.places = places
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.places = None
+
+    def advance(self) -> None:
+        """Count one token more."""
+        for layer in self.layers:
+            layer.length += 1
 
     def reset(self) -> None:
         """Forget every token, but keep the memory."""

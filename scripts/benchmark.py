@@ -39,10 +39,10 @@ drifting clock hits all alike. On a GPU it is the device's time alone, by events
 queued behind a short wait, so that the GPU never waits for the host, and finds nothing in the L2
 cache (which takes 256 MiB). A card at its power limit lowers its clock: on an H200 after some 30 ms
 of calls of the fastest kernels. Then a kernel's time depends on what ran before it; with pause=
-every call starts on a rested card. The host's time of a call stands beside it as
-forward_host_seconds and backward_host_seconds: where it is the longer one, calls in a row take as
-long as that, unless a CUDA graph replays them. TFLOP/s count the scores that the mask leaves; in a
-backward pass five products for the forward's two. Running out of memory is a result: the row says
+every call starts on a rested card. The host's time of an eager call stands beside it, in the file
+as forward_host_seconds and backward_host_seconds: where it is the longer one, calls in a row take
+as long as that, unless a CUDA graph replays them. TFLOP/s count the scores that the mask leaves; in
+a backward pass five products for the forward's two. Running out of memory is a result: the row says
 how much was asked for.
 
 max_length=true searches the longest sequence, of forward alone and of forward and backward, by
@@ -328,11 +328,11 @@ def describe(row: Row) -> str:
                 if row.get(f"{name}_bytes") is not None
                 else " " * 14
             )
-            seconds, host = row[f"{name}_seconds"], row.get(f"{name}_host_seconds", 0)
-            slower_host = f" (host {host * 1e3:.3f} ms)" if host > seconds else ""
+            seconds, host = row[f"{name}_seconds"], row.get(f"{name}_host_seconds")
+            on_host = "" if host is None else f" (host {host * 1e3:.3f} ms)"
             parts.append(
-                f"{name} {memory} {seconds * 1e3:>9.3f} ms {row[f'{name}_tflops']:>6.3g} "
-                f"TFLOP/s{slower_host}"
+                f"{name} {memory} {seconds * 1e3:>9.3f} ms{on_host} {row[f'{name}_tflops']:>6.3g} "
+                "TFLOP/s"
             )
     return f"{head} " + "   ".join(parts)
 

@@ -13,6 +13,7 @@ import torch
 from numpy.lib import NumpyVersion
 from torch import Tensor
 
+from attention.decoding import num_splits
 from attention.interface import (
     AttentionOutput,
     Backend,
@@ -24,12 +25,14 @@ from attention.interface import (
 )
 from attention.kernels.select import KERNELS, Choice, choose_kernel, why_not_hopper
 from attention.mask import VisibleKeys, Window, visible_keys
+from attention.mask import intervals as intervals_of
 from attention.online_softmax import OnlineSoftmax
 from attention.ring import Ring
 
 # looked up once: torch.compile cannot trace the look-up
 INSTALLED = importlib.util.find_spec("triton") is not None
 TILE_SIZES = (16, 32, 64, 128)
+MOST_QUERIES = 16  # of a step of decoding
 
 
 def triton_attention(
@@ -50,59 +53,143 @@ def triton_attention(
     block_q: int = 0,
     block_kv: int = 0,
     kernel: str = "portable",
+    splits: str | int = "auto",
     return_max_score: bool | Tensor = False,
 ) -> Output:
     """q (B, H, N, D); k, v (B, H_kv, M, D), any strides. block_q, block_kv: a tile size, or 0 for
     the one tuned for the device.
 
     kernel: "portable", "hopper", or "auto" for whichever the device and the inputs allow; see
-    attention/kernels/select.py.
+    attention/kernels/select.py. A few queries against more keys, without a gradient, go to the
+    split kernel, unless "hopper" is asked for. splits: see attention_with_cache().
     """
-    from attention.kernels.intervals import intervals
-    from attention.kernels.op import FlashAttention, flash_attention
+    from attention.kernels import op
 
-    lo = hi = params = None
-    mod = ""
-    wide = {"key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
-    if isinstance(window, tuple) or any(each is not None for each in wide.values()):
-        mask = {"window": window, "document_ids": document_ids, **wide}
-        visible = visible_keys(q, k, causal=causal, **mask)
-        # the intervals say it all: hi need not follow from causal
-        lo, hi, causal = visible.lo.int(), visible.hi.int(), False
-    elif window is not None or document_ids is not None:
-        lo, hi = intervals(document_ids, q.shape[2], k.shape[2], causal, window, q.device)
-    shipped = {
-        name: value
-        for name, value in (("softcap", softcap), ("alibi", alibi_slopes))
-        if value is not None
-    }
-    if shipped:
-        mod = f"attention.kernels.score_mods:{'_'.join(shipped)}"
-        params = torch.cat(
-            [
-                torch.as_tensor(value, dtype=torch.float32, device=q.device).reshape(-1)
-                for value in shipped.values()
-            ]
-        )
-    elif score_mod is not None:
-        if score_mod.kernel is None:
-            raise Refusal(
-                "attention=triton needs the score_mod as a @triton.jit function too: ScoreMod(fn, "
-                "kernel='pkg.module:NAME')"
-            )
-        mod = score_mod.kernel
-        params = (
-            None
-            if score_mod.params is None
-            else score_mod.params.to(q.device, torch.float32).contiguous()
-        )
-    eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    function = FlashAttention.apply if eager else flash_attention
-    settings = (causal, scale, mod, softmax, block_q, block_kv, kernel, flag(return_max_score))
-    out, lse, max_score = function(q, k, v, lo, hi, params, *settings)
+    mod, params = score_change(q.device, softcap, alibi_slopes, score_mod)
+    few = kernel != "hopper" and return_max_score is False and not (block_q or block_kv)
+    few = few and softmax == "online" and cu_seqlens is None and has_few_queries(q, k, v)
+    mask = {"document_ids": document_ids, "key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
+    lo, hi, causal, window = key_intervals(q, k, causal, window, few, **mask)
+    if few:
+        return split(q, k, v, None, None, lo, hi, params, causal, window, scale, mod, splits)
+    tensors = q, k, v, lo, hi, params
+    settings = causal, scale, mod, softmax, block_q, block_kv, kernel, flag(return_max_score)
+    if torch.compiler.is_compiling():
+        out, lse, max_score = op.flash_attention(*tensors, *settings)
+    elif torch.is_grad_enabled():
+        out, lse, max_score = op.FlashAttention.apply(*tensors, settings)
+    else:
+        out, lse, max_score = op.flash_attention_forward(*tensors, *settings)
     if return_max_score is False:
         return AttentionOutput(out, lse)
     return ScoredOutput(out, lse, max_score)
+
+
+def key_intervals(
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    window: Window,
+    few: bool,
+    document_ids: Tensor | None,
+    key_lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, bool, Window]:
+    """lo and hi (B or 1, N) int32, None where they are not needed, and what is left of causal and
+    window. few: for the split kernel, which finds those of a causal window itself.
+    """
+    by_length = key_lengths is not None or cu_seqlens is not None
+    sided = isinstance(window, tuple)
+    if not (sided or by_length) and (few or (window is None and document_ids is None)):
+        return None, None, causal, window
+    from attention.kernels.intervals import intervals, kept_intervals
+
+    sizes = q.shape[2], k.shape[2]
+    if document_ids is None and not by_length and not torch.compiler.is_compiling():
+        sides = list(window) if sided else [window]
+        lo, hi = kept_intervals(*sizes, causal, sides, q.device)
+    elif sided or by_length:
+        wide = {"key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
+        mask = {"window": window, "document_ids": document_ids, **wide}
+        visible = visible_keys(q, k, causal=causal, **mask)
+        lo, hi = visible.lo.int(), visible.hi.int()
+    else:
+        lo, hi = intervals(document_ids, *sizes, causal, window, q.device)
+    # where the intervals say it all, hi need not follow from causal
+    return lo, hi, causal and not sided and not by_length, None
+
+
+def has_few_queries(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether this is a step of decoding: at most MOST_QUERIES queries, and no gradient."""
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return q.shape[2] <= MOST_QUERIES and q.shape[2] < k.shape[2] and not needs_gradient
+
+
+def split(*arguments: Any) -> AttentionOutput:
+    """split_attention() of attention/kernels/decoding.py, as an operator where it is compiled."""
+    from attention.kernels.decoding import split_attention, split_attention_op
+
+    *others, splits = arguments
+    # eager mode can do without an operator, whose call takes longer than the kernel
+    function = split_attention_op if torch.compiler.is_compiling() else split_attention
+    return AttentionOutput(*function(*others, str(splits)))
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_lengths: Tensor,
+    block_table: Tensor | None,
+    *,
+    causal: bool,
+    scale: float,
+    window: Window,
+    softcap: float | None,
+    splits: str | int,
+) -> AttentionOutput:
+    """attention.decoding.decode() by the split kernel."""
+    lo = hi = None
+    if isinstance(window, tuple):
+        room = k.shape[2] * (1 if block_table is None else block_table.shape[1])
+        mask = {"causal": causal, "window": window, "cache_lengths": cache_lengths}
+        visible = intervals_of(q.shape[2], room, q.device, **mask)
+        ends = torch.broadcast_tensors(visible.lo, visible.hi)  # (B, N)
+        (lo, hi), window = (x.to(torch.int32).contiguous() for x in ends), None
+    mod, params = score_change(q.device, softcap, None, None)
+    masks = (lo, hi, params, causal, window)
+    return split(q, k, v, cache_lengths, block_table, *masks, scale, mod, splits)
+
+
+def score_change(
+    device: torch.device,
+    softcap: float | None,
+    alibi_slopes: Tensor | None,
+    score_mod: ScoreMod | None,
+) -> tuple[str, Tensor | None]:
+    """pkg.module:NAME of the @triton.jit function that changes the scores, "" for none, and its
+    numbers.
+    """
+    shipped = {}
+    if softcap is not None:  # by a kernel: a CUDA graph cannot hold a copy from the host
+        shipped["softcap"] = torch.full((1,), softcap, dtype=torch.float32, device=device)
+    if alibi_slopes is not None:
+        shipped["alibi"] = alibi_slopes.to(device, torch.float32).reshape(-1)
+    if shipped:
+        name = f"attention.kernels.score_mods:{'_'.join(shipped)}"
+        return name, torch.cat(list(shipped.values()))
+    if score_mod is None:
+        return "", None
+    if score_mod.kernel is None:
+        raise Refusal(
+            "attention=triton needs the score_mod as a @triton.jit function too: ScoreMod(fn, "
+            "kernel='pkg.module:NAME')"
+        )
+    params = score_mod.params
+    return (
+        score_mod.kernel,
+        None if params is None else params.to(device, torch.float32).contiguous(),
+    )
 
 
 def broken_triton_attention(
@@ -128,7 +215,7 @@ def refusals(
             f"Triton is not installed here (pip install triton, Linux only); {in_pytorch} is the "
             "same loop in plain PyTorch"
         ]
-    if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if q.is_cpu and os.environ.get("TRITON_INTERPRET") != "1":
         return [
             "Triton needs a GPU; set TRITON_INTERPRET=1 before the start to run its kernels in "
             "the interpreter (slow, for tests), "
@@ -138,7 +225,7 @@ def refusals(
     asked = not torch.compiler.is_compiling()
     if (
         asked
-        and q.device.type == "cpu"
+        and q.is_cpu
         and NumpyVersion(version("triton")) < "3.7.0"
         and NumpyVersion(numpy.__version__) >= "2.4.0"
     ):
@@ -149,6 +236,11 @@ def refusals(
     kernel = options.get("kernel", "portable")
     if kernel not in KERNELS:
         return [f"kernel={kernel} is not one of: {', '.join(KERNELS)}"]
+    try:
+        if asked:
+            num_splits(options.get("splits", "auto"))
+    except ValueError as error:
+        return [str(error)]
     if asked and kernel == "hopper":
         against = why_not_hopper(device=q.device, dtype=q.dtype, head_dim=q.shape[-1], scale=scale)
         if against:
@@ -246,9 +338,10 @@ TRITON = Backend(
             "max_score",
         }
     ),
-    options={"kernel": "auto"},
+    options={"kernel": "auto", "splits": "auto"},
     requirements=refusals,
     ring=Ring(TritonBlocks()),
+    decode=decode,
 )
 
 

@@ -10,8 +10,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
-from attention.kernels.launch import batch_stride, tiles_of
+from attention.interface import Plans
+from attention.kernels.launch import (
+    Launch,
+    batch_stride,
+    layout,
+    operator,
+    place_of,
+    tiles_of,
+)
+from attention.mask import intervals as intervals_of_mask
 
 
 class Blocks(NamedTuple):
@@ -28,6 +38,17 @@ GPU, INTERPRETER = (
     Blocks(rows=64, search=512, num_warps=1),
 )
 BOUNDS = 128  # of a program of query_ranges_kernel
+
+plans: Plans[Launch] = Plans()
+
+
+class Windows(Plans[tuple[Tensor, Tensor]]):
+    """lo and hi of windows. They are tensors, so a few: 8 bytes a query."""
+
+    LIMIT = 16
+
+
+kept = Windows()
 
 
 def blocks_for(device: torch.device) -> Blocks:
@@ -96,7 +117,7 @@ def intervals_kernel(
     tl.store(hi_ptr + offset, hi, mask=rows < N)
 
 
-@torch.library.custom_op("tilegpt::intervals", mutates_args=())
+@operator("intervals")
 def intervals(
     document_ids: Tensor | None,
     num_queries: int,
@@ -113,12 +134,17 @@ def intervals(
     """
     lo, hi = empty_intervals(document_ids, num_queries, device)
     blocks = blocks_for(device)
-    ids_strides = (0, 0) if document_ids is None else document_ids.stride()
-    intervals_kernel[(tiles_of(num_queries, blocks.rows), len(lo))](
-        document_ids, lo, hi, *ids_strides, num_queries, num_keys,
-        num_keys if window is None else window,
-        CAUSAL=causal, BLOCK=blocks.rows, SEARCH=blocks.search, num_warps=blocks.num_warps,
-    )  # fmt: skip
+    kind = place_of(device), layout(document_ids), num_queries, num_keys, causal, window, blocks
+    launch = plans.get(kind)
+    if launch is None:
+        ids_strides = (0, 0) if document_ids is None else document_ids.stride()
+        launch = plans[kind] = Launch(
+            intervals_kernel,
+            (tiles_of(num_queries, blocks.rows), len(lo)),
+            (*ids_strides, num_queries, num_keys, num_keys if window is None else window),
+            CAUSAL=causal, BLOCK=blocks.rows, SEARCH=blocks.search, num_warps=blocks.num_warps,
+        )  # fmt: skip
+    launch(document_ids, lo, hi)
     return lo, hi
 
 
@@ -131,7 +157,7 @@ def empty_intervals(
     )
 
 
-@intervals.register_fake
+@torch.library.register_fake("tilegpt::intervals")
 def _(
     document_ids: Tensor | None,
     num_queries: int,
@@ -141,6 +167,48 @@ def _(
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     return empty_intervals(document_ids, num_queries, device)
+
+
+@operator("kept_intervals")
+def kept_intervals(
+    num_queries: int, num_keys: int, causal: bool, window: list[int], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The intervals of a window alone, for eager mode: computed once, and returned again. `window`
+    is one number, or left and right.
+
+    Those of document_ids are not kept, since not every change of a tensor in place can be seen: a
+    torch.distributed.broadcast() leaves _version as it was.
+    """
+    on_gpu = device.type == "cuda"
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        return intervals_of_window(num_queries, num_keys, causal, window, device)
+    # another stream would have to wait for this one; a tensor of inference mode cannot be saved for
+    # a backward pass
+    stream = driver.active.get_current_stream(device.index) if on_gpu else None
+    mode = torch.is_inference_mode_enabled()
+    kind = device, stream, mode, num_queries, num_keys, causal, *window
+    found = kept.get(kind)
+    if found is None:
+        found = intervals_of_window(num_queries, num_keys, causal, window, device)
+        kept[kind] = found
+    return found
+
+
+def intervals_of_window(
+    num_queries: int, num_keys: int, causal: bool, window: list[int], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    if len(window) == 1:
+        return intervals(None, num_queries, num_keys, causal, window[0], device)
+    sides = window[0], window[1]
+    visible = intervals_of_mask(num_queries, num_keys, device, causal=causal, window=sides)
+    return visible.lo.int(), visible.hi.int()
+
+
+@torch.library.register_fake("tilegpt::kept_intervals")
+def _(
+    num_queries: int, num_keys: int, causal: bool, window: list[int], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    return empty_intervals(None, num_queries, device)
 
 
 @triton.jit(do_not_specialize=["N", "bounds", "step"])
@@ -165,23 +233,36 @@ def query_ranges_kernel(
     tl.store(ranges_ptr + batch * bounds + bound, below, mask=bound < bounds)
 
 
+class QueryRanges:
+    """query_ranges() for calls of one kind."""
+
+    def __init__(self, lo: Tensor, num_keys: int, block_kv: int):
+        (batch, num_queries), tiles = lo.shape, tiles_of(num_keys, block_kv)
+        self.shape = (batch, tiles, 4)
+        self.batch_stride = 0 if batch == 1 else 4 * tiles
+        self.launch = Launch(
+            query_ranges_kernel,
+            (tiles_of(4 * tiles, BOUNDS), batch),
+            (
+                batch_stride(lo),
+                num_queries,
+                4 * tiles,
+                1 << (num_queries.bit_length() - 1),
+                block_kv,
+            ),
+            BLOCK=BOUNDS,
+        )
+
+    def __call__(self, lo: Tensor, hi: Tensor) -> Tensor:
+        ranges = lo.new_empty(self.shape)
+        self.launch(lo, hi, ranges)
+        return ranges
+
+
 def query_ranges(lo: Tensor, hi: Tensor, num_keys: int, block_kv: int) -> Tensor:
     """(B or 1, tiles, 4) int32: for each tile of keys the queries first : last that see some of
     them, and full_first : full_last that see all. lo, hi (B or 1, N) are non-decreasing, so each is
     a search: the first query with hi > start of the tile, the first with hi >= its stop, the number
     with lo <= start and the number with lo < stop. The order is first, full_first, full_last, last.
     """
-    (batch, num_queries), tiles = lo.shape, tiles_of(num_keys, block_kv)
-    ranges = lo.new_empty(batch, tiles, 4)
-    query_ranges_kernel[(tiles_of(4 * tiles, BOUNDS), batch)](
-        lo,
-        hi,
-        ranges,
-        batch_stride(lo),
-        num_queries,
-        4 * tiles,
-        1 << (num_queries.bit_length() - 1),
-        block_kv,
-        BLOCK=BOUNDS,
-    )
-    return ranges
+    return QueryRanges(lo, num_keys, block_kv)(lo, hi)

@@ -1,12 +1,15 @@
-"""Which tiles a kernel runs with: a table by device, dtype and head dim, so that no first call
-stalls on autotuning.
+"""How a kernel is launched: with which tiles, and with little of the host's time.
+
+Tiles come from a table by device, dtype and head dim, so that no first call stalls on autotuning.
 
 tiles.json holds it, a table a compute capability: kernel -> padded head dim -> [block_q, block_kv,
 num_warps, num_stages]. The kernel dkdv_general is dkdv with intervals, a score modifier or grouped
-heads, which take registers. `python -m lab.tune` measures a table on the device that is there.
+heads, which take registers; decoding is the split kernel, whose block_q is the most rows that a
+program takes. `python -m lab.tune` measures a table on the device that is there.
 """
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +24,7 @@ VARIANTS = {
     "dkdv": ("causal", "full"),
     "dkdv_general": ("intervals", "score_mod", "grouped"),
     "dq": ("causal", "full", "intervals", "score_mod"),
+    "decoding": ("cache", "pages", "intervals", "score_mod"),
 }
 
 
@@ -31,6 +35,82 @@ class Tile(NamedTuple):
     block_kv: int
     num_warps: int
     num_stages: int
+
+
+class Launch:
+    """One kernel for calls of one kind: its grid and its arguments that are no tensors.
+
+    Triton's own launcher finds the compiled kernel by looking at every argument. That takes longer
+    than all else in a call, so only the first call of a kind goes through it; the next ones start
+    the kernel that it found. They must bring tensors of the same dtypes and alignment to 16 bytes,
+    None where there was None, and where `describe` makes a descriptor of a tensor, its shape and
+    strides: see layout().
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        numbers: tuple[float, ...],
+        *,
+        describe: tuple[Callable[[Tensor], Any], ...] = (),
+        **constants: Any,
+    ):
+        """describe: makes the descriptor of each of the first tensors."""
+        self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
+        self.numbers, self.constants, self.describe = numbers, constants, describe
+        self.start: Callable[..., None] | None = None
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        if self.start is None:
+            return self.first(tensors)
+        templates = self.templates
+        descriptors = map(moved, templates, tensors)
+        self.start(*descriptors, *tensors[len(templates) :], *self.rest)
+
+    def first(self, tensors: tuple[Tensor | None, ...]) -> None:
+        descriptors = [make(x) for make, x in zip(self.describe, tensors, strict=False)]
+        pointers = tensors[len(descriptors) :]
+        compiled = self.kernel[self.grid](*descriptors, *pointers, *self.numbers, **self.constants)
+        if compiled is None:
+            return  # the interpreter compiles nothing
+        for descriptor in descriptors:
+            descriptor.base = None  # do not keep the tensor
+        constants = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
+        self.templates = descriptors
+        self.rest = (*self.numbers, *(self.constants[name] for name in constants))
+        self.start = compiled[self.grid]  # last: another thread may launch now
+
+
+def moved(template: Any, x: Tensor) -> Any:
+    """A descriptor like the template, of x. To make one anew checks the shape and strides again."""
+    descriptor = object.__new__(type(template))
+    descriptor.__dict__.update(template.__dict__, base=x)
+    return descriptor
+
+
+def layout(x: Tensor | None) -> tuple[Any, ...] | None:
+    """All of a tensor that a launch depends on, but its device."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
+
+
+def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """An operator that mutates nothing. torch.library.custom_op also looks at every call for
+    results that share memory with inputs, which takes as long as the rest of a short call.
+    """
+
+    def declare(function: Callable[..., Any]) -> Any:
+        schema = torch.library.infer_schema(function, mutates_args=())
+        torch.library.define(f"tilegpt::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(f"tilegpt::{name}", "default", function)
+        return getattr(torch.ops.tilegpt, name).default
+
+    return declare
+
+
+def place_of(device: torch.device) -> tuple[torch.device, int | None]:
+    """A device, and the one on which Triton launches."""
+    return device, torch.cuda.current_device() if device.type == "cuda" else None
 
 
 # the interpreter runs tiles one by one: small enough that a short test crosses several

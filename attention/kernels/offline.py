@@ -20,7 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from attention.kernels import backward, forward, op
+from attention.decoding import FIXED_SPLITS
+from attention.kernels import backward, decoding, forward, portable
 from attention.kernels.launch import Tile, padded_head_dim
 
 KERNELS = {
@@ -28,6 +29,7 @@ KERNELS = {
     "dkdv": backward.dkdv_kernel,
     "dkdv_general": backward.dkdv_kernel,
     "dq": backward.dq_kernel,
+    "decoding": decoding.split_kernel,
 }
 
 
@@ -44,11 +46,11 @@ def signature(
 ) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any]]:
     """Types, constants and alignments of the kernel's arguments, as a launch gives them."""
     function, block_d = KERNELS[kernel], padded_head_dim(head_dim)
-    softmax = op.SOFTMAXES[variant if variant in op.SOFTMAXES else "online"]
+    softmax = portable.SOFTMAXES[variant if variant in portable.SOFTMAXES else "online"]
     constants = {
         "CAUSAL": variant != "full",
         "INTERVALS": variant == "intervals",
-        "SCORE_MOD": op.find_score_mod(
+        "SCORE_MOD": portable.find_score_mod(
             "attention.kernels.score_mods:softcap_alibi" if variant == "score_mod" else ""
         ),
         "GROUPS": 4 if variant == "grouped" else 1,
@@ -63,6 +65,8 @@ def signature(
         **({} if variant == "intervals" else dict.fromkeys(("lo_ptr", "hi_ptr", "ranges_ptr"))),
         **({} if variant == "score_mod" else {"params_ptr": None}),
         **({} if variant == "top" else {"top_ptr": None}),
+        **({} if variant == "pages" else {"table_ptr": None}),
+        **{"SPLITS": FIXED_SPLITS, "PAGE_SIZE": 64 if variant == "pages" else 0},
     }
     types, values, aligned = {}, {}, {}
     for i, name in enumerate(function.arg_names):
@@ -75,8 +79,9 @@ def signature(
             )
         elif name.endswith("_ptr"):
             statistics = ("lse_ptr", "top_ptr", "delta_ptr", "params_ptr")
-            types[name] = "*fp32" if name in statistics else f"*{dtype}"
-            if name in ("lo_ptr", "hi_ptr", "ranges_ptr"):
+            wide = name in statistics or (kernel == "decoding" and name == "out_ptr")
+            types[name] = "*fp32" if wide else f"*{dtype}"
+            if name in ("lo_ptr", "hi_ptr", "ranges_ptr", "lengths_ptr", "table_ptr"):
                 types[name] = "*i32"
         else:
             types[name] = "fp32" if name.startswith("scale") else "i32"
@@ -134,7 +139,8 @@ def compile_tile(
         kernel, dtype, head_dim, variant, tile.block_q, tile.block_kv
     )
     source = ASTSource(KERNELS[kernel], types, constexprs=values, attrs=aligned)
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    stages = decoding.stages_of(tile, paged=variant == "pages")
+    options = {"num_warps": tile.num_warps, "num_stages": stages}
     binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     made = assemble(binary.asm["ptx"], capability)
     return Compiled(variant, made.registers, made.spilled, binary.metadata.shared, made.warnings)

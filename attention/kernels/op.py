@@ -4,40 +4,17 @@ differentiates through them.
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
 
-import importlib
-import math
-from functools import cache, lru_cache
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.kernels import defects
-from attention.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
-from attention.kernels.forward import forward_kernel
-from attention.kernels.intervals import query_ranges
-from attention.kernels.launch import (
-    batch_stride,
-    bytes_of_a_head,
-    descriptor_strides,
-    padded_head_dim,
-    pick_tile,
-    section_of,
-    tiles_of,
-)
+from attention.interface import Plans
+from attention.kernels import portable
+from attention.kernels.launch import layout, operator, place_of
 from attention.kernels.select import choose_kernel
-from attention.kernels.softmax import ONLINE
-
-# an operator takes names, not functions
-SOFTMAXES = {
-    "online": ONLINE,
-    "no_max": defects.NO_MAX,
-    "no_rescale": defects.NO_RESCALE,
-    "no_rescale_detached": defects.NO_RESCALE_DETACHED,
-}
-DELTA_BLOCK_Q = 32
 
 
 def empty_heads(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -45,7 +22,8 @@ def empty_heads(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     nothing.
     """
     batch, num_heads, length, head_dim = like.shape
-    return like.new_empty(batch, length, num_heads, head_dim, dtype=dtype).transpose(1, 2)
+    strides = (length * num_heads * head_dim, head_dim, num_heads * head_dim, 1)
+    return like.new_empty_strided(like.shape, strides, dtype=dtype)
 
 
 def is_packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -71,14 +49,11 @@ def empty_gradients(
     return [q.new_empty(batch, length, num_heads + 2 * k.shape[1], head_dim)]
 
 
-def unpacked(gradients: list[Tensor], num_heads: int, num_kv_heads: int) -> list[Tensor]:
+def unpacked(gradients: Sequence[Tensor], num_heads: int, num_kv_heads: int) -> Sequence[Tensor]:
     """dq, dk, dv (B, H or H_kv, N, D) from what flash_attention_backward returns."""
     if len(gradients) == 3:
         return gradients
-    return [
-        x.transpose(1, 2)
-        for x in gradients[0].split((num_heads, num_kv_heads, num_kv_heads), dim=2)
-    ]
+    return gradients[0].transpose(1, 2).split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -102,74 +77,36 @@ def readable(x: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:3], head_dim + -head_dim % granule)[..., :head_dim].copy_(x)
 
 
-def descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    """x (B, H, N, D) for loads of `block` rows of one head, zero where they pass its end."""
-    return TensorDescriptor(
-        x, list(x.shape), descriptor_strides(x), [1, 1, block, padded_head_dim(x.shape[-1])]
-    )
+def kernels_for(
+    kernel: str, q: Tensor, scale: float, score_mod: str, softmax: str, tile: int
+) -> ModuleType:
+    """The module that launches the kernels of this choice."""
+    inputs = {"device": q.device, "dtype": q.dtype, "head_dim": q.shape[-1], "scale": scale}
+    choice = choose_kernel(kernel, **inputs, score_mod=score_mod, softmax=softmax, tile=tile)
+    if choice.kernel == "portable":
+        return portable
+    from attention.kernels.hopper import launch
+
+    return launch
 
 
-@cache
-def find_score_mod(name: str) -> triton.JITFunction | None:
-    """The @triton.jit function at pkg.module:NAME; "" is none."""
-    if not name:
-        return None
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"the score_mod's kernel={name} must read pkg.module:NAME of a @triton.jit "
-            f"function: {error}"
-        ) from error
+# of calls of one kind: whether a tensor has to be made readable, and how the kernels run
+forward_plans: Plans = Plans()
+backward_plans: Plans = Plans()
 
 
-def constants(
-    kernel: str,
-    q: Tensor,
-    causal: bool,
-    lo: Tensor | None,
-    score_mod: str,
-    block_q: int,
-    block_kv: int,
-) -> dict[str, Any]:
-    head_dim = q.shape[-1]
-    tile = pick_tile(kernel, head_dim, q.dtype, q.device, block_q=block_q, block_kv=block_kv)
-    return {
-        "CAUSAL": causal,
-        "INTERVALS": lo is not None,
-        "SCORE_MOD": find_score_mod(score_mod),
-        "D": head_dim,
-        "BLOCK_Q": tile.block_q,
-        "BLOCK_KV": tile.block_kv,
-        "BLOCK_D": padded_head_dim(head_dim),
-        # Triton's default for float32 is TF32, which is not float32
-        "PRECISION": "ieee",
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
+def kind_of(
+    device: torch.device, tensors: tuple[Tensor | None, ...], *settings: Any
+) -> tuple[Any, ...]:
+    """All that a plan depends on."""
+    return place_of(device), *settings, *map(layout, tensors)
 
 
-@lru_cache
-def runs_hopper(
-    kernel: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    scale: float,
-    score_mod: str,
-    softmax: str,
-    tile: int,
-) -> bool:
-    inputs = {"device": device, "dtype": dtype, "head_dim": head_dim, "scale": scale}
-    return (
-        choose_kernel(kernel, **inputs, score_mod=score_mod, softmax=softmax, tile=tile).kernel
-        == "hopper"
-    )
+def differ(given: tuple[Tensor, ...], used: tuple[Tensor, ...]) -> bool:
+    return any(x is not y for x, y in zip(given, used, strict=True))
 
 
-@torch.library.custom_op("tilegpt::flash_attention", mutates_args=())
-def flash_attention(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -197,38 +134,40 @@ def flash_attention(
     can.
     """
     dtype = torch.float32 if wide else q.dtype
-    q, k, v = readable(q), readable(k), readable(v)
-    (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
+    looked = look is not None and bool(look)
+    settings = causal, scale, score_mod, softmax, block_q, block_kv
+    given = q, k, v
+    kind = kind_of(q.device, (*given, lo, hi, params), kernel_choice, looked, wide, *settings)
+    copies, launch = forward_plans.get(kind, (True, None))
+    if copies:
+        q, k, v = map(readable, given)
     out = empty_heads(q, torch.float32 if wide else None)
+    batch, num_heads, num_queries, _ = q.shape
     lse = q.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
-    top = torch.empty_like(lse) if look is not None and bool(look) else None  # a row's largest
-    if runs_hopper(
-        kernel_choice, q.device, q.dtype, head_dim, scale, score_mod, softmax, block_q or block_kv
-    ):
-        from attention.kernels.hopper import launch as hopper
+    top = torch.empty_like(lse) if looked else None  # a row's largest
+    if launch is None:
+        kernels = kernels_for(kernel_choice, q, scale, score_mod, softmax, block_q or block_kv)
+        launch = kernels.Forward(q, k, out, top, lo, *settings)
+        forward_plans[kind] = differ(given, (q, k, v)), launch
+    launch(q, k, v, out, lse, top, lo, hi, params)
+    if out.dtype != dtype:
+        out = out.to(dtype)
+    return out, lse, largest(lse, top)
 
-        hopper.forward(q, k, v, out, lse, top, lo, hi, causal=causal, scale=scale)
-        return out, lse, largest(lse, top)
-    groups, equal = num_heads // num_kv_heads, not causal and lo is None
-    meta = constants("forward", q, causal, lo, score_mod, block_q, block_kv)
-    grid = (tiles_of(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
-    forward_kernel[grid](
-        descriptor(q, meta["BLOCK_Q"]), descriptor(k, meta["BLOCK_KV"]), descriptor(v,
-        meta["BLOCK_KV"]), out, lse, top, lo, hi, params,
-        *out.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
-        section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=equal),
-        num_queries, num_keys, scale, scale * math.log2(math.e),
-        MOVE_MAX=SOFTMAXES[softmax].move_max, **meta,
-    )  # fmt: skip
-    return out.to(dtype), lse, largest(lse, top)
+
+flash_attention = operator("flash_attention")(_forward)
+# without its gradient, which autograd need not look for then
+flash_attention_forward = operator("flash_attention_forward")(_forward)
 
 
 def largest(lse: Tensor, top: Tensor | None) -> Tensor:
     """max_score (B, H) from `top` (B, H, N); of any value where nobody asked for it."""
-    return lse.new_empty(lse.shape[:2]) if top is None else top.amax(-1)
+    batch, num_heads, _ = lse.shape
+    return lse.new_empty(batch, num_heads) if top is None else top.amax(-1)
 
 
-@flash_attention.register_fake
+@torch.library.register_fake("tilegpt::flash_attention")
+@torch.library.register_fake("tilegpt::flash_attention_forward")
 def _(
     q: Tensor, k: Tensor, v: Tensor, lo: Tensor | None, hi: Tensor | None, params: Tensor | None,
     causal: bool, scale: float, score_mod: str, softmax: str, block_q: int, block_kv: int,
@@ -238,7 +177,7 @@ def _(
     return empty_heads(q, torch.float32 if wide else None), lse, max_score
 
 
-@torch.library.custom_op("tilegpt::flash_attention_backward", mutates_args=())
+@operator("flash_attention_backward")
 def flash_attention_backward(
     d_out: Tensor,
     d_lse: Tensor | None,
@@ -267,63 +206,27 @@ def flash_attention_backward(
     views of one tensor. wide: float32, which the portable kernels can; not packed.
     """
     dtype = torch.float32 if wide else q.dtype
-    d_out, q, k, v, out = readable(d_out), readable(q), readable(k), readable(v), readable(out)
-    (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
+    d_lse = None if d_lse is None else d_lse.contiguous()
+    if torch.are_deterministic_algorithms_enabled():
+        kernel_choice = "portable"  # the Hopper kernels add up dq in any order
+    settings = causal, scale, score_mod, softmax, block_q, block_kv
+    given = d_out, q, k, v, out
+    tensors = (*given, d_lse, lse, lo, hi, params)
+    kind = kind_of(q.device, tensors, kernel_choice, packed, wide, *settings)
+    copies, launch = backward_plans.get(kind, (True, None))
+    if copies:
+        d_out, q, k, v, out = map(readable, given)
     gradients = empty_gradients(q, k, v, packed, torch.float32 if wide else None)
-    dq, dk, dv = unpacked(gradients, num_heads, num_kv_heads)
-    hopper_runs = runs_hopper(
-        kernel_choice, q.device, q.dtype, head_dim, scale, score_mod, softmax, block_q or block_kv
-    )
-    if hopper_runs and not torch.are_deterministic_algorithms_enabled():
-        from attention.kernels.hopper import launch as hopper
-
-        ranges = None if lo is None else query_ranges(lo, hi, num_keys, hopper.BLOCK_KV)
-        hopper.backward(
-            d_out, d_lse, q, k, v, out, lse, dq, dk, dv, lo, hi, ranges, causal=causal, scale=scale
-        )
-        return gradients
-    groups, equal = num_heads // num_kv_heads, not causal and lo is None
-    sizes = (num_queries, num_keys, scale, scale * math.log2(math.e))
-
-    delta = torch.empty_like(lse)
-    delta_kernel[(tiles_of(num_queries, DELTA_BLOCK_Q), batch * num_heads)](
-        out, d_out, None if d_lse is None else d_lse.contiguous(), delta, *out.stride()[:3],
-        *d_out.stride()[:3], num_heads, num_queries,
-        D=head_dim, BLOCK_Q=DELTA_BLOCK_Q, BLOCK_D=padded_head_dim(head_dim),
-    )  # fmt: skip
-
-    def inputs(meta: dict) -> list[TensorDescriptor | Tensor]:
-        tensors = ((q, "BLOCK_Q"), (k, "BLOCK_KV"), (v, "BLOCK_KV"), (d_out, "BLOCK_Q"))
-        return [*(descriptor(x, meta[block]) for x, block in tensors), lse, delta]
-
-    choice = (q, causal, lo, score_mod, block_q, block_kv)
-    steps = {
-        "PROBABILITY": SOFTMAXES[softmax].probability,
-        "SCORE_GRADIENT": SOFTMAXES[softmax].score_gradient,
-    }
-    plain = groups == 1 and lo is None and not score_mod
-    meta = constants("dkdv" if plain else "dkdv_general", *choice) | steps
-    ranges = None if lo is None else query_ranges(lo, hi, num_keys, meta["BLOCK_KV"])
-    grid = (tiles_of(num_keys, meta["BLOCK_KV"]) * batch * num_kv_heads,)
-    dkdv_kernel[grid](
-        *inputs(meta), dk, dv, lo, hi, ranges, params, *dk.stride()[:3], *dv.stride()[:3],
-        batch_stride(lo), batch_stride(ranges),
-        num_kv_heads, batch * num_kv_heads, section_of(q.device, groups * 2 * bytes_of_a_head(q),
-        equal=equal),
-        *sizes, GROUPS=groups, **meta,
-    )  # fmt: skip
-
-    meta = constants("dq", *choice) | steps
-    grid = (tiles_of(num_queries, meta["BLOCK_Q"]) * batch * num_heads,)
-    dq_kernel[grid](
-        *inputs(meta), dq, lo, hi, params, *dq.stride()[:3], batch_stride(lo), num_heads, groups,
-        batch * num_heads,
-        section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=equal), *sizes, **meta,
-    )  # fmt: skip
-    return [x.to(dtype) for x in gradients]
+    dq, dk, dv = unpacked(gradients, q.shape[1], k.shape[1])
+    if launch is None:
+        kernels = kernels_for(kernel_choice, q, scale, score_mod, softmax, block_q or block_kv)
+        launch = kernels.Backward(d_out, q, k, out, dq, dk, dv, lo, *settings)
+        backward_plans[kind] = differ(given, (d_out, q, k, v, out)), launch
+    launch(d_out, d_lse, q, k, v, out, lse, dq, dk, dv, lo, hi, params)
+    return gradients if dq.dtype == dtype else [x.to(dtype) for x in gradients]
 
 
-@flash_attention_backward.register_fake
+@torch.library.register_fake("tilegpt::flash_attention_backward")
 def _(
     d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     lo: Tensor | None, hi: Tensor | None,
@@ -343,19 +246,31 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(q, k, v, *output[:2], lo, hi, params)
 
 
+class FirstDerivative(torch.autograd.Function):
+    """flash_attention_backward, which has no derivative: autograd would take it for zero."""
+
+    @staticmethod
+    def forward(ctx, *inputs: Any) -> tuple[Tensor, ...]:
+        return tuple(flash_attention_backward(*inputs))
+
+    @staticmethod
+    def backward(ctx, *_: Tensor) -> None:
+        raise RuntimeError("attention=triton has no second derivative: use attention=naive")
+
+
 def _backward(
     ctx, d_out: Tensor | None, d_lse: Tensor | None, _: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     q, k, v, out, *others = ctx.saved_tensors
     d_out = torch.zeros_like(out) if d_out is None else d_out
-    gradients = flash_attention_backward(
-        d_out, d_lse, q, k, v, out, *others, *ctx.settings, packed=ctx.packed
-    )
+    # enabled where a graph of the gradients is asked for
+    run = FirstDerivative.apply if torch.is_grad_enabled() else flash_attention_backward
+    gradients = run(d_out, d_lse, q, k, v, out, *others, *ctx.settings, ctx.packed)
     # nothing flows to what follows q, k and v
     return *unpacked(gradients, q.shape[1], k.shape[1]), *([None] * (ctx.count - 3))
 
 
-flash_attention.register_autograd(_backward, setup_context=_save)
+torch.library.register_autograd("tilegpt::flash_attention", _backward, setup_context=_save)
 
 
 class FlashAttention(torch.autograd.Function):
@@ -365,8 +280,11 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        output = flash_attention(*inputs)
-        _save(ctx, inputs, output)
+        """The last input is a tuple of flash_attention's settings: autograd looks at each input."""
+        tensors, settings = inputs[:-1], inputs[-1]
+        output = flash_attention_forward(*tensors, *settings)
+        _save(ctx, (*tensors, *settings), output)
+        ctx.count = len(inputs)
         return output
 
     backward = staticmethod(_backward)

@@ -21,6 +21,8 @@ SECTIONS = {
     "Broken on purpose: at GPT-2's size": runs.headline,
     "Properties": calls.verification,
     "Mutants": calls.mutants,
+    "False alarms": calls.false_alarms,
+    "Other people's attention": calls.scorecards,
     "Conformance": calls.conformance,
     "Exact attentions train alike": runs.paired,
     "Peak memory of attention": calls.memory,

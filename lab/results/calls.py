@@ -37,6 +37,63 @@ def verification() -> str:
     return "\n\n".join([*parts, "![property x backend](verify.png)"])
 
 
+def false_alarms() -> str:
+    """Random calls of exact attentions: what the judge calls wrong."""
+    data = load("false_alarms_cpu")
+    rows = [
+        row | {"failed": len(row["failures"]), "first": (row["failures"] or ["-"])[0]}
+        for row in data["rows"]
+    ]
+    calls, distinct, checks, failed = (
+        sum(row[name] for row in rows) for name in ("calls", "distinct", "checks", "failed")
+    )
+    what = (
+        f"{calls:,} random calls of exact attentions ({distinct:,} distinct in shape, layout, "
+        f"mask, features and logits), {checks:,} checks, {failed} beyond their budget. "
+        "PyTorch's kernel rounds each query head's part of dk and dv to the inputs' dtype before "
+        "it adds the heads of a group, and the budget counts one rounding."
+    )
+    columns = {
+        "attention": "{attention}",
+        "dtype": "{dtype}",
+        "seed": "{seed}",
+        "calls": "{calls:,}",
+        "refused": "{refused:,}",
+        "checks": "{checks:,}",
+        "beyond": "{failed}",
+        "largest share of a budget": "{worst_share_of_budget:.2f}",
+    }
+    return section(data, what, formatted(columns, rows))
+
+
+def scorecards() -> str:
+    """Other people's attention, held to the properties."""
+    data = load("scorecards_cpu")
+    rows = []
+    for card in data["cards"]:
+        reasons: dict[str, dict[str, None]] = {}
+        for cell in card["red_cells"]:
+            reasons.setdefault(cell["why"], {})[cell["property"]] = None
+        why = "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
+        rows.append(card | {"why": why or "-", "na": card["n/a"]})
+    what = (
+        f"Attention of others on a CPU, by `attn-conform` in {', '.join(data['dtypes'])} (JAX by "
+        "files, in fp32): a cell for each property and dtype. n/a is what an attention does not "
+        "take, or what a file of outputs cannot tell."
+    )
+    columns = {
+        "attention": "{name}",
+        "package": "{package}",
+        "dialect": "{dialect}",
+        "green": "{green}",
+        "red": "{red}",
+        "n/a": "{na}",
+        "seconds": "{seconds:.0f}",
+        "why red": "{why}",
+    }
+    return section(data, what, formatted(columns, rows))
+
+
 def mutants() -> str:
     """Which property catches which mistake."""
     data, again = load("mutants"), load("mutants_h200")

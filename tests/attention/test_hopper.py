@@ -58,14 +58,13 @@ class Interpreted(torch.autograd.Function):
         v: Tensor,
     ):
         out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
-        launch.forward(q, k, v, out, lse, None, lo, hi, causal=causal, scale=scale)
+        launch.Forward(q, k, out, None, lo, causal, scale)(q, k, v, out, lse, None, lo, hi)
         ctx.save_for_backward(lo, hi, q, k, v, out, lse)
         ctx.settings = launch, causal, scale
         return out, lse
 
     @staticmethod
     def backward(ctx, d_out: Tensor, d_lse: Tensor):
-        from attention.kernels.intervals import query_ranges
         from attention.kernels.op import empty_gradients, is_packed, unpacked
 
         lo, hi, q, k, v, out, lse = ctx.saved_tensors
@@ -75,22 +74,9 @@ class Interpreted(torch.autograd.Function):
             q.shape[1],
             k.shape[1],
         )
-        ranges = None if lo is None else query_ranges(lo, hi, k.shape[2], launch.BLOCK_KV)
-        launch.backward(
-            d_out.contiguous(),
-            d_lse,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            *grads,
-            lo,
-            hi,
-            ranges,
-            causal=causal,
-            scale=scale,
-        )
+        d_out = d_out.contiguous()
+        run = launch.Backward(d_out, q, k, out, *grads, lo, causal, scale)
+        run(d_out, d_lse.contiguous(), q, k, v, out, lse, *grads, lo, hi)
         return None, None, None, None, None, *grads
 
 
@@ -225,7 +211,8 @@ def test_interpreted_largest_scores(head_dim, num_queries, num_keys, causal, win
     lo, hi = (visible.lo.int(), visible.hi.int()) if window else (None, None)
     out, (lse, top) = torch.empty_like(q), torch.full((2, 1, 2, num_queries), torch.nan)
     scale = head_dim**-0.5
-    launcher().forward(q, k, v, out, lse, top, lo, hi, causal=causal, scale=scale)
+    run = launcher().Forward(q, k, out, top, lo, causal, scale)
+    run(q, k, v, out, lse, top, lo, hi)
     scores = (q.float() @ k.float().mT * scale).masked_fill(~visible.mask(), -torch.inf)
     torch.testing.assert_close(top, scores.amax(-1), rtol=1e-5, atol=1e-5)
 

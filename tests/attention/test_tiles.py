@@ -110,6 +110,7 @@ SOME = [
     ("forward", 64, "score_mod"),
     ("dkdv_general", 64, "intervals"),
     ("dq", 128, "full"),
+    ("decoding", 128, "pages"),
 ]
 
 

@@ -1,11 +1,22 @@
-"""The findings of docs/findings/, in small."""
+"""The findings of docs/findings/, in small, and the figures of their pages."""
 
 import json
+import re
 
 import pytest
 import torch
 
-from lab.findings import lazy_rescaling, polynomial_exp2
+from attention import attention, get_backend
+from lab.findings import (
+    bf16_accumulators,
+    captured,
+    fp8_forward,
+    lazy_rescaling,
+    polynomial_exp2,
+    tile_size,
+    unshifted_sink,
+)
+from tests.command import ROOT, TINY, run
 from tests.scripts.test_sample import write_run
 
 
@@ -46,3 +57,169 @@ def test_a_polynomial_changes_a_model_by_its_degree(tmp_path):
     assert fine["log_p"]["mean"] < rough["log_p"]["mean"] / 10
     with pytest.raises(SystemExit, match="eighths=9"):
         polynomial_exp2.main([str(tmp_path / "run"), "eighths=9"])
+
+
+def trained(sweep, *overrides):
+    """Runs of one recipe, in small, of one seed."""
+    small = [each for each in TINY if not each.startswith(("seq_len", "steps"))]
+    done = run(*overrides, *small, "steps=4", "seed=0", f"hydra.sweep.dir={sweep}")
+    assert done.code == 0, done.output
+
+
+def test_a_tile_size_tells_a_broken_attention_without_a_reference():
+    draw = torch.Generator().manual_seed(0)
+    layer = captured.Captured(*(torch.randn(1, 2, 128, 16, generator=draw) for _ in range(4)))
+    apart = {
+        name: tile_size.difference(get_backend(name), layer, "float32", [16, 32])
+        for name in ("tiled", "no_rescale", "no_max")
+    }
+    assert apart["tiled"] < 1e-5 and apart["no_max"] < 1e-5 and apart["no_rescale"] > 0.1
+
+
+def described(losses, *, switch_at=None, block_kv=16, own=None):
+    steps = [10 * i for i in range(len(losses))]
+    curve = {"step": steps, "val/loss": own or losses, "val/loss_exact": losses}
+    return {"layers": 2, "seq_len": 128, "seed": 0, "own": (own or losses)[-1]} | {
+        "switch_at": switch_at,
+        "block_kv": block_kv,
+        "curves": curve,
+    }
+
+
+def test_a_repair_is_judged_by_the_run_that_was_never_broken():
+    never = described([5.0, 4.0, 3.0, 2.0, 1.5], block_kv=128)
+    switched = described([5.0, 5.0, 3.6, 2.2, 2.0], switch_at=10, own=[5.0, 3.9, 3.6, 2.2, 2.0])
+    (found,) = tile_size.repairs([never, switched])
+    assert (found["shown"], found["behind"], found["steps_to_half"]) == (3.9, 1.0, 20)
+    assert (found["behind_at_end"], found["like_never_broken_at"]) == (0.5, 30)
+    with pytest.raises(ValueError, match="no run with one tile of 128 keys and seed=0"):
+        tile_size.repairs([switched])
+
+
+def test_a_detector_compares_two_sizes():
+    with pytest.raises(SystemExit, match="tiles=16 must be two different sizes"):
+        tile_size.main(["runs/size", "tiles=16"])
+
+
+@pytest.mark.slow
+def test_tile_sizes_of_a_sweep(tmp_path):
+    recipe = ("experiment=tile_size", "eval_every=1")
+    trained(tmp_path / "runs/size", *recipe, "attention.block_kv=16,128")
+    switch = ("attention.switch_at=2", "attention.switch_to=naive", "attention.block_kv=16")
+    trained(tmp_path / "runs/repair", *recipe, *switch)
+    tile_size.main([str(tmp_path / "runs"), f"out={tmp_path / 'found.json'}"])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [row["block_kv"] for row in found["runs"]].count(128) == 1
+    assert (tmp_path / "found_dark.png").is_file()
+
+
+def test_the_unshifted_sink_is_the_mistake_that_it_says():
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (3 * torch.randn(1, 2, 70, 16, generator=draw).double() for _ in range(3))
+    sinks, mask = torch.tensor([0.5, -1.0]).double(), torch.ones(70, 70).triu(1).bool()
+    scores = (q @ k.mT / 4).masked_fill(mask, -torch.inf)
+    p = (scores - scores.amax(-1, keepdim=True)).exp()
+    mistake = p @ v / (p.sum(-1, keepdim=True) + sinks.exp()[:, None, None])
+    backend = unshifted_sink.BACKEND
+    torch.testing.assert_close(attention(q, k, v, backend=backend, sinks=sinks).out, mistake)
+    exact = attention(q, k, v, backend="naive").out
+    torch.testing.assert_close(attention(q, k, v, backend=backend).out, exact)
+
+
+def test_the_smallest_test_of_a_sink_has_one_key():
+    found = [unshifted_sink.smallest(score, torch.device("cpu")) for score in (0.0, 1.0)]
+    assert found[0]["exact"] == found[0]["unshifted"] == 0.5
+    assert found[1]["exact"] == pytest.approx(torch.tensor(1.0).sigmoid().item())
+    assert found[1]["unshifted"] == pytest.approx(0.5)
+
+
+def test_when_a_sink_shows():
+    curve = {"step": [0, 1, 2, 3], "val/loss": [1.0] * 4}
+    assert unshifted_sink.shows_at(curve | {"val/loss_exact": [1.0, 1.1, 1.0, 1.1]}) == 3
+    assert unshifted_sink.shows_at(curve | {"val/loss_exact": [1.0, 1.1, 1.1, 1.0]}) is None
+
+
+def test_sinks_of_a_sweep(tmp_path):
+    trained(tmp_path / "runs", "experiment=unshifted_sink", "seq_len=32")
+    unshifted_sink.main([str(tmp_path / "runs"), f"out={tmp_path / 'found.json'}"])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {row["attention"] for row in found["training"]} == {"exact", "unshifted"}
+    assert (tmp_path / "found_dark.png").is_file()
+
+
+def test_bf16_accumulators_round_and_an_exact_delta_does_not():
+    draw = torch.Generator().manual_seed(0)
+    layer = captured.Captured(*(torch.randn(2, 2, 128, 16, generator=draw) for _ in range(4)))
+    errors = {
+        (row["narrow"], row["delta"]): row for row in bf16_accumulators.errors_of_calls(layer)
+    }
+    assert errors["both", "exact"]["out"] > 1.5 * errors["neither", "exact"]["out"]
+    assert errors["sums", "exact"]["lse_std"] > 100 * errors["out", "exact"]["lse_std"]
+    for narrow in bf16_accumulators.NARROW:
+        assert errors[narrow, "exact"]["dq"] < errors[narrow, "rounded"]["dq"]
+
+
+def test_errors_that_repeat_are_coherent():
+    draw = torch.Generator().manual_seed(0)
+    same = torch.randn(1, 1000, generator=draw).expand(16, -1)
+    assert bf16_accumulators.coherence(same) == pytest.approx(4)
+    unlike = torch.randn(16, 1000, generator=draw)
+    assert bf16_accumulators.coherence(unlike) == pytest.approx(1, rel=0.2)
+
+
+def test_accumulators_have_these_names():
+    q = torch.zeros(1, 1, 4, 4)
+    with pytest.raises(ValueError, match="narrow='none' must be one of"):
+        attention(q, q, q, backend=bf16_accumulators.BACKEND.configured(narrow="none"))
+
+
+@pytest.mark.slow
+def test_accumulators_of_a_sweep(tmp_path):
+    trained(tmp_path / "runs", "experiment=bf16_accumulators", "seq_len=32")
+    out = tmp_path / "found.json"
+    bf16_accumulators.main([str(tmp_path / "runs"), "sequences=2", f"out={out}"])
+    found = json.loads(out.read_text())
+    assert len(found["training"]) == 4 and len(found["gradients"]) == 8
+    assert (tmp_path / "found_dark.png").is_file()
+
+
+def test_a_turn_spreads_outliers_and_changes_no_score():
+    turn = fp8_forward.hadamard(32)
+    torch.testing.assert_close(turn @ turn.mT, torch.eye(32))
+    draw = torch.Generator().manual_seed(0)
+    layer = captured.Captured(*(torch.randn(1, 1, 128, 32, generator=draw) for _ in range(4)))
+    layer.q[..., 0] *= 50
+    errors = {row["scaling"]: row["out"] for row in fp8_forward.errors(layer)}
+    assert errors["bf16"] < 0.01 < errors["hadamard"] < errors["tensor"]
+    with pytest.raises(ValueError, match="head_dim=48 must be a power of two"):
+        fp8_forward.hadamard(48)
+
+
+@pytest.mark.parametrize("narrow", [fp8_forward.shared_scale, fp8_forward.scale_of_block])
+def test_a_scale_keeps_the_largest_number(narrow):
+    x = torch.randn(2, 100, 8, generator=torch.Generator().manual_seed(0))
+    x[1, 99] = 0  # a block of zeros has no largest number
+    found = narrow(x)
+    assert found.abs().max() == pytest.approx(x.abs().max().item())
+    assert ((found - x).abs() <= x.abs() / 16 + x.abs().max() / 448 / 512).all()
+
+
+@pytest.mark.slow
+def test_fp8_of_a_sweep(tmp_path):
+    trained(tmp_path / "runs", "experiment=fp8_forward", "seq_len=32")
+    out = tmp_path / "found.json"
+    fp8_forward.main([str(tmp_path / "runs"), "sequences=2", f"out={out}"])
+    found = json.loads(out.read_text())
+    assert {row["scaling"] for row in found["training"]} == set(fp8_forward.SCALINGS) - {"both"}
+    assert (tmp_path / "found_dark.png").is_file()
+
+
+@pytest.mark.parametrize("module", [tile_size, unshifted_sink, bf16_accumulators, fp8_forward])
+def test_a_page_has_the_figures_of_its_file(module):
+    """Means with their spread, and errors such as 1.2e-07, as the command prints them."""
+    name = module.__name__.rpartition(".")[2]
+    printed = module.in_text(json.loads((ROOT / f"results/{name}.json").read_text()))
+    page = (ROOT / f"docs/findings/{name.replace('_', '-')}.md").read_text()
+    figures = re.findall(r"[-+]?\d+\.\d+(?: ± \d+\.\d+|e[-+]\d+)", page)
+    assert len(figures) > 5
+    assert not [each for each in figures if each not in printed]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention import get_backend
-from config import ModelConfig
+from config import AttentionConfig, ModelConfig
 from model import GPT
 
 VOCAB_SIZE = 61
@@ -12,12 +12,19 @@ VOCAB_SIZE = 61
 
 @pytest.fixture
 def build_gpt():
-    """build_gpt(backend="naive", **fields of ModelConfig), the same weights every time.
+    """build_gpt(backend="naive", **fields of ModelConfig), the same weights every time; attention=
+    as of GPT.
 
     Two layers, four heads of eight, 32 positions.
     """
 
-    def build(backend: str = "naive", *, vocab_size: int = VOCAB_SIZE, **fields) -> GPT:
+    def build(
+        backend: str = "naive",
+        *,
+        vocab_size: int = VOCAB_SIZE,
+        attention: AttentionConfig | None = None,
+        **fields,
+    ) -> GPT:
         torch.manual_seed(0)
         # weights five times the usual: with 0.02 a model this small gives nearly uniform attention,
         # which hides mistakes in it
@@ -31,7 +38,7 @@ def build_gpt():
             }
             | fields
         )
-        return GPT(config, vocab_size=vocab_size, backend=get_backend(backend))
+        return GPT(config, vocab_size=vocab_size, backend=get_backend(backend), attention=attention)
 
     return build
 

@@ -5,8 +5,8 @@ Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D h
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from triton.runtime import driver
 from attention.kernels.hopper.backward import backward_kernel
 from attention.kernels.hopper.forward import forward_kernel
 from attention.kernels.hopper.pre_post import convert_dq_kernel, prepare_kernel
+from attention.kernels.intervals import QueryRanges
 from attention.kernels.launch import (
+    Launch,
     batch_stride,
     bytes_of_a_head,
     descriptor_strides,
@@ -31,7 +33,7 @@ BLOCK_KV = 128  # keys of a block of the backward
 GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
-class Forward(NamedTuple):
+class Division(NamedTuple):
     """How a forward program is divided, by head dim: what the registers hold."""
 
     consumers: int
@@ -42,8 +44,8 @@ class Forward(NamedTuple):
 
 
 FORWARD = {
-    64: Forward(consumers=3, block_kv=128, stages=3, turns=True, round_early=False),
-    128: Forward(consumers=2, block_kv=128, stages=2, turns=False, round_early=True),
+    64: Division(consumers=3, block_kv=128, stages=3, turns=True, round_early=False),
+    128: Division(consumers=2, block_kv=128, stages=2, turns=False, round_early=True),
 }
 # with intervals, and causal up to SHORT keys: tiles at the edges, half of them wasted, are a large
 # part of all
@@ -153,75 +155,102 @@ def backward_constants(
     }
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    top: Tensor | None,
-    lo: Tensor | None,
-    hi: Tensor | None,
-    *,
-    causal: bool,
-    scale: float,
-):
-    """Fill out (B, H, N, D), lse (B, H, N) and, where there is one, top (B, H, N) with each row's
-    largest score. A descriptor must be able to point at q, k, v; lo, hi (B or 1, N) int32.
+class Forward:
+    """The forward pass of calls of one kind. A descriptor must be able to point at q, k, v; lo, hi
+    (B or 1, N) int32.
     """
-    batch, num_heads, num_queries, head_dim = q.shape
-    num_kv_heads, num_keys = k.shape[1:3]
-    groups, batch_heads = num_heads // num_kv_heads, batch * num_heads
-    meta = forward_constants(q.shape, num_keys, causal, lo is not None)
-    work = batch_heads * tiles_of(num_queries, BLOCK_Q * meta["CONSUMERS"])
-    forward_kernel[(min(work, multiprocessors(q.device)),)](
-        descriptor(q, BLOCK_Q), descriptor(k, meta["BLOCK_KV"]), descriptor(v, meta["BLOCK_KV"]),
-        descriptor(out, BLOCK_Q), lse, top, lo, hi,
-        counters(q.device), batch_stride(lo), num_heads, groups, batch_heads,
-        section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=not causal),
-        num_queries, num_keys, scale * math.log2(math.e), **meta, TOP=top is not None, num_warps=4,
-    )  # fmt: skip
+
+    def __init__(
+        self, q: Tensor, k: Tensor, out: Tensor, top: Tensor | None, lo: Tensor | None,
+        causal: bool, scale: float, *_: Any,
+    ):  # fmt: skip
+        """_: settings of the portable kernels."""
+        batch, num_heads, num_queries, head_dim = q.shape
+        num_kv_heads, num_keys = k.shape[1:3]
+        groups, batch_heads = num_heads // num_kv_heads, batch * num_heads
+        meta = forward_constants(q.shape, num_keys, causal, lo is not None)
+        work = batch_heads * tiles_of(num_queries, BLOCK_Q * meta["CONSUMERS"])
+        of_queries, of_keys = (
+            partial(descriptor, rows=rows) for rows in (BLOCK_Q, meta["BLOCK_KV"])
+        )
+        self.launch = Launch(
+            forward_kernel, (min(work, multiprocessors(q.device)),),
+            (
+                batch_stride(lo), num_heads, groups, batch_heads,
+                section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=not causal),
+                num_queries, num_keys, scale * math.log2(math.e),
+            ),
+            describe=(of_queries, of_keys, of_keys, of_queries),
+            **meta, TOP=top is not None, num_warps=4,
+        )  # fmt: skip
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, top: Tensor | None,
+        lo: Tensor | None, hi: Tensor | None, _: None = None,
+    ) -> None:  # fmt: skip
+        """Fill out (B, H, N, D), lse (B, H, N) and, where there is one, top (B, H, N) with each
+        row's largest score.
+        """
+        self.launch(q, k, v, out, lse, top, lo, hi, counters(q.device))
 
 
-def backward(
-    d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor, lo: Tensor | None, hi: Tensor | None,
-    ranges: Tensor | None, *, causal: bool, scale: float,
-) -> None:  # fmt: skip
-    """Fill dq, dk and dv. ranges (B or 1, tiles of BLOCK_KV keys, 4) int32 goes with lo and hi: see
-    query_ranges in intervals.py.
-    """
-    batch, num_heads, num_queries, head_dim = q.shape
-    num_kv_heads, num_keys = k.shape[1:3]
-    groups, batch_heads = num_heads // num_kv_heads, batch * num_heads
-    delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
-    padded = tiles_of(num_queries, 128) * 128
-    dq_sum = q.new_empty(batch_heads * padded * head_dim // 32, 32, dtype=torch.float32)
-    rows = 4096 // head_dim
-    prepare_kernel[(padded // rows, batch_heads)](
-        out, d_out, lse, None if d_lse is None else d_lse.contiguous(), delta, lse_log2, dq_sum,
-        *out.stride()[:3], *d_out.stride()[:3], num_heads, num_queries, D=head_dim, BLOCK_Q=rows,
-        num_warps=4,
-    )  # fmt: skip
-    meta = backward_constants(q.shape, k.shape, causal, lo is not None)
-    block_q = meta["BLOCK_Q"]
-    work = tiles_of(num_keys, BLOCK_KV) * batch * num_kv_heads
-    backward_kernel[(min(work, multiprocessors(q.device)) if meta["STAY"] else work,)](
-        descriptor(q, block_q), descriptor(k, BLOCK_KV // 2), descriptor(v, BLOCK_KV // 2),
-        descriptor(d_out, block_q),
-        sum_descriptor(dq_sum, sum_block(head_dim, block_q)),
-        descriptor(dk, BLOCK_KV // 2), descriptor(dv, BLOCK_KV // 2), lse_log2, delta, lo, hi,
-        ranges,
-        counters(q.device), batch_stride(lo), batch_stride(ranges), num_kv_heads, groups,
-        batch * num_kv_heads,
-        # q and d_out, and dq in float32
-        section_of(
-            q.device,
-            groups * (2 * bytes_of_a_head(q) + 4 * num_queries * head_dim),
-            equal=not causal,
-        ),
-        num_queries, num_keys, scale, scale * math.log2(math.e), **meta, num_warps=4,
-    )  # fmt: skip
-    convert_dq_kernel[(tiles_of(num_queries, 64), batch_heads)](
-        dq_sum, dq, *dq.stride()[:3], num_heads, num_queries, scale, D=head_dim, num_warps=8
-    )
+class Backward:
+    """The backward pass of calls of one kind."""
+
+    def __init__(
+        self, d_out: Tensor, q: Tensor, k: Tensor, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+        lo: Tensor | None, causal: bool, scale: float, *_: Any,
+    ):  # fmt: skip
+        """_: settings of the portable kernels."""
+        batch, num_heads, num_queries, head_dim = q.shape
+        num_kv_heads, num_keys = k.shape[1:3]
+        groups, batch_heads = num_heads // num_kv_heads, batch * num_heads
+        padded = tiles_of(num_queries, 128) * 128
+        self.sum_shape = (batch_heads * padded * head_dim // 32, 32)
+        rows = 4096 // head_dim
+        self.prepare = Launch(
+            prepare_kernel, (padded // rows, batch_heads),
+            (*out.stride()[:3], *d_out.stride()[:3], num_heads, num_queries),
+            D=head_dim, BLOCK_Q=rows, num_warps=4,
+        )  # fmt: skip
+        meta = backward_constants(q.shape, k.shape, causal, lo is not None)
+        block_q = meta["BLOCK_Q"]
+        work = tiles_of(num_keys, BLOCK_KV) * batch * num_kv_heads
+        self.ranges = None if lo is None else QueryRanges(lo, num_keys, BLOCK_KV)
+        of_queries, of_keys = (partial(descriptor, rows=rows) for rows in (block_q, BLOCK_KV // 2))
+        of_sum = partial(sum_descriptor, block=sum_block(head_dim, block_q))
+        self.launch = Launch(
+            backward_kernel, (min(work, multiprocessors(q.device)) if meta["STAY"] else work,),
+            (
+                batch_stride(lo), 0 if self.ranges is None else self.ranges.batch_stride,
+                num_kv_heads, groups, batch * num_kv_heads,
+                # q and d_out, and dq in float32
+                section_of(
+                    q.device,
+                    groups * (2 * bytes_of_a_head(q) + 4 * num_queries * head_dim),
+                    equal=not causal,
+                ),
+                num_queries, num_keys, scale, scale * math.log2(math.e),
+            ),
+            describe=(of_queries, of_keys, of_keys, of_queries, of_sum, of_keys, of_keys),
+            **meta, num_warps=4,
+        )  # fmt: skip
+        self.convert = Launch(
+            convert_dq_kernel, (tiles_of(num_queries, 64), batch_heads),
+            (*dq.stride()[:3], num_heads, num_queries, scale), D=head_dim, num_warps=8,
+        )  # fmt: skip
+
+    def __call__(
+        self, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+        lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, lo: Tensor | None, hi: Tensor | None,
+        _: None = None,
+    ) -> None:  # fmt: skip
+        """Fill dq, dk and dv."""
+        delta, lse_log2 = torch.empty_like(lse), torch.empty_like(lse)
+        dq_sum = lse.new_empty(self.sum_shape)
+        self.prepare(out, d_out, lse, d_lse, delta, lse_log2, dq_sum)
+        ranges = None if self.ranges is None else self.ranges(lo, hi)
+        self.launch(
+            q, k, v, d_out, dq_sum, dk, dv, lse_log2, delta, lo, hi, ranges, counters(q.device)
+        )
+        self.convert(dq_sum, dq)

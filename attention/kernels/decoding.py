@@ -1,0 +1,303 @@
+"""The split kernel: attention of few queries to many keys, and the merge of its parts.
+
+The specification is attention/decoding.py; the steps of the softmax are those of softmax.py. A
+program owns the queries of one key/value head: all heads of a group, a row for each. It streams a
+part of the keys past them, each once, so that memory is what it waits for. A second kernel merges
+the parts of a row.
+
+Keys are those of a cache: of one piece, or in pages. Query i sees keys lo[i] <= j < hi[i]. With
+INTERVALS both ends are loaded; otherwise they follow from the sequence's length, CAUSAL and the
+window.
+
+Dimensions: B batch, H = H_kv * GROUPS query heads, N queries, M keys, D head dim (padded to
+BLOCK_D); S splits; a tile is BLOCK_Q rows by BLOCK_KV keys.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.decoding import num_splits
+from attention.kernels.forward import scores_of
+from attention.kernels.launch import (
+    Tile,
+    batch_stride,
+    padded_head_dim,
+    pick_tile,
+    properties,
+    tiles_of,
+)
+from attention.kernels.op import empty_heads
+from attention.kernels.portable import find_score_mod
+from attention.kernels.softmax import move_max
+
+MERGED = 32  # parts of a row that a program merges at a time
+CHECKED = tl.constexpr(128)  # pages that a program checks at a time
+SLOTS_OF_A_CPU = 8  # the interpreter runs programs one by one: some, so that tests merge some
+
+
+@triton.jit
+def interval_of_rows(
+    n, first_n, last_n, lo_ptr, hi_ptr, length, N, window,
+    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr,
+):  # fmt: skip
+    """lo, hi: the keys that queries n see; first, last: those that any of them sees. Both ends are
+    non-decreasing, so these stand at the first and the last query."""
+    if INTERVALS:
+        lo = tl.load(lo_ptr + n, mask=n < N, other=0)
+        hi = tl.load(hi_ptr + n, mask=n < N, other=0)
+        first = tl.load(lo_ptr + first_n)
+        last = tl.load(hi_ptr + last_n)
+    else:
+        past = length - N  # the position of query 0
+        lo = tl.maximum(past + n + 1 - window, 0)
+        hi = tl.minimum(past + n + 1, length) if CAUSAL else tl.zeros_like(n) + length
+        first = tl.maximum(past + first_n + 1 - window, 0)
+        last = past + last_n + 1 if CAUSAL else length
+    return lo, hi, first, tl.maximum(first, last)
+
+
+@triton.jit
+def load_keys(
+    ptr, stride_page, stride_n, page, keys, inside, PAGE_SIZE: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Rows `keys` of one head (BLOCK_KV, BLOCK_D), zero where they are not `inside`."""
+    if PAGE_SIZE == 0:
+        row = ptr + tl.cast(keys, tl.int64) * stride_n
+    else:
+        row = ptr + tl.cast(page, tl.int64) * stride_page + keys % PAGE_SIZE * stride_n
+    column = tl.arange(0, BLOCK_D)
+    mask = inside[:, None] & (column < D)[None, :]
+    return tl.load(row[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["M", "num_pages", "window"])  # do not recompile for each length
+def split_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, lengths_ptr, table_ptr, lo_ptr, hi_ptr, params_ptr,
+    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_on, stride_os,
+    stride_table, stride_interval, num_kv_heads, N, M, num_pages, window, scale, scale_log2,
+    CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, SCORE_MOD: tl.constexpr, GROUPS: tl.constexpr,
+    SPLITS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """lengths_ptr: how many keys each sequence has, or None for M of them; table_ptr: its pages.
+
+    With one split out and lse are the results, otherwise parts of them: lse in base 2.
+    """
+    row_tiles = tl.cdiv(N * GROUPS, BLOCK_Q)
+    tile, head_of_batch = tl.program_id(0) % row_tiles, tl.program_id(0) // row_tiles
+    split = tl.program_id(1)
+    batch = tl.cast(head_of_batch // num_kv_heads, tl.int64)
+    kv_head = tl.cast(head_of_batch % num_kv_heads, tl.int64)
+    # the heads of a query are neighbours, so both ends of the intervals do not decrease
+    rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    n, head = rows // GROUPS, kv_head * GROUPS + rows % GROUPS
+    first_n = tile * BLOCK_Q // GROUPS
+    last_n = tl.minimum((tile * BLOCK_Q + BLOCK_Q - 1) // GROUPS, N - 1)
+    length, broken = M, M < 0
+    if lengths_ptr is not None:
+        given = tl.load(lengths_ptr + batch)
+        length = tl.minimum(given.to(tl.int32), M)
+        broken = (given > M) | (given < 0)
+    if INTERVALS:
+        lo_ptr += batch * stride_interval
+        hi_ptr += batch * stride_interval
+    lo, hi, first, last = interval_of_rows(
+        n, first_n, last_n, lo_ptr, hi_ptr, length, N, window, CAUSAL, INTERVALS
+    )
+    # tiles of a fixed grid, so that a page holds whole tiles, or a tile whole pages
+    grid = first // BLOCK_KV * BLOCK_KV
+    tiles = tl.cdiv(last - grid, BLOCK_KV)
+    begin = grid + split * tiles // SPLITS * BLOCK_KV
+    end = tl.minimum(grid + (split + 1) * tiles // SPLITS * BLOCK_KV, last)
+
+    column, row_exists = tl.arange(0, BLOCK_D), n < N
+    q = tl.load(
+        q_ptr + batch * stride_qb + (head * stride_qh + n * stride_qn)[:, None] + column[None, :],
+        mask=row_exists[:, None] & (column < D)[None, :],
+        other=0.0,
+    )
+    k_ptr += kv_head * stride_kh
+    v_ptr += kv_head * stride_vh
+    if PAGE_SIZE == 0:
+        k_ptr += batch * stride_kb
+        v_ptr += batch * stride_vb
+    else:
+        table_ptr += batch * stride_table
+    row_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    for start in tl.range(begin, end, BLOCK_KV):
+        keys = start + tl.arange(0, BLOCK_KV)
+        inside, page = (keys >= first) & (keys < end), start
+        if PAGE_SIZE != 0:
+            if PAGE_SIZE % BLOCK_KV == 0:
+                page = tl.load(table_ptr + start // PAGE_SIZE)
+            else:
+                page = tl.load(table_ptr + keys // PAGE_SIZE, mask=inside, other=0)
+            page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
+        k = load_keys(k_ptr, stride_kb, stride_kn, page, keys, inside, PAGE_SIZE, D, BLOCK_D)
+        scores, _ = scores_of(
+            tl.dot(q, tl.trans(k), input_precision=PRECISION), (n + length - N)[:, None],
+            keys[None, :], lo[:, None], hi[:, None], batch, head[:, None], M, scale, scale_log2,
+            params_ptr, CAUSAL, True, True, SCORE_MOD,
+        )  # fmt: skip
+        row_max, shift, alpha = move_max(row_max, tl.max(scores, 1), True)
+        p = tl.exp2(scores - shift[:, None])
+        row_sum = alpha * row_sum + tl.sum(p, 1)
+        v = load_keys(v_ptr, stride_vb, stride_vn, page, keys, inside, PAGE_SIZE, D, BLOCK_D)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+
+    if PAGE_SIZE != 0:
+        # after the loop, which then loads pages early, and nothing that waits for them
+        for start in tl.range(begin // PAGE_SIZE, tl.cdiv(end, PAGE_SIZE), CHECKED, num_stages=1):
+            entry = start + tl.arange(0, CHECKED)
+            used = (entry >= first // PAGE_SIZE) & (entry * PAGE_SIZE < end)
+            page = tl.load(table_ptr + entry, mask=used, other=0)
+            broken |= tl.max(((page < 0) | (page >= num_pages)).to(tl.int32), 0) > 0
+    no_key = row_max == float("-inf")
+    row_sum = tl.where(broken, float("nan"), tl.where(no_key, 1.0, row_sum))
+    lse = row_max + tl.log2(row_sum)
+    if SPLITS == 1:
+        lse *= 0.6931471805599453  # back to the natural logarithm
+    out_ptr += batch * stride_ob + split * stride_os
+    tl.store(
+        out_ptr + (head * stride_oh + n * stride_on)[:, None] + column[None, :],
+        (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty),
+        mask=row_exists[:, None] & (column < D)[None, :],
+    )
+    row = ((batch * num_kv_heads * GROUPS + head) * N + n) * SPLITS + split
+    tl.store(lse_ptr + row, lse, mask=row_exists)
+
+
+@triton.jit
+def merge_kernel(
+    parts_ptr, part_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_on, num_heads, N,
+    SPLITS: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """OnlineSoftmax.merge of a row's parts, BLOCK_S at a time: (lse, 1, out) is a state."""
+    row = tl.cast(tl.program_id(0), tl.int64)
+    column = tl.arange(0, BLOCK_D)
+    row_max = tl.full([1], float("-inf"), tl.float32)
+    row_sum = tl.zeros([1], tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in tl.static_range(0, SPLITS, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        part = row * SPLITS + split
+        part_lse = tl.load(part_lse_ptr + part, mask=split < SPLITS, other=float("-inf"))
+        out = tl.load(
+            parts_ptr + part[:, None] * D + column[None, :],
+            mask=(split < SPLITS)[:, None] & (column < D)[None, :],
+            other=0.0,
+        )
+        row_max, shift, alpha = move_max(row_max, tl.max(part_lse, 0), True)
+        p = tl.exp2(part_lse - shift)
+        row_sum = alpha * row_sum + tl.sum(p, 0)
+        acc = alpha * acc + tl.sum(p[:, None] * out, 0)
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # no key
+    n, head = row % N, row // N % num_heads
+    out_ptr += row // N // num_heads * stride_ob + head * stride_oh + n * stride_on
+    tl.store(out_ptr + column, (acc / row_sum).to(out_ptr.dtype.element_ty), mask=column < D)
+    tl.store(lse_ptr + row + tl.arange(0, 1), (row_max + tl.log2(row_sum)) * 0.6931471805599453)
+
+
+def slots_of(device: torch.device, bytes_of_a_program: int) -> int:
+    """Programs that the device runs at a time, each with so much shared memory."""
+    if device.type == "cpu":
+        return SLOTS_OF_A_CPU
+    gpu = properties(device)
+    each = max(1, gpu.shared_memory_per_block_optin // bytes_of_a_program)
+    return gpu.multi_processor_count * each
+
+
+def stages_of(tile: Tile, *, paged: bool) -> int:
+    """Where a page comes before its keys, these are on their way for half of the stages alone."""
+    return 2 * tile.num_stages - 1 if paged else tile.num_stages
+
+
+def by_rows(x: Tensor) -> Tensor:
+    """x as the kernel can point at it: contiguous along D. The interpreter computes bfloat16 on raw
+    bits, so there x becomes float32.
+    """
+    if x.is_cpu and x.dtype == torch.bfloat16:
+        x = x.float()
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def split_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_lengths: Tensor | None,
+    block_table: Tensor | None,
+    lo: Tensor | None,
+    hi: Tensor | None,
+    params: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    score_mod: str,
+    splits: str,
+) -> tuple[Tensor, Tensor]:
+    """out (B, H, N, D) and lse (B, H, N) float32, for q (B, H, N, D); k, v (B, H_kv, M, D), or (P,
+    H_kv, page_size, D) with a block_table (B, max_pages).
+
+    cache_lengths: (B,), or None where all M keys are there. lo, hi: (B or 1, N) int32, the interval
+    of keys each query sees, in place of cache_lengths, causal and window. score_mod, params: as in
+    flash_attention() of op.py. splits: auto, fixed or a number.
+    """
+    dtype, result = q.dtype, empty_heads(q)
+    q, k, v = by_rows(q), by_rows(k), by_rows(v)
+    (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
+    page_size = 0
+    if block_table is not None:
+        page_size, num_keys = num_keys, num_keys * block_table.shape[1]
+        block_table = block_table.contiguous()
+    rows, block_d = num_queries * num_heads // num_kv_heads, padded_head_dim(head_dim)
+    tile = pick_tile("decoding", head_dim, dtype, q.device)
+    block_q = min(tile.block_q, padded_head_dim(rows))  # so many rows, as a power of two
+    seen = num_keys if window is None else min(num_keys, window + num_queries)
+    count = num_splits(
+        splits,
+        programs=batch * num_kv_heads * tiles_of(rows, block_q),
+        tiles=tiles_of(seen, tile.block_kv),
+        slots=slots_of(q.device, 2 * tile.num_stages * tile.block_kv * block_d * q.element_size()),
+    )
+    out = result if dtype == q.dtype else result.to(q.dtype)
+    lse = q.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
+    parts, part_lse, strides = out, lse, (*out.stride()[:3], 0)
+    if count > 1:
+        parts = lse.new_empty(batch, num_heads, num_queries, count, head_dim)
+        part_lse, strides = lse.new_empty(parts.shape[:-1]), parts.stride()[:4]
+    split_kernel[(batch * num_kv_heads * tiles_of(rows, block_q), count)](
+        q, k, v, parts, part_lse, None if cache_lengths is None else cache_lengths.contiguous(),
+        block_table, lo, hi, params, *q.stride()[:3],
+        *k.stride()[:3], *v.stride()[:3], *strides, batch_stride(block_table), batch_stride(lo),
+        num_kv_heads, num_queries, num_keys, len(k),
+        num_keys + num_queries if window is None else window, scale, scale * math.log2(math.e),
+        CAUSAL=causal, INTERVALS=lo is not None, SCORE_MOD=find_score_mod(score_mod),
+        GROUPS=num_heads // num_kv_heads, SPLITS=count, PAGE_SIZE=page_size, D=head_dim,
+        BLOCK_Q=block_q, BLOCK_KV=tile.block_kv, BLOCK_D=block_d, PRECISION="ieee",
+        num_warps=tile.num_warps, num_stages=stages_of(tile, paged=page_size > 0),
+    )  # fmt: skip
+    if count > 1:
+        merge_kernel[(batch * num_heads * num_queries,)](
+            parts, part_lse, out, lse, *out.stride()[:3], num_heads, num_queries, SPLITS=count,
+            D=head_dim, BLOCK_S=min(MERGED, triton.next_power_of_2(count)), BLOCK_D=block_d,
+        )  # fmt: skip
+    return out.to(dtype), lse
+
+
+split_attention_op = torch.library.custom_op(
+    "tilegpt::split_attention", split_attention, mutates_args=()
+)
+
+
+@split_attention_op.register_fake
+def _(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    return empty_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)

@@ -1,0 +1,187 @@
+"""Launch the portable kernels: tile shapes, descriptors, the order of work.
+
+Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
+"""
+
+import importlib
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attention.kernels import defects
+from attention.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
+from attention.kernels.forward import forward_kernel
+from attention.kernels.intervals import QueryRanges
+from attention.kernels.launch import (
+    Launch,
+    batch_stride,
+    bytes_of_a_head,
+    descriptor_strides,
+    padded_head_dim,
+    pick_tile,
+    section_of,
+    tiles_of,
+)
+from attention.kernels.softmax import ONLINE
+
+# an operator takes names, not functions
+SOFTMAXES = {
+    "online": ONLINE,
+    "no_max": defects.NO_MAX,
+    "no_rescale": defects.NO_RESCALE,
+    "no_rescale_detached": defects.NO_RESCALE_DETACHED,
+}
+DELTA_BLOCK_Q = 32
+
+
+def descriptor(x: Tensor, block: int) -> TensorDescriptor:
+    """x (B, H, N, D) for loads of `block` rows of one head, zero where they pass its end."""
+    return TensorDescriptor(
+        x, list(x.shape), descriptor_strides(x), [1, 1, block, padded_head_dim(x.shape[-1])]
+    )
+
+
+@cache
+def find_score_mod(name: str) -> triton.JITFunction | None:
+    """The @triton.jit function at pkg.module:NAME; "" is none."""
+    if not name:
+        return None
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"the score_mod's kernel={name} must read pkg.module:NAME of a @triton.jit "
+            f"function: {error}"
+        ) from error
+
+
+def constants(
+    kernel: str,
+    q: Tensor,
+    causal: bool,
+    lo: Tensor | None,
+    score_mod: str,
+    block_q: int,
+    block_kv: int,
+) -> dict[str, Any]:
+    head_dim = q.shape[-1]
+    tile = pick_tile(kernel, head_dim, q.dtype, q.device, block_q=block_q, block_kv=block_kv)
+    return {
+        "CAUSAL": causal,
+        "INTERVALS": lo is not None,
+        "SCORE_MOD": find_score_mod(score_mod),
+        "D": head_dim,
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_KV": tile.block_kv,
+        "BLOCK_D": padded_head_dim(head_dim),
+        # Triton's default for float32 is TF32, which is not float32
+        "PRECISION": "ieee",
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def descriptors(meta: dict[str, Any]) -> tuple[Callable[[Tensor], TensorDescriptor], ...]:
+    """Those of q, k, v and d_out."""
+    of_queries, of_keys = (
+        partial(descriptor, block=meta[name]) for name in ("BLOCK_Q", "BLOCK_KV")
+    )
+    return of_queries, of_keys, of_keys, of_queries
+
+
+class Forward:
+    """The forward pass of calls of one kind."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, out: Tensor, top: Tensor | None, lo: Tensor | None,
+        causal: bool, scale: float, score_mod: str, softmax: str, block_q: int, block_kv: int,
+    ):  # fmt: skip
+        (batch, num_heads, num_queries, _), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
+        groups, equal = num_heads // num_kv_heads, not causal and lo is None
+        meta = constants("forward", q, causal, lo, score_mod, block_q, block_kv)
+        self.launch = Launch(
+            forward_kernel,
+            (tiles_of(num_queries, meta["BLOCK_Q"]) * batch * num_heads,),
+            (
+                *out.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
+                section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=equal),
+                num_queries, num_keys, scale, scale * math.log2(math.e),
+            ),
+            describe=descriptors(meta)[:3], MOVE_MAX=SOFTMAXES[softmax].move_max, **meta,
+        )  # fmt: skip
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, top: Tensor | None,
+        lo: Tensor | None, hi: Tensor | None, params: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Fill out (B, H, N, D), lse (B, H, N) and, where there is one, top (B, H, N) with each
+        row's largest score.
+        """
+        self.launch(q, k, v, out, lse, top, lo, hi, params)
+
+
+class Backward:
+    """The backward pass of calls of one kind."""
+
+    def __init__(
+        self, d_out: Tensor, q: Tensor, k: Tensor, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+        lo: Tensor | None, causal: bool, scale: float, score_mod: str, softmax: str, block_q: int,
+        block_kv: int,
+    ):  # fmt: skip
+        batch, num_heads, num_queries, head_dim = q.shape
+        num_kv_heads, num_keys = k.shape[1:3]
+        groups, equal = num_heads // num_kv_heads, not causal and lo is None
+        sizes = (num_queries, num_keys, scale, scale * math.log2(math.e))
+        self.delta = Launch(
+            delta_kernel, (tiles_of(num_queries, DELTA_BLOCK_Q), batch * num_heads),
+            (*out.stride()[:3], *d_out.stride()[:3], num_heads, num_queries),
+            D=head_dim, BLOCK_Q=DELTA_BLOCK_Q, BLOCK_D=padded_head_dim(head_dim),
+        )  # fmt: skip
+
+        choice = (q, causal, lo, score_mod, block_q, block_kv)
+        steps = {
+            "PROBABILITY": SOFTMAXES[softmax].probability,
+            "SCORE_GRADIENT": SOFTMAXES[softmax].score_gradient,
+        }
+        plain = groups == 1 and lo is None and not score_mod
+        meta = constants("dkdv" if plain else "dkdv_general", *choice) | steps
+        self.ranges = None if lo is None else QueryRanges(lo, num_keys, meta["BLOCK_KV"])
+        self.dkdv = Launch(
+            dkdv_kernel, (tiles_of(num_keys, meta["BLOCK_KV"]) * batch * num_kv_heads,),
+            (
+                *dk.stride()[:3], *dv.stride()[:3], batch_stride(lo),
+                0 if self.ranges is None else self.ranges.batch_stride,
+                num_kv_heads, batch * num_kv_heads,
+                section_of(q.device, groups * 2 * bytes_of_a_head(q), equal=equal), *sizes,
+            ),
+            describe=descriptors(meta), GROUPS=groups, **meta,
+        )  # fmt: skip
+
+        meta = constants("dq", *choice) | steps
+        self.dq = Launch(
+            dq_kernel, (tiles_of(num_queries, meta["BLOCK_Q"]) * batch * num_heads,),
+            (
+                *dq.stride()[:3], batch_stride(lo), num_heads, groups, batch * num_heads,
+                section_of(k.device, 2 * bytes_of_a_head(k), heads=groups, equal=equal), *sizes,
+            ),
+            describe=descriptors(meta), **meta,
+        )  # fmt: skip
+
+    def __call__(
+        self, d_out: Tensor, d_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+        lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, lo: Tensor | None, hi: Tensor | None,
+        params: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Fill dq, dk and dv."""
+        delta = torch.empty_like(lse)
+        self.delta(out, d_out, d_lse, delta)
+        ranges = None if self.ranges is None else self.ranges(lo, hi)
+        self.dkdv(q, k, v, d_out, lse, delta, dk, dv, lo, hi, ranges, params)
+        self.dq(q, k, v, d_out, lse, delta, dq, lo, hi, params)

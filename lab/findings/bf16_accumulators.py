@@ -1,0 +1,324 @@
+"""bfloat16 accumulators: which of their errors are a bias, and what training makes of it.
+
+    python train.py experiment=bf16_accumulators hydra.sweep.dir=multirun/bf16
+    python -m lab.findings.bf16_accumulators multirun/bf16 out=results/bf16_accumulators.json
+
+The arguments of the second are runs, or folders of them, and
+
+    sequences  held-out sequences, of which each gives a gradient (64)
+    device     auto, cpu or cuda (auto)
+    out        the JSON file to write; the figure stands beside it
+
+arXiv:2510.04212 traces a failure of low-precision training to flash attention: rounding errors of
+its output are a bias, and enter the backward pass through delta = rowsum(d_out * out). Its code
+keeps out and the sums in bfloat16; kernels keep them in float32, and round out once. BACKEND is
+attention in bfloat16 inside a float32 model, with these options:
+
+    narrow  what is rounded to bfloat16 after each tile: out, sums, both or neither
+    delta   of which out: rounded, as it was returned, or exact, never rounded
+
+Dimensions: B sequences, H heads, N queries, M keys, D head dim.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import AttentionOutput, Backend, attention, get_backend
+from attention.online_softmax import OnlineSoftmax, finite, weighted_sum
+from attention.tiled import TiledAttention, TileLoop, make_loop
+from lab.findings.captured import (
+    Captured,
+    Weights,
+    called,
+    capture,
+    completed_runs,
+    curves,
+    relative,
+    weights_of,
+)
+from scripts.arguments import Device, check_at_least, command
+from scripts.drawing import for_both_papers, new_figure, save_figure
+from scripts.tables import Row, grouped, mean_and_deviation, text_table
+from training.device import pick_device
+from training.environment import measured_on
+from training.files import check_writable, write_json
+
+NARROW, DELTA = ("neither", "out", "sums", "both"), ("rounded", "exact")
+RELATIVE = ("out", "dq", "dk", "dv")  # errors beside the size of the tensor
+REPEATED = (0, 0.1, 0.5, 0.9)  # shares of keys
+
+
+def rounded(x: Tensor) -> Tensor:
+    return x.bfloat16().to(x.dtype)
+
+
+@cache
+def accumulators(narrow: str) -> type[OnlineSoftmax]:
+    """The streaming softmax that rounds what it keeps of out and of the sums to bfloat16."""
+
+    def kept(x: Tensor, name: str) -> Tensor:
+        return rounded(x) if narrow in (name, "both") else x
+
+    class Narrow(OnlineSoftmax):
+        def update(self, scores: Tensor, v: Tensor) -> "Narrow":
+            next_max = self.next_max(scores.amax(-1, keepdim=True))
+            alpha = self.correction(next_max)
+            p = torch.exp(scores - finite(next_max))
+            # each operation rounds, as on tensors of bfloat16
+            row_sum = kept(alpha * self.row_sum, "sums") + kept(p.sum(-1, keepdim=True), "sums")
+            acc = kept(alpha * self.acc, "out") + kept(weighted_sum(p, v), "out")
+            return replace(
+                self, row_max=next_max, row_sum=kept(row_sum, "sums"), acc=kept(acc, "out")
+            )
+
+    return Narrow
+
+
+class ExactDelta(TileLoop):
+    """A backward pass whose delta comes from the out of float32 sums, before any rounding."""
+
+    def backward_from_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *others: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide = (x.to(self.dtype) for x in (q, k, v))
+        out, _ = replace(self, softmax=OnlineSoftmax).forward(*wide)
+        return super().backward_from_lse(q, k, v, out, *others)
+
+
+def loop(q: Tensor, k: Tensor, *, narrow: str, delta: str, **settings: Any) -> TileLoop:
+    if narrow not in NARROW or delta not in DELTA:
+        raise ValueError(f"{narrow=} must be one of {NARROW}, and {delta=} of {DELTA}")
+    made = make_loop(q, k, softmax=accumulators(narrow), **settings)
+    return ExactDelta(**vars(made)) if delta == "exact" else made
+
+
+def in_bfloat16(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> AttentionOutput:
+    """out and lse of q, k and v as bfloat16 holds them, whatever their dtype."""
+    out, lse = TiledAttention(loop)(*(x.bfloat16() for x in (q, k, v)), **settings)
+    return AttentionOutput(out.to(q.dtype), lse)
+
+
+BACKEND = Backend(
+    "bf16_accumulators",
+    in_bfloat16,
+    features=frozenset({"gqa", "non_causal", "cross_length", "lse"}),
+    options={"block_q": 128, "block_kv": 16, "narrow": "both", "delta": "rounded"},
+    exact=False,
+    traceable=False,
+)
+
+
+@dataclass
+class Options:
+    paths: list[Path]
+    sequences: int = 64
+    device: Device = "auto"
+    out: Path = Path("bf16_accumulators.json")
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 2, "sequences")
+
+
+@command("bf16_accumulators", Options)
+def main(options: Options) -> None:
+    check_writable(options.out)
+    torch.set_num_threads(1)  # the tiles are small: threads would only wait for one another
+    device = pick_device(options.device)
+    training, calls, gradients = [], [], []
+    for run, summary in completed_runs(options.paths).items():
+        chosen = {name: summary["options"][name] for name in ("narrow", "delta")}
+        training.append({"seed": summary["seed"]} | chosen | {"curves": curves(run, "val/loss")})
+        if chosen == {"narrow": "neither", "delta": "exact"}:
+            weights = weights_of(run, options.sequences, device)
+            for layer, each in enumerate(capture(weights, get_backend("tiled"))):
+                case = {"seed": summary["seed"], "layer": layer, "ties": maxima_that_tie(each)}
+                calls += [case | row for row in errors_of_calls(each)]
+            gradients += [{"seed": summary["seed"]} | row for row in errors_of_gradients(weights)]
+    if not gradients:
+        raise ValueError("no run has narrow=neither delta=exact, whose weights are asked")
+    found = {"calls": calls, "gradients": gradients, "training": training}
+    found["repeated"] = [
+        row
+        for share, seed in product(REPEATED, range(3))
+        for row in errors_where_repeated(share, seed, device)
+    ]
+    print(in_text(found))
+    about = {"environment": measured_on(device), "sequences": options.sequences}
+    write_json(options.out, about | found)
+    draw(found, options)
+
+
+def variants() -> dict[tuple[str, str], Backend]:
+    return {
+        (narrow, delta): BACKEND.configured(narrow=narrow, delta=delta)
+        for narrow, delta in product(NARROW, DELTA)
+    }
+
+
+def coherence(errors: Tensor) -> float:
+    """Of (B, ...): the size of the sum over B, beside what it is if errors of different sequences
+    have nothing in common. 1 where so, and the root of B where all are the same.
+    """
+    errors = errors.flatten(1)
+    return float(errors.sum(0).norm() / errors.norm(dim=1).square().sum().sqrt())
+
+
+def errors_of_calls(layer: Captured) -> list[Row]:
+    """Relative errors of out, dq, dk and dv of one layer (root mean square), against float64 on the
+    same numbers of bfloat16; coherence of that of out; mean and deviation of that of lse.
+    """
+    exact, rows = called(layer, "naive", torch.float64), []
+    for (narrow, delta), backend in variants().items():
+        found = called(layer, backend, torch.float32)
+        row = {name: relative(found[name], exact[name]) for name in RELATIVE}
+        off = found["lse"] - exact["lse"]
+        row |= {"lse_mean": float(off.mean()), "lse_std": float(off.std())}
+        row |= {"out_coherence": coherence(found["out"] - exact["out"])}
+        rows.append({"narrow": narrow, "delta": delta} | row)
+    return rows
+
+
+def errors_of_gradients(weights: Weights) -> list[Row]:
+    """Of the gradient of all weights that make q, k and v, one a sequence, against attention in
+    float64 that takes the same roundings of q, k and v: mean of the relative sizes, and coherence.
+    """
+    model, inputs, targets = weights
+    names = [name for name, _ in model.named_parameters() if name.endswith("qkv.weight")]
+
+    def gradients(backend: Backend) -> Tensor:
+        found = []
+        with model.use_backend(backend):
+            for x, y in zip(inputs, targets, strict=True):
+                model(x[None], y[None]).loss.backward()
+                own = [model.get_parameter(name).grad for name in names]
+                found.append(torch.cat([x.flatten().double() for x in own if x is not None]))
+                model.zero_grad()
+        return torch.stack(found)
+
+    exact, rows = gradients(REFERENCE), []
+    for (narrow, delta), backend in variants().items():
+        errors = gradients(backend) - exact
+        sizes = errors.norm(dim=1) / exact.norm(dim=1)
+        row = {"error": float(sizes.mean()), "coherence": coherence(errors)}
+        rows.append({"narrow": narrow, "delta": delta} | row)
+    return rows
+
+
+def in_float64(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> AttentionOutput:
+    """Exact attention on q, k and v as bfloat16 holds them; their gradients are not rounded."""
+    wide = (x.double() + (rounded(x) - x).double().detach() for x in (q, k, v))
+    out, lse = attention(*wide, backend="naive", **settings)
+    return AttentionOutput(out.to(q.dtype), lse.to(torch.float32))
+
+
+REFERENCE = Backend("float64", in_float64, features=frozenset({"lse"}), exact=False)
+
+
+def maxima_that_tie(layer: Captured) -> float:
+    """The share of rows in which two keys or more have a p of one after its rounding to
+    bfloat16.
+    """
+    q, k, _ = (x.bfloat16().float() for x in layer[:3])
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    scores = scores.masked_fill(future, -torch.inf)
+    p = (scores - scores.amax(-1, keepdim=True)).exp().bfloat16()
+    return float(((p == 1).sum(-1) > 1).float().mean())
+
+
+def errors_where_repeated(share: float, seed: int, device: torch.device) -> list[Row]:
+    """Of out where a share of 1,024 keys is one token, with one k and one v, that takes most of
+    every row; 16 sequences that differ in all else.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(16, 1, n, 64, generator=draw) for n in (64, 1024, 1024))
+    of_token = torch.randn(64, generator=draw)
+    # the first feature of k is the score, the others give each row a little of its own
+    q[..., 0], k = 8, k / 8
+    k[..., 0] = 0
+    is_token = torch.rand(16, 1, 1024, 1, generator=draw) < share
+    k = torch.where(is_token, 6 * torch.eye(64)[0], k)
+    v = torch.where(is_token, of_token, v)
+    q, k, v = (x.to(device) for x in (q, k, v))
+    wide = (x.bfloat16().double() for x in (q, k, v))
+    exact = attention(*wide, backend="naive", causal=False).out
+    rows = []
+    for narrow in NARROW:
+        backend = BACKEND.configured(narrow=narrow, block_kv=64)
+        out = attention(q, k, v, backend=backend, causal=False).out.double()
+        row = {"out": relative(out, exact), "out_coherence": coherence(out - exact)}
+        rows.append({"share": share, "seed": seed, "narrow": narrow} | row)
+    return rows
+
+
+def in_text(found: Row) -> str:
+    """A line for each variant: means over layers and seeds."""
+    table = [["narrow, delta", "out", "dq", "dk", "dv", "gradient", "coherence", "loss"]]
+    for variant in product(NARROW, DELTA):
+        calls, gradients, training = (
+            [row for row in found[name] if (row["narrow"], row["delta"]) == variant]
+            for name in ("calls", "gradients", "training")
+        )
+        cells = [f"{fmean(row[name] for row in calls):.1e}" for name in RELATIVE]
+        cells.append(f"{fmean(row['error'] for row in gradients):.1e}")
+        cells.append(mean_and_deviation([row["coherence"] for row in gradients], "{:.2f}"))
+        losses = [row["curves"]["val/loss"][-1] for row in training]
+        cells.append(mean_and_deviation(losses, "{:.4f}"))
+        table.append([", ".join(variant), *cells])
+    repeated = [["repeated token", *NARROW]]
+    for share, group in grouped(found["repeated"], lambda row: row["share"]).items():
+        cells = []
+        for rows in grouped(group, lambda row: row["narrow"]).values():
+            error, coherent = (
+                fmean(row[name] for row in rows) for name in ("out", "out_coherence")
+            )
+            cells.append(f"{error:.1e} ({coherent:.1f})")
+        repeated.append([f"{share:.0%}", *cells])
+    return f"{text_table(table)}\n\n{text_table(repeated)}"
+
+
+def draw(found: Row, options: Options) -> None:
+    """Coherence of the gradients' errors, and the held-out loss less that of the exact delta with
+    float32 sums of the same seed.
+    """
+    figure, (left, right) = new_figure(1, 2, size=(11, 3.8))
+    names = [", ".join(variant) for variant in product(NARROW, DELTA)]
+    for row in found["gradients"]:
+        left.plot(f"{row['narrow']}, {row['delta']}", row["coherence"], "o", color="C0")
+    left.axhline(1, linestyle=":", color="gray")
+    left.axhline(options.sequences**0.5, linestyle="--", color="gray")
+    left.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    left.set_ylim(0, 1.1 * options.sequences**0.5)
+    left.set_title("errors of the gradient: coherence (dotted: chance, dashed: always the same)")
+    by_seed = {
+        row["seed"]: row["curves"]["val/loss"]
+        for row in found["training"]
+        if (row["narrow"], row["delta"]) == ("neither", "exact")
+    }
+    colors = {variant: f"C{number}" for number, variant in enumerate(product(NARROW, DELTA))}
+    for variant, group in grouped(
+        found["training"], lambda row: (row["narrow"], row["delta"])
+    ).items():
+        for row in group:
+            steps, losses = row["curves"]["step"], row["curves"]["val/loss"]
+            apart = [a - b for a, b in zip(losses, by_seed[row["seed"]], strict=True)]
+            label = ", ".join(variant) if row is group[0] else None
+            right.plot(steps, apart, color=colors[variant], label=label, linewidth=1)
+    right.set_title("held-out loss less that of neither, exact", size=9)
+    right.set_xlabel("step")
+    right.legend(fontsize=8)
+    for axes in (left, right):
+        axes.title.set_size(9)
+        axes.grid(alpha=0.3)
+    for_both_papers(save_figure(figure, options.out.with_suffix(".png"), dpi=110))
+
+
+if __name__ == "__main__":
+    main()

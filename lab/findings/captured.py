@@ -1,0 +1,108 @@
+"""What the findings share: the runs below a folder, and the q, k and v that their models make.
+
+Dimensions: B sequences, H heads, N tokens, D head dim.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attention import AttentionOutput, Backend, attention
+from model import GPT
+from scripts.agree import load
+from scripts.runs import runs_below
+from scripts.tables import Row
+from training.files import read_metrics
+from training.run import build_run
+from training.trained import read_run_config
+
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+
+
+class Weights(NamedTuple):
+    """The model of a run at one of its steps, and held-out sequences to ask it about."""
+
+    model: GPT
+    inputs: Tensor  # (B, N)
+    targets: Tensor  # (B, N)
+
+
+class Captured(NamedTuple):
+    """What one layer's attention took, and the gradient that came back to its output."""
+
+    q: Tensor  # (B, H, N, D)
+    k: Tensor  # (B, H, N, D)
+    v: Tensor  # (B, H, N, D)
+    d_out: Tensor  # (B, H, N, D)
+
+
+def completed_runs(folders: Iterable[Path]) -> dict[Path, Row]:
+    """The summary of each completed run. Raises ValueError where there is none."""
+    found = {path: row for path, row in runs_below(folders).items() if row["status"] == "completed"}
+    if not found:
+        raise ValueError(f"no completed run in {', '.join(map(str, folders))}")
+    return found
+
+
+def curves(run: Path, *columns: str) -> Row:
+    """step and these columns of the rows that have the first one."""
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if columns[0] in row]
+    names = ("step", *columns)
+    return {name: [round(row[name], 4) for row in rows] for name in names}
+
+
+def largest_score(run: Path) -> float:
+    """Of the whole training."""
+    rows = read_metrics(run / "metrics.jsonl")
+    return max(row["attention/max_score"] for row in rows if "attention/max_score" in row)
+
+
+def weights_of(
+    run: Path, sequences: int, device: torch.device, *, initial: bool = False
+) -> Weights:
+    """The weights that a run left, or those that it began with."""
+    trained, inputs, targets, _ = load(run, device, "fp32", sequences)
+    model = build_run(read_run_config(run)).model if initial else trained.model
+    return Weights(model.to(device).eval(), inputs, targets)
+
+
+def capture(weights: Weights, backend: Backend) -> list[Captured]:
+    """What the attention of each layer takes and gets back, under this backend, of the sum of the
+    losses of the sequences.
+    """
+    kept: list[list[Tensor]] = []
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> AttentionOutput:
+        found = attention(q, k, v, backend=backend, **mask)
+        tensors = [x.detach() for x in (q, k, v)]
+        kept.append(tensors)
+        found.out.register_hook(partial(keep, tensors))
+        return AttentionOutput(found.out, found.lse)
+
+    def keep(tensors: list[Tensor], gradient: Tensor) -> None:
+        tensors.append(gradient.detach())
+
+    watching = Backend("watched", watched, features=frozenset({"lse"}), exact=False)
+    model, inputs, targets = weights
+    with model.use_backend(watching):
+        (len(inputs) * model(inputs, targets).loss).backward()
+    model.zero_grad()
+    return [Captured(*tensors) for tensors in kept]
+
+
+def called(layer: Captured, backend: str | Backend, dtype: torch.dtype) -> dict[str, Tensor]:
+    """RESULTS in float64, of q, k and v as bfloat16 holds them, handed in in dtype."""
+    leaves = [x.bfloat16().to(dtype).requires_grad_() for x in layer[:3]]
+    out, lse = attention(*leaves, backend=backend)
+    gradients = torch.autograd.grad(out, leaves, layer.d_out.to(dtype))
+    found = (out, lse, *gradients)
+    return {name: x.detach().double() for name, x in zip(RESULTS, found, strict=True)}
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    """Root mean square of the error beside that of `exact`."""
+    return float((found - exact).norm() / exact.norm())

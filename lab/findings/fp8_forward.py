@@ -1,0 +1,239 @@
+"""An fp8 forward pass with a bfloat16 backward pass, emulated by rounding: error and training.
+
+    python train.py experiment=fp8_forward hydra.sweep.dir=multirun/fp8
+    python -m lab.findings.fp8_forward multirun/fp8 out=results/fp8_forward.json
+
+The arguments of the second are runs of that recipe, or folders of them, and
+
+    sequences  held-out sequences to look at (16)
+    device     auto, cpu or cuda (auto)
+    out        the JSON file to write; the figure stands beside it
+
+On a Hopper GPU fp8 makes the forward pass faster and the backward pass not, so a hybrid computes
+out and lse from q, k, v and p in e4m3, and the gradients from q, k and v in bfloat16. BACKEND does
+this inside a float32 model; its option `scaling` says what shares a scale before the rounding:
+
+    bf16      nothing is rounded to e4m3
+    tensor    all of q, all of k, all of v
+    block     64 tokens of one head
+    hadamard  as tensor, of q and k turned by a random Hadamard matrix, which spreads outliers
+    both      as block, turned
+
+FlashAttention-3 (2024, arXiv:2407.08608) has block and both. p is multiplied by 2^8 before it is
+rounded, and the sums take it before that.
+
+Dimensions: B sequences, H heads, N tokens, D head dim.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attention import AttentionOutput, Backend, get_backend
+from attention.tiled import TiledAttention, TileLoop, make_loop
+from lab.findings.captured import (
+    Captured,
+    called,
+    capture,
+    completed_runs,
+    curves,
+    relative,
+    weights_of,
+)
+from lab.findings.lazy_rescaling import lazy
+from scripts.arguments import Device, check_at_least, command
+from scripts.drawing import for_both_papers, new_figure, save_figure
+from scripts.tables import Row, grouped, mean_and_deviation, text_table
+from training.device import pick_device
+from training.environment import measured_on
+from training.files import check_writable, write_json
+
+E4M3 = torch.float8_e4m3fn
+SCALINGS = ("bf16", "tensor", "block", "hadamard", "both")
+BLOCK = 64  # tokens that share a scale
+TENSORS = ("out", "dq", "dk", "dv")
+
+
+def shared_scale(x: Tensor) -> Tensor:
+    """x (..., N, D) as e4m3 holds it with one scale for everything in it."""
+    scale = x.abs().amax().clamp(min=1e-30) / torch.finfo(E4M3).max
+    return (x / scale).to(E4M3).to(x.dtype) * scale
+
+
+def scale_of_block(x: Tensor) -> Tensor:
+    """x (..., N, D) as e4m3 holds it with a scale for BLOCK tokens of each head."""
+    blocks = []
+    for block in x.split(BLOCK, -2):
+        scale = block.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30) / torch.finfo(E4M3).max
+        blocks.append((block / scale).to(E4M3).to(x.dtype) * scale)
+    return torch.cat(blocks, -2)
+
+
+def hadamard(head_dim: int) -> Tensor:
+    """(D, D), orthogonal: columns of Sylvester's matrix with random signs, always the same."""
+    if head_dim & (head_dim - 1):
+        raise ValueError(f"{head_dim=} must be a power of two for a Hadamard matrix")
+    made = torch.ones(1, 1)
+    while len(made) < head_dim:
+        made = torch.kron(made, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
+    signs = torch.randint(0, 2, (head_dim, 1), generator=torch.Generator().manual_seed(0))
+    return made * (2 * signs - 1) / head_dim**0.5
+
+
+@dataclass(frozen=True)
+class Fp8Forward(TileLoop):
+    """A loop whose forward pass takes q, k and v in e4m3; its backward pass takes them as given."""
+
+    scaling: str = "bf16"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self.scaling == "bf16":
+            return super().forward(q, k, v)
+        wide = [x.to(self.dtype) for x in (q, k, v)]
+        if self.scaling in ("hadamard", "both"):
+            turn = hadamard(q.shape[-1]).to(wide[0])
+            wide[:2] = [x @ turn for x in wide[:2]]
+        narrow = scale_of_block if self.scaling in ("block", "both") else shared_scale
+        out, lse = super().forward(*map(narrow, wide))
+        return out.to(q.dtype), lse
+
+
+def loop(q: Tensor, k: Tensor, *, scaling: str, **settings: Any) -> TileLoop:
+    if scaling not in SCALINGS:
+        raise ValueError(f"{scaling=} must be one of {SCALINGS}")
+    if scaling != "bf16":
+        settings["softmax"] = lazy(0, 8, E4M3)
+    return Fp8Forward(**vars(make_loop(q, k, **settings)), scaling=scaling)
+
+
+def hybrid(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> AttentionOutput:
+    """out and lse of q, k and v as bfloat16 holds them, whatever their dtype."""
+    out, lse = TiledAttention(loop)(*(x.bfloat16() for x in (q, k, v)), **settings)
+    return AttentionOutput(out.to(q.dtype), lse)
+
+
+BACKEND = Backend(
+    "fp8_forward",
+    hybrid,
+    features=frozenset({"gqa", "non_causal", "cross_length", "lse"}),
+    options={"block_q": 128, "block_kv": 64, "scaling": "tensor"},
+    exact=False,
+    traceable=False,
+)
+
+
+@dataclass
+class Options:
+    paths: list[Path]
+    sequences: int = 16
+    device: Device = "auto"
+    out: Path = Path("fp8_forward.json")
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "sequences")
+
+
+@command("fp8_forward", Options)
+def main(options: Options) -> None:
+    check_writable(options.out)
+    torch.set_num_threads(1)  # the tiles are small: threads would only wait for one another
+    device = pick_device(options.device)
+    training, calls = [], []
+    for run, summary in completed_runs(options.paths).items():
+        case = {"seed": summary["seed"], "scaling": summary["options"]["scaling"]}
+        training.append(case | {"curves": curves(run, "val/loss")})
+        if case["scaling"] == "bf16":
+            weights = weights_of(run, options.sequences, device)
+            for layer, each in enumerate(capture(weights, get_backend("tiled"))):
+                about = {"inputs": "trained weights", "seed": summary["seed"], "layer": layer}
+                calls += [about | row for row in errors(each)]
+    for seed in range(3):
+        for inputs, layer in drawn(seed, device).items():
+            calls += [
+                {"inputs": inputs, "seed": seed, "layer": None} | row for row in errors(layer)
+            ]
+    found = {"calls": calls, "training": training}
+    print(in_text(found))
+    write_json(options.out, {"environment": measured_on(device)} | found)
+    draw(found, options.out.with_suffix(".png"))
+
+
+def drawn(seed: int, device: torch.device) -> dict[str, Captured]:
+    """Normal inputs of 1,024 tokens, and the same with outliers as FlashAttention-3 has them: one
+    number in a thousand gets another of standard deviation 10 added.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    plain = [torch.randn(1, 4, 1024, 64, generator=draw) for _ in range(4)]
+    peaks = [10 * torch.randn(x.shape, generator=draw) for x in plain[:3]]
+    chosen = [torch.rand(x.shape, generator=draw) < 1e-3 for x in plain[:3]]
+    rough = [torch.where(at, x + y, x) for x, y, at in zip(plain, peaks, chosen, strict=False)]
+    cases = {"normal": plain, "outliers": [*rough, plain[3]]}
+    return {name: Captured(*(x.to(device) for x in tensors)) for name, tensors in cases.items()}
+
+
+def errors(layer: Captured) -> list[Row]:
+    """Relative errors (root mean square) of out and the gradients by scaling, against float64 on
+    the same numbers of bfloat16; and the mean error of lse.
+    """
+    exact, rows = called(layer, "naive", torch.float64), []
+    for scaling in SCALINGS:
+        found = called(layer, BACKEND.configured(scaling=scaling), torch.float32)
+        row = {name: relative(found[name], exact[name]) for name in TENSORS}
+        row |= {"lse": float((found["lse"] - exact["lse"]).mean())}
+        rows.append({"scaling": scaling} | row)
+    return rows
+
+
+def in_text(found: Row) -> str:
+    """Means over layers and seeds, and held-out losses."""
+    table = [["inputs, scaling", *TENSORS]]
+    for case, rows in grouped(found["calls"], lambda row: (row["inputs"], row["scaling"])).items():
+        cells = [f"{fmean(row[name] for row in rows):.1e}" for name in TENSORS]
+        table.append([", ".join(case), *cells])
+    training = [["scaling", "held-out loss", "less that of bf16"]]
+    plain = {
+        row["seed"]: row["curves"]["val/loss"][-1]
+        for row in found["training"]
+        if row["scaling"] == "bf16"
+    }
+    for scaling, rows in grouped(found["training"], lambda row: row["scaling"]).items():
+        last = {row["seed"]: row["curves"]["val/loss"][-1] for row in rows}
+        more = [loss - plain[seed] for seed, loss in last.items()]
+        cells = [mean_and_deviation(list(last.values()), "{:.3f}")]
+        training.append([scaling, *cells, mean_and_deviation(more, "{:+.3f}")])
+    return f"{text_table(table)}\n\n{text_table(training)}"
+
+
+def draw(found: Row, path: Path) -> None:
+    """Errors of out and dq by scaling, and losses less those of a forward pass in bfloat16."""
+    figure, (left, middle, right) = new_figure(1, 3, size=(12, 3.8))
+    for axes, name in ((left, "out"), (middle, "dq")):
+        for inputs, rows in grouped(found["calls"], lambda row: row["inputs"]).items():
+            means = [
+                fmean(row[name] for row in rows if row["scaling"] == scaling)
+                for scaling in SCALINGS
+            ]
+            axes.semilogy(SCALINGS, means, "o-", label=inputs)
+        axes.set(ylabel=f"relative error of {name}")
+        axes.legend(fontsize=8)
+    by_scaling = grouped(found["training"], lambda row: row["scaling"])
+    plain = {row["seed"]: row["curves"]["val/loss"] for row in by_scaling["bf16"]}
+    for number, (scaling, rows) in enumerate(by_scaling.items()):
+        for row in rows if scaling != "bf16" else ():
+            own = row["curves"]["val/loss"]
+            more = [a - b for a, b in zip(own, plain[row["seed"]], strict=True)]
+            label = scaling if row is rows[0] else None
+            right.plot(row["curves"]["step"], more, color=f"C{number}", label=label, linewidth=1)
+    right.set(xlabel="step", ylabel="held-out loss less that of bfloat16")
+    right.legend(fontsize=8)
+    for axes in (left, middle, right):
+        axes.grid(alpha=0.3)
+    for_both_papers(save_figure(figure, path, dpi=110))
+
+
+if __name__ == "__main__":
+    main()
