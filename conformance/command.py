@@ -5,6 +5,7 @@
     attn-conform fuzz my_package:attend dialect=fa calls=10000
     attn-conform export inputs.npz
     attn-conform judge inputs.npz outputs.npz
+    attn-conform quiz 7 out=. hint=true
 
 probe calls the attention on small inputs, says how it is called and what it returns, and prints the
 words for run. run holds it to each property. Green: every check stays in its budget, which is
@@ -12,6 +13,7 @@ relative to naive attention's own error against float64. Red: one does not. N/a:
 no such input. The exit code is 1 where a property is red, unless a Backend names it in `breaks`.
 fuzz makes random calls: shapes, layouts in memory, masks, features and logits in any combination.
 export and judge are for an attention outside Python's torch: one file goes out, another comes back.
+quiz is for learners: an attention with one wrong line, its symptoms, and a judge of your repair.
 
 my_package:attend is a function, an autograd.Function, or an attention.Backend, which needs no
 dialect. Arguments are key=value, and all have a default:
@@ -30,7 +32,11 @@ dialect. Arguments are key=value, and all have a default:
                torch and the attention alone, beside the card or in this folder (false)
 
 probe takes device and dtype; fuzz also calls, seed, card and the dialect; export and judge take
-cases and seed.
+cases and seed. quiz alone lists its exercises, and with a number it takes:
+
+    out        write the exercise and its symptoms into this folder
+    fix        judge this file, an exercise that you have repaired
+    hint       true says where to look (false)
 """
 
 import importlib.metadata
@@ -45,9 +51,10 @@ from typing import Any
 
 import torch
 
-from conformance import exchange
+from conformance import exchange, quiz
 from conformance.backend_under_test import Check, Subject
 from conformance.cases import SHORT
+from conformance.course import beyond_the_course
 from conformance.dialects import DIALECTS, Dialect, Target, dialect_of, target
 from conformance.fuzz import Tally, finite, fuzz
 from conformance.minimise import Minimiser, Watched
@@ -93,7 +100,10 @@ def main() -> None:
         names = {"dialects": ", ".join(DIALECTS), "dtypes": ", ".join(DTYPES)}
         print((__doc__ or "").strip().format(**names))
         return
-    commands = {"run": run, "probe": run_probe, "fuzz": run_fuzz, "export": export, "judge": judge}
+    commands = {
+        **{"run": run, "probe": run_probe, "fuzz": run_fuzz},
+        **{"export": export, "judge": judge, "quiz": run_quiz},
+    }
     try:
         if words[0] not in commands:
             raise ValueError(f"{words[0]} is not one of: {', '.join(commands)}")
@@ -158,6 +168,8 @@ def run(words: list[str]) -> str | None:
             if options.minimise and cell.status == "red":
                 print(f"      {f'a call that shows it: {file}' if file else NO_CALL}", flush=True)
             rows.append((name, cell, file))
+    if options.dialect == "cs336":
+        print(beyond_the_course(cell for _, cell, _ in rows))
     if options.card is not None:
         card = json.dumps(scorecard(found, options, rows), indent=1)
         Path(options.card).write_text(card + "\n")
@@ -286,6 +298,30 @@ def judge(words: list[str]) -> str | None:
         print(f"fp32  {described(cell)}", flush=True)
         cells.append(cell)
     return verdict(cells)
+
+
+QUIZ_KEYS = {"out": str, "fix": str, "hint": bool}
+
+
+def run_quiz(words: list[str]) -> str | None:
+    set_up(torch.device("cpu"))
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    for key in given.keys() - QUIZ_KEYS:
+        raise ValueError(f"there is no key {key!r}; the keys are: {', '.join(QUIZ_KEYS)}")
+    values = {key: convert(key, QUIZ_KEYS[key], text) for key, text in given.items()}
+    bare = [word for word in words if "=" not in word]
+    if not bare and not given:
+        print(quiz.listed())
+        return None
+    if len(bare) != 1 or not given:
+        raise ValueError("quiz takes a number, and with it out=FOLDER, fix=FILE or hint=true")
+    number, exercise = quiz.numbered(bare[0])
+    if "out" in values:
+        for file in quiz.write(number, exercise, Path(values["out"])):
+            print(file)
+    if values.get("hint"):
+        print(quiz.hint(exercise))
+    return quiz.judge(exercise, Path(values["fix"])) if "fix" in values else None
 
 
 def set_up(device: torch.device) -> None:

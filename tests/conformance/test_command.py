@@ -16,6 +16,7 @@ import torch
 
 from conformance import command
 from conformance.properties import PROPERTIES, SLOW
+from tests.user_attentions import Student
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("device=cpu", "quick=true", "cases=0")
@@ -55,6 +56,19 @@ def test_a_wrong_backend_is_red(attn_conform):
     assert re.fullmatch(r"attn-conform: \d+ of 27 are not as documented", code)
     assert re.search(r"^fp16  forward +red: out of .* is allowed$", out, re.MULTILINE)
     assert re.search(r"^fp16  grouped heads +n/a: it does not support gqa", out, re.MULTILINE)
+
+
+def test_a_student_hears_what_the_course_would_not_have_said(attn_conform, monkeypatch):
+    student = ("run", f"{ATTENTIONS}:Student", "dialect=cs336", *QUICK)
+    code, out = attn_conform(*student)
+    assert code == 0 and re.search(r"^ +\d+  large logits +green$", out, re.MULTILINE)
+
+    def without_maximum(scores):
+        return scores.exp() / scores.exp().sum(-1, keepdim=True)
+
+    monkeypatch.setattr(Student, "softmax", without_maximum)
+    code, out = attn_conform(*student)
+    assert code and re.search(r"^ +\d+  large logits +red$", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Which mistakes the published tests of attention pass; see __main__."""

@@ -1,0 +1,89 @@
+"""Which of our mistakes do the published tests of attention pass, and what would catch them?
+
+    python -m lab.public_suites
+
+Measures on a CPU, in about 12 minutes on one core, and writes results/public_suites.json, its
+figure and docs/public-suites.md: files that git tracks, whose figures are then this machine's. The
+mistakes are tests/conformance/mutants.py, the tests are restated in lab/public_suites/suites.py.
+Arguments are key=value:
+
+    suites  names of suites with commas between: measure and print these, write nothing
+    page    true writes the figure and the page from the file, and measures nothing (false)
+
+A suite passes a mistake that it accepts on all its calls. A mistake is in its reach where it
+catches it, or where a case of conformance/ catches it that the suite could express: its arguments,
+its dtype, its results, but any lengths and any numbers.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from scripts.arguments import command, default
+
+
+@dataclass
+class Options:
+    suites: list[str] = default()
+    page: bool = False
+
+
+@command("public_suites", Options)
+def main(options: Options) -> None:
+    from lab.public_suites import page
+    from lab.public_suites.suites import SUITES
+    from training.environment import measured_on
+    from training.files import check_writable, write_json
+
+    for name in options.suites:
+        if name not in SUITES:
+            raise ValueError(f"suites={name} is not a suite; valid: {', '.join(SUITES)}")
+    if not options.page:
+        check_writable(page.RECORD)
+        measured = {name: measure(name) for name in options.suites or SUITES}
+        if options.suites:
+            return
+        write_json(page.RECORD, {"environment": measured_on("cpu"), "suites": measured})
+    page.write(json.loads(page.RECORD.read_text()))
+
+
+def measure(name: str) -> dict[str, Any]:
+    import torch
+
+    from lab.public_suites.reach import additions, smallest_cover
+    from lab.public_suites.suites import MEAN, SUITES
+    from tests.conformance.mutants import MUTANTS
+    from tests.conformance.shipped import CALLS, MEMORY, STRIDES
+
+    torch.set_num_threads(1)  # the tensors are small: threads would only wait for one another
+    suite = SUITES[name]
+    mistakes = [mutant for mutant in MUTANTS if mutant.survives is None]
+    caught_by = {}
+    for mutant in mistakes:
+        with mutant.installed() as backend:
+            if suite.passes(backend):
+                caught_by[mutant.name] = additions(backend, suite)
+    reach = [mutant for mutant, cases in caught_by.items() if cases]
+    in_reach = len(mistakes) - len(caught_by) + len(reach)
+    print(f"{suite.title}: passes {len(caught_by)} of {len(mistakes)} mistakes, of the", end=" ")
+    print(f"{in_reach} in its reach {len(reach)}: {', '.join(reach)}", flush=True)
+    around = {mutant.name for mutant in (*CALLS, *MEMORY, *STRIDES)}
+    return {
+        "title": suite.title,
+        **suite.source._asdict(),
+        "inputs": suite.inputs,
+        "accepts": suite.accepts,
+        "left_out": suite.left_out,
+        "mistakes": len(mistakes),
+        "passes": list(caught_by),
+        "reach": in_reach,
+        "passes_in_reach": reach,
+        # of those, what is about calls, memory and views; the others compute something else
+        "around_the_call": [name for name in reach if name in around],
+        "passes_the_mean_of_v": suite.passes(MEAN),
+        "add": smallest_cover(caught_by),
+    }
+
+
+if __name__ == "__main__":
+    main()
