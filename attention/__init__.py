@@ -23,7 +23,7 @@ from attention.backends import (
 )
 from attention.checks import checked
 from attention.context import Shards
-from attention.decoding import check_cache
+from attention.decoding import can_decode, check_cache
 from attention.diagnose import (
     LIMITS,
     Breakdown,
@@ -221,7 +221,8 @@ def attention_with_cache(
     fixed shape, as flash_attn_with_kvcache of flash-attention has it. No gradient.
 
     q              (B, H, N, D), floating
-    k, v           (B, H_kv, M, D), same dtype and device as q: room for M keys a sequence
+    k, v           (B, H_kv, M, D) and (B, H_kv, M, D_v), same dtype and device as q: room for M
+                   keys a sequence
     cache_lengths  (B,) integers from 0 to M: so many keys sequence b has, those of its N queries
                    included. causal and window count from there
     block_table    (B, max_pages) int32 or int64: the cache lies in pages, k and v are (num_pages,
@@ -232,8 +233,8 @@ def attention_with_cache(
                    option. With "fixed" or a number, triton gives a row the same bits whatever else
                    is in the batch, wherever its pages lie, and however much room there is
 
-    Returns out (B, H, N, D) and lse (B, H, N). The other arguments are those of attention(). Raises
-    ValueError as attention() does, and for a backend that cannot decode. On a GPU the values of
+    Returns out (B, H, N, D_v) and lse (B, H, N). The other arguments are those of attention().
+    Raises ValueError as attention() does, and for a backend that cannot decode. On a GPU the values of
     cache_lengths and block_table are not read, as that would wait for it: what points outside the
     cache makes its sequence NaN there.
     """
@@ -248,10 +249,14 @@ def attention_with_cache(
     given = {"causal": causal, "scale": scale, "sinks": sinks, "window": window, "softcap": softcap}
     check_inputs(*inputs, **given, alibi_slopes=None, document_ids=None, score_mod=None)
     backend.check_supported(*inputs, **given)
-    if backend.decode is None:
+    if backend.decode is None or not can_decode(backend):
         able = ", ".join(name for name, each in BACKENDS.items() if each.decode is not None)
-        raise Refusal(f"attention={backend.name} cannot decode over a cache; these can: {able}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        how = " with softmax_dtype=input" if backend.decode is not None else ""
+        raise Refusal(
+            f"attention={backend.name}{how} cannot decode over a cache; these can: {able}"
+        )
+    changed = (q, k, v) if sinks is None else (q, k, v, sinks)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in changed):
         raise Refusal("attention_with_cache() has no gradient: call it under torch.no_grad()")
     with torch.autocast(q.device.type, enabled=False):
         out, lse = backend.decode(

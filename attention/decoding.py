@@ -27,6 +27,7 @@ from torch import Tensor
 from attention.interface import (
     INTEGERS,
     AttentionOutput,
+    Backend,
     dtype_name,
     statistics_dtype,
     values_can_be_read,
@@ -59,7 +60,7 @@ def split_attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~seen.unsqueeze(2), -torch.inf)
-    state = empty = OnlineSoftmax.empty(q, dtype=dtype)
+    state = empty = OnlineSoftmax.empty(q, dtype=dtype, value_dim=v.shape[-1])
     for own in keys_of_splits(visible, splits, block_kv):
         part = empty.update(scores.masked_fill(~own[:, None, None, None], -torch.inf), v)
         state = state.merge(part)
@@ -95,19 +96,28 @@ def decode(
     """What attention_with_cache() asks of a backend: see Backend.decode. k, v are (B, H_kv, M, D),
     or with a block_table (P, H_kv, page_size, D).
     """
+    (num_pages, _, room, _), broken = k.shape, cache_lengths < 0
     if block_table is not None:
+        used = torch.arange(block_table.shape[1], device=k.device) * room < cache_lengths[:, None]
+        outside = (block_table < 0) | (block_table >= num_pages)
+        broken, room = broken | (used & outside).any(1), room * block_table.shape[1]
         k, v = gathered(k, block_table), gathered(v, block_table)
+    broken = (broken | (cache_lengths > room)).view(-1, 1, 1)
     visible = visible_keys(q, k, causal=causal, window=window, cache_lengths=cache_lengths)
     count = num_splits(splits)
-    return split_attention(q, k, v, visible, scale=scale, softcap=softcap, splits=count)
+    out, lse = split_attention(q, k, v, visible, scale=scale, softcap=softcap, splits=count)
+    assert lse is not None
+    nan = float("nan")
+    return AttentionOutput(out.masked_fill(broken.unsqueeze(-1), nan), lse.masked_fill(broken, nan))
 
 
 def gathered(pages: Tensor, block_table: Tensor) -> Tensor:
     """(B, H_kv, max_pages * page_size, D) from the pages (P, H_kv, page_size, D) of each sequence.
 
-    An entry of -1 is of a page that the sequence does not have yet, so nobody sees its keys.
+    An entry of a page that the sequence does not have yet may hold any number: nobody sees its
+    keys.
     """
-    own = pages[block_table.long().clamp(min=0)]  # (B, max_pages, H_kv, page_size, D)
+    own = pages[block_table.long().clamp(0, len(pages) - 1)]  # (B, max_pages, H_kv, page_size, D)
     return own.transpose(1, 2).flatten(2, 3)
 
 
@@ -127,6 +137,12 @@ def num_splits(splits: str | int, *, programs: int = 1, tiles: int = 1, slots: i
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_SPLITS:
         raise ValueError(f"splits={splits} must be auto, fixed or a number of 1 to {MOST_SPLITS}")
     return count
+
+
+def can_decode(backend: Backend) -> bool:
+    """Whether attention_with_cache() takes it. The statistics of a split are float32 or wider."""
+    narrow = backend.options.get("softmax_dtype", "float32") != "float32"
+    return backend.decode is not None and not narrow
 
 
 @lru_cache(maxsize=4096)

@@ -88,6 +88,8 @@ class Options:
                 raise ValueError(f"{key}={getattr(self, key)} must be at least {least}")
         if self.card is not None and not Path(self.card).absolute().parent.is_dir():
             raise ValueError(f"card={self.card}: its folder does not exist")
+        if self.card is not None and Path(self.card).is_dir():
+            raise ValueError(f"card={self.card} is a folder: name a file in it")
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -265,24 +267,32 @@ def run_fuzz(words: list[str]) -> str | None:
     (text,), options, changes = read(words, ("pkg.module:NAME",), *keys)
     set_up(torch.device(options.device))
     backend = target(text, options.dialect, changes).backend
-    tallies = {}
-    for dtype in options.dtypes:
-        subject = Subject(backend, options.device, dtype, random_cases=0, seed=0)
-        name, tally = SHORT[dtype], Tally()
-        for trial in fuzz(subject, calls=options.calls, seed=options.seed):
-            tally.add(trial)
-            for failure in trial.failures:
-                print(f"{name}  red: {failure}", flush=True)
+    tallies: dict[str, Tally] = {}
+    interrupted = False
+    try:
+        for dtype in options.dtypes:
+            subject = Subject(backend, options.device, dtype, random_cases=0, seed=0)
+            name = SHORT[dtype]
+            tally = tallies[name] = Tally()
+            for trial in fuzz(subject, calls=options.calls, seed=options.seed):
+                tally.add(trial)
+                for failure in trial.failures:
+                    print(f"{name}  red: {failure}", flush=True)
+    except KeyboardInterrupt:  # what was found until then is not lost
+        interrupted = True
+    for name, tally in tallies.items():
         print(f"{name}  {tally}", flush=True)
-        tallies[name] = tally.figures()
     if options.card is not None:
         head = {"attention": backend.name, "environment": environment(options.device)}
         head |= {"calls": options.calls, "seed": options.seed}
-        Path(options.card).write_text(json.dumps(head | {"dtypes": tallies}, indent=1) + "\n")
-    if not any(each["calls"] for each in tallies.values()):
+        figures = {name: tally.figures() for name, tally in tallies.items()}
+        Path(options.card).write_text(json.dumps(head | {"dtypes": figures}, indent=1) + "\n")
+    if interrupted:
+        sys.exit(130)
+    if not any(tally.calls for tally in tallies.values()):
         return "every call was refused"
-    wrong = sum(len(each["failures"]) for each in tallies.values())
-    return f"{wrong} checks are red" if wrong else None
+    wrong = sum(len(tally.failures) for tally in tallies.values())
+    return f"{wrong} failures" if wrong else None
 
 
 def export(words: list[str]) -> None:

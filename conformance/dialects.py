@@ -113,6 +113,8 @@ class Dialect:
                 raise ValueError(f"{found} is not one of: {', '.join(filter(None, valid))}")
         if "out" not in self.parts:
             raise ValueError(f"returns={self.returns} must name out, such as out,lse or _,out")
+        if self.multiple < 1:
+            raise ValueError(f"multiple={self.multiple} must be at least 1")
         for name in self.dtypes.split(","):
             if name not in SHORT.values():
                 raise ValueError(f"dtypes={self.dtypes}: {name} is not one of: fp64,fp32,bf16,fp16")

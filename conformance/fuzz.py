@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from attention.interface import Refusal
@@ -52,7 +53,7 @@ def fuzz(subject: Subject, *, calls: int, seed: int) -> Iterator[Trial]:
     """That many random calls. Raises nothing for a wrong result, nor for one that is none."""
     drawn = random.Random(seed)
     for number in range(calls):
-        case = draw_case(subject, drawn, seed=seed * calls + number + 1)
+        case = draw_case(subject, drawn, seed=seed * 10**6 + number + 1)
         layout = CONTIGUOUS
         if drawn.random() < LAYOUT_SHARE:
             same = case.num_queries == case.num_keys and case.num_heads == case.num_kv_heads
@@ -69,15 +70,18 @@ def try_out(subject: Subject, case: Case, layout: str) -> Trial:
         if passes is None:
             return Trial(case, layout, [], refused=subject.refusals[0])
         expected, backward = subject.expected(case), passes == "both"
-        views = expected.tensors if layout == CONTIGUOUS else LAYOUTS[layout](expected.tensors)
+        given = [x.detach().clone() for x in expected.tensors]
+        views = given if layout == CONTIGUOUS else LAYOUTS[layout](given)
         views = [x.requires_grad_(backward) for x in views]
         reasons = subject.backend.unsupported_reasons(*views, **expected.arguments)
         if reasons:
             return Trial(case, layout, [], refused=reasons[0])
         results = subject.run(case, views, backward=backward)
+        if not all(map(torch.equal, views, expected.tensors)):
+            return Trial(case, layout, [], raised="it changes its inputs")
     except Refusal as error:
         return Trial(case, layout, [], refused=str(error))
-    except Exception as error:  # anybody's attention may raise anything
+    except (Exception, SystemExit) as error:  # anybody's attention may raise anything
         return Trial(case, layout, [], raised=f"{type(error).__name__}: {error}")
     return Trial(case, layout, checks(subject, case, results))
 
@@ -191,6 +195,6 @@ class Tally:
         share, where = self.worst
         return (
             f"{self.calls} calls ({len(self.distinct)} distinct, {self.refused} more refused), "
-            f"{self.checks} checks, {len(self.failures)} of them red; worst share of a budget "
+            f"{self.checks} checks, {len(self.failures)} failures; worst share of a budget "
             f"{share:.2f}: {where}"
         )

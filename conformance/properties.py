@@ -685,7 +685,7 @@ def examine(subject: Subject, name: str, property: Property | None = None) -> Ce
                 checks.append(check)
     except Refusal as error:  # a layout that no case announced
         subject.refusals.append(str(error))
-    except Exception as error:  # a user's backend may raise anything
+    except (Exception, SystemExit) as error:  # a user's backend may raise anything
         message = str(error).strip().splitlines() or [""]
         return Cell(name, "red", f"{type(error).__name__}: {message[0]}", documented)
     finally:

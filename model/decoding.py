@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attention.decoding import can_decode
 from model.kv_cache import KVCache, Places
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ SUPPORTED = frozenset({"window", "softcap", "lse"})
 
 def has_steps(model: "GPT") -> bool:
     """Whether the model's attention can decode over a cache of fixed shape."""
-    return model.backend.decode is not None and model.attention_features <= SUPPORTED
+    return can_decode(model.backend) and model.attention_features <= SUPPORTED
 
 
 class DecodingStep:

@@ -49,8 +49,8 @@ def generate(
         raise ValueError(
             f"the prompt needs at least one token, got tokens of shape {tuple(tokens.shape)}"
         )
-    if not temperature >= 0:
-        raise ValueError(f"{temperature=} must be at least 0")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"{temperature=} must be at least 0, and finite")
     if top_k is not None and top_k < 1:
         raise ValueError(f"{top_k=} must be at least 1")
     max_seq_len = model.config.max_seq_len
@@ -94,6 +94,8 @@ def sample_token(
         return logits.argmax(-1, keepdim=True)
     # on a GPU, drawing from NaN or inf fails an assertion in the kernel, which ends the process
     check_finite(logits.isfinite().all())
+    # the likeliest becomes 0: divided by the smallest temperature it still is finite
+    logits = logits - logits.amax(-1, keepdim=True)
     if top_k is not None:
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)

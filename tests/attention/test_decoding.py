@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, Backend, attention, attention_with_cache, get_backend
-from attention.decoding import FIXED_SPLITS, busy_splits, num_splits
+from attention.decoding import FIXED_SPLITS, busy_splits, decode, num_splits
 from attention.kernels import decoding as kernels
 from attention.online_softmax import OnlineSoftmax
 from conformance.cases import Case, Expected, distance, expect
@@ -384,3 +384,41 @@ def test_a_mistake_in_the_kernel_is_caught(name, tmp_path):
     spec.loader.exec_module(module)
     with mock.patch.object(kernels, "split_attention", module.split_attention):
         assert worst("triton") > 1
+
+
+def test_values_of_another_width_than_the_keys():
+    """A regression test: a width of 1 was broadcast to that of the keys."""
+    q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 20, 8), torch.randn(2, 2, 20, 1)
+    lengths = torch.tensor([20, 20])
+    out = attention_with_cache(q, k, v, lengths, backend="tiled").out
+    assert torch.allclose(out, attention(q, k, v, backend="naive").out, atol=1e-6)
+
+
+def test_narrow_statistics_are_refused():
+    """A regression test: the option was dropped."""
+    narrow = get_backend("tiled", softmax_dtype="input")
+    q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 20, 8)
+    with pytest.raises(ValueError, match="softmax_dtype=input cannot decode over a cache"):
+        attention_with_cache(q, k, k, torch.tensor([20]), backend=narrow)
+
+
+def test_sinks_have_no_gradient_here_either():
+    q, k = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 20, 8)
+    sinks = torch.zeros(2, requires_grad=True)
+    with pytest.raises(ValueError, match="no gradient"):
+        attention_with_cache(q, k, k, torch.tensor([20]), backend="tiled", sinks=sinks)
+
+
+def test_what_points_outside_the_cache():
+    """Unused entries of a table may hold anything; used ones make NaN where nobody reads them."""
+    pages, q = torch.randn(9, 4, 2, 8), torch.randn(1, 2, 1, 8)
+    given = {"backend": "tiled", "block_table": torch.tensor([[0, 99]])}
+    right = attention_with_cache(q, pages, pages, torch.tensor([4]), **given).out
+    assert right.isfinite().all()
+    masks = {"causal": True, "scale": 1.0, "window": None, "softcap": None, "splits": 1}
+    heads_first = pages.transpose(1, 2)
+    for lengths, table in (([4], [[0, 99]]), ([5], [[0, 99]]), ([9], [[0, 1]]), ([-1], [[0, 1]])):
+        found = decode(
+            q, heads_first, heads_first, torch.tensor(lengths), torch.tensor(table), **masks
+        )
+        assert found.out.isnan().all() == found.lse.isnan().all() == (lengths != [4])

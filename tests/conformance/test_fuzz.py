@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from attention import get_backend
+from attention import AttentionOutput, Backend, attention, get_backend
+from conformance import command
 from conformance.backend_under_test import Subject
 from conformance.cases import Case, expect, run
 from conformance.fuzz import Tally, fuzz
@@ -49,13 +50,43 @@ def test_wrong_attention_is_red():
     assert json.loads(json.dumps(tally.figures()))["calls"] == 10
 
 
-def test_what_raises_is_a_failure_and_not_the_end(monkeypatch):
+@pytest.mark.parametrize("error", (ArithmeticError, SystemExit))
+def test_what_raises_is_a_failure_and_not_the_end(monkeypatch, error):
     def burst(*_, **__):
-        raise ArithmeticError("burst")
+        raise error("burst")
 
     monkeypatch.setattr("conformance.backend_under_test.run", burst)
     (trial,) = trials("naive", calls=1)
-    assert trial.failures == [f"{trial.case}, {trial.layout}: ArithmeticError: burst"]
+    assert trial.failures == [f"{trial.case}, {trial.layout}: {error.__name__}: burst"]
+
+
+def test_inputs_that_change_are_a_failure():
+    """A regression test: the changed inputs were those that the result was judged by."""
+
+    def destroys(q, k, v, *, causal, scale):
+        out = attention(q, k, v, backend="naive", causal=causal, scale=scale).out
+        v.zero_()
+        return AttentionOutput(out)
+
+    backend = Backend("destroys", destroys, backward=False)
+    subject = Subject(backend, "cpu", torch.float32, random_cases=0, seed=0)
+    assert all(
+        "it changes its inputs" in str(trial.failures) for trial in fuzz(subject, calls=3, seed=0)
+    )
+
+
+def test_an_interrupted_command_keeps_what_it_found(tmp_path, monkeypatch, capsys):
+    found = iter(trials("naive", calls=2))
+
+    def two_and_a_signal(*_, **__):
+        yield from found
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "fuzz", two_and_a_signal)
+    with pytest.raises(SystemExit) as stopped:
+        command.run_fuzz(["naive", "device=cpu", f"card={tmp_path / 'card.json'}"])
+    assert stopped.value.code == 130 and "2 calls" in capsys.readouterr().out
+    assert json.loads((tmp_path / "card.json").read_text())["dtypes"]["fp32"]["calls"] == 2
 
 
 def test_the_gradient_of_a_sink_that_holds_next_to_nothing():
