@@ -157,7 +157,7 @@ def clip_heads(model: nn.Module, max_scores: Tensor, limit: float) -> None:
     for block, scores in zip(model.blocks, max_scores, strict=True):
         layer = block.attention
         heads, kv_heads, _ = layer.heads_of_qkv
-        q = torch.where(scores.isfinite(), limit / scores.clamp(min=limit), 1.0)
+        q = torch.where((scores > limit) & scores.isfinite(), limit / scores, 1.0)
         k = v = q.new_ones(kv_heads)
         if heads == kv_heads:
             q = k = q.sqrt()
