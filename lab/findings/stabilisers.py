@@ -5,7 +5,8 @@
 
 The arguments of the second are runs of that recipe, or folders of them: without a stabiliser and
 with optim.qk_clip=8,10, optim.z_loss=1e-4,1e-2, optim.weight_decay=0.1,1, model.qk_norm=true,
-attention.softcap=10 or optim=muon; and each of them with attention=no_max dtype=fp16 too.
+attention.softcap=10, optim=muon or optim.lr=2e-3; and each of them with attention=no_max dtype=fp16
+too.
 
     out     the JSON file to write; the figure stands beside it
 
@@ -13,6 +14,7 @@ no_max is a fuse: it is exact until a score passes ln(65504) = 11.09, where exp(
 float16. Then its output is infinite, and the run ends.
 """
 
+import re
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -31,6 +33,7 @@ from training.names import as_typed
 from training.trained import read_run_config
 
 LIMIT = LIMITS[torch.float16]
+LR = 1e-2  # of the recipe
 BY_HEAD = "attention/max_score_by_head"
 # what the file has of runs with exact attention, and with no_max
 TABLES = {"exact": "run with exact attention", "fuse": "run with attention=no_max"}
@@ -92,6 +95,7 @@ def stabiliser(config: RunConfig) -> str:
         f"z-loss {optim.z_loss:g}": optim.z_loss,
         f"weight decay {as_typed(optim.weight_decay)}": optim.weight_decay,
         "Muon": optim.name == "muon",
+        f"lr {optim.lr:g}": optim.lr != LR,
     }
     return " and ".join(name for name, is_set in words.items() if is_set) or "none"
 
@@ -117,27 +121,30 @@ def draw(found: Row, path: Path) -> None:
     figure, (over, heads, fuse) = new_figure(1, 3, size=(13, 4))
     by_name = grouped(found["exact"], lambda row: row["stabiliser"])
     names = sorted(by_name, key=lambda name: max(row["largest_score"] for row in by_name[name]))
+    colors: dict[str, str] = {}
     for place, name in enumerate(names):
-        color = f"C{place % 10}"
+        kind = re.sub(r" [\d.]+$", "", name)  # one colour for all strengths
+        label = None if kind in colors else kind
+        color = colors.setdefault(kind, f"C{len(colors)}")
         for row in by_name[name]:
-            label = name if row is by_name[name][0] else None
             curve = row["curves"]
-            over.plot(curve["step"], [*map(max, curve["by_layer"])], color=color, label=label)
+            over.plot(curve["step"], [*map(max, curve["by_layer"])], color=color, linewidth=0.8)
             each = list(chain(*row["largest_by_head"]))
             heads.plot(each, [place] * len(each), ".", color=color)
+        over.plot([], [], color=color, label=label)
         for row in found["fuse"]:
             if row["stabiliser"] == name:
                 marker = "x" if row["died_at"] else ">"
                 fuse.plot(row["died_at"] or row["steps"], place, marker, color=color)
     over.axhline(LIMIT, color="C7", linestyle=":")
     heads.axvline(LIMIT, color="C7", linestyle=":")
-    over.set(xlabel="step", ylabel="largest score, exact attention", yscale="log", ylim=(1, None))
-    heads.set(xlabel="largest score of each head, exact attention", xscale="log")
-    fuse.set(xlabel="step at which no_max in float16 dies (x), or the run ends (>)")
+    over.set(xlabel="step", ylabel="largest score", yscale="log", ylim=(1, None))
+    heads.set(xlabel="largest score of each head", xscale="log")
+    fuse.set(xlabel="no_max in float16 dies (x) or lives on (>) at step")
     heads.set_yticks(range(len(names)), names, fontsize=8)
     fuse.set_yticks(range(len(names)), [""] * len(names))
     fuse.set_xlim(0, None)
-    over.legend(fontsize=6, ncols=2)
+    over.legend(fontsize=7, ncols=2)
     for axes in (over, heads, fuse):
         axes.grid(alpha=0.3)
     for_both_papers(save_figure(figure, path, dpi=110))

@@ -217,11 +217,12 @@ def test_fp8_of_a_sweep(tmp_path):
 
 
 def test_a_stabiliser_is_named_by_its_settings():
-    optim = OptimConfig(qk_clip=8.0, weight_decay=0.0)
+    optim = OptimConfig(qk_clip=8.0, weight_decay=0.0, lr=1e-2)
     assert stabilisers.stabiliser(RunConfig(optim=optim)) == "QK-clip 8"
-    optim = OptimConfig(name="muon", z_loss=1e-4, weight_decay=0.0)
+    optim = OptimConfig(name="muon", z_loss=1e-4, weight_decay=0.0, lr=1e-2)
     assert stabilisers.stabiliser(RunConfig(optim=optim)) == "z-loss 0.0001 and Muon"
-    assert stabilisers.stabiliser(RunConfig(optim=OptimConfig(weight_decay=0.0))) == "none"
+    optim = OptimConfig(weight_decay=0.0, lr=1e-2)
+    assert stabilisers.stabiliser(RunConfig(optim=optim)) == "none"
 
 
 @pytest.mark.slow

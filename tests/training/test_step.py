@@ -244,7 +244,7 @@ def test_steps_queued_ahead_are_the_steps_that_are_not():
 
 
 def test_qk_clip_on_the_device_and_on_the_host_is_the_same():
-    """To the bit, whether a step is queued ahead or not; a limit that is not reached does nothing."""
+    """To the bit, whether a step is queued ahead or not. A limit out of reach does nothing."""
     losses = []
     never = ("eval_every=0", "diagnose_every=0", "checkpoint_every=100")
     for qk_clip, log_every in ((0, 100), (1e3, 100), (1e-3, 100), (1e-3, 1)):
