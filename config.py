@@ -404,7 +404,8 @@ class OptimConfig:
     momentum: float = 0.95
     # largest global gradient norm; 0 switches clipping off
     grad_clip: float = 1.0
-    # QK-clip: after a step, scale down q and k of a head whose largest score passed this; 0 is off
+    # QK-clip: after a step, scale down q and k of a head whose largest score passed this; 0 is
+    # off; every step then takes the scores that else a logged step takes
     qk_clip: float = 0.0
     # adds this times the mean squared log-sum-exp of the logits to train/loss; 0 is off
     z_loss: float = 0.0

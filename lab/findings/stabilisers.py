@@ -4,9 +4,9 @@
     python -m lab.findings.stabilisers multirun/stabilisers out=results/stabilisers.json
 
 The arguments of the second are runs of that recipe, or folders of them: without a stabiliser and
-with optim.qk_clip=8,10, optim.z_loss=1e-4,1e-2, optim.weight_decay=0.1,1, model.qk_norm=true,
-attention.softcap=10, optim=muon or optim.lr=2e-3; and each of them with attention=no_max dtype=fp16
-too.
+with optim.qk_clip=5,8,10, optim.z_loss=1e-4,1e-2, optim.weight_decay=0.1,1, model.qk_norm=true,
+attention.softcap=10, optim=muon or optim.lr=2e-3; and all of them with attention=no_max dtype=fp16
+too. The page has the loop.
 
     out     the JSON file to write; the figure stands beside it
 
