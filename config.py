@@ -404,12 +404,18 @@ class OptimConfig:
     momentum: float = 0.95
     # largest global gradient norm; 0 switches clipping off
     grad_clip: float = 1.0
+    # QK-clip: after a step, scale down q and k of a head whose largest score passed this; 0 is
+    # off; every step then takes the scores that else a logged step takes
+    qk_clip: float = 0.0
+    # adds this times the mean squared log-sum-exp of the logits to train/loss; 0 is off
+    z_loss: float = 0.0
 
     def __post_init__(self) -> None:
         _check_choice(self, "optim.name", "adamw", "muon")
         _check_choice(self, "optim.schedule", "cosine", "constant")
         _check_at_least(self, 0, "optim.lr", "optim.min_lr", "optim.warmup_steps")
         _check_at_least(self, 0, "optim.weight_decay", "optim.eps", "optim.grad_clip")
+        _check_at_least(self, 0, "optim.qk_clip", "optim.z_loss")
         _check_below_one(self, "optim.beta1", "optim.beta2", "optim.momentum")
 
 
@@ -531,6 +537,12 @@ class RunConfig:
             )
         self.data.check_length(self.seq_len)
         self._check_batch()
+        changed = self.model.qk_norm or self.attention.softcap or self.attention.score_mod
+        if self.optim.qk_clip and changed:
+            raise ValueError(
+                f"optim.qk_clip={self.optim.qk_clip} scales q and k, and no score scales with them "
+                "under model.qk_norm, attention.softcap or attention.score_mod: leave one out"
+            )
 
     def _check_batch(self) -> None:
         sequences = 1 if self.batch_size == "auto" else self.batch_size

@@ -23,7 +23,7 @@ from attention.backends import (
 )
 from attention.checks import checked
 from attention.context import Shards
-from attention.decoding import can_decode, check_cache
+from attention.decoding import check_cache
 from attention.diagnose import (
     LIMITS,
     Breakdown,
@@ -234,9 +234,9 @@ def attention_with_cache(
                    is in the batch, wherever its pages lie, and however much room there is
 
     Returns out (B, H, N, D_v) and lse (B, H, N). The other arguments are those of attention().
-    Raises ValueError as attention() does, and for a backend that cannot decode. On a GPU the values of
-    cache_lengths and block_table are not read, as that would wait for it: what points outside the
-    cache makes its sequence NaN there.
+    Raises ValueError as attention() does, and for a backend that cannot decode. On a GPU the values
+    of cache_lengths and block_table are not read, as that would wait for it: what points outside
+    the cache makes its sequence NaN there.
     """
     check_cache(q, k, v, cache_lengths, block_table)
     if isinstance(backend, str):
@@ -249,7 +249,7 @@ def attention_with_cache(
     given = {"causal": causal, "scale": scale, "sinks": sinks, "window": window, "softcap": softcap}
     check_inputs(*inputs, **given, alibi_slopes=None, document_ids=None, score_mod=None)
     backend.check_supported(*inputs, **given)
-    if backend.decode is None or not can_decode(backend):
+    if not backend.can_decode:
         able = ", ".join(name for name, each in BACKENDS.items() if each.decode is not None)
         how = " with softmax_dtype=input" if backend.decode is not None else ""
         raise Refusal(

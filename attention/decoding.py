@@ -27,7 +27,6 @@ from torch import Tensor
 from attention.interface import (
     INTEGERS,
     AttentionOutput,
-    Backend,
     dtype_name,
     statistics_dtype,
     values_can_be_read,
@@ -137,12 +136,6 @@ def num_splits(splits: str | int, *, programs: int = 1, tiles: int = 1, slots: i
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_SPLITS:
         raise ValueError(f"splits={splits} must be auto, fixed or a number of 1 to {MOST_SPLITS}")
     return count
-
-
-def can_decode(backend: Backend) -> bool:
-    """Whether attention_with_cache() takes it. The statistics of a split are float32 or wider."""
-    narrow = backend.options.get("softmax_dtype", "float32") != "float32"
-    return backend.decode is not None and not narrow
 
 
 @lru_cache(maxsize=4096)

@@ -190,6 +190,12 @@ class Backend:
                 )
 
     @property
+    def can_decode(self) -> bool:
+        """Whether attention_with_cache() takes it. The sums of a split are float32 or wider."""
+        narrow = self.options.get("softmax_dtype", "float32") != "float32"
+        return self.decode is not None and not narrow
+
+    @property
     def claims_softmax(self) -> bool:
         """Whether softmax attention is what it computes, or on purpose fails to compute."""
         return self.exact or self.defect is not None

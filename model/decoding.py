@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attention.decoding import can_decode
 from model.kv_cache import KVCache, Places
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ SUPPORTED = frozenset({"window", "softcap", "lse"})
 
 def has_steps(model: "GPT") -> bool:
     """Whether the model's attention can decode over a cache of fixed shape."""
-    return can_decode(model.backend) and model.attention_features <= SUPPORTED
+    return model.backend.can_decode and model.attention_features <= SUPPORTED
 
 
 class DecodingStep:

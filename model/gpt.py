@@ -345,6 +345,7 @@ class GPT(nn.Module):
         document_ids: Tensor | None = None,
         *,
         cache: KVCache | None = None,
+        z_loss: float = 0.0,
     ) -> ModelOutput:
         """tokens, targets (B, N) int64. With a cache, the tokens follow those in the cache, which
         stores them too.
@@ -353,7 +354,8 @@ class GPT(nn.Module):
         it. Positions do not restart with a document: learned ones count through the sequence, and
         rotary ones depend on distances only.
 
-        Raises ValueError for more tokens than the learned positions or the cache hold.
+        z_loss is that of linear_cross_entropy(). Raises ValueError for more tokens than the learned
+        positions or the cache hold.
         """
         positions = self._positions(tokens, cache)
         x = self.token_embedding(tokens)  # (B, N, C)
@@ -378,7 +380,8 @@ class GPT(nn.Module):
         x = add_norm(x, branch, self.final_norm)[1]
         del branch  # frees memory for the loss
         if targets is not None:
-            return ModelOutput(None, linear_cross_entropy(x, self._output_weight, targets))
+            loss = linear_cross_entropy(x, self._output_weight, targets, z_loss=z_loss)
+            return ModelOutput(None, loss)
         return ModelOutput(F.linear(x, self._output_weight), None)  # (B, N, vocab_size)
 
     def _positions(self, tokens: Tensor, cache: KVCache | None) -> Tensor:

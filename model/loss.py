@@ -42,13 +42,18 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return total / (targets != IGNORED).sum().clamp(min=1)
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, *, z_loss: float = 0.0
+) -> Tensor:
     """cross_entropy(F.linear(x, weight), targets), with the logits of one chunk at a time; once
     differentiable.
 
     x (B, N, C), weight (vocab_size, C), targets (B, N) int64, -100 where no loss is taken. Returns
     a float32 scalar. The products run in autocast's dtype. Softmax and the sum of weight's gradient
     over chunks are float32 (float64 for float64).
+
+    z_loss adds z_loss times the mean of logsumexp(logits)^2 over the targets that count (PaLM,
+    arXiv:2204.02311, section 5).
     """
     kind = x.device.type
     dtype = (
@@ -58,7 +63,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     )
     with_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     total = LinearCrossEntropy.apply(
-        x.flatten(0, 1), weight, targets.flatten(), dtype, with_gradients
+        x.flatten(0, 1), weight, targets.flatten(), dtype, with_gradients, z_loss
     )
     return total.float() / (targets != IGNORED).sum().clamp(min=1)
 
@@ -92,18 +97,18 @@ def has_kernel(logits: Tensor) -> bool:
     tags=(torch.Tag.needs_exact_strides,),
 )
 def cross_entropy_in_place(
-    logits: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool
+    logits: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool, z_loss: float = 0.0
 ) -> Tensor:
-    """-log p(target) of each row, 0 for an ignored target; the gradient replaces the logits. See
-    model/loss_kernel.py.
+    """-log p(target) of each row and its z-loss, 0 for an ignored target; the gradient replaces the
+    logits. See model/loss_kernel.py.
     """
     from model.loss_kernel import launch
 
-    return launch(logits, targets, vocab_size, IGNORED, with_gradients)
+    return launch(logits, targets, vocab_size, IGNORED, with_gradients, z_loss)
 
 
 @cross_entropy_in_place.register_fake
-def _(logits, targets, vocab_size, with_gradients):
+def _(logits, targets, vocab_size, with_gradients, z_loss=0.0):
     return logits.new_empty(logits.shape[0], dtype=torch.float32)
 
 
@@ -147,7 +152,7 @@ def introduce_operators() -> None:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The sum of -log p(target), with its gradients computed in the forward pass."""
+    """The sum of -log p(target) and the z-loss, with its gradients computed in the forward pass."""
 
     @staticmethod
     def forward(
@@ -157,6 +162,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         dtype: torch.dtype,
         with_gradients: bool,
+        z_loss: float,
     ) -> Tensor:
         """x (T, C), weight (vocab_size, C), targets (T,); dtype: of the products."""
         (tokens, width), vocab_size = x.shape, weight.shape[0]
@@ -172,7 +178,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         d_weight, d_x = None, []
         for x_rows, targets_rows in zip(x.to(dtype).split(rows), targets.split(rows), strict=True):
             loss, d_logits = LinearCrossEntropy.chunk(
-                x_rows, w, targets_rows, vocab_size, total.dtype, with_gradients
+                x_rows, w, targets_rows, vocab_size, total.dtype, with_gradients, z_loss
             )
             total = total + loss
             if d_logits is not None:
@@ -198,26 +204,35 @@ class LinearCrossEntropy(torch.autograd.Function):
         vocab_size: int,
         dtype: torch.dtype,
         with_gradients: bool,
+        z_loss: float,
     ) -> tuple[Tensor, Tensor | None]:
         """The loss of R tokens and its gradient by their logits, (R, vocab_size and padding);
         dtype: of the softmax.
         """
         logits = x @ w.mT
         if has_kernel(logits):
-            loss = cross_entropy_in_place(logits, targets, vocab_size, with_gradients)
+            loss = cross_entropy_in_place(logits, targets, vocab_size, with_gradients, z_loss)
             return loss.sum(), logits if with_gradients else None
         if logits.shape[1] > vocab_size:
             logits[:, vocab_size:] = -torch.inf
         logits = logits.to(dtype)  # frees the narrow ones
         log_p = torch.log_softmax(logits, -1)
-        del logits
         counts = (targets != IGNORED).unsqueeze(1)
         target = targets.unsqueeze(1).clamp(min=0)  # of an ignored token any will do
         log_p_target = log_p.gather(1, target)
         loss = -log_p_target.masked_fill(~counts, 0.0).sum()
+        lse = logits.gather(1, target) - log_p_target if z_loss else None
+        del logits
+        if lse is not None:
+            loss = loss + z_loss * lse.square().masked_fill(~counts, 0.0).sum()
         if not with_gradients:
             return loss, None
-        d_logits = log_p.exp_().to(x.dtype).scatter_(1, target, log_p_target.expm1().to(x.dtype))
+        p, at_target = log_p.exp_(), log_p_target.expm1()
+        if lse is not None:
+            slope = 2 * z_loss * lse  # the gradient of lse is p
+            at_target = at_target + slope * p.gather(1, target)
+            p.mul_(1 + slope)
+        d_logits = p.to(x.dtype).scatter_(1, target, at_target.to(x.dtype))
         return loss, d_logits.mul_(counts)
 
     @staticmethod
@@ -231,4 +246,4 @@ class LinearCrossEntropy(torch.autograd.Function):
         d_x, d_weight = (
             x.to(dtype, copy=True) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return d_x.mul_(d_total), d_weight.mul_(d_total / ctx.shrink), None, None, None
+        return d_x.mul_(d_total), d_weight.mul_(d_total / ctx.shrink), None, None, None, None

@@ -33,10 +33,10 @@ def expm1(x):
 @triton.jit
 def cross_entropy_kernel(
     logits_ptr, targets_ptr, loss_ptr, stride, vocab_size, width, IGNORED: tl.constexpr,
-    GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+    GRADIENT: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One row a program: -log p(target), and p, less 1 at the target, in the place of the logits;
-    all zero for an ignored target.
+    all zero for an ignored target. Z_LOSS lse^2 and its gradient, 2 Z_LOSS lse p, are added.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
@@ -57,14 +57,23 @@ def cross_entropy_kernel(
         logits_ptr + target, mask=(target >= 0) & (target < vocab_size), other=float("nan")
     ).to(tl.float32)
     log_p = score - row_max - log_sum
-    tl.store(loss_ptr + row, tl.where(given == IGNORED, 0.0, -log_p))
+    loss = -log_p
+    if Z_LOSS:  # without it, not even an infinite log-sum-exp may change a bit
+        lse = row_max + log_sum
+        slope = 2 * Z_LOSS * lse
+        loss += Z_LOSS * lse * lse
+    tl.store(loss_ptr + row, tl.where(given == IGNORED, 0.0, loss))
 
     if GRADIENT:
         at_target = expm1(log_p)
+        if Z_LOSS:
+            at_target += slope * tl.exp(log_p)
         tl.debug_barrier()  # all have read the target's logit before one writes there
         for start in range(0, width, BLOCK):
             columns = start + block
             p = tl.exp(load_logits(logits_ptr, columns, vocab_size, width) - row_max - log_sum)
+            if Z_LOSS:
+                p += slope * p
             gradient = tl.where(given == IGNORED, 0.0, tl.where(columns == target, at_target, p))
             tl.store(
                 logits_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=columns < width
@@ -72,10 +81,15 @@ def cross_entropy_kernel(
 
 
 def launch(
-    logits: Tensor, targets: Tensor, vocab_size: int, ignored: int, with_gradients: bool
+    logits: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    ignored: int,
+    with_gradients: bool,
+    z_loss: float,
 ) -> Tensor:
-    """-log p(target) of each row, (R,) float32; with_gradients, logits become its gradient, zero in
-    the columns from vocab_size on.
+    """-log p(target) + z_loss lse^2 of each row, (R,) float32; with_gradients, logits become its
+    gradient, zero in the columns from vocab_size on.
 
     logits (R, V and padding) of float16, bfloat16 or float32, contiguous along V; targets (R,)
     int64, `ignored` where no loss is taken. Any other target outside the vocabulary makes the loss
@@ -85,7 +99,7 @@ def launch(
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
     cross_entropy_kernel[(rows,)](
         logits, targets, loss, logits.stride(0), vocab_size, width,
-        IGNORED=ignored, GRADIENT=with_gradients, BLOCK=min(BLOCK, triton.next_power_of_2(width)),
-        num_warps=WARPS,
+        IGNORED=ignored, GRADIENT=with_gradients, Z_LOSS=z_loss,
+        BLOCK=min(BLOCK, triton.next_power_of_2(width)), num_warps=WARPS,
     )  # fmt: skip
     return loss

@@ -146,6 +146,27 @@ class MuonAndAdamW:
         self.adamw.load_state_dict({"state": state["adamw"], "param_groups": groups[mine:]})
 
 
+@torch.no_grad()
+def clip_heads(model: nn.Module, max_scores: Tensor, limit: float) -> None:
+    """QK-clip (Kimi K2, arXiv:2507.20534): scale down q and k of the heads whose largest score
+    passed `limit`, by limit / score.
+
+    max_scores (num_layers, H), of the step's passes; a head whose score is not finite stays. q and
+    k share the factor; where heads share their keys, q alone takes it.
+    """
+    for block, scores in zip(model.blocks, max_scores, strict=True):
+        layer = block.attention
+        heads, kv_heads, _ = layer.heads_of_qkv
+        q = torch.where((scores > limit) & scores.isfinite(), limit / scores, 1.0)
+        k = v = q.new_ones(kv_heads)
+        if heads == kv_heads:
+            q = k = q.sqrt()
+        rows = torch.cat((q, k, v)).repeat_interleave(layer.head_dim)
+        layer.qkv.weight.mul_(rows[:, None])
+        if layer.qkv.bias is not None:
+            layer.qkv.bias.mul_(rows)
+
+
 def set_learning_rate(
     optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimConfig
 ) -> float:

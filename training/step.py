@@ -18,7 +18,7 @@ from config import Due
 from data.prefetch import Pass
 from training.interrupt import Interrupt
 from training.memory import MemoryMeter
-from training.optimizer import learning_rate, set_learning_rate
+from training.optimizer import clip_heads, learning_rate, set_learning_rate
 from training.phases import phase
 from training.ranks import ALONE, Ranks
 from training.resume import FIRST_START, Start
@@ -37,6 +37,8 @@ class PendingStep(NamedTuple):
     # the same two on the host, then the largest scores if they are due; waits for them
     figures: Callable[[], list[float]]
     updated: bool  # whether the optimizer's step is queued too
+    # the largest of each layer and head, on the device; None where it did not look
+    max_scores: Tensor | None
 
 
 NEVER = Interrupt()  # not entered, so it hears no signal
@@ -59,6 +61,7 @@ class StepResult(NamedTuple):
     finished: bool  # whether this is the last step, or a diverged one
     last: bool  # whether the run ends here: finished, or stopped
     due: Due
+    scores_on_device: Tensor | None = None  # (num_layers, H), as in max_scores; for optim.qk_clip
 
 
 class Stepper:
@@ -79,6 +82,7 @@ class Stepper:
             "scaler": run.scaler,
             "autocast": run.autocast,
             "grad_clip": self.optim.grad_clip,
+            "z_loss": self.optim.z_loss,
             "ranks": run.ranks,
         }
         per_token = run.model.flops_per_token
@@ -148,6 +152,7 @@ class Stepper:
                 # a queued step must be waited for first
                 last=finished or (ahead is None and any_rank(stop.requested)),
                 due=due,
+                scores_on_device=pending.max_scores,
             )
             with self.throughput.paused():
                 yield result
@@ -166,6 +171,8 @@ class Stepper:
         ):
             self.run.scaler.step(self.run.optimizer)
             self.run.scaler.update()
+            if self.optim.qk_clip:
+                clip_heads(self.run.model, result.scores_on_device, self.optim.qk_clip)
         self.throughput.step(self.run.tokens_per_step)
         self.throughput.pause()
 
@@ -187,7 +194,7 @@ class Stepper:
             # where something is due, the weights must stay until it is done
             due = config.due(step + 1)
             look = due.log or due.compare or step == self.looking_step
-            how = {"update": not any(due), "look": look}
+            how = {"update": not any(due), "look": look, "qk_clip": self.optim.qk_clip}
             if step == self.measured_step:  # what is freed while it measures does not count
                 self.run.optimizer.zero_grad(set_to_none=True)
                 self.run.model.forget_max_scores()
@@ -229,21 +236,22 @@ def queue_step(
     update: bool,
     ranks: Ranks = ALONE,
     look: bool = False,
+    qk_clip: float = 0.0,
     before: PendingStep | None = None,
     **step_args: Any,
 ) -> PendingStep:
     """Enqueue forward and backward, and the optimizer's step too if `update` is set and the fused
     optimizer can skip non-finite gradients by itself. With `look` its attention also gives the
-    largest score of each head.
+    largest score of each head. With `qk_clip` the optimizer's step ends with clip_heads().
 
     Then the next step can be enqueued before the host looks at this one, and the device never waits
     for the host. This step is its `before`: it moves no weights if either of the two is not finite.
     `step_args` are passed to compute_gradients().
     """
     step_args |= {"optimizer": optimizer, "scaler": scaler, "ranks": ranks}
-    scores: list[Tensor] | None = [] if look else None
+    scores: list[Tensor] | None = [] if look or qk_clip else None
     loss_and_norm = torch.stack(compute_gradients(step_model, passes, **step_args, scores=scores))
-    figures = loss_and_norm
+    figures, largest = loss_and_norm, None
     if scores:
         largest = ranks.largest(torch.stack(scores).amax(0))
         figures = torch.cat((loss_and_norm, largest.flatten()))
@@ -252,7 +260,9 @@ def queue_step(
     if before is not None:
         decisive = torch.cat((before.loss_and_norm, loss_and_norm))
     updated = update and update_if_finite(decisive, optimizer=optimizer, scaler=scaler)
-    return PendingStep(passes, loss_and_norm, figures, updated)
+    if updated and qk_clip:  # which moves nothing either unless all of it is finite
+        clip_heads(step_model, largest.where(decisive.isfinite().all(), torch.nan), qk_clip)
+    return PendingStep(passes, loss_and_norm, figures, updated, largest)
 
 
 def compute_gradients(
@@ -263,6 +273,7 @@ def compute_gradients(
     scaler: torch.amp.GradScaler,
     autocast: AbstractContextManager,
     grad_clip: float,
+    z_loss: float = 0.0,
     ranks: Ranks = ALONE,
     scores: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -272,16 +283,17 @@ def compute_gradients(
     clipped to `grad_clip` unless that is 0 or the norm is not finite. The norm is that before
     clipping. The named ranges show in a profiler's trace, and cost microseconds without one.
 
-    `scores`, where it is a list, gets the largest scores (num_layers, H) of each pass.
+    `scores`, where it is a list, gets the largest scores (num_layers, H) of each pass. `z_loss` is
+    that of GPT.forward().
     """
     optimizer.zero_grad(set_to_none=True)
-    loss = 0.0
+    loss, terms = 0.0, {"z_loss": z_loss} if z_loss else {}
     # around the backward passes too: they may run attention again
     with step_model.sharded(ranks.shards) if ranks.shards else nullcontext():
         for inputs, divisor in passes:
             looking = nullcontext() if scores is None else step_model.looking()
             with record_function("forward"), autocast, looking:
-                micro_loss = step_model(*inputs).loss
+                micro_loss = step_model(*inputs, **terms).loss
             if scores is not None:
                 scores.append(step_model.max_scores().amax(1))
             with record_function("backward"):

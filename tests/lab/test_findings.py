@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from attention import attention, get_backend
+from config import OptimConfig, RunConfig
 from lab.findings import (
     bf16_accumulators,
     captured,
     fp8_forward,
     lazy_rescaling,
     polynomial_exp2,
+    stabilisers,
     tile_size,
     unshifted_sink,
 )
@@ -214,7 +216,35 @@ def test_fp8_of_a_sweep(tmp_path):
     assert (tmp_path / "found_dark.png").is_file()
 
 
-@pytest.mark.parametrize("module", [tile_size, unshifted_sink, bf16_accumulators, fp8_forward])
+def test_a_stabiliser_is_named_by_its_settings():
+    optim = OptimConfig(qk_clip=8.0, weight_decay=0.0, lr=1e-2)
+    assert stabilisers.stabiliser(RunConfig(optim=optim)) == "QK-clip 8"
+    optim = OptimConfig(name="muon", z_loss=1e-4, weight_decay=0.0, lr=1e-2)
+    assert stabilisers.stabiliser(RunConfig(optim=optim)) == "z-loss 0.0001 and Muon"
+    optim = OptimConfig(weight_decay=0.0, lr=1e-2)
+    assert stabilisers.stabiliser(RunConfig(optim=optim)) == "none"
+
+
+@pytest.mark.slow
+def test_stabilisers_of_a_sweep(tmp_path):
+    recipe = ("experiment=stabilisers", "log_every=1", "optim.qk_clip=0,0.01")
+    trained(tmp_path / "runs/exact", *recipe)
+    out = tmp_path / "found.json"
+    with pytest.raises(SystemExit, match="no run with attention=no_max among 2 runs"):
+        stabilisers.main([str(tmp_path / "runs"), f"out={out}"])
+    trained(tmp_path / "runs/fuse", *recipe, "attention=no_max", "dtype=fp16")
+    stabilisers.main([str(tmp_path / "runs"), f"out={out}"])
+    found = json.loads(out.read_text())
+    names = {"none", "QK-clip 0.01"}
+    assert {row["stabiliser"] for row in found["exact"]} == names
+    assert [row["died_at"] for row in found["fuse"]] == [None, None]
+    assert len(found["exact"][0]["largest_by_head"]) == 1  # layer
+    assert (tmp_path / "found_dark.png").is_file()
+
+
+@pytest.mark.parametrize(
+    "module", [tile_size, unshifted_sink, stabilisers, bf16_accumulators, fp8_forward]
+)
 def test_a_page_has_the_figures_of_its_file(module):
     """Means with their spread, and errors such as 1.2e-07, as the command prints them."""
     name = module.__name__.rpartition(".")[2]

@@ -3,6 +3,7 @@
 import importlib
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -137,6 +138,42 @@ def test_chunked_loss_and_gradients_are_those_of_the_whole_logits(dtype, setting
     assert_near(found, baseline, reference, dtype or torch.float32)
 
 
+@pytest.mark.parametrize("settings", [(), ("several_chunks", "padded")], ids=["one", "chunks"])
+def test_z_loss_and_its_gradients_in_float64(settings, request):
+    for setting in settings:
+        request.getfixturevalue(setting)
+    x, weight, targets = example(tokens=99)
+    # 128 targets count: the mean is a float32, which holds 1/128 exactly
+    x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    found = step(partial(linear_cross_entropy, z_loss=0.1), x, weight, targets)
+    expected = step(plain_z_loss, x, weight, targets)
+    torch.testing.assert_close(found[0].double(), expected[0].double(), rtol=1e-6, atol=0)
+    for ours, autograd in zip(found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(ours, autograd, rtol=1e-10, atol=1e-12)
+    for ours, without in zip(
+        step(partial(linear_cross_entropy, z_loss=0.0), x, weight, targets),
+        step(linear_cross_entropy, x, weight, targets),
+        strict=True,
+    ):
+        assert torch.equal(ours, without)
+
+
+def plain_z_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """In the dtype of x, unlike cross_entropy()."""
+    logits = torch.nn.functional.linear(x, weight)
+    counted = logits.logsumexp(-1)[targets != -100]
+    mean = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return mean + 0.1 * counted.square().mean()
+
+
+def test_z_loss_of_the_kernel(kernel, several_chunks, padded):
+    x, weight, targets = example()
+    found = step(partial(linear_cross_entropy, z_loss=0.1), x, weight, targets)
+    wide = (t.detach().double().requires_grad_() for t in (x, weight))
+    baseline = step(plain_z_loss, x, weight, targets)
+    assert_near(found, baseline, step(plain_z_loss, *wide, targets), torch.float32)
+
+
 @pytest.mark.parametrize(
     "dtype, settings",
     [
@@ -154,14 +191,17 @@ def test_chunked_loss_compiles_in_one_graph(
         monkeypatch.setattr(importlib.import_module("model.loss_kernel"), "BLOCK", 128)
     torch._dynamo.reset()
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    eager = linear_cross_entropy
+    if settings:
+        compiled, eager = (partial(function, z_loss=0.1) for function in (compiled, eager))
     for found, expected in zip(
         step(compiled, *example(), autocast=dtype),
-        step(linear_cross_entropy, *example(), autocast=dtype),
+        step(eager, *example(), autocast=dtype),
         strict=True,
     ):
         torch.testing.assert_close(found, expected)
     with torch.no_grad():
-        torch.testing.assert_close(compiled(*example()), linear_cross_entropy(*example()))
+        torch.testing.assert_close(compiled(*example()), eager(*example()))
 
 
 def test_the_kernel_where_a_row_is_sure_of_its_target_or_hopeless(kernel):

@@ -11,7 +11,7 @@ from config import ModelConfig, OptimConfig
 from model import GPT
 from tests.command import checkpoint, load_checkpoint, run, same, save_checkpoint, summary, tiny
 from training.checkpoint import CheckpointError
-from training.optimizer import build_optimizer, learning_rate
+from training.optimizer import build_optimizer, clip_heads, learning_rate
 
 MUON = OptimConfig(name="muon", lr=0.01)
 
@@ -89,6 +89,38 @@ def test_fused_equals_the_textbook_update():
         optimizer.step()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.double(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("bias", [True, False])
+def test_qk_clip_brings_one_head_to_the_limit_and_leaves_the_others(num_kv_heads, bias):
+    """To the bit. Keys that heads share stay, and so does a head whose score is not finite."""
+    model = build_gpt(num_kv_heads=num_kv_heads, bias=bias)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".qkv." in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(37, (3, 16), generator=torch.Generator().manual_seed(0))
+
+    def scores() -> torch.Tensor:
+        with torch.no_grad(), model.looking():
+            model(tokens)
+        return model.max_scores().amax(1)  # (num_layers, H)
+
+    before, old = scores(), copy.deepcopy(model.state_dict())
+    largest, second = before[0].sort(descending=True).values[:2].tolist()
+    limit, head = (largest + second) / 2, int(before[0].argmax())
+    clip_heads(
+        model, torch.stack((before[0], before[1].where(before[1] < limit, torch.nan))), limit
+    )
+    assert scores()[0, head].item() == pytest.approx(limit, rel=1e-5)
+    rows = torch.arange(head * 8, head * 8 + 8)  # of its q
+    if num_kv_heads == 4:  # and of the k that is its own
+        rows = torch.cat((rows, 32 + rows))
+    for name, x in model.state_dict().items():
+        moved = (x != old[name]).reshape(len(x), -1).any(1).nonzero().flatten()
+        is_clipped = name.startswith("blocks.0.attention.qkv.")
+        assert moved.tolist() == (rows.tolist() if is_clipped else []), name
 
 
 def test_warmup_then_cosine_to_min_lr():

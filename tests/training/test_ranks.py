@@ -75,11 +75,11 @@ def alike(one: Path, other: Path) -> bool:
     "settings",
     [
         (),
-        ("optim=muon",),
+        ("optim=muon", "optim.qk_clip=0.001", "optim.z_loss=0.1"),
         ("data=last_write", "tokenizer.vocab_size=null"),
         pytest.param(("attention=naive",), marks=pytest.mark.slow),
     ],
-    ids=["adamw", "muon", "last_write", "naive"],
+    ids=["adamw", "muon-qk_clip-z_loss", "last_write", "naive"],
 )
 def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
     alone = run(*tiny(tmp_path / "alone", *SHARED, *TWO_PASSES, *settings))
@@ -93,7 +93,8 @@ def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
 @pytest.mark.parametrize(
     "settings",
     [
-        ("attention=tiled", "attention.block_q=8", "attention.block_kv=8", "attention.sinks=true"),
+        ("attention=tiled", "attention.block_q=8", "attention.block_kv=8", "attention.sinks=true")
+        + ("optim.qk_clip=0.001", "optim.z_loss=0.1"),
         pytest.param(
             ("attention=naive", "tokens_per_step=128", "batch_size=2"), marks=pytest.mark.slow
         ),

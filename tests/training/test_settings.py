@@ -85,6 +85,20 @@ def test_a_tokenizer_is_asked_for_by_its_group():
         settle(config, asked=["tokenizer"])
 
 
+@pytest.mark.parametrize(
+    "without_it",
+    [
+        {"model": ModelConfig(qk_norm=True)},
+        {"attention": AttentionConfig(softcap=5.0)},
+        {"attention": AttentionConfig(score_mod="tests.user_attentions:MOD")},
+    ],
+    ids=["qk_norm", "softcap", "score_mod"],
+)
+def test_qk_clip_needs_scores_that_scale_with_q_and_k(without_it):
+    with pytest.raises(ValueError, match="optim.qk_clip=8.0 scales q and k.*leave one out"):
+        RunConfig(optim=OptimConfig(qk_clip=8.0), **without_it)
+
+
 @pytest.mark.parametrize("key", ["seed", "nope", "model.num_layers"])
 def test_what_every_run_reads_cannot_be_left_out(key):
     with pytest.raises(ValueError, match=f"left_out=\\[{key}\\]"):

@@ -1,0 +1,154 @@
+"""Which stabiliser keeps attention scores down, and how long no_max in float16 lives under it.
+
+    python train.py experiment=stabilisers hydra.sweep.dir=multirun/stabilisers/none/exact
+    python -m lab.findings.stabilisers multirun/stabilisers out=results/stabilisers.json
+
+The arguments of the second are runs of that recipe, or folders of them: without a stabiliser and
+with optim.qk_clip=5,8,10, optim.z_loss=1e-4,1e-2, optim.weight_decay=0.1,1, model.qk_norm=true,
+attention.softcap=10, optim=muon or optim.lr=2e-3; and all of them with attention=no_max dtype=fp16
+too. The page has the loop.
+
+    out     the JSON file to write; the figure stands beside it
+
+no_max is a fuse: it is exact until a score passes ln(65504) = 11.09, where exp(score) leaves
+float16. Then its output is infinite, and the run ends.
+"""
+
+import re
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from attention import LIMITS
+from config import RunConfig
+from scripts.arguments import command
+from scripts.drawing import for_both_papers, new_figure, save_figure
+from scripts.runs import runs_below
+from scripts.tables import Row, grouped, mean_and_deviation, text_table
+from training.environment import measured_on
+from training.files import check_writable, read_metrics, write_json
+from training.names import as_typed
+from training.trained import read_run_config
+
+LIMIT = LIMITS[torch.float16]
+LR = 1e-2  # of the recipe
+BY_HEAD = "attention/max_score_by_head"
+# what the file has of runs with exact attention, and with no_max
+TABLES = {"exact": "run with exact attention", "fuse": "run with attention=no_max"}
+
+
+@dataclass
+class Options:
+    paths: list[Path]
+    out: Path = Path("stabilisers.json")
+
+
+@command("stabilisers", Options)
+def main(options: Options) -> None:
+    check_writable(options.out)
+    runs = [
+        described(run, summary)
+        for run, summary in runs_below(options.paths).items()
+        if summary["status"] in ("completed", "diverged")
+    ]
+    found = {name: [row for row in runs if row["fuse"] == (name == "fuse")] for name in TABLES}
+    for name, rows in found.items():
+        if not rows:
+            raise ValueError(f"no {TABLES[name]} among {len(runs)} runs: train some too")
+    print(in_text(found))
+    about = {"environment": measured_on(torch.device("cpu")), "limit": LIMIT}
+    write_json(options.out, about | found)
+    draw(found, options.out.with_suffix(".png"))
+
+
+def described(run: Path, summary: Row) -> Row:
+    """The run's stabiliser and how the run ended; of exact attention also the largest scores."""
+    config = read_run_config(run)
+    fuse = summary["attention"] == "no_max"
+    row = {"stabiliser": stabiliser(config), "seed": config.seed, "fuse": fuse}
+    row |= {"dtype": config.dtype, "steps": config.steps, "died_at": summary.get("first_bad_step")}
+    if fuse:
+        return row
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if BY_HEAD in row]
+    by_head = torch.tensor([row[BY_HEAD] for row in rows], dtype=torch.float64)  # (rows, layers, H)
+    return row | {
+        "largest_score": round(summary["max_score"], 2),
+        "passes_at": summary["float16_overflow_step"],  # of the steps with a row of metrics
+        "largest_by_head": by_head.amax(0).tolist(),  # of each layer
+        "own": summary["val/loss"],
+        "curves": {
+            "step": [row["step"] for row in rows],
+            "by_layer": [[round(x, 2) for x in layers] for layers in by_head.amax(2).tolist()],
+        },
+    }
+
+
+def stabiliser(config: RunConfig) -> str:
+    """What keeps this run's scores down, in words."""
+    optim, cap = config.optim, config.attention.softcap
+    words = {
+        "QK-norm": config.model.qk_norm,
+        f"softcap {as_typed(cap)}": cap,
+        f"QK-clip {as_typed(optim.qk_clip)}": optim.qk_clip,
+        f"z-loss {optim.z_loss:g}": optim.z_loss,
+        f"weight decay {as_typed(optim.weight_decay)}": optim.weight_decay,
+        "Muon": optim.name == "muon",
+        f"lr {optim.lr:g}": optim.lr != LR,
+    }
+    return " and ".join(name for name, is_set in words.items() if is_set) or "none"
+
+
+def in_text(found: Row) -> str:
+    exact = [["exact", "largest score", "heads past the limit", "passes it at", "held-out loss"]]
+    for name, rows in grouped(found["exact"], lambda row: row["stabiliser"]).items():
+        heads = [score for row in rows for score in chain(*row["largest_by_head"])]
+        cells = [f"{sum(score > LIMIT for score in heads)} of {len(heads)}"]
+        cells.append("/".join(str(row["passes_at"]) for row in rows))
+        cells.append(mean_and_deviation([row["own"] for row in rows], "{:.3f}"))
+        largest = mean_and_deviation([row["largest_score"] for row in rows], "{:.1f}")
+        exact.append([name, largest, *cells])
+    fuse = [["no_max in float16", "dies at step", "of"]]
+    for name, rows in grouped(found["fuse"], lambda row: row["stabiliser"]).items():
+        died = "/".join(str(row["died_at"] or "lives") for row in rows)
+        fuse.append([name, died, str(rows[0]["steps"])])
+    return "\n\n".join(map(text_table, (exact, fuse)))
+
+
+def draw(found: Row, path: Path) -> None:
+    """The largest score over training, that of each head, and how long the fuse lives."""
+    figure, (over, heads, fuse) = new_figure(1, 3, size=(13, 4))
+    by_name = grouped(found["exact"], lambda row: row["stabiliser"])
+    names = sorted(by_name, key=lambda name: max(row["largest_score"] for row in by_name[name]))
+    colors: dict[str, str] = {}
+    for place, name in enumerate(names):
+        kind = re.sub(r" [\d.]+$", "", name)  # one colour for all strengths
+        label = None if kind in colors else kind
+        color = colors.setdefault(kind, f"C{len(colors)}")
+        for row in by_name[name]:
+            curve = row["curves"]
+            over.plot(curve["step"], [*map(max, curve["by_layer"])], color=color, linewidth=0.8)
+            each = list(chain(*row["largest_by_head"]))
+            heads.plot(each, [place] * len(each), ".", color=color)
+        over.plot([], [], color=color, label=label)
+        for row in found["fuse"]:
+            if row["stabiliser"] == name:
+                marker = "x" if row["died_at"] else ">"
+                fuse.plot(row["died_at"] or row["steps"], place, marker, color=color)
+    over.axhline(LIMIT, color="C7", linestyle=":")
+    heads.axvline(LIMIT, color="C7", linestyle=":")
+    over.set(xlabel="step", ylabel="largest score", yscale="log", ylim=(1, None))
+    heads.set(xlabel="largest score of each head", xscale="log")
+    fuse.set(xlabel="no_max in float16 dies (x) or lives on (>) at step")
+    heads.set_yticks(range(len(names)), names, fontsize=8)
+    fuse.set_yticks(range(len(names)), [""] * len(names))
+    fuse.set_xlim(0, None)
+    over.legend(fontsize=7, ncols=2)
+    for axes in (over, heads, fuse):
+        axes.grid(alpha=0.3)
+    for_both_papers(save_figure(figure, path, dpi=110))
+
+
+if __name__ == "__main__":
+    main()
