@@ -249,7 +249,7 @@ def attention_with_cache(
     given = {"causal": causal, "scale": scale, "sinks": sinks, "window": window, "softcap": softcap}
     check_inputs(*inputs, **given, alibi_slopes=None, document_ids=None, score_mod=None)
     backend.check_supported(*inputs, **given)
-    if not backend.can_decode:
+    if backend.decode is None or not backend.can_decode:
         able = ", ".join(name for name, each in BACKENDS.items() if each.decode is not None)
         how = " with softmax_dtype=input" if backend.decode is not None else ""
         raise Refusal(
