@@ -495,8 +495,9 @@ def load(text: str) -> tuple[Any, str, str]:
     found = import_object(module, path, called=text, find=lambda x, name: attrgetter(name)(x))
     if inspect.isclass(found) and issubclass(found, torch.autograd.Function):
         found, path = found.apply, f"{path}.apply"
-    if not isinstance(found, Backend) and not callable(found):
-        raise ValueError(f"{text} must be a function or a Backend; it is a {type(found).__name__}")
+    what = "class: name an object of it" if inspect.isclass(found) else type(found).__name__
+    if inspect.isclass(found) or not (isinstance(found, Backend) or callable(found)):
+        raise ValueError(f"{text} must be a function or a Backend; it is a {what}")
     return found, f"from {module} import {path.partition('.')[0]}", path
 
 
