@@ -40,7 +40,6 @@ from attention.interface import (
     Refusal,
     ScoredOutput,
     ScoreMod,
-    check_inputs,
     check_output,
     check_packed,
     dtype_name,
@@ -241,14 +240,14 @@ def attention_with_cache(
     check_cache(q, k, v, cache_lengths, block_table)
     if isinstance(backend, str):
         backend = get_backend(backend)
+    keys, values = k, v
     if block_table is not None:
         k, v = k.transpose(1, 2), v.transpose(1, 2)  # (P, H_kv, page_size, D)
-    # one page stands for the keys of each sequence
-    brief = (x if block_table is None else x[:1].expand(q.shape[0], -1, -1, -1) for x in (k, v))
-    inputs = (q, *brief)
-    given = {"causal": causal, "scale": scale, "sinks": sinks, "window": window, "softcap": softcap}
-    check_inputs(*inputs, **given, alibi_slopes=None, document_ids=None, score_mod=None)
-    backend.check_supported(*inputs, **given)
+        # one page stands for the keys of each sequence
+        keys, values = (x[:1].expand(q.shape[0], -1, -1, -1) for x in (k, v))
+    others = ("alibi_slopes", "document_ids", "score_mod", "key_lengths")
+    optional = dict.fromkeys(others) | {"window": window, "softcap": softcap}
+    checked(q, keys, values, backend, causal, scale, sinks, None, optional)
     if backend.decode is None or not backend.can_decode:
         able = ", ".join(name for name, each in BACKENDS.items() if each.decode is not None)
         how = " with softmax_dtype=input" if backend.decode is not None else ""

@@ -97,7 +97,9 @@ class MaterialisedGradient(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, d_out: Tensor
+    ) -> Tensor:
         return d_out.contiguous() if 0 in d_out.stride() else d_out
 
 

@@ -328,6 +328,14 @@ def run(
     return call(backend, tensors, arguments, backward=backward).results(d_out, d_lse)
 
 
+def changed_scores(score_mod: ScoreMod, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """What it makes of scores (B, H, N, M), and its derivative there."""
+    b, h, i, j = torch.meshgrid(
+        *(torch.arange(size, device=scores.device) for size in scores.shape), indexing="ij"
+    )
+    return score_mod(scores, b, h, i + scores.shape[3] - scores.shape[2], j)
+
+
 def unavoidable(
     tensors: list[Tensor],
     arguments: dict[str, Any],
@@ -352,19 +360,12 @@ def unavoidable(
     scale = q.shape[-1] ** -0.5
     scores, steepness = q @ k.mT * scale, torch.ones((), dtype=torch.float64, device=q.device)
     if "score_mod" in arguments:
-        b, h, i, j = (
-            torch.arange(size, device=q.device).view([-1 if x == y else 1 for x in range(4)])
-            for y, size in enumerate(scores.shape)
-        )
-        positions = b, h, i + k.shape[2] - q.shape[2], j
-        scores, steepness = arguments["score_mod"](scores, *positions)
+        scores, steepness = changed_scores(arguments["score_mod"], scores)
     exponents, largest_exponent = scores.abs(), scores.abs().max().item()
     if "lse" in reference:
         lse = torch.where(reference["lse"].isinf(), 0.0, reference["lse"]).abs()
-        exponents, largest_exponent = (
-            exponents + lse.unsqueeze(-1),
-            largest_exponent + lse.max().item(),
-        )
+        exponents = exponents + lse.unsqueeze(-1)
+        largest_exponent += lse.max().item()
     # p itself is attention's output for v = identity; zeros make head_dim wide enough to hold it
     width = max(q.shape[-1], k.shape[2])
     wide_q, wide_k = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k))

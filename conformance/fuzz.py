@@ -8,6 +8,7 @@ again.
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -148,7 +149,7 @@ def draw_case(subject: Subject, drawn: random.Random, seed: int) -> Case:
         optional["key_lengths"] = True
     if has("lse"):
         optional["sinks"] = True
-    return Case(**{**vars(case), "optional": optional})
+    return replace(case, optional=optional)
 
 
 def finite(x: float | None) -> float | None:

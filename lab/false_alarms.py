@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Literal
 
 from attention import BACKENDS, get_backend
 from conformance.backend_under_test import Subject
@@ -35,15 +36,13 @@ class Options:
     calls: int
     attention: list[str] = default("all")
     device: Device = "auto"
-    dtype: list[str] = default("fp32", "bf16", "fp16")
+    dtype: list[Literal["fp32", "bf16", "fp16"]] = default("fp32", "bf16", "fp16")
     processes: int = 1
     seed: int = 0
     out: Path = Path("false_alarms.json")
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "calls", "processes")
-        if unknown := [name for name in self.dtype if name not in DTYPES]:
-            raise ValueError(f"dtype={unknown[0]} is not one of: {', '.join(DTYPES)}")
         if self.attention == ["all"]:
             self.attention = [name for name, backend in BACKENDS.items() if backend.exact]
 

@@ -19,12 +19,11 @@ def attend(q, k, v, *, causal, scale, window=None, document_ids=None, key_length
     offset = num_keys - num_queries  # its own causal mask is aligned top-left
     i, j = jnp.arange(num_queries)[:, None] + offset, jnp.arange(num_keys)
     seen = jnp.ones((1, num_queries, num_keys), bool)
-    left, right = window if isinstance(window, list) else (window or 0, 0)
     if causal:
         seen &= j <= i
     if window is not None:
         # one number counts the query's own position
-        left = left - 1 if not isinstance(window, list) else left
+        left, right = window if isinstance(window, list) else (window - 1, 0)
         seen &= (left < 0) | (j >= i - left)
         seen &= (right < 0) | (j <= i + right)
     if document_ids is not None:

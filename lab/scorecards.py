@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -93,11 +93,7 @@ EXPLAINED = {
 class Options:
     out: Path = Path("scorecards.json")
     jax: str | None = None
-    dtype: list[str] = default("fp32", "bf16", "fp16")
-
-    def __post_init__(self) -> None:
-        if unknown := [name for name in self.dtype if name not in DTYPES]:
-            raise ValueError(f"dtype={unknown[0]} is not one of: {', '.join(DTYPES)}")
+    dtype: list[Literal["fp32", "bf16", "fp16"]] = default("fp32", "bf16", "fp16")
 
 
 def red_cells(name: str, dtype: str, cells: list[Cell], scripts: dict[str, str]) -> list[Row]:

@@ -25,6 +25,7 @@ from attention.kernels.forward import scores_of
 from attention.kernels.launch import (
     Tile,
     batch_stride,
+    operator,
     padded_head_dim,
     pick_tile,
     properties,
@@ -293,11 +294,9 @@ def split_attention(
     return out.to(dtype), lse
 
 
-split_attention_op = torch.library.custom_op(
-    "tilegpt::split_attention", split_attention, mutates_args=()
-)
+split_attention_op = operator("split_attention")(split_attention)
 
 
-@split_attention_op.register_fake
+@torch.library.register_fake("tilegpt::split_attention")
 def _(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     return empty_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)

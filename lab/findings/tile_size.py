@@ -132,9 +132,11 @@ def difference(backend: Backend, layer: Captured, dtype: str, tiles: list[int]) 
 
 
 def repairs(runs: list[Row]) -> list[Row]:
-    """For each run that switched, beside the run of the same seed that was never broken: how much
-    higher its exact loss is at the switch and at the end, the steps of exact attention until half
-    of that is gone, and the step at which the other run had come to the same loss.
+    """Each run that switched, beside the run of its seed that was never broken.
+
+    A row says how much higher its exact loss is at the switch and at the end. It also has the steps
+    of exact attention until half of that is gone, and the step at which the other run had come to
+    the same loss.
     """
     found = []
     for row in (row for row in runs if row["switch_at"] is not None):

@@ -377,7 +377,11 @@ def test_a_mistake_in_the_kernel_is_caught(name, tmp_path):
     before, after = KERNEL_MUTANTS[name]
     source = Path(kernels.__file__).read_text()
     assert source.count(before) == 1
-    source = source.replace(before, after).replace("tilegpt::split", "tilegpt::mutated_split")
+    operator = "".join(letter if letter.isalnum() else "_" for letter in name)
+    source = source.replace(before, after).replace(
+        "tilegpt::split_attention", f"tilegpt::{operator}"
+    )
+    source = source.replace('operator("split_attention")', f'operator("{operator}")')
     (tmp_path / "mutant.py").write_text(source)
     spec = importlib.util.spec_from_file_location("mutant", tmp_path / "mutant.py")
     module = importlib.util.module_from_spec(spec)
