@@ -17,7 +17,7 @@ from torch import Tensor
 from attention.interface import Refusal
 from conformance.backend_under_test import Check, Subject
 from conformance.cases import Case, row_of
-from conformance.properties import LAYOUTS
+from conformance.views import LAYOUTS
 
 # of how many calls one has another layout than contiguous, other logits than normal, each feature
 LAYOUT_SHARE, LOGITS_SHARE, FEATURE_SHARE = 0.5, 0.4, 0.25

@@ -12,7 +12,7 @@ from conformance import command
 from conformance.backend_under_test import Subject
 from conformance.cases import Case, expect, run
 from conformance.fuzz import Tally, fuzz
-from conformance.properties import LAYOUTS
+from conformance.views import LAYOUTS
 from lab import false_alarms
 
 
