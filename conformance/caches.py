@@ -1,5 +1,5 @@
-"""The property of decoding: the last queries of each sequence against a cache of fixed shape, in one
-piece or in pages, for a backend that has Backend.decode.
+"""The property of decoding: the last queries of each sequence against a cache of fixed shape, in
+one piece or in pages, for a backend that has Backend.decode.
 
 Its bugs are those of servers: a length or a table of the step before, a page too many, positions
 that count from the room and not from the sequence, parts of a row merged without their lse.
@@ -21,7 +21,7 @@ from conformance.cases import Case, Expected, distance
 from conformance.views import far_apart, spread_out
 
 UNUSED = 2**30  # in a table, for a page that a sequence does not have
-SPARE = 3  # pages of nobody
+SPARE = 3  # pages of nobody, the first ones
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,10 @@ class Cache:
         shape = (len(lengths), case.num_kv_heads, max(room, *lengths), case.head_dim)
         k, v = (q[0].new_full(shape, torch.nan) for _ in range(2))
         for row, length in enumerate(lengths):
-            k[row, :, :length], v[row, :, :length] = keys[row][0, :, :length], values[row][0, :, :length]
+            k[row, :, :length], v[row, :, :length] = (
+                keys[row][0, :, :length],
+                values[row][0, :, :length],
+            )
         sizes = torch.tensor(lengths, dtype=torch.int32, device=k.device)
         known = [each if n else None for each, n in zip(expected, lengths, strict=True)]
         return cls(torch.cat(q), k, v, sizes, known, expected[0].arguments)
@@ -62,16 +65,18 @@ class Cache:
         max_pages), whose unused entries point nowhere.
         """
         batch, heads, room, head_dim = self.k.shape
-        most = -(-room // page_size)
-        order = torch.randperm(batch * most + SPARE, generator=torch.Generator().manual_seed(seed))
-        table = order[: batch * most].view(batch, most).int().to(self.k.device)
-        pages = self.k.new_full((2, len(order), page_size, heads, head_dim), torch.nan)
-        for row, length in enumerate(self.lengths.tolist()):
-            for j in range(0, length, page_size):
-                used = slice(j, min(j + page_size, length))
+        lengths = self.lengths.tolist()
+        counts = [-(-length // page_size) for length in lengths]
+        generator = torch.Generator().manual_seed(seed)
+        order = iter((SPARE + torch.randperm(sum(counts), generator=generator)).tolist())
+        table = self.lengths.new_full((batch, -(-room // page_size)), UNUSED)
+        table[1::2] = -1
+        pages = self.k.new_full((2, SPARE + sum(counts), page_size, heads, head_dim), torch.nan)
+        for row, length in enumerate(lengths):
+            for entry, page in zip(range(counts[row]), order, strict=False):
+                used = slice(entry * page_size, min((entry + 1) * page_size, length))
                 own = torch.stack((self.k[row, :, used], self.v[row, :, used])).transpose(1, 2)
-                pages[:, table[row, j // page_size], : own.shape[1]] = own
-            table[row, -(-length // page_size) :] = -1 if row % 2 else UNUSED
+                pages[:, page, : own.shape[1]], table[row, entry] = own, page
         return *pages.unbind(), table
 
     def call_paged(
@@ -128,7 +133,9 @@ def cache_and_pages(subject: Subject) -> Iterator[Check]:
     case = subject.case(1, n)
     if subject.takes(case, backward=False):
         yield from token_by_token(subject, pages[1])
-        yield from other_layouts(subject, Cache.of([n, n // 2 + 1], case, subject.expected), pages[1])
+        yield from other_layouts(
+            subject, Cache.of([n, n // 2 + 1], case, subject.expected), pages[1]
+        )
 
 
 def token_by_token(subject: Subject, page_size: int) -> Iterator[Check]:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from attention import Backend
 from attention.interface import Refusal
@@ -292,9 +291,14 @@ def rows_without_a_key(subject: Subject) -> Iterator[Check]:
 
 
 def cross_length(subject: Subject) -> Iterator[Check]:
-    """N and M differ: queries are aligned with the last keys."""
+    """N and M differ: queries are aligned with the last keys. With one key more than queries the
+    last row of a tile of queries sees one key of a tile of its own.
+    """
     n = subject.length
-    shapes = ((n // 2, n, True), (n // 2, n, False), (n, n // 2, False), (1, n, True))
+    shapes = (
+        *((n // 2, n, True), (n // 2, n, False), (n, n // 2, False), (1, n, True)),
+        (n, n + 1, True),
+    )
     yield from compared(
         subject, [subject.case(a, b, causal=causal) for a, b, causal in shapes], *TENSORS
     )
@@ -338,22 +342,40 @@ def strides(subject: Subject) -> Iterator[Check]:
             )
     if passes == "both":
         yield from gradients_of_any_layout(subject, case)
+    yield from ids_of_any_layout(subject)
 
 
 def gradients_of_any_layout(subject: Subject, case: Case) -> Iterator[Check]:
-    """The gradient of out comes as a view too: out.sum() hands in a single one, expanded."""
+    """The gradients of out and lse come as views too: out.sum() hands in a single one, expanded."""
     expected = subject.expected(case)
-    d_out = expected.d_out.to(subject.dtype)
-    views = {"spread out": spread_out(d_out), "expanded": d_out[:1, :1, :1].expand_as(d_out)}
-    for layout, view in views.items():
+    d_out, d_lse = expected.d_out.to(subject.dtype), expected.inputs[3]
+    expanded = d_out[:1, :1, :1].expand_as(d_out)
+    views = {"d_out spread out": [spread_out(d_out)], "d_out expanded": [expanded]}
+    if subject.lse_gradient and d_lse is not None:
+        d_lse = d_lse.to(torch.promote_types(subject.dtype, torch.float32))
+        views["d_lse transposed"] = [d_out, d_lse.mT.contiguous().mT]
+        views["d_lse expanded"] = [d_out, d_lse[:1, :1, :1].expand_as(d_lse)]
+    for layout, given in views.items():
         found = []
-        for gradient in (view, view.contiguous()):
+        for gradient in (given, [x.contiguous() for x in given]):
             made = call(subject.backend, expected.tensors, expected.arguments)
             leaves = list(made.leaves.values())
-            found.append(torch.autograd.grad(made.output.out, leaves, gradient))
+            found.append(torch.autograd.grad(made.output[: len(given)], leaves, gradient))
         for name, x, y in zip(made.leaves, *found, strict=True):
             moved = distance(x.double(), y.double())
-            yield Check(f"{name} of {case}, d_out {layout}", moved, 2 * expected.budget(name))
+            yield Check(f"{name} of {case}, {layout}", moved, 2 * expected.budget(name))
+
+
+def ids_of_any_layout(subject: Subject) -> Iterator[Check]:
+    """document_ids are a column of a larger table."""
+    case = subject.case(batch=2, optional={"document_ids": True})
+    if subject.takes(case, backward=False):
+        expected = subject.expected(case)
+        ids = expected.arguments["document_ids"]
+        column = torch.stack((ids, ids.flip(1)), -1)[..., 0]
+        found = subject.attend(*expected.tensors, **expected.arguments | {"document_ids": column})
+        moved = distance(found.double(), expected.reference["out"])
+        yield Check(f"out of {case}, ids a column", moved, expected.budget("out"))
 
 
 def no_leak_forward(subject: Subject) -> Iterator[Check]:

@@ -2,9 +2,10 @@
 second), loaded beside the real one.
 """
 
+import linecache
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,7 +21,17 @@ from attention import Backend
 
 FOLDER = Path(attention.__file__).parent
 # in the order in which they import one another
-MODULES = ("mask", "online_softmax", "sinks", "naive", "ring", "tiled", "played_ring")
+MODULES = ("mask", "online_softmax", "sinks", "naive", "decoding", "ring", "tiled", "played_ring")
+KERNELS = (
+    *("kernels.launch", "kernels.softmax", "kernels.defects", "kernels.score_mods"),
+    *("kernels.forward", "kernels.backward", "kernels.intervals", "kernels.portable"),
+    *("kernels.op", "kernels.decoding", "kernels"),
+)
+
+
+def path_of(name: str) -> Path:
+    path = FOLDER / name.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 @cache
@@ -28,12 +39,42 @@ def code(name: str, edits: tuple[tuple[str, str], ...] = (), author: str = "nobo
     """A module of attention/ with edits. Raises AssertionError where its source no longer reads as
     an edit expects.
     """
-    source = (FOLDER / f"{name}.py").read_text()
+    source = path_of(name).read_text()
     for before, after in edits:
         times = source.count(before)
         assert times == 1, f"{author}: attention/{name}.py holds {times} times: {before}"
         source = source.replace(before, after)
-    return compile(source, f"attention/{name}.py with {author}", "exec")
+    file = f"attention/{name}.py with {author}"
+    # Triton reads a kernel's source from its file
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    return compile(source, file, "exec")
+
+
+def same(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+@contextmanager
+def loaded_beside(
+    names: tuple[str, ...], edits: tuple[tuple[str, str, str], ...], author: str
+) -> Iterator[dict[str, Any]]:
+    """Modules of attention/ with edits, in place of the real ones. Operators are plain functions
+    there: PyTorch knows the name of the real ones.
+    """
+    loaded: dict[str, Any] = {}
+    library = {"register_fake": lambda *_: same, "register_autograd": lambda *_, **__: None}
+    with mock.patch.dict(sys.modules), mock.patch.multiple(torch.library, **library):
+        for name in names:
+            module: Any = types.ModuleType(f"attention.{name}")
+            module.__file__ = str(path_of(name))
+            if name == "kernels":
+                module.__path__ = [str(FOLDER / name)]
+            own = tuple(edit[1:] for edit in edits if edit[0] == name)
+            exec(code(name, own, author) if own else code(name), module.__dict__)
+            if name == "kernels.launch":
+                module.operator = lambda _: same
+            sys.modules[f"attention.{name}"] = loaded[name] = module
+        yield loaded
 
 
 @dataclass(frozen=True)
@@ -48,21 +89,17 @@ class Mutant:
     @contextmanager
     def installed(self) -> Iterator[Backend]:
         """The backend with the mistake in it, and attention() with its sinks."""
-        loaded: dict[str, Any] = {}
-        with mock.patch.dict(sys.modules):
-            for name in MODULES:
-                edits = tuple(edit[1:] for edit in self.edits if edit[0] == name)
-                module = types.ModuleType(f"attention.{name}")
-                exec(code(name, edits, self.name) if edits else code(name), module.__dict__)
-                sys.modules[f"attention.{name}"] = module
-                loaded[name] = module
-        found = {
-            "tiled": loaded["tiled"].TILED,
-            "ring": loaded["played_ring"].RING,
-            "naive": loaded["naive"].NAIVE,
-        }
-        with mock.patch.object(attention, "with_sinks", loaded["sinks"].with_sinks):
-            yield replace(found[self.backend], name=self.name)
+        names = MODULES + KERNELS * (self.backend == "triton")
+        with loaded_beside(names, self.edits, self.name) as loaded:
+            found = {
+                "tiled": loaded["tiled"].TILED,
+                "ring": loaded["played_ring"].RING,
+                "naive": loaded["naive"].NAIVE,
+            }
+            if "kernels" in loaded:
+                found["triton"] = loaded["kernels"].TRITON
+            with mock.patch.object(attention, "with_sinks", loaded["sinks"].with_sinks):
+                yield replace(found[self.backend], name=self.name)
 
 
 def smallest_cover(rows: list[dict[str, Any]]) -> list[str]:
@@ -103,3 +140,8 @@ def sink(*edits: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
 
 def ring(*edits: tuple[str, str]) -> tuple[tuple[str, str, str], ...]:
     return tuple(("ring", *edit) for edit in edits)
+
+
+def kept(key: str, value: str) -> str:
+    """`value`, computed once for every `key`."""
+    return f"globals().setdefault('KEPT', {{}}).setdefault({key}, {value})"

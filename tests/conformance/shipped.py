@@ -5,7 +5,7 @@ biases, decoding, and the merge of states. The edits are those of tests.conforma
 
 import torch
 
-from tests.conformance.mutation import Mutant, loop, mask, naive, ring, sink, softmax
+from tests.conformance.mutation import Mutant, kept, loop, mask, naive, ring, sink, softmax
 
 # lines that several mistakes are made in
 INTERVALS = "return VisibleKeys(lo, hi, num_keys)"
@@ -23,7 +23,6 @@ ZERO_GRADIENTS = (
 TILE = "outputs = [self.query_tile(q[..., tile.rows, :], k, v, tile) for tile in tiles]"
 DQ = "dq_rows += ds @ k_keys"
 BACKWARD_SCORES = "self.scores(q_rows, k_keys, rows, keys, needs_mask)"
-KEEP = "globals().setdefault('KEPT', {}).setdefault"
 TILE_MAX = "next_max = self.next_max(scores.amax(-1, keepdim=True))"
 TOTAL = "total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])"
 SHARE = "share = torch.exp(lse - finite(total))"
@@ -38,17 +37,14 @@ SCORE_MOD = "self.score_mod(scores, b, h, i, j)"
 FOLDED = "out, lse = (x.flatten(1, 2) for x in function.apply(q, k, v, loop))"
 SLOPES = "slopes = alibi_slopes.detach().to(statistics_dtype(q))"
 GROUPED = "return q, k.unsqueeze(2), v.unsqueeze(2)"
+DELTA = "(do_rows * out[..., rows, :].to(self.dtype)).sum(-1, keepdim=True)"
+DV, KEYS_WIDTH = "dv[..., keys, :] += (p.mT @ do_rows)", "keys, : q.shape[-1]]"
 MERGED_MAX = "next_max = torch.maximum(self.row_max, other.row_max)"
 MERGED_SUM = "row_sum=alpha * self.row_sum + beta * other.row_sum"
 MERGED_ACC = "acc=alpha * self.acc + beta * other.acc"
 MERGE_SCALES = (
     "alpha, beta = (torch.exp(state.row_max - finite(next_max)) for state in (self, other))"
 )
-
-
-def kept(key: str, value: str) -> str:
-    """`value`, computed once for every `key`."""
-    return f"{KEEP}({key}, {value})"
 
 
 def before_tiles(line: str) -> tuple[tuple[str, str, str], ...]:
@@ -414,6 +410,17 @@ SINKS = (
         "The sink is taken for one in base two.",
         sink((TOTAL, TOTAL.replace("[:, None]", "[:, None] * 0.6931471805599453"))),
     ),
+    Mutant(
+        "sink_narrow",
+        "The sink is rounded to the inputs' dtype.",
+        sink((TOTAL, TOTAL.replace("sinks.to(", "sinks.to(out.dtype).to("))),
+        dtype=torch.bfloat16,
+    ),
+    Mutant(
+        "sink_needs_a_key",
+        "A row without a key has lse = -inf, and not its sink (mlx#3452).",
+        sink((TOTAL, TOTAL + "\n    total = torch.where(lse == -torch.inf, lse, total)")),
+    ),
 )
 MASKS = (
     Mutant(
@@ -556,6 +563,80 @@ SCORES = (
         loop(("delta = delta - d_lse", "delta = delta + d_lse")),
     ),
 )
+WIDER = (
+    Mutant(
+        "window_left_unlimited_is_none",
+        "A left side of -1 is taken for 0.",
+        mask(
+            (
+                SIDES,
+                SIDES.replace(
+                    "window,",
+                    "(max(window[0], 0), window[1]) if isinstance(window, tuple) else window,",
+                ),
+            )
+        ),
+    ),
+    Mutant(
+        "window_right_of_the_queries",
+        "The right side of a window counts from the position among the queries.",
+        mask(("(position + right + 1)", "((position if right == 0 else i) + right + 1)")),
+    ),
+    Mutant(
+        "lengths_or_window",
+        "key_lengths are dropped where there is a window.",
+        mask(
+            (
+                "if key_lengths is not None:",
+                "if key_lengths is not None and window is None:",
+            )
+        ),
+    ),
+    Mutant(
+        "lengths_move_positions",
+        "The causal mask of a padded sequence counts from its own length.",
+        mask(
+            (
+                SIDES,
+                "if key_lengths is not None:\n"
+                "        position = i + key_lengths[:, None] - num_queries\n"
+                f"    {SIDES}",
+            )
+        ),
+    ),
+    Mutant(
+        "length_of_0_is_all",
+        "A sequence of no keys sees all.",
+        mask(
+            (
+                "torch.minimum(hi, key_lengths[:, None])",
+                "torch.minimum(hi, torch.where(key_lengths == 0, num_keys, key_lengths)[:, None])",
+            )
+        ),
+    ),
+    Mutant(
+        "packed_keys_cut_as_queries",
+        "The packed keys are cut where the queries are.",
+        mask(("of_keys[end - 1], of_keys[end]", "of_queries[end - 1], of_queries[end]")),
+    ),
+    Mutant(
+        "packed_window_sees_back",
+        "The window of a packed sequence reaches into the one before.",
+        mask((WINDOW, "(position - left).clamp(torch.zeros_like(last), last)")),
+    ),
+    Mutant(
+        "delta_of_the_keys_width",
+        "delta sums as many columns of the output as the keys have.",
+        loop((DELTA, DELTA.replace(".sum(", "[..., : q.shape[-1]].sum("))),
+    ),
+    Mutant(
+        "dv_of_the_keys_width",
+        "Columns of dv past the keys' width are not written.",
+        loop(
+            (DV, DV.replace("keys, :]", KEYS_WIDTH).replace("rows)", "rows)[..., : q.shape[-1]]"))
+        ),
+    ),
+)
 SPECIFICATIONS = (
     Mutant(
         "naive_narrow",
@@ -655,6 +736,7 @@ SHIPPED = (
     *SINKS,
     *MASKS,
     *SCORES,
+    *WIDER,
     *SPECIFICATIONS,
     *HARMLESS,
 )
