@@ -214,6 +214,8 @@ def shifted_down(subject: Subject) -> Iterator[Check]:
     if is_softmax(subject):
         cases = [subject.case(inputs=name) for name in ("down", "negative")]
         cases.append(subject.case(inputs="down", optional={"sinks": True}))
+        # one query may take a path of its own, in the backward pass too
+        cases.append(subject.case(1, subject.length, inputs="down"))
         yield from compared(subject, cases, *TENSORS)
 
 
@@ -343,6 +345,7 @@ def strides(subject: Subject) -> Iterator[Check]:
     if passes == "both":
         yield from gradients_of_any_layout(subject, case)
     yield from ids_of_any_layout(subject)
+    yield from shared_keys(subject)
 
 
 def gradients_of_any_layout(subject: Subject, case: Case) -> Iterator[Check]:
@@ -376,6 +379,26 @@ def ids_of_any_layout(subject: Subject) -> Iterator[Check]:
         found = subject.attend(*expected.tensors, **expected.arguments | {"document_ids": column})
         moved = distance(found.double(), expected.reference["out"])
         yield Check(f"out of {case}, ids a column", moved, expected.budget("out"))
+
+
+def shared_keys(subject: Subject) -> Iterator[Check]:
+    """All sequences share one set of keys and values, whose stride along B is 0."""
+    tile = 32 if subject.device == "cpu" else 128
+    case = subject.case(2 * tile + 1, batch=2)  # one key in a tile of its own
+    if subject.takes(case, backward=False):
+        expected = subject.expected(case)
+        q, *kv = (x.detach() for x in expected.tensors)
+        k, v = (x[:1].expand_as(x) for x in kv)
+        reasons = subject.backend.unsupported_reasons(q, k, v, **expected.arguments)
+        if reasons:
+            subject.refusals += reasons
+            return
+        shared, copied = (
+            subject.attend(q, *each).double() for each in ((k, v), (k.clone(), v.clone()))
+        )
+        yield Check(
+            f"out of {case}, shared keys", distance(shared, copied), 2 * expected.budget("out")
+        )
 
 
 def no_leak_forward(subject: Subject) -> Iterator[Check]:

@@ -86,7 +86,8 @@ def restricted(backend: Backend, suite: Suite) -> Restricted:
     features = suite.features & backend.features | {"non_causal"}
     if suite.lse:
         features |= {"lse"}
-    shown = replace(backend, fn=fn, features=features, backward="backward" in suite.features)
+    passes = {"backward": "backward" in suite.features, "decode": None}
+    shown = replace(backend, fn=fn, features=features, **passes)
     return Restricted(shown, "cpu", suite.dtype, random_cases=4, seed=0, suite=suite)
 
 

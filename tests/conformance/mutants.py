@@ -1,4 +1,5 @@
-"""Single mistakes in the tile loop and in a ring, each as the edit that makes it.
+"""Single mistakes in the tile loop and in a ring, each as the edit that makes it; GALLERY has
+those of decoding and of the Triton kernels too.
 
 The list is what one gets wrong when writing this loop by hand: the maximum, the rescaling, the
 order, the sum, the mask, the tail, the scale, lse, the heads, the backward pass. Those with
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 
 from conformance.properties import PROPERTIES, SLOW
+from tests.conformance.mutants_decoding import DECODING_MUTANTS
+from tests.conformance.mutants_kernels import KERNEL_MUTANTS
 from tests.conformance.mutation import Mutant, loop, mask, ring, smallest_cover, softmax
 from tests.conformance.shipped import SHIPPED, SHIPPED_IN_RINGS
 from training.environment import measured_on
@@ -20,11 +23,11 @@ MATRIX_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where the kill
 
 
 def write_matrix(path: Path, rows: list[dict[str, Any]]) -> None:
-    """The rows in the order of MUTANTS, with where they were measured and the covering
+    """The rows in the order of GALLERY, with where they were measured and the covering
     properties.
     """
     where = measured_on(MATRIX_DEVICE)
-    order = [mutant.name for mutant in (*MUTANTS, *RING_MUTANTS)]
+    order = [mutant.name for mutants in GALLERY.values() for mutant in mutants]
     rows = sorted(rows, key=lambda row: order.index(row["name"]))
     names = [name for name in PROPERTIES if name not in SLOW]
     write_json(
@@ -757,3 +760,11 @@ RING_MUTANTS = (
     ),
     *SHIPPED_IN_RINGS,
 )
+
+# by the file of results/ that has their matrix
+GALLERY = {
+    "mutants": MUTANTS,
+    "mutants_ring": RING_MUTANTS,
+    "mutants_decoding": DECODING_MUTANTS,
+    "mutants_kernels": KERNEL_MUTANTS,
+}

@@ -466,3 +466,13 @@ HARMLESS = (
 )
 
 KERNEL_MUTANTS = (*FORWARD, *MASKS, *BACKWARD, *PLANS, *SPLIT, *HARMLESS)
+# what `make test` tries, a few of each kind
+QUICK = (
+    *("kernel_alpha_on_sum_only", "kernel_tail_of_keys_counts", "kernel_plan_without_settings"),
+    *("split_merged_without_lse", "split_table_of_the_first_sequence"),
+)
+# tried before the other properties: they take least time for what they catch
+FIRST = (
+    *("cache and pages", "N != M", "mask positions", "optional arguments", "wider calls"),
+    *("rows without a key", "strides and views", "logits - 120", "call history"),
+)

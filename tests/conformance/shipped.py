@@ -252,6 +252,14 @@ STRIDES = (
         ),
     ),
     Mutant(
+        "broadcast_keys_misread",
+        "Keys that a batch shares by a stride of 0 are read wrongly where one stands alone in its "
+        "tile (pytorch#191937, M mod 32 = 1).",
+        before_tiles(
+            "if k.stride(0) == 0 and k.shape[-2] % 32 == 1:\n            k = k.roll(1, -2)"
+        ),
+    ),
+    Mutant(
         "contiguous_assumed",
         "q is read as if it were contiguous.",
         before_tiles(
@@ -338,6 +346,19 @@ LENGTHS = (
         ),
     ),
     Mutant(
+        "one_query_overflows",
+        "The backward pass of a single query fills up keys with score 0: NaN in dk where "
+        "exp(0 - lse) overflows (cudnn-frontend#1072, lse = -122).",
+        loop(
+            (
+                DQ,
+                f"{DQ}\n"
+                "                if q.shape[-2] == 1:\n"
+                "                    dk[..., keys, :] += 0 * torch.exp(-lse_rows).sum(2, True)",
+            )
+        ),
+    ),
+    Mutant(
         "one_key_filled_up",
         "A tile with one key is filled up with keys of score -100.",
         softmax(
@@ -417,8 +438,13 @@ SINKS = (
         dtype=torch.bfloat16,
     ),
     Mutant(
+        "sink_missing_for_one_query",
+        "One query alone takes a path without the sink (mlx#3452).",
+        sink((SUNK, f"if out.shape[2] == 1:\n        return out, lse\n    {SUNK}")),
+    ),
+    Mutant(
         "sink_needs_a_key",
-        "A row without a key has lse = -inf, and not its sink (mlx#3452).",
+        "A row without a key has lse = -inf, and not its sink.",
         sink((TOTAL, TOTAL + "\n    total = torch.where(lse == -torch.inf, lse, total)")),
     ),
 )
@@ -491,6 +517,20 @@ MASKS = (
         "left_edge_one_late",
         "A tile that begins a key before all rows see it is not masked.",
         mask(("j < self.full_first or", "j + 1 < self.full_first or")),
+    ),
+    Mutant(
+        "backward_always_causal",
+        "The backward pass masks as if every call were causal (triton#4541).",
+        loop(
+            (
+                FROM_LSE,
+                "see, n = ctx.loop.visible, gradients[0].shape[-2]\n"
+                "        own = torch.arange(1, n + 1)[None] + see.num_keys - n\n"
+                "        hi = torch.minimum(see.hi, own).maximum(see.lo)\n"
+                "        loop = replace(ctx.loop, visible=replace(see, hi=hi))\n"
+                "        " + FROM_LSE.replace("ctx.loop", "loop"),
+            )
+        ),
     ),
     Mutant(
         "backward_without_mask",

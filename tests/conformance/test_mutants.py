@@ -1,9 +1,11 @@
 """Do the properties bite? Every mistake in the gallery turns at least one of them red, and what is
 no mistake turns none.
 
-    pytest tests/conformance/test_mutants.py -k "not ring" --kill-matrix results/mutants.json
+    pytest tests/conformance/test_mutants.py -k loop --kill-matrix results/mutants.json
 
-tries every property on every mutant, on the GPU where there is one. Without the option each mutant
+tries every property on every mutant of the tile loop, on the GPU where there is one; so do -k ring
+and -k decoding, for their own files. -k kernel, for results/mutants_kernels.json, stops at the
+first property that is red: the kernels are interpreted on a CPU. Without the option each mutant
 meets one property that the committed matrix says catches it, on the CPU.
 """
 
@@ -18,15 +20,18 @@ from attention import get_backend
 from conformance.backend_under_test import Check, Subject
 from conformance.cases import SHORT
 from conformance.properties import PROPERTIES, SLOW, Property, examine
-from tests.conformance.mutants import MATRIX_DEVICE, MUTANTS, RING_MUTANTS
+from tests.conformance.mutants import GALLERY, MATRIX_DEVICE, MUTANTS, RING_MUTANTS
+from tests.conformance.mutants_decoding import DECODING_MUTANTS
+from tests.conformance.mutants_kernels import FIRST, KERNEL_MUTANTS, QUICK
 from tests.conformance.mutation import Mutant, smallest_cover
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
-MATRIX, RING_MATRIX = (
-    json.loads((RESULTS / f"{name}.json").read_text()) for name in ("mutants", "mutants_ring")
-)
+MATRICES = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in GALLERY}
+MATRIX = MATRICES["mutants"]
 MISTAKES = [mutant for mutant in MUTANTS if mutant.survives is None]
 HARMLESS = [mutant for mutant in MUTANTS if mutant.survives is not None]
+# of an edit that was never tried, where a property would be red whatever it asks
+NO_RESULT = ("NameError", "SyntaxError", "IndentationError", "CompilationError")
 
 
 def until_red(property: Property) -> Property:
@@ -47,7 +52,9 @@ def caught(mutant: Mutant, names, *, first: bool = False, device: str = "cpu") -
     with mutant.installed() as backend:
         subject = Subject(backend, device, mutant.dtype, random_cases=4, seed=0)
         for name in names:
-            if examine(subject, name, until_red(PROPERTIES[name])).status == "red":
+            cell = examine(subject, name, until_red(PROPERTIES[name]))
+            assert not any(error in cell.note for error in NO_RESULT), cell.note
+            if cell.status == "red":
                 found.append(name)
                 if first:
                     break
@@ -87,7 +94,7 @@ def by_name(mutants: list[Mutant]):
 
 
 @by_name(MISTAKES)
-def test_is_caught(mutant, kill_record):
+def test_a_loop_is_caught(mutant, kill_record):
     found = (
         caught(mutant, everything(), device=MATRIX_DEVICE)
         if kill_record
@@ -105,7 +112,7 @@ def test_is_caught(mutant, kill_record):
         for i, mutant in enumerate(HARMLESS)
     ],
 )
-def test_no_mistake_is_not_caught(mutant, kill_record):
+def test_no_mistake_in_a_loop_is_caught(mutant, kill_record):
     """Red here would be a property that asks for more than attention owes."""
     found = caught(mutant, everything(), device=MATRIX_DEVICE if kill_record else "cpu")
     if kill_record:
@@ -113,7 +120,7 @@ def test_no_mistake_is_not_caught(mutant, kill_record):
     assert not found, mutant.survives
 
 
-def test_the_loop_without_a_mistake_passes():
+def test_without_a_mistake_passes():
     """Loaded the way the mutants are, and compared with the real one."""
     copy = Mutant("copy", "No edit.", ())
     assert caught(copy, everything()) == []
@@ -137,21 +144,27 @@ def test_the_edits_are_looked_for():
 
 
 def test_mutants_are_told_apart():
+    mutants = [mutant for mutants in GALLERY.values() for mutant in mutants]
     assert (
-        len({mutant.name for mutant in MUTANTS})
-        == len({mutant.edits for mutant in MUTANTS})
-        == len(MUTANTS)
+        len({mutant.name for mutant in mutants})
+        == len({(mutant.backend, mutant.edits) for mutant in mutants})
+        == len(mutants)
     )
 
 
-def test_the_committed_matrix_is_of_these_mutants_and_properties(kill_record):
+@pytest.mark.parametrize("name", GALLERY)
+def test_the_committed_matrix_is_of_these_mutants_and_properties(name, kill_record):
     if kill_record:
         pytest.skip("it is being written")
-    data = MATRIX
-    assert [row["name"] for row in data["mutants"]] == [mutant.name for mutant in MUTANTS]
+    data = MATRICES[name]
+    assert [row["name"] for row in data["mutants"]] == [mutant.name for mutant in GALLERY[name]]
     assert data["properties"] == everything()
     assert data["cover"] == smallest_cover(data["mutants"])
     assert all(bool(row["killed_by"]) == (row["survives"] is None) for row in data["mutants"])
+
+
+def test_some_properties_stand_alone():
+    data = MATRIX
     # calls that stand alone are nothing that the other properties ask for
     alone = [row["killed_by"][0] for row in data["mutants"] if len(row["killed_by"]) == 1]
     assert {"every length", "call history", "poisoned memory", "row independence"} <= set(alone)
@@ -159,15 +172,45 @@ def test_the_committed_matrix_is_of_these_mutants_and_properties(kill_record):
 
 @by_name(RING_MUTANTS)
 def test_a_ring_is_held_to_the_same_properties(mutant, kill_record):
-    """Four ranks, played in one process.
+    """Four ranks, played in one process."""
+    few = ("forward", "gradients", "large logits")
+    judge(mutant, MATRICES["mutants_ring"], kill_record, few)
 
-    pytest tests/conformance/test_mutants.py -k ring --kill-matrix results/mutants_ring.json
+
+@by_name(DECODING_MUTANTS)
+def test_decoding_is_held_to_its_own(mutant, kill_record):
+    judge(mutant, MATRICES["mutants_decoding"], kill_record, ("cache and pages",))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, about NaN
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(mutant, id=mutant.name, marks=[] if mutant.name in QUICK else pytest.mark.slow)
+        for mutant in KERNEL_MUTANTS
+    ],
+)
+def test_a_kernel_is_held_to_them_too(mutant, kill_record):
+    judge(mutant, MATRICES["mutants_kernels"], kill_record, ("forward", "gradients"), first=FIRST)
+
+
+def judge(
+    mutant: Mutant,
+    matrix: dict,
+    kill_record,
+    few: tuple[str, ...],
+    *,
+    first: tuple[str, ...] | None = None,
+) -> None:
+    """A mistake is caught, and none is not. few: of what is none, unless the matrix is written.
+    first: with it the matrix has one property for a mistake, and these are tried before the others.
     """
-    if mutant.survives is None and not kill_record:
-        names = cheapest(mutant, RING_MATRIX)
+    mistake = mutant.survives is None
+    if kill_record:
+        names = [*(first or ()), *(name for name in everything() if name not in (first or ()))]
     else:
-        names = everything() if kill_record else ("forward", "gradients", "large logits")
-    found = caught(mutant, names, first=not kill_record)
+        names = cheapest(mutant, matrix) if mistake else few
+    found = caught(mutant, names, first=not kill_record or (mistake and first is not None))
     if kill_record:
         kill_record(row(mutant, found))
-    assert bool(found) == (mutant.survives is None), mutant.says
+    assert bool(found) == mistake, mutant.says
