@@ -485,6 +485,8 @@ def optional_arguments(subject: Subject) -> Iterator[Check]:
     """
     cases = [
         subject.case(optional={"window": 20}),
+        # the last query that sees a tile of keys is the first of its own tile
+        subject.case(optional={"window": 2}),
         subject.case(optional={"softcap": 2.0}, inputs="large"),
         # scores far below the cap, of which 1 - 2 / (1 + e) would leave little
         subject.case(16, num_heads=3, num_kv_heads=3, optional={"softcap": 100.0}),
