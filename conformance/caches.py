@@ -77,7 +77,7 @@ class Cache:
                 used = slice(entry * page_size, min((entry + 1) * page_size, length))
                 own = torch.stack((self.k[row, :, used], self.v[row, :, used])).transpose(1, 2)
                 pages[:, page, : own.shape[1]], table[row, entry] = own, page
-        return *pages.unbind(), table
+        return pages[0], pages[1], table
 
     def call_paged(
         self, backend: str | Backend, page_size: int, *, seed: int = 0, **options: Any
@@ -161,8 +161,8 @@ def token_by_token(subject: Subject, page_size: int) -> Iterator[Check]:
             ("in one piece", room, {}),
             ("in pages", pages, {"block_table": table}),
         ):
-            tensors = q[:, :, t : t + 1], *cache, lengths
-            found = attention_with_cache(*tensors, backend=subject.backend, splits=2, **given)
+            options = {"backend": subject.backend, "splits": 2} | given
+            found = attention_with_cache(q[:, :, t : t + 1], cache[0], cache[1], lengths, **options)
             moved = distance(found.out.double(), exact)
             yield Check(f"token {t} of {whole}, {what}", moved, expected.budget("out"))
 

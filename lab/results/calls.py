@@ -24,6 +24,38 @@ from scripts.tables import Row, grouped
 MEMORY = (("forward", "forward_bytes", 2**20), ("forward and backward", "training_bytes", 2**20))
 TIME = (("ms forward", "forward_seconds", 1e-3), ("ms backward", "backward_seconds", 1e-3))
 KILLS_HEAD = ["property", "catches", "which no other catches"]
+OTHER_CODE = {
+    "mutants_ring": "a ring of four ranks",
+    "mutants_decoding": "decoding over a cache and its pages",
+    "mutants_kernels": "the Triton kernels, which met one property after another until one was red",
+}
+NO_REFERENCE = "it needs no reference, and holds for other functions than softmax too"
+NAMES = "it names the fault, which others only show"
+STAYS = {
+    "forward": "the first question; its error is what others are compared with",
+    "gradients": "the first question about the backward pass",
+    "lse": "it tells a wrong lse from a wrong output",
+    "block sizes": "it needs no reference, which long inputs cannot afford",
+    "key permutation": "it needs no reference, which long inputs cannot afford",
+    "rows sum to one": f"{NAMES}: the normalisation",
+    "large logits": f"{NAMES}: a maximum that does not follow the scores",
+    "logits + 100": f"{NAMES}: exponentials of scores that are not shifted",
+    "logits - 120": f"{NAMES}: sums that start from a score of 0",
+    "float32 statistics": f"{NAMES}: statistics in 16 bits",
+    "ragged tails": f"{NAMES}: a last tile, of lengths that are short enough to debug",
+    "every length": f"{NAMES}: how a tile is filled up",
+    "first tile masked": f"{NAMES}: -inf - -inf",
+    "rows without a key": f"{NAMES}: what an empty row gives",
+    "N != M": f"{NAMES}: which corner a mask is aligned with",
+    "grouped heads": f"{NAMES}: which key/value head a query head reads",
+    "no leak (outputs)": NO_REFERENCE,
+    "no leak (gradients)": NO_REFERENCE,
+    "mask positions": "it needs no budget: a weight is 0 or not",
+    "row independence": NO_REFERENCE,
+    "poisoned memory": "whether a value that nobody wrote shows depends on what lay there",
+    "streams and graphs": "it asks a GPU, and these matrices are a CPU's",
+    "prefill = decode": NO_REFERENCE,
+}
 
 
 def verification() -> str:
@@ -121,21 +153,38 @@ def mutants() -> str:
     parts = [
         section(data, what, table(KILLS_HEAD, kills(data)), "![kill matrix](mutants.png)"),
         section(again, what_again, table(KILLS_HEAD, kills(again))),
+        *(of_other_code(name, subject) for name, subject in OTHER_CODE.items()),
+        because_they_stay(),
     ]
-    rings = load("mutants_ring")
-    killed = sum(bool(row["killed_by"]) for row in rings["mutants"])
+    return "\n\n".join(parts)
+
+
+def of_other_code(name: str, subject: str) -> str:
+    """The mistakes that are not in the tile loop."""
+    data = load(name)
+    killed = sum(bool(row["killed_by"]) for row in data["mutants"])
     what = (
-        f"{len(rings['mutants'])} edits of a ring of four ranks, {killed} of them caught. "
+        f"{len(data['mutants'])} edits of {subject}, {killed} of them caught. "
         "The others change no result: "
         + "; ".join(
             f"`{row['name']}`, as {row['survives']}"
-            for row in rings["mutants"]
+            for row in data["mutants"]
             if row["survives"] is not None
         )
         + "."
     )
-    parts.append(section(rings, what, table(KILLS_HEAD, kills(rings))))
-    return "\n\n".join(parts)
+    return section(data, what, table(KILLS_HEAD, [row for row in kills(data) if row[1]]))
+
+
+def because_they_stay() -> str:
+    """Properties that catch nothing alone, in no matrix, and why they are asked all the same."""
+    rows = [row for name in ("mutants", *OTHER_CODE) for row in load(name)["mutants"]]
+    alone = {row["killed_by"][0] for row in rows if len(row["killed_by"]) == 1}
+    names = [name for name in load("mutants")["properties"] if name not in alone]
+    what = "Properties that alone catch none of these mistakes, and why they stay:"
+    return "\n\n".join(
+        [what, table(["property", "why it stays"], [[name, STAYS[name]] for name in names])]
+    )
 
 
 def conformance() -> str:
