@@ -157,12 +157,16 @@ def token_by_token(subject: Subject, page_size: int) -> Iterator[Check]:
         if t < start or t > start + 2:
             continue
         exact = expected.reference["out"][:, :, t : t + 1]
-        for what, cache, given in (
-            ("in one piece", room, {}),
-            ("in pages", pages, {"block_table": table}),
+        for what, cache, block_table in (
+            ("in one piece", room, None),
+            ("in pages", pages, table),
         ):
-            options = {"backend": subject.backend, "splits": 2} | given
-            found = attention_with_cache(q[:, :, t : t + 1], cache[0], cache[1], lengths, **options)
+            found = attention_with_cache(
+                *(q[:, :, t : t + 1], cache[0], cache[1], lengths),
+                backend=subject.backend,
+                block_table=block_table,
+                splits=2,
+            )
             moved = distance(found.out.double(), exact)
             yield Check(f"token {t} of {whole}, {what}", moved, expected.budget("out"))
 

@@ -57,8 +57,9 @@ def test_what_others_wrote_is_green(text, dialect, red, not_asked):
     found = column(text, dialect)
     assert [name for name, status in found.items() if status == "red"] == red
     absent = [name for name, status in found.items() if status == "n/a" and name != "block sizes"]
-    # no dialect has the wider calls, and streams are a GPU's
-    assert sorted(absent) == sorted([*not_asked, "streams and graphs", "wider calls"])
+    # no dialect has the wider calls or decodes over a cache, and streams are a GPU's
+    never = ["streams and graphs", "wider calls", "cache and pages"]
+    assert sorted(absent) == sorted([*not_asked, *never])
 
 
 @pytest.mark.parametrize(
