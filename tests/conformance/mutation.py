@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -23,9 +24,9 @@ FOLDER = Path(attention.__file__).parent
 # in the order in which they import one another
 MODULES = ("mask", "online_softmax", "sinks", "naive", "decoding", "ring", "tiled", "played_ring")
 KERNELS = (
-    *("kernels.launch", "kernels.softmax", "kernels.defects", "kernels.score_mods"),
+    *("kernels", "kernels.launch", "kernels.softmax", "kernels.defects", "kernels.score_mods"),
     *("kernels.forward", "kernels.backward", "kernels.intervals", "kernels.portable"),
-    *("kernels.op", "kernels.decoding", "kernels"),
+    *("kernels.op", "kernels.decoding"),
 )
 
 
@@ -61,20 +62,26 @@ def loaded_beside(
     """Modules of attention/ with edits, in place of the real ones. Operators are plain functions
     there: PyTorch knows the name of the real ones.
     """
+    real = {f"attention.{name}": import_module(f"attention.{name}") for name in names}
     loaded: dict[str, Any] = {}
     library = {"register_fake": lambda *_: same, "register_autograd": lambda *_, **__: None}
-    with mock.patch.dict(sys.modules), mock.patch.multiple(torch.library, **library):
-        for name in names:
-            module: Any = types.ModuleType(f"attention.{name}")
-            module.__file__ = str(path_of(name))
-            if name == "kernels":
-                module.__path__ = [str(FOLDER / name)]
-            own = tuple(edit[1:] for edit in edits if edit[0] == name)
-            exec(code(name, own, author) if own else code(name), module.__dict__)
-            if name == "kernels.launch":
-                module.operator = lambda _: same
-            sys.modules[f"attention.{name}"] = loaded[name] = module
+    try:
+        with mock.patch.multiple(torch.library, **library):
+            for name in names:
+                module: Any = types.ModuleType(f"attention.{name}")
+                module.__file__ = str(path_of(name))
+                if name == "kernels":
+                    module.__path__ = [str(FOLDER / name)]
+                own = tuple(edit[1:] for edit in edits if edit[0] == name)
+                exec(code(name, own, author) if own else code(name), module.__dict__)
+                if name == "kernels.launch":
+                    module.operator = lambda _: same
+                sys.modules[module.__name__] = loaded[name] = module
         yield loaded
+    finally:  # and no others, as Triton imports some in its first launch
+        sys.modules.update(real)
+        for module in loaded.values():  # which would live on, with what a mistake keeps in it
+            vars(module).clear()
 
 
 @dataclass(frozen=True)
