@@ -398,8 +398,8 @@ class GPT(nn.Module):
             return ModelOutput(None, loss)
         return ModelOutput(F.linear(x, self._output_weight), None)  # (B, N, vocab_size)
 
-    def compiled(self) -> "GPT":
-        """The same model, whose blocks and loss run as compiled graphs.
+    def compiled(self, **options: Any) -> "GPT":
+        """The same model, whose blocks and loss run as compiled graphs; options of torch.compile.
 
         Of one block a graph is compiled, and serves all layers: a graph of the whole model takes
         several times as long to compile.
@@ -409,7 +409,8 @@ class GPT(nn.Module):
         limit = 4 * len(self.blocks) + 8
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
         made = copy.copy(self)  # has the same parameters and blocks
-        made._run_block, made._run_loss = torch.compile(run_block), torch.compile(made._run_loss)
+        made._run_block = torch.compile(run_block, **options)
+        made._run_loss = torch.compile(linear_cross_entropy, **options)
         return made
 
     def _positions(self, tokens: Tensor, cache: KVCache | None) -> Tensor:

@@ -451,15 +451,26 @@ def looking() -> str:
 
 
 def start() -> str:
-    """Where the seconds of a short run go."""
+    """Where the seconds of a short run go, and what a graph a block saves of them."""
     data = load("start_h200")
     what = (
-        f"`{data['command']}`. Seconds of the whole process, and of the phases that summary.json "
-        "names. Tests ran on the other GPU of the host."
+        "Seconds of the whole process, and of the phases that summary.json names, one run a row. "
+        "torch.compile makes one graph of the model, as it did, or one of a block, which serves "
+        "all layers, as it does now; caches are those of the compilers. GPT-2's steps at 1,024 "
+        "tokens are so short that the host's pauses move their speed by a tenth."
     )
     names = {name: None for run in data["runs"] for name in run["seconds_by_phase"]}
-    columns = {"": "{what}", "whole": "{seconds:.1f}"} | {name: f"{{{name}:.1f}}" for name in names}
+    columns = {
+        "`python train.py attention=triton ...`": "{settings}",
+        "one graph of": "{compiled}",
+        "caches": "{caches}",
+        "whole": "{seconds:.1f}",
+    }
+    columns |= {name: f"{{{name}:.1f}}" for name in names}
+    columns |= {SPEED: "{step_tokens_per_sec:,.0f}", "peak GiB": "{peak_gib:.2f}"}
     rows = [run | run["seconds_by_phase"] for run in data["runs"]]
+    for row in rows:
+        row["settings"] = row["command"].removeprefix("python train.py attention=triton ")
     return section(data, what, formatted(columns, rows))
 
 
