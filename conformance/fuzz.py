@@ -147,7 +147,7 @@ def draw_case(subject: Subject, drawn: random.Random, seed: int) -> Case:
         optional["document_ids"] = True
     if "document_ids" not in optional and has("key_lengths"):
         optional["key_lengths"] = True
-    if has("lse"):
+    if has("lse") or has("sinks"):
         optional["sinks"] = True
     return replace(case, optional=optional)
 

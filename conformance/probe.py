@@ -37,6 +37,7 @@ NAMES = {
     "window": ("window", "window_size", "sliding_window", "window_left"),
     "softcap": ("softcap", "logit_softcap", "logits_soft_cap"),
     "alibi": ("alibi_slopes", "slopes"),
+    "sinks": ("learnable_sink", "s_aux", "sinks"),
     "documents": ("document_ids", "segment_ids"),
     "mask": ("attn_mask", "attention_mask", "mask", "block_mask"),
     "score_mod": ("score_mod",),
@@ -242,7 +243,10 @@ def window(trial: Trial, dialect: Dialect) -> Found:
     for name, form in product(trial.names("window"), WINDOWS):
         found = replace(dialect, window=name, window_form=form)
         if trial.agrees(found, causal=True, window=3):
-            call = WINDOWS[form].format(w="w")
+            either = replace(found, window_form="either")
+            if form == "count" and trial.agrees(either, window=(2, 1)):
+                return either, [f"window        {name}=w sees w keys, {name}=(left, right) too"]
+            call = WINDOWS[form].format(left="w - 1", right=0)
             return found, [f"window        {name}={call} sees w keys, its own included"]
     said = [f"window        {x}=, could not tell its form" for x in trial.names("window")]
     return dialect, said if trial.known.names else []
@@ -257,6 +261,7 @@ def changes(trial: Trial, dialect: Dialect) -> Found:
     arguments: dict[str, dict[str, Any]] = {
         "softcap": {"softcap": 0.5},
         "alibi": {"alibi_slopes": slopes},
+        "sinks": {"sinks": 2 * slopes},
         "documents": {"document_ids": ids},
         "score_mod": {"softcap": 0.5},
     }
@@ -367,4 +372,7 @@ def relevant(dialect: Dialect) -> dict[str, Any]:
             fields |= dict.fromkeys(keys)
     if dialect.causal in ("always", "never"):
         fields["corner"] = None
+    if not dialect.packed:
+        fields["bounds"] = None
+    del fields["value_dim"]  # which nothing here finds out
     return fields
