@@ -57,11 +57,12 @@ WINDOWS = {
     "count": "{left} + 1",  # its own included
     "left": "{left}",
     "pair": "({left}, {right})",
+    "pair_or_none": "tuple(None if x < 0 else x for x in ({left}, {right}))",
     "count_pair": "({left} + 1, {right})",
     # a Backend's: a number under a causal mask
     "either": "({left} + 1 if {causal} else ({left}, {right}))",
 }
-TWO_SIDED = ("pair", "either")
+TWO_SIDED = ("pair", "pair_or_none", "either")
 MASKS = {
     "bool": "seen",  # true where the query sees the key
     "matrix": "seen[0, 0]",  # (N, M), of one sequence
