@@ -159,8 +159,20 @@ CARDS = {
     ),
 }  # fmt: skip
 
-MATRIX = "it holds the N x M matrix"
-SCORES = "its scores are rounded to the inputs' dtype before the softmax in float32"
+
+class Reason(NamedTuple):
+    """Why a cell is red, and where others have said so."""
+
+    why: str
+    known: str  # an issue, "by design", or "new": no issue of the project was found
+
+
+MATRIX = Reason("it holds the N x M matrix", "by design")
+MASK = Reason("its mask is an N x M matrix", "by design")
+SCORES = Reason(
+    "its scores are rounded to the inputs' dtype before the softmax in float32",
+    "https://github.com/huggingface/transformers/pull/33317",
+)
 # by card and property, or by property alone
 EXPLAINED = {
     ("SDPA (math)", "saved bytes"): MATRIX,
@@ -169,15 +181,15 @@ EXPLAINED = {
     ("ours (naive)", "largest tensor"): MATRIX,
     ("Llama (eager)", "saved bytes"): MATRIX,
     ("Llama (eager)", "largest tensor"): MATRIX,
-    ("AttentionInterface (sdpa)", "saved bytes"): "its mask is an N x M matrix",
-    ("AttentionInterface (sdpa)", "largest tensor"): "its mask is an N x M matrix",
+    ("AttentionInterface (sdpa)", "saved bytes"): MASK,
+    ("AttentionInterface (sdpa)", "largest tensor"): MASK,
     **{
         ("Llama (eager)", name): SCORES
         for name in (
             "large logits", "logits + 100", "logits - 120", "float32 statistics", "every length",
         )
     },
-    ("JAX", "wider calls"): "a row without a key gives the mean of the values, and not 0",
+    ("JAX", "wider calls"): Reason("a row without a key gives the mean of the values", "new"),
 }  # fmt: skip
 
 
@@ -305,11 +317,13 @@ def measure(card: Card, options: Options, part: Path) -> None:
 
 
 def red_cell(name: str, dtype: str, cell: Cell, script: str | None) -> Row:
+    reason = EXPLAINED.get((name, cell.property))
     return {
         "dtype": dtype,
         "property": cell.property,
         "note": cell.note,
-        "why": EXPLAINED.get((name, cell.property)),
+        "why": reason and reason.why,
+        "known": reason and reason.known,
         "script": script,
     }
 
