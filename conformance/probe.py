@@ -50,6 +50,10 @@ SIZES = ((6, 8), (16, 16), (64, 64), (128, 64))
 TOLERANCE = 0.03
 
 
+def line_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
 class Trial:
     """Calls of one function, each compared with float64 attention."""
 
@@ -83,7 +87,7 @@ class Trial:
                 *tensors, causal=causal, scale=scale, **arguments
             )
         except Exception as error:  # a user's function may raise anything
-            self.error = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            self.error = line_of(error)
             return None
 
     def agrees(
@@ -138,7 +142,8 @@ class Trial:
             weights = torch.arange(x.numel(), device=x.device).view(x.shape).cos()
             try:
                 gradients.append(torch.autograd.grad((x.double() * weights).sum(), each[0])[0])
-            except Exception:  # a user's backward pass may raise anything
+            except Exception as error:  # a user's backward pass may raise anything
+                self.error = line_of(error)
                 return False
         largest = gradients[1].abs().max().item()
         return distance(gradients[0].double(), gradients[1]) < TOLERANCE * largest
@@ -300,11 +305,14 @@ def log_sum_exp(trial: Trial, dialect: Dialect) -> Found:
 
 
 def gradients(trial: Trial, dialect: Dialect) -> Found:
-    tensors = trial.inputs(trial.length, trial.length, 1, trial.dtype)
+    tensors, trial.error = trial.inputs(trial.length, trial.length, 1, trial.dtype), ""
     output = trial.call(dialect, [x.requires_grad_() for x in tensors], dialect.causal == "always")
     backward = output is not None and output.out.requires_grad
     right = backward and trial.gradients_agree(dialect, "out")
-    says = "right" if right else "could not tell: not those of attention" if backward else "none"
+    unknown = (
+        f"could not tell: {trial.error or 'not those of attention'}; backward=false skips them"
+    )
+    says = "right" if right else unknown if backward else "none"
     return replace(dialect, backward=backward), [f"gradients     {says}"]
 
 
