@@ -26,6 +26,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -67,7 +68,7 @@ def by_kernel(
                 q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
             )
         except RuntimeError as error:
-            if "No available kernel" not in str(error):
+            if not re.match("No (available kernel|viable backend)", str(error)):
                 raise
             raise Refusal(f"{kernel.name} does not take these inputs") from error
 

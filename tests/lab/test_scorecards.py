@@ -5,7 +5,10 @@ import os
 import time
 
 import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
 
+from attention.interface import Refusal
 from conformance.properties import PROPERTIES
 from lab import scorecards
 from lab.scorecards import CARDS, EXPLAINED, TUTORIAL, Card, Options
@@ -17,6 +20,24 @@ def test_every_reason_is_of_a_card_and_a_property():
     names = {card.name for cards in CARDS.values() for card in cards} | {"JAX"}
     assert {name for name, _ in EXPLAINED} <= names
     assert {name for _, name in EXPLAINED} <= PROPERTIES.keys()
+
+
+@pytest.mark.parametrize("device", CARDS)
+def test_a_card_says_how_its_attention_is_called(device):
+    for card in CARDS[device]:
+        if card.package in ("torch", "transformers", "tilegpt"):
+            scorecards.target(card.target, card.dialect, card.changes)
+
+
+@pytest.mark.parametrize("kernel, takes", [("math", True), ("cudnn", False)])
+def test_a_kernel_that_does_not_take_the_inputs_refuses(kernel, takes):
+    q = torch.randn(1, 2, 5, 8)
+    attend = getattr(scorecards, f"sdpa_{kernel}")
+    if takes:
+        torch.testing.assert_close(attend(q, q, q), scaled_dot_product_attention(q, q, q))
+        return
+    with pytest.raises(Refusal, match="CUDNN_ATTENTION does not take"):
+        attend(q, q, q)
 
 
 @pytest.fixture
