@@ -462,21 +462,10 @@ class Adapter:
         variables: dict[str, Any] = {"q": q, "k": k, "v": v, "function": self.function}
         if masked:
             variables["seen"] = visible_keys(q, k, causal=causal, **mask).mask()
-        if dialect.layout == "THD":
-            values |= {"max_q": num_queries, "max_k": num_keys}
-        counts = [num_keys] * q.shape[0]  # keys of each sequence
-        if dialect.packed:
-            for i, (name, x) in enumerate((("q", q), ("k", k))):
-                bounds = sequence_bounds(x.shape[0], x.shape[2], mask.get("document_ids"), x.device)
-                if "cu_seqlens" in mask:
-                    bounds = mask["cu_seqlens"][i]
-                variables[f"cu_{name}"] = bounds
-                if mask.keys() & {"document_ids", "cu_seqlens"}:
-                    counts = bounds.diff().tolist()
-                    values[f"max_{name}"] = max(counts)
-        if dialect.pages:
-            variables |= pages_of(tuple(counts), dialect.pages, q.device)._asdict()
-            variables["used"] = mask.get("key_lengths", variables["used"]).int()
+        if dialect.layout == "THD" or dialect.pages:
+            bounds, longest = self.sequences(q, k, mask)
+            values |= longest
+            variables |= bounds
         if dialect.module:
             variables["module"] = caller(q.shape[1] // k.shape[1])
             if dialect.sinks == "module":
@@ -489,6 +478,26 @@ class Adapter:
             variables["tensors"][1:] = [self.paged(x, variables["slots"]) for x in (k, v)]
         result = self.calls[given, masked](**values | variables)
         return AttentionOutput(*self.parts_of(result, q.shape[0]))
+
+    def sequences(
+        self, q: Tensor, k: Tensor, mask: dict[str, Any]
+    ) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Where packed sequences begin and which pages they have, and the largest lengths."""
+        found, longest = {}, {"max_q": q.shape[2], "max_k": k.shape[2]}
+        counts = [k.shape[2]] * q.shape[0]  # keys of each sequence
+        if self.dialect.packed:
+            for i, (name, x) in enumerate((("q", q), ("k", k))):
+                bounds = sequence_bounds(x.shape[0], x.shape[2], mask.get("document_ids"), x.device)
+                if "cu_seqlens" in mask:
+                    bounds = mask["cu_seqlens"][i]
+                found[f"cu_{name}"] = bounds
+                if mask.keys() & {"document_ids", "cu_seqlens"}:
+                    counts = bounds.diff().tolist()
+                    longest[f"max_{name}"] = max(counts)
+        if self.dialect.pages:
+            found |= pages_of(tuple(counts), self.dialect.pages, q.device)._asdict()
+            found["used"] = mask.get("key_lengths", found["used"]).int()
+        return found, longest if self.dialect.layout == "THD" else {}
 
     def parts_of(self, result: Any, batch: int) -> tuple[Tensor, Tensor | None]:
         """out and lse of what the function returned. Raises ValueError where it is not what the
