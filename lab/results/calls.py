@@ -74,13 +74,16 @@ def scorecards() -> str:
     for card in data["cards"]:
         reasons: dict[str, dict[str, None]] = {}
         for cell in card["red_cells"]:
-            reasons.setdefault(cell["why"], {})[cell["property"]] = None
+            known = cell["known"]
+            link = f"[known]({known})" if known.startswith("https") else known
+            reasons.setdefault(f"{cell['why']} ({link})", {})[cell["property"]] = None
         why = "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
         rows.append(card | {"why": why or "-", "na": card["n/a"]})
     what = (
         f"Attention of others on a CPU, by `attn-conform` in {', '.join(data['dtypes'])} (JAX by "
         "files, in fp32): a cell for each property and dtype. n/a is what an attention does not "
-        "take, or what a file of outputs cannot tell."
+        "take, or what a file of outputs cannot tell. New means that no issue of the project was "
+        "found."
     )
     columns = {
         "attention": "{name}",
