@@ -380,7 +380,9 @@ def summary_table(rows: list[dict[str, Any]]) -> str:
         cells = [_cell(row, *column) for column in columns.values()]
         table.append([name.variant, *(setting.get(key, "-") for key in sizes), *cells])
         if text := remark(row):
-            remarks.append(f"{name.run}: {row['status']}{when(row)}: {text}")
+            # what all seeds left out is told once
+            who = name.variant if row["status"] == "completed" else name.run
+            remarks.append(f"{who}: {row['status']}{when(row)}: {text}")
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     num_words = len(sizes) + 2  # variant, settings and status are words, the others numbers
     lines = [
@@ -391,7 +393,7 @@ def summary_table(rows: list[dict[str, Any]]) -> str:
         for line in table
     ]
     lines.insert(1, "-" * len(lines[0]))
-    return "\n".join(line.rstrip() for line in [*lines, *remarks])
+    return "\n".join(line.rstrip() for line in [*lines, *dict.fromkeys(remarks)])
 
 
 def _cell(row: dict[str, Any], key: str, form: str) -> str:
