@@ -150,16 +150,20 @@ MISTRAL = LLAMA._replace(
 MINISTRAL = MISTRAL._replace(
     model_type="ministral",
     class_name="MinistralForCausalLM",
-    more=lambda model: MISTRAL.more(model)
-    | {"layer_types": [SLIDING if window else "full_attention" for window in windows(model)]},
+    more=lambda model: (
+        MISTRAL.more(model)
+        | {"layer_types": [SLIDING if window else "full_attention" for window in windows(model)]}
+    ),
 )
 QWEN3 = MISTRAL._replace(
     model_type="qwen3",
     class_name="Qwen3ForCausalLM",
     fixed=MISTRAL.fixed | {"qk_norm": True},
     constants=LLAMA.constants | {"attention_bias": (False, False)},
-    more=lambda model: (MINISTRAL if any(windows(model)) else LLAMA).more(model)
-    | {"use_sliding_window": any(windows(model))},
+    more=lambda model: (
+        (MINISTRAL if any(windows(model)) else LLAMA).more(model)
+        | {"use_sliding_window": any(windows(model))}
+    ),
     ones=("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
 )
 ARCHITECTURES = (GPT2, LLAMA, QWEN3, MISTRAL, MINISTRAL)
