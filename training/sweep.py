@@ -426,7 +426,8 @@ def remark(row: dict[str, Any]) -> str:
 
 def _run_dirs(folder: Path) -> Iterator[Path]:
     # a job that failed at once left only its line in the index
-    if any((folder / name).is_file() for name in RUN_FILES) or folder.name in _index(folder.parent):
+    indexed = _index(folder.parent).get(folder.name, {})
+    if any((folder / name).is_file() for name in RUN_FILES) or "dir" in indexed:
         yield folder
         return
     below = [
@@ -444,10 +445,13 @@ def _natural_order(path: Path) -> list[int | str]:
 
 
 def _index(folder: Path) -> dict[str, dict[str, Any]]:
-    """The lines of a sweep's index.jsonl by the name of the run's folder."""
-    return {
-        Path(row["dir"]).name: row for row in _index_rows(folder) if isinstance(row.get("dir"), str)
-    }
+    """The lines of a sweep's index.jsonl by the name of the run's folder.
+
+    Of a job that has not reported its end, what was planned: its settings, not its status.
+    """
+    rows = _index_rows(folder)
+    ended = {Path(row["dir"]).name: row for row in rows if isinstance(row.get("dir"), str)}
+    return {str(row.get("job")): as_planned(row) for row in rows} | ended
 
 
 def _index_rows(folder: Path) -> list[dict[str, Any]]:
