@@ -113,10 +113,10 @@ class CheckedSweeper(Sweeper):
     def combinations(self, arguments: list[str]) -> list[list[str]]:
         """The overrides of each job. If a key is given twice, the later one counts."""
         jobs = self.grid([*as_overrides(self.params), *arguments])
-        if not self.variants:
+        given = [as_overrides(each) for each in self.variants.values() if each is not None]
+        if not given:
             return [list(job.values()) for job in jobs]
-        given = [each for each in self.variants.values() if each is not None]
-        variants = [own for each in given for own in self.grid(as_overrides(each))]
+        variants = [own for each in given for own in self.grid(each)]
         # the variants take turns, so that a sweep that is stopped has the same seeds of all
         both = [(job | own).values() for job in jobs for own in variants]
         return [list(job) for job in dict.fromkeys(map(tuple, both))]
