@@ -147,7 +147,8 @@ def needle() -> str:
 def needle_of_eleven() -> str:
     what = (
         "`experiment=attentions_needle`: as above, with two layers and 300 steps. A window of 8 "
-        "reaches 14 tokens back through two layers, one of 16 reaches 30."
+        "reaches 14 tokens back through two layers, one of 16 reaches 30. The second layer of SL "
+        "sees all keys, and has not learnt to use them after 300 steps."
     )
     return recalled("attentions_needle_cpu", what)
 
