@@ -341,7 +341,8 @@ def far_apart(tensors: list[Tensor], *, dim: int) -> list[Tensor]:
     step = 2**31 // (min(x.shape[dim] for x in tensors) - 1) // 16 * 16 + 16
     starts = [0, *accumulate(x.numel() for x in tensors)]
     assert starts[-1] < step  # between two steps all have room
-    around = tensors[0].new_empty(step * max(x.shape[dim] for x in tensors))
+    longest = max(x.shape[dim] for x in tensors)
+    around = tensors[0].new_empty(step * (longest - 1) + starts[-1])
     views = []
     for x, start in zip(tensors, starts[:-1], strict=True):
         strides = list(torch.empty(x.shape, device="meta").stride())

@@ -21,7 +21,6 @@ it does not know ends the command with an error, after the file is written. The 
     tutorial   Triton's python/tutorials/06-fused-attention.py; without it its card is left out
 """
 
-import fcntl
 import importlib.metadata
 import importlib.util
 import json
@@ -34,7 +33,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -244,17 +242,6 @@ def load_tutorial(file: Path) -> None:
     spec.loader.exec_module(module)
 
 
-@contextmanager
-def alone(name: str) -> Iterator[None]:
-    """Lets one card after the other into the property that takes most of a GPU's memory."""
-    if name != "strides and views" or not torch.cuda.is_available():
-        yield
-        return
-    with Path(tempfile.gettempdir(), "scorecards.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 class Examined(NamedTuple):
     """A cell, with what a script of it needs."""
 
@@ -276,8 +263,7 @@ def examined(card: Card, options: Options) -> Iterator[Examined]:
             for name, check in properties_of(subject).items():
                 if (name in SLOW) == slow:
                     subject.tried.clear()
-                    with alone(name):
-                        cell = examine(subject, name, check)
+                    cell = examine(subject, name, check)
                     yield Examined(dtype, cell, subject, list(subject.tried))
 
 

@@ -296,7 +296,7 @@ def test_a_backend_that_raises_is_red_with_its_words():
 
 
 def test_a_kernel_that_leaves_the_gpu_unusable_is_red_and_nothing_after_it_runs(monkeypatch):
-    """The error comes at the end of the property that launched it, and at every call from then on."""
+    """The error comes at the end of the property that launched it, and from then on always."""
     subject = Subject(get_backend("naive"), "cuda", torch.float32, 0, 0)
     launched = []
 

@@ -53,7 +53,7 @@ def loss_and_gradients(
     ]
 
 
-def assert_two_graphs(model: GPT, *, dtype: torch.dtype = torch.float32, **settings: object) -> None:
+def check_graphs(model: GPT, *, dtype: torch.dtype = torch.float32, **settings: object) -> None:
     """The model gives the same as operator by operator from two graphs, of a block and of the loss,
     with and without a look at the largest scores.
 
@@ -84,17 +84,14 @@ QUICK = ("naive", "tiled", "sdpa", "flex", "triton", "kv_outer", "no_rescale")
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-        for name in BACKENDS
-    ],
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS],
 )
 def test_in_two_graphs(name):
     backend = get_backend(name)
     with torch.set_grad_enabled(
         name != "flex" or DEVICE == "cuda"
     ):  # on a CPU FlexAttention has no backward pass
-        assert_two_graphs(build(backend), documents="document_ids" in backend.features)
+        check_graphs(build(backend), documents="document_ids" in backend.features)
 
 
 @pytest.mark.slow
@@ -125,13 +122,11 @@ def test_generated_code_around_a_tile_loop():
     ("name", "checkpoint"), diagonal(["tiled", "no_rescale"], ["none", "block"])
 )
 def test_under_autocast_and_with_less_kept(name, checkpoint):
-    assert_two_graphs(build(get_backend(name), checkpoint=checkpoint), dtype=torch.bfloat16)
+    check_graphs(build(get_backend(name), checkpoint=checkpoint), dtype=torch.bfloat16)
 
 
 def test_statistics_in_the_inputs_dtype():
-    assert_two_graphs(
-        build(get_backend("lazy_rescale", softmax_dtype="input")), dtype=torch.bfloat16
-    )
+    check_graphs(build(get_backend("lazy_rescale", softmax_dtype="input")), dtype=torch.bfloat16)
 
 
 def test_a_recorder_watches_the_loop_itself():
