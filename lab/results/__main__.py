@@ -50,6 +50,7 @@ SECTIONS = {
     "Multi-query associative recall": runs.mqar,
     "Speed of the kernels": calls.kernels,
     "What a mask saves": calls.masks,
+    "Decoding": calls.decoding,
 }
 
 

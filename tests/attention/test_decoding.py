@@ -189,7 +189,7 @@ def test_more_parts_than_are_merged_at_a_time():
 
 @pytest.mark.parametrize(
     ("programs", "tiles", "slots", "splits"),
-    [(1, 8, 264, 4), (264, 64, 264, 1), (512, 64, 264, 1), (32, 512, 264, 8), (1, 1, 264, 1)],
+    [(1, 8, 264, 8), (264, 64, 264, 1), (512, 64, 264, 4), (32, 512, 264, 8), (1, 1, 264, 1)],
 )
 def test_splits_fill_the_device_and_no_more(programs, tiles, slots, splits):
     assert busy_splits(programs, tiles, slots) == splits
