@@ -34,6 +34,7 @@ from attention.diagnose import (
     max_score,
 )
 from attention.interface import (
+    OWN_SINKS,
     AttentionOutput,
     Backend,
     Output,
@@ -306,6 +307,8 @@ def _answer(
         arguments["return_max_score"] = looked
     if module is not None:
         arguments["module"] = module
+    if OWN_SINKS in backend.features:
+        arguments["sinks"], sinks = sinks, None
     autocast = compiling or torch.is_autocast_enabled(q.device.type)
     with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
         output = function(q, k, v, causal=causal, scale=factor, **arguments, **backend.options)

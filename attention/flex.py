@@ -113,6 +113,14 @@ def standing_mask(
         return block_mask_of(q, k, causal=causal, window=window)
 
 
+def within_reach(x: Tensor) -> Tensor:
+    """x, as a copy where its rows lie further apart than FlexAttention's kernels count, in 32 bits:
+    they would read outside its memory.
+    """
+    last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+    return x if last < 2**31 else x.contiguous()
+
+
 def flex(
     q: Tensor,
     k: Tensor,
@@ -129,6 +137,7 @@ def flex(
     """q (B, H, N, D); k (B, H_kv, M, D); v (B, H_kv, M, D_v). of_batch: document_ids, key_lengths
     and cu_seqlens.
     """
+    q, k, v = map(within_reach, (q, k, v))
     num_queries, num_keys = q.shape[2], k.shape[2]
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.to(statistics_dtype(q))

@@ -30,6 +30,7 @@ OPTIONAL_ARGUMENTS = (
 # kinds of input without an argument, which not every backend takes
 INPUT_FEATURES = ("gqa", "non_causal", "cross_length", "two_sided_window", "value_dim")
 FEATURES = frozenset((*OPTIONAL_ARGUMENTS, *INPUT_FEATURES, "lse", "max_score"))
+OWN_SINKS = "sinks"  # a feature too, of what needs no merging by attention()
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -139,7 +140,7 @@ class Backend:
     head_dims: Container[int] | None = None  # None takes any
     # subset of FEATURES; gqa: H_kv < H, non_causal: causal=False, cross_length: N != M, value_dim:
     # D_v != D, lse: returns it, max_score: fn takes return_max_score and returns a ScoredOutput
-    # unless it is False
+    # unless it is False, sinks: fn takes them; otherwise attention() merges them from its lse
     features: frozenset[str] = frozenset()
     options: Mapping[str, Any] = field(
         default_factory=dict
@@ -174,11 +175,11 @@ class Backend:
     requirements: Callable[..., list[str]] | None = None
 
     def __post_init__(self) -> None:
-        unknown = set(self.features) - FEATURES
+        unknown = set(self.features) - FEATURES - {OWN_SINKS}
         if unknown:
             raise ValueError(
                 f"backend {self.name!r} declares unknown features {sorted(unknown)}; valid: "
-                f"{', '.join(sorted(FEATURES))}"
+                f"{', '.join(sorted(FEATURES | {OWN_SINKS}))}"
             )
         if self.fn is call_module and self.module is None:
             raise ValueError(f"backend {self.name!r} has nothing to call: give it fn= or module=")
@@ -260,7 +261,7 @@ class Backend:
             for name, needed in wanted.items()
             if needed and name not in self.features
         ]
-        if sinks is not None and "lse" not in self.features:
+        if sinks is not None and not self.features & {"lse", OWN_SINKS}:
             reasons.append("it returns no lse, which sinks need")
         if q.device.type not in self.devices:
             reasons.append(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attention import Backend, standalone
 from conformance.cases import Case, Expected, attend, compare, expect, run
-from conformance.dialects import dialect_of
+from conformance.dialects import Adapter, dialect_of
 from conformance.other_functions import expect_function
 
 # on a CPU the tiles are small, so that every case crosses several and the last one is ragged
@@ -98,7 +98,10 @@ class Subject:
         reasons = self.backend.unsupported_reasons(
             *(x.requires_grad_(backward) for x in tensors), **arguments
         )
-        if backward and "sinks" in case.optional and not self.lse_gradient:
+        if isinstance(self.backend.fn, Adapter):
+            reasons += self.backend.fn.reasons_by_value(*tensors[:2], **arguments)
+        merged = "sinks" in case.optional and "sinks" not in self.backend.features
+        if backward and merged and not self.lse_gradient:
             reasons.append("no gradient flows through its lse, which sinks need")
         self.refusals += reasons
         return not reasons

@@ -179,13 +179,14 @@ def other_layouts(subject: Subject, cache: Cache, page_size: int) -> Iterator[Ch
     views = replace(cache, q=spread_out(cache.q), k=spread_out(k), v=spread_out(v), lengths=lengths)
     found = views.call(subject.backend, block_table=strided, splits=2)
     yield from cache.checks(found, "parts of larger tensors")
-    for what, given, far, options in (
-        ("rows past 2^31", cache, {"dim": 2}, {}),
-        ("pages past 2^31", replace(cache, k=k, v=v), {"dim": 0}, {"block_table": table}),
+    for what, tensors, dim, block_table in (
+        ("rows past 2^31", [cache.k, cache.v], 2, None),
+        ("pages past 2^31", [k, v], 0, table),
     ):
         try:
-            wide = replace(given, k=far_apart(given.k, **far), v=far_apart(given.v, **far))
+            k, v = far_apart(tensors, dim=dim)
         except RuntimeError as error:  # PyTorch's words where memory is too small
             subject.refusals.append(f"{what}: {str(error).splitlines()[0]}")
             continue
-        yield from cache.checks(wide.call(subject.backend, splits=2, **options), what)
+        found = replace(cache, k=k, v=v).call(subject.backend, splits=2, block_table=block_table)
+        yield from cache.checks(found, what)

@@ -75,7 +75,7 @@ class Case:
             "gqa": self.num_kv_heads != self.num_heads,
             "cross_length": self.num_queries != self.num_keys,
             "non_causal": not self.causal,
-            "lse": "sinks" in self.optional,
+            "lse": "sinks" in self.optional,  # or the backend's own sinks
             "two_sided_window": isinstance(self.optional.get("window"), tuple),
             "value_dim": self.value_dim is not None,
         }

@@ -5,15 +5,17 @@
 A dialect becomes the text of one call. The adapter evaluates that text, and a script that shows a
 failure prints it, so both make the same call.
 
-FlashInfer and paged caches are missing: nothing here could run them on a machine without a GPU.
+Wrappers that plan before they run (FlashInfer's) and kernels that write to an argument (vLLM's
+unified_attention) are no plain functions: they need one around them.
 
-Dimensions: B batch, H heads, N queries, M keys, D head dim, T = B * N tokens of a packed batch.
+Dimensions: B batch, H heads, N queries, M keys, D head dim, T = B * N tokens of a packed batch; P
+pages.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import log
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -25,7 +27,8 @@ from torch import Tensor
 from attention import BACKENDS, AttentionOutput, Backend
 from attention.backends import import_object
 from attention.interface import ALL_DTYPES
-from attention.mask import visible_keys
+from attention.mask import MASKS as MASK_ARGUMENTS
+from attention.mask import sides, visible_keys
 from conformance.cases import SHORT
 
 # what becomes of an input x (B, H, N, D), and how an output y comes back from there
@@ -43,15 +46,26 @@ LSE_LAYOUTS = {
     "HT": "y.unflatten(1, ({batch}, -1)).transpose(0, 1)",
     "TH": "y.unflatten(0, ({batch}, -1)).transpose(1, 2)",
 }
-# how one says that a query sees {w} keys, its own included
+# keys or values in pages (P, page size, H, D). FILLER lies where no token does
+FILLER = 100.0
+PAGES = (
+    "torch.nn.functional.pad(x.transpose(1, 2).flatten(0, 1), (0, 0, 0, 0, 0, 1), "
+    f"value={FILLER})[slots]"
+)
+# how one says how many keys a query sees before its own and after it; only a pair says the latter
 WINDOWS = {
-    "count": "{w}",  # the keys
-    "left": "{w} - 1",  # those before its own
-    "pair": "({w} - 1, 0)",  # those before and those after its own
-    "count_pair": "({w}, 0)",
+    "count": "{left} + 1",  # its own included
+    "left": "{left}",
+    "pair": "({left}, {right})",
+    "pair_or_none": "tuple(None if x < 0 else x for x in ({left}, {right}))",
+    "count_pair": "({left} + 1, {right})",
+    # a Backend's: a number under a causal mask
+    "either": "({left} + 1 if {causal} else ({left}, {right}))",
 }
+TWO_SIDED = ("pair", "pair_or_none", "either")
 MASKS = {
     "bool": "seen",  # true where the query sees the key
+    "matrix": "seen[0, 0]",  # (N, M), of one sequence
     "hidden": "~seen",
     "additive": "torch.where(seen, 0.0, torch.finfo(q.dtype).min).to(q.dtype)",
     "block": "create_block_mask(lambda b, h, i, j: seen.expand(q.shape[0], -1, -1, -1)[b, 0, i, j]"
@@ -87,7 +101,14 @@ class Dialect:
     window_form: str = "pair"
     softcap: str = ""
     alibi: str = ""  # slopes (H,)
+    sinks: str = ""  # (H,), or module: it is the module's own; without it they are merged from lse
     documents: str = ""  # ids (B, N); a packed batch has them as lengths instead
+    # of a packed batch, layout=THD: where sequences of q and of k begin, (B + 1,), and the largest
+    # lengths. Without any it takes one sequence
+    bounds: str = "cu_seqlens_q,cu_seqlens_k,max_seqlen_q,max_seqlen_k"
+    pages: int = 0  # tokens of a page, where k and v lie in pages (P, pages, H, D)
+    block_table: str = ""  # the pages of each sequence, (B, most pages)
+    used: str = ""  # how many keys each sequence has in them, (B,)
     mask: str = ""  # (B or 1, 1, N, M), for whatever the arguments above do not say
     mask_form: str = "bool"
     score_mod: str = ""  # FlexAttention's, for softcap and ALiBi
@@ -100,6 +121,7 @@ class Dialect:
     empty_rows: str = "zero"  # what a query without a key gets
     backward: bool = True
     cross_length: bool = True  # whether N and M may differ
+    value_dim: bool = False  # whether v may have another width than q and k
     multiple: int = 1  # of which N and M must be
     dtypes: str = "fp64,fp32,bf16,fp16"
     head_dims: str = ""  # such as 64,128; "" takes any
@@ -115,6 +137,10 @@ class Dialect:
             raise ValueError(f"returns={self.returns} must name out, such as out,lse or _,out")
         if self.multiple < 1:
             raise ValueError(f"multiple={self.multiple} must be at least 1")
+        if self.pages < 0:
+            raise ValueError(f"pages={self.pages} must be the tokens of a page, or 0 for no pages")
+        if len(self.names_of_bounds) != 4:
+            raise ValueError(f"bounds={self.bounds} must be four names, such as {Dialect.bounds}")
         for name in self.dtypes.split(","):
             if name not in SHORT.values():
                 raise ValueError(f"dtypes={self.dtypes}: {name} is not one of: fp64,fp32,bf16,fp16")
@@ -123,46 +149,66 @@ class Dialect:
     def parts(self) -> list[str]:
         return self.returns.split(",")
 
+    @property
+    def names_of_bounds(self) -> list[str]:
+        return self.bounds.split(",") if self.bounds else [""] * 4
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences of any lengths lie one behind the other."""
+        return self.layout == "THD" and bool(self.bounds)
+
     def says_causal(self, num_queries: int, num_keys: int) -> bool:
         """Whether the function's own causal mask is the one that ends at the last query and key."""
         return self.causal != "never" and (self.corner == "bottom_right" or num_queries == num_keys)
 
+    def says(self, name: str, value: Any) -> bool:
+        """Whether an argument of its own says window, document_ids, key_lengths or cu_seqlens."""
+        if name == "window":
+            one_sided = self.window_form not in TWO_SIDED
+            return bool(self.window) and not (one_sided and isinstance(value, tuple))
+        own = {"document_ids": self.documents, "key_lengths": self.used, "cu_seqlens": ""}[name]
+        return bool(own) or (self.packed and name != "key_lengths")
+
     def needs_mask(
-        self, num_queries: int, num_keys: int, *, causal: bool, window: bool, documents: bool
+        self, num_queries: int, num_keys: int, *, causal: bool, given: Mapping[str, Any]
     ) -> bool:
-        """Whether only a mask as a tensor says what is visible."""
-        return (
-            (causal and not self.says_causal(num_queries, num_keys))
-            or (window and not self.window)
-            or (documents and not self.documents and self.layout != "THD")
-        )
+        """Whether only a mask as a tensor says what is visible. given: the arguments of
+        attention.mask.MASKS that there are.
+        """
+        corner = "cu_seqlens" in given or self.says_causal(num_queries, num_keys)
+        return (causal and not corner) or not all(self.says(*item) for item in given.items())
 
     def call(self, tensors: str, values: Mapping[str, str | None], *, masked: bool) -> str:
         """The call of `function` as an expression. tensors: the text of its first arguments.
-        values: text of causal, scale, window, softcap, slopes, documents, and of max_q and max_k
-        of a packed batch; None for what is not given. masked: everything that hides a key is said
-        by the mask `seen`.
+        values: text of causal, scale, left and right of a window, softcap, slopes, sinks,
+        documents, and of max_q and max_k of a packed batch; None for what is not given. masked:
+        everything that hides a key is said by the mask `seen`.
         """
         given = {}
         if self.causal not in ("always", "never"):
             given[self.causal] = "False" if masked else values["causal"]
         if self.scale:
             given[self.scale] = values["scale"]
-        if values["window"] and not masked:
-            given[self.window] = WINDOWS[self.window_form].format(w=values["window"])
+        if values["left"] and not masked:
+            given[self.window] = WINDOWS[self.window_form].format(**values)
         if self.mask:
             given[self.mask] = MASKS[self.mask_form] if masked else "None"
         if self.documents and values["documents"] and not masked:
             given[self.documents] = values["documents"]
-        for name in ("softcap", "alibi"):
-            argument, value = getattr(self, name), values["slopes" if name == "alibi" else name]
-            if argument and value:
+        texts = {"softcap": values["softcap"], "alibi": values["slopes"], "sinks": values["sinks"]}
+        for name, value in texts.items():
+            argument = getattr(self, name)
+            if argument not in ("", "module") and value:
                 given[argument] = value
         if self.score_mod and (values["softcap"] or values["slopes"]):
             given[self.score_mod] = _score_mod(values["softcap"], values["slopes"])
         if self.layout == "THD":
-            given |= {"cu_seqlens_q": "cu_q", "cu_seqlens_k": "cu_k"}
-            given |= {"max_seqlen_q": values["max_q"], "max_seqlen_k": values["max_k"]}
+            texts = ("cu_q", "cu_k", values["max_q"], values["max_k"])
+            given |= zip(self.names_of_bounds, texts, strict=True)
+        if self.pages:
+            given |= {self.block_table: "table", self.used: "used"}
+        given.pop("", None)
         for flag in (self.gqa, self.lse_flag):
             if flag not in ("yes", "no", ""):
                 given[flag] = "True"
@@ -198,15 +244,31 @@ _FA = Dialect(
     window="window_size",
     softcap="softcap",
     alibi="alibi_slopes",
+    sinks="learnable_sink|s_aux",
     returns="out,lse,_",
     lse_flag="return_attn_probs|return_lse",
     lse_gradient=False,
+)
+_FLASHINFER = Dialect(
+    "THD",
+    scale="sm_scale",
+    window="window_left",
+    window_form="left",
+    softcap="logits_soft_cap",
+    bounds="",
+    returns="out,lse",
+    lse_flag="return_lse",
+    lse="TH",
+    lse_base="2",
+    backward=False,
+    dtypes="bf16,fp16",
+    head_dims="64,128,256",
 )
 DIALECTS = {
     # a function that could be the fn of a Backend
     "backend": Dialect(
         window="window",
-        window_form="count",
+        window_form="either",
         softcap="softcap",
         alibi="alibi_slopes",
         documents="document_ids",
@@ -216,9 +278,43 @@ DIALECTS = {
     "fa": _FA,
     # flash_attn_varlen_func of the same
     "fa-varlen": replace(_FA, layout="THD", lse="HT"),
+    # flash_attn_with_kvcache of the same, over pages; version 2 takes pages of 256 tokens n
+    "fa-paged": replace(
+        _FA,
+        pages=16,
+        block_table="block_table|page_table",
+        used="cache_seqlens",
+        lse_flag="return_softmax_lse",
+        backward=False,
+        dtypes="bf16,fp16",
+    ),
+    # flash_attn_varlen_func of vLLM (vllm.vllm_flash_attn), whose keys lie in pages
+    "vllm": replace(
+        _FA,
+        layout="THD",
+        sinks="s_aux|sinks",
+        bounds="cu_seqlens_q,,max_seqlen_q,max_seqlen_k",
+        pages=16,
+        block_table="block_table",
+        used="seqused_k",
+        returns="out,lse",
+        lse_flag="return_softmax_lse",
+        lse="HT",
+        backward=False,
+        dtypes="bf16,fp16",
+    ),
+    # flashinfer.single_prefill_with_kv_cache, which takes one sequence
+    "flashinfer": replace(_FLASHINFER, mask="custom_mask", mask_form="matrix"),
+    # a function that plans and runs its BatchPrefillWithRaggedKVCacheWrapper
+    "flashinfer-ragged": replace(_FLASHINFER, bounds="qo_indptr,kv_indptr,,"),
     # torch.nn.functional.scaled_dot_product_attention
     "sdpa": Dialect(
-        causal="is_causal", corner="top_left", mask="attn_mask", gqa="enable_gqa", returns="out"
+        causal="is_causal",
+        corner="top_left",
+        mask="attn_mask",
+        gqa="enable_gqa",
+        returns="out",
+        value_dim=True,
     ),
     # torch.nn.attention.flex_attention.flex_attention
     "flex": Dialect(
@@ -229,17 +325,20 @@ DIALECTS = {
         gqa="enable_gqa",
         returns="out,lse",
         lse_flag="return_lse",
+        value_dim=True,
     ),
     # a function of transformers' AttentionInterface that takes masks as (B, 1, N, M), such as
-    # eager and sdpa
+    # eager and sdpa; sinks=module for gpt-oss's eager
     "hf": Dialect(
         out_layout="BNHD",
         causal="never",
         scale="scaling",
+        sinks="s_aux",
         mask="attention_mask",
         mask_form="additive",
         returns="out,_",
         empty_rows="mean",
+        value_dim=True,
         module=True,
     ),
     # the autograd.Function of Stanford's CS336, assignment 2; its lengths are powers of two
@@ -262,7 +361,10 @@ DIALECTS = {
         head_dims="16,32,64,128,256",
     ),
 }
-ARGUMENTS = ("causal", "scale", "window", "softcap", "alibi", "documents", "mask", "score_mod")
+ARGUMENTS = (
+    *("causal", "scale", "window", "softcap", "alibi", "sinks", "documents", "mask", "score_mod"),
+    *("block_table", "used"),
+)
 
 
 class Parameters(NamedTuple):
@@ -301,6 +403,8 @@ def fitted(dialect: Dialect, function: Callable[..., Any]) -> Dialect:
         return next((name for name in taken if name in known.names), (taken or [""])[0])
 
     changes = {name: choose(getattr(dialect, name)) for name in (*ARGUMENTS, "lse_flag")}
+    if changes["sinks"] not in known.names:  # **kwargs may take sinks and do nothing with them
+        changes["sinks"] = "module" if dialect.sinks == "module" else ""
     changes["causal"] = changes["causal"] or "never"
     if dialect.causal in ("always", "never"):
         changes["causal"] = dialect.causal
@@ -318,6 +422,8 @@ class Adapter:
         self.out = eval(f"lambda result, batch: {dialect.output('batch')}")
         if "lse" in dialect.parts:
             self.lse = eval(f"lambda result, batch: {dialect.output_lse('batch')}")
+        if dialect.pages:
+            self.paged = eval(f"lambda x, slots: {PAGES}", {"torch": torch})
         # by the arguments that are given. Those of a plain call are made now, because torch.compile
         # cannot look into eval
         self.calls: dict[tuple[tuple[str, ...], bool], Callable[..., Any]] = {}
@@ -333,45 +439,65 @@ class Adapter:
         *,
         causal: bool,
         scale: float,
-        window: int | None = None,
         softcap: float | None = None,
         alibi_slopes: Tensor | None = None,
-        document_ids: Tensor | None = None,
+        sinks: Tensor | None = None,
+        **mask: Any,
     ) -> AttentionOutput:
         dialect, num_queries, num_keys = self.dialect, q.shape[2], k.shape[2]
-        masked = dialect.needs_mask(
-            num_queries,
-            num_keys,
-            causal=causal,
-            window=window is not None,
-            documents=document_ids is not None,
-        )
+        mask = {name: x for name, x in mask.items() if x is not None}
+        masked = dialect.needs_mask(num_queries, num_keys, causal=causal, given=mask)
         values = {
             "causal": causal,
             "scale": scale,
-            "window": window,
             "softcap": softcap,
             "slopes": alibi_slopes,
-            "documents": document_ids,
+            "sinks": sinks,
+            "documents": mask.get("document_ids"),
         }
+        if "window" in mask:
+            left, right = sides(mask["window"], causal=causal)
+            values["left"] = -1 if left is None else left
+            values["right"] = -1 if right is None else right
         variables: dict[str, Any] = {"q": q, "k": k, "v": v, "function": self.function}
         if masked:
-            mask = {"causal": causal, "window": window, "document_ids": document_ids}
-            variables["seen"] = visible_keys(q, k, **mask).mask()
-        if dialect.layout == "THD":
-            for name, x in (("q", q), ("k", k)):
-                bounds = sequence_bounds(x.shape[0], x.shape[2], document_ids, x.device)
-                variables[f"cu_{name}"] = bounds
-                longest = x.shape[2] if document_ids is None else int(bounds.diff().max())
-                values[f"max_{name}"] = longest
+            variables["seen"] = visible_keys(q, k, causal=causal, **mask).mask()
+        if dialect.layout == "THD" or dialect.pages:
+            bounds, longest = self.sequences(q, k, mask)
+            values |= longest
+            variables |= bounds
         if dialect.module:
             variables["module"] = caller(q.shape[1] // k.shape[1])
+            if dialect.sinks == "module":
+                vars(variables["module"])["sinks"] = sinks
         given = tuple(name for name, value in values.items() if value is not None)
         if (given, masked) not in self.calls:
             self.calls[given, masked] = compiled_call(dialect, given, masked)
         variables["tensors"] = [as_given(self.laid_out(x), x) for x in (q, k, v)]
+        if dialect.pages:
+            variables["tensors"][1:] = [self.paged(x, variables["slots"]) for x in (k, v)]
         result = self.calls[given, masked](**values | variables)
         return AttentionOutput(*self.parts_of(result, q.shape[0]))
+
+    def sequences(
+        self, q: Tensor, k: Tensor, mask: dict[str, Any]
+    ) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Where packed sequences begin and which pages they have, and the largest lengths."""
+        found, longest = {}, {"max_q": q.shape[2], "max_k": k.shape[2]}
+        counts = [k.shape[2]] * q.shape[0]  # keys of each sequence
+        if self.dialect.packed:
+            for i, (name, x) in enumerate((("q", q), ("k", k))):
+                bounds = sequence_bounds(x.shape[0], x.shape[2], mask.get("document_ids"), x.device)
+                if "cu_seqlens" in mask:
+                    bounds = mask["cu_seqlens"][i]
+                found[f"cu_{name}"] = bounds
+                if mask.keys() & {"document_ids", "cu_seqlens"}:
+                    counts = bounds.diff().tolist()
+                    longest[f"max_{name}"] = max(counts)
+        if self.dialect.pages:
+            found |= pages_of(tuple(counts), self.dialect.pages, q.device)._asdict()
+            found["used"] = mask.get("key_lengths", found["used"]).int()
+        return found, longest if self.dialect.layout == "THD" else {}
 
     def parts_of(self, result: Any, batch: int) -> tuple[Tensor, Tensor | None]:
         """out and lse of what the function returned. Raises ValueError where it is not what the
@@ -400,6 +526,24 @@ class Adapter:
             reasons.append(f"a row without a key gives {dialect.empty_rows} by its convention")
         if num_queries % dialect.multiple or num_keys % dialect.multiple:
             reasons.append(f"it takes lengths that are multiples of {dialect.multiple}")
+        if q.shape[0] > 1 and dialect.layout == "THD" and not dialect.packed:
+            reasons.append("it takes one sequence")
+        return reasons
+
+    def reasons_by_value(self, q: Tensor, k: Tensor, *, causal: bool, **optional: Any) -> list[str]:
+        """Why it cannot be asked for these arguments, as far as that depends on their values."""
+        dialect = self.dialect
+        mask = {name: x for name, x in optional.items() if name in MASK_ARGUMENTS and x is not None}
+        masked = dialect.needs_mask(q.shape[2], k.shape[2], causal=causal, given=mask)
+        reasons = []
+        if dialect.empty_rows != "zero":
+            visible = visible_keys(q, k, causal=causal, **mask)
+            if bool((visible.lo >= visible.hi).any()):
+                reasons.append(f"a row without a key gives {dialect.empty_rows} by its convention")
+        if "cu_seqlens" in mask and causal and dialect.corner == "top_left" and not masked:
+            reasons.append("its causal mask begins top-left in each sequence")
+        if "key_lengths" in mask and not masked and (causal or "window" in mask):
+            reasons.append("with fewer keys its queries stand elsewhere")
         return reasons
 
     def backend(self, name: str) -> Backend:
@@ -407,7 +551,13 @@ class Adapter:
         dialect = self.dialect
         declared = {
             "window": dialect.window or dialect.mask,
-            "document_ids": dialect.documents or dialect.mask or dialect.layout == "THD",
+            "two_sided_window": dialect.mask
+            or (dialect.window and dialect.window_form in TWO_SIDED),
+            "document_ids": dialect.documents or dialect.mask or dialect.packed,
+            "key_lengths": dialect.used or dialect.mask,
+            "cu_seqlens": dialect.mask or dialect.packed,
+            "sinks": dialect.sinks,
+            "value_dim": dialect.value_dim,
             "softcap": dialect.softcap or dialect.score_mod,
             "alibi_slopes": dialect.alibi or dialect.score_mod,
             "gqa": dialect.gqa != "no",
@@ -440,10 +590,12 @@ def as_given(changed: Tensor, x: Tensor) -> Tensor:
 
 def compiled_call(dialect: Dialect, given: tuple[str, ...], masked: bool) -> Callable[..., Any]:
     """The call as a function of its variables, by name."""
-    names = ("causal", "scale", "window", "softcap", "slopes", "documents", "max_q", "max_k")
+    names = ("causal", "scale", "left", "right", "softcap", "slopes", "sinks", "documents")
+    names += ("max_q", "max_k")
     values = {name: name if name in given else None for name in names}
     text = dialect.call("*tensors", values, masked=masked)
-    variables = (*names, "function", "tensors", "q", "k", "v", "seen", "cu_q", "cu_k", "module")
+    variables = (*names, "function", "tensors", "q", "k", "v", "seen", "module")
+    variables += ("cu_q", "cu_k", "slots", "table", "used")
     known: dict[str, Any] = {"torch": torch}
     if "create_block_mask" in text:
         from torch.nn.attention.flex_attention import create_block_mask
@@ -470,6 +622,32 @@ def sequence_bounds(
         return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=device)
     begins = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True).flatten()
     return F.pad(begins.nonzero()[:, 0], (0, 1), value=batch * length).int()
+
+
+class Pages(NamedTuple):
+    """Which token lies where in the pages, and which pages are whose."""
+
+    slots: Tensor  # (P, page size) int64: the token's number, or that of a row of FILLER
+    table: Tensor  # (B, most pages) int32; a page of FILLER behind a sequence's own
+    used: Tensor  # (B,) int32: tokens of each sequence
+
+
+@cache
+def pages_of(counts: tuple[int, ...], size: int, device: torch.device) -> Pages:
+    """Pages for sequences of so many tokens. They lie in memory from the last to the first."""
+    own, slots, tokens = [], [[sum(counts)] * size], sum(counts)
+    for count in reversed(counts):
+        first = tokens = tokens - count
+        pages = [
+            [first + i if i < count else sum(counts) for i in range(start, start + size)]
+            for start in range(0, count, size)
+        ]
+        own.insert(0, [len(slots) + i for i in reversed(range(len(pages)))])
+        slots += reversed(pages)
+    most = max(1, *map(len, own))
+    table = [pages + [0] * (most - len(pages)) for pages in own]
+    ints = partial(torch.tensor, dtype=torch.int32, device=device)
+    return Pages(torch.tensor(slots, device=device), ints(table), ints(counts))
 
 
 class Target(NamedTuple):
@@ -522,6 +700,6 @@ def target(text: str, name: str | None = None, changes: Mapping[str, Any] | None
     known = parameters(found)
     for key in (*ARGUMENTS, "lse_flag"):
         value = (changes or {}).get(key, "")
-        if value not in ("", "always", "never") and not known.take(value):
+        if value not in ("", "always", "never", "module") and not known.take(value):
             raise ValueError(f"{key}={value}: {text} takes {', '.join(known.names)}")
     return Target(Adapter(found, dialect).backend(text), dialect, imports, function)

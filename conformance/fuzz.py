@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attention.interface import Refusal
-from conformance.backend_under_test import Check, Subject
+from conformance.backend_under_test import Check, Subject, expected_of
 from conformance.cases import Case, row_of
 from conformance.views import LAYOUTS
 
@@ -84,7 +84,9 @@ def try_out(subject: Subject, case: Case, layout: str) -> Trial:
         return Trial(case, layout, [], refused=str(error))
     except (Exception, SystemExit) as error:  # anybody's attention may raise anything
         return Trial(case, layout, [], raised=f"{type(error).__name__}: {error}")
-    return Trial(case, layout, checks(subject, case, results))
+    trial = Trial(case, layout, checks(subject, case, results))
+    expected_of.cache_clear()  # no case comes again, and hundreds fill the memory of a GPU
+    return trial
 
 
 def checks(subject: Subject, case: Case, results: dict[str, Tensor]) -> list[Check]:
@@ -147,7 +149,7 @@ def draw_case(subject: Subject, drawn: random.Random, seed: int) -> Case:
         optional["document_ids"] = True
     if "document_ids" not in optional and has("key_lengths"):
         optional["key_lengths"] = True
-    if has("lse"):
+    if has("lse") or has("sinks"):
         optional["sinks"] = True
     return replace(case, optional=optional)
 

@@ -12,9 +12,18 @@ from typing import Any, NamedTuple
 import torch
 
 from attention import Backend
+from attention.mask import MASKS, sides
 from conformance.backend_under_test import Subject
 from conformance.cases import SHORT, Case, expect
-from conformance.dialects import LAYOUTS, Dialect, Target, dialect_of, sequence_bounds
+from conformance.dialects import (
+    LAYOUTS,
+    PAGES,
+    Dialect,
+    Target,
+    dialect_of,
+    pages_of,
+    sequence_bounds,
+)
 from conformance.properties import TENSORS, Cell
 
 # what conformance.cases.ADVERSARIAL does to the tensors, in a line each
@@ -175,17 +184,14 @@ def write(target: Target, call: Call, device: str, budget: float) -> str:
     case, tensor, dtype = call
     gradient, dialect = tensor.startswith("d"), target.dialect
     there = f"{device!r}, " if device != "cpu" else ""
-    masked = dialect.needs_mask(
-        case.num_queries,
-        case.num_keys,
-        causal=case.causal,
-        window="window" in case.optional,
-        documents="document_ids" in case.optional,
-    )
+    given = {name: x for name, x in case.optional.items() if name in MASKS}
+    masked = dialect.needs_mask(case.num_queries, case.num_keys, causal=case.causal, given=given)
     documents = counted_documents(case) if "document_ids" in case.optional else None
     call_text = dialect.call(tensors_of(dialect), values_of(call, documents), masked=masked)
     output = dialect.output_lse if tensor == "lse" else dialect.output
-    shape = f"{case.batch}, {case.num_kv_heads}, {case.num_keys}, {case.head_dim}"
+    shape = f"{case.batch}, {case.num_kv_heads}, {case.num_keys}"
+    value_dim = case.value_dim or case.head_dim
+    of_out = f"{case.batch}, {case.num_heads}, {case.num_queries}, {value_dim}"
     lines = [
         "import torch",
         "from torch.nn.attention.flex_attention import create_block_mask"
@@ -196,17 +202,17 @@ def write(target: Target, call: Call, device: str, budget: float) -> str:
         f"torch.manual_seed({case.seed})",
         f"q = torch.randn({case.batch}, {case.num_heads}, {case.num_queries}, {case.head_dim}, "
         "dtype=torch.float64)",
-        f"k = torch.randn({shape}, dtype=torch.float64)",
-        f"v = torch.randn({shape}, dtype=torch.float64)",
-        "d_out = torch.randn(q.shape, dtype=torch.float64)" if gradient else "",
+        f"k = torch.randn({shape}, {case.head_dim}, dtype=torch.float64)",
+        f"v = torch.randn({shape}, {value_dim}, dtype=torch.float64)",
+        f"d_out = torch.randn({of_out}, dtype=torch.float64)" if gradient else "",
         INPUTS[case.inputs],
         f"torch.set_default_device({device!r})" if device != "cpu" else "",
         f"q, k, v = (x.to({there}{dtype}){'.requires_grad_()' * gradient} for x in (q, k, v))",
         f"d_out = d_out.to({device!r})" if gradient and there else "",
-        *mask_lines(call, documents, call_text),
+        *mask_lines(call, dialect, documents, call_text),
         f"result = {call_text.replace('function', target.function, 1)}",
         f"found = {output(str(case.batch))}",
-        *exact_lines(call, masks=case.causal or documents is not None),
+        *exact_lines(call, masks=hides(case)),
         "difference = torch.where(found == exact, 0.0, (found - exact).abs())",
         "error = difference.nan_to_num(nan=torch.inf).max().item()",
         f'print(f"{tensor}: error {{error:.3g}}, allowed {budget:.3g}")',
@@ -219,6 +225,8 @@ def write(target: Target, call: Call, device: str, budget: float) -> str:
 def tensors_of(dialect: Dialect) -> str:
     """q, k and v in the dialect's layout, as the first arguments of a call."""
     change = LAYOUTS[dialect.layout][0]
+    if dialect.pages:
+        return f"{change.replace('x', 'q', 1)}, *({PAGES} for x in (k, v))"
     return "q, k, v" if change == "x" else f"*({change}.contiguous() for x in (q, k, v))"
 
 
@@ -231,7 +239,7 @@ def counted_documents(case: Case) -> torch.Tensor:
 
 def values_of(call: Call, documents: torch.Tensor | None) -> Mapping[str, str | None]:
     """The text of each argument; see Dialect.call."""
-    case, optional = call.case, call.case.optional
+    case, optional, window = call.case, call.case.optional, window_of(call.case)
     longest = None
     if documents is not None:
         bounds = sequence_bounds(case.batch, case.num_keys, documents, documents.device)
@@ -239,25 +247,43 @@ def values_of(call: Call, documents: torch.Tensor | None) -> Mapping[str, str | 
     return {
         "causal": str(case.causal),
         "scale": f"{case.head_dim}**-0.5",
-        "window": str(optional["window"]) if "window" in optional else None,
+        "left": None if window is None else str(window[0]),
+        "right": None if window is None else str(window[1]),
         "softcap": str(optional["softcap"]) if "softcap" in optional else None,
         "slopes": "slopes" if "alibi_slopes" in optional else None,
+        "sinks": None,
         "documents": "documents" if documents is not None else None,
         "max_q": str(longest or case.num_queries),
         "max_k": str(longest or case.num_keys),
     }
 
 
-def mask_lines(call: Call, documents: torch.Tensor | None, call_text: str) -> Iterator[str]:
+def window_of(case: Case) -> tuple[int, int] | None:
+    """How many keys a query sees before and after its own; -1 is all of them."""
+    if "window" not in case.optional:
+        return None
+    left, right = sides(case.optional["window"], causal=case.causal)
+    return -1 if left is None else left, -1 if right is None else right
+
+
+def hides(case: Case) -> bool:
+    """Whether there is a mask."""
+    return case.causal or bool(case.optional.keys() & {"window", "document_ids"})
+
+
+def mask_lines(
+    call: Call, dialect: Dialect, documents: torch.Tensor | None, call_text: str
+) -> Iterator[str]:
     """What the call and the reference need besides q, k and v."""
     case, optional = call.case, call.case.optional
     shift = case.num_keys - case.num_queries
-    if case.causal or documents is not None:
+    left, right = window_of(case) or (-1, 0 if case.causal else -1)
+    if hides(case):
         seen = f"torch.ones(1, 1, {case.num_queries}, {case.num_keys}, dtype=torch.bool)"
-        if case.causal:
-            seen += f".tril({shift})"
-        if "window" in optional:
-            seen += f".triu({shift + 1 - optional['window']})"
+        if right >= 0:
+            seen += f".tril({shift + right})"
+        if left >= 0:
+            seen += f".triu({shift - left})"
         yield f"seen = {seen}"
     if documents is not None:
         yield f"documents = torch.tensor({documents.tolist()})"
@@ -268,6 +294,13 @@ def mask_lines(call: Call, documents: torch.Tensor | None, call_text: str) -> It
         for name, length in (("q", case.num_queries), ("k", case.num_keys)):
             bounds = sequence_bounds(case.batch, length, documents, torch.device("cpu"))
             yield f"cu_{name} = torch.tensor({bounds.tolist()}, dtype=torch.int32)"
+    if "slots" in call_text:
+        bounds = sequence_bounds(case.batch, case.num_keys, documents, torch.device("cpu"))
+        counts = tuple(bounds.diff().tolist())
+        pages = pages_of(counts, dialect.pages, torch.device("cpu"))
+        yield f"slots = torch.tensor({pages.slots.tolist()})"
+        yield f"table = torch.tensor({pages.table.tolist()}, dtype=torch.int32)"
+        yield f"used = torch.tensor({pages.used.tolist()}, dtype=torch.int32)"
     if "(module, " in call_text:
         groups = case.num_heads // case.num_kv_heads
         yield "module = torch.nn.Module()"

@@ -37,6 +37,7 @@ NAMES = {
     "window": ("window", "window_size", "sliding_window", "window_left"),
     "softcap": ("softcap", "logit_softcap", "logits_soft_cap"),
     "alibi": ("alibi_slopes", "slopes"),
+    "sinks": ("learnable_sink", "s_aux", "sinks"),
     "documents": ("document_ids", "segment_ids"),
     "mask": ("attn_mask", "attention_mask", "mask", "block_mask"),
     "score_mod": ("score_mod",),
@@ -47,6 +48,10 @@ NAMES = {
 SIZES = ((6, 8), (16, 16), (64, 64), (128, 64))
 # far above rounding in any dtype, far below the difference that a convention makes
 TOLERANCE = 0.03
+
+
+def line_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 class Trial:
@@ -82,7 +87,7 @@ class Trial:
                 *tensors, causal=causal, scale=scale, **arguments
             )
         except Exception as error:  # a user's function may raise anything
-            self.error = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            self.error = line_of(error)
             return None
 
     def agrees(
@@ -137,7 +142,8 @@ class Trial:
             weights = torch.arange(x.numel(), device=x.device).view(x.shape).cos()
             try:
                 gradients.append(torch.autograd.grad((x.double() * weights).sum(), each[0])[0])
-            except Exception:  # a user's backward pass may raise anything
+            except Exception as error:  # a user's backward pass may raise anything
+                self.error = line_of(error)
                 return False
         largest = gradients[1].abs().max().item()
         return distance(gradients[0].double(), gradients[1]) < TOLERANCE * largest
@@ -242,7 +248,10 @@ def window(trial: Trial, dialect: Dialect) -> Found:
     for name, form in product(trial.names("window"), WINDOWS):
         found = replace(dialect, window=name, window_form=form)
         if trial.agrees(found, causal=True, window=3):
-            call = WINDOWS[form].format(w="w")
+            either = replace(found, window_form="either")
+            if form == "count" and trial.agrees(either, window=(2, 1)):
+                return either, [f"window        {name}=w sees w keys, {name}=(left, right) too"]
+            call = WINDOWS[form].format(left="w - 1", right=0)
             return found, [f"window        {name}={call} sees w keys, its own included"]
     said = [f"window        {x}=, could not tell its form" for x in trial.names("window")]
     return dialect, said if trial.known.names else []
@@ -257,6 +266,7 @@ def changes(trial: Trial, dialect: Dialect) -> Found:
     arguments: dict[str, dict[str, Any]] = {
         "softcap": {"softcap": 0.5},
         "alibi": {"alibi_slopes": slopes},
+        "sinks": {"sinks": 2 * slopes},
         "documents": {"document_ids": ids},
         "score_mod": {"softcap": 0.5},
     }
@@ -295,11 +305,14 @@ def log_sum_exp(trial: Trial, dialect: Dialect) -> Found:
 
 
 def gradients(trial: Trial, dialect: Dialect) -> Found:
-    tensors = trial.inputs(trial.length, trial.length, 1, trial.dtype)
+    tensors, trial.error = trial.inputs(trial.length, trial.length, 1, trial.dtype), ""
     output = trial.call(dialect, [x.requires_grad_() for x in tensors], dialect.causal == "always")
     backward = output is not None and output.out.requires_grad
     right = backward and trial.gradients_agree(dialect, "out")
-    says = "right" if right else "could not tell: not those of attention" if backward else "none"
+    unknown = (
+        f"could not tell: {trial.error or 'not those of attention'}; backward=false skips them"
+    )
+    says = "right" if right else unknown if backward else "none"
     return replace(dialect, backward=backward), [f"gradients     {says}"]
 
 
@@ -367,4 +380,7 @@ def relevant(dialect: Dialect) -> dict[str, Any]:
             fields |= dict.fromkeys(keys)
     if dialect.causal in ("always", "never"):
         fields["corner"] = None
+    if not dialect.packed:
+        fields["bounds"] = None
+    del fields["value_dim"]  # which nothing here finds out
     return fields

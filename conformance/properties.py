@@ -673,6 +673,18 @@ PROPERTIES: dict[str, Property] = {
 SLOW = {"saved bytes", "largest tensor", "bitwise repeat", "compiled = eager"}
 
 
+def why_unusable(device: str) -> str:
+    """The error after which this process can use its GPU no more, as after a kernel that read
+    outside its memory; empty where there was none.
+    """
+    if device == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            return str(error).splitlines()[0]
+    return ""
+
+
 def examine(subject: Subject, name: str, property: Property | None = None) -> Cell:
     """One cell, of PROPERTIES unless another is given. Whatever the backend raises makes it red,
     with the message.
@@ -680,20 +692,26 @@ def examine(subject: Subject, name: str, property: Property | None = None) -> Ce
     subject.refusals.clear()
     documented = name in subject.backend.breaks
     checks = []
+    if lost := why_unusable(subject.device):
+        note = f"not examined: an earlier property left the GPU unusable ({lost})"
+        return Cell(name, "red", note, documented)
     try:
         with warnings.catch_warnings():
             for message in WARNINGS:
                 warnings.filterwarnings("ignore", message)
             for check in (property or PROPERTIES[name])(subject):
                 checks.append(check)
+        if subject.device == "cuda":  # a kernel's error is of the property that launched it
+            torch.cuda.synchronize()
     except Refusal as error:  # a layout that no case announced
         subject.refusals.append(str(error))
     except (Exception, SystemExit) as error:  # a user's backend may raise anything
         message = str(error).strip().splitlines() or [""]
-        return Cell(name, "red", f"{type(error).__name__}: {message[0]}", documented)
+        note = f"{type(error).__name__}: {message[0]}"
+        return Cell(name, "red", note, documented, len(checks))
     finally:
-        if subject.device == "cuda":  # dozens of GiB, where views lie far apart
-            torch.cuda.empty_cache()
+        if subject.device == "cuda" and not why_unusable(subject.device):
+            torch.cuda.empty_cache()  # dozens of GiB, where views lie far apart
     if not checks:
         return Cell(name, "n/a", "; ".join(dict.fromkeys(subject.refusals)), documented)
     worst = max(checks, key=lambda check: check.share)

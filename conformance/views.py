@@ -5,6 +5,8 @@ Dimensions: B batch, H heads, N tokens, D head dim.
 """
 
 from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -35,14 +37,21 @@ def cached(x: Tensor) -> Tensor:
     return around[:, :, : x.shape[2]].copy_(x)
 
 
-def far_apart(x: Tensor, *, dim: int) -> Tensor:
-    """The steps along dim take offsets past 2^31 elements. On a CPU only what is written takes
-    memory.
+def far_apart(tensors: list[Tensor], *, dim: int) -> list[Tensor]:
+    """The steps along dim take offsets past 2^31 elements; all share that memory. On a CPU only
+    what is written takes any.
     """
-    steps = list(torch.empty(x.shape, device="meta").stride())
-    steps[dim] = 2**31 // (x.shape[dim] - 1) // 16 * 16 + 16
-    around = x.new_empty(sum(s * (n - 1) for s, n in zip(steps, x.shape, strict=True)) + 1)
-    return around.as_strided(x.shape, steps).copy_(x)
+    step = 2**31 // (min(x.shape[dim] for x in tensors) - 1) // 16 * 16 + 16
+    starts = [0, *accumulate(x.numel() for x in tensors)]
+    assert starts[-1] < step  # between two steps all have room
+    longest = max(x.shape[dim] for x in tensors)
+    around = tensors[0].new_empty(step * (longest - 1) + starts[-1])
+    views = []
+    for x, start in zip(tensors, starts[:-1], strict=True):
+        strides = list(torch.empty(x.shape, device="meta").stride())
+        strides[dim] = step
+        views.append(around.as_strided(x.shape, strides, start).copy_(x))
+    return views
 
 
 EACH = (spread_out, cached, misaligned)
@@ -55,6 +64,6 @@ LAYOUTS: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
     "each another": lambda tensors: [f(x) for f, x in zip(EACH, tensors, strict=True)],
 }
 FAR: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
-    "sequences past 2^31": lambda tensors: [far_apart(x, dim=0) for x in tensors],
-    "rows past 2^31": lambda tensors: [far_apart(x, dim=2) for x in tensors],
+    "sequences past 2^31": partial(far_apart, dim=0),
+    "rows past 2^31": partial(far_apart, dim=2),
 }

@@ -22,7 +22,12 @@ from torch import Tensor, nn
 
 from attention import AttentionOutput, Backend, attention, get_backend
 
-SOFTMAX = get_backend("tiled")  # on a GPU, triton is faster
+TILED, TRITON = get_backend("tiled"), get_backend("triton")
+
+
+def softmax_for(q: Tensor) -> Backend:
+    """The kernels on a GPU, which take no float64."""
+    return TRITON if q.is_cuda and q.dtype != torch.float64 else TILED
 
 
 class DifferentialAttention(nn.Module):
@@ -42,9 +47,10 @@ class DifferentialAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, **mask: Any
     ) -> AttentionOutput:
         half, wide = q.shape[-1] // 2, torch.promote_types(q.dtype, torch.float32)
+        softmax = softmax_for(q)
         first, second = (
             # zeros in a half of q leave the products of the other half
-            attention(x, k, v, backend=SOFTMAX, scale=scale * math.sqrt(2), **mask).out.to(wide)
+            attention(x, k, v, backend=softmax, scale=scale * math.sqrt(2), **mask).out.to(wide)
             for x in (F.pad(q[..., :half], (0, half)), F.pad(q[..., half:], (half, 0)))
         )
         weight = (

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 from attention import AttentionOutput, Backend, attention, get_backend
 
-SOFTMAX = get_backend("tiled")  # on a GPU, triton is faster
+TILED, TRITON = get_backend("tiled"), get_backend("triton")
+
+
+def softmax_for(q: Tensor) -> Backend:
+    """The kernels on a GPU, which take no float64."""
+    return TRITON if q.is_cuda and q.dtype != torch.float64 else TILED
 
 
 class LearnableTemperature(nn.Module):
@@ -30,7 +35,7 @@ class LearnableTemperature(nn.Module):
         temperature = self.log_temperature.exp()[:, None, None]
         # parameters are float32, and q, k and v have one dtype, such as bfloat16
         q = (q * temperature).to(q.dtype)
-        return attention(q, k, v, backend=SOFTMAX, scale=scale, **mask)
+        return attention(q, k, v, backend=softmax_for(q), scale=scale, **mask)
 
 
 BACKEND = Backend(

@@ -70,6 +70,7 @@ BACKEND = Backend(
     linear_attention,
     reference=weighted_sum,
     exact=False,
+    traceable=False,  # torch.compile would unroll the loop over chunks
     features=frozenset({"gqa", "non_causal", "cross_length"}),
     options={"chunk": 64},
 )

@@ -45,13 +45,16 @@ class SigmoidAttention(nn.Module):
                 rows = torch.arange(start, start + q.shape[2], device=q.device) + past
                 hidden = torch.arange(k.shape[2], device=q.device) > rows[:, None]
                 scores = scores.masked_fill(hidden, -torch.inf)
-            return (scores.sigmoid() @ v.to(wide)).to(q.dtype)
+            return scores.sigmoid().to(v.dtype) @ v
 
-        # the backward pass computes each block's scores again, so that memory is linear in N
-        blocks = [
-            checkpoint(block, each, k, v, i * BLOCK_Q, use_reentrant=False)
-            for i, each in enumerate(q.split(BLOCK_Q, 2))
-        ]
+        blocks, start = [], 0
+        for each in q.split(BLOCK_Q, 2):
+            # the keys behind the last query of a block weigh nothing
+            seen = max(0, start + each.shape[2] + past) if causal else k.shape[2]
+            inputs = each, k[:, :, :seen], v[:, :, :seen], start
+            # the backward pass computes each block's scores again, so that memory is linear in N
+            blocks.append(checkpoint(block, *inputs, use_reentrant=False))
+            start += each.shape[2]
         return AttentionOutput(torch.cat(blocks, 2))
 
 
@@ -72,5 +75,6 @@ BACKEND = Backend(
     module=SigmoidAttention,
     reference=sigmoid_attention,
     exact=False,
+    traceable=False,  # torch.compile would unroll the loop over blocks
     features=frozenset({"gqa", "non_causal", "cross_length"}),
 )

@@ -65,11 +65,25 @@ class CheckedSweeper(Sweeper):
     """Runs every combination of the values, like Hydra's basic sweeper, but checks all jobs first.
 
     A setting that only some of the jobs read is left out of the others. Of jobs that are the same
-    without it, one runs.
+    without it, one runs. Variants that differ in several settings, or in different ones, are named
+    in a recipe, and each is combined with all other values:
+
+        hydra:
+          sweeper:
+            params: {seed: "0,1"}
+            variants:
+              exact: {}
+              pattern: {attention.window: 256, attention.pattern: SSSL}
+              alibi: {model.positions: alibi}
+
+    runs the three with seed 0, then with seed 1. What a variant sets holds against the params and
+    the command line. hydra.sweeper.variants.pattern={attention.window:64} changes one, and
+    hydra.sweeper.variants.alibi=null takes one out.
     """
 
-    def __init__(self, params: DictConfig | None):
+    def __init__(self, params: DictConfig | None, variants: DictConfig | None = None):
         self.params = params or {}
+        self.variants = variants or {}
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -98,10 +112,20 @@ class CheckedSweeper(Sweeper):
 
     def combinations(self, arguments: list[str]) -> list[list[str]]:
         """The overrides of each job. If a key is given twice, the later one counts."""
-        own = [f"{key}={value}" for key, value in self.params.items()]
+        jobs = self.grid([*as_overrides(self.params), *arguments])
+        given = [as_overrides(each) for each in self.variants.values() if each is not None]
+        if not given:
+            return [list(job.values()) for job in jobs]
+        variants = [own for each in given for own in self.grid(each)]
+        # the variants take turns, so that a sweep that is stopped has the same seeds of all
+        both = [(job | own).values() for job in jobs for own in variants]
+        return [list(job) for job in dict.fromkeys(map(tuple, both))]
+
+    def grid(self, overrides: list[str]) -> list[dict[str, str]]:
+        """Every combination of the values, as {key: override}."""
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         values: dict[str, list[str]] = {}
-        for override in parser.parse_overrides([*own, *arguments]):
+        for override in parser.parse_overrides(overrides):
             key = override.get_key_element()
             if not override.is_sweep_override():
                 values[key] = [f"{key}={override.get_value_element_as_str()}"]
@@ -117,7 +141,7 @@ class CheckedSweeper(Sweeper):
                     f"error: {override.input_line} has no value to sweep over, so there is no "
                     f"job; write {key}=A,B"
                 )
-        return [list(job) for job in product(*values.values())]
+        return [dict(zip(values, job, strict=True)) for job in product(*values.values())]
 
     def checked(self, jobs: list[list[str]]) -> list[dict[str, Any]]:
         """The jobs to launch, each with left_out= for the settings that it does not read.
@@ -227,6 +251,10 @@ class CheckedSweeper(Sweeper):
         if basic or getattr(self.launcher, "slots", None):  # on the CPU
             device = pick_device(config.device)
             check_model(config, schedule, dtype=pick_dtype(config.dtype, device), device=device)
+
+
+def as_overrides(settings: DictConfig | dict[str, Any]) -> list[str]:
+    return [f"{key}={'null' if x is None else x}" for key, x in settings.items()]
 
 
 def refusal(jobs: list[list[str]], problems: dict[int, str]) -> str:

@@ -63,6 +63,9 @@ def main(options: Options) -> None:
     environments = [load_json(run_dir / "env.json") for run_dir in found]
     first, *others = list(filter(None, environments)) or [{}]
     common = {key: first[key] for key in first if all(x.get(key) == first[key] for x in others)}
+    if "commit" not in common:  # it changed while a sweep ran
+        for run, environment in zip(runs, environments, strict=True):
+            run["commit"] = environment.get("commit")
     write_json(options.out, {"environment": common, "runs": runs})
     print(f"{options.out}: {len(runs)} runs, {options.out.stat().st_size / 1024:.0f} KiB")
 

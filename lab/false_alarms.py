@@ -2,10 +2,13 @@
 the budget of its case.
 
     python -m lab.false_alarms calls=5000 out=results/false_alarms_cpu.json
+    python -m lab.false_alarms calls=2000 device=cuda attention=sdpa,triton:kernel=portable
 
-calls are those of one attention in one dtype; the other arguments are
+calls are those of one attention in one dtype, a process of its own. What they have come to is in
+the folder OUT.parts every hundred calls. The other arguments are
 
-    attention  several with commas between, or all: the exact ones (all)
+    attention  several with commas between, with options or not, or all: the exact ones (all)
+    seconds    after which an attention in a dtype makes no more calls (86400)
     device     auto, cpu or cuda (auto)
     dtype      several with commas between (fp32,bf16,fp16)
     processes  side by side (1)
@@ -13,18 +16,22 @@ calls are those of one attention in one dtype; the other arguments are
     out        the JSON file (false_alarms.json)
 """
 
-from concurrent.futures import ProcessPoolExecutor
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Literal
 
-from attention import BACKENDS, get_backend
+import torch
+
+from attention import BACKENDS
 from conformance.backend_under_test import Subject
 from conformance.command import DTYPES, set_up
 from conformance.fuzz import Tally, fuzz
-from scripts.arguments import Device, check_at_least, command, default
+from lab.side_by_side import ended
+from scripts.arguments import Device, check_at_least, command, default, parse_backend
 from scripts.tables import Row
 from training.device import pick_device
 from training.environment import measured_on
@@ -34,6 +41,7 @@ from training.files import check_writable, write_json
 @dataclass
 class Options:
     calls: int
+    seconds: int = 86400
     attention: list[str] = default("all")
     device: Device = "auto"
     dtype: list[Literal["fp32", "bf16", "fp16"]] = default("fp32", "bf16", "fp16")
@@ -42,21 +50,39 @@ class Options:
     out: Path = Path("false_alarms.json")
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "calls", "processes")
+        check_at_least(self, 1, "calls", "processes", "seconds")
         if self.attention == ["all"]:
             self.attention = [name for name, backend in BACKENDS.items() if backend.exact]
+        for text in self.attention:
+            parse_backend(text)
 
 
-def measure(attention: str, dtype: str, device: str, calls: int, seed: int) -> Row:
-    import torch
-
+def measure(attention: str, dtype: str, seed: int, device: str, options: Options, part: Path):
+    """Writes what the calls have come to."""
     set_up(torch.device(device))
-    subject = Subject(get_backend(attention), device, DTYPES[dtype], random_cases=0, seed=0)
-    tally = Tally()
-    for trial in fuzz(subject, calls=calls, seed=seed):
+    subject = Subject(parse_backend(attention), device, DTYPES[dtype], random_cases=0, seed=0)
+    tally, start = Tally(), time.monotonic()
+    for i, trial in enumerate(fuzz(subject, calls=options.calls, seed=seed), start=1):
         tally.add(trial)
+        over = time.monotonic() - start > options.seconds
+        if over or i % 100 == 0 or i == options.calls:
+            figures = tally.figures() | {"seconds": round(time.monotonic() - start, 1)}
+            write_json(part, {"attention": attention, "dtype": dtype, "seed": seed} | figures)
+        if over:
+            break
     print(f"{attention} {dtype}: {tally}", flush=True)
-    return {"attention": attention, "dtype": dtype, "seed": seed, **tally.figures()}
+
+
+def row_of(attention: str, dtype: str, seed: int, device: str, options: Options) -> Row:
+    name = f"{attention} {dtype}".replace(" ", "_").replace(":", "_").replace("/", "_")
+    part = options.out.with_suffix(".parts") / f"{name}.json"
+    part.unlink(missing_ok=True)
+    # a call may take long, as its kernel is compiled
+    how = ended(
+        measure, attention, dtype, seed, device, options, part, seconds=options.seconds + 60
+    )
+    row = {"attention": attention, "dtype": dtype, "seed": seed} | Tally().figures()
+    return (json.loads(part.read_text()) if part.exists() else row) | {"ended": how}
 
 
 @command("false_alarms", Options)
@@ -65,13 +91,13 @@ def main(options: Options) -> None:
     device = pick_device(options.device)
     where = measured_on(device)
     jobs = list(product(options.attention, options.dtype))
-    # a GPU's driver does not survive a fork
-    with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
-        common = ([x] * len(jobs) for x in (device.type, options.calls))
-        seeds = range(options.seed * len(jobs), (options.seed + 1) * len(jobs))
-        rows = pool.map(measure, *zip(*jobs, strict=True), *common, seeds)
-        head = {"environment": where, "calls": options.calls, "seed": options.seed}
-        write_json(options.out, head | {"rows": list(rows)})
+    seeds = range(options.seed * len(jobs), (options.seed + 1) * len(jobs))
+    options.out.with_suffix(".parts").mkdir(exist_ok=True)
+    with ThreadPoolExecutor(options.processes) as pool:
+        common = ([x] * len(jobs) for x in (device.type, options))
+        rows = list(pool.map(row_of, *zip(*jobs, strict=True), seeds, *common))
+    head = {"environment": where, "calls": options.calls, "seed": options.seed}
+    write_json(options.out, head | {"rows": rows})
 
 
 if __name__ == "__main__":

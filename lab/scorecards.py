@@ -1,20 +1,40 @@
-"""Scorecards of other people's attention, on a CPU: each held to the properties by attn-conform.
+"""Scorecards of other people's attention, and of ours beside it: each held to the properties by
+attn-conform.
 
     python -m lab.scorecards out=results/scorecards_cpu.json jax=.jax/bin/python
+    python -m lab.scorecards device=cuda processes=3 tutorial=06-fused-attention.py
 
-jax names a Python where jax is installed (`pip install jax`); without it JAX is left out. dtype is
-fp32,bf16,fp16 unless given. EXPLAINED says of every red cell why it is red; one that it does not
-know ends the command with an error, after the file is written.
+A card is a process of its own and writes what it has after each cell, into the folder
+OUT.parts: one that hangs or dies loses neither the others nor its own cells. A card without its
+package is left out, and the file says so. EXPLAINED says of every red cell why it is red; one that
+it does not know ends the command with an error, after the file is written. The arguments:
+
+    out        the JSON file (scorecards.json)
+    device     cpu or cuda, each with cards of its own (cpu)
+    card       several names with commas between, or all (all)
+    dtype      several with commas between (bf16,fp16,fp32)
+    cases      random shapes in each dtype (20)
+    processes  side by side (1)
+    seconds    after which a card is stopped (1800)
+    total      seconds after which all are stopped, and none is begun (36000)
+    jax        a Python where jax is installed (`pip install jax`); without it JAX is left out
+    tutorial   Triton's python/tutorials/06-fused-attention.py; without it its card is left out
 """
 
 import importlib.metadata
+import importlib.util
+import json
+import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,23 +42,59 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from attention import get_backend
+from attention.interface import Refusal
 from conformance import exchange
 from conformance.command import DTYPES, properties_of, set_up
 from conformance.dialects import target
 from conformance.minimise import Minimiser, Watched
-from conformance.properties import Cell, examine
-from scripts.arguments import command, default
+from conformance.properties import PROPERTIES, SLOW, Cell, examine
+from lab.side_by_side import ended
+from scripts.arguments import check_at_least, command, default
 from scripts.tables import Row
 from training.environment import measured_on
 from training.files import check_writable, write_json
 
 
-def sdpa_math(q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
-    """PyTorch's attention by plain products."""
-    with sdpa_kernel(SDPBackend.MATH):
-        return scaled_dot_product_attention(
-            q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+def by_kernel(
+    q, k, v, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, *, kernel: SDPBackend
+):
+    """PyTorch's attention by that kernel. Raises Refusal where it does not take the inputs."""
+    with sdpa_kernel(kernel):
+        try:
+            return scaled_dot_product_attention(
+                q, k, v, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        except RuntimeError as error:
+            if not re.match("No (available kernel|viable backend)", str(error)):
+                raise
+            raise Refusal(f"{kernel.name} does not take these inputs") from error
+
+
+sdpa_math = partial(by_kernel, kernel=SDPBackend.MATH)
+sdpa_flash = partial(by_kernel, kernel=SDPBackend.FLASH_ATTENTION)
+sdpa_cudnn = partial(by_kernel, kernel=SDPBackend.CUDNN_ATTENTION)
+sdpa_efficient = partial(by_kernel, kernel=SDPBackend.EFFICIENT_ATTENTION)
+
+
+@cache
+def compiled_flex():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # every other mask and head dim compiles once more; past the limit it would go on uncompiled
+    torch._dynamo.config.recompile_limit = 256
+    torch._dynamo.config.accumulated_recompile_limit = 1024
+    return torch.compile(flex_attention)
+
+
+def flex_compiled(
+    q, k, v, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False
+):
+    return compiled_flex()(q, k, v, score_mod, block_mask, scale, enable_gqa, return_lse=return_lse)
+
+
+PORTABLE = get_backend("triton", kernel="portable")
+HOPPER = get_backend("triton", kernel="hopper")
 
 
 class Card(NamedTuple):
@@ -47,94 +103,231 @@ class Card(NamedTuple):
     name: str
     package: str
     target: str
-    dialect: str
+    dialect: str | None = None  # None for a Backend
     changes: dict[str, Any] = {}
 
 
 TORCH, HERE, MODELS = "torch.nn.functional", "lab.scorecards", "transformers.models"
-CARDS = (
-    Card("SDPA (flash)", "torch", f"{TORCH}:scaled_dot_product_attention", "sdpa"),
-    Card("SDPA (math)", "torch", f"{HERE}:sdpa_math", "sdpa"),
-    Card(
-        "FlexAttention, not compiled", "torch",
-        "torch.nn.attention.flex_attention:flex_attention", "flex", {"backward": False},
-    ),
-    Card(
-        "Llama, eager", "transformers", f"{MODELS}.llama.modeling_llama:eager_attention_forward",
-        "hf",
-    ),
-    Card(
-        "AttentionInterface, sdpa", "transformers",
-        "transformers.integrations.sdpa_attention:sdpa_attention_forward", "hf",
-    ),
+FLEX = "torch.nn.attention.flex_attention:flex_attention"
+LLAMA = Card(
+    "Llama (eager)", "transformers", f"{MODELS}.llama.modeling_llama:eager_attention_forward", "hf"
+)
+HF_SDPA = Card(
+    "AttentionInterface (sdpa)", "transformers",
+    "transformers.integrations.sdpa_attention:sdpa_attention_forward", "hf",
 )  # fmt: skip
+MATH = Card("SDPA (math)", "torch", f"{HERE}:sdpa_math", "sdpa")
+NARROW = {"dtypes": "bf16,fp16"}
+TUTORIAL = "fused_attention_tutorial"  # the module that its file becomes
+CARDS = {
+    "cpu": (
+        Card("SDPA (flash)", "torch", f"{TORCH}:scaled_dot_product_attention", "sdpa"),
+        MATH,
+        Card("FlexAttention (not compiled)", "torch", FLEX, "flex", {"backward": False}),
+        LLAMA,
+        HF_SDPA,
+    ),
+    # those that take longest first
+    "cuda": (
+        Card(
+            "FlashAttention-4", "flash-attn-4", "flash_attn.cute:flash_attn_func", "fa",
+            NARROW | {"window_form": "pair_or_none"},
+        ),
+        Card("FlexAttention (compiled)", "torch", f"{HERE}:flex_compiled", "flex"),
+        Card("FlashAttention-2", "flash-attn", "flash_attn:flash_attn_func", "fa", NARROW),
+        Card(
+            "Triton's tutorial", "triton", f"{TUTORIAL}:_attention", "triton-tutorial",
+            # on Hopper its own test does not specialise warps
+            {"dtypes": "fp16", "head_dims": "64,128", "constants": "False"},
+        ),
+        Card("SDPA (cuDNN)", "torch", f"{HERE}:sdpa_cudnn", "sdpa", NARROW | {"value_dim": False}),
+        Card(
+            "SDPA (flash)", "torch", f"{HERE}:sdpa_flash", "sdpa",
+            NARROW | {"mask": "", "value_dim": False},
+        ),
+        Card(
+            "SDPA (memory-efficient)", "torch", f"{HERE}:sdpa_efficient", "sdpa", {"gqa": "no"}
+        ),
+        MATH,
+        LLAMA,
+        HF_SDPA,
+        Card("ours (Hopper)", "tilegpt", f"{HERE}:HOPPER"),
+        Card("ours (portable)", "tilegpt", f"{HERE}:PORTABLE"),
+        Card("ours (tiled)", "tilegpt", "tiled"),
+        Card("ours (naive)", "tilegpt", "naive"),
+    ),
+}  # fmt: skip
 
-MATRIX = "it holds the N x M matrix"
-SCORES = "its scores are rounded to the inputs' dtype before the softmax in float32"
+
+class Reason(NamedTuple):
+    """Why a cell is red, and where others have said so."""
+
+    why: str
+    known: str  # an issue, "by design", or "new": no issue of the project was found
+
+
+MATRIX = Reason("it holds the N x M matrix", "by design")
+MASK = Reason("its mask is an N x M matrix", "by design")
+SCORES = Reason(
+    "its scores are rounded to the inputs' dtype before the softmax in float32",
+    "https://github.com/huggingface/transformers/pull/33317",
+)
 # by card and property, or by property alone
 EXPLAINED = {
     ("SDPA (math)", "saved bytes"): MATRIX,
     ("SDPA (math)", "largest tensor"): MATRIX,
-    ("Llama, eager", "saved bytes"): MATRIX,
-    ("Llama, eager", "largest tensor"): MATRIX,
-    ("AttentionInterface, sdpa", "saved bytes"): "its mask is an N x M matrix",
-    ("AttentionInterface, sdpa", "largest tensor"): "its mask is an N x M matrix",
+    ("ours (naive)", "saved bytes"): MATRIX,
+    ("ours (naive)", "largest tensor"): MATRIX,
+    ("Llama (eager)", "saved bytes"): MATRIX,
+    ("Llama (eager)", "largest tensor"): MATRIX,
+    ("AttentionInterface (sdpa)", "saved bytes"): MASK,
+    ("AttentionInterface (sdpa)", "largest tensor"): MASK,
     **{
-        ("Llama, eager", name): SCORES
+        ("Llama (eager)", name): SCORES
         for name in (
             "large logits", "logits + 100", "logits - 120", "float32 statistics", "every length",
         )
     },
-    ("JAX", "wider calls"): "a row without a key gives the mean of the values, and not 0",
+    ("JAX", "wider calls"): Reason("a row without a key gives the mean of the values", "new"),
 }  # fmt: skip
 
 
 @dataclass
 class Options:
     out: Path = Path("scorecards.json")
+    device: Literal["cpu", "cuda"] = "cpu"
+    card: list[str] = default("all")
+    dtype: list[Literal["fp32", "bf16", "fp16"]] = default("bf16", "fp16", "fp32")
+    cases: int = 20
+    processes: int = 1
+    seconds: int = 1800
+    total: int = 36000
     jax: str | None = None
-    dtype: list[Literal["fp32", "bf16", "fp16"]] = default("fp32", "bf16", "fp16")
+    tutorial: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "processes", "seconds", "total")
+        check_at_least(self, 0, "cases")
+        names = [card.name for card in CARDS[self.device]]
+        if unknown := [name for name in self.card if name not in ("all", *names)]:
+            raise ValueError(f"card={unknown[0]} is not one of: {', '.join(names)}")
+        if self.tutorial is not None and not self.tutorial.is_file():
+            raise ValueError(f"tutorial={self.tutorial} is not a file")
+
+    @property
+    def cards(self) -> list[Card]:
+        every = self.card == ["all"]
+        return [card for card in CARDS[self.device] if every or card.name in self.card]
 
 
-def red_cells(name: str, dtype: str, cells: list[Cell], scripts: dict[str, str]) -> list[Row]:
-    return [
-        {
-            "dtype": dtype,
-            "property": cell.property,
-            "note": cell.note,
-            "why": EXPLAINED.get((name, cell.property)),
-            "lines_of_script": len(scripts[cell.property].splitlines())
-            if cell.property in scripts
-            else None,
-        }
-        for cell in cells
-        if cell.status == "red"
-    ]
+def why_left_out(card: Card, tutorial: Path | None) -> str:
+    """Why there is no such card here; "" where there is."""
+    if card.target.startswith(TUTORIAL) and tutorial is None:
+        return "its file is not given, by tutorial="
+    try:
+        importlib.metadata.version(card.package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{card.package} is not installed"
+    return ""
 
 
-def measure(card: Card, dtypes: list[str]) -> Row:
-    """The card's figures; each red cell with the shortest call that shows it."""
+def load_tutorial(file: Path) -> None:
+    """Makes the file a module of that name."""
+    # with tests it takes one tile size, and does not time dozens for every length
+    os.environ["PYTEST_VERSION"] = "none"
+    spec = importlib.util.spec_from_file_location(TUTORIAL, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[TUTORIAL] = module
+    spec.loader.exec_module(module)
+
+
+class Examined(NamedTuple):
+    """A cell, with what a script of it needs."""
+
+    dtype: str
+    cell: Cell
+    subject: Watched
+    tried: list
+
+
+def examined(card: Card, options: Options) -> Iterator[Examined]:
+    """The card's cells. What tells nothing about results comes last, for all dtypes."""
     found = target(card.target, card.dialect, card.changes)
-    start, red, counts = time.perf_counter(), [], Counter()
-    for dtype in dtypes:
-        subject = Watched(found.backend, "cpu", DTYPES[dtype], random_cases=20, seed=0)
-        minimiser = Minimiser(found, subject)
-        cells, scripts = [], {}
-        for name, check in properties_of(subject).items():
-            subject.tried.clear()
-            cells.append(examine(subject, name, check))
-            if cells[-1].status == "red" and (script := minimiser.script(cells[-1])):
-                scripts[name] = script
-        counts.update(cell.status for cell in cells)
-        red += red_cells(card.name, dtype, cells, scripts)
-    return {
-        "name": card.name,
-        "package": f"{card.package} {importlib.metadata.version(card.package)}",
-        "dialect": card.dialect,
-        "seconds": round(time.perf_counter() - start, 1),
-        **{status: counts[status] for status in ("green", "red", "n/a")},
-        "red_cells": red,
+    subjects = {
+        dtype: Watched(found.backend, options.device, DTYPES[dtype], options.cases, seed=0)
+        for dtype in options.dtype
     }
+    for slow in (False, True):
+        for dtype, subject in subjects.items():
+            for name, check in properties_of(subject).items():
+                if (name in SLOW) == slow:
+                    subject.tried.clear()
+                    cell = examine(subject, name, check)
+                    yield Examined(dtype, cell, subject, list(subject.tried))
+
+
+def measure(card: Card, options: Options, part: Path) -> None:
+    """Writes the card's figures to `part`, anew after each cell; each red cell with the shortest
+    call that shows it.
+    """
+    set_up(torch.device(options.device))
+    if options.tutorial is not None and card.target.startswith(TUTORIAL):
+        load_tutorial(options.tutorial)
+    start, done, scripts = time.perf_counter(), [], {}
+
+    def write() -> None:
+        counts = Counter(each.cell.status for each in done)
+        row = {
+            "name": card.name,
+            "package": f"{card.package} {importlib.metadata.version(card.package)}",
+            "dialect": card.dialect,
+            "seconds": round(time.perf_counter() - start, 1),
+            **{status: counts[status] for status in ("green", "red", "n/a")},
+            "red_cells": [
+                red_cell(card.name, each.dtype, each.cell, scripts.get(i))
+                for i, each in enumerate(done)
+                if each.cell.status == "red"
+            ],
+        }
+        write_json(part, row)
+
+    for each in examined(card, options):
+        done.append(each)
+        write()
+    found = target(card.target, card.dialect, card.changes)
+    for i, each in enumerate(done):
+        if each.cell.status == "red":
+            each.subject.tried[:] = each.tried
+            scripts[i] = Minimiser(found, each.subject).script(each.cell)
+            write()
+
+
+def red_cell(name: str, dtype: str, cell: Cell, script: str | None) -> Row:
+    reason = EXPLAINED.get((name, cell.property))
+    return {
+        "dtype": dtype,
+        "property": cell.property,
+        "note": cell.note,
+        "why": reason and reason.why,
+        "known": reason and reason.known,
+        "script": script,
+    }
+
+
+def row_of(card: Card, options: Options, part: Path, end: float) -> Row:
+    """What measure() wrote until it was done, stopped or dead."""
+    how = ended(measure, card, options, part, seconds=min(options.seconds, end - time.monotonic()))
+    row = json.loads(part.read_text()) if part.exists() else nothing(card)
+    count = sum(row[status] for status in ("green", "red", "n/a"))
+    row |= {"unexamined": len(PROPERTIES) * len(options.dtype) - count, "ended": how}
+    print(f"{card.name}: {row['red']} red, {row['seconds']} s, {row['ended']}", flush=True)
+    return row
+
+
+def nothing(card: Card) -> Row:
+    counts = {"green": 0, "red": 0, "n/a": 0, "red_cells": [], "seconds": 0.0}
+    return {"name": card.name, "package": card.package, "dialect": card.dialect} | counts
 
 
 def measure_jax(python: str) -> Row:
@@ -154,23 +347,35 @@ def measure_jax(python: str) -> Row:
         "dialect": "files",
         "seconds": round(time.perf_counter() - start, 1),
         **{status: counts[status] for status in ("green", "red", "n/a")},
-        "red_cells": red_cells("JAX", "fp32", cells, {}),
+        "red_cells": [
+            red_cell("JAX", "fp32", cell, None) for cell in cells if cell.status == "red"
+        ],
+        "unexamined": 0,
+        "ended": "whole",
     }
 
 
 @command("scorecards", Options)
 def main(options: Options) -> None:
     check_writable(options.out)
-    device = torch.device("cpu")
-    set_up(device)
-    where = measured_on(device)
-    rows = []
-    for card in CARDS:
-        rows.append(measure(card, options.dtype))
-        print(f"{card.name}: {rows[-1]['red']} red, {rows[-1]['seconds']} s", file=sys.stderr)
+    where = measured_on(torch.device(options.device))
+    reasons = {card.name: why_left_out(card, options.tutorial) for card in options.cards}
+    left_out = {name: why for name, why in reasons.items() if why}
+    for name, why in left_out.items():
+        print(f"{name} is left out: {why}", flush=True)
+    end = time.monotonic() + options.total
+    parts = options.out.with_suffix(".parts")
+    parts.mkdir(exist_ok=True)
+    cards = [card for card in options.cards if not reasons[card.name]]
+    files = [parts / f"{card.name.replace(' ', '_').replace('/', '_')}.json" for card in cards]
+    for file in files:
+        file.unlink(missing_ok=True)
+    with ThreadPoolExecutor(options.processes) as pool:
+        rows = list(pool.map(row_of, cards, [options] * len(cards), files, [end] * len(cards)))
     if options.jax is not None:
         rows.append(measure_jax(options.jax))
-    write_json(options.out, {"environment": where, "dtypes": options.dtype, "cards": rows})
+    head = {"environment": where, "dtypes": options.dtype, "left_out": left_out}
+    write_json(options.out, head | {"cards": rows})
     unknown = [
         f"{row['name']}, {cell['property']}, {cell['dtype']}: {cell['note']}"
         for row in rows

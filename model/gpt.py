@@ -13,6 +13,7 @@ Dimensions: B batch, N tokens of this call, M tokens so far (N without a cache),
 query heads, H_kv key/value heads, D head dim.
 """
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -225,6 +226,24 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
+def run_block(
+    block: Block,
+    x: Tensor,
+    branch: Tensor | None,
+    rope: Rope | None,
+    document_ids: Tensor | None,
+    cache: LayerCache | None,
+) -> tuple[Tensor, Tensor | None]:
+    """block(x + branch), in two parts where fused_block() leaves their sum to the next norm.
+
+    Both give the same result: Block is the specification, fused_block its fast form for training on
+    a GPU and for checkpointing. Elsewhere fused_block has nothing to add.
+    """
+    if is_fused(block.config, x):
+        return fused_block(block, x, branch, rope, document_ids, cache)
+    return block(x, rope, document_ids, cache), None
+
+
 class GPT(nn.Module):
     """A decoder-only language model; see the module's docstring.
 
@@ -257,6 +276,7 @@ class GPT(nn.Module):
             None if config.tie_embeddings else nn.Linear(config.hidden_size, vocab_size, bias=False)
         )
         self._initialise()
+        self._run_block, self._run_loss = run_block, linear_cross_entropy
         # last: the other weights start as under any other attention of the same seed
         for layer, block in enumerate(self.blocks):
             block.attention.build_own(config, layer)
@@ -368,21 +388,30 @@ class GPT(nn.Module):
             )
         x = self.dropout(x)
         branch = None  # fused_block leaves its last sum x + branch to the next norm
-        fused = is_fused(self.config, x)
         caches = [None] * len(self.blocks) if cache is None else cache.layers
         for block, layer_cache in zip(self.blocks, caches, strict=True):
-            # both give the same result: Block is the specification, fused_block its fast form for
-            # training on a GPU and for checkpointing. Elsewhere fused_block has nothing to add
-            if fused:
-                x, branch = fused_block(block, x, branch, rope, document_ids, layer_cache)
-            else:
-                x = block(x, rope, document_ids, layer_cache)
+            x, branch = self._run_block(block, x, branch, rope, document_ids, layer_cache)
         x = add_norm(x, branch, self.final_norm)[1]
         del branch  # frees memory for the loss
         if targets is not None:
-            loss = linear_cross_entropy(x, self._output_weight, targets, z_loss=z_loss)
+            loss = self._run_loss(x, self._output_weight, targets, z_loss=z_loss)
             return ModelOutput(None, loss)
         return ModelOutput(F.linear(x, self._output_weight), None)  # (B, N, vocab_size)
+
+    def compiled(self, **options: Any) -> "GPT":
+        """The same model, whose blocks and loss run as compiled graphs; options of torch.compile.
+
+        Of one block a graph is compiled, and serves all layers: a graph of the whole model takes
+        several times as long to compile.
+        """
+        # one a kind of layer, first and later, with and without gradients; else the rest runs
+        # uncompiled without a word
+        limit = 4 * len(self.blocks) + 8
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+        made = copy.copy(self)  # has the same parameters and blocks
+        made._run_block = torch.compile(run_block, **options)
+        made._run_loss = torch.compile(linear_cross_entropy, **options)
+        return made
 
     def _positions(self, tokens: Tensor, cache: KVCache | None) -> Tensor:
         """The positions of the tokens, (N,)."""

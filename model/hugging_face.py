@@ -3,6 +3,9 @@
     gpt2    what model=gpt2, tiny and small are
     llama   RoPE in halves as ours, RMSNorm, SwiGLU, grouped heads: model=modern model.qk_norm=false
     qwen3   the same with QK-norm: model=modern. Its QK-norm has gains, ours has none: they are 1
+    mistral, ministral
+            llama with one window in every layer, or in some: attention.window, attention.pattern.
+            qwen3 can have either
 
     ours                                           Hugging Face's
     blocks.3.attention.qkv.weight (3C, C)          transformer.h.3.attn.c_attn.weight (C, 3C)
@@ -137,16 +140,34 @@ LLAMA = Architecture(
     },
 )
 
-QWEN3 = LLAMA._replace(
+MISTRAL = LLAMA._replace(
+    model_type="mistral",
+    class_name="MistralForCausalLM",
+    fixed=LLAMA.fixed | {"bias": False},
+    shape=tuple(row for row in LLAMA.shape if row[0] != "bias"),
+    more=lambda model: LLAMA.more(model) | {"sliding_window": max(filter(None, windows(model)))},
+)
+MINISTRAL = MISTRAL._replace(
+    model_type="ministral",
+    class_name="MinistralForCausalLM",
+    more=lambda model: (
+        MISTRAL.more(model)
+        | {"layer_types": [SLIDING if window else "full_attention" for window in windows(model)]}
+    ),
+)
+QWEN3 = MISTRAL._replace(
     model_type="qwen3",
     class_name="Qwen3ForCausalLM",
-    fixed=LLAMA.fixed | {"qk_norm": True, "bias": False},
-    shape=tuple(row for row in LLAMA.shape if row[0] != "bias"),
-    constants=LLAMA.constants
-    | {"attention_bias": (False, False), "use_sliding_window": (False, False)},
+    fixed=MISTRAL.fixed | {"qk_norm": True},
+    constants=LLAMA.constants | {"attention_bias": (False, False)},
+    more=lambda model: (
+        (MINISTRAL if any(windows(model)) else LLAMA).more(model)
+        | {"use_sliding_window": any(windows(model))}
+    ),
     ones=("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
 )
-ARCHITECTURES = (GPT2, LLAMA, QWEN3)
+ARCHITECTURES = (GPT2, LLAMA, QWEN3, MISTRAL, MINISTRAL)
+SLIDING = "sliding_attention"
 
 # tensors of older files that are no weights
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -158,23 +179,32 @@ def to_hugging_face(model: "GPT") -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     Raises ValueError with every reason where no architecture is this model's.
     """
-    config = model.config
-    reasons = [misfits(config, each.fixed) for each in ARCHITECTURES]
+    config, own = model.config, windows(model)
+    candidates = (GPT2, LLAMA, QWEN3)
+    if any(own):
+        candidates = (MISTRAL if all(own) else MINISTRAL, QWEN3)
+    reasons = [misfits(config, each.fixed) for each in candidates]
     if all(reasons):
         why = (
             f"{each.model_type} would need {in_words(wanted)}"
-            for each, wanted in zip(ARCHITECTURES, reasons, strict=True)
+            for each, wanted in zip(candidates, reasons, strict=True)
         )
-        raise ValueError(f"transformers has no model like this one: {'; '.join(why)}")
+        like = "no windows in a model" if any(own) else "no model"
+        raise ValueError(f"transformers has {like} like this one: {'; '.join(why)}")
     layers = [block.attention for block in model.blocks]
-    changes = sorted({name for layer in layers for name in layer.function})
+    changes = sorted({name for layer in layers for name in layer.function} - {"window"})
     changes += ["parameters of their own"] if layers[0].own is not None else []
     if changes:
         raise ValueError(
-            "these models of transformers have plain attention, and the layers of this one have "
-            f"{', '.join(changes)}"
+            "these models of transformers have windows and else plain attention, and the layers of "
+            f"this one have {', '.join(changes)}"
         )
-    architecture = ARCHITECTURES[reasons.index({})]
+    if len(widths := set(own) - {None}) > 1:
+        raise ValueError(
+            "these models of transformers have one width for all their windows, and this one has "
+            f"{', '.join(map(str, sorted(widths)))}"
+        )
+    architecture = candidates[reasons.index({})]
     settings = {
         "architectures": [architecture.class_name],
         "model_type": architecture.model_type,
@@ -219,6 +249,7 @@ def load_hugging_face(
     }
     architecture = architecture_of(theirs, settings)
     check_settings(model.config, architecture, settings)
+    check_windows(model, architecture, settings)
     parts, problems = {}, []
     for name, tensor, names, rows in correspondence(model, architecture):
         parts[name] = []
@@ -314,6 +345,37 @@ def check_settings(
         raise ValueError(
             f"{architecture.model_type} weights do not fit this model, which has {actual}; add "
             f"{in_words(wanted)}"
+        )
+
+
+def windows(model: "GPT") -> list[int | None]:
+    """The window of each layer; None is none."""
+    return [block.attention.function.get("window") for block in model.blocks]
+
+
+def check_windows(
+    model: "GPT", architecture: Architecture, settings: Mapping[str, Any] | None
+) -> None:
+    """Raise ValueError where the weights were trained with windows, and the model has others.
+
+    Weights that were trained without may go on with windows.
+    """
+    settings = settings or {}
+    width, kinds, first = settings.get("sliding_window"), settings.get("layer_types"), 0
+    if architecture is QWEN3:
+        width = width if settings.get("use_sliding_window") else None
+        first = settings.get("max_window_layers", 28)
+    if width is None or architecture in (GPT2, LLAMA) or width >= model.config.max_seq_len:
+        return
+    count = model.config.num_layers
+    kinds = kinds or ["" if layer < first else SLIDING for layer in range(count)]
+    theirs = [width if kind == SLIDING else None for kind in kinds]
+    if any(theirs) and theirs != windows(model):
+        asked = ",".join("null" if window is None else str(window) for window in theirs)
+        asked = f"window={width}" if all(theirs) else f"windows=[{asked}]"
+        raise ValueError(
+            f"these {architecture.model_type} weights were trained with windows; add "
+            f"attention.{asked}"
         )
 
 

@@ -58,7 +58,7 @@ def cross_entropy_kernel(
     ).to(tl.float32)
     log_p = score - row_max - log_sum
     loss = -log_p
-    if Z_LOSS:  # without it, not even an infinite log-sum-exp may change a bit
+    if Z_LOSS != 0:  # without it, not even an infinite log-sum-exp may change a bit
         lse = row_max + log_sum
         slope = 2 * Z_LOSS * lse
         loss += Z_LOSS * lse * lse
@@ -66,13 +66,13 @@ def cross_entropy_kernel(
 
     if GRADIENT:
         at_target = expm1(log_p)
-        if Z_LOSS:
+        if Z_LOSS != 0:
             at_target += slope * tl.exp(log_p)
         tl.debug_barrier()  # all have read the target's logit before one writes there
         for start in range(0, width, BLOCK):
             columns = start + block
             p = tl.exp(load_logits(logits_ptr, columns, vocab_size, width) - row_max - log_sum)
-            if Z_LOSS:
+            if Z_LOSS != 0:
                 p += slope * p
             gradient = tl.where(given == IGNORED, 0.0, tl.where(columns == target, at_target, p))
             tl.store(

@@ -10,7 +10,9 @@ Arguments are key=value:
 The folder holds config.json, generation_config.json, model.safetensors, and the tokenizer unless
 the data were no text. `train.py init_from=my_model` begins with these weights. Models with learned
 positions become GPT2LMHeadModel. model=modern becomes Qwen3ForCausalLM, and LlamaForCausalLM if it
-was trained with model.qk_norm=false. What neither can express is refused with the reasons.
+was trained with model.qk_norm=false; with windows of one width in some layers or all, Qwen3 too, or
+without QK-norm MistralForCausalLM and MinistralForCausalLM. What none can express is refused with
+the reasons.
 """
 
 import json

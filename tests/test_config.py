@@ -143,8 +143,14 @@ def test_every_run_of_an_experiment_composes(name):
         for key, values in enumerate(swept)
         for value in values
     )
-    jobs = {str(composed(f"experiment={name}", *each)) for each in overrides}
-    assert len(jobs) == len(overrides) and math.prod(map(len, swept)) > 2
+    variants = [
+        [f"{key}={value}" for key, value in each.items()]
+        for each in (hydra.sweeper.variants or {"all": {}}).values()
+    ]
+    jobs = {
+        str(composed(f"experiment={name}", *each, *own)) for each in overrides for own in variants
+    }
+    assert len(jobs) == len(overrides) * len(variants) and math.prod(map(len, swept)) > 2
 
 
 def test_max_seq_len_follows_seq_len_unless_set():

@@ -13,8 +13,9 @@ RECIPES = {
     path.stem: path.read_text() for path in sorted((ROOT / "conf/experiment").glob("*.yaml"))
 }
 SWEEPS = {name: text for name, text in RECIPES.items() if "MULTIRUN" in text}
-# test_sweep.py runs memory_wall; the others are of the kind of unshifted_sink
+# test_sweep.py runs memory_wall and variants; two others are of the kind of unshifted_sink
 SLOW = ("memory_wall", "bf16_accumulators", "fp8_forward")
+SLOW += ("attentions", "attentions_cpu", "attentions_needle")
 # what a run of one recipe needs to stay as small as the others, and offline
 SMALL = {
     "gpt2_124m": [
@@ -59,6 +60,8 @@ def test_recipe_of_a_sweep(name, tmp_path):
         *(["seed=0"] if "seed" in swept else []),
         *([f"seq_len={','.join(seq_lens)}"] if seq_lens else []),
     ]
+    # kernels are not interpreted here
+    smaller += ["attention=tiled"] if name == "attentions" else []
     smaller += ["attention.switch_at=null,1"] if "attention.switch_at" in swept else []
     if "attention.block_kv" in swept:  # a small tile, and the one that holds all keys
         swept["attention.block_kv"] = ["8", "128"]
@@ -82,7 +85,8 @@ def test_recipe_of_a_sweep(name, tmp_path):
         for key, values in swept.items()
     }
     rows = index(tmp_path)
-    assert len(rows) == math.prod(map(len, expected.values()))
+    variants = 11 if name.startswith("attentions") else 1
+    assert len(rows) == math.prod(map(len, expected.values())) * variants
     for key, values in expected.items():
         name_of_value = key.rpartition(".")[2]
         assert {str((row["options"] | row).get(name_of_value)) for row in rows} == set(values)

@@ -288,6 +288,33 @@ def test_the_options_of_a_recipe_are_left_out_of_other_attentions(tmp_path):
     ] * 2
 
 
+def test_variants_differ_in_settings_of_their_own(tmp_path):
+    """Each is combined with every seed; of two that are the same, one runs."""
+    variants = (
+        "{exact:{},windows:{attention.window:'8,16'},sink:{attention.sinks:true},"
+        "other:{attention:naive},left_out:null}"
+    )
+    done = run(
+        *tiny_sweep(
+            tmp_path,
+            "attention=tiled,naive",
+            "seed=0,1",
+            "steps=1",
+            "eval_every=0",
+            f"hydra.sweeper.variants={variants}",
+        )
+    )
+    assert done.code == 0, done.output
+    names = ["", " window=8", " window=16", " sinks=true"]
+    assert [(row["variant"], row["seed"]) for row in index(tmp_path)] == [
+        *((f"tiled{name}", 0) for name in names),
+        ("naive", 0),
+        *((f"tiled{name}", 1) for name in names),
+        ("naive", 1),
+        *((f"naive{name}", seed) for seed in (0, 1) for name in names[1:]),
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_jobs_in_processes_of_their_own(tmp_path, launcher):

@@ -3,13 +3,21 @@ ones, and wrong ones.
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 
 def scores_of(
-    q: Tensor, k: Tensor, causal: bool, scale: float, left: int = -1, *, corner: str = "bottom"
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    scale: float,
+    left: int = -1,
+    right: int = -1,
+    *,
+    corner: str = "bottom",
 ) -> Tensor:
     """Masked scores (B, H, N, M) of q (B, H, N, D) and k (B, H, M, D)."""
     n, m = q.shape[2], k.shape[2]
@@ -18,10 +26,17 @@ def scores_of(
     hidden = distance < 0 if causal else torch.zeros(n, m, dtype=torch.bool)
     if left >= 0:
         hidden = hidden | (distance > left)
+    if right >= 0:
+        hidden = hidden | (-distance > right)
     return (q.float() @ k.float().mT * scale).masked_fill(hidden, -torch.inf)
 
 
-def attend(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attend(scores: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """sinks (H,): a logit a head, of a key whose value is zero."""
+    if sinks is not None:
+        sinks = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), -1)
+        v = torch.nn.functional.pad(v, (0, 0, 0, 1))
     empty = (scores == -torch.inf).all(-1, keepdim=True)
     p = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
     return p.to(v.dtype) @ v, scores.logsumexp(-1)
@@ -34,6 +49,7 @@ def flash(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    learnable_sink: Tensor | None = None,
     return_lse: bool = False,
     *,
     corner: str = "bottom",
@@ -42,7 +58,8 @@ def flash(
     groups, scale = q.shape[2] // k.shape[2], softmax_scale or q.shape[-1] ** -0.5
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    out, lse = attend(scores_of(q, k, causal, scale, window_size[0], corner=corner), v)
+    scores = scores_of(q, k, causal, scale, *window_size, corner=corner)
+    out, lse = attend(scores, v, learnable_sink)
     return out.transpose(1, 2), lse.detach()
 
 
@@ -68,6 +85,117 @@ def flash_varlen(
         outs.append(out[0])
         lses.append(lse[0])
     return torch.cat(outs), torch.cat(lses, 1), None
+
+
+def one_sided(q, k, v, softmax_scale, causal, window_size=(-1, -1), return_lse=False):
+    """Of a window it reads the keys before a query alone."""
+    return flash(q, k, v, softmax_scale, causal, (window_size[0], -1))
+
+
+def unshifted_sink(q, k, v, softmax_scale, causal, learnable_sink=None, return_lse=False):
+    """The sink's exponential is not divided by that of the largest score, as the others are."""
+    if learnable_sink is None:
+        return flash(q, k, v, softmax_scale, causal)
+    groups = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = scores_of(q, k, causal, softmax_scale)
+    largest = scores.amax(-1, keepdim=True).clamp(min=-1e30)
+    p = (scores - largest).exp()
+    total = p.sum(-1, keepdim=True) + learnable_sink.exp()[:, None, None]
+    out, lse = (p / total).to(v.dtype) @ v, (largest + total.log()).squeeze(-1)
+    return out.transpose(1, 2), lse.detach()
+
+
+def in_order(pages: Tensor, table: Tensor) -> Tensor:
+    """(B, M, H, D) of the pages (P, page size, H, D)."""
+    return pages[table.long()].flatten(1, 2)
+
+
+def with_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    page_table: Tensor,
+    softmax_scale: float,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    return_softmax_lse: bool = False,
+    *,
+    read=in_order,
+):
+    """As flash_attn_with_kvcache: q (B, N, H, D) against pages (P, page size, H, D)."""
+    k, v = (read(pages, page_table) for pages in (k_cache, v_cache))
+    outs, lses = [], []
+    for i, n in enumerate(cache_seqlens.tolist()):
+        one = [x[i : i + 1] for x in (q, k[:, :n], v[:, :n])]
+        out, lse = flash(*one, softmax_scale, causal, window_size)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def as_they_lie(pages: Tensor, table: Tensor) -> Tensor:
+    """A sequence's first page is the table's, and the others those behind it in memory."""
+    return in_order(pages, (table[:, :1] + torch.arange(table.shape[1])) % len(pages))
+
+
+pages_as_they_lie = partial(with_cache, read=as_they_lie)
+
+
+def vllm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_q: Tensor,
+    max_seqlen_k: int,
+    seqused_k: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int] = (-1, -1),
+    block_table: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    s_aux: Tensor | None = None,
+    *,
+    more: int = 0,
+):
+    """As vLLM's flash_attn_varlen_func: packed q (T, H, D), keys in pages, lse (H, T)."""
+    k, v = (in_order(pages, block_table) for pages in (k, v))
+    outs, lses = [q.new_empty(0, *q.shape[1:])], [torch.empty(q.shape[1], 0)]
+    for i, n in enumerate(seqused_k.tolist()):
+        rows = slice(*cu_seqlens_q[i : i + 2].tolist())
+        assert rows.stop - rows.start <= max_seqlen_q and n <= max_seqlen_k
+        one = [q[None, rows], k[i : i + 1, : n + more], v[i : i + 1, : n + more]]
+        out, lse = flash(*one, softmax_scale, causal, window_size, s_aux)
+        outs.append(out[0])
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+one_key_too_many = partial(vllm, more=1)
+
+
+def single_prefill(
+    q, k, v, custom_mask=None, causal=False, sm_scale=None, window_left=-1, return_lse=False
+):
+    """As FlashInfer's single_prefill_with_kv_cache: (N, H, D), and lse (N, H) to base 2."""
+    groups = q.shape[1] // k.shape[1]
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scores = scores_of(q, k, causal, sm_scale, window_left)
+    if custom_mask is not None:
+        scores = scores.masked_fill(~custom_mask, -torch.inf)
+    out, lse = attend(scores, v)
+    return out[0].transpose(0, 1), lse[0].T / math.log(2)
+
+
+def ragged_prefill(q, k, v, qo_indptr, kv_indptr, causal, sm_scale, return_lse=False):
+    """As a function around FlashInfer's BatchPrefillWithRaggedKVCacheWrapper."""
+    bounds = (qo_indptr, kv_indptr, len(q), len(k))
+    out, lse, _ = flash_varlen(q, k, v, *bounds, sm_scale, causal)
+    return out, lse.T / math.log(2)
 
 
 def top_left(q, k, v, softmax_scale=None, causal=False, return_lse=False):

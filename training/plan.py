@@ -251,11 +251,11 @@ def dropout_mask(step: StepShape, element: int) -> int:
 
 
 def embedding_saved(step: StepShape) -> int:
-    """Tokens, positions, the dropout's mask, and RoPE's tables or the learned positions."""
+    """Tokens, positions, the dropout's mask, and RoPE's tables."""
     saved = 8 * step.tokens + 8 * step.seq_len + dropout_mask(step, 4)
     if step.config.positions == "rope":
-        return saved + 4 * step.seq_len * step.config.head_dim
-    return saved + (4 * step.seq_len * step.width if step.compiled else 0)
+        saved += 4 * step.seq_len * step.config.head_dim
+    return saved
 
 
 def norm_saved(step: StepShape) -> int:
@@ -315,6 +315,8 @@ def activation_saved(step: StepShape) -> int:
 def mlp_bytes(step: StepShape) -> PartBytes:
     """The MLP with its norm and its dropout."""
     inputs = norm_saved(step) + step.q
+    if step.compiled and step.on_cpu and step.config.norm == "layernorm" and not step.mask:
+        inputs -= step.residual - step.q  # a graph keeps the branch, and adds it again
     # the product reads a copy of the residual stream's gradient: cast, or masked by dropout
     copy = step.q if step.narrow or step.config.dropout else 0
     # the gradient of the activation's input is as wide as `up`

@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from attention import BACKENDS, Backend, get_backend, is_operator, kernel_choice, probe_backend
 from attention.tiled import TiledAttention
@@ -185,7 +184,7 @@ def backend_after(schedule: dict[int, Backend], step: int) -> Backend:
     return schedule[max(start for start in schedule if start <= step)]
 
 
-def prepare_model(model: GPT, backend: Backend, *, compile_mode: str) -> nn.Module:
+def prepare_model(model: GPT, backend: Backend, *, compile_mode: str) -> GPT:
     """Give the model this attention; returns what training calls, compiled if will_compile()."""
     model.backend = backend
     device = next(model.parameters()).device.type
@@ -197,7 +196,7 @@ def prepare_model(model: GPT, backend: Backend, *, compile_mode: str) -> nn.Modu
     if not compiled:
         return model
     introduce_operators()
-    return torch.compile(model)
+    return model.compiled()
 
 
 def will_compile(

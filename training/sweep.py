@@ -380,7 +380,9 @@ def summary_table(rows: list[dict[str, Any]]) -> str:
         cells = [_cell(row, *column) for column in columns.values()]
         table.append([name.variant, *(setting.get(key, "-") for key in sizes), *cells])
         if text := remark(row):
-            remarks.append(f"{name.run}: {row['status']}{when(row)}: {text}")
+            # what all seeds left out is told once
+            who = name.variant if row["status"] == "completed" else name.run
+            remarks.append(f"{who}: {row['status']}{when(row)}: {text}")
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     num_words = len(sizes) + 2  # variant, settings and status are words, the others numbers
     lines = [
@@ -391,7 +393,7 @@ def summary_table(rows: list[dict[str, Any]]) -> str:
         for line in table
     ]
     lines.insert(1, "-" * len(lines[0]))
-    return "\n".join(line.rstrip() for line in [*lines, *remarks])
+    return "\n".join(line.rstrip() for line in [*lines, *dict.fromkeys(remarks)])
 
 
 def _cell(row: dict[str, Any], key: str, form: str) -> str:
@@ -424,7 +426,8 @@ def remark(row: dict[str, Any]) -> str:
 
 def _run_dirs(folder: Path) -> Iterator[Path]:
     # a job that failed at once left only its line in the index
-    if any((folder / name).is_file() for name in RUN_FILES) or folder.name in _index(folder.parent):
+    indexed = _index(folder.parent).get(folder.name, {})
+    if any((folder / name).is_file() for name in RUN_FILES) or "dir" in indexed:
         yield folder
         return
     below = [
@@ -442,10 +445,13 @@ def _natural_order(path: Path) -> list[int | str]:
 
 
 def _index(folder: Path) -> dict[str, dict[str, Any]]:
-    """The lines of a sweep's index.jsonl by the name of the run's folder."""
-    return {
-        Path(row["dir"]).name: row for row in _index_rows(folder) if isinstance(row.get("dir"), str)
-    }
+    """The lines of a sweep's index.jsonl by the name of the run's folder.
+
+    Of a job that has not reported its end, what was planned: its settings, not its status.
+    """
+    rows = _index_rows(folder)
+    ended = {Path(row["dir"]).name: row for row in rows if isinstance(row.get("dir"), str)}
+    return {str(row.get("job")): as_planned(row) for row in rows} | ended
 
 
 def _index_rows(folder: Path) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ import numpy
 import torch
 from numpy.lib import NumpyVersion
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attention.decoding import num_splits
 from attention.interface import (
@@ -56,8 +57,11 @@ def triton_attention(
     splits: str | int = "auto",
     return_max_score: bool | Tensor = False,
 ) -> Output:
-    """q (B, H, N, D); k, v (B, H_kv, M, D), any strides. block_q, block_kv: a tile size, or 0 for
-    the one tuned for the device.
+    """q (B, H, N, D); k (B, H_kv, M, D), v (B, H_kv, M, D_v), any strides. block_q, block_kv: a
+    tile size, or 0 for the one tuned for the device.
+
+    The kernels have one width. Where D_v differs from D, the narrower tensors are copied to the
+    wider one's width.
 
     kernel: "portable", "hopper", or "auto" for whichever the device and the inputs allow; see
     attention/kernels/select.py. A few queries against more keys, without a gradient, go to the
@@ -65,13 +69,20 @@ def triton_attention(
     """
     from attention.kernels import op
 
+    value_dim = v.shape[-1]
+    if (narrower := q.shape[-1] - value_dim) > 0:
+        v = pad(v, (0, narrower))
+    elif narrower:  # columns of zeros change no score
+        q, k = pad(q, (0, -narrower)), pad(k, (0, -narrower))
     mod, params = score_change(q.device, softcap, alibi_slopes, score_mod)
     few = kernel != "hopper" and return_max_score is False and not (block_q or block_kv)
     few = few and softmax == "online" and cu_seqlens is None and has_few_queries(q, k, v)
     mask = {"document_ids": document_ids, "key_lengths": key_lengths, "cu_seqlens": cu_seqlens}
     lo, hi, causal, window = key_intervals(q, k, causal, window, few, **mask)
     if few:
-        return split(q, k, v, None, None, lo, hi, params, causal, window, scale, mod, splits)
+        masks = lo, hi, params, causal, window
+        out, lse = split(q, k, v, None, None, *masks, scale, mod, splits)
+        return AttentionOutput(out[..., :value_dim] if narrower else out, lse)
     tensors = q, k, v, lo, hi, params
     settings = causal, scale, mod, softmax, block_q, block_kv, kernel, flag(return_max_score)
     if torch.compiler.is_compiling():
@@ -80,6 +91,8 @@ def triton_attention(
         out, lse, max_score = op.FlashAttention.apply(*tensors, settings)
     else:
         out, lse, max_score = op.flash_attention_forward(*tensors, *settings)
+    if narrower:
+        out = out[..., :value_dim]
     if return_max_score is False:
         return AttentionOutput(out, lse)
     return ScoredOutput(out, lse, max_score)
@@ -149,6 +162,11 @@ def decode(
     splits: str | int,
 ) -> AttentionOutput:
     """attention.decoding.decode() by the split kernel."""
+    if q.shape[-1] != v.shape[-1]:
+        raise Refusal(
+            f"attention=triton decodes over values as wide as the keys, {q.shape[-1]}, not "
+            f"{v.shape[-1]}: make the cache with columns of zeros"
+        )
     lo = hi = None
     if isinstance(window, tuple):
         room = k.shape[2] * (1 if block_table is None else block_table.shape[1])
@@ -330,6 +348,7 @@ TRITON = Backend(
             "two_sided_window",
             "key_lengths",
             "cu_seqlens",
+            "value_dim",
             "softcap",
             "alibi_slopes",
             "document_ids",

@@ -45,8 +45,12 @@ SECTIONS = {
     "Broken on purpose: text": runs.text,
     "Broken on purpose: retrieval": runs.retrieval,
     "A needle by length": runs.needle,
+    "Eleven attentions on text": runs.attentions,
+    "Eleven attentions and a needle": runs.needle_of_eleven,
+    "Multi-query associative recall": runs.mqar,
     "Speed of the kernels": calls.kernels,
     "What a mask saves": calls.masks,
+    "Decoding": calls.decoding,
 }
 
 

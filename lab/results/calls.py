@@ -98,13 +98,16 @@ def scorecards() -> str:
     for card in data["cards"]:
         reasons: dict[str, dict[str, None]] = {}
         for cell in card["red_cells"]:
-            reasons.setdefault(cell["why"], {})[cell["property"]] = None
+            known = cell["known"]
+            link = f"[known]({known})" if known.startswith("https") else known
+            reasons.setdefault(f"{cell['why']} ({link})", {})[cell["property"]] = None
         why = "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
         rows.append(card | {"why": why or "-", "na": card["n/a"]})
     what = (
         f"Attention of others on a CPU, by `attn-conform` in {', '.join(data['dtypes'])} (JAX by "
         "files, in fp32): a cell for each property and dtype. n/a is what an attention does not "
-        "take, or what a file of outputs cannot tell."
+        "take, or what a file of outputs cannot tell. New means that no issue of the project was "
+        "found."
     )
     columns = {
         "attention": "{name}",
@@ -319,6 +322,35 @@ def direction_tables(all_rows: list[Row], direction: str) -> list[str]:
         "Speed over a peer's, geometric mean (lowest):",
         table(["attention", "over", *next(iter(ratios.values()))], means),
     ]
+
+
+def decoding() -> str:
+    """One query a sequence against a long cache, by the bytes of the cache that it reads."""
+    data = load("decoding_h200")
+    what = (
+        "One query a sequence, bfloat16, by device time with a cold cache: TB/s of the keys and "
+        "values, each read once, of the 4.8 that the memory can. Splits by the first model of "
+        "their time, tiles not yet tuned. FlexAttention has none for the last two shapes, where "
+        "it was not compiled."
+    )
+    rows = []
+    for row in data["attention"]:
+        if not rows or rows[-1]["shape"] != row["shape"]:
+            rows.append({name: row[name] for name in ("shape", "batch", "heads", "kv_heads")})
+            rows[-1] |= {"keys": row["keys"], "head_dim": row["head_dim"]}
+            rows[-1]["gib"] = row["kv_bytes"] / 2**30
+        rows[-1][row["variant"]] = row.get("terabytes_per_second")
+    columns = {
+        "": "{shape}",
+        "B": "{batch}",
+        "H / H_kv": "{heads} / {kv_heads}",
+        "keys": "{keys:,}",
+        "head dim": "{head_dim}",
+        "GiB": "{gib:.2f}",
+    }
+    names = dict.fromkeys(row["variant"] for row in data["attention"])
+    columns |= {name: f"{{{name}:.2f}}" for name in names}
+    return section(data, what, formatted(columns, rows))
 
 
 def masks() -> str:

@@ -29,6 +29,7 @@ from scripts import recall
 from scripts.cross_eval_matrix import draw as draw_cross_eval
 from scripts.plan import predict_run
 from scripts.tables import Row, grouped
+from training.names import name_runs
 
 SPEED = "tokens/s, steps alone"
 OWN, EXACT = "held-out loss, own attention", "same weights, exact attention"
@@ -135,22 +136,67 @@ def retrieval() -> str:
 
 def needle() -> str:
     """Accuracy on needle at lengths beyond the training's, and the length at which it is lost."""
-    data = load("recall_cpu")
-    recall.draw(data["rows"], FOLDER / "recall_cpu.png")
+    what = (
+        "One layer of two heads of 32, rotary positions, trained at 32 tokens to find the one "
+        "write of a key among writes of seven others; chance is 12.5%. Each variant is asked under "
+        "its own attention."
+    )
+    return recalled("recall_cpu", what)
+
+
+def needle_of_eleven() -> str:
+    what = (
+        "`experiment=attentions_needle`: as above, with two layers and 300 steps. A window of 8 "
+        "reaches 14 tokens back through two layers, one of 16 reaches 30. The second layer of SL "
+        "sees all keys, and has not learnt to use them after 300 steps."
+    )
+    return recalled("attentions_needle_cpu", what)
+
+
+def mqar() -> str:
+    what = (
+        "`experiment=mqar`: a key and its value are two tokens, and each of the keys is asked for "
+        "once; 4 pairs at 64 tokens, 8 at 128, 16 at 256. Zoology's layout, a vocabulary of 64."
+    )
+    return recalled("mqar_cpu", what)
+
+
+def recalled(name: str, what: str) -> str:
+    """Accuracy by length of a JSON file of scripts.recall, and its picture."""
+    data = load(name)
+    recall.draw(data["rows"], FOLDER / f"{name}.png")
     lengths = sorted({row["length"] for row in data["rows"]})
     rows = []
-    for name, own in recall.variants(data["rows"]).items():
+    for variant, own in recall.variants(data["rows"]).items():
         found = recall.accuracies(own)
         cells = [spread(found[length], "{:.1%}") for length in lengths]
-        rows.append([name, *cells, recall.lost_at(own) or "-"])
-    trained_at = joined({row["trained_at"] for row in data["rows"]})
-    what = (
-        f"One layer of two heads of 32, rotary positions, trained at {trained_at} tokens to find "
-        "the one write of a key among writes of seven others; chance is 12.5%. Each variant is "
-        "asked under its own attention."
-    )
+        rows.append([variant, *cells, recall.lost_at(own) or "-"])
     head = ["accuracy at", *lengths, "below one half at"]
-    return section(data, what, table(head, rows), "![accuracy by length](recall_cpu.png)")
+    return section(data, what, table(head, rows), f"![accuracy by length]({name}.png)")
+
+
+def attentions() -> str:
+    """What people do to attention, beside exact attention: bits per byte, own and exact."""
+    data = load("attentions_cpu")
+    runs = data["runs"]
+    named = zip(name_runs(runs), runs, strict=True)
+    rows = []
+    for variant, each in grouped(named, lambda pair: pair[0].variant).items():
+        own = [run for _, run in each]
+        judged = (
+            "val/loss" if own[0]["exact"] is False and not own[0]["defect"] else "val/loss_exact"
+        )
+        columns = ("val/loss", "val/loss_exact", "val/bpb", "val/bpb_exact")
+        rows.append([variant, judged, *(spread(finite(own, column)) for column in columns)])
+    rows.sort(key=lambda row: (row[1], row[2]))
+    what = (
+        "`experiment=attentions_cpu`: two layers of two heads of 32, 128 tokens, 819,200 tokens. A "
+        "function that is not softmax, as differential, linear and sigmoid attention, is judged by "
+        "its own loss, all others by that of their weights under exact attention with the same "
+        "window, softcap, ALiBi or sinks."
+    )
+    head = ["variant", "judged by", "val/loss", "val/loss_exact", "val/bpb", "val/bpb_exact"]
+    return section(data, what, table(head, rows))
 
 
 def paired() -> str:
@@ -451,15 +497,26 @@ def looking() -> str:
 
 
 def start() -> str:
-    """Where the seconds of a short run go."""
+    """Where the seconds of a short run go, and what a graph a block saves of them."""
     data = load("start_h200")
     what = (
-        f"`{data['command']}`. Seconds of the whole process, and of the phases that summary.json "
-        "names. Tests ran on the other GPU of the host."
+        "Seconds of the whole process, and of the phases that summary.json names, one run a row. "
+        "torch.compile makes one graph of the model, as it did, or one of a block, which serves "
+        "all layers, as it does now; caches are those of the compilers. GPT-2's steps at 1,024 "
+        "tokens are so short that the host's pauses move their speed by a tenth."
     )
     names = {name: None for run in data["runs"] for name in run["seconds_by_phase"]}
-    columns = {"": "{what}", "whole": "{seconds:.1f}"} | {name: f"{{{name}:.1f}}" for name in names}
+    columns = {
+        "`python train.py attention=triton ...`": "{settings}",
+        "one graph of": "{compiled}",
+        "caches": "{caches}",
+        "whole": "{seconds:.1f}",
+    }
+    columns |= {name: f"{{{name}:.1f}}" for name in names}
+    columns |= {SPEED: "{step_tokens_per_sec:,.0f}", "peak GiB": "{peak_gib:.2f}"}
     rows = [run | run["seconds_by_phase"] for run in data["runs"]]
+    for row in rows:
+        row["settings"] = row["command"].removeprefix("python train.py attention=triton ")
     return section(data, what, formatted(columns, rows))
 
 

@@ -58,6 +58,7 @@ CASES = [
     Case(batch=3, num_queries=33, optional={"key_lengths": True}),
     Case(num_kv_heads=1, num_keys=60, optional={"cu_seqlens": True}),
     Case(batch=2, value_dim=24, causal=False),
+    Case(num_queries=5, num_keys=33, num_kv_heads=1, value_dim=8, optional={"window": 20}),
 ]
 
 GPU_CASES = [

@@ -130,7 +130,7 @@ def test_more_parts_than_are_merged_at_a_time():
 
 @pytest.mark.parametrize(
     ("programs", "tiles", "slots", "splits"),
-    [(1, 8, 264, 4), (264, 64, 264, 1), (512, 64, 264, 1), (32, 512, 264, 8), (1, 1, 264, 1)],
+    [(1, 8, 264, 8), (264, 64, 264, 1), (512, 64, 264, 4), (32, 512, 264, 8), (1, 1, 264, 1)],
 )
 def test_splits_fill_the_device_and_no_more(programs, tiles, slots, splits):
     assert busy_splits(programs, tiles, slots) == splits
@@ -288,3 +288,12 @@ def test_what_points_outside_the_cache():
             q, heads_first, heads_first, torch.tensor(lengths), torch.tensor(table), **masks
         )
         assert found.out.isnan().all() == found.lse.isnan().all() == (lengths != [4])
+
+
+def test_the_kernel_refuses_values_of_another_width():
+    q, k, v = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 8)
+    tensors = [x.to(DEVICE) for x in (q, k, v)]
+    lengths = torch.tensor([40], device=DEVICE)
+    with pytest.raises(ValueError, match="values as wide as the keys, 16, not 8: make the cache"):
+        attention_with_cache(*tensors, lengths, backend="triton")
+    assert attention_with_cache(*tensors, lengths, backend="tiled").out.shape[-1] == 8

@@ -297,6 +297,26 @@ def test_a_backend_that_raises_is_red_with_its_words():
     )
 
 
+def test_a_kernel_that_leaves_the_gpu_unusable_is_red_and_nothing_after_it_runs(monkeypatch):
+    """The error comes at the end of the property that launched it, and from then on always."""
+    subject = Subject(get_backend("naive"), "cuda", torch.float32, 0, 0)
+    launched = []
+
+    def synchronize():
+        if launched:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access\nSearch for it")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("raises without a GPU"))
+    first = examine(subject, "forward", lambda subject: iter([launched.append(1)][1:]))
+    assert (first.status, first.note) == (
+        "red",
+        "AcceleratorError: CUDA error: an illegal memory access",
+    )
+    second = examine(subject, "lse", lambda subject: pytest.fail("examined"))
+    assert second.status == "red" and "not examined: an earlier property" in second.note
+
+
 def test_a_backend_of_wrong_shapes_is_red_with_the_shapes():
     (cell,) = verify_backend(user_backends.WRONG_SHAPE, properties=["forward"])
     assert cell.status == "red" and "must return out of shape (2, 4, 70, 16)" in cell.note

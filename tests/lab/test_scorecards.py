@@ -1,29 +1,112 @@
-"""Scorecards: a red cell has its reason, and one without ends the command after its file."""
+"""Scorecards: a red cell has its reason, and a card that hangs or dies loses no other cell."""
 
 import json
+import os
+import time
 
 import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
 
+from attention.interface import Refusal
 from conformance.properties import PROPERTIES
 from lab import scorecards
-from lab.scorecards import CARDS, EXPLAINED, Card
+from lab.scorecards import CARDS, EXPLAINED, TUTORIAL, Card, Options
+
+WRONG = Card("wrong", "torch", "tests.user_attentions:no_scale", "fa")
 
 
 def test_every_reason_is_of_a_card_and_a_property():
-    names = {card.name for card in CARDS} | {"JAX"}
+    names = {card.name for cards in CARDS.values() for card in cards} | {"JAX"}
     assert {name for name, _ in EXPLAINED} <= names
     assert {name for _, name in EXPLAINED} <= PROPERTIES.keys()
 
 
-def test_a_red_cell_without_a_reason_ends_the_command(tmp_path, monkeypatch, capsys):
-    card = Card("wrong", "torch", "tests.user_attentions:no_scale", "fa")
-    monkeypatch.setattr(scorecards, "CARDS", (card,))
+@pytest.mark.parametrize("device", CARDS)
+def test_a_card_says_how_its_attention_is_called(device):
+    for card in CARDS[device]:
+        if card.package in ("torch", "transformers", "tilegpt"):
+            scorecards.target(card.target, card.dialect, card.changes)
+
+
+@pytest.mark.parametrize("kernel, takes", [("math", True), ("cudnn", False)])
+def test_a_kernel_that_does_not_take_the_inputs_refuses(kernel, takes):
+    q = torch.randn(1, 2, 5, 8)
+    attend = getattr(scorecards, f"sdpa_{kernel}")
+    if takes:
+        torch.testing.assert_close(attend(q, q, q), scaled_dot_product_attention(q, q, q))
+        return
+    with pytest.raises(Refusal, match="CUDNN_ATTENTION does not take"):
+        attend(q, q, q)
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Two properties, and each card in this process."""
     wanted = {name: PROPERTIES[name] for name in ("forward", "saved bytes")}
     monkeypatch.setattr(scorecards, "properties_of", lambda subject: wanted)
+
+
+def test_a_red_cell_has_a_script_that_shows_it(tmp_path, few):
+    part = tmp_path / "part.json"
+    scorecards.measure(WRONG, Options(dtype=["fp32"], cases=1), part)
+    row = json.loads(part.read_text())
+    cell = row["red_cells"][0]
+    assert cell["property"] == "forward" and cell["why"] is None
+    with pytest.raises(AssertionError):
+        exec(cell["script"], {})
+
+
+def hangs(*_):
+    time.sleep(60)
+
+
+def dies(card, options, part):
+    part.write_text(json.dumps(scorecards.nothing(card) | {"green": 3}))
+    os._exit(3)
+
+
+@pytest.mark.parametrize("how, ended", [(hangs, "stopped after 1 s"), (dies, "exit code 3")])
+def test_a_card_that_does_not_end_keeps_what_it_wrote(tmp_path, monkeypatch, how, ended):
+    monkeypatch.setattr(scorecards, "measure", how)
+    options = Options(dtype=["fp32"], seconds=1 if how is hangs else 60)
+    part = tmp_path / "part.json"
+    row = scorecards.row_of(WRONG, options, part, end=time.monotonic() + 60)
+    assert ended in row["ended"]
+    assert row["unexamined"] == len(PROPERTIES) - (0 if how is hangs else 3)
+
+
+def test_no_card_begins_past_the_end(tmp_path):
+    row = scorecards.row_of(WRONG, Options(), tmp_path / "part.json", end=time.monotonic())
+    assert row["ended"] == "not begun" and row["green"] == 0
+
+
+def test_what_is_missing_is_said_and_what_is_not_explained_ends_the_command(
+    tmp_path, monkeypatch, capsys
+):
+    absent = Card("absent", "no-such-package", "nowhere:attend", "fa")
+    monkeypatch.setitem(CARDS, "cpu", (WRONG, absent, Card("file", "torch", f"{TUTORIAL}:f")))
+
+    def row_of(card, options, part, end):
+        cell = {"dtype": "fp32", "property": "forward", "note": "0.5", "why": None}
+        return scorecards.nothing(card) | {"red_cells": [cell]}
+
+    monkeypatch.setattr(scorecards, "row_of", row_of)
     out = tmp_path / "cards.json"
     with pytest.raises(SystemExit) as stopped:
-        scorecards.main([f"out={out}", "dtype=fp32"])
-    assert "wrong, forward, fp32: out of" in str(stopped.value.code)
-    (row,) = json.loads(out.read_text())["cards"]
-    assert row["red"] == len(row["red_cells"]) >= 1
-    assert row["red_cells"][0]["why"] is None and 0 < row["red_cells"][0]["lines_of_script"] < 40
+        scorecards.main([f"out={out}"])
+    assert "wrong, forward, fp32: 0.5" in str(stopped.value.code)
+    assert "absent is left out: no-such-package is not installed" in capsys.readouterr().out
+    data = json.loads(out.read_text())
+    assert data["left_out"].keys() == {"absent", "file"}
+    assert [row["name"] for row in data["cards"]] == ["wrong"]
+
+
+def test_the_tutorial_is_a_file_of_the_user(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTEST_VERSION", "none")
+    file = tmp_path / "06-fused-attention.py"
+    file.write_text("def _attention(q, k, v, causal, scale):\n    return q\n")
+    scorecards.load_tutorial(file)
+    card = next(card for card in CARDS["cuda"] if card.target.startswith(TUTORIAL))
+    found = scorecards.target(card.target, card.dialect, card.changes)
+    assert found.dialect.multiple == 128 and found.backend.head_dims == [64, 128]

@@ -114,7 +114,7 @@ def test_compiles_in_one_graph(build_gpt, modern, random_tokens, variant, keeps)
     model = build_gpt("sdpa", **shape, **keeps)
     torch._dynamo.reset()
     found = train_step(
-        model, tokens, tokens, run=torch.compile(model, backend="aot_eager", fullgraph=True)
+        model, tokens, tokens, run=model.compiled(backend="aot_eager", fullgraph=True)
     )
     expected = train_step(build_gpt("sdpa", **shape), tokens, tokens)
     torch.testing.assert_close(found, expected)
@@ -307,7 +307,7 @@ def test_the_same_training_on_a_gpu(attention, keeps, compiled):
             ModelConfig(**shape, **each), vocab_size=61, backend=get_backend(attention)
         ).cuda()
         tokens = torch.randint(61, (4, 48), device="cuda")
-        run = torch.compile(model, fullgraph=True) if compiled else None
+        run = model.compiled(fullgraph=True) if compiled else None
         steps.append(train_step(model, tokens, tokens, dtype=torch.bfloat16, run=run))
     assert steps[1][0].item() == pytest.approx(steps[0][0].item(), rel=1e-3)
     for name, gradient in steps[0][1].items():

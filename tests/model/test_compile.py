@@ -1,4 +1,4 @@
-"""torch.compile of the whole model, without a graph break, for every attention.
+"""torch.compile of the model, without a graph break, for every attention.
 
 The tile loops run inside as one operator.
 """
@@ -53,15 +53,15 @@ def loss_and_gradients(
     ]
 
 
-def assert_one_graph(model: GPT, *, dtype: torch.dtype = torch.float32, **settings: object) -> None:
-    """The model gives the same in one graph as operator by operator, with and without a look at the
-    largest scores.
+def check_graphs(model: GPT, *, dtype: torch.dtype = torch.float32, **settings: object) -> None:
+    """The model gives the same as operator by operator from two graphs, of a block and of the loss,
+    with and without a look at the largest scores.
 
     To the bit on a CPU without generated code.
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = model.compiled(fullgraph=True, backend="aot_eager")
     found = [loss_and_gradients(compiled, model, dtype=dtype, **settings)]
     with model.looking():
         found.append(loss_and_gradients(compiled, model, dtype=dtype, **settings))
@@ -69,7 +69,7 @@ def assert_one_graph(model: GPT, *, dtype: torch.dtype = torch.float32, **settin
     assert not scores.requires_grad
     assert (
         not torch._dynamo.utils.counters["graph_break"]
-        and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     )
     with model.looking():
         expected = loss_and_gradients(model, model, dtype=dtype, **settings)
@@ -79,22 +79,19 @@ def assert_one_graph(model: GPT, *, dtype: torch.dtype = torch.float32, **settin
 
 
 # each way of calling attention once: the others are the same operator with another softmax
-ONE_GRAPH = ("naive", "tiled", "sdpa", "flex", "triton", "kv_outer", "no_rescale")
+QUICK = ("naive", "tiled", "sdpa", "flex", "triton", "kv_outer", "no_rescale")
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in ONE_GRAPH else pytest.param(name, marks=pytest.mark.slow)
-        for name in BACKENDS
-    ],
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS],
 )
-def test_in_one_graph(name):
+def test_in_two_graphs(name):
     backend = get_backend(name)
     with torch.set_grad_enabled(
         name != "flex" or DEVICE == "cuda"
     ):  # on a CPU FlexAttention has no backward pass
-        assert_one_graph(build(backend), documents="document_ids" in backend.features)
+        check_graphs(build(backend), documents="document_ids" in backend.features)
 
 
 @pytest.mark.slow
@@ -125,13 +122,11 @@ def test_generated_code_around_a_tile_loop():
     ("name", "checkpoint"), diagonal(["tiled", "no_rescale"], ["none", "block"])
 )
 def test_under_autocast_and_with_less_kept(name, checkpoint):
-    assert_one_graph(build(get_backend(name), checkpoint=checkpoint), dtype=torch.bfloat16)
+    check_graphs(build(get_backend(name), checkpoint=checkpoint), dtype=torch.bfloat16)
 
 
 def test_statistics_in_the_inputs_dtype():
-    assert_one_graph(
-        build(get_backend("lazy_rescale", softmax_dtype="input")), dtype=torch.bfloat16
-    )
+    check_graphs(build(get_backend("lazy_rescale", softmax_dtype="input")), dtype=torch.bfloat16)
 
 
 def test_a_recorder_watches_the_loop_itself():
@@ -139,7 +134,7 @@ def test_a_recorder_watches_the_loop_itself():
     model = build(get_backend("tiled"))
     recorder = Recorder(model.backend)
     assert is_operator(model.backend) and not is_operator(recorder.backend)
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = model.compiled(backend="aot_eager")
     expected = loss_and_gradients(compiled, model)
     with model.use_backend(recorder.backend):
         torch.testing.assert_close(loss_and_gradients(compiled, model), expected)

@@ -252,7 +252,7 @@ def test_count_parameters_counts_the_tied_embedding_once(build_gpt):
 def test_survives_torch_compile_in_one_graph(build_gpt, modern, random_tokens, variant):
     model, tokens = build_gpt("sdpa", **modern if variant == "modern" else {}), random_tokens(2, 16)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = model.compiled(backend="aot_eager", fullgraph=True)
     loss = compiled(tokens, tokens).loss
     loss.backward()
     gradients = [p.grad.clone() for p in model.parameters()]

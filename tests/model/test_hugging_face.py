@@ -232,15 +232,34 @@ def test_says_why_transformers_has_no_such_model(build_gpt, modern):
         assert reason in str(error.value)
 
 
-@pytest.mark.parametrize("function", [{"window": 8}, {"sinks": True}], ids=str)
-def test_layers_that_transformers_would_compute_otherwise_are_refused(function):
+@pytest.mark.parametrize(
+    ("is_modern", "function", "why"),
+    [
+        (False, {"window": 8}, "has no windows in a model .*mistral would need model.positions=r"),
+        (False, {"sinks": True}, "the layers of this one have sinks"),
+        (True, {"window": 8, "softcap": 50.0}, "the layers of this one have softcap"),
+        (True, {"windows": [4, 8]}, "one width for all their windows, and this one has 4, 8"),
+    ],
+)
+def test_layers_that_transformers_would_compute_otherwise_are_refused(
+    modern, is_modern, function, why
+):
     """Their weights would load, and give other numbers in silence."""
-    config = ModelConfig(num_layers=2, hidden_size=32, max_seq_len=16)
-    model = GPT(
-        config,
-        vocab_size=11,
-        backend=get_backend("tiled"),
-        attention=AttentionConfig(**function),
-    )
-    with pytest.raises(ValueError, match=f"the layers of this one have {next(iter(function))}"):
+    config = ModelConfig(**{"num_layers": 2, "hidden_size": 32} | (modern if is_modern else {}))
+    attention = AttentionConfig(**function)
+    model = GPT(config, vocab_size=11, backend=get_backend("tiled"), attention=attention)
+    with pytest.raises(ValueError, match=why):
         to_hugging_face(model)
+
+
+def test_windows_of_weights_are_asked_for(build_gpt, modern):
+    """As transformers reads them: only from a layer on, and not at all where they hold all keys."""
+    model = build_gpt(**modern)
+    settings, weights = to_hugging_face(model)
+    sliding = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    with pytest.raises(ValueError, match=r"with windows; add attention.windows=\[null,8\]"):
+        load_hugging_face(model, weights, settings | sliding)
+    with pytest.raises(ValueError, match="with windows; add attention.window=8$"):
+        load_hugging_face(model, weights, settings | sliding | {"max_window_layers": 0})
+    longest = model.config.max_seq_len
+    load_hugging_face(model, weights, settings | sliding | {"sliding_window": longest})

@@ -193,7 +193,7 @@ def test_alibi_adds_no_weight_and_no_entry_of_a_checkpoint():
 def test_compiled(name, key, batch):
     torch.compiler.reset()
     model = build(name, **FUNCTIONS[key])
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = model.compiled(backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*batch).loss, model(*batch).loss)
 
 

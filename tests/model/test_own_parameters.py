@@ -143,7 +143,7 @@ def test_a_compiled_model_trains_them():
     grads = []
     for compiled in (False, True):
         model = build(DIFFERENTIAL, num_layers=1)
-        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        run = model.compiled(backend="aot_eager", fullgraph=True) if compiled else model
         run(tokens(), tokens()).loss.backward()
         grads.append([p.grad for p in model.blocks[0].attention.own.parameters()])
     torch.compiler.reset()

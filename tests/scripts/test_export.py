@@ -2,11 +2,13 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from config import AttentionConfig
 from scripts import export
 from tests.command import run, tiny
 from training.pretrained import find_pretrained
@@ -19,6 +21,20 @@ RUNS = {
     "GPT2LMHeadModel": ("tokenizer=bpe",),
     "LlamaForCausalLM": (*MODERN, "model.qk_norm=false"),
     "Qwen3ForCausalLM": (*MODERN, "attention=no_rescale"),
+    # the prompt below has 22 tokens
+    "MistralForCausalLM": (*MODERN, "model.qk_norm=false", "attention.window=8"),
+    "MinistralForCausalLM": (
+        *MODERN,
+        "model.qk_norm=false",
+        "model.num_layers=2",
+        "attention.windows=[null,8]",
+    ),
+    "Qwen3ForCausalLM with windows": (
+        *MODERN,
+        "model.num_layers=2",
+        "attention.window=8",
+        "attention.pattern=SL",
+    ),
 }
 
 
@@ -43,7 +59,7 @@ def test_transformers_loads_a_run(name, export_run, tmp_path):
     assert ("transformers computes exact attention" in warned) == ("no_rescale" in str(RUNS[name]))
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
-    assert type(theirs).__name__ == name
+    assert type(theirs).__name__ == name.split()[0]
     config = read_run_config(run_dir)
     ours = load_trained(run_dir, config, theirs.config.vocab_size).model
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
@@ -55,6 +71,12 @@ def test_transformers_loads_a_run(name, export_run, tmp_path):
 
     for parameter in ours.parameters():
         torch.nn.init.zeros_(parameter)
+    if "window" in str(RUNS[name]):
+        without = replace(config, attention=AttentionConfig())
+        plain = load_trained(run_dir, without, theirs.config.vocab_size).model
+        with pytest.raises(ValueError, match=r"trained with windows; add attention\.window"):
+            find_pretrained(str(out)).load_into(plain)
+        assert (theirs(tokens).logits - plain(tokens).logits).abs().max() > 1e-4
     find_pretrained(str(out)).load_into(ours)
     torch.testing.assert_close(theirs(tokens).logits, ours(tokens).logits, atol=1e-5, rtol=0)
 

@@ -79,7 +79,7 @@ class Step:
         function = {"window": window, "softcap": softcap}
         chosen = AttentionConfig(**function)
         self.model = GPT(config, vocab_size=vocab_size, backend=backend, attention=chosen)
-        self.run = torch.compile(self.model, backend=PARTITIONED) if compiled else self.model
+        self.run = self.model.compiled(backend=PARTITIONED) if compiled else self.model
         self.batch = [torch.randint(vocab_size, (batch, seq_len)) for _ in range(2)]
         sizes = {
             "vocab_size": vocab_size,

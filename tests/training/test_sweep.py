@@ -13,6 +13,7 @@ import pytest
 
 from tests import forked
 from training.files import write_json
+from training.names import name_runs
 from training.sweep import (
     SweepSummary,
     begin_sweep,
@@ -229,6 +230,19 @@ def test_read_sweep_finds_runs_however_they_lie(tmp_path):
     assert [row["attention"] for row in read_sweep(tmp_path / "single")] == ["naive"]
     (tmp_path / "empty").mkdir()
     assert read_sweep(tmp_path / "empty") == []
+
+
+def test_a_job_that_still_runs_is_named_by_what_was_planned(tmp_path):
+    """A regression test: it had no overrides, so what all jobs share stood in every name."""
+    jobs = [["steps=9", f"optim.lr={lr}"] for lr in (1, 2)]
+    planned = {"attention": "tiled", "variant": "tiled", "seed": 0}
+    begin_sweep(tmp_path, [{"overrides": job} | planned for job in jobs])
+    write_run(tmp_path / "0", **planned, overrides=jobs[0])
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1/metrics.jsonl").write_text('{"step": 3, "tokens": 64}\n')
+    rows = read_sweep(tmp_path)
+    assert [row["status"] for row in rows] == ["completed", "unfinished"]
+    assert [name.variant for name in name_runs(rows)] == ["tiled lr=1", "tiled lr=2"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""The Triton kernels of the model compile for sm_90. The interpreter runs code that Triton's
+compiler refuses, and no GPU runs these tests in CI.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# every kernel, with each constant that adds code or takes it away
+COMPILE = """
+from itertools import product
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from model.loss_kernel import cross_entropy_kernel
+from model.norm_kernel import add_norm_backward_kernel, add_norm_kernel
+
+def compile(kernel, warps=1, **constants):
+    types = {}
+    for name in kernel.arg_names:
+        wide = name in ("loss_ptr", "statistics_ptr", "partial_ptr")
+        pointer = "*i64" if name == "targets_ptr" else "*fp32" if wide else "*bf16"
+        types[name] = pointer if name.endswith("_ptr") else "fp32" if name == "eps" else "i32"
+    types |= dict.fromkeys(constants, "constexpr")
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, types, constexprs=values)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    print(kernel.__name__)
+
+for gradient, z_loss in product((False, True), (0.0, 1e-4)):
+    compile(
+        cross_entropy_kernel, 8, IGNORED=-100, GRADIENT=gradient, Z_LOSS=z_loss, BLOCK=4096
+    )
+for centred, absent in product((False, True), ((), ("bias_ptr",))):
+    meta = {"CENTRED": centred, "ROWS": 1, "BLOCK": 1024, **dict.fromkeys(absent)}
+    compile(add_norm_kernel, **meta)
+    compile(add_norm_backward_kernel, **meta, STAGES=2)
+    compile(add_norm_backward_kernel, **meta | dict.fromkeys(("y_ptr", "d_total_ptr")), STAGES=2)
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton's compiler, not a GPU"
+)
+def test_the_kernels_of_the_model_compile_for_sm_90(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        capture_output=True,
+        text=True,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) == 16
