@@ -15,7 +15,7 @@ Dimensions: B batch, H heads, N tokens of the sequence, W ranks, D head dim.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from attention.interface import (
     statistics_dtype,
 )
 from attention.mask import intervals
-from attention.ring import GatherCall, RankProgram, RingCall, zigzag
+from attention.ring import GatherCall, RankProgram, RingCall, Sent, zigzag
 from attention.sinks import with_sinks
 
 _groups: dict[str, Any] = {}  # process groups by name: an operator takes no group
@@ -41,7 +41,7 @@ _backends: dict[str, Backend] = {}  # those that run on a ring, by name
 class Group:
     """Ranks that exchange with one another, and the place of this process among them."""
 
-    name: str = ""
+    name: str = ""  # without one, no message is sent
     place: int = 0
     size: int = 1
 
@@ -100,6 +100,13 @@ class Shards:
         if return_max_score is False:
             return AttentionOutput(out, lse)
         return ScoredOutput(out, lse, None if max_score is None else self.of_all_heads(max_score))
+
+    def without_messages(self) -> "Shards":
+        """Computes and keeps as much, and exchanges nothing: what is to come from others is
+        arbitrary. For a trial that one rank may not survive.
+        """
+        heads, ring = (replace(group, name="") for group in (self.heads, self.ring))
+        return replace(self, heads=heads, ring=ring)
 
     def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
         """From (B, H, n, D), the tokens of this rank, to (B, H / W, W n, D), its heads; all in one
@@ -204,7 +211,8 @@ def _swap(parts: list[Tensor], group: str) -> list[Tensor]:
     for place, each in zip(sent.split(counts, 2), parts, strict=True):
         place.copy_(each)
     received = torch.empty_like(sent)
-    distributed.all_to_all_single(received, sent, group=_groups[group])
+    if group:
+        distributed.all_to_all_single(received, sent, group=_groups[group])
     return list(received.split(counts, 2))
 
 
@@ -251,24 +259,10 @@ exchange_heads.register_autograd(
 
 def take_part(program: RankProgram, group: str, place: int, size: int) -> Any:
     """Run this rank's part of a ring with the others; returns what the program returns."""
-    from torch import distributed
-
-    members = _groups[group]
-    after, before = (
-        distributed.get_global_rank(members, (place + step) % size) for step in (1, -1)
-    )
     leaving = next(program)
     while True:
         arriving = [each.tensor.new_empty(each.receives) for each in leaving]
-        operations = [
-            distributed.P2POp(transfer, x, peer, members)
-            for each, buffer in zip(leaving, arriving, strict=True)
-            for transfer, x, peer in (
-                (distributed.isend, each.tensor.contiguous(), after),
-                (distributed.irecv, buffer, before),
-            )
-        ]
-        works = distributed.batch_isend_irecv(operations) if operations else []
+        works = _pass_on(leaving, arriving, group, place, size) if group and leaving else []
 
         def arrived(works: list = works, arriving: list[Tensor] = arriving) -> list[Tensor]:
             for work in works:
@@ -279,6 +273,28 @@ def take_part(program: RankProgram, group: str, place: int, size: int) -> Any:
             leaving = program.send(arrived)
         except StopIteration as end:
             return end.value
+
+
+def _pass_on(
+    leaving: list[Sent], arriving: list[Tensor], group: str, place: int, size: int
+) -> list[Any]:
+    """Send to the next rank, and receive from the one before; returns what to wait for."""
+    from torch import distributed
+
+    members = _groups[group]
+    after, before = (
+        distributed.get_global_rank(members, (place + step) % size) for step in (1, -1)
+    )
+    return distributed.batch_isend_irecv(
+        [
+            distributed.P2POp(transfer, x, peer, members)
+            for each, buffer in zip(leaving, arriving, strict=True)
+            for transfer, x, peer in (
+                (distributed.isend, each.tensor.contiguous(), after),
+                (distributed.irecv, buffer, before),
+            )
+        ]
+    )
 
 
 # what follows the tensors of a ring's operators, with their types in PyTorch's schemas
