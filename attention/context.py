@@ -25,7 +25,9 @@ from attention.interface import (
     AttentionOutput,
     Backend,
     Output,
+    Refusal,
     ScoredOutput,
+    ScoreMod,
     flag,
     statistics_dtype,
 )
@@ -66,7 +68,9 @@ class Shards:
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
         document_ids: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
         sinks: Tensor | None = None,
         return_max_score: bool | Tensor = False,
     ) -> Output:
@@ -86,14 +90,22 @@ class Shards:
             "document_ids": document_ids,
             "return_max_score": return_max_score,
         }
-        if sinks is not None:
-            sinks = sinks.unflatten(0, (self.heads.size, -1))[self.heads.place]
+        alibi_slopes, sinks = (
+            None if x is None else x.unflatten(0, (self.heads.size, -1))[self.heads.place]
+            for x in (alibi_slopes, sinks)
+        )
         if self.ring.size > 1:
+            if alibi_slopes is not None or score_mod is not None:
+                raise Refusal("a ring takes no alibi_slopes and no score_mod; exchange heads")
             out, lse, max_score = ring(q, k, v, self, backend=backend, **arguments)
             if sinks is not None:
                 out, lse = with_sinks(out, lse, sinks)
         else:
-            out, lse, *scores = attend(q, k, v, backend=backend, sinks=sinks, **arguments)
+            if score_mod is not None:
+                first_head = self.heads.place * q.shape[1]
+                score_mod = replace(score_mod, first_head=score_mod.first_head + first_head)
+            changes = {"alibi_slopes": alibi_slopes, "score_mod": score_mod, "sinks": sinks}
+            out, lse, *scores = attend(q, k, v, backend=backend, **changes, **arguments)
             max_score = scores[0] if scores else None
         if self.heads.size > 1:
             out, lse = self.to_tokens(out), None

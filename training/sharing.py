@@ -8,7 +8,7 @@ from attention.context import register_ring
 from attention.played_ring import PlayedRing
 from config import BACKEND_OPTIONS, RunConfig
 from training.ranks import Ranks
-from training.schedule import IN_WORDS, chosen_attention, needed_features
+from training.schedule import chosen_attention, needed_features
 
 RINGS = [name for name, backend in BACKENDS.items() if backend.ring is not None]
 
@@ -21,13 +21,6 @@ def way_to_share(config: RunConfig) -> dict[str, Any]:
     context, how = config.parallel.context, config.parallel.how
     if context == 1:
         return {}
-    needed = needed_features(config)
-    for feature in ("alibi_slopes", "score_mod"):
-        if feature in needed:
-            raise ValueError(
-                f"{needed[feature]}: ranks that share a sequence pass on windows and a softcap, "
-                f"not {IN_WORDS[feature]}; leave out parallel.context={context}"
-            )
     backends = list(chosen_attention(config.attention).values())
     for backend in backends:
         if backend.module is not None:
@@ -55,8 +48,13 @@ def way_to_share(config: RunConfig) -> dict[str, Any]:
 
 def _check_on_a_ring(config: RunConfig, backend: Backend, numbers: str) -> None:
     context, name = config.parallel.context, f"attention={backend.name}"
-    reason = None
-    if backend.ring is None:
+    needed, reason = needed_features(config), None
+    if by_position := needed.get("alibi_slopes") or needed.get("score_mod"):
+        reason = (
+            f"it hands on no positions, as {by_position} needs them; parallel.how=heads does, and "
+            f"parallel.context can be {numbers} there"
+        )
+    elif backend.ring is None:
         reason = (
             f"{name} cannot attend to a part of the keys; these can: {', '.join(RINGS)}; "
             f"parallel.how=heads takes any attention, and parallel.context can be {numbers} there"

@@ -33,6 +33,7 @@ from training.sharing import check_shares, way_to_share
 
 # the ranks of a step share four sequences; dropout would differ
 SHARED = ("batch_size=4", "seq_len=32", "log_every=2", "eval_sequences=6", "eval_every=2")
+FADE = "tests.attention.test_score_mod:FADE"
 SHARED += ("optim.schedule=constant",)  # which a resume does not change
 # alone, what two ranks do is two passes
 TWO_PASSES = ("batch_size=2", "tokens_per_step=128")
@@ -103,6 +104,7 @@ def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
         pytest.param(("attention=kv_outer", "compile=true"), marks=pytest.mark.slow),
         ("attention=tiled", "model.checkpoint=block", "attention.block_kv=8"),
         ("attention=tiled", "attention.window=9", "attention.pattern=SL", "attention.softcap=1"),
+        ("attention=tiled", "model.positions=alibi", "attention.block_kv=8"),
     ],
     ids=[
         "tiled",
@@ -112,6 +114,7 @@ def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
         "compiled",
         "recomputed",
         "window-softcap",
+        "alibi",
     ],
 )
 def test_a_shared_sequence_is_the_same_attention(tmp_path, settings):
@@ -191,8 +194,9 @@ def test_four_ranks_share_two_sequences_each(tmp_path):
 CALLS = """
 import sys, torch
 from functools import partial
-from attention import attention, get_backend
+from attention import ScoreMod, attention, get_backend
 from attention.context import register_ring
+from conformance.cases import every_index
 from training.ranks import join
 
 context, heads, gather, *backends = sys.argv[1:]
@@ -222,6 +226,9 @@ for name in backends:
     sinks = torch.tensor([1.0, -1.0, 0.5, 2.0], requires_grad=True)
     masks = [{}, {"window": 20}, {"causal": False}, {"softcap": 2.0}]
     masks += [{"document_ids": documents}, {"sinks": sinks}]
+    if heads == context:
+        slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+        masks += [{"alibi_slopes": slopes}, {"score_mod": ScoreMod(every_index, params=slopes)}]
     for mask in masks:
         if not mask.keys() - {"causal", "sinks"} <= backend.features:
             continue
@@ -384,9 +391,14 @@ def test_one_folder_and_no_other_is_left(tmp_path):
         ),
         (("parallel.context=2", "parallel.how=ring", "attention=sdpa"), "attention=sdpa cannot"),
         (
-            ("parallel.context=2", "model.positions=alibi"),
-            "model.positions=alibi: ranks that share a sequence pass on windows and a softcap, not "
-            "ALiBi; leave out parallel.context=2",
+            ("parallel.context=2", "parallel.how=gather", "model.positions=alibi"),
+            "is a ring here: it hands on no positions, as model.positions=alibi needs them; "
+            "parallel.how=heads does, and parallel.context can be 2, 4 there",
+        ),
+        (
+            ("parallel.context=2", "model.num_kv_heads=1", f"attention.score_mod={FADE}"),
+            f"as attention.score_mod={FADE} needs them; parallel.how=heads does, and "
+            "parallel.context can be none there",
         ),
         (
             ("parallel.context=2", "attention=ring", "attention.ranks=3"),
