@@ -77,9 +77,9 @@ class Shards:
         """What `attend`, which is attention(), makes of the whole sequence, for this rank's tokens.
 
         q (B, H, n, D), k, v (B, H_kv, n, D), out (B, H, n, D) and lse (B, H, n) are those of the n
-        tokens at positions(); document_ids (B, N) those of the whole sequence. lse is None where
-        heads are exchanged. max_score is that of the scores that this rank has computed, -inf for
-        the heads of others.
+        tokens at positions(); document_ids (B, N) those of the whole sequence, alibi_slopes and
+        sinks (H,) those of all heads. lse is None where heads are exchanged. max_score is that of
+        the scores that this rank has computed, -inf for the heads of others.
         """
         q, k, v = self.to_heads(q, k, v)
         arguments = {
@@ -96,7 +96,7 @@ class Shards:
         )
         if self.ring.size > 1:
             if alibi_slopes is not None or score_mod is not None:
-                raise Refusal("a ring takes no alibi_slopes and no score_mod; exchange heads")
+                raise Refusal("a ring takes no alibi_slopes or score_mod; exchange heads")
             out, lse, max_score = ring(q, k, v, self, backend=backend, **arguments)
             if sinks is not None:
                 out, lse = with_sinks(out, lse, sinks)

@@ -1,6 +1,7 @@
 """batch_size=auto: the largest pass that fits into memory, by calculation and then by trying it.
 
-Ranks try the same sizes at the same time, and take the largest that fits on all of them. Works on any `nn.Module` called as model(inputs, targets) that returns an object with a loss.
+Ranks try the same sizes at the same time, and take the largest that fits on all of them. Works on
+any `nn.Module` called as model(inputs, targets) that returns an object with a loss.
 """
 
 import logging
@@ -82,8 +83,8 @@ def try_pass(
     """Run two forward and backward passes of B = batch_size sequences; leaves no gradients.
 
     Room is kept for the moments of AdamW, and with `sums` for the message in which ranks add up
-    their gradients. The second pass adds to the gradients of the first, as in
-    accumulation. The random number generators of the run do not change.
+    their gradients. The second pass adds to the gradients of the first, as in accumulation. The
+    random number generators of the run do not change.
     """
     tokens = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=device)
     moments = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]

@@ -51,8 +51,8 @@ def _check_on_a_ring(config: RunConfig, backend: Backend, numbers: str) -> None:
     needed, reason = needed_features(config), None
     if by_position := needed.get("alibi_slopes") or needed.get("score_mod"):
         reason = (
-            f"it hands on no positions, as {by_position} needs them; parallel.how=heads does, and "
-            f"parallel.context can be {numbers} there"
+            f"{by_position} needs the positions of keys, which it does not send; take "
+            f"parallel.how=heads, where parallel.context can be {numbers}"
         )
     elif backend.ring is None:
         reason = (

@@ -76,6 +76,7 @@ def from_head(score_mod: triton.JITFunction, first_head: int) -> triton.JITFunct
 
 
 def moved_score_mod(score, b, h, i, j, params_ptr):
+    """With the globals that from_head() gives it."""
     return SCORE_MOD(score, b, h + FIRST_HEAD, i, j, params_ptr)  # noqa: F821
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from attention import attention, get_backend
 from attention.context import Group, Shards
+from attention.interface import Refusal
 from tests import forked
 from tests.command import (
     ROOT,
@@ -283,6 +285,15 @@ def test_a_shared_call_to_the_bit(context, heads, backends):
     call_on_ranks(context, context, heads, False, *backends, code=code)
 
 
+def test_a_ring_refuses_what_needs_positions():
+    x = torch.zeros(1, 2, 4, 8)
+    shards = Shards(ring=Group("ring", 0, 2))
+    with pytest.raises(Refusal, match="exchange heads"):
+        shards.attention(
+            attention, x, x, x, backend=get_backend("tiled"), alibi_slopes=x[0, :, 0, 0]
+        )
+
+
 def test_gathered_keys_are_the_same_attention():
     call_on_ranks(2, 2, 1, True, "tiled", code=CALLS.replace("{gather!r}", "True"))
 
@@ -392,13 +403,12 @@ def test_one_folder_and_no_other_is_left(tmp_path):
         (("parallel.context=2", "parallel.how=ring", "attention=sdpa"), "attention=sdpa cannot"),
         (
             ("parallel.context=2", "parallel.how=gather", "model.positions=alibi"),
-            "is a ring here: it hands on no positions, as model.positions=alibi needs them; "
-            "parallel.how=heads does, and parallel.context can be 2, 4 there",
+            "is a ring here: model.positions=alibi needs the positions of keys, which it does not "
+            "send; take parallel.how=heads, where parallel.context can be 2, 4",
         ),
         (
             ("parallel.context=2", "model.num_kv_heads=1", f"attention.score_mod={FADE}"),
-            f"as attention.score_mod={FADE} needs them; parallel.how=heads does, and "
-            "parallel.context can be none there",
+            f"attention.score_mod={FADE} needs the positions of keys",
         ),
         (
             ("parallel.context=2", "attention=ring", "attention.ranks=3"),
