@@ -15,7 +15,7 @@ Dimensions: B batch, H heads, N tokens of the sequence, W ranks, D head dim.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,12 +25,14 @@ from attention.interface import (
     AttentionOutput,
     Backend,
     Output,
+    Refusal,
     ScoredOutput,
+    ScoreMod,
     flag,
     statistics_dtype,
 )
 from attention.mask import intervals
-from attention.ring import GatherCall, RankProgram, RingCall, zigzag
+from attention.ring import GatherCall, RankProgram, RingCall, Sent, zigzag
 from attention.sinks import with_sinks
 
 _groups: dict[str, Any] = {}  # process groups by name: an operator takes no group
@@ -41,7 +43,7 @@ _backends: dict[str, Backend] = {}  # those that run on a ring, by name
 class Group:
     """Ranks that exchange with one another, and the place of this process among them."""
 
-    name: str = ""
+    name: str = ""  # without one, no message is sent
     place: int = 0
     size: int = 1
 
@@ -66,16 +68,18 @@ class Shards:
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        alibi_slopes: Tensor | None = None,
         document_ids: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
         sinks: Tensor | None = None,
         return_max_score: bool | Tensor = False,
     ) -> Output:
         """What `attend`, which is attention(), makes of the whole sequence, for this rank's tokens.
 
         q (B, H, n, D), k, v (B, H_kv, n, D), out (B, H, n, D) and lse (B, H, n) are those of the n
-        tokens at positions(); document_ids (B, N) those of the whole sequence. lse is None where
-        heads are exchanged. max_score is that of the scores that this rank has computed, -inf for
-        the heads of others.
+        tokens at positions(); document_ids (B, N) those of the whole sequence, alibi_slopes and
+        sinks (H,) those of all heads. lse is None where heads are exchanged. max_score is that of
+        the scores that this rank has computed, -inf for the heads of others.
         """
         q, k, v = self.to_heads(q, k, v)
         arguments = {
@@ -86,20 +90,35 @@ class Shards:
             "document_ids": document_ids,
             "return_max_score": return_max_score,
         }
-        if sinks is not None:
-            sinks = sinks.unflatten(0, (self.heads.size, -1))[self.heads.place]
+        alibi_slopes, sinks = (
+            None if x is None else x.unflatten(0, (self.heads.size, -1))[self.heads.place]
+            for x in (alibi_slopes, sinks)
+        )
         if self.ring.size > 1:
+            if alibi_slopes is not None or score_mod is not None:
+                raise Refusal("a ring takes no alibi_slopes or score_mod; exchange heads")
             out, lse, max_score = ring(q, k, v, self, backend=backend, **arguments)
             if sinks is not None:
                 out, lse = with_sinks(out, lse, sinks)
         else:
-            out, lse, *scores = attend(q, k, v, backend=backend, sinks=sinks, **arguments)
+            if score_mod is not None:
+                first_head = self.heads.place * q.shape[1]
+                score_mod = replace(score_mod, first_head=score_mod.first_head + first_head)
+            changes = {"alibi_slopes": alibi_slopes, "score_mod": score_mod, "sinks": sinks}
+            out, lse, *scores = attend(q, k, v, backend=backend, **changes, **arguments)
             max_score = scores[0] if scores else None
         if self.heads.size > 1:
             out, lse = self.to_tokens(out), None
         if return_max_score is False:
             return AttentionOutput(out, lse)
         return ScoredOutput(out, lse, None if max_score is None else self.of_all_heads(max_score))
+
+    def without_messages(self) -> "Shards":
+        """Computes and keeps as much, and exchanges nothing: what is to come from others is
+        arbitrary. For a trial that one rank may not survive.
+        """
+        heads, ring = (replace(group, name="") for group in (self.heads, self.ring))
+        return replace(self, heads=heads, ring=ring)
 
     def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
         """From (B, H, n, D), the tokens of this rank, to (B, H / W, W n, D), its heads; all in one
@@ -204,7 +223,8 @@ def _swap(parts: list[Tensor], group: str) -> list[Tensor]:
     for place, each in zip(sent.split(counts, 2), parts, strict=True):
         place.copy_(each)
     received = torch.empty_like(sent)
-    distributed.all_to_all_single(received, sent, group=_groups[group])
+    if group:
+        distributed.all_to_all_single(received, sent, group=_groups[group])
     return list(received.split(counts, 2))
 
 
@@ -251,24 +271,10 @@ exchange_heads.register_autograd(
 
 def take_part(program: RankProgram, group: str, place: int, size: int) -> Any:
     """Run this rank's part of a ring with the others; returns what the program returns."""
-    from torch import distributed
-
-    members = _groups[group]
-    after, before = (
-        distributed.get_global_rank(members, (place + step) % size) for step in (1, -1)
-    )
     leaving = next(program)
     while True:
         arriving = [each.tensor.new_empty(each.receives) for each in leaving]
-        operations = [
-            distributed.P2POp(transfer, x, peer, members)
-            for each, buffer in zip(leaving, arriving, strict=True)
-            for transfer, x, peer in (
-                (distributed.isend, each.tensor.contiguous(), after),
-                (distributed.irecv, buffer, before),
-            )
-        ]
-        works = distributed.batch_isend_irecv(operations) if operations else []
+        works = _pass_on(leaving, arriving, group, place, size) if group and leaving else []
 
         def arrived(works: list = works, arriving: list[Tensor] = arriving) -> list[Tensor]:
             for work in works:
@@ -279,6 +285,28 @@ def take_part(program: RankProgram, group: str, place: int, size: int) -> Any:
             leaving = program.send(arrived)
         except StopIteration as end:
             return end.value
+
+
+def _pass_on(
+    leaving: list[Sent], arriving: list[Tensor], group: str, place: int, size: int
+) -> list[Any]:
+    """Send to the next rank, and receive from the one before; returns what to wait for."""
+    from torch import distributed
+
+    members = _groups[group]
+    after, before = (
+        distributed.get_global_rank(members, (place + step) % size) for step in (1, -1)
+    )
+    return distributed.batch_isend_irecv(
+        [
+            distributed.P2POp(transfer, x, peer, members)
+            for each, buffer in zip(leaving, arriving, strict=True)
+            for transfer, x, peer in (
+                (distributed.isend, each.tensor.contiguous(), after),
+                (distributed.irecv, buffer, before),
+            )
+        ]
+    )
 
 
 # what follows the tensors of a ring's operators, with their types in PyTorch's schemas

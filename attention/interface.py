@@ -74,17 +74,19 @@ class ScoreMod:
     pkg.module:NAME of a @triton.jit function (score, b, h, i, j, params_ptr), as in
     attention/kernels/score_mods.py. params: numbers, handed on in float32 (float64 for float64 q)
     and on the device of q; params_ptr points at the first. No gradient flows to them. A changed
-    score of -inf hides the key.
+    score of -inf hides the key. first_head: what h of the first head is, where a call has some of
+    the heads.
     """
 
     fn: Callable[..., tuple[Tensor, Tensor]]
     kernel: str | None = None
     params: Tensor | None = None
+    first_head: int = 0
 
     def __call__(
         self, score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return self.fn(score, b, h, i, j, self.params)
+        return self.fn(score, b, h + self.first_head, i, j, self.params)
 
 
 class Refusal(ValueError):

@@ -96,8 +96,8 @@ class Processes:
         given = self.setting.given
         without = {"cross_length", "max_score", "two_sided_window", "key_lengths", "cu_seqlens"}
         without |= {"value_dim"}  # keys and values go round as one tensor
-        if not self.setting.target:
-            without |= {"alibi_slopes", "score_mod"}  # which Shards.attention() does not take
+        if not self.setting.target and self.setting.heads < self.setting.world:
+            without |= {"alibi_slopes", "score_mod"}  # which a ring does not take
         if self.setting.heads > 1:
             without |= {"lse"}
         return replace(
@@ -174,6 +174,9 @@ class DistributedCall(torch.autograd.Function):
         # a view would take all of its memory along
         whole = [x.detach().cpu().clone(memory_format=torch.contiguous_format) for x in (q, k, v)]
         arguments = {x: y.cpu() if isinstance(y, Tensor) else y for x, y in arguments.items()}
+        mod = arguments.get("score_mod")
+        if mod is not None and mod.params is not None:
+            arguments["score_mod"] = replace(mod, params=mod.params.cpu())
         outs, lses = zip(*processes.ask("call", ctx.number, whole, arguments), strict=True)
         lse = None if lses[0] is None else processes.joined(lses, q)
         return processes.joined(outs, q), lse

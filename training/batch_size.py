@@ -1,6 +1,7 @@
 """batch_size=auto: the largest pass that fits into memory, by calculation and then by trying it.
 
-Works on any `nn.Module` called as model(inputs, targets) that returns an object with a loss.
+Ranks try the same sizes at the same time, and take the largest that fits on all of them. Works on
+any `nn.Module` called as model(inputs, targets) that returns an object with a loss.
 """
 
 import logging
@@ -10,9 +11,11 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector
 
 from config import RunConfig
 from training.memory import GIB, LINUX, available_bytes, is_out_of_memory, release_memory
+from training.ranks import ALONE, Ranks
 
 log = logging.getLogger("tilegpt")
 
@@ -27,38 +30,43 @@ def largest_batch(
     attempt: Callable[[int], None],
     device: torch.device,
     held_bytes: float = 0,
+    ranks: Ranks = ALONE,
 ) -> RunConfig:
-    """`config` with the largest batch_size that fits and divides the sequences of a step.
+    """`config` with the largest batch_size that fits and divides a rank's sequences of a step. All
+    ranks must call it, and get the same.
 
     predicted_bytes(config) is the calculated peak of a pass. attempt(B) runs one; if it runs out of
     memory, the next smaller divisor is tried. One sequence is tried whatever the calculation, and
-    the error of that attempt is raised. held_bytes: the part of the calculation that is in memory
-    already, the weights.
+    the error of that attempt is raised: a rank that raises ends, and so do those that wait for it.
+    An attempt therefore exchanges nothing between ranks. held_bytes: the part of the calculation
+    that is in memory already, the weights.
     """
-    sequences_per_step = config.sequences_per_step
-    usable = USABLE * (free_bytes(device) + held_bytes)
-    divisors = [size for size in range(sequences_per_step, 0, -1) if sequences_per_step % size == 0]
+    sequences = config.sequences_per_step // ranks.data
+    free = free_bytes(device) / (1 if device.type == "cuda" else ranks.local_world)
+    usable = USABLE * min(ranks.gathered(free + held_bytes))
+    divisors = [size for size in range(sequences, 0, -1) if sequences % size == 0]
     for size in divisors:
         sized = replace(config, batch_size=size)
         predicted = predicted_bytes(sized)
         if size > 1 and predicted > usable:
             continue
+        fits = True
         try:
             attempt(size)
         except Exception as error:
             if size == 1 or not is_out_of_memory(error):
                 raise
-            log.warning(
-                f"batch_size={size} was predicted to take {predicted / GIB:.1f} GiB and does not "
-                "fit; trying less"
-            )
-        else:
-            log.info(
-                f"batch_size=auto: {size} sequences a pass, {sized.accumulation_steps} "
-                "passes a step"
-            )
-            return sized
+            fits = False
         # outside the handler, where the error no longer keeps the tensors of the attempt
+        full = [str(rank) for rank, fitted in enumerate(ranks.gathered(fits)) if not fitted]
+        if not full:
+            log.info(f"batch_size=auto: {size} sequences a pass, {sequences // size} passes a step")
+            return sized
+        where = f" on rank {', '.join(full)}" if ranks.several else ""
+        log.warning(
+            f"batch_size={size} was predicted to take {predicted / GIB:.1f} GiB and does not "
+            f"fit{where}; trying less"
+        )
         release_memory(device)
     raise AssertionError("one sequence either fits or raises")
 
@@ -70,11 +78,13 @@ def try_pass(
     seq_len: int,
     autocast: AbstractContextManager,
     device: torch.device,
+    sums: bool = False,
 ) -> None:
     """Run two forward and backward passes of B = batch_size sequences; leaves no gradients.
 
-    Room is kept for the moments of AdamW. The second pass adds to the gradients of the first, as in
-    accumulation. The random number generators of the run do not change.
+    Room is kept for the moments of AdamW, and with `sums` for the message in which ranks add up
+    their gradients. The second pass adds to the gradients of the first, as in accumulation. The
+    random number generators of the run do not change.
     """
     tokens = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=device)
     moments = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
@@ -84,6 +94,9 @@ def try_pass(
                 with autocast:
                     loss = model(tokens, tokens).loss
                 loss.backward()
+        if sums:
+            found = [parameter.grad for parameter in model.parameters()]
+            parameters_to_vector(x for x in found if x is not None)
     finally:
         del moments
         for parameter in model.parameters():

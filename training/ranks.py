@@ -40,6 +40,7 @@ class Ranks:
     rank: int = 0
     world: int = 1
     local_rank: int = 0  # among those of this host
+    local_world: int = 1  # of this host
     context: int = 1  # ranks that share a sequence, one after the other
     shards: "Shards | None" = None  # how they share it; None where each has its own
 
@@ -162,7 +163,9 @@ def of_environment() -> Ranks:
     if not world.isdecimal() or int(world) < 2:
         return ALONE
     rank = int(os.environ.get("RANK", "0"))
-    return Ranks(rank, int(world), int(os.environ.get("LOCAL_RANK", rank)))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return Ranks(rank, int(world), local_rank, local_world)
 
 
 def join(
@@ -197,7 +200,7 @@ def join(
         if ranks.local_rank >= gpus:
             raise ValueError(
                 f"rank {ranks.rank} has no GPU: this host has {gpus}, and runs "
-                f"{os.environ.get('LOCAL_WORLD_SIZE', ranks.world)} ranks; start torchrun with "
+                f"{ranks.local_world} ranks; start torchrun with "
                 f"--nproc-per-node={gpus}, or add device=cpu"
             )
         torch.cuda.set_device(ranks.local_rank)

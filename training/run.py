@@ -82,11 +82,13 @@ class Run:
         return size if self.config.tokens_per_step else size // self.ranks.data
 
     def predicted_bytes(self, config: "RunConfig") -> float:
-        """Peak memory of a step under other settings of this run, by calculation."""
+        """Peak memory of a step under other settings of this run, by calculation. The batch_size
+        is this rank's.
+        """
         from training.plan import largest_peak_bytes
 
         return largest_peak_bytes(
-            config,
+            replace(config, seq_len=config.seq_len // self.ranks.context),
             vocab_size=self.data.vocab_size,
             backends=self.schedule.values(),
             dtype=self.dtype,
@@ -98,11 +100,7 @@ class Run:
         """Peak memory of a step, by calculation."""
         from training.memory import GIB
 
-        own = {
-            "batch_size": self.batch_size,
-            "seq_len": self.config.seq_len // self.ranks.context,
-        }
-        return self.predicted_bytes(replace(self.config, **own)) / GIB
+        return self.predicted_bytes(replace(self.config, batch_size=self.batch_size)) / GIB
 
     @cached_property
     def held_out(self) -> "tuple[Tensor, ...]":
@@ -232,24 +230,33 @@ def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
 
 
 def _fit_batch_size(run: Run) -> None:
-    """batch_size=auto: give the run the largest batch size that fits."""
+    """batch_size=auto: give the run the largest batch size that fits, the same on all ranks."""
     from training.batch_size import largest_batch, try_pass
     from training.memory import cpu_memory_limit
     from training.schedule import prepare_model
 
+    ranks = run.ranks
     trial = prepare_model(run.model, run.schedule[0], compile_mode=run.config.compile)
+    shards = None if ranks.shards is None else ranks.shards.without_messages()
+    settings = {
+        "seq_len": run.config.seq_len // ranks.context,
+        "autocast": run.autocast,
+        "device": run.device,
+        "sums": ranks.several,
+    }
 
     def attempt(size: int) -> None:
-        seq_len = run.config.seq_len
-        try_pass(trial, size, seq_len=seq_len, autocast=run.autocast, device=run.device)
+        with trial.sharded(shards):
+            try_pass(trial, size, **settings)
 
-    with cpu_memory_limit():
+    with cpu_memory_limit(processes=ranks.local_world):
         run.config = largest_batch(
             run.config,
             predicted_bytes=run.predicted_bytes,
             attempt=attempt,
             device=run.device,
             held_bytes=sum(parameter.nbytes for parameter in run.model.parameters()),
+            ranks=ranks,
         )
     run.choices.append(f"batch_size={run.config.batch_size}")
 

@@ -8,7 +8,7 @@ from attention.context import register_ring
 from attention.played_ring import PlayedRing
 from config import BACKEND_OPTIONS, RunConfig
 from training.ranks import Ranks
-from training.schedule import IN_WORDS, chosen_attention, needed_features
+from training.schedule import chosen_attention, needed_features
 
 RINGS = [name for name, backend in BACKENDS.items() if backend.ring is not None]
 
@@ -21,13 +21,6 @@ def way_to_share(config: RunConfig) -> dict[str, Any]:
     context, how = config.parallel.context, config.parallel.how
     if context == 1:
         return {}
-    needed = needed_features(config)
-    for feature in ("alibi_slopes", "score_mod"):
-        if feature in needed:
-            raise ValueError(
-                f"{needed[feature]}: ranks that share a sequence pass on windows and a softcap, "
-                f"not {IN_WORDS[feature]}; leave out parallel.context={context}"
-            )
     backends = list(chosen_attention(config.attention).values())
     for backend in backends:
         if backend.module is not None:
@@ -55,8 +48,13 @@ def way_to_share(config: RunConfig) -> dict[str, Any]:
 
 def _check_on_a_ring(config: RunConfig, backend: Backend, numbers: str) -> None:
     context, name = config.parallel.context, f"attention={backend.name}"
-    reason = None
-    if backend.ring is None:
+    needed, reason = needed_features(config), None
+    if by_position := needed.get("alibi_slopes") or needed.get("score_mod"):
+        reason = (
+            f"{by_position} needs the positions of keys, which it does not send; take "
+            f"parallel.how=heads, where parallel.context can be {numbers}"
+        )
+    elif backend.ring is None:
         reason = (
             f"{name} cannot attend to a part of the keys; these can: {', '.join(RINGS)}; "
             f"parallel.how=heads takes any attention, and parallel.context can be {numbers} there"
@@ -98,9 +96,7 @@ def check_shares(config: RunConfig, ranks: Ranks) -> None:
             f"seq_len={config.seq_len} does not divide into {parts} parts for the {context} ranks "
             f"of parallel.context={context}; take seq_len={config.seq_len + parts - over}"
         )
-    if config.batch_size == "auto":
-        raise ValueError(f"batch_size=auto is of one process, and these are {world}; name a number")
-    size = int(config.batch_size)
+    size = 1 if config.batch_size == "auto" else int(config.batch_size)
     if config.tokens_per_step is None:
         if size % world:
             raise ValueError(

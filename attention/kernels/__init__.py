@@ -205,7 +205,7 @@ def score_change(
         )
     params = score_mod.params
     return (
-        score_mod.kernel,
+        f"{score_mod.kernel}+{score_mod.first_head}" if score_mod.first_head else score_mod.kernel,
         None if params is None else params.to(device, torch.float32).contiguous(),
     )
 

@@ -7,10 +7,12 @@ import importlib
 import math
 from collections.abc import Callable
 from functools import cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -49,17 +51,33 @@ def descriptor(x: Tensor, block: int) -> TensorDescriptor:
 
 @cache
 def find_score_mod(name: str) -> triton.JITFunction | None:
-    """The @triton.jit function at pkg.module:NAME; "" is none."""
+    """The @triton.jit function at pkg.module:NAME; "" is none. pkg.module:NAME+8 is the same for a
+    call whose first head is head 8.
+    """
     if not name:
         return None
+    name, _, first_head = name.partition("+")
     module, _, attribute = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
+        return from_head(found, int(first_head)) if first_head else found
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"the score_mod's kernel={name} must read pkg.module:NAME of a @triton.jit "
             f"function: {error}"
         ) from error
+
+
+def from_head(score_mod: triton.JITFunction, first_head: int) -> triton.JITFunction:
+    """score_mod for a call whose first head is head `first_head`."""
+    constants = {"SCORE_MOD": score_mod, "FIRST_HEAD": tl.constexpr(first_head)}
+    # not a closure: Triton's interpreter sees the globals of a function alone
+    return triton.jit(FunctionType(moved_score_mod.__code__, globals() | constants))
+
+
+def moved_score_mod(score, b, h, i, j, params_ptr):
+    """With the globals that from_head() gives it."""
+    return SCORE_MOD(score, b, h + FIRST_HEAD, i, j, params_ptr)  # noqa: F821
 
 
 def constants(

@@ -4,6 +4,8 @@ takes one.
 Dimensions: B batch, H query heads, N queries, M keys, D head dim.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -78,6 +80,19 @@ def test_it_changes_something_and_its_derivative_is_one():
     b, h, i, j = (torch.tensor(value) for value in (1, 2, 9, 4))
     changed, derivative = FADE(score, b, h, i, j)
     torch.testing.assert_close(torch.autograd.grad(changed.sum(), score)[0], derivative)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_a_call_of_some_heads_counts_from_the_first_of_them(name):
+    (q, k, v), d_out = operands()
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    parts = [x[:, x.shape[1] // 2 :].detach().requires_grad_() for x in tensors]
+    whole = attention(*tensors, backend=name, score_mod=FADE).out
+    part = attention(*parts, backend=name, score_mod=replace(FADE, first_head=2)).out
+    assert torch.equal(part, whole[:, 2:])
+    gradients = torch.autograd.grad(whole, tensors, d_out)
+    for one, other in zip(torch.autograd.grad(part, parts, d_out[:, 2:]), gradients, strict=True):
+        assert torch.equal(one, other[:, other.shape[1] // 2 :])
 
 
 def test_shipped_changes_are_score_mods_too():

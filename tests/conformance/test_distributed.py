@@ -23,6 +23,12 @@ def test_our_ring_is_green():
     assert set(statuses(Setting(2, attention="tiled")).values()) == {"green"}
 
 
+@pytest.mark.slow
+def test_exchanged_heads_are_green():
+    asked = {name: "green" for name in ASKED if name not in ("lse", "bytes of a rank")}
+    assert statuses(Setting(2, attention="tiled", heads=2), tuple(asked)) == asked
+
+
 def test_a_ring_of_a_users_own_is_told_apart():
     """One that is right and keeps the keys of all, one whose positions are those of the rank."""
     right = statuses(Setting(2, target="tests.user_rings:RIGHT", layout="contiguous"))

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from attention import attention, get_backend
 from attention.context import Group, Shards
+from attention.interface import Refusal
 from tests import forked
 from tests.command import (
     ROOT,
@@ -33,6 +35,7 @@ from training.sharing import check_shares, way_to_share
 
 # the ranks of a step share four sequences; dropout would differ
 SHARED = ("batch_size=4", "seq_len=32", "log_every=2", "eval_sequences=6", "eval_every=2")
+FADE = "tests.attention.test_score_mod:FADE"
 SHARED += ("optim.schedule=constant",)  # which a resume does not change
 # alone, what two ranks do is two passes
 TWO_PASSES = ("batch_size=2", "tokens_per_step=128")
@@ -103,6 +106,7 @@ def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
         pytest.param(("attention=kv_outer", "compile=true"), marks=pytest.mark.slow),
         ("attention=tiled", "model.checkpoint=block", "attention.block_kv=8"),
         ("attention=tiled", "attention.window=9", "attention.pattern=SL", "attention.softcap=1"),
+        ("attention=tiled", "model.positions=alibi", "attention.block_kv=8"),
     ],
     ids=[
         "tiled",
@@ -112,6 +116,7 @@ def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
         "compiled",
         "recomputed",
         "window-softcap",
+        "alibi",
     ],
 )
 def test_a_shared_sequence_is_the_same_attention(tmp_path, settings):
@@ -191,8 +196,9 @@ def test_four_ranks_share_two_sequences_each(tmp_path):
 CALLS = """
 import sys, torch
 from functools import partial
-from attention import attention, get_backend
+from attention import ScoreMod, attention, get_backend
 from attention.context import register_ring
+from conformance.cases import every_index
 from training.ranks import join
 
 context, heads, gather, *backends = sys.argv[1:]
@@ -222,6 +228,9 @@ for name in backends:
     sinks = torch.tensor([1.0, -1.0, 0.5, 2.0], requires_grad=True)
     masks = [{}, {"window": 20}, {"causal": False}, {"softcap": 2.0}]
     masks += [{"document_ids": documents}, {"sinks": sinks}]
+    if heads == context:
+        slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+        masks += [{"alibi_slopes": slopes}, {"score_mod": ScoreMod(every_index, params=slopes)}]
     for mask in masks:
         if not mask.keys() - {"causal", "sinks"} <= backend.features:
             continue
@@ -274,6 +283,15 @@ def test_a_shared_call_to_the_bit(context, heads, backends):
     """
     code = CALLS.replace("{gather!r}", "False")
     call_on_ranks(context, context, heads, False, *backends, code=code)
+
+
+def test_a_ring_refuses_what_needs_positions():
+    x = torch.zeros(1, 2, 4, 8)
+    shards = Shards(ring=Group("ring", 0, 2))
+    with pytest.raises(Refusal, match="exchange heads"):
+        shards.attention(
+            attention, x, x, x, backend=get_backend("tiled"), alibi_slopes=x[0, :, 0, 0]
+        )
 
 
 def test_gathered_keys_are_the_same_attention():
@@ -374,8 +392,8 @@ def test_one_folder_and_no_other_is_left(tmp_path):
     "settings, said",
     [
         (("batch_size=3",), "batch_size=3 does not divide among 2 ranks; take batch_size=4"),
-        (("batch_size=2", "tokens_per_step=192"), "64 = 128; take tokens_per_step=256"),
-        (("batch_size=auto", "tokens_per_step=128"), "batch_size=auto is of one process"),
+        (("batch_size=2", "tokens_per_step=192"), "2 * 2 * 32 = 128; take tokens_per_step=256"),
+        (("batch_size=auto", "tokens_per_step=96"), "2 * 1 * 32 = 64; take tokens_per_step=128"),
         (("parallel.context=2", "seq_len=33"), "into 2 parts for the 2 ranks"),
         (("parallel.context=2", "parallel.how=ring", "seq_len=30"), "take seq_len=32"),
         (
@@ -384,9 +402,13 @@ def test_one_folder_and_no_other_is_left(tmp_path):
         ),
         (("parallel.context=2", "parallel.how=ring", "attention=sdpa"), "attention=sdpa cannot"),
         (
-            ("parallel.context=2", "model.positions=alibi"),
-            "model.positions=alibi: ranks that share a sequence pass on windows and a softcap, not "
-            "ALiBi; leave out parallel.context=2",
+            ("parallel.context=2", "parallel.how=gather", "model.positions=alibi"),
+            "is a ring here: model.positions=alibi needs the positions of keys, which it does not "
+            "send; take parallel.how=heads, where parallel.context can be 2, 4",
+        ),
+        (
+            ("parallel.context=2", "model.num_kv_heads=1", f"attention.score_mod={FADE}"),
+            f"attention.score_mod={FADE} needs the positions of keys",
         ),
         (
             ("parallel.context=2", "attention=ring", "attention.ranks=3"),
@@ -400,7 +422,7 @@ def test_one_folder_and_no_other_is_left(tmp_path):
 )
 def test_a_step_that_the_ranks_cannot_share_is_refused(settings, said):
     config = compose("seq_len=32", *settings)
-    with pytest.raises(ValueError, match=re.escape(said.replace("64 =", "2 * 2 * 32 ="))):
+    with pytest.raises(ValueError, match=re.escape(said)):
         way = way_to_share(config)
         context = config.parallel.context
         shards = None if context == 1 else Shards(ring=Group("", 0, context // way["heads"]))
@@ -477,6 +499,52 @@ def test_a_rank_that_fails_says_why_in_the_summary(tmp_path, error, status):
     assert (first.code, second.code) == (1, 1), first.output + second.output
     assert ended["status"] == status and ended["rank"] == 1
     assert "rank 1: " in first.output
+
+
+FULL = """
+import os
+from attention import get_backend
+from dataclasses import replace
+
+def attend(q, k, v, **options):
+    if os.environ["RANK"] == "1" and len(q) > {room} and q.shape[2] == 32:
+        raise MemoryError("no more")
+    return get_backend("tiled").fn(q, k, v, **options)
+
+ATTENTION = replace(get_backend("tiled"), name="full", fn=attend)
+"""
+
+
+@pytest.mark.parametrize(
+    "settings, passes",
+    [
+        ((), 2),
+        (("parallel.context=2",), 4),
+        pytest.param(("parallel.context=2", "parallel.how=ring"), 1, marks=pytest.mark.slow),
+    ],
+    ids=["own-sequences", "heads", "ring"],
+)
+def test_batch_size_auto_fits_the_rank_with_the_least_memory(tmp_path, settings, passes):
+    """Of 8 sequences, rank 1 takes 2 at once. A ring calls no function of a user's: all fit."""
+    (tmp_path / "own.py").write_text(FULL.replace("{room}", "2"))
+    name = "tiled" if "parallel.how=ring" in settings else "own:ATTENTION"
+    asked = (*SHARED, "batch_size=auto", "tokens_per_step=256", "steps=2", *settings)
+    asked += (f"attention={name}", "eval_every=0", "diagnose_every=0")
+    done = run_ranks(*tiny(tmp_path / "run", *asked), PYTHONPATH=str(tmp_path))
+    assert [each.code for each in done] == [0, 0], done[0].output + done[1].output
+    assert ("does not fit on rank 1; trying less" in done[0].output) == (passes > 1)
+    chosen = 8 // passes // (1 if settings else 2)
+    assert f"batch_size=auto: {chosen} sequences a pass, {passes} passes a step" in done[0].output
+    assert f"batch_size={chosen}" in (tmp_path / "run/overrides.yaml").read_text()
+
+
+def test_where_one_sequence_does_not_fit_a_rank_all_end(tmp_path):
+    (tmp_path / "own.py").write_text(FULL.replace("{room}", "0"))
+    asked = (*SHARED, "batch_size=auto", "tokens_per_step=128", "attention=own:ATTENTION")
+    done = run_ranks(*tiny(tmp_path / "run", *asked), PYTHONPATH=str(tmp_path))
+    assert [each.code for each in done] == [1, 1], done[0].output + done[1].output
+    ended = summary(tmp_path / "run")
+    assert (ended["status"], ended["rank"]) == ("oom", 1)
 
 
 def test_a_divergence_names_its_rank(tmp_path):
