@@ -39,7 +39,6 @@ cases and seed. quiz alone lists its exercises, and with a number it takes:
     hint       true says where to look (false)
 """
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -49,6 +48,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from conformance import exchange, quiz
@@ -246,9 +246,10 @@ def scorecard(
 
 
 def environment(device: str) -> Mapping[str, str]:
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy")}
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
-    return versions | {
+    return {
+        "torch": torch.__version__,  # with its build, which the package's metadata may leave out
+        "numpy": numpy.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
         "device": f"{device} {name}".strip(),

@@ -3,7 +3,7 @@
 import torch
 
 from attention.flex import within_reach
-from conformance.properties import far_apart
+from conformance.views import far_apart
 
 
 def test_rows_that_lie_too_far_apart_are_copied():
