@@ -16,7 +16,6 @@ the folder OUT.parts every hundred calls. The other arguments are
     out        the JSON file (false_alarms.json)
 """
 
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from attention import BACKENDS
 from conformance.backend_under_test import Subject
 from conformance.command import DTYPES, set_up
 from conformance.fuzz import Tally, fuzz
-from lab.side_by_side import ended
+from lab.side_by_side import measured
 from scripts.arguments import Device, check_at_least, command, default, parse_backend
 from scripts.tables import Row
 from training.device import pick_device
@@ -74,15 +73,11 @@ def measure(attention: str, dtype: str, seed: int, device: str, options: Options
 
 
 def row_of(attention: str, dtype: str, seed: int, device: str, options: Options) -> Row:
-    name = f"{attention} {dtype}".replace(" ", "_").replace(":", "_").replace("/", "_")
-    part = options.out.with_suffix(".parts") / f"{name}.json"
-    part.unlink(missing_ok=True)
+    empty = {"attention": attention, "dtype": dtype, "seed": seed} | Tally().figures()
     # a call may take long, as its kernel is compiled
-    how = ended(
-        measure, attention, dtype, seed, device, options, part, seconds=options.seconds + 60
-    )
-    row = {"attention": attention, "dtype": dtype, "seed": seed} | Tally().figures()
-    return (json.loads(part.read_text()) if part.exists() else row) | {"ended": how}
+    limit = {"seconds": options.seconds + 60}
+    named = {"name": f"{attention} {dtype}", "out": options.out, "empty": empty}
+    return measured(measure, attention, dtype, seed, device, options, **named, **limit)
 
 
 @command("false_alarms", Options)
@@ -92,7 +87,6 @@ def main(options: Options) -> None:
     where = measured_on(device)
     jobs = list(product(options.attention, options.dtype))
     seeds = range(options.seed * len(jobs), (options.seed + 1) * len(jobs))
-    options.out.with_suffix(".parts").mkdir(exist_ok=True)
     with ThreadPoolExecutor(options.processes) as pool:
         common = ([x] * len(jobs) for x in (device.type, options))
         rows = list(pool.map(row_of, *zip(*jobs, strict=True), seeds, *common))

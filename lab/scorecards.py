@@ -23,7 +23,6 @@ it does not know ends the command with an error, after the file is written. The 
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -49,7 +48,7 @@ from conformance.command import DTYPES, properties_of, set_up
 from conformance.dialects import target
 from conformance.minimise import Minimiser, Watched
 from conformance.properties import PROPERTIES, SLOW, Cell, examine
-from lab.side_by_side import ended
+from lab.side_by_side import measured
 from scripts.arguments import check_at_least, command, default
 from scripts.tables import Row
 from training.environment import measured_on
@@ -315,12 +314,13 @@ def red_cell(name: str, dtype: str, cell: Cell, script: str | None) -> Row:
     }
 
 
-def row_of(card: Card, options: Options, part: Path, end: float) -> Row:
+def row_of(card: Card, options: Options, end: float) -> Row:
     """What measure() wrote until it was done, stopped or dead."""
-    how = ended(measure, card, options, part, seconds=min(options.seconds, end - time.monotonic()))
-    row = json.loads(part.read_text()) if part.exists() else nothing(card)
+    seconds = min(options.seconds, end - time.monotonic())
+    named = {"name": card.name, "out": options.out, "empty": nothing(card)}
+    row = measured(measure, card, options, **named, seconds=seconds)
     count = sum(row[status] for status in ("green", "red", "n/a"))
-    row |= {"unexamined": len(PROPERTIES) * len(options.dtype) - count, "ended": how}
+    row |= {"unexamined": len(PROPERTIES) * len(options.dtype) - count}
     print(f"{card.name}: {row['red']} red, {row['seconds']} s, {row['ended']}", flush=True)
     return row
 
@@ -364,14 +364,9 @@ def main(options: Options) -> None:
     for name, why in left_out.items():
         print(f"{name} is left out: {why}", flush=True)
     end = time.monotonic() + options.total
-    parts = options.out.with_suffix(".parts")
-    parts.mkdir(exist_ok=True)
     cards = [card for card in options.cards if not reasons[card.name]]
-    files = [parts / f"{card.name.replace(' ', '_').replace('/', '_')}.json" for card in cards]
-    for file in files:
-        file.unlink(missing_ok=True)
     with ThreadPoolExecutor(options.processes) as pool:
-        rows = list(pool.map(row_of, cards, [options] * len(cards), files, [end] * len(cards)))
+        rows = list(pool.map(row_of, cards, [options] * len(cards), [end] * len(cards)))
     if options.jax is not None:
         rows.append(measure_jax(options.jax))
     head = {"environment": where, "dtypes": options.dtype, "left_out": left_out}

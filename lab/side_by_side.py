@@ -2,9 +2,13 @@
 along, and keeps what it has written to its file.
 """
 
+import json
 from collections.abc import Callable
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
+
+from scripts.tables import Row
 
 
 def ended(job: Callable[..., None], *arguments: Any, seconds: float) -> str:
@@ -22,3 +26,17 @@ def ended(job: Callable[..., None], *arguments: Any, seconds: float) -> str:
         process.join()
         return f"stopped after {seconds:.0f} s"
     return f"died with exit code {process.exitcode}" if process.exitcode else "whole"
+
+
+def measured(
+    job: Callable[..., None], *arguments: Any, name: str, out: Path, seconds: float, empty: Row
+) -> Row:
+    """What the job has written to its last argument, a file of that name in the folder OUT.parts,
+    and how it ended. `empty` stands for what was not written.
+    """
+    folder = out.with_suffix(".parts")
+    folder.mkdir(exist_ok=True)
+    part = folder / f"{name.translate(str.maketrans(' :/', '___'))}.json"
+    part.unlink(missing_ok=True)
+    how = ended(job, *arguments, part, seconds=seconds)
+    return (json.loads(part.read_text()) if part.exists() else empty) | {"ended": how}

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from attention import AttentionOutput, Backend, attention, get_backend
 from attention.online_softmax import OnlineSoftmax, finite, weighted_sum
-from attention.tiled import TiledAttention, TileLoop, make_loop
+from attention.tiled import TileLoop, make_loop
 from lab.findings.captured import (
     Captured,
     Weights,
@@ -40,6 +40,7 @@ from lab.findings.captured import (
     capture,
     completed_runs,
     curves,
+    in_bfloat16,
     relative,
     weights_of,
 )
@@ -99,15 +100,9 @@ def loop(q: Tensor, k: Tensor, *, narrow: str, delta: str, **settings: Any) -> T
     return ExactDelta(**vars(made)) if delta == "exact" else made
 
 
-def in_bfloat16(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> AttentionOutput:
-    """out and lse of q, k and v as bfloat16 holds them, whatever their dtype."""
-    out, lse = TiledAttention(loop)(*(x.bfloat16() for x in (q, k, v)), **settings)
-    return AttentionOutput(out.to(q.dtype), lse)
-
-
 BACKEND = Backend(
     "bf16_accumulators",
-    in_bfloat16,
+    in_bfloat16(loop),
     features=frozenset({"gqa", "non_causal", "cross_length", "lse"}),
     options={"block_q": 128, "block_kv": 16, "narrow": "both", "delta": "rounded"},
     exact=False,

@@ -3,7 +3,7 @@
 Dimensions: B sequences, H heads, N tokens, D head dim.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attention import AttentionOutput, Backend, attention
+from attention.tiled import TiledAttention, TileLoop
 from model import GPT
 from scripts.agree import load
 from scripts.runs import runs_below
@@ -92,6 +93,18 @@ def capture(weights: Weights, backend: Backend) -> list[Captured]:
         (len(inputs) * model(inputs, targets).loss).backward()
     model.zero_grad()
     return [Captured(*tensors) for tensors in kept]
+
+
+def in_bfloat16(loop: Callable[..., TileLoop]) -> Callable[..., AttentionOutput]:
+    """A Backend's fn: out and lse by this loop of q, k and v as bfloat16 holds them, whatever their
+    dtype.
+    """
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> AttentionOutput:
+        out, lse = TiledAttention(loop)(*(x.bfloat16() for x in (q, k, v)), **settings)
+        return AttentionOutput(out.to(q.dtype), lse)
+
+    return attend
 
 
 def called(layer: Captured, backend: str | Backend, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -33,14 +33,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import AttentionOutput, Backend, get_backend
-from attention.tiled import TiledAttention, TileLoop, make_loop
+from attention import Backend, get_backend
+from attention.tiled import TileLoop, make_loop
 from lab.findings.captured import (
     Captured,
     called,
     capture,
     completed_runs,
     curves,
+    in_bfloat16,
     relative,
     weights_of,
 )
@@ -110,15 +111,9 @@ def loop(q: Tensor, k: Tensor, *, scaling: str, **settings: Any) -> TileLoop:
     return Fp8Forward(**vars(make_loop(q, k, **settings)), scaling=scaling)
 
 
-def hybrid(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> AttentionOutput:
-    """out and lse of q, k and v as bfloat16 holds them, whatever their dtype."""
-    out, lse = TiledAttention(loop)(*(x.bfloat16() for x in (q, k, v)), **settings)
-    return AttentionOutput(out.to(q.dtype), lse)
-
-
 BACKEND = Backend(
     "fp8_forward",
-    hybrid,
+    in_bfloat16(loop),
     features=frozenset({"gqa", "non_causal", "cross_length", "lse"}),
     options={"block_q": 128, "block_kv": 64, "scaling": "tensor"},
     exact=False,

@@ -126,15 +126,10 @@ def mutants() -> str:
     """Which property catches which mistake."""
     data, again = load("mutants"), load("mutants_h200")
     draw_kills(data, FOLDER / "mutants.png")
-    alive = [row for row in data["mutants"] if not row["killed_by"]]
     what = (
-        f"{len(data['mutants'])} single edits of the tile loop and of what it uses, "
-        f"{len(data['mutants']) - len(alive)} of them caught: by {', '.join(data['cover'])} "
-        f"between them, which the tests run every time. {len(alive)} change no result and are "
-        "caught by nothing, as they should be. "
-    )
-    what += " ".join(
-        f"`{row['name']}`: {row['says']} No mistake: {row['survives']}." for row in alive
+        f"{caught(data, 'single edits of the tile loop and of what it uses')} "
+        f"These properties catch them all, and the tests ask them every time: "
+        f"{', '.join(data['cover'])}."
     )
     here, there = (
         {row["name"]: bool(row["killed_by"]) for row in each["mutants"]} for each in (data, again)
@@ -146,7 +141,8 @@ def mutants() -> str:
         f"{sum(there.values())} caught, {end or 'the same ones as on the CPU'}."
     )
     parts = [
-        section(data, what, table(KILLS_HEAD, kills(data)), "![kill matrix](mutants.png)"),
+        section(data, what, harmless(data), table(KILLS_HEAD, kills(data))),
+        "![kill matrix](mutants.png)",
         section(again, what_again, table(KILLS_HEAD, kills(again))),
         *(of_other_code(name, subject, KILLS_HEAD) for name, subject in OTHER_CODE.items()),
         of_other_code("mutants_kernels", "the Triton kernels", ["property", "catches first"]),
@@ -158,18 +154,22 @@ def mutants() -> str:
 def of_other_code(name: str, subject: str, head: list[str]) -> str:
     """The mistakes that are not in the tile loop."""
     data = load(name)
+    rows = [row[: len(head)] for row in kills(data) if row[1]]
+    return section(data, caught(data, f"edits of {subject}"), harmless(data), table(head, rows))
+
+
+def caught(data: Row, edits: str) -> str:
     killed = sum(bool(row["killed_by"]) for row in data["mutants"])
-    what = (
-        f"{len(data['mutants'])} edits of {subject}, {killed} of them caught. "
-        "The others change no result: "
-        + "; ".join(
-            f"`{row['name']}`, as {row['survives']}"
-            for row in data["mutants"]
-            if row["survives"] is not None
-        )
-        + "."
+    return f"{len(data['mutants'])} {edits}, {killed} of them caught."
+
+
+def harmless(data: Row) -> str:
+    """The edits that nothing catches, and why that is right."""
+    return "No property catches the others, as they change no result:\n\n" + "\n".join(
+        f"- `{row['name']}`: {row['says']} No mistake: {row['survives']}."
+        for row in data["mutants"]
+        if not row["killed_by"]
     )
-    return section(data, what, table(head, [row[: len(head)] for row in kills(data) if row[1]]))
 
 
 def because_they_stay() -> str:

@@ -69,15 +69,15 @@ def dies(card, options, part):
 @pytest.mark.parametrize("how, ended", [(hangs, "stopped after 1 s"), (dies, "exit code 3")])
 def test_a_card_that_does_not_end_keeps_what_it_wrote(tmp_path, monkeypatch, how, ended):
     monkeypatch.setattr(scorecards, "measure", how)
-    options = Options(dtype=["fp32"], seconds=1 if how is hangs else 60)
-    part = tmp_path / "part.json"
-    row = scorecards.row_of(WRONG, options, part, end=time.monotonic() + 60)
+    seconds = 1 if how is hangs else 60
+    options = Options(dtype=["fp32"], seconds=seconds, out=tmp_path / "cards.json")
+    row = scorecards.row_of(WRONG, options, end=time.monotonic() + 60)
     assert ended in row["ended"]
     assert row["unexamined"] == len(PROPERTIES) - (0 if how is hangs else 3)
 
 
 def test_no_card_begins_past_the_end(tmp_path):
-    row = scorecards.row_of(WRONG, Options(), tmp_path / "part.json", end=time.monotonic())
+    row = scorecards.row_of(WRONG, Options(out=tmp_path / "cards.json"), end=time.monotonic())
     assert row["ended"] == "not begun" and row["green"] == 0
 
 
@@ -87,7 +87,7 @@ def test_what_is_missing_is_said_and_what_is_not_explained_ends_the_command(
     absent = Card("absent", "no-such-package", "nowhere:attend", "fa")
     monkeypatch.setitem(CARDS, "cpu", (WRONG, absent, Card("file", "torch", f"{TUTORIAL}:f")))
 
-    def row_of(card, options, part, end):
+    def row_of(card, options, end):
         cell = {"dtype": "fp32", "property": "forward", "note": "0.5", "why": None}
         return scorecards.nothing(card) | {"red_cells": [cell]}
 
