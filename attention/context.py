@@ -181,7 +181,8 @@ def ring(
     look = flag(return_max_score)
     group = (shards.ring.name, shards.ring.place, shards.ring.size, shards.gather)
     tiles = [backend.options.get(name, 0) for name in ("block_q", "block_kv")]
-    settings = (backend.name, *group, causal, scale, window, softcap, *tiles)
+    kernel = backend.options.get("kernel", "")
+    settings = (backend.name, *group, causal, scale, window, softcap, *tiles, kernel)
     out, lse, max_score = ring_attention(q, k, v, document_ids, look, *settings)
     return out, lse, None if look is None else max_score.detach()
 
@@ -322,6 +323,7 @@ SETTINGS = {
     "softcap": "float?",
     "block_q": "int",
     "block_kv": "int",
+    "kernel": "str",
 }
 SCHEMA = ", ".join(f"{kind} {name}" for name, kind in SETTINGS.items())
 
@@ -343,6 +345,8 @@ def run_on_ring(
     mask = {name: given[name] for name in ("causal", "window")}
     visible = intervals(length, length, q.device, document_ids=document_ids, **mask)
     settings = {name: given[name] for name in ("scale", "softcap", "block_q", "block_kv")}
+    if given["kernel"]:  # of the attentions that have a choice
+        settings["kernel"] = given["kernel"]
     kind = GatherCall if given["gather"] else RingCall
     used = _backends[given["backend"]].ring
     call = kind(used, tokens, tokens, visible, settings, look=look)

@@ -177,7 +177,10 @@ def sources(
         )
     keys = largest.context // largest.heads
     if keys > 1:
-        said.append("Ranks that share keys run the portable kernels, at their measured speed.")
+        said.append(
+            "Ranks that share keys: at the measured speed of the portable kernels. Those for Hopper, "
+            "which run there too, were not measured on parts of the keys."
+        )
     if keys > 1 and config.parallel.how != "gather":
         said.append("The ring's messages are taken to travel beside attention.")
     small = [f"{plan.world:,}" for plan in plans if plan.pass_tokens < speed.tokens / 4]

@@ -63,8 +63,6 @@ def _check_on_a_ring(config: RunConfig, backend: Backend, numbers: str) -> None:
         reason = f"{name} breaks the merge, of which parallel.how=gather has none; take ring"
     elif backend.options.get("softmax_dtype") == "input":
         reason = "a ring keeps its sums in float32: leave out attention.softmax_dtype=input"
-    elif backend.options.get("kernel") == "hopper":
-        reason = "these kernels give no float32 partial results: leave out attention.kernel=hopper"
     elif config.attention.ranks not in (None, BACKEND_OPTIONS["ranks"], context):
         reason = (
             f"attention.ranks={config.attention.ranks} are ranks that one process plays: leave it "

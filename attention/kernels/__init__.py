@@ -283,7 +283,7 @@ def kernel_choice(backend: Backend, **inputs: Any) -> Choice | None:
 
 
 class TritonBlocks:
-    """The portable kernels on one block of the keys; see attention.ring.Blockwise."""
+    """The kernels on one block of the keys; see attention.ring.Blockwise."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, *, look: bool, **settings: Any
@@ -324,6 +324,7 @@ class TritonBlocks:
         softcap: float | None = None,
         block_q: int = 0,
         block_kv: int = 0,
+        kernel: str = "portable",
     ) -> tuple[Any, ...]:
         """What follows q, k and v in the operators' lists, to the choice of kernels."""
         lo, hi = (x.to(torch.int32).contiguous() for x in (visible.lo, visible.hi))
@@ -331,7 +332,7 @@ class TritonBlocks:
         if softcap is not None:
             mod = "attention.kernels.score_mods:softcap"
             params = torch.tensor([softcap], dtype=torch.float32, device=q.device)
-        return lo, hi, params, False, scale, mod, "online", block_q, block_kv, "portable"
+        return lo, hi, params, False, scale, mod, "online", block_q, block_kv, kernel
 
 
 TRITON = Backend(

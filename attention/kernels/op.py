@@ -130,8 +130,7 @@ def _forward(
     `causal`. score_mod: pkg.module:NAME of a @triton.jit function or "", params (float32) its
     numbers. softmax: a name in SOFTMAXES. block_q, block_kv: the tile, or 0 for the table's.
     kernel_choice: auto, portable or hopper, see select.py (inductor uses the name `kernel`).
-    max_score is computed where `look` holds True. wide: out in float32, which the portable kernels
-    can.
+    max_score is computed where `look` holds True. wide: out in float32.
     """
     dtype = torch.float32 if wide else q.dtype
     looked = look is not None and bool(look)
@@ -203,7 +202,7 @@ def flash_attention_backward(
 
     packed, for N = M: the one tensor (B, N, H + 2 H_kv, D) that unpacked() sees them in. A compiler
     can then see that this is the gradient of a projection to q, k and v. An operator may not return
-    views of one tensor. wide: float32, which the portable kernels can; not packed.
+    views of one tensor. wide: all three in float32; not packed.
     """
     dtype = torch.float32 if wide else q.dtype
     d_lse = None if d_lse is None else d_lse.contiguous()

@@ -71,6 +71,10 @@ class Value:
     def permute(self, order: tuple[int, ...]) -> "Value":
         return Value(self.data.permute(order))
 
+    def split(self) -> "tuple[Value, Value]":
+        first, second = self.data.unbind(-1)
+        return Value(first), Value(second)
+
     def __index__(self) -> int:
         return int(self.data)
 

@@ -224,6 +224,37 @@ def test_interpreted(case, conformance_record):
     assert not COUNTERS.any(), "a launch leaves the counters as it found them"
 
 
+@INTERPRETED
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_interpreted_float32_results(head_dim):
+    """What a ring merges: the same numbers before they are rounded to 16 bits."""
+    torch.manual_seed(0)
+    q, k, v, d_out = (
+        torch.randn(1, heads, length, head_dim).half()
+        for heads, length in ((2, 200), (1, 300), (1, 300), (2, 200))
+    )
+    visible = visible_keys(q, k, causal=True, window=120)
+    lo, hi = visible.lo.int(), visible.hi.int()
+    settings, launch = (lo, False, head_dim**-0.5), launcher()
+    lse = torch.empty(q.shape[:3])
+
+    def results(dtype: torch.dtype) -> list[Tensor]:
+        out, *gradients = (torch.full_like(x, torch.nan, dtype=dtype) for x in (q, q, k, v))
+        launch.Forward(q, k, out, None, *settings)(q, k, v, out, lse, None, lo, hi)
+        known = out.half()
+        run = launch.Backward(d_out, q, k, known, *gradients, *settings)
+        run(d_out, None, q, k, v, known, lse, *gradients, lo, hi)
+        return [out, *gradients]
+
+    narrow, wide = results(torch.float16), results(torch.float32)
+    for name, one, other in zip(("out", "dq", "dk", "dv"), narrow, wide, strict=True):
+        assert not torch.equal(other, one.float()), name
+        if name == "dq":  # which adds up in any order
+            torch.testing.assert_close(other, one.float(), rtol=2**-10, atol=1e-5)
+        else:
+            assert torch.equal(other.half(), one), name
+
+
 PLAIN = [case for case in INTERPRETED_CASES if not case.optional]
 
 

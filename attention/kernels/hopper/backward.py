@@ -432,6 +432,23 @@ def walk_queries(
 
 
 @gluon.jit
+def store_gradient(x, desc, batch, kv_head, start_kv, tile):
+    """Start to store x (64, D) from key start_kv on, through a tile that is free. In float32 it has
+    room for 64 columns: 128 go one half after the other."""
+    COLUMNS: gl.constexpr = desc.block_type.shape[3]
+    LAST: gl.constexpr = x.shape[1] - COLUMNS  # the first column of the last part
+    if LAST > 0:
+        first, x = x.reshape([OWN, 2, COLUMNS]).permute((0, 2, 1)).split()
+        tile.reshape([OWN, COLUMNS]).store(first)
+        fence_async_shared()
+        store_box(desc, [batch, kv_head, start_kv, 0], tile)
+        tma.store_wait(0)
+    tile.reshape([OWN, COLUMNS]).store(x.to(desc.dtype))
+    fence_async_shared()
+    store_box(desc, [batch, kv_head, start_kv, LAST], tile)
+
+
+@gluon.jit
 def add_block(
     visit, item, dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale,
@@ -443,12 +460,14 @@ def add_block(
     """Compute dk and dv of this consumer's half of a block of keys, and add the block's part of dq.
     Returns the next item.
     """
-    dtype: gl.constexpr = k_ring.buffers.dtype
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     # dv and dk leave as dq does, through a tile in which no other consumer and no load has a part:
-    # room for 128 columns in 16 bits
-    TILES: gl.constexpr = 128 // D
-    out_tiles = reinterpret(dq_tiles.index(SELF), dtype, [TILES, 1, 1, OWN, D], dk_desc.layout)
+    # room for 128 columns in 16 bits, or 64 in float32
+    TILES: gl.constexpr = 1 if dk_desc.dtype == gl.float32 else 128 // D
+    out_tiles = reinterpret(
+        dq_tiles.index(SELF), dk_desc.dtype, [TILES, 1, 1, OWN, dk_desc.block_type.shape[3]],
+        dk_desc.layout,
+    )  # fmt: skip
     first, full_first = (
         told(about(block_ring, visit, FIRST)),
         told(about(block_ring, visit, FULL_FIRST)),
@@ -499,14 +518,10 @@ def add_block(
     block_ring.release(visit)
 
     tma.store_wait(0)
-    out_tiles.index(0).reshape([OWN, D]).store(dv.to(dtype))
-    fence_async_shared()
-    store_box(dv_desc, [batch, kv_head, start_kv, 0], out_tiles.index(0))
+    store_gradient(dv, dv_desc, batch, kv_head, start_kv, out_tiles.index(0))
     if TILES == 1:
         tma.store_wait(0)
-    out_tiles.index(TILES - 1).reshape([OWN, D]).store((dk * scale).to(dtype))
-    fence_async_shared()
-    store_box(dk_desc, [batch, kv_head, start_kv, 0], out_tiles.index(TILES - 1))
+    store_gradient(dk * scale, dk_desc, batch, kv_head, start_kv, out_tiles.index(TILES - 1))
     return item
 
 

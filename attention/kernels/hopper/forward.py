@@ -281,7 +281,7 @@ def consumer(
     ROUND_EARLY: gl.constexpr, TOP: gl.constexpr,
 ):  # fmt: skip
     """SELF: the number of this consumer."""
-    dtype: gl.constexpr = out_desc.dtype
+    dtype: gl.constexpr = q_ring.buffers.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_KV, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
@@ -412,7 +412,7 @@ def consumer(
         v_ring.release(item - 1)
         item = hand_back(item, own_first - first, k_ring, v_ring, SELF, CONSUMERS, TURNS)
         acc = acc * gl.expand_dims(gl.convert_layout(1.0 / whole_sum, gl.SliceLayout(1, OUT)), 1)
-        out_tiles.index(SELF).reshape([BLOCK_Q, D]).store(acc.to(dtype))
+        out_tiles.index(SELF).reshape([BLOCK_Q, D]).store(acc.to(out_desc.dtype))
         fence_async_shared()
         if start >= 0:
             store_box(out_desc, [batch, batch_head % num_heads, start, 0], out_tiles.index(SELF))
@@ -442,10 +442,12 @@ def forward_kernel(
     ROUND_EARLY: gl.constexpr, TOP: gl.constexpr,
 ):  # fmt: skip
     """FIRST_MASKED: the last tile of keys may hold hidden keys. EDGES: other tiles may, too. TOP:
-    each row's largest score goes to top_ptr."""
+    each row's largest score goes to top_ptr. out in the dtype of q, or in float32."""
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, BLOCK_Q, D], q_desc.layout)
-    out_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, BLOCK_Q, D], out_desc.layout)
+    out_tiles = gl.allocate_shared_memory(
+        out_desc.dtype, [CONSUMERS, 1, 1, BLOCK_Q, D], out_desc.layout
+    )
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_KV, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_KV, D], v_desc.layout)
     next_work = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))

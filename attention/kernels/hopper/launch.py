@@ -61,14 +61,19 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedL
     return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_DTYPES[dtype])
 
 
-def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """x (B, H, N, D) for boxes of `rows` rows of one head; what lies past its end reads as zero and
-    is not written.
+def descriptor(x: Tensor, rows: int, columns: int = 128) -> TensorDescriptor:
+    """x (B, H, N, D) for boxes of `rows` rows of one head, of at most `columns` columns; what lies
+    past its end reads as zero and is not written.
     """
-    block = (1, 1, rows, x.shape[3])
+    block = (1, 1, rows, min(columns, x.shape[3]))
     return TensorDescriptor(
         x, list(x.shape), descriptor_strides(x), list(block), shared_layout(block, x.dtype)
     )
+
+
+def gradient_columns(dtype: torch.dtype) -> int:
+    """The most columns of dk and dv that the tile of a consumer has room for."""
+    return 256 // dtype.itemsize
 
 
 def sum_block(head_dim: int, block_q: int) -> tuple[int, int]:
@@ -218,6 +223,7 @@ class Backward:
         work = tiles_of(num_keys, BLOCK_KV) * batch * num_kv_heads
         self.ranges = None if lo is None else QueryRanges(lo, num_keys, BLOCK_KV)
         of_queries, of_keys = (partial(descriptor, rows=rows) for rows in (block_q, BLOCK_KV // 2))
+        of_gradient = partial(of_keys, columns=gradient_columns(dk.dtype))
         of_sum = partial(sum_descriptor, block=sum_block(head_dim, block_q))
         self.launch = Launch(
             backward_kernel, (min(work, multiprocessors(q.device)) if meta["STAY"] else work,),
@@ -232,7 +238,7 @@ class Backward:
                 ),
                 num_queries, num_keys, scale, scale * math.log2(math.e),
             ),
-            describe=(of_queries, of_keys, of_keys, of_queries, of_sum, of_keys, of_keys),
+            describe=(of_queries, of_keys, of_keys, of_queries, of_sum, of_gradient, of_gradient),
             **meta, num_warps=4,
         )  # fmt: skip
         self.convert = Launch(

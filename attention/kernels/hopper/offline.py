@@ -35,6 +35,7 @@ class Variant(NamedTuple):
     groups: int = 1
     intervals: bool = False
     top: bool = False  # forward: with each row's largest score
+    wide: bool = False  # results in float32, as for a ring
 
 
 VARIANTS = {
@@ -51,6 +52,9 @@ VARIANTS = {
     "top": Variant(top=True),
     "top_short": Variant(num_queries=1024, num_keys=1024, top=True),
     "top_intervals": Variant(intervals=True, top=True),
+    "wide": Variant(intervals=True, wide=True),
+    "grouped_wide": Variant(groups=4, intervals=True, wide=True),
+    "top_wide": Variant(intervals=True, top=True, wide=True),
 }
 
 
@@ -104,8 +108,14 @@ def compile_variant(kernel: str, dtype: str, head_dim: int, name: str) -> Compil
                 launch.sum_block(head_dim, constants["BLOCK_Q"]), torch.float32
             )
         elif argument.endswith("_desc"):
-            block = (1, 1, rows.get(argument.removesuffix("_desc"), block_kv), head_dim)
-            types[argument] = tensordesc(block, DTYPES[dtype])
+            wide = variant.wide and argument in ("out_desc", "dk_desc", "dv_desc")
+            element = torch.float32 if wide else DTYPES[dtype]
+            gradient = argument in ("dk_desc", "dv_desc")
+            columns = launch.gradient_columns(element) if gradient else head_dim
+            block = (
+                1, 1, rows.get(argument.removesuffix("_desc"), block_kv), min(columns, head_dim)
+            )  # fmt: skip
+            types[argument] = tensordesc(block, element)
         elif argument.endswith("_ptr"):
             types[argument] = (
                 "*i32" if argument in ("lo_ptr", "hi_ptr", "ranges_ptr", "counter_ptr") else "*fp32"
