@@ -22,6 +22,7 @@ from attention.kernels import select as choice
 from attention.kernels.select import choose_kernel, why_not_hopper
 from attention.mask import MASKS, visible_keys
 from conformance.cases import Case, compare
+from lab import ring_error
 from tests.selection import diagonal
 
 sys.path.append(str(Path(__file__).parent))
@@ -620,7 +621,7 @@ def test_a_refusal_names_the_reason_and_the_way_out():
 # bytes a thread, with Triton 3.6 and with the releases after it; what is not here spills nothing
 SPILLS = {
     ("forward", 64): (0, 4),
-    ("backward", 64): (56, 516),
+    ("backward", 64): (64, 516),
     ("backward", 128): (52, 0),
 }
 
@@ -657,7 +658,7 @@ def check_machine_code(kernel: str, dtype: str, head_dim: int, variants: str) ->
             128,
         ):  # nearly all exponentials of a thread's 64 scores run beside the output's product
             # half of them where it keeps maxima under a mask too: in logged steps, one of ten
-            least = 30 if row["variant"] == "top_intervals" else 60
+            least = 30 if row["variant"] in ("top_intervals", "top_wide") else 60
             assert min(row["overlapped"]) >= least, row
 
 
@@ -752,6 +753,20 @@ DEVICE_CASES = [
 @pytest.mark.parametrize("case", dict.fromkeys(DEVICE_CASES), ids=str)
 def test_conformance(case, dtype, conformance_record):
     check(compare(HOPPER, case, dtype, "cuda"), conformance_record)
+
+
+@pytest.mark.gpu
+@ON_HOPPER
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_ring_is_as_exact_as_one_process(head_dim, kv_heads):
+    """At most 1.05 of its error, as no partial result is rounded to 16 bits."""
+    sizes = {"seq_len": 4096, "kv_heads": kv_heads, "ranks": [1, 2, 8]}
+    options = ring_error.Options(**sizes, dtype="bf16")
+    for row in ring_error.rows(options, head_dim, torch.device("cuda")):
+        for name, ratio in row["most"].items():
+            # the sum of a row rounds once more in each merge of float32
+            assert ratio <= (1.15 if name == "lse" else 1.05), row
 
 
 def random(*shape: int, seed: int) -> Tensor:

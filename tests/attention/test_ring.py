@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention import attention, get_backend
+from attention.context import Group, Shards, register_ring
 from attention.kernels import TRITON
 from attention.mask import intervals
 from attention.online_softmax import OnlineSoftmax
@@ -207,6 +208,29 @@ def test_a_merge_is_handed_in():
         results(own, tensors, weights), results("ring", tensors, weights), strict=True
     ):
         torch.testing.assert_close(one, other)
+
+
+def test_the_kernels_partial_results_are_not_rounded():
+    """The same bound for them. Not in bfloat16, which the interpreter computes in float32."""
+    tensors, weights = inputs(64, torch.float16)
+    truth = results("naive", [x.detach().double().requires_grad_() for x in tensors], weights)
+
+    def errors(ranks):
+        kernels = replace(RING, fn=PlayedRing(TRITON.ring), options={"ranks": ranks})
+        found = results(kernels, tensors, weights)
+        return [(x - y).norm().item() for x, y in zip(found, truth, strict=True)]
+
+    for error, one in zip(errors(4), errors(1), strict=True):
+        assert error <= 1.05 * one
+
+
+def test_ranks_run_the_kernels_that_were_asked_for():
+    (q, k, v), _ = inputs(64)
+    backend = get_backend("triton", kernel="hopper")
+    register_ring(backend)
+    shards = Shards(ring=Group("", 0, 2))  # sends nothing
+    with pytest.raises(ValueError, match="attention.kernel=hopper cannot run: .* Hopper GPUs"):
+        shards.attention(attention, q, k, v, backend=backend)
 
 
 @pytest.mark.parametrize("mask", [{}, {"window": 20}, {"softcap": 2.0}], ids=str)

@@ -1,0 +1,116 @@
+"""How far a ring of ranks is from float64, beside one rank: its results must not lose by merging.
+
+    python -m lab.ring_error device=cuda out=ring_error_h200.json
+
+Arguments are key=value, lists with commas; all have a default:
+
+    attention   those that run on a ring (triton:kernel=hopper,triton:kernel=portable)
+    ranks       of the ring, all played by this process (1,2,4,8,16)
+    head_dims   (64,128)
+    seq_len     (16384)
+    heads       (8)
+    kv_heads    (heads)
+    dtype, device, out    as in scripts.benchmark
+
+Errors are norms, over the norm of what the tile loop gives in float64: causal attention of normal
+numbers, forward and backward. `alone` is the same attention of one process without a ring; `most`
+is the largest error of any number of ranks over that of `alone`.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attention import Backend, attention, dtype_name, get_backend
+from attention.played_ring import RING, PlayedRing
+from scripts.arguments import Device, Dtype, check_at_least, command, default, parse_backend
+from scripts.tables import Row
+from training.device import pick_device, pick_dtype
+from training.environment import measured_on
+from training.files import check_writable, write_json
+
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+OF_BLOCKS = ("block_q", "block_kv", "kernel")  # options of what computes a block
+
+
+@dataclass
+class Options:
+    attention: list[str] = default("triton:kernel=hopper", "triton:kernel=portable")
+    ranks: list[int] = default(1, 2, 4, 8, 16)
+    head_dims: list[int] = default(64, 128)
+    seq_len: int = 16384
+    heads: int = 8
+    kv_heads: int | None = None
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "ranks", "head_dims", "seq_len", "heads", "kv_heads")
+        for name in self.attention:
+            if parse_backend(name).ring is None:
+                raise ValueError(f"attention={name} does not run on a ring")
+        if self.out:
+            check_writable(self.out)
+
+
+def on_a_ring(backend: Backend, ranks: int) -> Backend:
+    """The backend's blocks, merged by a ring whose ranks this process plays."""
+    options = {name: x for name, x in backend.options.items() if name in OF_BLOCKS}
+    return replace(RING, fn=PlayedRing(backend.ring), options=options | {"ranks": ranks})
+
+
+def results(backend: Backend, inputs: list[Tensor]) -> list[Tensor]:
+    """out, lse, dq, dk and dv in float64, from q, k, v and d_out."""
+    *tensors, d_out = inputs
+    tensors = [x.detach().requires_grad_() for x in tensors]
+    out, lse = attention(*tensors, backend=backend)
+    assert lse is not None
+    gradients = torch.autograd.grad(out, tensors, d_out)
+    return [x.detach().double() for x in (out, lse, *gradients)]
+
+
+def errors(backend: Backend, inputs: list[Tensor], truth: list[Tensor]) -> dict[str, float]:
+    found = zip(RESULTS, results(backend, inputs), truth, strict=True)
+    return {name: ((x - true).norm() / true.norm()).item() for name, x, true in found}
+
+
+def rows(options: Options, head_dim: int, device: torch.device) -> list[Row]:
+    """One for each attention."""
+    torch.manual_seed(0)
+    counts = options.heads, *[options.kv_heads or options.heads] * 2, options.heads
+    shapes = [(1, heads, options.seq_len, head_dim) for heads in counts]
+    dtype = pick_dtype(options.dtype, device)
+    inputs = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+    tile = min(2048, options.seq_len)
+    exact = get_backend("tiled", block_q=tile, block_kv=tile)
+    truth = results(exact, [x.double() for x in inputs])
+    found = []
+    for name in options.attention:
+        backend = parse_backend(name)
+        alone = errors(backend, inputs, truth)
+        ring = {str(n): errors(on_a_ring(backend, n), inputs, truth) for n in options.ranks}
+        most = {x: max(each[x] for each in ring.values()) / alone[x] for x in RESULTS}
+        sizes = {"seq_len": options.seq_len, "heads": counts[0], "kv_heads": counts[1]}
+        head = {"attention": name, "head_dim": head_dim, **sizes, "dtype": dtype_name(dtype)}
+        found.append(head | {"alone": alone, "ring": ring, "most": most})
+    return found
+
+
+@command("ring_error", Options)
+def main(options: Options) -> None:
+    device = pick_device(options.device)
+    result: Row = {"environment": measured_on(device), "rows": []}
+    for head_dim in options.head_dims:
+        for row in rows(options, head_dim, device):
+            result["rows"].append(row)
+            most = ", ".join(f"{name} {ratio:.4f}" for name, ratio in row["most"].items())
+            print(f"{row['attention']} head_dim {head_dim}: at most {most} of alone", flush=True)
+        if options.out:
+            write_json(options.out, result)
+
+
+if __name__ == "__main__":
+    main()
