@@ -478,14 +478,14 @@ ERRORS = {
     "d_out-not-released": ("backward", "            do_ring.release(item)\n", "", "deadlock"),
     "gradients-written-over-dq": (
         "backward",
-        "\n\n    tma.store_wait(0)\n    out_tiles",
-        "\n\n    out_tiles",
+        "\n\n    tma.store_wait(0)\n    store_gradient",
+        "\n\n    store_gradient",
         "while it was being stored",
     ),
     "gradients-not-fenced": (
         "backward",
-        "    fence_async_shared()\n    store_box(dv_desc",
-        "    store_box(dv_desc",
+        "    fence_async_shared()\n    store_box(desc, [batch, kv_head, start_kv, LAST]",
+        "    store_box(desc, [batch, kv_head, start_kv, LAST]",
         "without a fence",
     ),
     "keys-not-released": ("backward", "    k_ring.release(visit)\n", "", "deadlock"),

@@ -18,9 +18,10 @@ from attention.tiled import TileBlocks
 
 TILES = {"block_q": 16, "block_kv": 16}
 DEFECTS = [backend.name for backend in RING_DEFECTS]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the kernels
 
 
-def inputs(length=96, dtype=torch.float32, heads=4):
+def inputs(length=96, dtype=torch.float32, heads=4, device="cpu"):
     draw = torch.Generator().manual_seed(0)
     shapes = (
         (2, heads, length, 16),
@@ -28,7 +29,7 @@ def inputs(length=96, dtype=torch.float32, heads=4):
         (2, 2, length, 16),
         (2, heads, length, 16),
     )
-    q, k, v, weights = (torch.randn(shape, generator=draw).to(dtype) for shape in shapes)
+    q, k, v, weights = (torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes)
     return [x.requires_grad_() for x in (q, k, v)], weights
 
 
@@ -212,7 +213,7 @@ def test_a_merge_is_handed_in():
 
 def test_the_kernels_partial_results_are_not_rounded():
     """The same bound for them. Not in bfloat16, which the interpreter computes in float32."""
-    tensors, weights = inputs(64, torch.float16)
+    tensors, weights = inputs(64, torch.float16, device=DEVICE)
     truth = results("naive", [x.detach().double().requires_grad_() for x in tensors], weights)
 
     def errors(ranks):
@@ -237,7 +238,7 @@ def test_ranks_run_the_kernels_that_were_asked_for():
 def test_the_kernels_on_a_ring(mask):
     """Their block gives out and lse, a state like any other."""
     kernels = replace(RING, fn=PlayedRing(TRITON.ring), options={"ranks": 2} | TILES)
-    tensors, weights = inputs(40)
+    tensors, weights = inputs(40, device=DEVICE)
     for one, other in zip(
         results(kernels, tensors, weights, **mask),
         results("tiled", tensors, weights, **mask),
