@@ -17,6 +17,7 @@ numbers, forward and backward. `alone` is the same attention of one process with
 is the largest error of any number of ranks over that of `alone`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def errors(backend: Backend, inputs: list[Tensor], truth: list[Tensor]) -> dict[
     return {name: ((x - true).norm() / true.norm()).item() for name, x, true in found}
 
 
-def rows(options: Options, head_dim: int, device: torch.device) -> list[Row]:
+def rows(options: Options, head_dim: int, device: torch.device) -> Iterator[Row]:
     """One for each attention."""
     torch.manual_seed(0)
     counts = options.heads, *[options.kv_heads or options.heads] * 2, options.heads
@@ -87,7 +88,6 @@ def rows(options: Options, head_dim: int, device: torch.device) -> list[Row]:
     tile = min(2048, options.seq_len)
     exact = get_backend("tiled", block_q=tile, block_kv=tile)
     truth = results(exact, [x.double() for x in inputs])
-    found = []
     for name in options.attention:
         backend = parse_backend(name)
         alone = errors(backend, inputs, truth)
@@ -95,8 +95,7 @@ def rows(options: Options, head_dim: int, device: torch.device) -> list[Row]:
         most = {x: max(each[x] for each in ring.values()) / alone[x] for x in RESULTS}
         sizes = {"seq_len": options.seq_len, "heads": counts[0], "kv_heads": counts[1]}
         head = {"attention": name, "head_dim": head_dim, **sizes, "dtype": dtype_name(dtype)}
-        found.append(head | {"alone": alone, "ring": ring, "most": most})
-    return found
+        yield head | {"alone": alone, "ring": ring, "most": most}
 
 
 @command("ring_error", Options)
@@ -108,8 +107,8 @@ def main(options: Options) -> None:
             result["rows"].append(row)
             most = ", ".join(f"{name} {ratio:.4f}" for name, ratio in row["most"].items())
             print(f"{row['attention']} head_dim {head_dim}: at most {most} of alone", flush=True)
-        if options.out:
-            write_json(options.out, result)
+            if options.out:
+                write_json(options.out, result)
 
 
 if __name__ == "__main__":
