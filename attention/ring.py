@@ -207,10 +207,13 @@ class RingCall:
             d_state = d_states[hop] if d_states else None
             parts = self._gradients(rank, source, q, held, (out, lse, d_out, d_lse), d_state)
             dq += parts[0]
-            own = torch.stack(parts[1:])
             arrived = arriving()
-            # the gradient of these keys comes last
-            gradient = own if hop == 0 else own.add_(arrived.pop())
+            if hop == 0:
+                gradient = torch.stack(parts[1:])
+            else:  # the gradient of these keys comes last
+                gradient = arrived.pop()
+                torch._foreach_add_(list(gradient), parts[1:])
+            del parts, leaving  # their memory is for the next hop
             held = next(iter(arrived), held)
         assert gradient is not None
         if self.world > 1:

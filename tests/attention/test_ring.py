@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention import attention, get_backend
-from attention.context import Group, Shards, register_ring
+from attention.context import Group, Shards, register_ring, take_part
 from attention.kernels import TRITON
 from attention.mask import intervals
 from attention.online_softmax import OnlineSoftmax
 from attention.played_ring import RING, RING_DEFECTS, PlayedRing
 from attention.ring import Ring, RingCall, zigzag
 from attention.tiled import TileBlocks
+from training.memory import MemoryMeter
 
 TILES = {"block_q": 16, "block_kv": 16}
 DEFECTS = [backend.name for backend in RING_DEFECTS]
@@ -161,6 +162,22 @@ def test_ranks_keep_no_keys_of_others():
     tensors, _ = inputs(256)
     alone = saved_bytes("tiled", tensors)
     assert {saved_bytes(get_backend("ring", ranks=n), tensors) for n in (2, 4, 16)} == {alone}
+
+
+def test_a_rank_frees_what_it_has_sent_on():
+    """Its peak in the backward pass is that of some buffers, however many blocks come by."""
+    peaks = {}
+    for ranks in (4, 8):
+        (q, k, v), d_out = inputs(64)  # a rank's part
+        parts = zigzag(64 * ranks, ranks)
+        visible = intervals(64 * ranks, 64 * ranks, q.device, causal=True)
+        call = RingCall(RING.ring, parts, parts, visible, TILES | {"scale": 1.0})
+        lse = d_out.sum(-1)
+        meter = MemoryMeter("cpu")
+        with torch.no_grad(), meter.measured():
+            take_part(call.backward(0, q, k, v, d_out, lse, d_out, lse), "", 0, ranks)
+        peaks[ranks] = meter.peak_gib() * 2**30 / d_out.nbytes
+    assert 2 < peaks[8] <= 1.05 * peaks[4]
 
 
 @settings(deadline=None, max_examples=60)

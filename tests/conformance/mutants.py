@@ -640,7 +640,7 @@ def _of_ring(
 
 
 BLOCK_BACKWARD = "return blocks.backward(q, k, v, *whole, visible, **self.settings)"
-ADD_UP = "gradient = own if hop == 0 else own.add_(arrived.pop())"
+ADD_UP = "torch._foreach_add_(list(gradient), parts[1:])"
 SEARCH = "torch.searchsorted(keys, ends[:, rows].contiguous())"
 CHUNKS = "torch.cat((chunks[rank], chunks[-1 - rank]))"
 NEXT_KEYS = "held = next(iter(arrived), held)"
@@ -672,7 +672,7 @@ RING_MUTANTS = (
     _of_ring(
         "gradient_stays",
         "dk and dv of the hops before are not added.",
-        *ring((ADD_UP, "gradient = own if hop == 0 else (arrived.pop(), own)[1]")),
+        *ring((ADD_UP, "gradient = torch.stack(parts[1:])")),
     ),
     _of_ring(
         "only_the_last_dq",
