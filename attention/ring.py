@@ -212,8 +212,9 @@ class RingCall:
                 gradient = torch.stack(parts[1:])
             else:  # the gradient of these keys comes last
                 gradient = arrived.pop()
-                torch._foreach_add_(list(gradient), parts[1:])
-            del parts, leaving  # their memory is for the next hop
+                gradient[0].add_(parts[1])
+                gradient[1].add_(parts[2])
+            del parts, leaving  # the next hop needs their memory
             held = next(iter(arrived), held)
         assert gradient is not None
         if self.world > 1:

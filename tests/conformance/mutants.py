@@ -640,7 +640,6 @@ def _of_ring(
 
 
 BLOCK_BACKWARD = "return blocks.backward(q, k, v, *whole, visible, **self.settings)"
-ADD_UP = "torch._foreach_add_(list(gradient), parts[1:])"
 SEARCH = "torch.searchsorted(keys, ends[:, rows].contiguous())"
 CHUNKS = "torch.cat((chunks[rank], chunks[-1 - rank]))"
 NEXT_KEYS = "held = next(iter(arrived), held)"
@@ -672,7 +671,7 @@ RING_MUTANTS = (
     _of_ring(
         "gradient_stays",
         "dk and dv of the hops before are not added.",
-        *ring((ADD_UP, "gradient = torch.stack(parts[1:])")),
+        *ring(*((f"[{i}].add_(parts", f"[{i}].copy_(parts") for i in range(2))),
     ),
     _of_ring(
         "only_the_last_dq",
