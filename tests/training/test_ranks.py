@@ -30,7 +30,7 @@ from tests.command import (
     wait_for_rows,
 )
 from training.command_line import compose
-from training.ranks import Ranks
+from training.ranks import Ranks, join
 from training.sharing import check_shares, way_to_share
 
 # the ranks of a step share four sequences; dropout would differ
@@ -596,6 +596,23 @@ def test_a_rank_that_never_comes_ends_the_others(tmp_path):
     )
     done = finish(alone)
     assert done.code == 1 and "rank 0 of 2 did not meet the others" in done.output
+
+
+def test_a_port_in_use_is_named(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = finish(start(*tiny(tmp_path / "run"), WORLD_SIZE="2", RANK="0", **meeting))
+    assert done.code == 1 and port in done.complaint() and "in use" in done.complaint()
+
+
+def test_a_rank_without_a_gpu_is_refused(monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    said = "rank 1 has no GPU: this host has 1, and runs 2 ranks; start torchrun with "
+    with pytest.raises(ValueError, match=said + "--nproc-per-node=1, or add device=cpu"):
+        join("cuda")
 
 
 def test_memory_is_that_of_the_rank_that_needs_most():
