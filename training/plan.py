@@ -221,10 +221,13 @@ def fused_call(step: StepShape) -> PartBytes:
 
 def dk_dv_of_shares(step: StepShape) -> int:
     """What Triton's kernels for Hopper keep of dk and dv until they are summed over the shares of a
-    group's query heads, on a GPU with 132 multiprocessors."""
+    group's query heads, on an H200: 132 multiprocessors, 60 MiB of L2 cache."""
     heads, kv_heads = step.config.num_heads, step.config.kv_heads
     blocks = step.batch_size * kv_heads * -(-step.seq_len // 128)
-    shares = shares_of(heads // kv_heads, blocks, 132, equal=step.window is not None)
+    streamed, cache = 8 * step.seq_len * step.config.head_dim, 60 * 2**20
+    shares = shares_of(
+        heads // kv_heads, blocks, 132, equal=step.window is not None, streamed=streamed, cache=cache
+    )
     return 0 if shares == 1 else 8 * shares * blocks * 128 * step.config.head_dim
 
 

@@ -156,17 +156,23 @@ def tiles_of(length: int, block: int) -> int:
     return -(-length // block)
 
 
-def shares_of(groups: int, blocks: int, programs: int, *, equal: bool) -> int:
-    """Into how many shares the query heads of each key/value head are divided, a divisor of
-    `groups`, so that every program has work in the backward pass.
+def shares_of(
+    groups: int, blocks: int, programs: int, *, equal: bool, streamed: int, cache: int
+) -> int:
+    """Into how many shares the query heads of each key/value head are divided in the backward pass,
+    a divisor of `groups`, so that every program has work and finds in the L2 cache what another has
+    read.
 
     blocks: of keys, of all key/value heads; programs: as many as run at a time; equal: whether all
     blocks have the same amount of work. Otherwise the longest come first, and twice as many as
-    programs suffice for an even end.
+    programs suffice for an even end. Then programs are also at different heads of their shares:
+    what these stream, `streamed` bytes a head, should be in half of the `cache`, or be two heads.
     """
     divisors = [n for n in range(1, groups + 1) if groups % n == 0]
     if not equal:
-        return next((n for n in divisors if n * blocks >= 2 * programs), groups)
+        heads = max(2, cache // 2 // streamed)
+        enough = (n for n in divisors if n * blocks >= 2 * programs and groups // n <= heads)
+        return next(enough, groups)
     used = {n: n * blocks / tiles_of(n * blocks, programs) for n in divisors}  # of the programs
     return next(n for n in divisors if used[n] >= 0.95 * max(used.values()))
 

@@ -275,19 +275,26 @@ def test_shares_of_a_group_are_joined(
 
 
 @pytest.mark.parametrize(
-    ("groups", "blocks", "equal", "shares"),
+    ("groups", "blocks", "mib", "equal", "shares"),
     [
-        (16, 128, False, 4),  # MQA, 16 heads, 16,384 keys: 128 programs for 132 multiprocessors
-        (8, 1024, False, 1),  # 64:8, four sequences of 4,096 keys
-        (8, 16, False, 8),  # too short to be enough
-        (6, 100, False, 3),
-        (4, 132, True, 1),
-        (4, 140, True, 4),  # a second round for eight blocks alone
-        (1, 20, False, 1),
+        # fastest on an H200, whose cache has 60 MiB
+        (16, 128, 16, False, 8),  # MQA, 16 heads, 16,384 keys: 128 programs for 132 multiprocessors
+        (8, 1024, 4, False, 2),  # 64:8, four sequences of 4,096 keys
+        (4, 512, 8, False, 2),
+        (4, 512, 4, False, 1),
+        (8, 2048, 32, False, 4),
+        # as it follows
+        (8, 16, 1, False, 8),  # too short to be enough
+        (3, 1000, 32, False, 3),
+        (6, 100, 1, False, 3),
+        (4, 132, 64, True, 1),
+        (4, 140, 64, True, 4),  # a second round for eight blocks alone
+        (1, 20, 64, False, 1),
     ],
 )
-def test_every_program_has_work_in_the_backward(groups, blocks, equal, shares):
-    assert shares_of(groups, blocks, 132, equal=equal) == shares
+def test_every_program_has_work_in_the_backward(groups, blocks, mib, equal, shares):
+    sizes = {"streamed": mib * 2**20, "cache": 60 * 2**20}
+    assert shares_of(groups, blocks, 132, equal=equal, **sizes) == shares
 
 
 @INTERPRETED

@@ -88,6 +88,10 @@ def multiprocessors(device: torch.device) -> int:
     return properties(device).multi_processor_count
 
 
+def cache_bytes(device: torch.device) -> int:
+    return properties(device).L2_cache_size
+
+
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
@@ -217,9 +221,12 @@ class Backward:
             D=head_dim, BLOCK_Q=rows, num_warps=4,
         )  # fmt: skip
         blocks, programs = tiles_of(num_keys, BLOCK_KV), multiprocessors(q.device)
+        # q and d_out, and dq in float32
+        streamed = 2 * bytes_of_a_head(q) + 4 * num_queries * head_dim
         shares = shares_of(
-            groups, batch * num_kv_heads * blocks, programs, equal=not causal or lo is not None
-        )
+            groups, batch * num_kv_heads * blocks, programs, equal=not causal or lo is not None,
+            streamed=streamed, cache=cache_bytes(q.device),
+        )  # fmt: skip
         groups //= shares  # query heads of a share
         meta = backward_constants(q.shape, k.shape, causal, lo is not None, shares)
         block_q = meta["BLOCK_Q"]
@@ -235,11 +242,8 @@ class Backward:
             (
                 batch_stride(lo), 0 if self.ranges is None else self.ranges.batch_stride,
                 num_kv_heads, shares, groups, batch_shares,
-                # q and d_out, and dq in float32
                 section_of(
-                    q.device,
-                    groups * (2 * bytes_of_a_head(q) + 4 * num_queries * head_dim),
-                    equal=not causal,
+                    q.device, groups * streamed, equal=not causal,
                     # else the longest blocks of the last section would end alone
                     at_least=round(2 * programs / blocks),
                 ),
