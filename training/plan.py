@@ -226,7 +226,12 @@ def dk_dv_of_shares(step: StepShape) -> int:
     blocks = step.batch_size * kv_heads * -(-step.seq_len // 128)
     streamed, cache = 8 * step.seq_len * step.config.head_dim, 60 * 2**20
     shares = shares_of(
-        heads // kv_heads, blocks, 132, equal=step.window is not None, streamed=streamed, cache=cache
+        heads // kv_heads,
+        blocks,
+        132,
+        equal=step.window is not None,
+        streamed=streamed,
+        cache=cache,
     )
     return 0 if shares == 1 else 8 * shares * blocks * 128 * step.config.head_dim
 
