@@ -19,6 +19,8 @@ from conformance.backend_under_test import Check, Subject, expected_of
 from conformance.cases import Case, row_of
 from conformance.views import LAYOUTS
 
+# calls in a row with the same features on a GPU: each other combination is a kernel to compile
+SAME_FEATURES = 10
 # of how many calls one has another layout than contiguous, other logits than normal, each feature
 LAYOUT_SHARE, LOGITS_SHARE, FEATURE_SHARE = 0.5, 0.4, 0.25
 LOGITS = ("large", "growing", "negative", "up", "down", "up and down", "ties")
@@ -54,7 +56,10 @@ def fuzz(subject: Subject, *, calls: int, seed: int) -> Iterator[Trial]:
     """That many random calls. Raises nothing for a wrong result, nor for one that is none."""
     drawn = random.Random(seed)
     for number in range(calls):
-        case = draw_case(subject, drawn, seed=seed * 10**6 + number + 1)
+        features = drawn
+        if subject.device == "cuda":
+            features = random.Random(seed * 10**6 + number // SAME_FEATURES)
+        case = draw_case(subject, drawn, features, seed=seed * 10**6 + number + 1)
         layout = CONTIGUOUS
         if drawn.random() < LAYOUT_SHARE:
             same = case.num_queries == case.num_keys and case.num_heads == case.num_kv_heads
@@ -104,12 +109,16 @@ def checks(subject: Subject, case: Case, results: dict[str, Tensor]) -> list[Che
     ]
 
 
-def draw_case(subject: Subject, drawn: random.Random, seed: int) -> Case:
-    """A case of the features that the attention has, which may still refuse their combination."""
+def draw_case(
+    subject: Subject, drawn: random.Random, drawn_features: random.Random, seed: int
+) -> Case:
+    """A case of the features that the attention has, which may still refuse their combination.
+    drawn_features decides on what a kernel is compiled for, `drawn` on everything else.
+    """
     features = subject.backend.features
 
     def has(feature: str, share: float = FEATURE_SHARE) -> bool:
-        return feature in features and drawn.random() < share
+        return feature in features and drawn_features.random() < share
 
     # every head dim is a kernel to compile on a GPU
     common = (8, 16, 24, 40, 64) if subject.device == "cpu" else (64, 128)
@@ -122,10 +131,10 @@ def draw_case(subject: Subject, drawn: random.Random, seed: int) -> Case:
         num_queries,
         num_keys,
         batch=drawn.choice((1, 2, 3)),
-        num_heads=num_kv_heads * (drawn.choice((2, 3, 4)) if has("gqa") else 1),
+        num_heads=num_kv_heads * (drawn_features.choice((2, 3, 4)) if has("gqa") else 1),
         num_kv_heads=num_kv_heads,
-        head_dim=drawn.choice(head_dims),
-        value_dim=drawn.choice(common) if has("value_dim") else None,
+        head_dim=drawn_features.choice(head_dims),
+        value_dim=drawn_features.choice(common) if has("value_dim") else None,
         causal=not has("non_causal", 0.4),
         inputs=drawn.choice(LOGITS) if drawn.random() < LOGITS_SHARE else "normal",
         seed=seed,
@@ -134,13 +143,13 @@ def draw_case(subject: Subject, drawn: random.Random, seed: int) -> Case:
     if has("window") and (case.causal or "two_sided_window" in features):
         # few keys, or about as many as there are
         left = min(case.num_keys, int(2 ** drawn.uniform(0, 9)))
-        one_sided = case.causal and drawn.random() < 0.5
+        one_sided = case.causal and drawn_features.random() < 0.5
         right = drawn.choice((-1, 0, drawn.randint(0, case.num_keys)))
         two_sided = (drawn.choice((-1, left)), 0 if case.causal else right)
         if one_sided or "two_sided_window" in features:
             optional["window"] = left if one_sided else two_sided
     if has("softcap"):
-        optional["softcap"] = 2.0 ** drawn.randint(0, 6)
+        optional["softcap"] = 2.0 ** drawn_features.randint(0, 6)
     if has("alibi_slopes"):
         optional["alibi_slopes"] = True
     if not optional.keys() & {"softcap", "alibi_slopes"} and has("score_mod"):

@@ -47,7 +47,7 @@ from conformance import exchange
 from conformance.command import DTYPES, properties_of, set_up
 from conformance.dialects import target
 from conformance.minimise import Minimiser, Watched
-from conformance.properties import PROPERTIES, SLOW, Cell, examine
+from conformance.properties import PROPERTIES, SLOW, Cell, Property, examine, why_unusable
 from lab.side_by_side import measured
 from scripts.arguments import check_at_least, command, default
 from scripts.tables import Row
@@ -83,7 +83,7 @@ def compiled_flex():
     # every other mask and head dim compiles once more; past the limit it would go on uncompiled
     torch._dynamo.config.recompile_limit = 256
     torch._dynamo.config.accumulated_recompile_limit = 1024
-    return torch.compile(flex_attention)
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def flex_compiled(
@@ -106,6 +106,7 @@ class Card(NamedTuple):
     changes: dict[str, Any] = {}
 
 
+OURS = "tilegpt"  # installed or not
 TORCH, HERE, MODELS = "torch.nn.functional", "lab.scorecards", "transformers.models"
 FLEX = "torch.nn.attention.flex_attention:flex_attention"
 LLAMA = Card(
@@ -117,6 +118,7 @@ HF_SDPA = Card(
 )  # fmt: skip
 MATH = Card("SDPA (math)", "torch", f"{HERE}:sdpa_math", "sdpa")
 NARROW = {"dtypes": "bf16,fp16"}
+EIGHTS = ",".join(map(str, range(8, 257, 8)))
 TUTORIAL = "fused_attention_tutorial"  # the module that its file becomes
 CARDS = {
     "cpu": (
@@ -130,7 +132,7 @@ CARDS = {
     "cuda": (
         Card(
             "FlashAttention-4", "flash-attn-4", "flash_attn.cute:flash_attn_func", "fa",
-            NARROW | {"window_form": "pair_or_none"},
+            NARROW | {"window_form": "pair_or_none", "head_dims": EIGHTS},
         ),
         Card("FlexAttention (compiled)", "torch", f"{HERE}:flex_compiled", "flex"),
         Card("FlashAttention-2", "flash-attn", "flash_attn:flash_attn_func", "fa", NARROW),
@@ -150,10 +152,10 @@ CARDS = {
         MATH,
         LLAMA,
         HF_SDPA,
-        Card("ours (Hopper)", "tilegpt", f"{HERE}:HOPPER"),
-        Card("ours (portable)", "tilegpt", f"{HERE}:PORTABLE"),
-        Card("ours (tiled)", "tilegpt", "tiled"),
-        Card("ours (naive)", "tilegpt", "naive"),
+        Card("ours (Hopper)", OURS, f"{HERE}:HOPPER"),
+        Card("ours (portable)", OURS, f"{HERE}:PORTABLE"),
+        Card("ours (tiled)", OURS, "tiled"),
+        Card("ours (naive)", OURS, "naive"),
     ),
 }  # fmt: skip
 
@@ -223,11 +225,17 @@ def why_left_out(card: Card, tutorial: Path | None) -> str:
     """Why there is no such card here; "" where there is."""
     if card.target.startswith(TUTORIAL) and tutorial is None:
         return "its file is not given, by tutorial="
+    if card.package == OURS:
+        return ""
     try:
         importlib.metadata.version(card.package)
     except importlib.metadata.PackageNotFoundError:
         return f"{card.package} is not installed"
     return ""
+
+
+def version_of(package: str) -> str:
+    return package if package == OURS else f"{package} {importlib.metadata.version(package)}"
 
 
 def load_tutorial(file: Path) -> None:
@@ -250,20 +258,15 @@ class Examined(NamedTuple):
     tried: list
 
 
-def examined(card: Card, options: Options) -> Iterator[Examined]:
-    """The card's cells. What tells nothing about results comes last, for all dtypes."""
-    found = target(card.target, card.dialect, card.changes)
-    subjects = {
-        dtype: Watched(found.backend, options.device, DTYPES[dtype], options.cases, seed=0)
-        for dtype in options.dtype
-    }
-    for slow in (False, True):
+def examined(subjects: dict[str, Watched], properties: dict[str, Property]) -> Iterator[Examined]:
+    """The cells of each dtype, as long as the device can be used."""
+    for name, check in properties.items():
         for dtype, subject in subjects.items():
-            for name, check in properties_of(subject).items():
-                if (name in SLOW) == slow:
-                    subject.tried.clear()
-                    cell = examine(subject, name, check)
-                    yield Examined(dtype, cell, subject, list(subject.tried))
+            if why_unusable(subject.device):
+                return
+            subject.tried.clear()
+            cell = examine(subject, name, check)
+            yield Examined(dtype, cell, subject, list(subject.tried))
 
 
 def measure(card: Card, options: Options, part: Path) -> None:
@@ -274,12 +277,17 @@ def measure(card: Card, options: Options, part: Path) -> None:
     if options.tutorial is not None and card.target.startswith(TUTORIAL):
         load_tutorial(options.tutorial)
     start, done, scripts = time.perf_counter(), [], {}
+    found = target(card.target, card.dialect, card.changes)
+    subjects = {
+        dtype: Watched(found.backend, options.device, DTYPES[dtype], options.cases, seed=0)
+        for dtype in options.dtype
+    }
 
     def write() -> None:
         counts = Counter(each.cell.status for each in done)
         row = {
             "name": card.name,
-            "package": f"{card.package} {importlib.metadata.version(card.package)}",
+            "package": version_of(card.package),
             "dialect": card.dialect,
             "seconds": round(time.perf_counter() - start, 1),
             **{status: counts[status] for status in ("green", "red", "n/a")},
@@ -291,15 +299,25 @@ def measure(card: Card, options: Options, part: Path) -> None:
         }
         write_json(part, row)
 
-    for each in examined(card, options):
-        done.append(each)
-        write()
-    found = target(card.target, card.dialect, card.changes)
-    for i, each in enumerate(done):
-        if each.cell.status == "red":
-            each.subject.tried[:] = each.tried
-            scripts[i] = Minimiser(found, each.subject).script(each.cell)
+    for properties in stages(properties_of(next(iter(subjects.values())))):
+        first = len(done)
+        for each in examined(subjects, properties):
+            done.append(each)
             write()
+        for i, each in enumerate(done[first:], first):
+            if each.cell.status == "red" and not why_unusable(options.device):
+                each.subject.tried[:] = each.tried
+                scripts[i] = Minimiser(found, each.subject).script(each.cell)
+                write()
+
+
+def stages(properties: dict[str, Property]) -> list[dict[str, Property]]:
+    """The last one has that after which a GPU may be of no use: a kernel that does not look at its
+    addresses dies of one that is not aligned. Before it comes what tells nothing about results.
+    """
+    last = {name: check for name, check in properties.items() if name == "strides and views"}
+    others = sorted((name for name in properties if name not in last), key=SLOW.__contains__)
+    return [{name: properties[name] for name in others}, last]
 
 
 def red_cell(name: str, dtype: str, cell: Cell, script: str | None) -> Row:

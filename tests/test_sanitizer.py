@@ -73,7 +73,7 @@ def model_kernels() -> None:
 
     logits = torch.randn(40, 1008, device="cuda", dtype=torch.bfloat16)
     assert (
-        loss_kernel.launch(logits, torch.arange(40, device="cuda"), 1000, -100, True)
+        loss_kernel.launch(logits, torch.arange(40, device="cuda"), 1000, -100, True, 0.0)
         .isfinite()
         .all()
     )

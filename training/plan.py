@@ -39,6 +39,7 @@ from typing import Any
 import torch
 
 from attention import Backend, build_module
+from attention.kernels.launch import shares_of
 from config import ModelConfig
 from model.gpt import count_parameters, mlp_width
 from model.loss import chunk_rows, padded_vocab
@@ -214,8 +215,25 @@ def fused_call(step: StepShape) -> PartBytes:
         backward += 2 * step.residual
     elif not step.on_cpu and step.element == 2 and step.config.head_dim in (64, 128):
         # Triton's kernels for Hopper sum dq in float32 too; planned alike on every GPU
-        backward += step.residual + lse
+        backward += step.residual + lse + dk_dv_of_shares(step)
     return PartBytes(step.q + lse, backward=backward)
+
+
+def dk_dv_of_shares(step: StepShape) -> int:
+    """What Triton's kernels for Hopper keep of dk and dv until they are summed over the shares of a
+    group's query heads, on an H200: 132 multiprocessors, 60 MiB of L2 cache."""
+    heads, kv_heads = step.config.num_heads, step.config.kv_heads
+    blocks = step.batch_size * kv_heads * -(-step.seq_len // 128)
+    streamed, cache = 8 * step.seq_len * step.config.head_dim, 60 * 2**20
+    shares = shares_of(
+        heads // kv_heads,
+        blocks,
+        132,
+        equal=step.window is not None,
+        streamed=streamed,
+        cache=cache,
+    )
+    return 0 if shares == 1 else 8 * shares * blocks * 128 * step.config.head_dim
 
 
 def tile_loop_call(step: StepShape) -> PartBytes:

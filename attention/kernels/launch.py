@@ -156,19 +156,42 @@ def tiles_of(length: int, block: int) -> int:
     return -(-length // block)
 
 
-def section_of(device: torch.device, streamed: int, *, heads: int = 1, equal: bool) -> int:
+def shares_of(
+    groups: int, blocks: int, programs: int, *, equal: bool, streamed: int, cache: int
+) -> int:
+    """Into how many shares the query heads of each key/value head are divided in the backward pass,
+    a divisor of `groups`, so that every program has work and finds in the L2 cache what another has
+    read.
+
+    blocks: of keys, of all key/value heads; programs: as many as run at a time; equal: whether all
+    blocks have the same amount of work. Otherwise the longest come first, and twice as many as
+    programs suffice for an even end. Then programs are also at different heads of their shares:
+    what these stream, `streamed` bytes a head, should be in half of the `cache`, or be two heads.
+    """
+    divisors = [n for n in range(1, groups + 1) if groups % n == 0]
+    if not equal:
+        heads = max(2, cache // 2 // streamed)
+        enough = (n for n in divisors if n * blocks >= 2 * programs and groups // n <= heads)
+        return next(enough, groups)
+    used = {n: n * blocks / tiles_of(n * blocks, programs) for n in divisors}  # of the programs
+    return next(n for n in divisors if used[n] >= 0.95 * max(used.values()))
+
+
+def section_of(
+    device: torch.device, streamed: int, *, heads: int = 1, equal: bool, at_least: int = 1
+) -> int:
     """The number of heads to work on at a time, so that what they stream stays in the L2 cache:
     `streamed` bytes, shared by `heads` heads.
 
     equal: whether all programs have the same amount of work. Otherwise a section has several heads,
-    and the longest programs of all of them come first.
+    at_least so many, and the longest programs of all of them come first.
     """
     if equal:
         return heads
     if device.type == "cpu":
         return 2 * heads  # the interpreter has no cache, and few heads: this makes several sections
     # about half of the cache; the rest is for data that is read once or written
-    return heads * max(1, round(properties(device).L2_cache_size / 2 / streamed))
+    return heads * max(1, at_least, round(properties(device).L2_cache_size / 2 / streamed))
 
 
 def bytes_of_a_head(x: Tensor) -> int:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from attention.interface import Refusal
+
 KERNELS = ("auto", "portable", "hopper")
 # Gluon, the language of the Hopper kernels, changes with every release of Triton
 TRITON_RELEASES = ("3.6",)
@@ -74,14 +76,14 @@ def why_not_hopper(
 
 def choose_kernel(kernel: str, **inputs) -> Choice:
     """The kernels that run for kernel=auto, portable or hopper. The other arguments are those of
-    why_not_hopper(). Raises ValueError where kernel=hopper cannot run.
+    why_not_hopper(). Raises Refusal where kernel=hopper cannot run.
     """
     if kernel == "portable":
         return Choice("portable", "asked for")
     against = why_not_hopper(**inputs)
     if kernel == "hopper":
         if against:
-            raise ValueError(
+            raise Refusal(
                 f"attention.kernel=hopper cannot run: {against}; attention.kernel=auto takes the "
                 "portable kernels there"
             )

@@ -835,6 +835,7 @@ def load_kernels(edit: tuple[str, str, str] | None = None) -> dict[str, types.Mo
                 module.add_box = lambda *arguments: start_store(*arguments, add=True)
             ours[name] = module
     ours["launch"].multiprocessors = lambda device: 2
+    ours["launch"].cache_bytes = lambda device: 2**20
     ours["launch"].counters = lambda device: COUNTERS
     return ours
 

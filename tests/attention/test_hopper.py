@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attention import BACKENDS, AttentionOutput, Backend, attention, get_backend, kernel_choice
 from attention.kernels import select as choice
+from attention.kernels.launch import shares_of
 from attention.kernels.select import choose_kernel, why_not_hopper
 from attention.mask import MASKS, visible_keys
 from conformance.cases import Case, compare
@@ -226,10 +227,11 @@ def test_interpreted(case, conformance_record):
 
 
 @INTERPRETED
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_interpreted_float32_results(head_dim):
+@pytest.mark.parametrize(("head_dim", "shares"), [(64, 1), (64, 2), (128, 1), (128, 2)])
+def test_interpreted_float32_results(head_dim, shares, monkeypatch):
     """What a ring merges: the same numbers before they are rounded to 16 bits."""
     torch.manual_seed(0)
+    monkeypatch.setattr(launcher(), "shares_of", lambda *_, **__: shares)
     q, k, v, d_out = (
         torch.randn(1, heads, length, head_dim).half()
         for heads, length in ((2, 200), (1, 300), (1, 300), (2, 200))
@@ -273,6 +275,59 @@ def test_interpreted_as_long_sequences(case, monkeypatch):
     monkeypatch.setattr(launcher(), "LONG", 0)
     row = compare(interpreted_backend(), case, torch.float16, "cpu")
     assert row["ok"], row
+
+
+@INTERPRETED
+@pytest.mark.parametrize(
+    ("head_dim", "shares", "groups", "num_queries", "num_keys", "causal"),
+    [
+        (128, 2, 4, 200, 200, True),
+        (128, 4, 4, 130, 200, False),
+        (64, 3, 6, 200, 130, True),
+        pytest.param(64, 2, 4, 290, 290, True, marks=pytest.mark.slow),
+        pytest.param(128, 3, 6, 300, 130, True, marks=pytest.mark.slow),
+    ],
+)
+def test_shares_of_a_group_are_joined(
+    head_dim, shares, groups, num_queries, num_keys, causal, monkeypatch
+):
+    """Several programs for the query heads of one key/value head."""
+    launch = launcher()
+    monkeypatch.setattr(launch, "shares_of", lambda *_, **__: shares)
+    case = Case(
+        batch=2,
+        num_heads=2 * groups,
+        num_kv_heads=2,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        head_dim=head_dim,
+        causal=causal,
+    )
+    row = compare(interpreted_backend(), case, torch.float16, "cpu")
+    assert row["ok"], row
+
+
+@pytest.mark.parametrize(
+    ("groups", "blocks", "mib", "equal", "shares"),
+    [
+        # fastest on an H200, whose cache has 60 MiB
+        (16, 128, 16, False, 8),  # MQA, 16 heads, 16,384 keys: 128 programs for 132 multiprocessors
+        (8, 1024, 4, False, 2),  # 64:8, four sequences of 4,096 keys
+        (4, 512, 8, False, 2),
+        (4, 512, 4, False, 1),
+        (8, 2048, 32, False, 4),
+        # as it follows
+        (8, 16, 1, False, 8),  # too short to be enough
+        (3, 1000, 32, False, 3),
+        (6, 100, 1, False, 3),
+        (4, 132, 64, True, 1),
+        (4, 140, 64, True, 4),  # a second round for eight blocks alone
+        (1, 20, 64, False, 1),
+    ],
+)
+def test_every_program_has_work_in_the_backward(groups, blocks, mib, equal, shares):
+    sizes = {"streamed": mib * 2**20, "cache": 60 * 2**20}
+    assert shares_of(groups, blocks, 132, equal=equal, **sizes) == shares
 
 
 @INTERPRETED
@@ -478,8 +533,8 @@ ERRORS = {
     "d_out-not-released": ("backward", "            do_ring.release(item)\n", "", "deadlock"),
     "gradients-written-over-dq": (
         "backward",
-        "\n\n    tma.store_wait(0)\n    store_gradient",
-        "\n\n    store_gradient",
+        "    else:\n        tma.store_wait(0)\n        store_gradient",
+        "    else:\n        store_gradient",
         "while it was being stored",
     ),
     "gradients-not-fenced": (
@@ -732,6 +787,29 @@ DEVICE_CASES = [
     ),  # more pieces of work than programs
     Case(batch=2, num_heads=70, num_kv_heads=70, num_queries=192, num_keys=192, head_dim=128),
     Case(batch=8, num_heads=32, num_kv_heads=8, num_queries=640, num_keys=640, head_dim=128),
+    # one block a program, and shares of a group on programs of their own
+    *(
+        Case(
+            batch=batch,
+            num_heads=16,
+            num_kv_heads=16 // groups,
+            num_queries=num_queries,
+            num_keys=num_keys,
+            head_dim=128,
+            causal=causal,
+            optional=optional,
+        )
+        for batch, groups, num_queries, num_keys, causal, optional in (
+            (2, 1, 2200, 2200, True, {}),
+            (2, 2, 1100, 1500, True, {}),
+            (1, 4, 2100, 1900, False, {}),
+            (2, 8, 1500, 1500, True, {}),
+            (1, 16, 1500, 1500, True, {}),
+            (1, 16, 1100, 1300, False, {}),
+            (1, 16, 1500, 1500, True, {"window": 300}),
+            (2, 8, 1500, 1500, True, {"document_ids": True}),
+        )
+    ),
     *(
         Case(
             batch=4,
@@ -778,11 +856,12 @@ def random(*shape: int, seed: int) -> Tensor:
 @pytest.mark.gpu
 @ON_HOPPER
 @pytest.mark.parametrize("optional", [{}, {"window": 300}], ids=["causal", "window"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_the_same_bits_fifty_times(head_dim, optional):
+@pytest.mark.parametrize(("head_dim", "num_kv_heads"), [(64, 4), (64, 1), (128, 4), (128, 1)])
+def test_the_same_bits_fifty_times(head_dim, num_kv_heads, optional):
     """The forward, and dk and dv; dq adds up in any order."""
     q, k, v = (
-        random(2, heads, 2000, head_dim, seed=heads).requires_grad_() for heads in (16, 4, 4)
+        random(2, heads, 2000, head_dim, seed=heads).requires_grad_()
+        for heads in (16, num_kv_heads, num_kv_heads)
     )
     d_out = random(2, 16, 2000, head_dim, seed=1)
 

@@ -3,11 +3,14 @@ tile where the portable pair has seven.
 
 A program stays on its multiprocessor and draws one block of BLOCK_KV = 128 keys after the other,
 or, where it need not STAY, has one; of each it walks the queries that see it, for every query head
-of the group. Its producer (one warp) has k, v, q and d_out tiles copied to shared memory, with each
-query's lse and delta beside them; its two consumers (four warps each) own 64 keys of a block
-apiece. While they finish a block, tiles of the next one arrive. Scores are transposed (keys,
-queries), as in attention/kernels/backward.py: p and ds feed dv and dk from registers. ds also goes
-to shared memory, where both consumers read it for dq. A step of 64 queries issues
+of the group. Where there are too few blocks for all multiprocessors, the heads of a group are
+divided into shares. Each share has dk and dv of its own, which one more kernel adds up.
+
+The producer (one warp) has k, v, q and d_out tiles copied to shared memory, with each query's lse
+and delta beside them; its two consumers (four warps each) own 64 keys of a block apiece. While they
+finish a block, tiles of the next one arrive. Scores are transposed (keys, queries), as in
+attention/kernels/backward.py: p and ds feed dv and dk from registers. ds also goes to shared
+memory, where both consumers read it for dq. A step of 64 queries issues
 
     scores = k q^T, dp = v do^T | dv += p do | (both have written ds) dq = ds^T k, dk += ds q
 
@@ -61,12 +64,12 @@ BOTH = gl.constexpr(8)  # where the consumers meet
 Q_FREE = gl.constexpr(9)  # to 10: where they release q's slots
 DO_FREE = gl.constexpr(11)
 # what the producer tells consumers of a block: where it lies, or a negative batch after the last
-# one; what queries_seeing gives; the edge, for which see mask_probabilities; and the row of the sum
-# at which its first query head begins
-BATCH, KV_HEAD, START_KV, FIRST, FULL_FIRST, FULL_LAST, LAST, EDGE, DQ_ROW = (
-    gl.constexpr(i) for i in range(9)
+# one; what queries_seeing gives; the edge, for which see mask_probabilities; the row of the sum at
+# which its first query head begins; and its place among the blocks of all shares
+BATCH, KV_HEAD, START_KV, FIRST, FULL_FIRST, FULL_LAST, LAST, EDGE, DQ_ROW, PLACE = (
+    gl.constexpr(i) for i in range(10)
 )
-WORDS = gl.constexpr(9)
+WORDS = gl.constexpr(10)
 
 
 @gluon.jit
@@ -121,7 +124,8 @@ def producer(
     q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr, ranges_ptr,
     counter_ptr,
     k_ring, v_ring, q_ring, do_ring, block_ring, lse_rows, delta_rows, lo_rows, hi_rows,
-    stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M,
+    stride_interval, stride_ranges, num_kv_heads, shares, groups, batch_shares, section_shares, N,
+    M,
     CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, STAY: gl.constexpr, D: gl.constexpr,
     BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -131,9 +135,10 @@ def producer(
     visit = gl.to_tensor(0)
     item = gl.to_tensor(0)
     head_rows = gl.cdiv(N, 128) * (4 * D)  # of the sum
-    while work < batch_heads * num_blocks:
+    while work < batch_shares * num_blocks:
         # the first keys are seen by the most queries: longest first
-        batch_head, block = place(work, num_blocks, batch_heads, section_heads)
+        share, block = place(work, num_blocks, batch_shares, section_shares)
+        batch_head = share // shares
         batch = batch_head // num_kv_heads
         kv_head = batch_head % num_kv_heads
         start_kv = block * BLOCK_KV
@@ -163,13 +168,14 @@ def producer(
         tell(about(block_ring, visit, FULL_LAST), full_last)
         tell(about(block_ring, visit, LAST), last)
         tell(about(block_ring, visit, EDGE), edge)
-        tell(about(block_ring, visit, DQ_ROW), batch_head * groups * head_rows)
+        tell(about(block_ring, visit, DQ_ROW), share * groups * head_rows)
+        tell(about(block_ring, visit, PLACE), share * num_blocks + block)
         mbarrier.arrive(block_ring.full_barrier(visit))
         load_keys(k_desc, batch, kv_head, start_kv, k_ring, visit)
         load_keys(v_desc, batch, kv_head, start_kv, v_ring, visit)
         for group in range(0, groups):
-            head = kv_head * groups + group
-            offset = (batch_head * groups + group).to(gl.int64) * N
+            head = (share - batch * num_kv_heads * shares) * groups + group
+            offset = (share * groups + group).to(gl.int64) * N
             # one step ahead, so that they are here when their turn comes
             lse = load_rows(lse_log2_ptr + offset, first, N, float("inf"), BLOCK_Q)
             delta = load_rows(delta_ptr + offset, first, N, 0.0, BLOCK_Q)
@@ -201,7 +207,7 @@ def producer(
                 delta = load_rows(delta_ptr + offset, start_q + BLOCK_Q, N, 0.0, BLOCK_Q)
                 item += 1
         # claimed no earlier than needed: consumers have two steps to go
-        work = programs + gl.atomic_add(counter_ptr, 1) if STAY else batch_heads * num_blocks
+        work = programs + gl.atomic_add(counter_ptr, 1) if STAY else batch_shares * num_blocks
         visit += 1
     if STAY:
         block_ring.await_empty(visit)
@@ -377,7 +383,7 @@ def walk_queries(
     q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
     scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
-    STAY: gl.constexpr,
+    FRESH: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """All that one query head adds: queries first : last see some of these keys, full_first :
@@ -406,11 +412,11 @@ def walk_queries(
         start = first if part == 0 else middle if part == 1 else gl.maximum(middle, middle_last)
         stop = middle if part == 0 else middle_last if part == 1 else last
         for start_q in range(start, stop, BLOCK_Q):
-            # else what follows from them takes registers from step to step
-            if STAY:
+            # else what follows from them takes registers from step to step, or from head to head
+            if FRESH:
                 item = computed_here(item)
                 k_first = computed_here(k_first)
-            if STAY and D == 128:
+            if FRESH and D == 128:
                 k = k_tiles.index(k_first + SELF).reshape([OWN, D])
             must_mask = True
             if part == 1:
@@ -451,10 +457,10 @@ def store_gradient(x, desc, batch, kv_head, start_kv, tile):
 @gluon.jit
 def add_block(
     visit, item, dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
-    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale,
-    scale_log2,
+    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, shares_ptr, groups,
+    N, scale, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
-    GROUPED: gl.constexpr, STAY: gl.constexpr,
+    GROUPED: gl.constexpr, SHARED: gl.constexpr, STAY: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of this consumer's half of a block of keys, and add the block's part of dq.
@@ -499,7 +505,7 @@ def add_block(
                 k, v, dq_desc,
                 k_ring.buffers, k_first, q_ring, do_ring, lse_rows, delta_rows, lo_rows, hi_rows,
                 ds_tiles, last_ds_tiles, dq_tiles,
-                scale_log2, SELF, CAUSAL, INTERVALS, MASKED, STAY, D, BLOCK_Q, STAGES,
+                scale_log2, SELF, CAUSAL, INTERVALS, MASKED, True, D, BLOCK_Q, STAGES,
             )  # fmt: skip
     else:
         # one head needs no loop, which would take registers
@@ -515,23 +521,33 @@ def add_block(
         v_ring.release(visit)
     batch, kv_head = told(about(block_ring, visit, BATCH)), told(about(block_ring, visit, KV_HEAD))
     start_kv = told(about(block_ring, visit, START_KV)) + SELF * OWN
+    part = told(about(block_ring, visit, PLACE))
     block_ring.release(visit)
 
-    tma.store_wait(0)
-    store_gradient(dv, dv_desc, batch, kv_head, start_kv, out_tiles.index(0))
-    if TILES == 1:
+    if SHARED:
+        # float32, dv's and dk's 128 rows: join_shares_kernel adds them to those of other shares
+        rows = gl.arange(0, OWN, gl.SliceLayout(1, GRADIENT)) + SELF * OWN
+        columns = gl.arange(0, D, gl.SliceLayout(0, GRADIENT))
+        places = gl.expand_dims(rows * D, 1) + gl.expand_dims(columns, 0)
+        shares_ptr += part.to(gl.int64) * (2 * BLOCK_KV * D)
+        gl.store(shares_ptr + places, dv)
+        gl.store(shares_ptr + BLOCK_KV * D + places, dk * scale)
+    else:
         tma.store_wait(0)
-    store_gradient(dk * scale, dk_desc, batch, kv_head, start_kv, out_tiles.index(TILES - 1))
+        store_gradient(dv, dv_desc, batch, kv_head, start_kv, out_tiles.index(0))
+        if TILES == 1:
+            tma.store_wait(0)
+        store_gradient(dk * scale, dk_desc, batch, kv_head, start_kv, out_tiles.index(TILES - 1))
     return item
 
 
 @gluon.jit
 def consumer(
     dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
-    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N, scale,
-    scale_log2,
+    lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, shares_ptr, groups,
+    N, scale, scale_log2,
     SELF: gl.constexpr, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr,
-    GROUPED: gl.constexpr, STAY: gl.constexpr,
+    GROUPED: gl.constexpr, SHARED: gl.constexpr, STAY: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """SELF: the number of this consumer, 0 or 1."""
@@ -542,18 +558,18 @@ def consumer(
         while told(about(block_ring, visit, BATCH)) >= 0:
             item = add_block(
                 visit, item, dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
-                lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups,
-                N, scale, scale_log2,
-                SELF, CAUSAL, INTERVALS, MASKED, GROUPED, STAY, D, BLOCK_Q, STAGES,
+                lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
+                shares_ptr, groups, N, scale, scale_log2,
+                SELF, CAUSAL, INTERVALS, MASKED, GROUPED, SHARED, STAY, D, BLOCK_Q, STAGES,
             )  # fmt: skip
             visit += 1
             block_ring.await_full(visit)
     else:
         add_block(
             visit, item, dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
-            lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, groups, N,
-            scale, scale_log2,
-            SELF, CAUSAL, INTERVALS, MASKED, GROUPED, STAY, D, BLOCK_Q, STAGES,
+            lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles, shares_ptr,
+            groups, N, scale, scale_log2,
+            SELF, CAUSAL, INTERVALS, MASKED, GROUPED, SHARED, STAY, D, BLOCK_Q, STAGES,
         )  # fmt: skip
     tma.store_wait(0)
 
@@ -564,24 +580,26 @@ def consumer(
         "stride_interval",
         "stride_ranges",
         "num_kv_heads",
+        "shares",
         "groups",
-        "batch_heads",
-        "section_heads",
+        "batch_shares",
+        "section_shares",
         "N",
         "M",
     ]
 )
 def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, dk_desc, dv_desc, lse_log2_ptr, delta_ptr, lo_ptr,
-    hi_ptr, ranges_ptr, counter_ptr,
-    stride_interval, stride_ranges, num_kv_heads, groups, batch_heads, section_heads, N, M, scale,
-    scale_log2,
+    hi_ptr, ranges_ptr, shares_ptr, counter_ptr,
+    stride_interval, stride_ranges, num_kv_heads, shares, groups, batch_shares, section_shares, N,
+    M, scale, scale_log2,
     CAUSAL: gl.constexpr, INTERVALS: gl.constexpr, MASKED: gl.constexpr, GROUPED: gl.constexpr,
-    STAY: gl.constexpr,
+    SHARED: gl.constexpr, STAY: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """batch_heads: key/value heads of the batch. MASKED: some tile may hold keys that are not
-    seen.
+    """A key/value head has `shares` of `groups` query heads each; batch_shares is the number of all
+    shares. SHARED: there are several, and shares_ptr (batch_shares, blocks, 2, BLOCK_KV, D) float32
+    takes dv and dk of each. MASKED: some tile may hold keys that are not seen.
     """
     dtype: gl.constexpr = q_desc.dtype
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -622,17 +640,17 @@ def backward_kernel(
     gl.warp_specialize([
         (consumer, (dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
                     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-                    groups, N, scale, scale_log2,
-                    0, CAUSAL, INTERVALS, MASKED, GROUPED, STAY, D, BLOCK_Q, STAGES)),
+                    shares_ptr, groups, N, scale, scale_log2,
+                    0, CAUSAL, INTERVALS, MASKED, GROUPED, SHARED, STAY, D, BLOCK_Q, STAGES)),
         (consumer, (dq_desc, dk_desc, dv_desc, k_ring, v_ring, q_ring, do_ring, block_ring,
                     lse_rows, delta_rows, lo_rows, hi_rows, ds_tiles, last_ds_tiles, dq_tiles,
-                    groups, N, scale, scale_log2,
-                    1, CAUSAL, INTERVALS, MASKED, GROUPED, STAY, D, BLOCK_Q, STAGES)),
+                    shares_ptr, groups, N, scale, scale_log2,
+                    1, CAUSAL, INTERVALS, MASKED, GROUPED, SHARED, STAY, D, BLOCK_Q, STAGES)),
         (producer, (q_desc, k_desc, v_desc, do_desc, lse_log2_ptr, delta_ptr, lo_ptr, hi_ptr,
                     ranges_ptr, counter_ptr,
                     k_ring, v_ring, q_ring, do_ring, block_ring, lse_rows, delta_rows, lo_rows,
                     hi_rows,
-                    stride_interval, stride_ranges, num_kv_heads, groups, batch_heads,
-                    section_heads, N, M,
+                    stride_interval, stride_ranges, num_kv_heads, shares, groups, batch_shares,
+                    section_shares, N, M,
                     CAUSAL, INTERVALS, STAY, D, BLOCK_Q, STAGES)),
     ], [4, 1], [240, 24])  # fmt: skip

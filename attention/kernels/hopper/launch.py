@@ -16,7 +16,7 @@ from triton.runtime import driver
 
 from attention.kernels.hopper.backward import backward_kernel
 from attention.kernels.hopper.forward import forward_kernel
-from attention.kernels.hopper.pre_post import convert_dq_kernel, prepare_kernel
+from attention.kernels.hopper.pre_post import convert_dq_kernel, join_shares_kernel, prepare_kernel
 from attention.kernels.intervals import QueryRanges
 from attention.kernels.launch import (
     Launch,
@@ -25,6 +25,7 @@ from attention.kernels.launch import (
     descriptor_strides,
     properties,
     section_of,
+    shares_of,
     tiles_of,
 )
 
@@ -92,6 +93,10 @@ def multiprocessors(device: torch.device) -> int:
     return properties(device).multi_processor_count
 
 
+def cache_bytes(device: torch.device) -> int:
+    return properties(device).L2_cache_size
+
+
 _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
@@ -143,16 +148,18 @@ def forward_constants(
 
 
 def backward_constants(
-    q_shape: torch.Size, k_shape: torch.Size, causal: bool, intervals: bool
+    q_shape: torch.Size, k_shape: torch.Size, causal: bool, intervals: bool, shares: int = 1
 ) -> dict[str, int | bool]:
     head_dim, num_keys = q_shape[3], k_shape[2]
-    grouped = q_shape[1] != k_shape[1]
-    long = head_dim == 128 and num_keys > LONG and not (intervals or grouped)
+    heads = q_shape[1] // k_shape[1] // shares  # of a share
+    grouped = heads > 1
+    long = head_dim == 128 and num_keys * heads > LONG and not intervals
     return {
         "CAUSAL": causal,
         "INTERVALS": intervals,
         "MASKED": causal or intervals or num_keys % BLOCK_KV != 0,
         "GROUPED": grouped,
+        "SHARED": shares > 1,
         "STAY": not long,
         "D": head_dim,
         "BLOCK_Q": 128 if head_dim == 64 else 64,  # what the registers hold
@@ -218,28 +225,43 @@ class Backward:
             (*out.stride()[:3], *d_out.stride()[:3], num_heads, num_queries),
             D=head_dim, BLOCK_Q=rows, num_warps=4,
         )  # fmt: skip
-        meta = backward_constants(q.shape, k.shape, causal, lo is not None)
+        blocks, programs = tiles_of(num_keys, BLOCK_KV), multiprocessors(q.device)
+        # q and d_out, and dq in float32
+        streamed = 2 * bytes_of_a_head(q) + 4 * num_queries * head_dim
+        shares = shares_of(
+            groups, batch * num_kv_heads * blocks, programs, equal=not causal or lo is not None,
+            streamed=streamed, cache=cache_bytes(q.device),
+        )  # fmt: skip
+        groups //= shares  # query heads of a share
+        meta = backward_constants(q.shape, k.shape, causal, lo is not None, shares)
         block_q = meta["BLOCK_Q"]
-        work = tiles_of(num_keys, BLOCK_KV) * batch * num_kv_heads
+        batch_shares = batch * num_kv_heads * shares
+        work = blocks * batch_shares
+        # dv and dk of each share, in float32
+        self.shares_shape = (work, 2, BLOCK_KV, head_dim) if shares > 1 else None
         self.ranges = None if lo is None else QueryRanges(lo, num_keys, BLOCK_KV)
         of_queries, of_keys = (partial(descriptor, rows=rows) for rows in (block_q, BLOCK_KV // 2))
         of_gradient = partial(of_keys, columns=gradient_columns(dk.dtype))
         of_sum = partial(sum_descriptor, block=sum_block(head_dim, block_q))
         self.launch = Launch(
-            backward_kernel, (min(work, multiprocessors(q.device)) if meta["STAY"] else work,),
+            backward_kernel, (min(work, programs) if meta["STAY"] else work,),
             (
                 batch_stride(lo), 0 if self.ranges is None else self.ranges.batch_stride,
-                num_kv_heads, groups, batch * num_kv_heads,
-                # q and d_out, and dq in float32
+                num_kv_heads, shares, groups, batch_shares,
                 section_of(
-                    q.device,
-                    groups * (2 * bytes_of_a_head(q) + 4 * num_queries * head_dim),
-                    equal=not causal,
+                    q.device, groups * streamed, equal=not causal,
+                    # else the longest blocks of the last section would end alone
+                    at_least=round(2 * programs / blocks),
                 ),
                 num_queries, num_keys, scale, scale * math.log2(math.e),
             ),
             describe=(of_queries, of_keys, of_keys, of_queries, of_sum, of_gradient, of_gradient),
             **meta, num_warps=4,
+        )  # fmt: skip
+        self.join = Launch(
+            join_shares_kernel, (tiles_of(num_keys, 32), batch * num_kv_heads),
+            (*dk.stride()[:3], *dv.stride()[:3], num_kv_heads, num_keys, shares),
+            D=head_dim, BLOCK_KV=BLOCK_KV, ROWS=32, num_warps=4,
         )  # fmt: skip
         self.convert = Launch(
             convert_dq_kernel, (tiles_of(num_queries, 64), batch_heads),
@@ -256,7 +278,11 @@ class Backward:
         dq_sum = lse.new_empty(self.sum_shape)
         self.prepare(out, d_out, lse, d_lse, delta, lse_log2, dq_sum)
         ranges = None if self.ranges is None else self.ranges(lo, hi)
+        parts = None if self.shares_shape is None else lse.new_empty(self.shares_shape)
         self.launch(
-            q, k, v, d_out, dq_sum, dk, dv, lse_log2, delta, lo, hi, ranges, counters(q.device)
-        )
+            q, k, v, d_out, dq_sum, dk, dv, lse_log2, delta, lo, hi, ranges, parts,
+            counters(q.device),
+        )  # fmt: skip
+        if parts is not None:
+            self.join(parts, dk, dv)
         self.convert(dq_sum, dq)

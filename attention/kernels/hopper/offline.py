@@ -33,6 +33,7 @@ class Variant(NamedTuple):
     num_queries: int = 4096
     num_keys: int = 4096
     groups: int = 1
+    shares: int = 1  # backward: of a key/value head's query heads
     intervals: bool = False
     top: bool = False  # forward: with each row's largest score
     wide: bool = False  # results in float32, as for a ring
@@ -47,6 +48,9 @@ VARIANTS = {
     "short_shifted": Variant(num_queries=1024, num_keys=1000),
     "grouped": Variant(groups=4),
     "grouped_full": Variant(causal=False, groups=4),
+    "shared": Variant(groups=4, shares=4),
+    "grouped_shared": Variant(groups=4, shares=2),
+    "grouped_short": Variant(num_queries=512, num_keys=512, groups=4),
     "intervals": Variant(intervals=True),
     "grouped_intervals": Variant(groups=4, intervals=True),
     "top": Variant(top=True),
@@ -54,6 +58,7 @@ VARIANTS = {
     "top_intervals": Variant(intervals=True, top=True),
     "wide": Variant(intervals=True, wide=True),
     "grouped_wide": Variant(groups=4, intervals=True, wide=True),
+    "shared_wide": Variant(groups=4, shares=4, intervals=True, wide=True),
     "top_wide": Variant(intervals=True, top=True, wide=True),
 }
 
@@ -92,10 +97,14 @@ def compile_variant(kernel: str, dtype: str, head_dim: int, name: str) -> Compil
         block_kv = constants["BLOCK_KV"]
     else:
         function = backward.backward_kernel
-        constants = launch.backward_constants(q_shape, k_shape, variant.causal, variant.intervals)
+        constants = launch.backward_constants(
+            q_shape, k_shape, variant.causal, variant.intervals, variant.shares
+        )
         block_kv = launch.BLOCK_KV // 2
     if not variant.intervals:
         constants |= dict.fromkeys(("lo_ptr", "hi_ptr", "ranges_ptr"))
+    if variant.shares == 1:
+        constants["shares_ptr"] = None
     if not variant.top:
         constants["top_ptr"] = None
     rows = {"q": constants["BLOCK_Q"], "do": constants["BLOCK_Q"], "out": constants["BLOCK_Q"]}

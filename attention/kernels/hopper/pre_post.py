@@ -59,3 +59,39 @@ def convert_dq_kernel(
     column = tl.arange(0, D)
     dq_ptr += batch * stride_dqb + head * stride_dqh
     tl.store(dq_ptr + row * stride_dqn + column[None, :], dq, mask=(rows < N)[:, None])
+
+
+@triton.jit
+def join_shares_kernel(
+    shares_ptr, dk_ptr, dv_ptr,
+    stride_dkb, stride_dkh, stride_dkm, stride_dvb, stride_dvh, stride_dvm, num_kv_heads, M, SHARES,
+    D: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dk and dv (B, H_kv, M, D) in their own dtype from those of each share of a head's queries,
+    (B H_kv SHARES, blocks, 2, BLOCK_KV, D) float32, dv before dk, added in the order of the shares.
+    """
+    start = tl.program_id(0) * ROWS
+    batch_head = tl.program_id(1)
+    batch = tl.cast(batch_head // num_kv_heads, tl.int64)
+    head = tl.cast(batch_head % num_kv_heads, tl.int64)
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, D)
+    blocks = tl.cdiv(M, BLOCK_KV)
+    block = tl.cast(batch_head * SHARES * blocks + start // BLOCK_KV, tl.int64)
+    dv_part = shares_ptr + block * (2 * BLOCK_KV * D) + start % BLOCK_KV * D
+    dv_part += rows[:, None] * D + columns[None, :]
+    dk_part = dv_part + BLOCK_KV * D
+    dv = tl.zeros([ROWS, D], tl.float32)
+    dk = tl.zeros([ROWS, D], tl.float32)
+    next_share = tl.cast(blocks, tl.int64) * (2 * BLOCK_KV * D)
+    for _ in range(SHARES):
+        dv += tl.load(dv_part)
+        dk += tl.load(dk_part)
+        dv_part += next_share
+        dk_part += next_share
+    keys = tl.cast(start + rows, tl.int64)[:, None]
+    inside = (start + rows < M)[:, None]
+    dk_ptr += batch * stride_dkb + head * stride_dkh
+    dv_ptr += batch * stride_dvb + head * stride_dvh
+    tl.store(dk_ptr + keys * stride_dkm + columns[None, :], dk, mask=inside)
+    tl.store(dv_ptr + keys * stride_dvm + columns[None, :], dv, mask=inside)
