@@ -370,7 +370,8 @@ def share_step(config: RunConfig, world: int, context: int, keys: int) -> tuple[
 
 def key_buffers(k: int, element: int, keys: int, how: str) -> int:
     """Bytes beside a rank's own k and v, as if the worst moment of a step were theirs: the ring has
-    a block that is computed and one that arrives, and dk and dv in float32; gather has all of them.
+    a block that is computed and one that arrives, and dk and dv in float32 of the block, of the one
+    that leaves and of the one that arrives; gather has all of them.
     """
     pair, gradients = 2 * k, 2 * k * 4 // element
-    return (pair + gradients) * keys if how == "gather" else 2 * pair + gradients
+    return (pair + gradients) * keys if how == "gather" else 2 * pair + 3 * gradients
