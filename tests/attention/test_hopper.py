@@ -676,7 +676,8 @@ def test_a_refusal_names_the_reason_and_the_way_out():
 # bytes a thread, with Triton 3.6 and with the releases after it; what is not here spills nothing
 SPILLS = {
     ("forward", 64): (0, 4),
-    ("backward", 64): (64, 516),
+    ("backward", 64): (56, 516),
+    ("backward", 64, "wide"): (68, 516),
     ("backward", 128): (52, 0),
 }
 
@@ -706,7 +707,8 @@ def check_machine_code(kernel: str, dtype: str, head_dim: int, variants: str) ->
     for row in rows:
         assert row["shared"] <= 232448, row
         assert row["warnings"] == [], row
-        assert row["spilled"] <= SPILLS.get((kernel, head_dim), (0, 0))[newer], row
+        usual = SPILLS.get((kernel, head_dim), (0, 0))
+        assert row["spilled"] <= SPILLS.get((kernel, head_dim, row["variant"]), usual)[newer], row
         assert row["products"] >= 48, row
         if (kernel, head_dim) == (
             "forward",

@@ -58,7 +58,6 @@ VARIANTS = {
     "top_intervals": Variant(intervals=True, top=True),
     "wide": Variant(intervals=True, wide=True),
     "grouped_wide": Variant(groups=4, intervals=True, wide=True),
-    "shared_wide": Variant(groups=4, shares=4, intervals=True, wide=True),
     "top_wide": Variant(intervals=True, top=True, wide=True),
 }
 
