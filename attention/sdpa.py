@@ -105,12 +105,29 @@ class MaterialisedGradient(torch.autograd.Function):
 
 def by_kernel(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any) -> Tensor:
     """PyTorch's function, with that kernel and no other; "auto" lets PyTorch choose."""
-    with nullcontext() if backend == "auto" else sdpa_kernel(KERNELS[backend]):
+    kernels = [] if backend == "auto" else [KERNELS[backend]]
+    if q.is_cuda and cudnn_loses_dq(q, k, v, arguments.get("attn_mask")):
+        if backend == "cudnn":
+            raise Refusal(
+                "attention=sdpa cannot take these inputs: under a mask and with a number of keys "
+                f"such as {k.shape[2]}, a multiple of 128 and 64 more, cuDNN makes NaN of dq where "
+                "all scores are low; attention.backend=auto takes another kernel"
+            )
+        kernels = kernels or [kernel for name, kernel in KERNELS.items() if name != "cudnn"]
+    with sdpa_kernel(kernels) if kernels else nullcontext():
         if torch.compiler.is_compiling():
             out = scaled_dot_product_attention(q, k, v, **arguments)
         else:
             out = called(q, k, v, backend=backend, **arguments)
     return MaterialisedGradient.apply(out) if out.is_cuda and out.requires_grad else out
+
+
+def cudnn_loses_dq(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Whether cuDNN's backward may make NaN of dq: it scores what fills the last tile of 128 keys
+    up as 0, https://github.com/pytorch/pytorch/issues/196678.
+    """
+    backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return backward and mask is not None and k.shape[2] % 128 == 64
 
 
 def called(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any) -> Tensor:
