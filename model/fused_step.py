@@ -27,7 +27,7 @@ from model.norm import MAX_WIDTH, NORM_EPS
 if TYPE_CHECKING:
     from model.gpt import GPT, Block, Rope
 
-MOST_SEQUENCES = 8  # more are work for tensor cores
+MOST_SEQUENCES = 4  # more are work for tensor cores
 
 
 def has_kernels(model: "GPT", tokens: Tensor) -> bool:
@@ -42,7 +42,9 @@ def fits_kernels(model: "GPT", tokens: Tensor) -> bool:
         plain
         and tokens.shape[0] <= MOST_SEQUENCES
         and tokens.shape[1] == 1
+        # a program holds whole rows of the weights
         and model.config.hidden_size <= MAX_WIDTH
+        and model.blocks[0].mlp.down.in_features <= 2 * MAX_WIDTH
         and model.output_weight.dtype != torch.float64
     )
 

@@ -6,7 +6,7 @@ work for tensor cores: a program loads its rows of the weights before anything e
 while others load. The norm before a product takes a few numbers, so every program computes it again
 rather than wait for another kernel.
 
-Dimensions: B rows (sequences, one token each), K features in, F features out; H query heads, H_kv
+Dimensions: B sequences, one token each; K features in, F features out; H query heads, H_kv
 key/value heads, D head dim.
 """
 
@@ -19,93 +19,74 @@ from torch import Tensor
 
 Rope = tuple[Tensor, Tensor]  # the cosines and sines of rope_tables(), (1, D / 2)
 
-LONGEST = 4096  # features that a program multiplies at a time
-# weights of a program, a quarter as many bytes in flight on an H200 as hide its memory's latency
-ELEMENTS = 16384
+ELEMENTS = 16384  # weights of a program: 64 registers a thread, and 32 KB on their way at a time
 MOST_FEATURES = 16
 
 
 @triton.jit
+def load_row(ptr, k, K: tl.constexpr):
+    """(1, BLOCK_K): in two dimensions, so that threads hold it as they hold the weights."""
+    k = k[None, :]
+    return tl.load(ptr + k, mask=k < K, other=0.0)
+
+
+@triton.jit
 def load_weights(weight_ptr, n, k, F, K: tl.constexpr):
-    """Rows n of the weights, of columns k: (BLOCK_F, BLOCK_K)."""
+    """Rows n of the weights, (BLOCK_F, BLOCK_K)."""
     inside = (n < F)[:, None] & (k < K)[None, :]
     return tl.load(weight_ptr + n.to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def load_row(ptr, k, K: tl.constexpr):
-    return tl.load(ptr + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-
-
-@triton.jit
-def load_inputs(x_ptr, row, k, B, K: tl.constexpr):
-    inside = (row < B)[:, None] & (k < K)[None, :]
-    return tl.load(x_ptr + row[:, None] * K + k[None, :], mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def multiplied(x, w):
-    """x (ROWS, BLOCK_K) float32 and w (BLOCK_F, BLOCK_K) -> (ROWS, BLOCK_F)."""
-    return tl.sum(x[:, None, :] * w.to(tl.float32)[None, :, :], 2)
-
-
-@triton.jit
 def product_kernel(
     x_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, bias_ptr, residual_ptr, y_ptr, B, F, eps,
-    CENTRED: tl.constexpr, ACTIVATION: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_X: tl.constexpr,
+    CENTRED: tl.constexpr, ACTIVATION: tl.constexpr, K: tl.constexpr, BLOCK_F: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """y = residual + activation(norm(x) W^T + bias); what is None is left out. With swiglu the
-    weights have 2 F rows: those of the gate, then the others.
+    """y = residual + activation(norm(x) W^T + bias) for one row; what is None is left out. With
+    swiglu the weights have 2 F rows: those of the gate, then the others.
     """
-    n = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
     GATED: tl.constexpr = ACTIVATION == "swiglu"
-    # first of all, as they take longest
-    w = load_weights(weight_ptr, n, column, F, K)
+    # programs of the same weights are neighbours: all rows but one find them in the cache
+    row = tl.cast(tl.program_id(0) % B, tl.int64)
+    n, k = tl.program_id(0) // B * BLOCK_F + tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_K)
+    inside = n < F
+    w = load_weights(weight_ptr, n, k, F, K)
     if GATED:
-        second_ptr = weight_ptr + tl.cast(F, tl.int64) * K
-        w2 = load_weights(second_ptr, n, column, F, K)
-
+        other = load_weights(weight_ptr + tl.cast(F, tl.int64) * K, n, k, F, K)
     if norm_weight_ptr is not None:
-        every = tl.arange(0, BLOCK_X)
-        x = load_inputs(x_ptr, row, every, B, K)
-        mean = tl.zeros((ROWS,), tl.float32)
-        if CENTRED:
-            mean = tl.sum(x, 1) / K
-            x = tl.where((every < K)[None, :], x - mean[:, None], 0.0)
-        rstd = tl.rsqrt(tl.sum(x * x, 1) / K + eps)
-
-    y = tl.zeros((ROWS, BLOCK_F), tl.float32)
-    up = tl.zeros((ROWS, BLOCK_F), tl.float32)
-    for start in tl.static_range(0, K, BLOCK_K):
-        k = start + column
-        if start > 0:
-            w = load_weights(weight_ptr, n, k, F, K)
-            if GATED:
-                w2 = load_weights(second_ptr, n, k, F, K)
-        x = load_inputs(x_ptr, row, k, B, K)
-        if norm_weight_ptr is not None:
-            x = (x - mean[:, None]) * rstd[:, None] * load_row(norm_weight_ptr, k, K)
-            if norm_bias_ptr is not None:
-                x += load_row(norm_bias_ptr, k, K)
-        y += multiplied(x, w)
-        if GATED:
-            up += multiplied(x, w2)
-
+        gain = load_row(norm_weight_ptr, k, K)
+        if norm_bias_ptr is not None:
+            shift = load_row(norm_bias_ptr, k, K)
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + n, mask=n < F, other=0.0).to(tl.float32)[None, :]
+        bias = tl.load(bias_ptr + n, mask=inside, other=0.0)
         if GATED:
-            up += tl.load(bias_ptr + F + n, mask=n < F, other=0.0).to(tl.float32)[None, :]
+            other_bias = tl.load(bias_ptr + F + n, mask=inside, other=0.0)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * F + n, mask=inside, other=0.0)
+    # all of that is on its way before anything waits: ptxas would first wait for x
+    tl.debug_barrier()
+
+    x = load_row(x_ptr + row * K, k, K).to(tl.float32)
+    if norm_weight_ptr is not None:
+        if CENTRED:
+            x = tl.where((k < K)[None, :], x - tl.sum(x, 1)[:, None] / K, 0.0)
+        x *= tl.rsqrt(tl.sum(x * x, 1) / K + eps)[:, None] * gain.to(tl.float32)
+        if norm_bias_ptr is not None:
+            x += shift.to(tl.float32)
+    y = tl.sum(x * w.to(tl.float32), 1)
+    if bias_ptr is not None:
+        y += bias.to(tl.float32)
     if ACTIVATION == "gelu":  # as gelu_by_sigmoid() of model/gpt.py
         y *= tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
     if GATED:
+        up = tl.sum(x * other.to(tl.float32), 1)
+        if bias_ptr is not None:
+            up += other_bias.to(tl.float32)
         y *= tl.sigmoid(y) * up
-    inside = (row < B)[:, None] & (n < F)[None, :]
-    offset = row.to(tl.int64)[:, None] * F + n[None, :]
     if residual_ptr is not None:
-        y += tl.load(residual_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=inside)
+        y += residual.to(tl.float32)
+    tl.store(y_ptr + row * F + n, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -144,16 +125,12 @@ def heads_kernel(
             tl.store(v_ptr + place + (head - H - H_KV) * stride_h + d, y, mask=inside)
 
 
-def blocks(rows: int, features_in: int, features_out: int, processors: int) -> tuple[int, int]:
-    """Features out and in of a program: as many as keep its loads in flight, and few enough that
-    every multiprocessor has a program.
-    """
-    block_k = min(triton.next_power_of_2(features_in), LONGEST)
-    # rows share the weights, and need registers of their own
-    block_f = min(MOST_FEATURES, max(1, ELEMENTS // block_k // rows))
-    while block_f > 1 and triton.cdiv(features_out, block_f) < processors:
-        block_f //= 2
-    return block_f, block_k
+def features_of_a_program(features_in: int, features_out: int, processors: int) -> int:
+    """As many as keep its loads in flight, and few enough that every multiprocessor has one."""
+    most = min(MOST_FEATURES, ELEMENTS // triton.next_power_of_2(features_in))
+    while most > 1 and triton.cdiv(features_out, most) < processors:
+        most //= 2
+    return most
 
 
 def product(
@@ -168,19 +145,18 @@ def product(
 ) -> Tensor:
     """residual + activation(norm(x) W^T + bias), (B, F) in dtype (None: that of x), for x (B, K).
 
-    norm: weight, bias, eps and whether it takes away the mean. activation: gelu, swiglu or "".
+    norm: weight, bias, eps and whether it takes away the mean. activation: gelu, swiglu or "". Of a
+    row a program holds all K, so that these are few enough for its registers: see fits_kernels().
     """
-    rows, width = x.shape
-    features = len(weight) // 2 if activation == "swiglu" else len(weight)
+    (rows, width), gates = x.shape, 2 if activation == "swiglu" else 1
+    features = len(weight) // gates
     y = x.new_empty(rows, features, dtype=dtype)
     norm_weight, norm_bias, eps, centred = norm or (None, None, 0.0, False)
-    padded = triton.next_power_of_2(rows)
-    gates = 2 if activation == "swiglu" else 1
-    block_f, block_k = blocks(padded * gates, width, features, processors(x.device))
-    product_kernel[(triton.cdiv(features, block_f),)](
+    block_f = features_of_a_program(width * gates, features, processors(x.device))
+    product_kernel[(triton.cdiv(features, block_f) * rows,)](
         x, norm_weight, norm_bias, weight, bias, residual, y, rows, features, eps,
-        CENTRED=centred, ACTIVATION=activation, K=width, ROWS=padded, BLOCK_F=block_f,
-        BLOCK_K=block_k, BLOCK_X=triton.next_power_of_2(width), num_warps=4,
+        CENTRED=centred, ACTIVATION=activation, K=width, BLOCK_F=block_f,
+        BLOCK_K=triton.next_power_of_2(width), num_warps=4,
     )  # fmt: skip
     return y
 
