@@ -119,9 +119,10 @@ def kind_of(model: "GPT", batch_size: int, max_len: int) -> Hashable:
 
 def take_step(model: "GPT", batch_size: int, max_len: int) -> DecodingStep:
     """A step with an empty cache of max_len tokens: one that keep_step() kept, or a new one."""
-    steps = kept.get(model)
-    step = steps.pop(kind_of(model, batch_size, max_len), None) if steps else None
-    if step is None or torch.is_autocast_enabled("cuda"):
+    steps, step = kept.get(model), None
+    if steps and not under_autocast(model):
+        step = steps.pop(kind_of(model, batch_size, max_len), None)
+    if step is None:
         return DecodingStep(model, KVCache(model.config.num_layers, max_len=max_len), batch_size)
     step.cache.reset()
     return step
@@ -131,9 +132,14 @@ def keep_step(model: "GPT", step: DecodingStep) -> None:
     """Keep a step and the memory of its cache for the next call of take_step() of its kind, if it
     has a graph: as long as the model, or until others take its place. Nobody else may use it then.
     """
-    if step.graph is None or torch.is_autocast_enabled("cuda"):
+    if step.graph is None or under_autocast(model):
         return
     steps = kept.setdefault(model, {})
     steps[kind_of(model, len(step.tokens), step.cache.max_len)] = step
     while len(steps) > KEPT:
         del steps[next(iter(steps))]
+
+
+def under_autocast(model: "GPT") -> bool:
+    """Whether a graph reads copies of the weights, which are freed when autocast ends."""
+    return torch.is_autocast_enabled(next(model.parameters()).device.type)

@@ -394,7 +394,7 @@ class GPT(nn.Module):
         return ModelOutput(F.linear(x, self.output_weight), None)  # (B, N, vocab_size)
 
     def embed(self, tokens: Tensor, cache: KVCache | None) -> tuple[Tensor, Rope | None]:
-        """The tokens (B, N) as (B, N, C), learned positions added, and the tables of rotary ones."""
+        """The tokens (B, N) as (B, N, C) with learned positions; the tables of rotary ones."""
         positions = self._positions(tokens, cache)
         x, rope = self.token_embedding(tokens), None
         if self.position_embedding is not None:
