@@ -3,15 +3,18 @@
 On a CPU the kernels run in Triton's interpreter.
 """
 
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import model.decoding
 from attention import get_backend
+from attention.kernels import decoding as attention_kernels
 from config import AttentionConfig, ModelConfig
 from model import GPT, KVCache, generate, step_kernel
 from model.decoding import DecodingStep
@@ -145,3 +148,46 @@ def test_a_product_keeps_the_budget(assert_within_budget, name, bias, dtype):
             residual=None if residual is None else residual.to(DEVICE, dtype),
         )
     assert_within_budget(found, baseline=baseline, reference=reference)
+
+
+class Launches(TorchDispatchMode):
+    """Notes the operators that are more than a view or an allocation, a kernel each; and launches
+    of @triton.jit functions in whose place it stands.
+    """
+
+    FREE = re.compile("view|select|slice|transpose|split|detach|empty|promote_types")
+    arg_names = ()
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not self.FREE.search(func.__name__):
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        return lambda *arguments, **constants: self.names.append("a kernel of Triton's")
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="stubs in place of kernels")
+def test_a_layer_of_a_step_takes_six_kernels(build_gpt, fused, monkeypatch):
+    """And the rest seven, the likeliest token and the check for NaN included."""
+    launches = Launches()
+    for module in (step_kernel, attention_kernels):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, launches)
+    counts = []
+    for num_layers in (1, 2):
+        attention_kernels.plans.clear()
+        gpt, cache = build_gpt("triton", num_layers=num_layers), KVCache(num_layers, max_len=16)
+        with torch.no_grad():
+            gpt(torch.zeros(1, 2, dtype=torch.int64), cache=cache)
+            step = DecodingStep(gpt, cache, 1)
+            launches.names.clear()
+            with launches:
+                step.run()
+        counts.append(len(launches.names))
+    attention_kernels.plans.clear()
+    assert counts == [13, 19], launches.names
