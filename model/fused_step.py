@@ -1,11 +1,11 @@
 """GPT.forward for one new token each of a few sequences, in few kernels.
 
 Such a step reads every weight once and computes next to nothing: what decides is how many kernels
-wait for one another. A block takes six or seven, for the dozen of PyTorch's operators:
+wait for one another. A block takes six, where PyTorch's operators take twelve:
 
     norm, W_qkv, bias                 product()
     QK-norm, RoPE, the cache's write  place_heads()
-    attention                         the backend's: split, and merge where there are splits
+    attention                         the backend's own, for attention=triton one more to merge splits
     W_proj, bias, x +                 product()
     norm, W_up, bias, activation      product()
     W_down, bias, x +                 product()
