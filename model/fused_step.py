@@ -5,7 +5,7 @@ wait for one another. A block takes six, where PyTorch's operators take twelve:
 
     norm, W_qkv, bias                 product()
     QK-norm, RoPE, the cache's write  place_heads()
-    attention                         the backend's own, for attention=triton one more to merge splits
+    attention                         of the backend: triton merges splits in one kernel more
     W_proj, bias, x +                 product()
     norm, W_up, bias, activation      product()
     W_down, bias, x +                 product()
@@ -36,23 +36,33 @@ def has_kernels(model: "GPT", tokens: Tensor) -> bool:
 
 
 def fits_kernels(model: "GPT", tokens: Tensor) -> bool:
+    config = model.config
     # the copies that autocast makes of the weights are no parameters
     plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(tokens.device.type))
     return (
         plain
         and tokens.shape[0] <= MOST_SEQUENCES
         and tokens.shape[1] == 1
+        and not (model.training and config.dropout)
+        and all(map(is_plain, model.blocks))
         # a program holds whole rows of the weights
-        and model.config.hidden_size <= MAX_WIDTH
+        and config.hidden_size <= MAX_WIDTH
         and model.blocks[0].mlp.down.in_features <= 2 * MAX_WIDTH
         and model.output_weight.dtype != torch.float64
+        and model.output_weight.is_contiguous()
     )
+
+
+def is_plain(block: "Block") -> bool:
+    """Whether its products are those of its weights: an adapter may stand in a layer's place."""
+    linears = (block.attention.qkv, block.attention.proj, block.mlp.up, block.mlp.down)
+    return all(type(x) is nn.Linear and x.weight.is_contiguous() for x in linears)
 
 
 def next_logits(model: "GPT", tokens: Tensor, cache: KVCache) -> Tensor:
     """The logits (B, vocab_size) float32 after tokens (B, 1), which go to the cache's `places`.
 
-    The cache has its room already, and no dropout applies.
+    The cache has its room already.
     """
     from model.step_kernel import product
 

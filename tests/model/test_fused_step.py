@@ -91,6 +91,10 @@ def test_generation_in_steps_of_few_kernels_changes_no_token(build_gpt, random_t
     assert all(fused) and plain.unique().numel() > 5
 
 
+class Adapted(nn.Linear):
+    """As a LoRA puts in a layer's place."""
+
+
 def test_what_the_kernels_do_not_take(build_gpt, random_tokens):
     gpt, token = build_gpt("tiled").to(DEVICE), random_tokens(1, 1).to(DEVICE)
     assert not fits_kernels(gpt, token)  # a gradient would be lost
@@ -98,6 +102,10 @@ def test_what_the_kernels_do_not_take(build_gpt, random_tokens):
         assert fits_kernels(gpt, token)
         assert not fits_kernels(gpt, token.expand(MOST_SEQUENCES + 1, 1))
         assert not fits_kernels(gpt, token.expand(1, 2))
+        gpt.blocks[1].mlp.up = Adapted(*gpt.blocks[1].mlp.up.weight.T.shape)
+        assert not fits_kernels(gpt, token)
+        gpt = build_gpt("tiled", dropout=0.1).to(DEVICE)
+        assert not fits_kernels(gpt.train(), token) and fits_kernels(gpt.eval(), token)
         assert not fits_kernels(gpt.double(), token)
         with torch.autocast(DEVICE, torch.bfloat16):
             assert not fits_kernels(gpt.float(), token)
