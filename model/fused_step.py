@@ -22,12 +22,13 @@ from torch import Tensor, nn
 
 from model.kv_cache import KVCache, LayerCache
 from model.loss import TRITON
-from model.norm import MAX_WIDTH, NORM_EPS
+from model.norm import NORM_EPS
 
 if TYPE_CHECKING:
     from model.gpt import GPT, Block, Rope
 
 MOST_SEQUENCES = 4  # more are work for tensor cores
+MOST_BYTES = 32768  # of a row of the weights, which a program holds in its registers
 
 
 def has_kernels(model: "GPT", tokens: Tensor) -> bool:
@@ -36,7 +37,7 @@ def has_kernels(model: "GPT", tokens: Tensor) -> bool:
 
 
 def fits_kernels(model: "GPT", tokens: Tensor) -> bool:
-    config = model.config
+    config, bytes_each = model.config, model.output_weight.element_size()
     # the copies that autocast makes of the weights are no parameters
     plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(tokens.device.type))
     return (
@@ -45,9 +46,9 @@ def fits_kernels(model: "GPT", tokens: Tensor) -> bool:
         and tokens.shape[1] == 1
         and not (model.training and config.dropout)
         and all(map(is_plain, model.blocks))
-        # a program holds whole rows of the weights
-        and config.hidden_size <= MAX_WIDTH
-        and model.blocks[0].mlp.down.in_features <= 2 * MAX_WIDTH
+        and bytes_each * model.blocks[0].mlp.down.in_features <= MOST_BYTES
+        # the norm takes as many registers again
+        and 2 * bytes_each * config.hidden_size <= MOST_BYTES
         and model.output_weight.dtype != torch.float64
         and model.output_weight.is_contiguous()
     )

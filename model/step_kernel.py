@@ -19,7 +19,7 @@ from torch import Tensor
 
 Rope = tuple[Tensor, Tensor]  # the cosines and sines of rope_tables(), (1, D / 2)
 
-ELEMENTS = 16384  # weights of a program: 64 registers a thread, and 32 KB on their way at a time
+BYTES = 32768  # of weights of a program, all on their way at a time: 64 registers a thread
 MOST_FEATURES = 16
 
 
@@ -125,12 +125,12 @@ def heads_kernel(
             tl.store(v_ptr + place + (head - H - H_KV) * stride_h + d, y, mask=inside)
 
 
-def features_of_a_program(features_in: int, features_out: int, processors: int) -> int:
-    """As many as keep its loads in flight, and few enough that every multiprocessor has one."""
-    most = min(MOST_FEATURES, ELEMENTS // triton.next_power_of_2(features_in))
-    while most > 1 and triton.cdiv(features_out, most) < processors:
+def features_of_a_program(bytes_of_a_feature: int, features: int, processors: int) -> int:
+    """As many as fill its registers, and few enough that every multiprocessor has a program."""
+    most = min(MOST_FEATURES, BYTES // triton.next_power_of_2(bytes_of_a_feature))
+    while most > 1 and triton.cdiv(features, most) < processors:
         most //= 2
-    return most
+    return max(most, 1)
 
 
 def product(
@@ -152,7 +152,8 @@ def product(
     features = len(weight) // gates
     y = x.new_empty(rows, features, dtype=dtype)
     norm_weight, norm_bias, eps, centred = norm or (None, None, 0.0, False)
-    block_f = features_of_a_program(width * gates, features, processors(x.device))
+    bytes_of_a_feature = gates * width * weight.element_size()
+    block_f = features_of_a_program(bytes_of_a_feature, features, processors(x.device))
     product_kernel[(triton.cdiv(features, block_f) * rows,)](
         x, norm_weight, norm_bias, weight, bias, residual, y, rows, features, eps,
         CENTRED=centred, ACTIVATION=activation, K=width, BLOCK_F=block_f,

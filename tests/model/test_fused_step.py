@@ -109,6 +109,8 @@ def test_what_the_kernels_do_not_take(build_gpt, random_tokens):
         assert not fits_kernels(gpt.double(), token)
         with torch.autocast(DEVICE, torch.bfloat16):
             assert not fits_kernels(gpt.float(), token)
+        wide = build_gpt("tiled", num_layers=1, hidden_size=2056, num_heads=1).to(DEVICE)
+        assert not fits_kernels(wide, token) and fits_kernels(wide.bfloat16(), token)
 
 
 PRODUCTS = {

@@ -51,7 +51,7 @@ for width, activation, absent in (
     (3072, "", without_norm),
 ):
     sizes = {
-        "BLOCK_F": features_of_a_program(width, 768, 132),
+        "BLOCK_F": features_of_a_program(2 * width, 768, 132),
         "BLOCK_K": triton.next_power_of_2(width),
     }
     meta = {"CENTRED": activation == "gelu", "ACTIVATION": activation, "K": width} | sizes
