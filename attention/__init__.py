@@ -258,7 +258,8 @@ def attention_with_cache(
     changed = (q, k, v) if sinks is None else (q, k, v, sinks)
     if torch.is_grad_enabled() and any(x.requires_grad for x in changed):
         raise Refusal("attention_with_cache() has no gradient: call it under torch.no_grad()")
-    with torch.autocast(q.device.type, enabled=False):
+    autocast = torch.compiler.is_compiling() or torch.is_autocast_enabled(q.device.type)
+    with torch.autocast(q.device.type, enabled=False) if autocast else nullcontext():
         out, lse = backend.decode(
             q,
             k,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from model.decoding import DecodingStep, has_steps
+from model.decoding import has_steps, keep_step, predict, take_step
 from model.gpt import GPT
 from model.kv_cache import KVCache
 
@@ -42,7 +42,8 @@ def generate(
     only. generator must be on the model's device; None draws from PyTorch's own. use_cache=False
     reads the whole context again for every token. That is slow, tests the cache, and serves an
     attention without the `cross_length` feature. With a cache, an attention that can decode (see
-    Backend.decode) reads single tokens in steps of fixed shape, on a GPU as a CUDA graph. Raises
+    Backend.decode) reads single tokens in steps of fixed shape, on a GPU as a CUDA graph, which is
+    kept for the next call of the same shape with the memory of its cache; see keep_step(). Raises
     FloatingPointError for logits that are not finite; with temperature 0, at the end.
     """
     if tokens.shape[1] < 1:
@@ -57,8 +58,8 @@ def generate(
     cache = step = None
     if use_cache:
         max_len = min(max_seq_len, tokens.shape[1] + max_new_tokens)
-        cache = KVCache(model.config.num_layers, max_len=max_len)
-        step = DecodingStep(model, cache, len(tokens)) if has_steps(model) else None
+        step = take_step(model, len(tokens), max_len) if has_steps(model) else None
+        cache = KVCache(model.config.num_layers, max_len=max_len) if step is None else step.cache
     finite = torch.ones((), dtype=torch.bool, device=tokens.device)
     training = model.training
     model.eval()
@@ -71,17 +72,21 @@ def generate(
                     cache.reset()
             unread = start if cache is None else start + cache.length
             if step is not None and 0 < unread - start == tokens.shape[1] - start - 1:
-                logits = step(tokens[:, -1:])
+                prediction = step(tokens[:, -1:])
             else:
-                logits = model(tokens[:, unread:], cache=cache).logits[:, -1].float()
+                prediction = predict(model(tokens[:, unread:], cache=cache).logits[:, -1].float())
             if temperature == 0:  # nobody looks before the end: a GPU would wait for the host
-                finite &= logits.isfinite().all()  # of (B, vocab_size)
-            next_token = sample_token(
-                logits, temperature=temperature, top_k=top_k, generator=generator
-            )
+                finite &= prediction.finite
+                next_token = prediction.likeliest
+            else:
+                next_token = sample_token(
+                    prediction.logits, temperature=temperature, top_k=top_k, generator=generator
+                )
             tokens = torch.cat((tokens, next_token), dim=1)
     finally:
         model.train(training)
+    if step is not None:
+        keep_step(model, step)
     check_finite(finite)
     return tokens
 

@@ -129,9 +129,7 @@ class CausalSelfAttention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, H_kv, M, D)
             if cache.places is not None:
-                arguments = {"backend": self.backend} | self.function
-                out, _ = attention_with_cache(q, k, v, cache.places.lengths, **arguments)
-                return out.transpose(1, 2).flatten(2), None
+                return self.decode(q, k, v, cache.places.lengths), None
         call = attention if self.shards is None else partial(self.shards.attention, attention)
         brought = self.own is not None and self.backend.module is self.brought_by
         own = {"module": self.own} if brought else {}
@@ -148,6 +146,11 @@ class CausalSelfAttention(nn.Module):
             **own,
         )  # out is (B, H, N, D)
         return out.transpose(1, 2).flatten(2), max_score
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        """The same for a cache k, v (B, H_kv, M, D) of `lengths` (B,) keys: (B, N, C)."""
+        out, _ = attention_with_cache(q, k, v, lengths, backend=self.backend, **self.function)
+        return out.transpose(1, 2).flatten(2)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -377,15 +380,7 @@ class GPT(nn.Module):
         z_loss is that of linear_cross_entropy(). Raises ValueError for more tokens than the learned
         positions or the cache hold.
         """
-        positions = self._positions(tokens, cache)
-        x = self.token_embedding(tokens)  # (B, N, C)
-        rope = None
-        if self.position_embedding is not None:
-            x = x + self.position_embedding(positions)
-        elif self.config.positions == "rope":
-            rope = rope_tables(
-                positions, head_dim=self.config.head_dim, theta=self.config.rope_theta
-            )
+        x, rope = self.embed(tokens, cache)
         x = self.dropout(x)
         branch = None  # fused_block leaves its last sum x + branch to the next norm
         caches = [None] * len(self.blocks) if cache is None else cache.layers
@@ -394,9 +389,21 @@ class GPT(nn.Module):
         x = add_norm(x, branch, self.final_norm)[1]
         del branch  # frees memory for the loss
         if targets is not None:
-            loss = self._run_loss(x, self._output_weight, targets, z_loss=z_loss)
+            loss = self._run_loss(x, self.output_weight, targets, z_loss=z_loss)
             return ModelOutput(None, loss)
-        return ModelOutput(F.linear(x, self._output_weight), None)  # (B, N, vocab_size)
+        return ModelOutput(F.linear(x, self.output_weight), None)  # (B, N, vocab_size)
+
+    def embed(self, tokens: Tensor, cache: KVCache | None) -> tuple[Tensor, Rope | None]:
+        """The tokens (B, N) as (B, N, C) with learned positions; the tables of rotary ones."""
+        positions = self._positions(tokens, cache)
+        x, rope = self.token_embedding(tokens), None
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(positions)
+        elif self.config.positions == "rope":
+            rope = rope_tables(
+                positions, head_dim=self.config.head_dim, theta=self.config.rope_theta
+            )
+        return x, rope
 
     def compiled(self, **options: Any) -> "GPT":
         """The same model, whose blocks and loss run as compiled graphs; options of torch.compile.
@@ -435,7 +442,8 @@ class GPT(nn.Module):
         return torch.arange(past, total, device=tokens.device)
 
     @property
-    def _output_weight(self) -> Tensor:
+    def output_weight(self) -> Tensor:
+        """(vocab_size, C)"""
         return (
             self.token_embedding.weight if self.output_layer is None else self.output_layer.weight
         )

@@ -21,8 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.decoding import num_splits
+from attention.interface import Plans
 from attention.kernels.forward import scores_of
 from attention.kernels.launch import (
+    Launch,
     Tile,
     batch_stride,
     operator,
@@ -31,7 +33,7 @@ from attention.kernels.launch import (
     properties,
     tiles_of,
 )
-from attention.kernels.op import empty_heads
+from attention.kernels.op import differ, empty_heads, kind_of
 from attention.kernels.portable import find_score_mod
 from attention.kernels.softmax import move_max
 
@@ -230,6 +232,84 @@ def by_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def in_one_piece(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+# of calls of one kind: whether a tensor has to be copied, and how the kernels run
+plans: Plans = Plans()
+
+
+class SplitAttention:
+    """The launches of calls of one kind: of the split kernel, and with several splits of the merge.
+
+    Arguments as in split_attention(), by_rows() and in_one_piece().
+    """
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, cache_lengths: Tensor | None,
+        block_table: Tensor | None, lo: Tensor | None, out: Tensor, causal: bool,
+        window: int | None, scale: float, score_mod: str, splits: str,
+    ):  # fmt: skip
+        (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
+        page_size = 0
+        if block_table is not None:
+            page_size, num_keys = num_keys, num_keys * block_table.shape[1]
+        rows, block_d = num_queries * num_heads // num_kv_heads, padded_head_dim(head_dim)
+        tile = pick_tile("decoding", head_dim, q.dtype, q.device)
+        block_q = min(tile.block_q, padded_head_dim(rows))  # so many rows, as a power of two
+        seen = num_keys if window is None else min(num_keys, window + num_queries)
+        programs = batch * num_kv_heads * tiles_of(rows, block_q)
+        memory = 2 * tile.num_stages * tile.block_kv * block_d * q.element_size()
+        self.splits = num_splits(
+            splits,
+            programs=programs,
+            tiles=tiles_of(seen, tile.block_kv),
+            slots=slots_of(q.device, memory),
+        )
+        strides = (*out.stride()[:3], 0)
+        if self.splits > 1:
+            strides = self.parts(q).stride()[:4]
+        self.split = Launch(
+            split_kernel, (programs, self.splits),
+            (
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides,
+                batch_stride(block_table), batch_stride(lo), num_kv_heads, num_queries, num_keys,
+                len(k), num_keys + num_queries if window is None else window, scale,
+                scale * math.log2(math.e),
+            ),
+            CAUSAL=causal, INTERVALS=lo is not None, SCORE_MOD=find_score_mod(score_mod),
+            GROUPS=num_heads // num_kv_heads, SPLITS=self.splits, PAGE_SIZE=page_size, D=head_dim,
+            BLOCK_Q=block_q, BLOCK_KV=tile.block_kv, BLOCK_D=block_d, PRECISION="ieee",
+            num_warps=tile.num_warps, num_stages=stages_of(tile, paged=page_size > 0),
+        )  # fmt: skip
+        self.merge = Launch(
+            merge_kernel, (batch * num_heads * num_queries,),
+            (*out.stride()[:3], num_heads, num_queries),
+            SPLITS=self.splits, D=head_dim,
+            BLOCK_S=min(MERGED, triton.next_power_of_2(self.splits)), BLOCK_D=block_d,
+        )  # fmt: skip
+
+    def parts(self, q: Tensor) -> Tensor:
+        """Memory for the results of all splits, (B, H, N, S, D) float32."""
+        *rows, head_dim = q.shape
+        return q.new_empty(*rows, self.splits, head_dim, dtype=torch.float32)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, cache_lengths: Tensor | None,
+        block_table: Tensor | None, lo: Tensor | None, hi: Tensor | None, params: Tensor | None,
+        out: Tensor, lse: Tensor,
+    ) -> None:  # fmt: skip
+        """Fill out (B, H, N, D) and lse (B, H, N)."""
+        of_splits = out, lse
+        if self.splits > 1:
+            parts = self.parts(q)
+            of_splits = parts, parts.new_empty(parts.shape[:-1])
+        self.split(q, k, v, *of_splits, cache_lengths, block_table, lo, hi, params)
+        if self.splits > 1:
+            self.merge(*of_splits, out, lse)
+
+
 def split_attention(
     q: Tensor,
     k: Tensor,
@@ -252,46 +332,22 @@ def split_attention(
     of keys each query sees, in place of cache_lengths, causal and window. score_mod, params: as in
     flash_attention() of op.py. splits: auto, fixed or a number.
     """
-    dtype, result = q.dtype, empty_heads(q)
-    q, k, v = by_rows(q), by_rows(k), by_rows(v)
-    (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
-    page_size = 0
-    if block_table is not None:
-        page_size, num_keys = num_keys, num_keys * block_table.shape[1]
-        block_table = block_table.contiguous()
-    rows, block_d = num_queries * num_heads // num_kv_heads, padded_head_dim(head_dim)
-    tile = pick_tile("decoding", head_dim, dtype, q.device)
-    block_q = min(tile.block_q, padded_head_dim(rows))  # so many rows, as a power of two
-    seen = num_keys if window is None else min(num_keys, window + num_queries)
-    count = num_splits(
-        splits,
-        programs=batch * num_kv_heads * tiles_of(rows, block_q),
-        tiles=tiles_of(seen, tile.block_kv),
-        slots=slots_of(q.device, 2 * tile.num_stages * tile.block_kv * block_d * q.element_size()),
-    )
-    out = result if dtype == q.dtype else result.to(q.dtype)
+    given = q, k, v, cache_lengths, block_table
+    settings = causal, window, scale, score_mod, splits
+    kind = kind_of(q.device, (*given, lo, hi, params), *settings)
+    copies, launch = plans.get(kind, (True, None))
+    out, tensors = empty_heads(q), given
+    if copies:
+        tensors = *map(by_rows, given[:3]), *map(in_one_piece, given[3:])
+    if tensors[0].dtype != q.dtype:
+        out = out.to(tensors[0].dtype)
+    batch, num_heads, num_queries, _ = q.shape
     lse = q.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
-    parts, part_lse, strides = out, lse, (*out.stride()[:3], 0)
-    if count > 1:
-        parts = lse.new_empty(batch, num_heads, num_queries, count, head_dim)
-        part_lse, strides = lse.new_empty(parts.shape[:-1]), parts.stride()[:4]
-    split_kernel[(batch * num_kv_heads * tiles_of(rows, block_q), count)](
-        q, k, v, parts, part_lse, None if cache_lengths is None else cache_lengths.contiguous(),
-        block_table, lo, hi, params, *q.stride()[:3],
-        *k.stride()[:3], *v.stride()[:3], *strides, batch_stride(block_table), batch_stride(lo),
-        num_kv_heads, num_queries, num_keys, len(k),
-        num_keys + num_queries if window is None else window, scale, scale * math.log2(math.e),
-        CAUSAL=causal, INTERVALS=lo is not None, SCORE_MOD=find_score_mod(score_mod),
-        GROUPS=num_heads // num_kv_heads, SPLITS=count, PAGE_SIZE=page_size, D=head_dim,
-        BLOCK_Q=block_q, BLOCK_KV=tile.block_kv, BLOCK_D=block_d, PRECISION="ieee",
-        num_warps=tile.num_warps, num_stages=stages_of(tile, paged=page_size > 0),
-    )  # fmt: skip
-    if count > 1:
-        merge_kernel[(batch * num_heads * num_queries,)](
-            parts, part_lse, out, lse, *out.stride()[:3], num_heads, num_queries, SPLITS=count,
-            D=head_dim, BLOCK_S=min(MERGED, triton.next_power_of_2(count)), BLOCK_D=block_d,
-        )  # fmt: skip
-    return out.to(dtype), lse
+    if launch is None:
+        launch = SplitAttention(*tensors, lo, out, *settings)
+        plans[kind] = differ(given, tensors), launch
+    launch(*tensors, lo, hi, params, out, lse)
+    return out if out.dtype == q.dtype else out.to(q.dtype), lse
 
 
 split_attention_op = operator("split_attention")(split_attention)

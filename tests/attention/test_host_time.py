@@ -6,6 +6,7 @@ their results are. Dimensions: B batch, H query heads, N queries, M keys, D head
 """
 
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
@@ -14,12 +15,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import Backend, attention, attention_varlen, checks, get_backend, kernels, mask
+from attention import (
+    Backend,
+    attention,
+    attention_varlen,
+    attention_with_cache,
+    checks,
+    get_backend,
+    kernels,
+    mask,
+)
 from attention.interface import Plans
-from attention.kernels import intervals, op, portable
+from attention.kernels import decoding, intervals, op, portable
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stubs in place of kernels")
 PORTABLE = get_backend("triton", kernel="portable")
+PLANS = op.forward_plans, op.backward_plans, intervals.plans, decoding.plans
 
 
 def named(names: list[str], values: tuple[Any, ...]) -> dict[str, Any]:
@@ -69,7 +80,7 @@ class Compiled:
 
 
 def forget() -> None:
-    for plans in (op.forward_plans, op.backward_plans, intervals.plans, intervals.kept):
+    for plans in (*PLANS, intervals.kept):
         plans.clear()
 
 
@@ -77,7 +88,7 @@ def forget() -> None:
 def notes(monkeypatch):
     """(kernel, whether by Triton's launcher, grid, arguments) of each launch."""
     found = []
-    for module in (portable, intervals):
+    for module in (portable, intervals, decoding):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Kernel(getattr(module, name), found))
     forget()
@@ -133,33 +144,78 @@ def test_a_kernel_is_started_with_what_tritons_launcher_would_give_it(notes):
     """From the second call of a kind on, whatever other calls come between."""
 
     def launches(tensors: list[Tensor], d_out: Tensor, optional: dict[str, Any]) -> list[Any]:
-        notes.clear()
         out = attention(*tensors, **{"backend": PORTABLE} | optional).out
         torch.autograd.grad(out, tensors, d_out)
-        given = {x.data_ptr() for x in (*tensors, d_out)}
+        return noted(notes, (*tensors, d_out))
 
-        def plain(x: Any) -> Any:
-            if isinstance(x, dict):
-                return {key: plain(value) for key, value in x.items()}
-            if isinstance(x, Tensor):  # what the call itself allocates may lie anywhere
-                place = x.data_ptr() if x.data_ptr() in given else None
-                return x.shape, x.stride(), x.dtype, place
-            return x
+    assert_launches_are_those_of_triton(launches, kinds_of_calls(), at_least=4)
 
-        return [(name, how, grid, plain(arguments)) for name, how, grid, arguments in notes]
 
-    calls = kinds_of_calls()
+def noted(notes: list[Any], tensors: tuple[Tensor, ...]) -> list[Any]:
+    """The notes so far, which are cleared: what a call itself allocates may lie anywhere."""
+    given = {x.data_ptr() for x in tensors}
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {key: plain(value) for key, value in x.items()}
+        if isinstance(x, Tensor):
+            place = x.data_ptr() if x.data_ptr() in given else None
+            return x.shape, x.stride(), x.dtype, place
+        return x
+
+    found = [(name, how, grid, plain(arguments)) for name, how, grid, arguments in notes]
+    notes.clear()
+    return found
+
+
+def assert_launches_are_those_of_triton(
+    launches: Callable[..., list[Any]], calls: list[tuple[Any, ...]], *, at_least: int
+) -> None:
     for call in calls:
         launches(*call)
     for direct, call in zip([launches(*call) for call in calls], calls, strict=True):
-        for plans in (op.forward_plans, op.backward_plans, intervals.plans):
+        for plans in PLANS:
             plans.clear()
         through_triton = launches(*call)
-        assert {how for _, how, *_ in direct} == {"direct"} and len(direct) >= 4
+        assert {how for _, how, *_ in direct} == {"direct"} and len(direct) >= at_least
         assert {how for _, how, *_ in through_triton} == {"jit"}
         assert [(name, *rest) for name, _, *rest in direct] == [
             (name, *rest) for name, _, *rest in through_triton
         ]
+
+
+def test_so_is_a_kernel_of_decoding(notes):
+    q, k, v = torch.randn(2, 4, 1, 16), *torch.randn(2, 2, 2, 40, 16)
+    pages, table = torch.randn(9, 8, 2, 16), torch.arange(10).view(2, 5).int() % 9
+    lengths, several = torch.tensor([40, 9]), torch.randn(2, 4, 3, 16)
+    spread = [x.repeat_interleave(2, dim=2)[:, :, ::2] for x in (k, v)]
+    aside = torch.empty(2 * 2 * 40 * 16 + 1)[1:].view(k.shape)
+    paged = {"block_table": table}
+    calls = [
+        (q, k, v, lengths, {}),
+        (q, *spread, lengths, {}),
+        (q, k, aside, lengths, {}),
+        (several, k, v, lengths, {}),
+        (q.transpose(1, 3).contiguous().transpose(1, 3), k, v, lengths, {}),
+        *((x.half(), k.half(), v.half(), lengths, {}) for x in (q, several)),
+        *((q, k, v, x, {}) for x in (lengths.int(), lengths.repeat_interleave(2)[::2])),
+        (q, pages, pages, lengths, paged),
+        (q, pages, pages, lengths, {"block_table": table.long()}),
+        (q, pages, pages, lengths, {"block_table": table.repeat(1, 2)[:, ::2] // 9}),
+        *((q, k, v, lengths, {"splits": x}) for x in (1, 3, "fixed")),
+        *((q, k, v, lengths, {"window": x}) for x in (9, 10)),
+        (several, k, v, lengths, {"window": (9, 1), "causal": False}),
+        (several, k, v, lengths, {"causal": False}),
+        (q, k, v, lengths, {"scale": 0.5}),
+        (q, k, v, lengths, {"softcap": 5.0}),
+    ]
+
+    def launches(*call: Any) -> list[Any]:
+        *tensors, optional = call
+        attention_with_cache(*tensors, backend=PORTABLE, **optional)
+        return noted(notes, (*tensors, table))
+
+    assert_launches_are_those_of_triton(launches, calls, at_least=1)
 
 
 def calls_of(function: Any) -> int:
@@ -182,6 +238,7 @@ def calls_of(function: Any) -> int:
 # of a forward without gradients, with them, and of a backward; without plans there were at least
 # 282, 317 and 372, and as many again in Triton's launcher
 LIMITS = (160, 185, 165)
+DECODING_LIMITS = (128, 122)  # with a cache and without; there were 158 and 131
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -209,6 +266,25 @@ def test_an_eager_call_does_little_in_python(notes, monkeypatch, name):
         function()
         found.append(calls_of(function))
     assert all(x <= limit for x, limit in zip(found, LIMITS, strict=True)), found
+
+
+def test_so_does_a_step_of_decoding(notes, monkeypatch):
+    monkeypatch.setattr(kernels, "version", lambda package: "3.9.0")
+    monkeypatch.setattr(kernels, "NumpyVersion", str)
+    q, k, v = torch.randn(1, 2, 1, 16), *torch.randn(2, 1, 2, 40, 16)
+    lengths = torch.tensor([40])
+
+    def with_cache() -> None:
+        attention_with_cache(q, k, v, lengths, backend="triton")
+
+    def of_one_query() -> None:
+        attention(q, k, v, backend="triton")
+
+    found = []
+    for function in (with_cache, of_one_query):
+        function()
+        found.append(calls_of(function))
+    assert all(x <= limit for x, limit in zip(found, DECODING_LIMITS, strict=True)), found
 
 
 def test_threads_start_a_kernel_with_tensors_of_their_own(notes):

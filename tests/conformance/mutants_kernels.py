@@ -22,6 +22,7 @@ ROWS, LEFT = (
     "hi_ptr, length, N, window, CAUSAL, INTERVALS",
     "lo = tl.maximum(past + n + 1 - window, 0)",
 )
+ONE_PIECE = "*map(in_one_piece, given[3:])"
 LENGTH = "length = tl.minimum(given.to(tl.int32), M)"
 KEYS, PAGE = "tl.cast(keys, tl.int64) * stride_n", "tl.cast(page, tl.int64) * stride_page"
 GRID = "tiles = tl.cdiv(last - grid, BLOCK_KV)"
@@ -332,13 +333,13 @@ SPLIT = (
         "decoding",
         "split_table_contiguous",
         "A table is read as if it were contiguous.",
-        ("block_table = block_table.contiguous()", "pass"),
+        (ONE_PIECE, "in_one_piece(cache_lengths), block_table"),
     ),
     kernel(
         "decoding",
         "split_lengths_contiguous",
         "Lengths are read as if they were contiguous.",
-        ("None if cache_lengths is None else cache_lengths.contiguous()", "cache_lengths"),
+        (ONE_PIECE, "cache_lengths, in_one_piece(block_table)"),
     ),
     kernel(
         "decoding",

@@ -118,7 +118,7 @@ def worst_logit(model: GPT, tokens: Tensor, modules: dict[str, Any]) -> float:
         for layer in cache.layers:
             layer.k[:, :, 3:], layer.v[:, :, 3:] = torch.nan, torch.nan
         parts.append(model(given[:, 3:5], cache=cache).logits)
-        parts += [step(given[:, [i]]).unsqueeze(1) for i in range(5, 9)]
+        parts += [step(given[:, [i]]).logits.unsqueeze(1) for i in range(5, 9)]
         parts.append(model(given[:, 9:], cache=cache).logits)
         error = (torch.cat(parts, 1) - model(given).logits).abs().max()
         worst = max(worst, error.nan_to_num(nan=torch.inf).item())

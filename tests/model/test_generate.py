@@ -1,5 +1,8 @@
 """Sampling: the same with and without a cache, within the context, from the right distribution."""
 
+import gc
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -8,8 +11,9 @@ import torch
 
 from attention import get_backend
 from config import AttentionConfig
-from model import generate, sample_text
-from model.decoding import DecodingStep, has_steps
+from model import GPT, decoding, generate, sample_text
+from model.decoding import KEPT, DecodingStep, has_steps, keep_step, take_step
+from model.fused_step import MOST_SEQUENCES
 from model.generate import sample_token
 
 
@@ -78,6 +82,83 @@ def test_a_layer_that_steps_cannot_compute_reads_through_views(build_gpt, random
     assert torch.equal(generate(model, prompt, max_new_tokens=5, temperature=0.0), plain)
 
 
+@pytest.fixture
+def kept_step(build_gpt):
+    """A model, and a step of it that was kept, as one with a CUDA graph."""
+    model = build_gpt("tiled")
+    step = take_step(model, 2, 12)
+    step.graph = object()
+    keep_step(model, step)
+    return model, step
+
+
+def test_a_step_is_kept_for_one_call_of_its_shape(kept_step):
+    model, step = kept_step
+    assert take_step(model, 2, 13) is not step and take_step(model, 1, 12) is not step
+    with torch.no_grad():  # as the optimiser changes weights
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    step.cache.layers[0].length = 5
+    assert take_step(model, 2, 12) is step and step.cache.length == 0
+    assert take_step(model, 2, 12) is not step  # it is in use
+
+
+def test_a_step_without_a_graph_is_not_kept(build_gpt, random_tokens):
+    model = build_gpt("tiled")
+    generate(model, random_tokens(1, 3), max_new_tokens=4, temperature=0.0)
+    assert model not in decoding.kept
+
+
+def other_weights(model: GPT) -> None:
+    model.final_norm.weight.data = model.final_norm.weight.data.clone()
+
+
+def other_dtype(model: GPT) -> None:
+    model.double()
+
+
+def other_backend(model: GPT) -> None:
+    model.backend = get_backend("tiled", block_kv=32)
+
+
+def other_backend_of_a_layer(model: GPT) -> None:
+    model.blocks[1].attention.backend = get_backend("triton")
+
+
+CHANGES = [other_weights, other_dtype, other_backend, other_backend_of_a_layer]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_graph_of_other_memory_or_code_is_not_replayed(kept_step, change: Callable):
+    model, step = kept_step
+    change(model)
+    assert take_step(model, 2, 12) is not step
+
+
+def test_a_graph_of_another_mode_is_not_replayed(kept_step):
+    model, step = kept_step
+    for mode in (torch.autocast("cpu", torch.bfloat16), torch.inference_mode()):
+        with mode:
+            assert take_step(model, 2, 12) is not step
+    assert take_step(model, 2, 12) is step
+    with torch.autocast("cpu", torch.bfloat16):  # whose copies of the weights are freed
+        keep_step(model, step)
+    assert take_step(model, 2, 12) is not step
+
+
+def test_few_steps_are_kept_and_none_keeps_its_model(build_gpt):
+    model = build_gpt("tiled")
+    for room in range(8, 9 + KEPT):
+        step = take_step(model, 2, room)
+        step.graph = object()
+        keep_step(model, step)
+    assert [step.cache.max_len for step in decoding.kept[model].values()] == [9, 8 + KEPT]
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["tiled", "triton"])
 def test_a_cuda_graph_changes_no_token(build_gpt, random_tokens, backend):
@@ -91,6 +172,33 @@ def test_a_cuda_graph_changes_no_token(build_gpt, random_tokens, backend):
     with torch.autocast("cuda", dtype=torch.bfloat16):
         # other kernels round otherwise, and a near tie may then fall otherwise
         assert (greedy(True)[:, :12] == greedy(False)[:, :12]).float().mean() > 0.9
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["gpt2", "modern"])
+@pytest.mark.parametrize("batch_size", [1, 3, MOST_SEQUENCES + 1])
+def test_a_kept_graph_reads_the_weights_of_today(
+    build_gpt, modern, random_tokens, variant, batch_size
+):
+    """In float32, by the kernels of a step and by PyTorch's operators."""
+    fields = modern if variant == "modern" else {"tie_embeddings": False}
+    model, prompt = build_gpt("triton", **fields).cuda(), random_tokens(batch_size, 5).cuda()
+
+    def greedy(use_cache: bool) -> torch.Tensor:
+        return generate(model, prompt, max_new_tokens=20, temperature=0.0, use_cache=use_cache)
+
+    first = greedy(True)
+    (step,) = decoding.kept[model].values()
+    assert torch.equal(first, greedy(False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(-1.5)
+    second = greedy(True)
+    assert list(decoding.kept[model].values()) == [step]
+    assert torch.equal(second, greedy(False)) and not torch.equal(first, second)
+    model.half()
+    greedy(True)
+    assert len(decoding.kept[model]) == 2
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "modern"])

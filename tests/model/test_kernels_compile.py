@@ -18,12 +18,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from model.loss_kernel import cross_entropy_kernel
 from model.norm_kernel import add_norm_backward_kernel, add_norm_kernel
+from model.step_kernel import features_of_a_program, heads_kernel, product_kernel
 
 def compile(kernel, warps=1, **constants):
     types = {}
     for name in kernel.arg_names:
-        wide = name in ("loss_ptr", "statistics_ptr", "partial_ptr")
-        pointer = "*i64" if name == "targets_ptr" else "*fp32" if wide else "*bf16"
+        pointer = "*bf16"
+        if name in ("targets_ptr", "positions_ptr"):
+            pointer = "*i64"
+        elif name in ("loss_ptr", "statistics_ptr", "partial_ptr", "cos_ptr", "sin_ptr"):
+            pointer = "*fp32"
         types[name] = pointer if name.endswith("_ptr") else "fp32" if name == "eps" else "i32"
     types |= dict.fromkeys(constants, "constexpr")
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -40,6 +44,21 @@ for centred, absent in product((False, True), ((), ("bias_ptr",))):
     compile(add_norm_kernel, **meta)
     compile(add_norm_backward_kernel, **meta, STAGES=2)
     compile(add_norm_backward_kernel, **meta | dict.fromkeys(("y_ptr", "d_total_ptr")), STAGES=2)
+without_norm = ("norm_weight_ptr", "norm_bias_ptr")
+for width, activation, absent in (
+    (768, "gelu", ("residual_ptr",)),
+    (768, "swiglu", ("norm_bias_ptr", "bias_ptr", "residual_ptr")),
+    (3072, "", without_norm),
+):
+    sizes = {
+        "BLOCK_F": features_of_a_program(2 * width, 768, 132),
+        "BLOCK_K": triton.next_power_of_2(width),
+    }
+    meta = {"CENTRED": activation == "gelu", "ACTIVATION": activation, "K": width} | sizes
+    compile(product_kernel, 4, **meta, **dict.fromkeys(absent))
+heads = {"H": 12, "H_KV": 4, "D": 64, "BLOCK_D": 64}
+compile(heads_kernel, **heads, QK_NORM=True)
+compile(heads_kernel, **heads, QK_NORM=False, **dict.fromkeys(("cos_ptr", "sin_ptr")))
 """
 
 
@@ -56,4 +75,4 @@ def test_the_kernels_of_the_model_compile_for_sm_90(tmp_path):
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 16
+    assert len(done.stdout.splitlines()) == 21
