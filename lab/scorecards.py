@@ -186,9 +186,45 @@ EXPLAINED = {
     **{
         ("Llama (eager)", name): SCORES
         for name in (
+            "forward", "large logits", "logits + 100", "logits - 120", "float32 statistics",
+            "every length",
+        )
+    },
+    ("AttentionInterface (sdpa)", "every length"): Reason(
+        "under a mask cuDNN's backward scores what fills half a tile up as 0: dq is NaN",
+        "https://github.com/pytorch/pytorch/issues/196678",
+    ),
+    **{
+        (card, "strides and views"): Reason(
+            "it reads 16 bytes at a time, and does not look whether a view begins there",
+            "https://github.com/pytorch/pytorch/issues/183484",
+        )
+        for card in (
+            "SDPA (flash)", "SDPA (cuDNN)", "SDPA (memory-efficient)", "AttentionInterface (sdpa)",
+        )
+    },
+    **{
+        ("Triton's tutorial", name): Reason(
+            "its backward rounds k * scale to 16 bits, the forward does not",
+            "https://github.com/triton-lang/triton/issues/5971",
+        )
+        for name in (
             "large logits", "logits + 100", "logits - 120", "float32 statistics", "every length",
         )
     },
+    ("Triton's tutorial", "strides and views"): Reason(
+        "its backward takes q, k, v, out and d_out in one layout alone", "by design"
+    ),
+    ("FlashAttention-4", "gradients"): Reason(
+        "dv is wrong at head_dim 40, which is no multiple of 32",
+        "https://github.com/Dao-AILab/flash-attention/pull/2896 (dq, 72 and 104)",
+    ),
+    ("FlashAttention-4", "optional arguments"): Reason(
+        "its softcap takes the GPU's approximate tanh, which shows in a float32 lse", "by design"
+    ),
+    ("FlexAttention (compiled)", "streams and graphs"): Reason(
+        "the mask is built inside the captured call, from numbers of the CPU", "by design"
+    ),
     ("JAX", "wider calls"): Reason("a row without a key gives the mean of the values", "new"),
 }  # fmt: skip
 

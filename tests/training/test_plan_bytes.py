@@ -182,7 +182,7 @@ def test_attention_kept_by_a_compiled_model(shape, attention):
     assert planned - planned_block == pytest.approx(kept - kept_block, rel=0.05)
 
 
-# PyTorch's rms_norm keeps more on a CPU, outside of a compiled graph, and its layer_norm less inside;
+# On a CPU rms_norm keeps more outside of a compiled graph, layer_norm less inside one;
 # so does the plan
 @pytest.mark.parametrize(
     ("shape", "compiled", "checkpoint"),
