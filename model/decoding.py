@@ -41,7 +41,7 @@ class Prediction(NamedTuple):
 
 def predict(logits: Tensor) -> Prediction:
     """Of logits (B, vocab_size) float32."""
-    # a NaN is the largest too
+    # NaN if any logit is
     largest = torch.linalg.vector_norm(logits, torch.inf)
     return Prediction(logits, logits.argmax(-1, keepdim=True), largest < torch.inf)
 
