@@ -618,8 +618,11 @@ class Due(NamedTuple):
 def register() -> None:
     """Hand the schema to Hydra: conf/config.yaml starts from `schema`."""
     from hydra.core.config_store import ConfigStore
+    from omegaconf import MISSING, OmegaConf
 
-    ConfigStore.instance().store(name="schema", node=RunConfig)
+    schema = OmegaConf.structured(RunConfig)
+    schema.attention.name = MISSING  # else a yaml file without one would train the default
+    ConfigStore.instance().store(name="schema", node=schema)
 
 
 def setting_keys(schema: type, prefix: str = "") -> Iterator[str]:

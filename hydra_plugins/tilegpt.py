@@ -230,9 +230,10 @@ class CheckedSweeper(Sweeper):
         return composed
 
     def compose(self, job: list[str]) -> "RunConfig":
-        from training.command_line import read_config
+        from training.command_line import one_sentence, read_config
 
-        composed = self.hydra_context.config_loader.load_sweep_config(self.config, job)
+        with one_sentence():
+            composed = self.hydra_context.config_loader.load_sweep_config(self.config, job)
         with open_dict(composed):
             del composed["hydra"]
         return read_config(composed)

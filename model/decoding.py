@@ -40,7 +40,8 @@ class Prediction(NamedTuple):
 
 
 def predict(logits: Tensor) -> Prediction:
-    # a NaN is the largest too
+    """Of logits (B, vocab_size) float32."""
+    # NaN if any logit is
     largest = torch.linalg.vector_norm(logits, torch.inf)
     return Prediction(logits, logits.argmax(-1, keepdim=True), largest < torch.inf)
 
@@ -110,7 +111,10 @@ kept: WeakKeyDictionary["GPT", dict[Hashable, DecodingStep]] = WeakKeyDictionary
 
 
 def kind_of(model: "GPT", batch_size: int, max_len: int) -> Hashable:
-    """All that a graph depends on, but the values of the weights, which it reads where they lie."""
+    """All that a graph depends on, but the values of the weights, which it reads where they lie.
+
+    Left out are settings of PyTorch's own, such as the precision of float32 products.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     weights = tuple((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in tensors)
     backends = tuple(map(id, backends_of(model)))
@@ -119,25 +123,26 @@ def kind_of(model: "GPT", batch_size: int, max_len: int) -> Hashable:
 
 def take_step(model: "GPT", batch_size: int, max_len: int) -> DecodingStep:
     """A step with an empty cache of max_len tokens: one that keep_step() kept, or a new one."""
-    steps, step = kept.get(model), None
+    steps, step = kept.get(model, {}), None
     if steps and not under_autocast(model):
         step = steps.pop(kind_of(model, batch_size, max_len), None)
     if step is None:
+        while len(steps) >= KEPT:  # now, as a new cache takes memory
+            del steps[next(iter(steps))]
         return DecodingStep(model, KVCache(model.config.num_layers, max_len=max_len), batch_size)
     step.cache.reset()
     return step
 
 
 def keep_step(model: "GPT", step: DecodingStep) -> None:
-    """Keep a step and the memory of its cache for the next call of take_step() of its kind, if it
-    has a graph: as long as the model, or until others take its place. Nobody else may use it then.
+    """Keep a step that has a graph, with the memory of its cache, for the next take_step() of its
+    kind. It is kept as long as the model, or until others need its place. The caller may not use it
+    any more.
     """
     if step.graph is None or under_autocast(model):
         return
-    steps = kept.setdefault(model, {})
-    steps[kind_of(model, len(step.tokens), step.cache.max_len)] = step
-    while len(steps) > KEPT:
-        del steps[next(iter(steps))]
+    kind = kind_of(model, len(step.tokens), step.cache.max_len)
+    kept.setdefault(model, {})[kind] = step
 
 
 def under_autocast(model: "GPT") -> bool:

@@ -37,6 +37,7 @@ def has_kernels(model: "GPT", tokens: Tensor) -> bool:
 
 
 def fits_kernels(model: "GPT", tokens: Tensor) -> bool:
+    """The same on any device: tests run the kernels in Triton's interpreter."""
     config, bytes_each = model.config, model.output_weight.element_size()
     # the copies that autocast makes of the weights are no parameters
     plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(tokens.device.type))
@@ -55,9 +56,14 @@ def fits_kernels(model: "GPT", tokens: Tensor) -> bool:
 
 
 def is_plain(block: "Block") -> bool:
-    """Whether its products are those of its weights: an adapter may stand in a layer's place."""
+    """Whether its products are those of its weights. An adapter may stand in a layer's place, and a
+    quantised tensor in a weight's.
+    """
     linears = (block.attention.qkv, block.attention.proj, block.mlp.up, block.mlp.down)
-    return all(type(x) is nn.Linear and x.weight.is_contiguous() for x in linears)
+    return all(
+        type(x) is nn.Linear and type(x.weight) is nn.Parameter and x.weight.is_contiguous()
+        for x in linears
+    )
 
 
 def next_logits(model: "GPT", tokens: Tensor, cache: KVCache) -> Tensor:
@@ -98,6 +104,6 @@ def parts(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 def norm_arguments(norm: nn.Module) -> tuple[Any, ...]:
-    """What product() asks of a norm from build_norm()."""
+    """The norm= of product(), for a module from build_norm()."""
     centred = isinstance(norm, nn.LayerNorm)
     return norm.weight, norm.bias if centred else None, norm.eps, centred

@@ -41,10 +41,13 @@ def generate(
     temperature divides the logits; 0 takes the likeliest token. top_k draws among the k likeliest
     only. generator must be on the model's device; None draws from PyTorch's own. use_cache=False
     reads the whole context again for every token. That is slow, tests the cache, and serves an
-    attention without the `cross_length` feature. With a cache, an attention that can decode (see
-    Backend.decode) reads single tokens in steps of fixed shape, on a GPU as a CUDA graph, which is
-    kept for the next call of the same shape with the memory of its cache; see keep_step(). Raises
-    FloatingPointError for logits that are not finite; with temperature 0, at the end.
+    attention without the `cross_length` feature.
+
+    With a cache, an attention that can decode (see Backend.decode) reads single tokens in steps of
+    fixed shape. On a GPU a step is a CUDA graph, so hooks of modules see the prompt alone. The
+    graph and the memory of its cache are kept for the next call of the same shape; see keep_step().
+
+    Raises FloatingPointError for logits that are not finite; with temperature 0, at the end.
     """
     if tokens.shape[1] < 1:
         raise ValueError(

@@ -148,7 +148,9 @@ class CausalSelfAttention(nn.Module):
         return out.transpose(1, 2).flatten(2), max_score
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        """The same for a cache k, v (B, H_kv, M, D) of `lengths` (B,) keys: (B, N, C)."""
+        """The same, (B, N, C), of q (B, H, N, D) and a cache k, v (B, H_kv, M, D), in which each
+        sequence has `lengths` (B,) keys.
+        """
         out, _ = attention_with_cache(q, k, v, lengths, backend=self.backend, **self.function)
         return out.transpose(1, 2).flatten(2)
 

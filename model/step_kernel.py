@@ -10,14 +10,12 @@ Dimensions: B sequences, one token each; K features in, F features out; H query 
 key/value heads, D head dim.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-Rope = tuple[Tensor, Tensor]  # the cosines and sines of rope_tables(), (1, D / 2)
+from model.norm_kernel import multiprocessors
 
 BYTES = 32768  # of weights of a program, all on their way at a time: 64 registers a thread
 MOST_FEATURES = 16
@@ -125,10 +123,10 @@ def heads_kernel(
             tl.store(v_ptr + place + (head - H - H_KV) * stride_h + d, y, mask=inside)
 
 
-def features_of_a_program(bytes_of_a_feature: int, features: int, processors: int) -> int:
-    """As many as fill its registers, and few enough that every multiprocessor has a program."""
+def features_of_a_program(bytes_of_a_feature: int, features: int, programs: int) -> int:
+    """As many as fill its registers, and few enough that there are so many programs."""
     most = min(MOST_FEATURES, BYTES // triton.next_power_of_2(bytes_of_a_feature))
-    while most > 1 and triton.cdiv(features, most) < processors:
+    while most > 1 and triton.cdiv(features, most) < programs:
         most //= 2
     return max(most, 1)
 
@@ -145,15 +143,18 @@ def product(
 ) -> Tensor:
     """residual + activation(norm(x) W^T + bias), (B, F) in dtype (None: that of x), for x (B, K).
 
-    norm: weight, bias, eps and whether it takes away the mean. activation: gelu, swiglu or "". Of a
-    row a program holds all K, so that these are few enough for its registers: see fits_kernels().
+    weight (F, K), or with swiglu (2 F, K), and a bias for each of its rows; residual (B, F). norm:
+    weight (K,), bias (K,) or None, eps, and whether the mean is subtracted. activation: gelu,
+    swiglu or "".
+
+    A program holds a whole row of K features in its registers; fits_kernels() refuses longer ones.
     """
     (rows, width), gates = x.shape, 2 if activation == "swiglu" else 1
     features = len(weight) // gates
     y = x.new_empty(rows, features, dtype=dtype)
     norm_weight, norm_bias, eps, centred = norm or (None, None, 0.0, False)
     bytes_of_a_feature = gates * width * weight.element_size()
-    block_f = features_of_a_program(bytes_of_a_feature, features, processors(x.device))
+    block_f = features_of_a_program(bytes_of_a_feature, features, multiprocessors(x.device))
     product_kernel[(triton.cdiv(features, block_f) * rows,)](
         x, norm_weight, norm_bias, weight, bias, residual, y, rows, features, eps,
         CENTRED=centred, ACTIVATION=activation, K=width, BLOCK_F=block_f,
@@ -164,7 +165,7 @@ def product(
 
 def place_heads(
     qkv: Tensor,
-    rope: Rope | None,
+    rope: tuple[Tensor, Tensor] | None,
     positions: Tensor,
     k: Tensor,
     v: Tensor,
@@ -172,7 +173,8 @@ def place_heads(
     qk_norm_eps: float | None,
 ) -> Tensor:
     """q (B, H, 1, D) of qkv (B, (H + 2 H_kv) D); k and v go to `positions` (1,) of the cache's k, v
-    (B, H_kv, M, D). qk_norm_eps: None without QK-norm.
+    (B, H_kv, M, D). rope: the cosines and sines of rope_tables(), (1, D / 2). qk_norm_eps: None
+    without QK-norm.
     """
     batch, num_kv_heads, _, head_dim = k.shape
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -184,10 +186,3 @@ def place_heads(
         BLOCK_D=triton.next_power_of_2(head_dim), num_warps=1,
     )  # fmt: skip
     return q
-
-
-@cache
-def processors(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 4  # of the interpreter: so few that tests have programs of several features
-    return torch.cuda.get_device_properties(device).multi_processor_count

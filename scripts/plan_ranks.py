@@ -178,8 +178,8 @@ def sources(
     keys = largest.context // largest.heads
     if keys > 1:
         said.append(
-            "Ranks that share keys: at the measured speed of the portable kernels. Those for "
-            "Hopper run there, but were not measured on parts of the keys."
+            "Ranks that share keys are counted at the measured speed of the portable kernels. An "
+            "H200 takes those for Hopper, which were not measured on parts of the keys."
         )
     if keys > 1 and config.parallel.how != "gather":
         said.append("The ring's messages are taken to travel beside attention.")

@@ -276,11 +276,83 @@ REFUSED = {
 def test_refused_in_one_line(tmp_path, overrides, said):
     done = run(*tiny(tmp_path, *overrides))
     assert done.code == 1 and "Traceback" not in done.output, done.output
-    # a choice or a type is refused by Hydra, in lines of its own
+    # a type is refused by Hydra, in lines of its own
     answer = done.complaint() if "error: " in done.output else done.output
     for words in said:
         assert words in answer
     assert not (tmp_path / "checkpoint").exists()
+
+
+# a file in a folder of the user's own: what is in it, and what the answer must contain
+RECIPE = "# @package _global_\n"
+OWN_FILES = {
+    "unknown-key": (
+        "attention/mine",
+        "name: tiled\nblok_kv: 8\n",
+        ["attention/mine.yaml: there is no key 'attention.blok_kv'; did you mean attention.block_"],
+    ),
+    "type": (
+        "attention/mine",
+        "name: tiled\nblock_kv: many\n",
+        ["attention/mine.yaml: attention.block_kv: Value 'many'", "Integer"],
+    ),
+    "indentation": (
+        "attention/mine",
+        "name: tiled\n  block_kv: 8\n",
+        ["attention/mine.yaml", "line 2, column 11; indent with spaces"],
+    ),
+    "encoding": ("attention/mine", "name: \xe9\n", ["not text in UTF-8", "0xe9"]),
+    "list": ("attention/mine", "- tiled\n", ["attention/mine.yaml: Merge error: list is not"]),
+    "no-name": ("attention/mine", "block_kv: 8\n", ["attention.name is missing", "name: tiled"]),
+    "empty": ("attention/mine", "", ["attention.name is missing"]),
+    "base": ("attention/mine", "defaults:\n  - tield\n", ["Could not load 'attention/tield'"]),
+    "unknown-key-of-a-recipe": (
+        "experiment/mine",
+        f"{RECIPE}step: 3\n",
+        ["experiment/mine.yaml: there is no key 'step'; did you mean steps?"],
+    ),
+    "recipe-without-package": (
+        "experiment/mine",
+        "steps: 3\n",
+        ["experiment/mine.yaml: its first line must be '# @package _global_'"],
+    ),
+    "choice-of-a-recipe": (
+        "experiment/mine",
+        f"{RECIPE}defaults:\n  - attention: tiled\n",
+        ["experiment/mine.yaml: write '- override /attention: tiled' in its defaults"],
+    ),
+    "sweep-of-a-recipe": (
+        "experiment/mine",
+        f"{RECIPE}hydra:\n  mode: MULTIRUN\n  sweeper:\n    params: {{sede: '0,1'}}\n",
+        ["sede=0, sede=1: there is no key 'sede'; did you mean seed?"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "text", "said"), OWN_FILES.values(), ids=OWN_FILES)
+def test_a_mistake_in_a_file_of_a_user(tmp_path, name, text, said):
+    """A regression test: Hydra printed lines of its own, or PyYAML's traceback."""
+    path = tmp_path / "own" / f"{name}.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(text, encoding="latin-1")
+    given = name.replace("/", "=")
+    done = run(*tiny(tmp_path / "run", f"--config-dir={tmp_path / 'own'}", given))
+    assert done.code == 1 and "Traceback" not in done.output, done.output
+    for words in said:
+        assert words in done.complaint()
+
+
+def test_a_mistake_in_a_file_that_a_sweep_takes(tmp_path):
+    (tmp_path / "attention").mkdir()
+    (tmp_path / "attention/mine.yaml").write_text("name: tiled\nblok_kv: 8\n")
+    done = run(*tiny_sweep(tmp_path, f"--config-dir={tmp_path}", "attention=naive,mine"))
+    assert done.code == 1 and "Traceback" not in done.output, done.output
+    assert "attention=mine: attention/mine.yaml: there is no key" in done.complaint()
+
+
+def test_a_folder_of_ones_own_that_is_none():
+    answer = run("--config-dir=/no/such").complaint()
+    assert "--config-dir=/no/such is not a folder" in answer
 
 
 @pytest.mark.parametrize("raised", ["SystemExit(3)", "KeyboardInterrupt"])

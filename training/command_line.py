@@ -4,6 +4,7 @@
 mean elsewhere. Nothing here imports torch: a mistyped key is answered at once.
 """
 
+import argparse
 import atexit
 import difflib
 import os
@@ -13,8 +14,9 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,7 @@ def launch(main: Callable[[], Any], began: float) -> None:
     try:
         arguments = replay_overrides([*sys.argv[1:], *after_restart(ranks)])
         refuse_unreadable(options_first(arguments)[1])
+        refuse_mistakes_in_files(arguments)
         sys.argv[1:] = arguments if ranks.first else [*arguments, *folder_that_goes()]
         with Ending():
             main()
@@ -112,6 +115,37 @@ def refuse_unreadable(overrides: list[str]) -> None:
             ) from None
 
 
+def refuse_mistakes_in_files(arguments: list[str]) -> None:
+    """End the program in one line at a mistake in a recipe, or in a file of the user's own folder.
+
+    Hydra would print lines of its own, or PyYAML's traceback. What a sweep varies is left to the
+    sweeper, and other options of Hydra's to Hydra.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    if not any(argument.startswith((*SEARCH_OPTIONS, "experiment=")) for argument in arguments):
+        return  # composing once more takes time
+    options, overrides = options_first(arguments)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    known, others = parser.parse_known_args(options)
+    if others:
+        return
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    fixed = [each.input_line for each in parsed if not each.is_sweep_override()]
+    if known.config_dir is not None:
+        if not os.path.isdir(known.config_dir):
+            raise SystemExit(f"error: --config-dir={known.config_dir} is not a folder")
+        if any(line.startswith("hydra.searchpath=") for line in fixed):
+            return
+        fixed.append(f"hydra.searchpath=[{quoted(f'file://{os.path.abspath(known.config_dir)}')}]")
+    try:
+        hydra_config(*fixed)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
 def check_keys(arguments: list[str]) -> None:
     """Raise ValueError at a key=value whose key does not exist, with the closest key that does.
 
@@ -120,7 +154,7 @@ def check_keys(arguments: list[str]) -> None:
     """
     if {"-sc", "--shell-completion"} & set(arguments):  # takes install=bash and query=bash
         return
-    keys = ["experiment", *setting_keys(RunConfig)]
+    keys = known_keys()
     own_folders = any(argument.startswith(SEARCH_OPTIONS) for argument in arguments)
     for argument in arguments:
         if argument.startswith("--experimental-rerun"):
@@ -141,13 +175,23 @@ def check_keys(arguments: list[str]) -> None:
             ("hydra.", "attention.options.", "attention.switch_options.")
         ):
             continue
-        # steps for step, attention.block_kv for attention.block_k; optim.lr for lr
-        close = [other for other in keys if other.rpartition(".")[2] == key]
-        close = close or difflib.get_close_matches(key, keys, n=1)
-        hint = "python train.py --cfg job shows all keys"
-        if close:
-            hint = f"did you mean {' or '.join(close)}?"
-        raise ValueError(f"{argument}: there is no key '{key}'; {hint}")
+        raise ValueError(f"{argument}: {no_key(key)}")
+
+
+def known_keys() -> list[str]:
+    return ["experiment", *setting_keys(RunConfig)]
+
+
+def no_key(key: str) -> str:
+    """there is no key 'step'; did you mean steps?"""
+    keys = known_keys()
+    # steps for step, attention.block_kv for attention.block_k; optim.lr for lr
+    close = [other for other in keys if other.rpartition(".")[2] == key]
+    close = close or difflib.get_close_matches(key, keys, n=1)
+    hint = "python train.py --cfg job shows all keys"
+    if close:
+        hint = f"did you mean {' or '.join(close)}?"
+    return f"there is no key '{key}'; {hint}"
 
 
 def check_choices(group: str, value: str) -> None:
@@ -176,7 +220,7 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     # argparse finds its own options before the first override or after the last one
-    arguments = sorted(arguments, key=lambda argument: argument not in ("-m", "--multirun"))
+    arguments = [*chain(*options_first(arguments))]
     resume = [
         argument.removeprefix("resume=").strip("'\"")
         for argument in arguments
@@ -288,19 +332,53 @@ def hydra_config(*overrides: str, with_hydra: bool = False) -> Any:
     """What Hydra composes of these overrides; with_hydra adds its own node, as in a job."""
     from hydra import compose as compose_by_hydra
     from hydra import initialize_config_dir
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
 
     register()
+    with one_sentence(), initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose_by_hydra("config", list(overrides), return_hydra_config=with_hydra)
+
+
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """Inside, settings that do not compose raise ValueError in one line."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
     try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            return compose_by_hydra("config", list(overrides), return_hydra_config=with_hydra)
+        yield
     except (HydraException, OmegaConfBaseException) as error:
         # Hydra lists the choices one a line, then the folders that it searched
         message = str(error).partition("Config search path")[0]
         if isinstance(error.__cause__, OmegaConfBaseException):
             message += f": {str(error.__cause__).splitlines()[0]}"
-        raise ValueError(" ".join(message.split()) or type(error).__name__) from error
+        message = mistake_in_a_file(message) or " ".join(message.split()).removeprefix(": ")
+        raise ValueError(message or type(error).__name__) from error
+    except YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{reason}; indent with spaces, close quotes and brackets") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"a yaml file is not text in UTF-8: {error}; save it as such") from error
+
+
+def mistake_in_a_file(message: str) -> str:
+    """What Hydra says of a key, a value or a choice in a yaml file, in one line; else ""."""
+    pattern = r"In '(.*)': (\w+) raised while composing config:\s*(.*)\n\s*full_key: ?(.*)"
+    if found := re.match(pattern, message):
+        file, kind, reason, key = found.groups()
+        if file.startswith("experiment/") and key == "experiment":
+            reason = "its first line must be '# @package _global_', and settings must follow"
+        elif kind == "ConfigKeyError":
+            reason = no_key(key)
+        elif key:
+            reason = f"{key}: {reason}"
+        return f"{file}.yaml: {reason}"
+    if found := re.match(r"In '(experiment/.*)': Could not find 'experiment/(\w+)/(.*)'", message):
+        file, group, choice = found.groups()
+        return f"{file}.yaml: write '- override /{group}: {choice}' in its defaults"
+    if found := re.match("Could not override '(.*)'", message):  # in the params of a sweep
+        return no_key(found[1])
+    return ""
 
 
 def as_written(node: Any) -> Any:
@@ -313,13 +391,19 @@ def as_written(node: Any) -> Any:
 def read_config(cfg: Any) -> RunConfig:
     """The dataclass of what Hydra composed.
 
-    Raises ValueError in one line for an interpolation that leads nowhere, such as ${nope:1}.
+    Raises ValueError in one line for an interpolation that leads nowhere, such as ${nope:1}, and
+    for an attention without a name.
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     try:
         return OmegaConf.to_object(cfg)
+    except MissingMandatoryValue as error:
+        raise ValueError(
+            f"{error.full_key} is missing: the yaml file of an attention says which it is, as in "
+            "'name: tiled'"
+        ) from None
     except OmegaConfBaseException as error:
         written = as_written(cfg)
         for part in str(error.full_key or "").split("."):

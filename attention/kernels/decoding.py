@@ -243,7 +243,7 @@ plans: Plans = Plans()
 class SplitAttention:
     """The launches of calls of one kind: of the split kernel, and with several splits of the merge.
 
-    Arguments as in split_attention(), by_rows() and in_one_piece().
+    The tensors are those of split_attention(), after by_rows() and in_one_piece().
     """
 
     def __init__(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, Backend, ScoreMod, attention, get_backend
-from attention.sdpa import MaterialisedGradient
+from attention.sdpa import MaterialisedGradient, cudnn_loses_dq
 from conformance.cases import SHORT, every_index
 
 TILES = {"block_q": 16, "block_kv": 8}
@@ -391,6 +391,23 @@ def test_a_slope_that_is_no_number_spoils_its_own_head(name, bad):
             for slopes in ((bad, 0.3), (0.3, 0.3))
         )
     assert found[:, 0].isnan().all() and torch.equal(found[:, 1], plain[:, 1])
+
+
+@pytest.mark.parametrize(
+    ("num_keys", "masked", "trained", "loses"),
+    [
+        (192, True, True, True),
+        (192, False, True, False),
+        (192, True, False, False),
+        (256, True, True, False),
+        (191, True, True, False),
+    ],
+)
+def test_where_sdpa_takes_no_cudnn(num_keys, masked, trained, loses):
+    """A regression test: under a mask cuDNN made NaN of dq where it fills half a tile up."""
+    q, k = random(1, 1, 4, 8), random(1, 1, num_keys, 8)
+    mask = torch.ones(4, num_keys, dtype=torch.bool) if masked else None
+    assert cudnn_loses_dq(q.requires_grad_(trained), k, k, mask) == loses
 
 
 def test_sdpa_hands_its_kernel_no_gradient_with_strides_of_zero():

@@ -95,6 +95,10 @@ class Adapted(nn.Linear):
     """As a LoRA puts in a layer's place."""
 
 
+class Quantised(Tensor):
+    """As torchao puts in a weight's place."""
+
+
 def test_what_the_kernels_do_not_take(build_gpt, random_tokens):
     gpt, token = build_gpt("tiled").to(DEVICE), random_tokens(1, 1).to(DEVICE)
     assert not fits_kernels(gpt, token)  # a gradient would be lost
@@ -103,6 +107,10 @@ def test_what_the_kernels_do_not_take(build_gpt, random_tokens):
         assert not fits_kernels(gpt, token.expand(MOST_SEQUENCES + 1, 1))
         assert not fits_kernels(gpt, token.expand(1, 2))
         gpt.blocks[1].mlp.up = Adapted(*gpt.blocks[1].mlp.up.weight.T.shape)
+        assert not fits_kernels(gpt, token)
+        gpt = build_gpt("tiled").to(DEVICE)
+        quantised = gpt.blocks[1].mlp.down.weight.data.as_subclass(Quantised)
+        gpt.blocks[1].mlp.down.weight = nn.Parameter(quantised)
         assert not fits_kernels(gpt, token)
         gpt = build_gpt("tiled", dropout=0.1).to(DEVICE)
         assert not fits_kernels(gpt.train(), token) and fits_kernels(gpt.eval(), token)
@@ -158,6 +166,16 @@ def test_a_product_keeps_the_budget(assert_within_budget, name, bias, dtype):
             residual=None if residual is None else residual.to(DEVICE, dtype),
         )
     assert_within_budget(found, baseline=baseline, reference=reference)
+
+
+@pytest.mark.parametrize(
+    ("bytes_of_a_feature", "features", "number"),
+    [(2 * 768, 50304, 16), (2 * 768, 768, 4), (4 * 3072, 50304, 2), (2 * 16384, 7, 1), (96, 7, 1)],
+)
+def test_a_program_fills_its_registers_and_each_processor_has_one(
+    bytes_of_a_feature, features, number
+):
+    assert step_kernel.features_of_a_program(bytes_of_a_feature, features, 132) == number
 
 
 class Launches(TorchDispatchMode):
