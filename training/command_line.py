@@ -376,6 +376,9 @@ def mistake_in_a_file(message: str) -> str:
     if found := re.match(r"In '(experiment/.*)': Could not find 'experiment/(\w+)/(.*)'", message):
         file, group, choice = found.groups()
         return f"{file}.yaml: write '- override /{group}: {choice}' in its defaults"
+    if found := re.match(r"In '.*': Could not find '(\w+)/(.*)'\s+Available .*:\s([^:]*)", message):
+        group, choice, choices = found.groups()
+        return f"there is no {group} '{choice}'; the choices are {', '.join(choices.split())}"
     if found := re.match("Could not override '(.*)'", message):  # in the params of a sweep
         return no_key(found[1])
     return ""
