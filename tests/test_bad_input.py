@@ -321,6 +321,11 @@ OWN_FILES = {
         f"{RECIPE}defaults:\n  - attention: tiled\n",
         ["experiment/mine.yaml: write '- override /attention: tiled' in its defaults"],
     ),
+    "misspelt-choice-of-a-recipe": (
+        "experiment/mine",
+        f"{RECIPE}defaults:\n  - override /attention: tield\n",
+        ["there is no attention 'tield'; the choices are alpha_beta, custom, "],
+    ),
     "sweep-of-a-recipe": (
         "experiment/mine",
         f"{RECIPE}hydra:\n  mode: MULTIRUN\n  sweeper:\n    params: {{sede: '0,1'}}\n",

@@ -376,7 +376,11 @@ def mistake_in_a_file(message: str) -> str:
     if found := re.match(r"In '(experiment/.*)': Could not find 'experiment/(\w+)/(.*)'", message):
         file, group, choice = found.groups()
         return f"{file}.yaml: write '- override /{group}: {choice}' in its defaults"
-    if found := re.match("Could not override '(.*)'", message):  # in the params of a sweep
+    if found := re.match(r"In '.*': Could not find '(\w+)/(.*)'\s+Available .*:\s([^:]*)", message):
+        group, choice, choices = found.groups()
+        return f"there is no {group} '{choice}'; the choices are {', '.join(choices.split())}"
+    # in the params of a sweep; a user's own options may be appended, as Hydra says
+    if found := re.match(r"Could not override '(?!attention\.\w*options\.)(.*)'", message):
         return no_key(found[1])
     return ""
 
