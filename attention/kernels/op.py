@@ -53,7 +53,9 @@ def unpacked(gradients: Sequence[Tensor], num_heads: int, num_kv_heads: int) -> 
     """dq, dk, dv (B, H or H_kv, N, D) from what flash_attention_backward returns."""
     if len(gradients) == 3:
         return gradients
-    return gradients[0].transpose(1, 2).split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
+    # split first: of a transposed tensor's parts, Inductor makes the gradient by a copy
+    parts = gradients[0].split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 2)
+    return [x.transpose(1, 2) for x in parts]
 
 
 def readable(x: Tensor) -> Tensor:
