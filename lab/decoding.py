@@ -322,6 +322,7 @@ def generation_rows(batch: int, options: Options, device: torch.device) -> list[
         if wrong:
             rows[name] = {"refused": wrong}
             del calls[name]
+    in_turns(calls, measure, 1)  # the first turn after something was compiled may take longer
     rows |= in_turns(calls, measure, options.rounds)
     ours = next(iter(written.values()))
     for name, tokens in written.items():

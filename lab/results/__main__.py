@@ -37,6 +37,7 @@ SECTIONS = {
     "What a block keeps": runs.kept,
     "The speed of a whole run": runs.wall,
     "The speed of the steps alone": runs.steps,
+    "What was tried on the step": runs.step_trials,
     "What rows of metrics cost": runs.looking,
     "Where the seconds of a short run go": runs.start,
     "Five attentions at two lengths in one sweep": runs.card,

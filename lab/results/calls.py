@@ -325,7 +325,9 @@ def direction_tables(all_rows: list[Row], direction: str) -> list[str]:
 
 
 def decoding() -> str:
-    """One query a sequence against a long cache, by the bytes of the cache that it reads."""
+    """One query a sequence against a long cache, by the bytes of the cache that it reads; and the
+    tokens that GPT-2 writes.
+    """
     data = load("decoding_h200")
     what = (
         "One query a sequence, bfloat16, by device time with a cold cache: TB/s of the keys and "
@@ -350,7 +352,21 @@ def decoding() -> str:
     }
     names = dict.fromkeys(row["variant"] for row in data["attention"])
     columns |= {name: f"{{{name}:.2f}}" for name in names}
-    return section(data, what, formatted(columns, rows))
+    written = {
+        "": "{variant}",
+        "B": "{batch}",
+        "tokens/s": "{tokens_per_second:,.0f}",
+        "least": "{least:,.0f}",
+        "most": "{most:,.0f}",
+        "n": "{rounds}",
+    }
+    gpt2 = (
+        "GPT-2 124M with random weights, greedy, between the 64th and the 384th token. A dash: one "
+        "turn was spoilt, its shorter call took 0.25 s more."
+    )
+    generation = {"environment": data["generation_environment"]}
+    attention = section(data, what, formatted(columns, rows))
+    return f"{attention}\n\n{section(generation, gpt2, formatted(written, data['generation']))}"
 
 
 def masks() -> str:

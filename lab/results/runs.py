@@ -472,6 +472,27 @@ def steps() -> str:
     return section(data, what, formatted(columns, rows))
 
 
+def step_trials() -> str:
+    """What was tried on GPT-2's step, and where its time goes."""
+    data = load("step_trials_h200")
+    columns = {
+        "seq_len": "{seq_len:,}",
+        "": "{variant}",
+        "tokens/s": "{tokens_per_sec:,}",
+        "least": "{least:,}",
+        "most": "{most:,}",
+        "n": "{n}",
+        "of the first, in pairs": "{to_first:.3f}",
+        "peak GiB": "{peak_gib:.2f}",
+    }
+    spent = [
+        f"At {each['seq_len']:,} tokens a sequence the GPU works {each['device_ms']:.1f} ms of a "
+        f"step, in {each['launches']:,} launches."
+        for each in data["profile"]
+    ]
+    return section(data, f"{data['what']}.", formatted(columns, data["tokens_per_sec"]), *spent)
+
+
 def looking() -> str:
     """What rows of metrics cost, which hold the largest score of every layer and head."""
     parts = []
