@@ -55,10 +55,17 @@ def verification() -> str:
     panels = {"CPU, Triton interpreted": load("verify_cpu"), "H200": load("verify_h200")}
     draw_matrix(panels, FOLDER / "verify.png")
     parts = [
-        section(data, f"{where}: {verdict(data)}", table(EFFORT_HEAD, effort(data)))
+        section(data, f"{where}: {verdict(data)}{gaps(data)}", table(EFFORT_HEAD, effort(data)))
         for where, data in panels.items()
     ]
     return "\n\n".join([*parts, "![property x backend](verify.png)"])
+
+
+def gaps(data: Row) -> str:
+    """Which columns a time limit cut off, by name and dtype."""
+    missing = data.get("missing", {})
+    named = "; ".join(f"{column} in {', '.join(dtypes)}" for column, dtypes in missing.items())
+    return f" Not measured in the time: {named}." if named else ""
 
 
 def false_alarms() -> str:
