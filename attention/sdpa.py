@@ -106,12 +106,12 @@ class MaterialisedGradient(torch.autograd.Function):
 def by_kernel(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any) -> Tensor:
     """PyTorch's function, with that kernel and no other; "auto" lets PyTorch choose."""
     kernels = [] if backend == "auto" else [KERNELS[backend]]
-    if q.is_cuda and cudnn_loses_dq(q, k, v, arguments.get("attn_mask")):
+    if q.is_cuda and cudnn_loses_dq(q, k, v, is_causal=arguments.get("is_causal", False)):
         if backend == "cudnn":
             raise Refusal(
-                "attention=sdpa cannot take these inputs: under a mask and with a number of keys "
-                f"such as {k.shape[2]}, a multiple of 128 and 64 more, cuDNN makes NaN of dq where "
-                "all scores are low; attention.backend=auto takes another kernel"
+                f"attention=sdpa cannot take these inputs: with {k.shape[2]} keys, a multiple of "
+                "128 and 64 more, that are not causal, cuDNN makes NaN of dq where all scores of a "
+                "row are low; attention.backend=auto takes another kernel"
             )
         kernels = kernels or [kernel for name, kernel in KERNELS.items() if name != "cudnn"]
     with sdpa_kernel(kernels) if kernels else nullcontext():
@@ -122,12 +122,12 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any
     return MaterialisedGradient.apply(out) if out.is_cuda and out.requires_grad else out
 
 
-def cudnn_loses_dq(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+def cudnn_loses_dq(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
     """Whether cuDNN's backward may make NaN of dq: it scores what fills the last tile of 128 keys
-    up as 0, https://github.com/pytorch/pytorch/issues/196678.
+    up as 0, https://github.com/pytorch/pytorch/issues/196678. Its own causal mask hides that.
     """
     backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return backward and mask is not None and k.shape[2] % 128 == 64
+    return backward and not is_causal and k.shape[2] % 128 == 64
 
 
 def called(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any) -> Tensor:

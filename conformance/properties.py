@@ -253,9 +253,9 @@ def every_length(subject: Subject) -> Iterator[Check]:
         subject.case(n, causal=n <= tile + tile // 2, inputs="up and down")
         for n in range(tile + 1, 2 * tile + 1)
     ]
-    # and with a mask given as a tensor
-    masked = {"inputs": "negative", "causal": False, "optional": {"key_lengths": True}}
-    cases.append(subject.case(tile + tile // 2, **masked))
+    # half a tile again, without the other mask and with one that is a tensor
+    half = {"num_queries": tile + tile // 2, "causal": False, "inputs": "up and down"}
+    cases += [subject.case(**half), subject.case(**half, optional={"key_lengths": True})]
     yield from compared(subject, dict.fromkeys(cases), *TENSORS)
 
 

@@ -191,7 +191,7 @@ EXPLAINED = {
         )
     },
     ("AttentionInterface (sdpa)", "every length"): Reason(
-        "under a mask cuDNN's backward scores what fills half a tile up as 0: dq is NaN",
+        "cuDNN's backward scores what fills half a tile up as 0, without its own causal mask: NaN",
         "https://github.com/pytorch/pytorch/issues/196678",
     ),
     **{
