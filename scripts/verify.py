@@ -22,6 +22,8 @@ all have a default:
                in each process with its tokens
     layout     of target's tokens: zigzag (of 2 W chunks the r-th from both ends) or contiguous
                (zigzag)
+    processes  that examine side by side, each some properties in one dtype (1); on a GPU compiling
+               takes the time, and each needs up to 9 GiB of it
     out        write every cell to this JSON file; the columns of other backends in it stay, if they
                were measured alike
 
@@ -31,19 +33,23 @@ Triton runs on a CPU where TRITON_INTERPRET=1 is set (minutes).
 import contextlib
 import json
 import math
+import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from attention import BACKENDS, Backend, kernel_choice
 from conformance.backend_under_test import Subject
-from conformance.cases import SHORT
+from conformance.cases import SHORT, Case
 from conformance.command import set_up
 from conformance.properties import PROPERTIES, Cell, Property, check_breaks, examine
 from scripts.arguments import Device, Dtype, check_at_least, command, parse_backend
@@ -51,6 +57,8 @@ from training.device import pick_device, pick_dtype
 from training.environment import measured_on
 from training.files import check_writable, write_json
 from training.sharing import RINGS
+
+PARTS = 3  # of a column in one dtype, for processes side by side; a start takes seconds
 
 
 @dataclass
@@ -64,11 +72,17 @@ class Options:
     how: Literal["ring", "heads", "gather"] = "ring"
     target: str | None = None
     layout: Literal["zigzag", "contiguous"] = "zigzag"
+    processes: int = 1
     out: Path | None = None
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "cases", "seed")
-        check_at_least(self, 1, "context")
+        check_at_least(self, 1, "context", "processes")
+        if self.context > 1 and self.processes > 1:
+            raise ValueError(
+                f"processes={self.processes} is for context=1: with context={self.context} every "
+                "call takes as many processes"
+            )
         if self.target is not None and self.context == 1:
             raise ValueError(f"target={self.target} is called in several processes: add context=2")
         if self.out is not None and not self.out.absolute().parent.is_dir():
@@ -110,38 +124,38 @@ def as_json(cell: Cell, dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
-def verify(
+class Part(NamedTuple):
+    """What was found of a column: cells of one dtype, the cases tried for them, and the seconds."""
+
+    dtype: torch.dtype
+    cells: list[Cell]
+    cases: set[Case]
+    seconds: float
+
+
+def examined(
     backend: Backend,
-    dtypes: list[torch.dtype],
+    dtype: torch.dtype,
     options: Options,
     device: torch.device,
-    properties: Mapping[str, Property | None] | None = None,
-) -> dict[str, Any]:
-    """One column: its cells of every dtype, and what was tried for them."""
-    properties = properties or dict.fromkeys(PROPERTIES)
+    properties: Mapping[str, Property | None],
+    done: Callable[[], Any] = lambda: None,
+) -> Part:
+    """`done` is called after each property."""
     multiple = 1 if options.context == 1 else 2 * options.context
     start, cells = time.perf_counter(), []
-    tried = {"random": 0, "adversarial": 0, "checks": 0}
-    bar = tqdm(
-        total=len(dtypes) * len(properties),
-        desc=backend.name,
-        unit="property",
-        leave=False,
-        disable=None,
-    )  # at a terminal
-    for dtype in dtypes:
-        subject = Subject(backend, device.type, dtype, options.cases, options.seed, multiple)
-        column = []
-        for name, check in properties.items():
-            bar.set_postfix_str(f"{SHORT[dtype]}, {name}")
-            column.append(examine(subject, name, check))
-            bar.update()
-        cells += [as_json(cell, dtype) for cell in column]
-        taken = [case for case, row in subject.rows.items() if row is not None]
-        tried["random"] += sum(case.seed > 0 for case in taken)
-        tried["adversarial"] += sum(case.seed == 0 for case in taken)
-        tried["checks"] += sum(cell.checks for cell in column)
-    bar.close()
+    subject = Subject(backend, device.type, dtype, options.cases, options.seed, multiple)
+    for name, check in properties.items():
+        cells.append(examine(subject, name, check))
+        done()
+    cases = {case for case, row in subject.rows.items() if row is not None}
+    return Part(dtype, cells, cases, time.perf_counter() - start)
+
+
+def as_column(backend: Backend, parts: list[Part]) -> dict[str, Any]:
+    """One column: its cells of every dtype, and what was tried for them."""
+    cases = {(part.dtype, case) for part in parts for case in part.cases}
+    cells = [as_json(cell, part.dtype) for part in parts for cell in part.cells]
     multiples = [
         cell["worst_multiple"]
         for cell in cells
@@ -151,11 +165,33 @@ def verify(
         "exact": backend.exact,
         "defect": backend.defect,
         "options": dict(backend.options),
-        "tried": tried,
+        "tried": {
+            "random": sum(case.seed > 0 for _, case in cases),
+            "adversarial": sum(case.seed == 0 for _, case in cases),
+            "checks": sum(cell["checks"] for cell in cells),
+        },
         "worst_multiple_of_naive": max(multiples, default=None),
-        "seconds": round(time.perf_counter() - start, 1),
+        "seconds": round(sum(part.seconds for part in parts), 1),
         "cells": cells,
     }
+
+
+def verify(
+    backend: Backend,
+    dtypes: list[torch.dtype],
+    options: Options,
+    device: torch.device,
+    properties: Mapping[str, Property | None] | None = None,
+) -> dict[str, Any]:
+    """A column, in this process."""
+    properties = properties or dict.fromkeys(PROPERTIES)
+    total = len(dtypes) * len(properties)
+    # at a terminal
+    with tqdm(total=total, desc=backend.name, unit="property", leave=False, disable=None) as bar:
+        parts = [
+            examined(backend, dtype, options, device, properties, bar.update) for dtype in dtypes
+        ]
+    return as_column(backend, parts)
 
 
 def mark(cells: list[dict[str, Any]]) -> str:
@@ -254,6 +290,52 @@ def verify_here(
         yield name, verify(backend, dtypes, options, device)
 
 
+def verify_side_by_side(
+    dtypes: list[torch.dtype], options: Options, device: torch.device
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and column of each attention, in processes that examine a part of a column each."""
+    context, backends = get_context("spawn"), pick_backends(options.attention, device)
+    # a process a part: what leaves the GPU unusable does not reach another
+    with ProcessPoolExecutor(options.processes, context, max_tasks_per_child=1) as pool:
+        found = {
+            name: [
+                pool.submit(examine_part, options, name, dtype, list(PROPERTIES)[part::PARTS])
+                for dtype in dtypes
+                for part in range(PARTS)
+            ]
+            for name in backends
+        }
+        for name, backend in backends.items():
+            try:
+                parts = [each.result() for each in found[name]]
+            except BrokenProcessPool as error:
+                raise ValueError(
+                    f"a process died, of {name} or of what was examined beside it: find it with "
+                    f"attention={name} processes=1"
+                ) from error
+            yield name, as_column(backend, in_order(parts))
+
+
+def examine_part(options: Options, column: str, dtype: torch.dtype, names: list[str]) -> Part:
+    device = pick_device(options.device)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.processes))
+    set_up(device)
+    backend = pick_backends(options.attention, device)[column]
+    return examined(backend, dtype, options, device, dict.fromkeys(names))
+
+
+def in_order(parts: list[Part]) -> list[Part]:
+    """One part for each dtype, its cells as PROPERTIES has them."""
+    joined: dict[torch.dtype, Part] = {}
+    order = list(PROPERTIES)
+    for part in parts:
+        before = joined.get(part.dtype, Part(part.dtype, [], set(), 0.0))
+        cells = sorted(before.cells + part.cells, key=lambda cell: order.index(cell.property))
+        seconds = before.seconds + part.seconds
+        joined[part.dtype] = Part(part.dtype, cells, before.cases | part.cases, seconds)
+    return list(joined.values())
+
+
 def verify_distributed(
     dtypes: list[torch.dtype], options: Options, device: torch.device
 ) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -300,7 +382,8 @@ def main(options: Options) -> None:
     set_up(device)
     where = measured_on(device)
     columns: dict[str, dict[str, Any]] = {}
-    measured = verify_distributed if options.context > 1 else verify_here
+    measured = verify_side_by_side if options.processes > 1 else verify_here
+    measured = verify_distributed if options.context > 1 else measured
     for name, column in measured(dtypes, options, device):
         columns[name] = column
         print(f"{name}: {columns[name]['seconds']} s", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def test_an_exact_and_a_broken_backend_are_as_documented(run_verify, tmp_path):
     expected = {name: ("+", "x" if name in red else "+") for name in PROPERTIES}
     not_asked = {"streams and graphs": (".", "."), "cache and pages": ("+", ".")}
     assert marks == expected | not_asked
-    assert "tiled            96 fixed and 2 random cases" in out
+    assert "tiled            98 fixed and 2 random cases" in out
 
     data = json.loads((tmp_path / "found.json").read_text())
     assert list(data["backends"]) == ["tiled", "zero_init_max"] and list(
@@ -168,10 +169,29 @@ def test_what_is_refused_altogether_is_not_verified(run_verify, monkeypatch):
     assert ". triton: " in out and "set TRITON_INTERPRET=1" in out
 
 
+def test_parts_of_a_column_come_together(run_verify, monkeypatch, tmp_path):
+    """As from one process; here threads stand for them."""
+    both = "attention=naive,no_scale", "dtype=fp32,bf16"
+    paths = [tmp_path / "alone.json", tmp_path / "parts.json"]
+    assert run_verify(*both, f"out={paths[0]}")[0] == 0
+    monkeypatch.setattr(verify, "ProcessPoolExecutor", lambda n, *_, **__: ThreadPoolExecutor(n))
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    assert run_verify(*both, "processes=2", f"out={paths[1]}")[0] == 0
+    alone, parts = (json.loads(path.read_text())["backends"] for path in paths)
+    for column in (*alone.values(), *parts.values()):
+        del column["seconds"]
+    assert alone == parts
+
+
+def test_a_process_that_dies_is_named(run_verify):
+    code, _ = run_verify("attention=tests.user_backends:DIES", "processes=2")
+    assert "a process died, of tests.user_backends:DIES or" in code
+
+
 def test_several_dtypes_share_a_column(run_verify):
     code, out = run_verify("attention=sdpa", "dtype=fp32,bf16", "cases=0")
     assert code == 0 and re.search(r"^forward +\+$", out, re.MULTILINE)
-    assert "142 fixed and 0 random cases" in out
+    assert "146 fixed and 0 random cases" in out
 
 
 @pytest.mark.parametrize(
@@ -191,7 +211,7 @@ def test_several_dtypes_share_a_column(run_verify):
         (
             "backend=tiled",
             "verify: backend=tiled: there is no key 'backend'; the keys are: attention, device, "
-            "dtype, cases, seed, context, how, target, layout, out",
+            "dtype, cases, seed, context, how, target, layout, processes, out",
         ),
     ],
 )
