@@ -73,9 +73,10 @@ class DecodingStep:
         self.places.positions.fill_(length)
         self.places.lengths.fill_(length + 1)
         if self.tokens.device.type == "cuda":
-            if self.graph is None:
-                self.capture()
-            self.graph.replay()
+            with torch.cuda.device(self.tokens.device):
+                if self.graph is None:
+                    self.capture()
+                self.graph.replay()
         else:
             self.prediction = self.run()
         self.cache.advance()
@@ -110,13 +111,16 @@ def backends_of(model: "GPT") -> list[Backend]:
 kept: WeakKeyDictionary["GPT", dict[Hashable, DecodingStep]] = WeakKeyDictionary()
 
 
+def tensors_of(model: "GPT") -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
 def kind_of(model: "GPT", batch_size: int, max_len: int) -> Hashable:
     """All that a graph depends on, but the values of the weights, which it reads where they lie.
 
     Left out are settings of PyTorch's own, such as the precision of float32 products.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    weights = tuple((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in tensors)
+    weights = tuple((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in tensors_of(model))
     backends = tuple(map(id, backends_of(model)))
     return batch_size, max_len, torch.is_inference_mode_enabled(), backends, weights
 
@@ -139,7 +143,9 @@ def keep_step(model: "GPT", step: DecodingStep) -> None:
     kind. It is kept as long as the model, or until others need its place. The caller may not use it
     any more.
     """
-    if step.graph is None or under_autocast(model):
+    # a tensor that wraps others has no address of its own, and shows no exchange of its weights
+    placed = all(x.data_ptr() for x in tensors_of(model))
+    if step.graph is None or under_autocast(model) or not placed:
         return
     kind = kind_of(model, len(step.tokens), step.cache.max_len)
     kept.setdefault(model, {})[kind] = step

@@ -109,6 +109,16 @@ def test_a_step_without_a_graph_is_not_kept(build_gpt, random_tokens):
     assert model not in decoding.kept
 
 
+def test_a_step_of_weights_without_an_address_is_not_kept(build_gpt, monkeypatch):
+    """As torchao's: wrapped tensors, which could be exchanged unseen."""
+    model = build_gpt("tiled")
+    step = take_step(model, 2, 12)
+    step.graph = object()
+    monkeypatch.setattr(decoding, "tensors_of", lambda model: [torch.empty(0)])
+    keep_step(model, step)
+    assert model not in decoding.kept
+
+
 def other_weights(model: GPT) -> None:
     model.final_norm.weight.data = model.final_norm.weight.data.clone()
 
