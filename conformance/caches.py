@@ -1,8 +1,8 @@
 """The property of decoding: the last queries of each sequence against a cache of fixed shape, in
 one piece or in pages, for a backend that has Backend.decode.
 
-Its bugs are those of servers: a length or a table of the step before, a page too many, positions
-that count from the room and not from the sequence, parts of a row merged without their lse.
+Its bugs are those of servers. They use a length or a table of the step before, or a page too many.
+Positions count from the room and not from the sequence. Parts of a row are merged without lse.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys a sequence has room for,
 D head dim; P pages.

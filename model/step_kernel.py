@@ -93,8 +93,8 @@ def heads_kernel(
     eps, H: tl.constexpr, H_KV: tl.constexpr, QK_NORM: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A program takes one head of a row of qkv (B, (H + 2 H_kv) D): of q to q (B, H, D), of k and v
-    to their place in the cache, q and k with QK-norm and RoPE.
+    """A program takes one head of a row of qkv (B, (H + 2 H_kv) D). q and k get QK-norm and RoPE.
+    Heads of q go to q (B, H, D), those of k and v to their place in the cache.
     """
     batch, head = tl.cast(tl.program_id(0), tl.int64), tl.program_id(1)
     d = tl.arange(0, BLOCK_D)

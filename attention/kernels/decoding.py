@@ -27,6 +27,7 @@ from attention.kernels.launch import (
     Launch,
     Tile,
     batch_stride,
+    multiprocessors,
     operator,
     padded_head_dim,
     pick_tile,
@@ -213,9 +214,8 @@ def slots_of(device: torch.device, bytes_of_a_program: int) -> int:
     """Programs that the device runs at a time, each with so much shared memory."""
     if device.type == "cpu":
         return SLOTS_OF_A_CPU
-    gpu = properties(device)
-    each = max(1, gpu.shared_memory_per_block_optin // bytes_of_a_program)
-    return gpu.multi_processor_count * each
+    each = properties(device).shared_memory_per_block_optin // bytes_of_a_program
+    return multiprocessors(device) * max(1, each)
 
 
 def stages_of(tile: Tile, *, paged: bool) -> int:

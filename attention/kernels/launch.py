@@ -151,6 +151,10 @@ def properties(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device)
 
 
+def multiprocessors(device: torch.device) -> int:
+    return properties(device).multi_processor_count
+
+
 def tiles_of(length: int, block: int) -> int:
     """The number of tiles. triton.cdiv does the same in two microseconds."""
     return -(-length // block)
@@ -160,13 +164,15 @@ def shares_of(
     groups: int, blocks: int, programs: int, *, equal: bool, streamed: int, cache: int
 ) -> int:
     """Into how many shares the query heads of each key/value head are divided in the backward pass,
-    a divisor of `groups`, so that every program has work and finds in the L2 cache what another has
+    a divisor of `groups`. Every program should have work, and find in the L2 cache what another has
     read.
 
-    blocks: of keys, of all key/value heads; programs: as many as run at a time; equal: whether all
-    blocks have the same amount of work. Otherwise the longest come first, and twice as many as
-    programs suffice for an even end. Then programs are also at different heads of their shares:
-    what these stream, `streamed` bytes a head, should be in half of the `cache`, or be two heads.
+    blocks: of keys, of all key/value heads. programs: as many as run at a time. equal: whether all
+    blocks have the same amount of work.
+
+    Blocks of unequal work come longest first, and end evenly if they are twice as many as programs.
+    Their programs are at different heads of their shares. So a share has as many heads as fit into
+    half of the `cache`, with `streamed` bytes a head, or two.
     """
     divisors = [n for n in range(1, groups + 1) if groups % n == 0]
     if not equal:

@@ -135,8 +135,8 @@ def mutants() -> str:
     draw_kills(data, FOLDER / "mutants.png")
     what = (
         f"{caught(data, 'single edits of the tile loop and of what it uses')} "
-        f"These properties catch them all, and the tests ask them every time: "
-        f"{', '.join(data['cover'])}."
+        f"{len(data['cover'])} properties catch them all: {', '.join(data['cover'])}. The tests "
+        "ask them every time."
     )
     here, there = (
         {row["name"]: bool(row["killed_by"]) for row in each["mutants"]} for each in (data, again)

@@ -23,6 +23,7 @@ from attention.kernels.launch import (
     batch_stride,
     bytes_of_a_head,
     descriptor_strides,
+    multiprocessors,
     properties,
     section_of,
     shares_of,
@@ -87,10 +88,6 @@ def sum_descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
     return TensorDescriptor(
         x, list(x.shape), list(x.stride()), list(block), shared_layout(block, x.dtype)
     )
-
-
-def multiprocessors(device: torch.device) -> int:
-    return properties(device).multi_processor_count
 
 
 def cache_bytes(device: torch.device) -> int:
