@@ -1,6 +1,5 @@
 """`attn-conform`: what it says of a backend, and that its wheel needs torch and numpy alone."""
 
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from conformance import command
 from conformance.properties import PROPERTIES, SLOW
@@ -182,13 +182,14 @@ def test_the_card_and_the_smallest_failing_calls(attn_conform, tmp_path, monkeyp
 
 
 def needed(distribution: str) -> set[str]:
-    """This distribution and the installed ones that it needs, without Triton."""
+    """This distribution and those that it needs on this system, without Triton."""
     names = {distribution}
-    for requirement in importlib.metadata.requires(distribution) or ():
-        name = re.match(r"[\w.-]+", requirement)[0]
-        if name != "triton" and "extra ==" not in requirement:
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # another system's
-                names |= needed(name)
+    for text in importlib.metadata.requires(distribution) or ():
+        requirement = Requirement(text)
+        if requirement.name != "triton" and (
+            requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ):
+            names |= needed(requirement.name)
     return names
 
 
