@@ -4,7 +4,7 @@
 
 Reinforcement learning rolls out under one kernel and trains under another, and a server decodes
 under a third. Each rounds in its own way, so the same weights give other probabilities. The
-arguments are one run and
+arguments are one run, or several (of other seeds, say), and
 
     under      attentions, each with options as in tiled:block_kv=16 (naive,tiled,sdpa; on a GPU
                triton too). The first also runs in float32 without autocast: the distance of a run's
@@ -13,12 +13,12 @@ arguments are one run and
     dtype      of the matrix products: fp32, bf16, fp16 or auto, the run's own (auto)
     tokens     tokens to generate from the first half of each, greedily (half of seq_len)
     device     auto, cpu or cuda (auto)
-    out        the JSON file (agree.json in the run's folder)
+    out        the JSON file (agree.json in the first run's folder)
 
 For each pair: the difference of log p of the held-out tokens, mean and largest; how often the
 likeliest token differs; how many greedy tokens are generated before the first that differs. For
 each attention: the same difference between reading a sequence at once and token by token from a
-cache. Differences are in nats.
+cache. Differences are in nats; of several runs the table shows mean and standard deviation.
 """
 
 from contextlib import nullcontext
@@ -35,7 +35,7 @@ from attention import Backend
 from data import build_data
 from model import GPT, KVCache, generate
 from scripts.arguments import Device, Dtype, check_at_least, command, default, parse_backend
-from scripts.tables import Row, text_table
+from scripts.tables import Row, mean_and_deviation, text_table
 from training.device import pick_device
 from training.environment import environment
 from training.files import check_writable, write_json
@@ -54,8 +54,6 @@ class Options:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "sequences", "tokens")
-        if len(self.paths) != 1:
-            raise ValueError(f"name one run, not {len(self.paths)}")
         if len(self.under) == 1:
             raise ValueError(f"under={self.under[0]} is one attention: name two or more")
 
@@ -81,12 +79,21 @@ class Loaded(NamedTuple):
 
 @command("agree", Options)
 def main(options: Options) -> None:
-    folder, device = options.paths[0], pick_device(options.device)
-    out = options.out or folder / "agree.json"
+    device = pick_device(options.device)
+    out = options.out or options.paths[0] / "agree.json"
     check_writable(out)
-    trained, inputs, targets, about = load(folder, device, options.dtype, options.sequences)
     usual = ["naive", "tiled", "sdpa"] + ["triton"] * (device.type == "cuda")
     backends = {text: parse_backend(text) for text in options.under or usual}
+    runs = [ask(folder, backends, device, options) for folder in options.paths]
+    print(pairs_in_text(runs))
+    print(decoding_in_text(runs))
+    write_json(out, {"runs": runs})
+    print(out)
+
+
+def ask(folder: Path, backends: dict[str, Backend], device: torch.device, options: Options) -> Row:
+    """What a run's weights say under each of them, pair by pair."""
+    trained, inputs, targets, about = load(folder, device, options.dtype, options.sequences)
     half = inputs.shape[1] // 2
     count = min(options.tokens or half, inputs.shape[1] - half)
     first = next(iter(backends))
@@ -95,10 +102,7 @@ def main(options: Options) -> None:
         readings.append(read(trained, name, backend, inputs, targets, count))
     pairs = [compare(a, b) for a, b in combinations(readings, 2)]
     decoding = [{"attention": each.name} | each.decoding for each in readings if each.decoding]
-    print(pairs_in_text(pairs, count))
-    print(decoding_in_text(decoding))
-    write_json(out, about | {"pairs": pairs, "decoding": decoding})
-    print(out)
+    return about | {"tokens": count, "pairs": pairs, "decoding": decoding}
 
 
 def load(folder: Path, device: torch.device, dtype: Dtype, sequences: int) -> Loaded:
@@ -177,24 +181,34 @@ def compare(a: Reading, b: Reading) -> Row:
     }
 
 
-def pairs_in_text(pairs: list[Row], count: int) -> str:
-    head = ["", "mean |d log p|", "largest", "other token", f"equal greedy tokens of {count}"]
-    rows = [
-        [
-            f"{pair['a']} and {pair['b']}",
-            f"{pair['log_p']['mean']:.1e}",
-            f"{pair['log_p']['largest']:.1e}",
-            f"{pair['other_token']:.2%}",
-            f"{median(pair['equal_tokens']):g} (least {min(pair['equal_tokens'])})",
-        ]
-        for pair in pairs
-    ]
+def pairs_in_text(runs: list[Row]) -> str:
+    counts = " or ".join(map(str, sorted({run["tokens"] for run in runs})))
+    head = ["", "mean |d log p|", "largest", "other token", f"equal greedy tokens of {counts}"]
+    rows = []
+    for same in zip(*(run["pairs"] for run in runs), strict=True):
+        equal = [tokens for pair in same for tokens in pair["equal_tokens"]]
+        rows.append(
+            [
+                f"{same[0]['a']} and {same[0]['b']}",
+                mean_and_deviation([pair["log_p"]["mean"] for pair in same], "{:.1e}"),
+                f"{max(pair['log_p']['largest'] for pair in same):.1e}",
+                mean_and_deviation([pair["other_token"] for pair in same], "{:.2%}"),
+                f"{median(equal):g} (least {min(equal)})",
+            ]
+        )
     return text_table([head, *rows])
 
 
-def decoding_in_text(rows: list[Row]) -> str:
+def decoding_in_text(runs: list[Row]) -> str:
     head = ["token by token against at once", "mean |d log p|", "largest"]
-    cells = [[row["attention"], f"{row['mean']:.1e}", f"{row['largest']:.1e}"] for row in rows]
+    cells = [
+        [
+            same[0]["attention"],
+            mean_and_deviation([row["mean"] for row in same], "{:.1e}"),
+            f"{max(row['largest'] for row in same):.1e}",
+        ]
+        for same in zip(*(run["decoding"] for run in runs), strict=True)
+    ]
     return text_table([head, *cells])
 
 

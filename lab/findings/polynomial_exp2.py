@@ -2,7 +2,7 @@
 
     python -m lab.findings.polynomial_exp2 outputs/agree out=results/polynomial_exp2.json
 
-The argument is one run, and
+The arguments are one run, or several (of other seeds, say), and
 
     degrees    of the polynomial (1,2,3,4,5)
     eighths    of the keys whose exponential is the polynomial, in eighths (1,2,4,8)
@@ -33,7 +33,7 @@ from attention.online_softmax import OnlineSoftmax, finite, weighted_sum
 from attention.tiled import tile_loop_backend
 from scripts.agree import compare, load, read
 from scripts.arguments import Device, Dtype, check_at_least, command, default
-from scripts.tables import Row, text_table
+from scripts.tables import Row, mean_and_deviation, text_table
 from training.device import pick_device
 from training.files import check_writable, write_json
 
@@ -52,8 +52,6 @@ class Options:
         check_at_least(self, 1, "degrees", "eighths", "sequences")
         if max(self.eighths) > 8:
             raise ValueError(f"eighths={max(self.eighths)} must be at most 8, which is all keys")
-        if len(self.paths) != 1:
-            raise ValueError(f"name one run, not {len(self.paths)}")
 
 
 @cache
@@ -109,7 +107,14 @@ def errors(backend: Backend) -> Row:
 def main(options: Options) -> None:
     device = pick_device(options.device)
     check_writable(options.out)
-    trained, *held_out, about = load(options.paths[0], device, options.dtype, options.sequences)
+    runs = [ask(folder, device, options) for folder in options.paths]
+    print(in_text(runs))
+    write_json(options.out, {"runs": runs})
+
+
+def ask(folder: Path, device: torch.device, options: Options) -> Row:
+    """What a run's weights say with each polynomial, beside the exact exponential."""
+    trained, *held_out, about = load(folder, device, options.dtype, options.sequences)
     tokens = about["seq_len"] // 2
     exact = read(trained, "tiled", get_backend("tiled"), *held_out, tokens)
     rows = [{"degree": None, "eighths": 0, **errors(get_backend("tiled")), "loss_change": 0.0}]
@@ -119,24 +124,29 @@ def main(options: Options) -> None:
         change = float((exact.log_p - reading.log_p).mean())
         case = {"degree": degree, "eighths": eighths, "loss_change": change}
         rows.append(case | errors(backend) | compare(exact, reading))
-    print(in_text(rows, tokens))
-    write_json(options.out, about | {"tokens": tokens, "runs": rows})
+    return about | {"tokens": tokens, "rows": rows}
 
 
-def in_text(rows: list[Row], tokens: int) -> str:
+def in_text(runs: list[Row]) -> str:
     head = ["degree, share", "error of out", "of lse", "loss", "mean |d log p|", "other token"]
     head.append("prompts that part")
     cells = [
         [
-            f"{row['degree']}, {row['eighths']}/8",
-            f"{row['out']:.1e}",
-            f"{row['lse']:.1e}",
-            f"{row['loss_change']:+.1e}",
-            f"{row['log_p']['mean']:.1e}",
-            f"{row['other_token']:.2%}",
-            str(sum(each < tokens for each in row["equal_tokens"])),
+            f"{same[0]['degree']}, {same[0]['eighths']}/8",
+            f"{same[0]['out']:.1e}",  # of the same drawn call, whatever the run
+            f"{same[0]['lse']:.1e}",
+            mean_and_deviation([row["loss_change"] for row in same], "{:+.1e}"),
+            mean_and_deviation([row["log_p"]["mean"] for row in same], "{:.1e}"),
+            mean_and_deviation([row["other_token"] for row in same], "{:.2%}"),
+            mean_and_deviation(
+                [
+                    sum(each < run["tokens"] for each in row["equal_tokens"])
+                    for run, row in zip(runs, same, strict=True)
+                ],
+                "{:.3g}",
+            ),
         ]
-        for row in rows[1:]
+        for same in zip(*(run["rows"][1:] for run in runs), strict=True)
     ]
     return text_table([head, *cells])
 

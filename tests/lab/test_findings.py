@@ -54,7 +54,8 @@ def test_a_polynomial_changes_a_model_by_its_degree(tmp_path):
     write_run(tmp_path / "run")
     asked = ["degrees=1,3", "eighths=8", "sequences=2", f"out={tmp_path / 'found.json'}"]
     polynomial_exp2.main([str(tmp_path / "run"), *asked])
-    exact, rough, fine = json.loads((tmp_path / "found.json").read_text())["runs"]
+    (run,) = json.loads((tmp_path / "found.json").read_text())["runs"]
+    exact, rough, fine = run["rows"]
     assert exact["out"] < fine["out"] < 1e-3 < rough["out"]
     assert fine["log_p"]["mean"] < rough["log_p"]["mean"] / 10
     with pytest.raises(SystemExit, match="eighths=9"):

@@ -30,7 +30,7 @@ def write_run(run_dir: Path, *, checkpoint: bool = True, **fields) -> GPT:
     plain = OmegaConf.to_container(OmegaConf.structured(config))
     run_dir.mkdir(parents=True)
     OmegaConf.save(OmegaConf.create(plain), run_dir / "config.yaml")
-    torch.manual_seed(0)
+    torch.manual_seed(config.seed)
     model = GPT(config.model, vocab_size=257, backend=get_backend("tiled"))
     if checkpoint:
         optimizer = torch.optim.AdamW(model.parameters())
