@@ -51,6 +51,7 @@ from conformance.properties import PROPERTIES, SLOW, Cell, Property, examine, wh
 from lab.side_by_side import measured
 from scripts.arguments import check_at_least, command, default
 from scripts.tables import Row
+from training.device import pick_device
 from training.environment import measured_on
 from training.files import check_writable, write_json
 
@@ -412,7 +413,7 @@ def measure_jax(python: str) -> Row:
 @command("scorecards", Options)
 def main(options: Options) -> None:
     check_writable(options.out)
-    where = measured_on(torch.device(options.device))
+    where = measured_on(pick_device(options.device))
     reasons = {card.name: why_left_out(card, options.tutorial) for card in options.cards}
     left_out = {name: why for name, why in reasons.items() if why}
     for name, why in left_out.items():

@@ -23,6 +23,7 @@ PACKAGES = (
     "safetensors",
     "wandb",
 )
+PEERS = ("flash-attn-4",)  # recorded where they are installed: scripts.benchmark measures them
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -34,7 +35,8 @@ def environment(data_fingerprint: str, device: torch.device | str) -> dict[str, 
         "data_fingerprint": data_fingerprint,
         **_git(),
         "versions": {"python": platform.python_version()}
-        | {name: _version(name) for name in PACKAGES},
+        | {name: _version(name) for name in PACKAGES}
+        | {name: version for name in PEERS if (version := _version(name))},
         "hardware": {
             "cpu": _cpu_model(),
             "cpu_cores": os.cpu_count(),

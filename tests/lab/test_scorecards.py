@@ -40,6 +40,11 @@ def test_a_kernel_that_does_not_take_the_inputs_refuses(kernel, takes):
         attend(q, q, q)
 
 
+def test_without_a_gpu_it_says_so(tmp_path):
+    with pytest.raises(SystemExit, match="PyTorch sees no GPU"):
+        scorecards.main(["device=cuda", f"out={tmp_path / 'cards.json'}"])
+
+
 @pytest.fixture
 def few(monkeypatch):
     """Two properties, and each card in this process."""
