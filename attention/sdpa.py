@@ -86,21 +86,29 @@ def masked(
     return AttentionOutput(out.masked_fill(no_key, 0.0))
 
 
-class MaterialisedGradient(torch.autograd.Function):
-    """out itself, whose gradient is no view of fewer numbers, as that of out.sum((0, 1, 2)) is. Of
-    such a one PyTorch 2.11 makes a dv on an H200, by the kernel that it prefers there (cuDNN), that
-    is wrong by its own size: it looks at the last stride alone.
+class OneGradientLayout(torch.autograd.Function):
+    """out itself, whose gradient always lies in memory as out does, or with a token's heads side by
+    side where out has another layout than these two.
+
+    PyTorch 2.11 and 2.13 keep what cuDNN compiled for a backward pass by the strides of q, k and v,
+    not by those of d_out: for a d_out that lies otherwise than in the first such call, dq, dk and
+    dv are wrong by their own size. PyTorch's varlen function mended its own case of it
+    (https://github.com/pytorch/pytorch/pull/191576).
     """
 
     @staticmethod
     def forward(ctx: Any, out: Tensor) -> Tensor:
+        ctx.heads_outside = out.is_contiguous()
         return out.view_as(out)
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, d_out: Tensor
     ) -> Tensor:
-        return d_out.contiguous() if 0 in d_out.stride() else d_out
+        # no branch on the strides of d_out: torch.compile would guess them while it traces
+        if ctx.heads_outside:
+            return aligned(d_out.contiguous())
+        return aligned(d_out.transpose(1, 2).contiguous().transpose(1, 2))
 
 
 def by_kernel(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any) -> Tensor:
@@ -119,7 +127,7 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any
             out = scaled_dot_product_attention(q, k, v, **arguments)
         else:
             out = called(q, k, v, backend=backend, **arguments)
-    return MaterialisedGradient.apply(out) if out.is_cuda and out.requires_grad else out
+    return OneGradientLayout.apply(out) if out.is_cuda and out.requires_grad else out
 
 
 def cudnn_loses_dq(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:

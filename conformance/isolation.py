@@ -64,7 +64,7 @@ def right(subject: Subject, case: Case) -> bool:
 
 def call_history(subject: Subject) -> Iterator[Check]:
     """A call does not remember another one: of other shape, mask or dtype, with other numbers in
-    the same memory, or whose backward pass is still to come.
+    the same memory, whose d_out lies otherwise in memory, or whose backward pass is still to come.
     """
     case = subject.case(batch=2)
     passes = subject.passes(case)
@@ -91,6 +91,8 @@ def call_history(subject: Subject) -> Iterator[Check]:
         other.run(case)
         yield from differences(f"after {dtype}", subject.run(case), first, subject, case)
     yield from same_memory(subject, case)
+    if passes == "both":
+        yield from gradient_in_another_layout(subject, case)
     yield from several_at_once(subject, case, backward=passes == "both")
 
 
@@ -121,6 +123,20 @@ def same_memory(subject: Subject, case: Case) -> Iterator[Check]:
                 arguments[name].copy_(x)
         found = run(subject.backend, tensors, arguments, d_out, d_lse, backward=backward)
         yield from differences("other numbers in its memory", found, expected, subject, changed)
+
+
+def gradient_in_another_layout(subject: Subject, case: Case) -> Iterator[Check]:
+    """d_out of the same numbers, a token's heads side by side, as the layer after attention makes
+    it; and again as it was.
+    """
+    tensors, arguments, d_out, d_lse = subject.expected(case).inputs
+    expected = subject.run(case)
+    for what, changed in (
+        ("d_out with the heads inside", d_out.transpose(1, 2).contiguous().transpose(1, 2)),
+        ("after such a d_out", d_out),
+    ):
+        found = run(subject.backend, tensors, arguments, changed, d_lse, backward=True)
+        yield from differences(what, found, expected, subject, case)
 
 
 def several_at_once(subject: Subject, case: Case, *, backward: bool) -> Iterator[Check]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention import BACKENDS, Backend, ScoreMod, attention, get_backend
-from attention.sdpa import MaterialisedGradient, cudnn_loses_dq
+from attention.sdpa import OneGradientLayout, cudnn_loses_dq
 from conformance.cases import SHORT, every_index
 
 TILES = {"block_q": 16, "block_kv": 8}
@@ -409,11 +409,45 @@ def test_where_sdpa_takes_no_cudnn(num_keys, is_causal, trained, loses):
     assert cudnn_loses_dq(q.requires_grad_(trained), k, k, is_causal=is_causal) == loses
 
 
-def test_sdpa_hands_its_kernel_no_gradient_with_strides_of_zero():
-    """A regression test: dv was wrong on a GPU. The kernels' own results are judged there."""
-    x = torch.randn(2, 2, 4, 8, requires_grad=True)
-    arrived = []
+LAYOUTS = {
+    "heads outside": lambda x: x.contiguous(),
+    "heads inside": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+}
+GRADIENTS = LAYOUTS | {
+    "strides of 0": lambda x: x[..., :1, :1].expand_as(x),
+    "a wider row": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_sdpa_hands_its_kernel_gradients_of_one_layout(layout, gradient):
+    """A regression test: cuDNN's results were wrong after a gradient of another layout."""
+    x = LAYOUTS[layout](torch.randn(2, 3, 4, 8)).requires_grad_()
+    d_out, arrived = GRADIENTS[gradient](torch.randn(2, 3, 4, 8)), []
     out = x * 2
-    out.register_hook(lambda gradient: arrived.append(gradient.stride()))
-    MaterialisedGradient.apply(out).sum((0, 1, 2)).pow(2).sum().backward()
-    assert arrived == [x.stride()]
+    out.register_hook(arrived.append)
+    OneGradientLayout.apply(out).backward(d_out)
+    assert arrived[0].stride() == x.stride() and torch.equal(arrived[0], d_out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sdpa_is_right_after_a_gradient_of_another_layout(layout, compiled):
+    torch._dynamo.reset()
+    tensors = [
+        LAYOUTS[layout](random(2, 4, 128, 64, dtype=torch.bfloat16, seed=seed)).requires_grad_()
+        for seed in range(3)
+    ]
+
+    def call(*tensors):
+        return attention(*tensors, backend=get_backend("sdpa", backend="cudnn")).out
+
+    function = torch.compile(call, fullgraph=True) if compiled else call
+    for change in (*GRADIENTS.values(), *LAYOUTS.values()):
+        d_out = change(random(2, 4, 128, 64, dtype=torch.bfloat16, seed=3))
+        expected = torch.autograd.grad(attention(*tensors, backend="naive").out, tensors, d_out)
+        found = torch.autograd.grad(function(*tensors), tensors, d_out)
+        for x, y in zip(found, expected, strict=True):
+            assert (x - y).norm() <= 0.02 * y.norm()
