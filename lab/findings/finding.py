@@ -1,0 +1,126 @@
+"""What the findings share: the runs that they read, their tables and figures, and how they end."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from scripts.drawing import for_both_papers, save_figure
+from scripts.runs import runs_below
+from scripts.tables import Row, grouped, mean_and_deviation, text_table
+from training.device import pick_device
+from training.environment import measured_on
+from training.files import check_writable, read_metrics, write_json
+
+OWN, EXACT = "val/loss", "val/loss_exact"
+Cell = Callable[[list[Row]], str]
+
+
+@dataclass
+class Options:
+    paths: list[Path]
+    out: Path | None = None  # NAME.json
+
+
+def publish(
+    out: Path,
+    measure: Callable[[torch.device], Row],
+    in_text: Callable[[Row], str],
+    draw: Callable[[Row, Path], None],
+) -> None:
+    """Measure on a GPU where there is one, print, and write the JSON file with the figure beside
+    it.
+    """
+    check_writable(out)
+    torch.set_num_threads(1)  # the tiles are small: threads would only wait for one another
+    device = pick_device("auto")
+    found = measure(device)
+    print(in_text(found))
+    write_json(out, {"environment": measured_on(device)} | found)
+    draw(found, out.with_suffix(".png"))
+
+
+def completed_runs(folders: Iterable[Path]) -> dict[Path, Row]:
+    """The summary of each completed run. Raises ValueError where there is none."""
+    found = {path: row for path, row in runs_below(folders).items() if row["status"] == "completed"}
+    if not found:
+        raise ValueError(f"no completed run in {', '.join(map(str, folders))}")
+    return found
+
+
+def curves(run: Path, *columns: str) -> Row:
+    """step and these columns of the rows that have the first one."""
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if columns[0] in row]
+    return {name: [round(row[name], 4) for row in rows] for name in ("step", *columns)}
+
+
+def losses(row: Row, name: str = OWN) -> dict[int, float]:
+    """By step."""
+    return dict(zip(row["curves"]["step"], row["curves"][name], strict=True))
+
+
+def apart(a: dict[int, float], b: dict[int, float], since: int = 0) -> dict[int, float]:
+    """a - b at the steps that both have, counted from `since`."""
+    return {step - since: a[step] - b[step] for step in a if step in b and step >= since}
+
+
+def by(rows: Iterable[Row], *names: str) -> dict[Any, list[Row]]:
+    """The rows in groups with equal values of these names."""
+    return grouped(rows, itemgetter(*names))
+
+
+def table(title: str, groups: Mapping[Any, list[Row]], columns: Mapping[str, Cell]) -> str:
+    """A line a group, under the title its name or names."""
+    lines = [[title, *columns]]
+    for group, rows in groups.items():
+        names = group if isinstance(group, tuple) else (group,)
+        lines.append([", ".join(map(str, names)), *(cell(rows) for cell in columns.values())])
+    return text_table(lines)
+
+
+def values(rows: Iterable[Row], name: str) -> list[Any]:
+    """Of the rows that have it."""
+    return [row[name] for row in rows if name in row]
+
+
+def spread(name: str, form: str) -> Cell:
+    """A column of means and standard deviations."""
+    return lambda rows: mean_and_deviation(values(rows, name), form)
+
+
+def mean(name: str) -> Cell:
+    return lambda rows: f"{fmean(values(rows, name)):.1e}"
+
+
+def listed(name: str) -> Cell:
+    return lambda rows: "/".join(map(str, values(rows, name)))
+
+
+def least_and_most(name: str) -> dict[str, Cell]:
+    """Two columns."""
+    ends = {"least": min, "most": max}
+    return {
+        title: lambda rows, end=end: f"{end(values(rows, name)):.1e}" for title, end in ends.items()
+    }
+
+
+def plot_groups(axes: Any, groups: Mapping[str, list[dict[int, float]]], *colors: str) -> None:
+    """A colour for each group, a line for each of its runs."""
+    for number, (name, lines) in enumerate(groups.items()):
+        color = colors[number] if colors else f"C{number}"
+        for each in lines:
+            label = name if each is lines[0] else None
+            axes.plot(list(each), list(each.values()), color=color, label=label, linewidth=1)
+
+
+def finish(figure: Any, path: Path) -> None:
+    """Grids, and legends where there is none yet; saved for light pages and dark ones."""
+    for axes in figure.axes:
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0] and axes.get_legend() is None:
+            axes.legend(fontsize=8)
+    for_both_papers(save_figure(figure, path, dpi=110))
