@@ -17,10 +17,10 @@ two steps for a row of metrics, nanoGPT's loop does not do.
                   by one; 0 for none. nanoGPT runs there again with nothing changed but roundings:
                   from weights moved by one, and on a GPU in other kernels, which round in every
                   step, as ours do. What such noise does is the measure of any difference
-    model, vocab_size, data, tokenizer, lr, device    as in train.py; the vocabulary is nanoGPT's
-                                                      padded one
+    model, vocab_size, device    as in train.py; the vocabulary is nanoGPT's padded one
 
-Anything else is our train.py's own, as model.checkpoint=elementwise.
+Anything else is our train.py's own, as model.checkpoint=elementwise; data=torch_source
+tokenizer=bpe unless others are given.
 """
 
 import importlib.util
@@ -83,9 +83,6 @@ class Options:
     curve_steps: int = 300
     model: str = "gpt2"
     vocab_size: int = 50304
-    data: str = "torch_source"
-    tokenizer: str = "bpe"
-    lr: float = 6e-4
     device: str = "auto"
     overrides: list[str] = default()  # train.py's own settings
 
@@ -113,10 +110,10 @@ def train_ours(
     name, _, rest = attention.partition(":")
     settings = {
         "model": options.model,
-        "data": options.data,
-        "tokenizer": options.tokenizer,
+        "data": "torch_source",
+        "tokenizer": "bpe",
         "tokenizer.vocab_size": options.vocab_size,
-        "optim.lr": options.lr,
+        "optim.lr": 6e-4,
         "device": options.device,
         "attention": name,
         "seq_len": seq_len,
