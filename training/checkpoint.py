@@ -367,9 +367,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         )
     if problem := misfit(meta) or _missing(meta):
         raise CheckpointError(f"{path} is incomplete or damaged: {problem}")
-    # checkpoints of earlier versions do not hold the hash of their meta.json
-    sha256 = _meta_sha256(meta)
-    if meta.get("sha256", sha256) != sha256:
+    if meta.get("sha256") != _meta_sha256(meta):
         raise CheckpointError(f"{path} was altered: its content does not have the SHA-256 it names")
     return meta
 

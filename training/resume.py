@@ -31,7 +31,7 @@ from attention import BACKENDS
 from config import RunConfig
 from training.command_line import key_of, quoted
 from training.files import write_file
-from training.names import WATCHING, attention_names, first_start, recorded_starts
+from training.names import WATCHING, attention_names, recorded_starts
 from training.retention import meta_of, newest_first
 
 if TYPE_CHECKING:
@@ -98,11 +98,8 @@ def resumed_starts(
             f"resume={run_dir} goes on, and past steps cannot be changed; add "
             "attention.switch_at=null to go on with attention=NAME at once, or name a later step"
         )
-    chosen = meta["config"].get("attention", {})
-    earlier = meta.get("starts") or [
-        first_start(chosen.get("name"), chosen.get("switch_at"), chosen.get("switch_to"))
-    ]
-    data, data_before = start["data"], earlier[-1].get("data", start["data"])
+    earlier = meta["starts"]
+    data, data_before = start["data"], earlier[-1]["data"]
     changes_data = any(key.startswith(("data.", "tokenizer.")) for key in changed)
     if data != data_before and not changes_data:
         raise ValueError(
@@ -184,7 +181,7 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any
 
 
 def _without_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with None for an attention's option at its default, as older runs have it."""
+    """The settings with None for an attention's option at its default, as for one it lacks."""
     chosen = settings.get("attention", {})
     backend = BACKENDS.get(chosen.get("name"))
     if backend is None:

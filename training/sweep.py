@@ -323,10 +323,6 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     own = {"evaluated_step": evaluated_step, "dir": str(run_dir)}
     summary = load_json(run_dir / "summary.json")
     if "status" in summary:
-        # an earlier version called the resident memory so
-        memory = {"memory/peak_gib", "memory/process_gib"} & summary.keys()
-        if summary.get("device") == "cpu" and memory == {"memory/peak_gib"}:
-            summary["memory/process_gib"] = summary.pop("memory/peak_gib")
         return summary | own
     config = load_yaml(run_dir / "config.yaml")
     attention = config.get("attention")
@@ -415,10 +411,8 @@ def when(row: dict[str, Any]) -> str:
 
 def remark(row: dict[str, Any]) -> str:
     """Why a run ended early, and what a resume changed, in one line; "" for one that completed."""
-    oom, diagnosis = row.get("oom") or {}, row.get("diagnosis")
-    # earlier versions wrote only a sentence
-    diagnosis = diagnosis.get("message") if isinstance(diagnosis, dict) else diagnosis
-    reason = str(diagnosis or row.get("error") or oom.get("message") or "")
+    found = row.get("diagnosis") or row.get("oom") or {}
+    reason = str(found.get("message") or row.get("error") or "")
     left_out = [f"without {key}: {why}" for key, why in (row.get("left_out") or {}).items()]
     parts = [reason.strip().split("\n")[0], *left_out, changes_in_words(row)]
     return "; ".join(filter(None, parts))

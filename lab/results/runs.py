@@ -108,8 +108,6 @@ def text() -> str:
             losses, exact = zip(*(evaluated(run)[step] for run in runs), strict=True)
             own = spread(losses)
         happened = runs[0]["diagnosis"] if bad else "trains"
-        if isinstance(happened, dict):  # older runs recorded the sentence alone
-            happened = happened["message"]
         scores = joined(finite(runs, "max_score"), "{:.1f}")
         rows.append([name, dtype, step, own, spread(exact), scores, happened])
     head = ["attention", "dtype", "step", OWN, EXACT, "largest score", "what happened"]

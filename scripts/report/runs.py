@@ -46,7 +46,7 @@ class Run:
 
     @property
     def claims_exact(self) -> bool:
-        """Older runs do not say it; of these every one without a defect does."""
+        """A run that failed at once does not say it, and counts by its defect."""
         return not self.is_defect and self.summary.get("exact") is not False
 
     @property

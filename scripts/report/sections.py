@@ -236,9 +236,7 @@ def diverged_card(run: Run, place: int, style: Style) -> Card:
     """How a run left the finite range, as AttentionMonitor.diagnose() recorded it, with its largest
     scores on the way.
     """
-    found = run.summary.get("diagnosis")
-    # older runs recorded the sentence alone
-    found = found if isinstance(found, dict) else {}
+    found = run.summary.get("diagnosis") or {}
     diagnosis = {"history": [], "dtype": run.summary.get("dtype")} | found
     history = {step: score for step, score in diagnosis.pop("history") if score is not None}
     facts = {}
