@@ -181,33 +181,32 @@ def largest_batch(planned: Planned, vocab_size: int, gib: float) -> int:
     return bisect_left(range(high), True, lo=low + 1, key=lambda size: not fits(size)) - 1
 
 
-def call_traffic(
-    backend: Backend, device: str, sizes: tuple[int, ...], **mask: Any
-) -> traffic.Traffic:
-    """Of one forward call; `mask` is causal and window. sizes: batch, heads, seq_len, head_dim and
-    the bytes of an element.
-    """
+def call_traffic(backend: Backend, device: str, call: traffic.Call) -> traffic.Traffic:
     kind = kind_of(backend, device)
     if kind == MATERIALISED:
-        return traffic.naive(*sizes, **mask)
+        return traffic.naive(call)
     given = {name: backend.options.get(name) for name in ("block_q", "block_kv")}
     tiles = {name: size for name, size in given.items() if size}
     count = traffic.tile_loop if kind in (TILE_LOOP, RECOMPUTED) else traffic.fused
-    return count(*sizes, **tiles, **mask)
+    return count(call, **tiles)
+
+
+def attention_call(planned: Planned, window: int | None = None) -> traffic.Call:
+    """One call of the run."""
+    config, element = planned.config, device_and_dtype(planned.config)[1].itemsize
+    heads, head_dim = config.model.num_heads, config.model.head_dim
+    return traffic.Call(config.batch_size, heads, config.seq_len, head_dim, element, window=window)
 
 
 def traffic_of(planned: Planned) -> tuple[traffic.Traffic, traffic.Traffic]:
     """Of one attention call of the run, under its widest window: by the accounting that is often
     printed, and counted.
     """
-    config, backend = planned.config, planned.backend
-    device, dtype = device_and_dtype(config)
-    heads, head_dim = config.model.num_heads, config.model.head_dim
-    sizes = (config.batch_size, heads, config.seq_len, head_dim, dtype.itemsize)
+    backend, (device, _) = planned.backend, device_and_dtype(planned.config)
     materialised = kind_of(backend, device) == MATERIALISED
     printed = traffic.printed_naive if materialised else traffic.printed_fused
-    window = layer_sizes(config)["window"]
-    return printed(*sizes, window=window), call_traffic(backend, device, sizes, window=window)
+    call = attention_call(planned, layer_sizes(planned.config)["window"])
+    return printed(call), call_traffic(backend, device, call)
 
 
 def measure_peak(planned: Planned, vocab_size: int) -> int:
@@ -318,8 +317,7 @@ def gpu_here() -> str | None:
 
 
 def print_for_gpu(planned: dict[str, Planned], vocab_size: int, gpu: str) -> None:
-    config, card = next(iter(planned.values())).config, GPUS[gpu]
-    element, head_dim = device_and_dtype(config)[1].itemsize, config.model.head_dim
+    call, card = attention_call(next(iter(planned.values()))), GPUS[gpu]
     print(
         f"\nfits, with the largest batch_size that does ({CONTEXT_GIB} GiB of each card are the "
         "CUDA context's):\n"
@@ -332,17 +330,16 @@ def print_for_gpu(planned: dict[str, Planned], vocab_size: int, gpu: str) -> Non
         "below that its memory."
     )
     shared = SHARED_KIB[card.capability][1]
-    shape = (config.batch_size, config.model.num_heads, config.seq_len, head_dim, element)
-    bound = traffic.lower_bound_bytes(*shape, sram_bytes=shared * 1024)
+    bound = traffic.lower_bound_bytes(call, sram_bytes=shared * 1024)
     print(
         f"N^2 D^2 / M, with the {shared} KiB a block of {gpu} may have for M: "
         f"{bound / 1e9:,.3f} GB."
     )
     print(
         f"\nfits on the chip, by compute capability ({gpu} is {card.capability}), head_dim "
-        f"{head_dim}, two stages of K and V:\n"
+        f"{call.head_dim}, two stages of K and V:\n"
     )
-    print(text_table(chip_table(head_dim, element)))
+    print(text_table(chip_table(call.head_dim, call.element)))
 
 
 def check_ranks_alone(options: Options) -> None:

@@ -11,7 +11,7 @@ from attention import attention, get_backend
 from attention.online_softmax import OnlineSoftmax
 from lab.claims.claim import Figures, claim, growth
 from lab.claims.inputs import CHAPTER_SHAPE, exact, inputs, largest, relative, run
-from training.traffic import printed_fused, printed_naive, visited_keys
+from training.traffic import Call, printed_fused, printed_naive, visited_keys
 
 
 def reread_keys(length: int, head_dim: int, block_q: int, block_kv: int) -> int:
@@ -46,7 +46,7 @@ def traffic_is_linear(lengths: tuple[int, ...] = (1024, 2048, 4096)) -> Figures:
     """Flash attention reads Q, K and V once and writes the output once: 4 N d elements."""
     elements = {length: tiled_traffic(length, 64, 128, 64) for length in lengths}
     longest = max(lengths)
-    times = elements[longest] / printed_fused(1, 1, longest, 64, element=1).bytes
+    times = elements[longest] / printed_fused(Call(1, 1, longest, 64, element=1)).bytes
     return {"times": times, "exponent": growth(elements)}
 
 
@@ -67,7 +67,7 @@ def nine_times_less(length: int = 4096) -> Figures:
     """Tiling and fusion cut the traffic to memory by 9."""
     times = {}
     for head_dim, block_q in ((64, 64), (64, 128), (64, 256), (64, 512), (128, 128)):
-        standard = printed_naive(1, 1, length, head_dim, element=1).bytes
+        standard = printed_naive(Call(1, 1, length, head_dim, element=1)).bytes
         tiled = tiled_traffic(length, head_dim, block_q, 128)
         times[f"d {head_dim}, {block_q} queries"] = standard / tiled
     return {"times": times}
