@@ -30,7 +30,7 @@ import re
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -39,7 +39,7 @@ from config import SYNTHETIC_SOURCES, RunConfig
 from model import GPT
 from scripts.arguments import check_at_least, command
 from scripts.plan_ranks import plan_table
-from scripts.tables import text_table
+from scripts.tables import Row, text_table
 from training import traffic
 from training.command_line import compose
 from training.device import DTYPES, autocast_to, pick_device, pick_dtype
@@ -142,7 +142,7 @@ def plan_all(options: Options) -> dict[str, Planned]:
     return planned
 
 
-def predict_run(run: dict[str, Any]) -> float:
+def predict_run(run: Row) -> float:
     """GiB that are predicted for a run as summary.json records it, by its overrides; for comparison
     with its memory/peak_gib.
     """
@@ -418,9 +418,7 @@ def main(options: Options) -> None:
         write_json(options.out, {"environment": where, "rows": rows})
 
 
-def as_json(
-    name: str, planned: Planned, vocab_size: int, measured_bytes: int | None
-) -> dict[str, Any]:
+def as_json(name: str, planned: Planned, vocab_size: int, measured_bytes: int | None) -> Row:
     config = planned.config
     device, dtype = device_and_dtype(config)
     printed, counted = traffic_of(planned)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from config import BACKEND_OPTIONS, FUNCTION_SETTINGS, AttentionConfig
 from training.command_line import unescaped
+from training.files import Row
 from training.retention import are_starts
 
 # settings that change what is reported of a run, not what it learns
@@ -153,7 +154,7 @@ def attention_in_words(row: Mapping[str, Any]) -> str:
     )
 
 
-def recorded_starts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def recorded_starts(row: Mapping[str, Any]) -> list[Row]:
     """The starts of a run; see training.resume. One where its training never began."""
     starts = row.get("starts")
     if starts and are_starts(starts):
@@ -166,7 +167,7 @@ def recorded_starts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _with_its_options(row: Mapping[str, Any]) -> str:
     """The attention of a run without starts, with the options in force or asked for."""
-    options: dict[str, Any] = {}
+    options: Row = {}
     for given in (row.get("options"), row.get("function")):
         options |= given if isinstance(given, dict) else {}
     left_out = row.get("left_out") or {}
