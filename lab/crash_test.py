@@ -351,7 +351,7 @@ def measure(folder: Path, *, kills: int, harms: int, seed: int) -> Row:
     return result
 
 
-@command("crash_test", Options)
+@command
 def main(options: Options) -> None:
     check_writable(options.out)
     folder = Path(tempfile.mkdtemp(prefix="tilegpt-kills-"))

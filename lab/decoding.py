@@ -328,7 +328,7 @@ def describe(row: Row) -> str:
     )
 
 
-@command("decoding", Options)
+@command
 def main(options: Options) -> None:
     device = pick_device(options.device)
     result: Row = {"environment": measured_on(device), "attention": [], "generation": []}

@@ -80,7 +80,7 @@ def row_of(attention: str, dtype: str, seed: int, device: str, options: Options)
     return measured(measure, attention, dtype, seed, device, options, **named, **limit)
 
 
-@command("false_alarms", Options)
+@command
 def main(options: Options) -> None:
     check_writable(options.out)
     device = pick_device(options.device)

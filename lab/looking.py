@@ -80,7 +80,7 @@ def ratios(segments: list[Row]) -> list[float]:
     return [looking["tokens_per_sec"] / quiet["tokens_per_sec"] for looking, quiet in pairs]
 
 
-@command("looking", Options)
+@command
 def main(options: Options) -> None:
     check_writable(options.out)
     rows = []

@@ -322,7 +322,7 @@ def compare_curves(options: Options, scratch: Path) -> Row:
     return found
 
 
-@command("nanogpt", Options)
+@command
 def main(options: Options) -> None:
     settings = {key: value for key, value in vars(options).items() if key not in ("folder", "out")}
     where = measured_on(pick_device(options.device))

@@ -96,7 +96,7 @@ def rows(options: Options, head_dim: int, device: torch.device) -> Iterator[Row]
         yield head | {"alone": alone, "ring": ring, "most": most}
 
 
-@command("ring_error", Options)
+@command
 def main(options: Options) -> None:
     device = pick_device(options.device)
     result: Row = {"environment": measured_on(device), "rows": []}

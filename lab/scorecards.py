@@ -409,7 +409,7 @@ def measure_jax(python: str) -> Row:
     }
 
 
-@command("scorecards", Options)
+@command
 def main(options: Options) -> None:
     check_writable(options.out)
     where = measured_on(torch.device(options.device))

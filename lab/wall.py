@@ -100,7 +100,7 @@ def by_arrival(run: Row) -> float:
     return (last - first) * run["tokens"] / run["steps"] / (end - begin)
 
 
-@command("wall", Options)
+@command
 def main(options: Options) -> None:
     check_writable(options.out)
     rows = []

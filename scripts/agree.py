@@ -77,7 +77,7 @@ class Loaded(NamedTuple):
     about: Row  # where and of what the figures are
 
 
-@command("agree", Options)
+@command
 def main(options: Options) -> None:
     device = pick_device(options.device)
     out = options.out or options.paths[0] / "agree.json"

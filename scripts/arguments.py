@@ -27,27 +27,29 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
 
 
-def command(name: str, options: type[Options]) -> Callable[[Callable[[Options], None]], Callable]:
-    """Makes `main(options)` a command: --help prints the docstring of its module, and what cannot
-    be done ends in one line.
+def command(
+    main: Callable[[Any], None], of: Callable | None = None
+) -> Callable[[Sequence[str] | None], None]:
+    """Makes `main(options: Options)` the command of its module, or of that of the function `of`:
+    --help prints the module's docstring, and what cannot be done ends in one line.
     """
+    source = of or main
+    file = Path(source.__code__.co_filename)
+    name = file.parent.name if file.stem == "__main__" else file.stem
 
-    def decorate(main: Callable[[Options], None]) -> Callable[[Sequence[str] | None], None]:
-        @functools.wraps(main)
-        @one_line(name)
-        def run(arguments: Sequence[str] | None = None) -> None:
-            arguments = sys.argv[1:] if arguments is None else arguments
-            if {"-h", "--help"} & set(arguments):
-                print(main.__globals__["__doc__"].strip())
-                return
-            try:
-                main(read_settings(options, arguments))
-            except (ValueError, FloatingPointError) as error:
-                sys.exit(f"{name}: {' '.join(str(error).split())}")
+    @functools.wraps(source)
+    @one_line(name)
+    def run(arguments: Sequence[str] | None = None) -> None:
+        arguments = sys.argv[1:] if arguments is None else arguments
+        if {"-h", "--help"} & set(arguments):
+            print(source.__globals__["__doc__"].strip())
+            return
+        try:
+            main(read_settings(main.__annotations__["options"], arguments))
+        except (ValueError, FloatingPointError) as error:
+            sys.exit(f"{name}: {' '.join(str(error).split())}")
 
-        return run
-
-    return decorate
+    return run
 
 
 def default(*values: Any) -> Any:

@@ -192,7 +192,7 @@ def shape_of(options: Options, head_dim: int, length: int) -> Row:
     return shape | {name: value for name, value in special.items() if value}
 
 
-@command("benchmark", Options)
+@command
 def main(options: Options) -> None:
     # a graph that is kept for timing must not give its buffers away
     torch._functorch.config.donated_buffer = False

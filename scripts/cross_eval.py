@@ -72,7 +72,7 @@ class Checkpoint(NamedTuple):
     backends: dict[int, Backend]  # by the step after which it was used
 
 
-@command("cross_eval", Options)
+@command
 def main(options: Options) -> None:
     written_before = len(options.paths) == 1 and options.paths[0].is_file()
     out = options.paths[0] if written_before else measure(options)

@@ -377,7 +377,7 @@ def print_ranks(options: Options, planned: Planned, *, vocab_size: int) -> None:
         write_json(options.out, {"settings": settings, "rows": [asdict(plan) for plan in plans]})
 
 
-@command("plan", Options)
+@command
 def main(options: Options) -> None:
     if options.out:
         check_writable(options.out)

@@ -442,7 +442,7 @@ def draw(file: Path, folder: Path, *, baseline: str | None = None) -> list[Path]
     return [path for path in drawn if path]
 
 
-@command("plots", Options)
+@command
 def main(options: Options) -> None:
     for file in options.paths:
         drawn = draw(file, options.out or file.parent, baseline=options.baseline)

@@ -199,7 +199,7 @@ def table(rows: list[Row], on_gpu: bool) -> str:
     return text_table(cells)
 
 
-@command("profile", Options)
+@command
 def main(options: Options) -> None:
     config = compose(*options.overrides)
     trace, summary = options.out / "trace.json.gz", options.out / "profile.json"

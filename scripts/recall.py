@@ -57,7 +57,7 @@ class Options:
         check_at_least(self, 1, "sequences", "lengths")
 
 
-@command("recall", Options)
+@command
 def main(options: Options) -> None:
     device = pick_device(options.device)
     checkpoints = load_checkpoints(options.paths)

@@ -75,7 +75,7 @@ def sample(options: Options) -> str:
         )
 
 
-@command("sample", Options)
+@command
 def main(options: Options) -> None:
     print(sample(options))
 

@@ -382,7 +382,7 @@ def table(found: Trace) -> str:
     return "\n".join(lines)
 
 
-@command("trace", Options)
+@command
 def main(options: Options) -> None:
     check_writable(options.out)
     try:

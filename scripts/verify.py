@@ -374,7 +374,7 @@ def verify_distributed(
         yield f"{backend.name} on {options.context}", column
 
 
-@command("verify", Options)
+@command
 def main(options: Options) -> None:
     device = pick_device(options.device)
     dtypes = pick_dtypes(options.dtype, device)

@@ -18,7 +18,7 @@ Dimensions: B sequences, H heads, N queries, M keys, D head dim.
 """
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -42,20 +42,18 @@ from lab.findings.captured import (
 from lab.findings.finding import (
     OWN,
     Cell,
-    Options,
     apart,
     by,
     completed_runs,
     curves,
+    finding,
     finish,
     losses,
     mean,
     plot_groups,
-    publish,
     spread,
     table,
 )
-from scripts.arguments import command
 from scripts.drawing import new_figure
 from scripts.tables import Row
 
@@ -119,13 +117,8 @@ BACKEND = Backend(
 )
 
 
-@command("bf16_accumulators", Options)
-def main(options: Options) -> None:
-    out = options.out or Path("bf16_accumulators.json")
-    publish(out, partial(measure, options.paths), in_text, draw)
-
-
-def measure(paths: list[Path], device: torch.device) -> Row:
+@finding
+def main(paths: list[Path], device: torch.device) -> Row:
     training, calls, gradients = [], [], []
     for run, summary in completed_runs(paths).items():
         chosen = {name: summary["options"][name] for name in ("narrow", "delta")}

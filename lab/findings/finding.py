@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from scripts.arguments import command
 from scripts.drawing import for_both_papers, save_figure
 from scripts.runs import runs_below
 from scripts.tables import Row, grouped, mean_and_deviation, text_table
@@ -26,15 +28,26 @@ class Options:
     out: Path | None = None  # NAME.json
 
 
+def finding(measure: Callable[[list[Path], torch.device], Row]) -> Callable[..., None]:
+    """Makes `measure(paths, device)` the command of its module, whose in_text(found) is printed and
+    whose draw(found, path) draws the figure beside the JSON file.
+    """
+    module = measure.__globals__
+
+    def main(options: Options) -> None:
+        out = options.out or Path(f"{Path(module['__file__']).stem}.json")
+        publish(out, partial(measure, options.paths), module["in_text"], module["draw"])
+
+    return command(main, of=measure)
+
+
 def publish(
     out: Path,
     measure: Callable[[torch.device], Row],
     in_text: Callable[[Row], str],
     draw: Callable[[Row, Path], None],
 ) -> None:
-    """Measure on a GPU where there is one, print, and write the JSON file with the figure beside
-    it.
-    """
+    """Measure on a GPU where there is one, print, write and draw."""
     check_writable(out)
     torch.set_num_threads(1)  # the tiles are small: threads would only wait for one another
     device = pick_device("auto")

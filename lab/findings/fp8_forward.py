@@ -23,7 +23,6 @@ Dimensions: B sequences, H heads, N tokens, D head dim.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -36,21 +35,19 @@ from attention.tiled import TileLoop, make_loop
 from lab.findings.captured import Captured, called, capture, in_bfloat16, relative, weights_of
 from lab.findings.finding import (
     OWN,
-    Options,
     apart,
     by,
     completed_runs,
     curves,
+    finding,
     finish,
     losses,
     mean,
     plot_groups,
-    publish,
     spread,
     table,
 )
 from lab.findings.lazy_rescaling import lazy
-from scripts.arguments import command
 from scripts.drawing import new_figure
 from scripts.tables import Row
 
@@ -123,13 +120,8 @@ BACKEND = Backend(
 )
 
 
-@command("fp8_forward", Options)
-def main(options: Options) -> None:
-    out = options.out or Path("fp8_forward.json")
-    publish(out, partial(measure, options.paths), in_text, draw)
-
-
-def measure(paths: list[Path], device: torch.device) -> Row:
+@finding
+def main(paths: list[Path], device: torch.device) -> Row:
     training, calls = [], []
     for run, summary in completed_runs(paths).items():
         case = {"seed": summary["seed"], "scaling": summary["options"]["scaling"]}

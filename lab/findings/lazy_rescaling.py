@@ -124,7 +124,7 @@ def error(case: Row, seeds: list[int], device: torch.device) -> Row:
     }
 
 
-@command("lazy_rescaling", Options)
+@command
 def main(options: Options) -> None:
     publish(options.out, partial(measure, options), in_text, draw)
 

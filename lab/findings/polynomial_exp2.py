@@ -102,7 +102,7 @@ def errors(backend: Backend) -> Row:
     }
 
 
-@command("polynomial_exp2", Options)
+@command
 def main(options: Options) -> None:
     check_writable(options.out)
     runs = [ask(folder, options) for folder in options.paths]

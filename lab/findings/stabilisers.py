@@ -15,7 +15,6 @@ float16. Then its output is infinite, and the run ends.
 """
 
 import re
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -23,8 +22,7 @@ import torch
 
 from attention import LIMITS
 from config import RunConfig
-from lab.findings.finding import Options, by, finish, listed, publish, spread, table
-from scripts.arguments import command
+from lab.findings.finding import by, finding, finish, listed, spread, table
 from scripts.drawing import new_figure
 from scripts.runs import runs_below
 from scripts.tables import Row
@@ -39,13 +37,8 @@ BY_HEAD = "attention/max_score_by_head"
 TABLES = {"exact": "run with exact attention", "fuse": "run with attention=no_max"}
 
 
-@command("stabilisers", Options)
-def main(options: Options) -> None:
-    out = options.out or Path("stabilisers.json")
-    publish(out, partial(measure, options.paths), in_text, draw)
-
-
-def measure(paths: list[Path], device: torch.device) -> Row:
+@finding
+def main(paths: list[Path], device: torch.device) -> Row:
     runs = [
         described(run, summary)
         for run, summary in runs_below(paths).items()

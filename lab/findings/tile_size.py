@@ -17,7 +17,6 @@ roundings alone, so no reference is needed.
 """
 
 from collections import Counter
-from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -29,21 +28,19 @@ from lab.findings.captured import Captured, capture, weights_of
 from lab.findings.finding import (
     EXACT,
     OWN,
-    Options,
     apart,
     by,
     completed_runs,
     curves,
+    finding,
     finish,
     least_and_most,
     listed,
     losses,
     plot_groups,
-    publish,
     spread,
     table,
 )
-from scripts.arguments import command
 from scripts.drawing import new_figure
 from scripts.tables import Row
 from training.trained import read_run_config
@@ -52,13 +49,8 @@ SEQUENCES = 8  # that the detector looks at
 TILES = (16, 32)  # keys of the two that it compares; the first is that of the runs too
 
 
-@command("tile_size", Options)
-def main(options: Options) -> None:
-    out = options.out or Path("tile_size.json")
-    publish(out, partial(measure, options.paths), in_text, draw)
-
-
-def measure(paths: list[Path], device: torch.device) -> Row:
+@finding
+def main(paths: list[Path], device: torch.device) -> Row:
     folders = completed_runs(paths)
     runs = [described(run, summary) for run, summary in folders.items()]
     size = by_size(runs)

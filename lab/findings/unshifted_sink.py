@@ -19,7 +19,6 @@ Dimensions: B sequences, H heads, N tokens, D head dim.
 """
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -34,21 +33,19 @@ from lab.findings.captured import Captured, Weights, capture, weights_of
 from lab.findings.finding import (
     EXACT,
     OWN,
-    Options,
     apart,
     by,
     completed_runs,
     curves,
+    finding,
     finish,
     least_and_most,
     listed,
     losses,
     plot_groups,
-    publish,
     spread,
     table,
 )
-from scripts.arguments import command
 from scripts.drawing import new_figure
 from scripts.tables import Row
 
@@ -75,13 +72,8 @@ BACKEND = tile_loop_backend(
 VARIANTS = {"exact": get_backend("tiled"), "unshifted": BACKEND}
 
 
-@command("unshifted_sink", Options)
-def main(options: Options) -> None:
-    out = options.out or Path("unshifted_sink.json")
-    publish(out, partial(measure, options.paths), in_text, draw)
-
-
-def measure(paths: list[Path], device: torch.device) -> Row:
+@finding
+def main(paths: list[Path], device: torch.device) -> Row:
     training, tests = [], []
     for run, summary in completed_runs(paths).items():
         name = "exact" if summary["attention"] == "tiled" else "unshifted"

@@ -23,7 +23,7 @@ class Options:
     """None: a mistyped argument must not rewrite the tracked files."""
 
 
-@command("public_suites", Options)
+@command
 def main(options: Options) -> None:
     from lab.public_suites import page
     from lab.public_suites.suites import SUITES

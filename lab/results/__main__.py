@@ -67,7 +67,7 @@ class Options:
     """None: a mistyped argument must not rewrite the tracked files."""
 
 
-@command("results", Options)
+@command
 def main(options: Options) -> None:
     parts = []
     for title, section in SECTIONS.items():

@@ -77,11 +77,11 @@ def test_paths_may_be_bare_even_with_an_equals_sign_in_them():
 
 
 def test_help_is_the_docstring_and_errors_are_one_line(capsys):
-    @command("look", Files)
+    @command
     def main(options: Files) -> None:
         raise ValueError(f"{options.paths[0]}\n  cannot be read")
 
     main(["--help"])
     assert capsys.readouterr().out == f"{__doc__}\n"
-    with pytest.raises(SystemExit, match=r"^look: a cannot be read$"):
+    with pytest.raises(SystemExit, match=r"^test_arguments: a cannot be read$"):
         main(["a"])
