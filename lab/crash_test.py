@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from scripts.arguments import check_at_least, command
+from scripts.arguments import Natural, command
 from scripts.tables import Row
 from training.environment import ROOT, measured_on
 from training.files import check_writable, read_metrics, write_json
@@ -64,13 +64,10 @@ REBUILT = "it is built again"
 
 @dataclass
 class Options:
-    kills: int = 20
-    harms: int = 30
+    kills: Natural = 20
+    harms: Natural = 30
     seed: int = 0
     out: Path = Path("outputs/kills.json")
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "kills", "harms")
 
 
 def start(*arguments: str) -> subprocess.Popen:

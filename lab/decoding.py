@@ -39,7 +39,7 @@ from attention import attention, attention_with_cache, get_backend
 from config import ModelConfig
 from conformance.cases import distance
 from model import GPT, generate
-from scripts.arguments import Device, Dtype, check_at_least, command, default, parse_backend
+from scripts.arguments import Count, Device, Dtype, Natural, command, default, parse_backend
 from scripts.attention_call import seconds
 from scripts.tables import Row
 from training.device import pick_device, pick_dtype
@@ -85,16 +85,14 @@ SHAPES = {
 @dataclass
 class Options:
     shapes: list[str] = default(*SHAPES)
-    batches: list[int] = default(1, 64)
+    batches: list[Natural] = default(1, 64)
     attention: str = "triton"
-    rounds: int = 7
+    rounds: Count = 7
     dtype: Dtype = "auto"
     device: Device = "auto"
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "rounds")
-        check_at_least(self, 0, "batches")
         for name in self.shapes:
             if name not in (*SHAPES, "none"):
                 raise ValueError(f"shapes={name} is not one of: none, {', '.join(SHAPES)}")

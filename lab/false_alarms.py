@@ -30,7 +30,7 @@ from conformance.backend_under_test import Subject
 from conformance.command import DTYPES, set_up
 from conformance.fuzz import Tally, fuzz
 from lab.side_by_side import measured
-from scripts.arguments import Device, check_at_least, command, default, parse_backend
+from scripts.arguments import Count, Device, command, default, parse_backend
 from scripts.tables import Row
 from training.device import pick_device
 from training.environment import measured_on
@@ -39,17 +39,16 @@ from training.files import check_writable, write_json
 
 @dataclass
 class Options:
-    calls: int
-    seconds: int = 86400
+    calls: Count
+    seconds: Count = 86400
     attention: list[str] = default("all")
     device: Device = "auto"
     dtype: list[Literal["fp32", "bf16", "fp16"]] = default("fp32", "bf16", "fp16")
-    processes: int = 1
+    processes: Count = 1
     seed: int = 0
     out: Path = Path("false_alarms.json")
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "calls", "processes", "seconds")
         if self.attention == ["all"]:
             self.attention = [name for name, backend in BACKENDS.items() if backend.exact]
         for text in self.attention:

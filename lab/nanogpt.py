@@ -37,7 +37,7 @@ from io import StringIO
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ import torch
 from config import RunConfig
 from model import GPT
 from model.hugging_face import GPT2
-from scripts.arguments import check_at_least, command, default, parse_backend
+from scripts.arguments import Count, command, default, parse_backend
 from scripts.tables import Row
 from training.device import autocast_to, pick_device, pick_dtype
 from training.environment import ROOT, measured_on
@@ -76,10 +76,10 @@ NAMES = {
 class Options:
     folder: Path
     out: Path | None = None
-    seq_len: list[int] = default(1024, 8192, 32768)
+    seq_len: list[Count] = default(1024, 8192, 32768)
     attention: list[str] = default("triton")
     tokens: int = 32768
-    steps: int = 60
+    steps: Annotated[int, WARMUP + WINDOW] = 60
     curve_steps: int = 300
     model: str = "gpt2"
     vocab_size: int = 50304
@@ -87,8 +87,6 @@ class Options:
     overrides: list[str] = default()  # train.py's own settings
 
     def __post_init__(self) -> None:
-        check_at_least(self, WARMUP + WINDOW, "steps")  # the first are not timed
-        check_at_least(self, 1, "seq_len")
         if not (self.folder / "model.py").is_file():
             raise ValueError(
                 f"folder={self.folder} has no model.py; it is what git clone "

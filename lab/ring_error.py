@@ -25,7 +25,7 @@ from torch import Tensor
 
 from attention import Backend, attention, dtype_name, get_backend
 from attention.played_ring import RING, PlayedRing
-from scripts.arguments import Device, Dtype, check_at_least, command, default, parse_backend
+from scripts.arguments import Count, Device, Dtype, command, default, parse_backend
 from scripts.tables import Row
 from training.device import pick_device, pick_dtype
 from training.environment import measured_on
@@ -39,15 +39,14 @@ OF_BLOCKS = ("block_q", "block_kv", "kernel")  # options of what computes a bloc
 @dataclass
 class Options:
     attention: list[str] = default("triton:kernel=hopper", "triton:kernel=portable")
-    seq_len: int = 16384
-    heads: int = 8
-    kv_heads: int | None = None
+    seq_len: Count = 16384
+    heads: Count = 8
+    kv_heads: Count | None = None
     dtype: Dtype = "auto"
     device: Device = "auto"
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "seq_len", "heads", "kv_heads")
         for name in self.attention:
             if parse_backend(name).ring is None:
                 raise ValueError(f"attention={name} does not run on a ring")

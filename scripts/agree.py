@@ -34,7 +34,7 @@ from torch import Tensor
 from attention import Backend
 from data import build_data
 from model import GPT, KVCache, generate
-from scripts.arguments import Device, Dtype, check_at_least, command, default, parse_backend
+from scripts.arguments import Count, Device, Dtype, command, default, parse_backend
 from scripts.tables import Row, mean_and_deviation, text_table
 from training.device import pick_device
 from training.environment import environment
@@ -46,14 +46,13 @@ from training.trained import Trained, load_trained, read_run_config
 class Options:
     paths: list[Path]
     under: list[str] = default()
-    sequences: int = 8
-    tokens: int | None = None
+    sequences: Count = 8
+    tokens: Count | None = None
     dtype: Dtype = "auto"
     device: Device = "auto"
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "sequences", "tokens")
         if len(self.under) == 1:
             raise ValueError(f"under={self.under[0]} is one attention: name two or more")
 

@@ -37,7 +37,7 @@ import torch
 from attention import Backend, dtype_name, get_backend
 from config import SYNTHETIC_SOURCES, RunConfig
 from model import GPT
-from scripts.arguments import check_at_least, command
+from scripts.arguments import Count, command
 from scripts.plan_ranks import plan_table
 from scripts.tables import Row, text_table
 from training import traffic
@@ -79,10 +79,10 @@ class Options:
     gpu: Literal[tuple(GPUS)] | None = None
     measure: bool = False
     out: Path | None = None
-    ranks: list[int] = field(default_factory=list)
+    ranks: list[Count] = field(default_factory=list)
     link: str | None = None
     network: str | None = None
-    per_host: int | None = None
+    per_host: Count | None = None
     overrides: list[str] = field(default_factory=list)  # train.py's own settings
 
 
@@ -351,7 +351,6 @@ def check_ranks_alone(options: Options) -> None:
             key = min(unread)
             raise ValueError(f"{key}={given[key]} needs ranks=N, a number of GPUs")
         return
-    check_at_least(options, 1, "ranks", "per_host")
     if options.measure:
         raise ValueError("measure=true measures one process; leave ranks= out")
     if options.gpu not in (None, "h200"):

@@ -52,7 +52,7 @@ from conformance.backend_under_test import Subject
 from conformance.cases import SHORT, Case
 from conformance.command import set_up
 from conformance.properties import PROPERTIES, Cell, Property, check_breaks, examine
-from scripts.arguments import Device, Dtype, check_at_least, command, parse_backend
+from scripts.arguments import Count, Device, Dtype, Natural, command, parse_backend
 from scripts.tables import Row
 from training.device import pick_device, pick_dtype
 from training.environment import measured_on
@@ -67,18 +67,16 @@ class Options:
     attention: list[str] = field(default_factory=lambda: ["all"])
     device: Device = "auto"
     dtype: list[Dtype] = field(default_factory=lambda: ["auto"])
-    cases: int = 100
-    seed: int = 0
-    context: int = 1
+    cases: Natural = 100
+    seed: Natural = 0
+    context: Count = 1
     how: Literal["ring", "heads", "gather"] = "ring"
     target: str | None = None
     layout: Literal["zigzag", "contiguous"] = "zigzag"
-    processes: int = 1
+    processes: Count = 1
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "cases", "seed")
-        check_at_least(self, 1, "context", "processes")
         if self.context > 1 and self.processes > 1:
             raise ValueError(
                 f"processes={self.processes} is for context=1: with context={self.context} every "

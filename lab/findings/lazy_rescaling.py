@@ -19,6 +19,7 @@ from functools import cache, partial
 from itertools import product
 from math import log, log2
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from attention import attention
 from attention.online_softmax import OnlineSoftmax, finite
 from attention.tiled import tile_loop_backend
 from lab.findings.finding import by, publish
-from scripts.arguments import check_at_least, command, default
+from scripts.arguments import Natural, command, default
 from scripts.drawing import for_both_papers, new_figure, save_figure
 from scripts.tables import Row
 
@@ -49,13 +50,9 @@ NAMES = ("inputs", "dtype", "length", "offset", "threshold")  # of a case
 
 @dataclass
 class Options:
-    lengths: list[int] = default(1024, 8192, 32768)
-    seeds: list[int] = default(0, 1, 2)
+    lengths: list[Annotated[int, 2 * BLOCK_KV]] = default(1024, 8192, 32768)
+    seeds: list[Natural] = default(0, 1, 2)
     out: Path = Path("lazy_rescaling.json")
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 2 * BLOCK_KV, "lengths")
-        check_at_least(self, 0, "seeds")
 
 
 @cache

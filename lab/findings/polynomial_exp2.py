@@ -31,7 +31,7 @@ from attention.online_softmax import OnlineSoftmax, finite, weighted_sum
 from attention.tiled import tile_loop_backend
 from lab.findings.finding import by, mean, spread, table
 from scripts.agree import compare, load, read
-from scripts.arguments import Dtype, check_at_least, command, default
+from scripts.arguments import Count, Dtype, command, default
 from scripts.tables import Row
 from training.device import pick_device
 from training.files import check_writable, write_json
@@ -42,13 +42,12 @@ SEQUENCES = 16  # held out, and prompts to go on with
 @dataclass
 class Options:
     paths: list[Path]
-    degrees: list[int] = default(1, 2, 3, 4, 5)
-    eighths: list[int] = default(1, 2, 4, 8)
+    degrees: list[Count] = default(1, 2, 3, 4, 5)
+    eighths: list[Count] = default(1, 2, 4, 8)
     dtype: Dtype = "fp32"
     out: Path = Path("polynomial_exp2.json")
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "degrees", "eighths")
         if max(self.eighths) > 8:
             raise ValueError(f"eighths={max(self.eighths)} must be at most 8, which is all keys")
 

@@ -6,22 +6,19 @@ from typing import Literal
 
 import pytest
 
-from scripts.arguments import check_at_least, command, read_settings
+from scripts.arguments import Count, command, read_settings
 
 
 @dataclass
 class Options:
     run: Path
     attention: list[str] = field(default_factory=lambda: ["naive"])
-    seq_len: list[int] | None = None
+    seq_len: list[Count] | None = None
     dtype: Literal["fp32", "bf16"] | None = None
     prompt: str = ""
     out: Path | None = None
     causal: bool = True
     rate: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "seq_len")
 
 
 @dataclass
