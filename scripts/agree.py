@@ -35,7 +35,7 @@ from attention import Backend
 from data import build_data
 from model import GPT, KVCache, generate
 from scripts.arguments import Count, Device, Dtype, command, default, parse_backend
-from scripts.tables import Row, mean_and_deviation, text_table
+from scripts.tables import Row, by, most, spread, table
 from training.device import pick_device
 from training.environment import environment
 from training.files import check_writable, write_json
@@ -181,34 +181,25 @@ def compare(a: Reading, b: Reading) -> Row:
 
 
 def pairs_in_text(runs: list[Row]) -> str:
+    def equal(rows: list[Row]) -> str:
+        tokens = [count for row in rows for count in row["equal_tokens"]]
+        return f"{median(tokens):g} (least {min(tokens)})"
+
     counts = " or ".join(map(str, sorted({run["tokens"] for run in runs})))
-    head = ["", "mean |d log p|", "largest", "other token", f"equal greedy tokens of {counts}"]
-    rows = []
-    for same in zip(*(run["pairs"] for run in runs), strict=True):
-        equal = [tokens for pair in same for tokens in pair["equal_tokens"]]
-        rows.append(
-            [
-                f"{same[0]['a']} and {same[0]['b']}",
-                mean_and_deviation([pair["log_p"]["mean"] for pair in same], "{:.1e}"),
-                f"{max(pair['log_p']['largest'] for pair in same):.1e}",
-                mean_and_deviation([pair["other_token"] for pair in same], "{:.2%}"),
-                f"{median(equal):g} (least {min(equal)})",
-            ]
-        )
-    return text_table([head, *rows])
+    pairs = by((pair | pair["log_p"] for run in runs for pair in run["pairs"]), "a", "b")
+    columns = {
+        "mean |d log p|": spread("mean", "{:.1e}"),
+        "largest": most("largest"),
+        "other token": spread("other_token", "{:.2%}"),
+        f"equal greedy tokens of {counts}": equal,
+    }
+    return table("", {f"{a} and {b}": rows for (a, b), rows in pairs.items()}, columns)
 
 
 def decoding_in_text(runs: list[Row]) -> str:
-    head = ["token by token against at once", "mean |d log p|", "largest"]
-    cells = [
-        [
-            same[0]["attention"],
-            mean_and_deviation([row["mean"] for row in same], "{:.1e}"),
-            f"{max(row['largest'] for row in same):.1e}",
-        ]
-        for same in zip(*(run["decoding"] for run in runs), strict=True)
-    ]
-    return text_table([head, *cells])
+    rows = by((row for run in runs for row in run["decoding"]), "attention")
+    columns = {"mean |d log p|": spread("mean", "{:.1e}"), "largest": most("largest")}
+    return table("token by token against at once", rows, columns)
 
 
 if __name__ == "__main__":

@@ -427,13 +427,13 @@ def _run_dirs(folder: Path) -> Iterator[Path]:
         for path in folder.iterdir()
         if path.is_dir() and not path.name.startswith(".") and path.name not in OTHER_FOLDERS
     ]
-    for path in sorted(below, key=_natural_order):
+    for path in sorted(below, key=lambda path: in_order(path.name)):
         yield from _run_dirs(path)
 
 
-def _natural_order(path: Path) -> list[int | str]:
-    """2 before 10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]
+def in_order(name: str) -> list[int | str]:
+    """A key that sorts block_kv=16 before block_kv=128."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def _index(folder: Path) -> dict[str, Row]:

@@ -41,21 +41,16 @@ from lab.findings.captured import (
 )
 from lab.findings.finding import (
     OWN,
-    Cell,
     apart,
-    by,
     completed_runs,
     curves,
     finding,
     finish,
     losses,
-    mean,
     plot_groups,
-    spread,
-    table,
 )
 from scripts.drawing import new_figure
-from scripts.tables import Row
+from scripts.tables import Cell, Row, by, mean, spread, table
 
 NARROW, DELTA = ("neither", "out", "sums", "both"), ("rounded", "exact")
 RELATIVE = ("out", "dq", "dk", "dv")  # errors beside the size of the tensor

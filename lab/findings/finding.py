@@ -3,9 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -13,13 +11,12 @@ import torch
 from scripts.arguments import command
 from scripts.drawing import for_both_papers, save_figure
 from scripts.runs import runs_below
-from scripts.tables import Row, grouped, mean_and_deviation, text_table
+from scripts.tables import Row
 from training.device import pick_device
 from training.environment import measured_on
 from training.files import check_writable, read_metrics, write_json
 
 OWN, EXACT = "val/loss", "val/loss_exact"
-Cell = Callable[[list[Row]], str]
 
 
 @dataclass
@@ -79,46 +76,6 @@ def losses(row: Row, name: str = OWN) -> dict[int, float]:
 def apart(a: dict[int, float], b: dict[int, float], since: int = 0) -> dict[int, float]:
     """a - b at the steps that both have, counted from `since`."""
     return {step - since: a[step] - b[step] for step in a if step in b and step >= since}
-
-
-def by(rows: Iterable[Row], *names: str) -> dict[Any, list[Row]]:
-    """The rows in groups with equal values of these names."""
-    return grouped(rows, itemgetter(*names))
-
-
-def table(title: str, groups: Mapping[Any, list[Row]], columns: Mapping[str, Cell]) -> str:
-    """A line a group, under the title its name or names."""
-    lines = [[title, *columns]]
-    for group, rows in groups.items():
-        names = group if isinstance(group, tuple) else (group,)
-        lines.append([", ".join(map(str, names)), *(cell(rows) for cell in columns.values())])
-    return text_table(lines)
-
-
-def values(rows: Iterable[Row], name: str) -> list[Any]:
-    """Of the rows that have it."""
-    return [row[name] for row in rows if name in row]
-
-
-def spread(name: str, form: str) -> Cell:
-    """A column of means and standard deviations."""
-    return lambda rows: mean_and_deviation(values(rows, name), form)
-
-
-def mean(name: str) -> Cell:
-    return lambda rows: f"{fmean(values(rows, name)):.1e}"
-
-
-def listed(name: str) -> Cell:
-    return lambda rows: "/".join(map(str, values(rows, name)))
-
-
-def least_and_most(name: str) -> dict[str, Cell]:
-    """Two columns."""
-    ends = {"least": min, "most": max}
-    return {
-        title: lambda rows, end=end: f"{end(values(rows, name)):.1e}" for title, end in ends.items()
-    }
 
 
 def plot_groups(axes: Any, groups: Mapping[str, list[dict[int, float]]], *colors: str) -> None:

@@ -36,20 +36,16 @@ from lab.findings.captured import Captured, called, capture, in_bfloat16, relati
 from lab.findings.finding import (
     OWN,
     apart,
-    by,
     completed_runs,
     curves,
     finding,
     finish,
     losses,
-    mean,
     plot_groups,
-    spread,
-    table,
 )
 from lab.findings.lazy_rescaling import lazy
 from scripts.drawing import new_figure
-from scripts.tables import Row
+from scripts.tables import Row, by, mean, spread, table
 
 E4M3 = torch.float8_e4m3fn
 SCALINGS = ("bf16", "tensor", "block", "hadamard", "both")

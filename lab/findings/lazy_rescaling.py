@@ -28,10 +28,10 @@ from tqdm import tqdm
 from attention import attention
 from attention.online_softmax import OnlineSoftmax, finite
 from attention.tiled import tile_loop_backend
-from lab.findings.finding import by, publish
+from lab.findings.finding import publish
 from scripts.arguments import Natural, command, default
 from scripts.drawing import for_both_papers, new_figure, save_figure
-from scripts.tables import Row
+from scripts.tables import Row, by
 
 DTYPES = {
     "fp16": torch.float16,

@@ -29,10 +29,9 @@ from tqdm import tqdm
 from attention import Backend, attention, get_backend
 from attention.online_softmax import OnlineSoftmax, finite, weighted_sum
 from attention.tiled import tile_loop_backend
-from lab.findings.finding import by, mean, spread, table
 from scripts.agree import compare, load, read
 from scripts.arguments import Count, Dtype, command, default
-from scripts.tables import Row
+from scripts.tables import Row, by, mean, spread, table
 from training.device import pick_device
 from training.files import check_writable, write_json
 

@@ -22,10 +22,10 @@ import torch
 
 from attention import LIMITS
 from config import RunConfig
-from lab.findings.finding import by, finding, finish, listed, spread, table
+from lab.findings.finding import finding, finish
 from scripts.drawing import new_figure
 from scripts.runs import runs_below
-from scripts.tables import Row
+from scripts.tables import Row, by, listed, spread, table
 from training.files import read_metrics
 from training.names import as_typed
 from training.trained import read_run_config

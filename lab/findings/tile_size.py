@@ -29,20 +29,15 @@ from lab.findings.finding import (
     EXACT,
     OWN,
     apart,
-    by,
     completed_runs,
     curves,
     finding,
     finish,
-    least_and_most,
-    listed,
     losses,
     plot_groups,
-    spread,
-    table,
 )
 from scripts.drawing import new_figure
-from scripts.tables import Row
+from scripts.tables import Row, by, least, listed, most, spread, table
 from training.trained import read_run_config
 
 SEQUENCES = 8  # that the detector looks at
@@ -162,6 +157,7 @@ def in_text(found: Row) -> str:
     own = {"own loss": spread("own", "{:.3f}"), "exact loss": spread("exact", "{:.3f}")}
     own["largest score"] = spread("largest_score", "{:.1f}")
     detector = by(found["detector"], "attention", "dtype", "inputs")
+    ends = {"least": least("difference"), "most": most("difference")}
     repair = {
         "shown": spread("shown", "{:.3f}"),
         "behind": spread("behind", "{:.3f}"),
@@ -172,7 +168,7 @@ def in_text(found: Row) -> str:
     return "\n\n".join(
         (
             table("layers, tokens, tile", cases, own),
-            table("two tile sizes differ by", detector, least_and_most("difference")),
+            table("two tile sizes differ by", detector, ends),
             table("switch at", by(found["repair"], "switch_at"), repair),
         )
     )

@@ -34,20 +34,15 @@ from lab.findings.finding import (
     EXACT,
     OWN,
     apart,
-    by,
     completed_runs,
     curves,
     finding,
     finish,
-    least_and_most,
-    listed,
     losses,
     plot_groups,
-    spread,
-    table,
 )
 from scripts.drawing import new_figure
-from scripts.tables import Row
+from scripts.tables import Row, by, least, listed, most, spread, table
 
 SEQUENCES = 8  # held out, to look at
 SCORES = (0.0, 0.1, 1.0, 5.0)  # of the test with one query and one key
@@ -171,7 +166,7 @@ def in_text(found: Row) -> str:
             table(
                 "largest difference of out",
                 by(found["tests"], "inputs"),
-                least_and_most("difference"),
+                {"least": least("difference"), "most": most("difference")},
             ),
             table(
                 "one query, one key: score",

@@ -20,10 +20,10 @@ from scripts.report.figures import (
 )
 from scripts.report.page import Card, Figure, Table, Text
 from scripts.report.ranking import Ranking, answer
-from scripts.report.runs import Run, ended, in_order, measured
+from scripts.report.runs import Run, ended, measured
 from scripts.tables import grouped, mean_and_deviation
 from training.resume import changes_in_words
-from training.sweep import COLUMNS, remark
+from training.sweep import COLUMNS, in_order, remark
 
 SPEEDS = (
     "The speed drawn is that of the steps alone, without warm-up, metrics, evaluation and "
