@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch.utils._pytree import tree_flatten
 
 from scripts.arguments import Natural, command
 from scripts.tables import Row
@@ -124,10 +125,11 @@ def state(run_dir: Path) -> Row:
 
 def same(a: Any, b: Any) -> bool:
     """Equal to the last bit, through dictionaries, lists and tensors."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
+    (own, form), (others, other_form) = tree_flatten(a), tree_flatten(b)
+    return form == other_form and all(map(equal, own, others))
+
+
+def equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     return type(a) is type(b) and a == b
