@@ -49,7 +49,7 @@ def condense(run_dir: Path) -> dict:
     return curves
 
 
-@command("condense_runs", Options)
+@command
 def main(options: Options) -> None:
     check_writable(options.out)
     found = runs_below(options.paths)

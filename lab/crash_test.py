@@ -38,8 +38,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch.utils._pytree import tree_flatten
 
-from scripts.arguments import check_at_least, command
+from scripts.arguments import Natural, command
 from scripts.tables import Row
 from training.environment import ROOT, measured_on
 from training.files import check_writable, read_metrics, write_json
@@ -64,13 +65,10 @@ REBUILT = "it is built again"
 
 @dataclass
 class Options:
-    kills: int = 20
-    harms: int = 30
+    kills: Natural = 20
+    harms: Natural = 30
     seed: int = 0
     out: Path = Path("outputs/kills.json")
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 0, "kills", "harms")
 
 
 def start(*arguments: str) -> subprocess.Popen:
@@ -127,10 +125,11 @@ def state(run_dir: Path) -> Row:
 
 def same(a: Any, b: Any) -> bool:
     """Equal to the last bit, through dictionaries, lists and tensors."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
+    (own, form), (others, other_form) = tree_flatten(a), tree_flatten(b)
+    return form == other_form and all(map(equal, own, others))
+
+
+def equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     return type(a) is type(b) and a == b
@@ -351,7 +350,7 @@ def measure(folder: Path, *, kills: int, harms: int, seed: int) -> Row:
     return result
 
 
-@command("crash_test", Options)
+@command
 def main(options: Options) -> None:
     check_writable(options.out)
     folder = Path(tempfile.mkdtemp(prefix="tilegpt-kills-"))

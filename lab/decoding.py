@@ -4,20 +4,17 @@
 
 Arguments are key=value, lists with commas; all have a default:
 
-    shapes      of those below, or none (all)
-    page_sizes  of the paged cache, whose pages lie in random order (16,64,256)
-    batches     of sequences that GPT-2 124M writes (1,64); 0 leaves it out
-    attention   of that model (triton)
-    rounds      of turns; in each, every variant is timed (7)
-    repeats     timed calls of a variant in a turn (10)
-    new_tokens  that GPT-2 writes after a prompt of 16 (512)
-    tiny        the same with little of everything, for a machine without a GPU (false)
+    shapes     of those below, or none (all)
+    batches    of sequences that GPT-2 124M writes (1,64); 0 leaves it out
+    attention  of that model (triton)
+    rounds     of turns; in each, every variant is timed (7)
     dtype, device, out    as in scripts.benchmark
 
 Attention is timed as scripts.benchmark does it: the device's time alone, with a cold cache, and the
-host's time of an eager call beside it. Bytes are those of the keys and values, each read once. A
-variant whose result is not within the budget of conformance is not timed. Peers are PyTorch's
-kernels: flash, cuDNN and memory-efficient, and compiled FlexAttention.
+host's time of an eager call beside it. The pages of a paged cache lie in random order. Bytes are
+those of the keys and values, each read once. A variant whose result is not within the budget of
+conformance is not timed. Peers are PyTorch's kernels: flash, cuDNN and memory-efficient, and
+compiled FlexAttention.
 
 Tokens per second are those between the 64th and the last, greedy, from weights in `dtype`: neither
 the prompt nor the capture of a CUDA graph counts. The peer is the same model in plain PyTorch, with
@@ -28,7 +25,7 @@ the most.
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -38,18 +35,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import Backend, attention, attention_with_cache, get_backend
+from attention import attention, attention_with_cache, get_backend
 from config import ModelConfig
 from conformance.cases import distance
 from model import GPT, generate
-from scripts.arguments import Device, Dtype, check_at_least, command, default, parse_backend
+from scripts.arguments import Count, Device, Dtype, Natural, command, default, parse_backend
 from scripts.attention_call import seconds
 from scripts.tables import Row
 from training.device import pick_device, pick_dtype
 from training.environment import measured_on
 from training.files import check_writable, write_json
 
-PROMPT, FIRST = 16, 64  # tokens; those after the first are timed
+PAGE_SIZES = (16, 64, 256)
+REPEATS = 10  # timed calls of a variant in a turn
+PROMPT, FIRST, LAST = 16, 64, 512  # tokens; those between the first and the last are timed
+GPT2 = ModelConfig(
+    num_layers=12, num_heads=12, hidden_size=768, max_seq_len=1024, init_std=0.1
+)  # random weights, large enough that its tokens differ
 
 
 @dataclass(frozen=True)
@@ -83,21 +85,14 @@ SHAPES = {
 @dataclass
 class Options:
     shapes: list[str] = default(*SHAPES)
-    page_sizes: list[int] = default(16, 64, 256)
-    batches: list[int] = default(1, 64)
+    batches: list[Natural] = default(1, 64)
     attention: str = "triton"
-    rounds: int = 7
-    repeats: int = 10
-    new_tokens: int = 512
-    tiny: bool = False
+    rounds: Count = 7
     dtype: Dtype = "auto"
     device: Device = "auto"
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "page_sizes", "rounds", "repeats")
-        check_at_least(self, 0, "batches")
-        check_at_least(self, 1 + FIRST, "new_tokens")
         for name in self.shapes:
             if name not in (*SHAPES, "none"):
                 raise ValueError(f"shapes={name} is not one of: none, {', '.join(SHAPES)}")
@@ -105,16 +100,14 @@ class Options:
             check_writable(self.out)
 
 
-def variants(
-    q: Tensor, k: Tensor, v: Tensor, page_sizes: list[int], splits: str = "auto"
-) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+def variants(q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """(name, call) for q (B, H, 1, D); k, v (B, H_kv, M, D). A call returns out."""
-    triton = get_backend("triton", splits=splits)
+    triton = get_backend("triton", splits="auto")
     lengths = torch.full((len(q),), k.shape[2], dtype=torch.int32, device=q.device)
     cached = partial(attention_with_cache, q, backend=triton)
     yield "triton", lambda: attention(q, k, v, backend=triton).out
     yield "triton, fixed splits", lambda: cached(k, v, lengths, splits="fixed").out
-    for page_size in page_sizes:
+    for page_size in PAGE_SIZES:
         if k.shape[2] % page_size == 0:
             *pages, table = paged(k, v, page_size)
             yield (
@@ -191,7 +184,7 @@ def attention_rows(name: str, shape: Shape, options: Options, device: torch.devi
         torch.randn(shape.batch, heads, tokens, shape.head_dim, device=device, dtype=dtype)
         for heads, tokens in sizes
     )
-    for variant, call in variants(q, k, v, options.page_sizes):
+    for variant, call in variants(q, k, v):
         wrong = failure(lambda call=call: why_wrong(call(), q, k, v))
         if wrong:
             rows[variant] = {"refused": wrong}
@@ -199,8 +192,8 @@ def attention_rows(name: str, shape: Shape, options: Options, device: torch.devi
             calls[variant] = call
 
     def measure(call: Callable[[], Any]) -> Row:
-        seconds(call, repeats=max(1, options.repeats // 4), device=device)
-        times, host = seconds(call, repeats=options.repeats, device=device)
+        seconds(call, repeats=REPEATS // 4, device=device)
+        times, host = seconds(call, repeats=REPEATS, device=device)
         return {"seconds": median(times), "host_seconds": median(host)}
 
     rows |= in_turns(calls, measure, options.rounds)
@@ -279,21 +272,12 @@ def normed(norm: torch.nn.Module, x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], norm.weight, norm.bias)
 
 
-def gpt2(backend: Backend, options: Options, device: torch.device) -> GPT:
-    """GPT-2 124M with random weights, large enough that its tokens differ."""
-    config = ModelConfig(num_layers=12, num_heads=12, hidden_size=768, max_seq_len=1024)
-    if options.tiny:
-        config = replace(config, num_layers=2, num_heads=2, hidden_size=32, max_seq_len=128)
-    torch.manual_seed(0)
-    model = GPT(replace(config, init_std=0.1), vocab_size=50257, backend=backend)
-    return model.to(device, pick_dtype(options.dtype, device)).eval()
-
-
 def generation_rows(batch: int, options: Options, device: torch.device) -> list[Row]:
     """Tokens per second of ours and of the plain model, with each other's tokens compared."""
-    model = gpt2(parse_backend(options.attention), options, device)
+    torch.manual_seed(0)
+    model = GPT(GPT2, vocab_size=50257, backend=parse_backend(options.attention))
+    model = model.to(device, pick_dtype(options.dtype, device)).eval()
     prompt = torch.randint(50257, (batch, PROMPT), device=device)
-    new_tokens = min(options.new_tokens, model.config.max_seq_len - PROMPT)
     calls: dict[str, Callable[[int], Tensor]] = {
         f"tilegpt, {options.attention}": lambda n: generate(
             model, prompt, max_new_tokens=n, temperature=0.0
@@ -305,19 +289,19 @@ def generation_rows(batch: int, options: Options, device: torch.device) -> list[
 
     def measure(call: Callable[[int], Tensor]) -> Row:
         times = []
-        for count in (FIRST, new_tokens):
+        for count in (FIRST, LAST):
             start = time.perf_counter()
             call(count).sum().item()  # waits for the GPU
             times.append(time.perf_counter() - start)
-        rate = batch * (new_tokens - FIRST) / (times[1] - times[0])
+        rate = batch * (LAST - FIRST) / (times[1] - times[0])
         return {"tokens_per_second": rate, "whole_call_seconds": times[1]}
 
-    head = {"batch": batch, "prompt": PROMPT, "new_tokens": new_tokens}
+    head = {"batch": batch, "prompt": PROMPT, "new_tokens": LAST}
     written: dict[str, Tensor] = {}
     rows: dict[str, Row] = {}
     for name, call in list(calls.items()):  # a warm-up of both lengths too
         wrong = failure(
-            lambda name=name, call=call: written.update({name: [call(FIRST), call(new_tokens)][1]})
+            lambda name=name, call=call: written.update({name: [call(FIRST), call(LAST)][1]})
         )
         if wrong:
             rows[name] = {"refused": wrong}
@@ -342,7 +326,7 @@ def describe(row: Row) -> str:
     )
 
 
-@command("decoding", Options)
+@command
 def main(options: Options) -> None:
     device = pick_device(options.device)
     result: Row = {"environment": measured_on(device), "attention": [], "generation": []}
@@ -357,11 +341,7 @@ def main(options: Options) -> None:
 
     for name in options.shapes:
         if name != "none":
-            shape = SHAPES[name]
-            if options.tiny:
-                shape = replace(shape, batch=2, keys=64, heads=shape.heads // 4 or 1)
-                shape = replace(shape, kv_heads=min(shape.kv_heads, shape.heads))
-            keep("attention", attention_rows(name, shape, options, device))
+            keep("attention", attention_rows(name, SHAPES[name], options, device))
     for batch in filter(None, options.batches):
         keep("generation", generation_rows(batch, options, device))
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.arguments import check_at_least, default
+from scripts.arguments import Count, default
 from scripts.tables import Row
 from training.device import pick_device
 from training.environment import measured_on
@@ -12,13 +12,10 @@ from training.files import write_json
 
 @dataclass
 class LengthOptions:
-    seq_len: list[int] = default(1024, 8192, 32768)
-    tokens: int = 32768
+    seq_len: list[Count] = default(1024, 8192, 32768)
+    tokens: Count = 32768
     out: Path = Path("lengths.json")
     overrides: list[str] = default()  # train.py's own settings
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "seq_len", "tokens")
 
     def shape(self, seq_len: int) -> list[str]:
         """Settings of train.py for steps of so many tokens, in one pass."""

@@ -19,12 +19,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
+from typing import Annotated, Any
 from unittest.mock import patch
 
 from config import Due, RunConfig
 from lab.lengths import LengthOptions
-from scripts.arguments import check_at_least, command
+from scripts.arguments import Count, command
 from scripts.tables import Row
 from training.files import check_writable, read_metrics
 from training.run import run
@@ -40,14 +40,9 @@ QUIET = [
 
 @dataclass
 class Options(LengthOptions):
-    segment: int = 100
-    pairs: int = 6
+    segment: Count = 100
+    pairs: Annotated[int, 2] = 6
     out: Path = Path("looking.json")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least(self, 1, "segment")
-        check_at_least(self, 2, "pairs")
 
 
 def due_in_turns(segment: int) -> Any:
@@ -80,7 +75,7 @@ def ratios(segments: list[Row]) -> list[float]:
     return [looking["tokens_per_sec"] / quiet["tokens_per_sec"] for looking, quiet in pairs]
 
 
-@command("looking", Options)
+@command
 def main(options: Options) -> None:
     check_writable(options.out)
     rows = []

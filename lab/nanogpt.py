@@ -17,10 +17,10 @@ two steps for a row of metrics, nanoGPT's loop does not do.
                   by one; 0 for none. nanoGPT runs there again with nothing changed but roundings:
                   from weights moved by one, and on a GPU in other kernels, which round in every
                   step, as ours do. What such noise does is the measure of any difference
-    model, vocab_size, data, tokenizer, lr, device    as in train.py; the vocabulary is nanoGPT's
-                                                      padded one
+    model, vocab_size, device    as in train.py; the vocabulary is nanoGPT's padded one
 
-Anything else is our train.py's own, as model.checkpoint=elementwise.
+Anything else is our train.py's own, as model.checkpoint=elementwise; data=torch_source
+tokenizer=bpe unless others are given.
 """
 
 import importlib.util
@@ -37,7 +37,7 @@ from io import StringIO
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ import torch
 from config import RunConfig
 from model import GPT
 from model.hugging_face import GPT2
-from scripts.arguments import check_at_least, command, default, parse_backend
+from scripts.arguments import Count, command, default, parse_backend
 from scripts.tables import Row
 from training.device import autocast_to, pick_device, pick_dtype
 from training.environment import ROOT, measured_on
@@ -76,22 +76,17 @@ NAMES = {
 class Options:
     folder: Path
     out: Path | None = None
-    seq_len: list[int] = default(1024, 8192, 32768)
+    seq_len: list[Count] = default(1024, 8192, 32768)
     attention: list[str] = default("triton")
     tokens: int = 32768
-    steps: int = 60
+    steps: Annotated[int, WARMUP + WINDOW] = 60
     curve_steps: int = 300
     model: str = "gpt2"
     vocab_size: int = 50304
-    data: str = "torch_source"
-    tokenizer: str = "bpe"
-    lr: float = 6e-4
     device: str = "auto"
     overrides: list[str] = default()  # train.py's own settings
 
     def __post_init__(self) -> None:
-        check_at_least(self, WARMUP + WINDOW, "steps")  # the first are not timed
-        check_at_least(self, 1, "seq_len")
         if not (self.folder / "model.py").is_file():
             raise ValueError(
                 f"folder={self.folder} has no model.py; it is what git clone "
@@ -113,10 +108,10 @@ def train_ours(
     name, _, rest = attention.partition(":")
     settings = {
         "model": options.model,
-        "data": options.data,
-        "tokenizer": options.tokenizer,
+        "data": "torch_source",
+        "tokenizer": "bpe",
         "tokenizer.vocab_size": options.vocab_size,
-        "optim.lr": options.lr,
+        "optim.lr": 6e-4,
         "device": options.device,
         "attention": name,
         "seq_len": seq_len,
@@ -325,7 +320,7 @@ def compare_curves(options: Options, scratch: Path) -> Row:
     return found
 
 
-@command("nanogpt", Options)
+@command
 def main(options: Options) -> None:
     settings = {key: value for key, value in vars(options).items() if key not in ("folder", "out")}
     where = measured_on(pick_device(options.device))

@@ -5,16 +5,15 @@
 Arguments are key=value, lists with commas; all have a default:
 
     attention   those that run on a ring (triton:kernel=hopper,triton:kernel=portable)
-    ranks       of the ring, all played by this process (1,2,4,8,16)
-    head_dims   (64,128)
     seq_len     (16384)
     heads       (8)
     kv_heads    (heads)
     dtype, device, out    as in scripts.benchmark
 
 Errors are norms, over the norm of what the tile loop gives in float64: causal attention of normal
-numbers, forward and backward. `alone` is the same attention of one process without a ring; `most`
-is the largest error of any number of ranks over that of `alone`.
+numbers, forward and backward, on rings of 1 to 16 ranks, all played by this process. `alone` is the
+same attention of one process without a ring; `most` is the largest error of any number of ranks
+over that of `alone`.
 """
 
 from collections.abc import Iterator
@@ -26,12 +25,13 @@ from torch import Tensor
 
 from attention import Backend, attention, dtype_name, get_backend
 from attention.played_ring import RING, PlayedRing
-from scripts.arguments import Device, Dtype, check_at_least, command, default, parse_backend
+from scripts.arguments import Count, Device, Dtype, command, default, parse_backend
 from scripts.tables import Row
 from training.device import pick_device, pick_dtype
 from training.environment import measured_on
 from training.files import check_writable, write_json
 
+RANKS, HEAD_DIMS = (1, 2, 4, 8, 16), (64, 128)
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 OF_BLOCKS = ("block_q", "block_kv", "kernel")  # options of what computes a block
 
@@ -39,17 +39,14 @@ OF_BLOCKS = ("block_q", "block_kv", "kernel")  # options of what computes a bloc
 @dataclass
 class Options:
     attention: list[str] = default("triton:kernel=hopper", "triton:kernel=portable")
-    ranks: list[int] = default(1, 2, 4, 8, 16)
-    head_dims: list[int] = default(64, 128)
-    seq_len: int = 16384
-    heads: int = 8
-    kv_heads: int | None = None
+    seq_len: Count = 16384
+    heads: Count = 8
+    kv_heads: Count | None = None
     dtype: Dtype = "auto"
     device: Device = "auto"
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "ranks", "head_dims", "seq_len", "heads", "kv_heads")
         for name in self.attention:
             if parse_backend(name).ring is None:
                 raise ValueError(f"attention={name} does not run on a ring")
@@ -91,18 +88,18 @@ def rows(options: Options, head_dim: int, device: torch.device) -> Iterator[Row]
     for name in options.attention:
         backend = parse_backend(name)
         alone = errors(backend, inputs, truth)
-        ring = {str(n): errors(on_a_ring(backend, n), inputs, truth) for n in options.ranks}
+        ring = {str(n): errors(on_a_ring(backend, n), inputs, truth) for n in RANKS}
         most = {x: max(each[x] for each in ring.values()) / alone[x] for x in RESULTS}
         sizes = {"seq_len": options.seq_len, "heads": counts[0], "kv_heads": counts[1]}
         head = {"attention": name, "head_dim": head_dim, **sizes, "dtype": dtype_name(dtype)}
         yield head | {"alone": alone, "ring": ring, "most": most}
 
 
-@command("ring_error", Options)
+@command
 def main(options: Options) -> None:
     device = pick_device(options.device)
     result: Row = {"environment": measured_on(device), "rows": []}
-    for head_dim in options.head_dims:
+    for head_dim in HEAD_DIMS:
         for row in rows(options, head_dim, device):
             result["rows"].append(row)
             most = ", ".join(f"{name} {ratio:.4f}" for name, ratio in row["most"].items())

@@ -49,7 +49,7 @@ from conformance.dialects import target
 from conformance.minimise import Minimiser, Watched
 from conformance.properties import PROPERTIES, SLOW, Cell, Property, examine, why_unusable
 from lab.side_by_side import measured
-from scripts.arguments import check_at_least, command, default
+from scripts.arguments import Count, Natural, command, default
 from scripts.tables import Row
 from training.device import pick_device
 from training.environment import measured_on
@@ -236,16 +236,14 @@ class Options:
     device: Literal["cpu", "cuda"] = "cpu"
     card: list[str] = default("all")
     dtype: list[Literal["fp32", "bf16", "fp16"]] = default("bf16", "fp16", "fp32")
-    cases: int = 20
-    processes: int = 1
-    seconds: int = 1800
-    total: int = 36000
+    cases: Natural = 20
+    processes: Count = 1
+    seconds: Count = 1800
+    total: Count = 36000
     jax: str | None = None
     tutorial: Path | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "processes", "seconds", "total")
-        check_at_least(self, 0, "cases")
         names = [card.name for card in CARDS[self.device]]
         if unknown := [name for name in self.card if name not in ("all", *names)]:
             raise ValueError(f"card={unknown[0]} is not one of: {', '.join(names)}")
@@ -410,7 +408,7 @@ def measure_jax(python: str) -> Row:
     }
 
 
-@command("scorecards", Options)
+@command
 def main(options: Options) -> None:
     check_writable(options.out)
     where = measured_on(pick_device(options.device))

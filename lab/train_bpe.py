@@ -122,7 +122,7 @@ def rank_lines(vocab: list[bytes]) -> Iterator[str]:
         yield f"{base64.b64encode(token).decode()} {rank}\n"
 
 
-@command("train_bpe", Options)
+@command
 def main(options: Options) -> None:
     from config import DataConfig
     from data.corpora import Corpus

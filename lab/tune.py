@@ -194,7 +194,7 @@ def write_tables(path: Path) -> None:
     path.write_text(text(tables(), 0) + "\n")
 
 
-@command("tune", Options)
+@command
 def main(options: Options) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ValueError("TRITON_INTERPRET=1 is set, so nothing is compiled; unset it")

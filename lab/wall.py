@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import linear_regression
 
 from lab.lengths import LengthOptions
-from scripts.arguments import check_at_least, command, default
+from scripts.arguments import Count, command, default
 from scripts.tables import Row
 from training.environment import ROOT
 from training.files import check_writable, read_metrics
@@ -37,13 +37,11 @@ from training.sweep import load_json
 
 @dataclass
 class Options(LengthOptions):
-    steps: list[int] = default(20, 120, 220)
+    steps: list[Count] = default(20, 120, 220)
     trees: list[Path] = default(ROOT)
     out: Path = Path("wall.json")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least(self, 1, "steps")
         if len(set(self.steps)) < 2:
             raise ValueError(
                 f"steps={self.steps[0]} must be two different lengths of a run or more, such as "
@@ -100,7 +98,7 @@ def by_arrival(run: Row) -> float:
     return (last - first) * run["tokens"] / run["steps"] / (end - begin)
 
 
-@command("wall", Options)
+@command
 def main(options: Options) -> None:
     check_writable(options.out)
     rows = []

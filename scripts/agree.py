@@ -34,8 +34,8 @@ from torch import Tensor
 from attention import Backend
 from data import build_data
 from model import GPT, KVCache, generate
-from scripts.arguments import Device, Dtype, check_at_least, command, default, parse_backend
-from scripts.tables import Row, mean_and_deviation, text_table
+from scripts.arguments import Count, Device, Dtype, command, default, parse_backend
+from scripts.tables import Row, by, most, spread, table
 from training.device import pick_device
 from training.environment import environment
 from training.files import check_writable, write_json
@@ -46,14 +46,13 @@ from training.trained import Trained, load_trained, read_run_config
 class Options:
     paths: list[Path]
     under: list[str] = default()
-    sequences: int = 8
-    tokens: int | None = None
+    sequences: Count = 8
+    tokens: Count | None = None
     dtype: Dtype = "auto"
     device: Device = "auto"
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "sequences", "tokens")
         if len(self.under) == 1:
             raise ValueError(f"under={self.under[0]} is one attention: name two or more")
 
@@ -77,7 +76,7 @@ class Loaded(NamedTuple):
     about: Row  # where and of what the figures are
 
 
-@command("agree", Options)
+@command
 def main(options: Options) -> None:
     device = pick_device(options.device)
     out = options.out or options.paths[0] / "agree.json"
@@ -182,34 +181,25 @@ def compare(a: Reading, b: Reading) -> Row:
 
 
 def pairs_in_text(runs: list[Row]) -> str:
+    def equal(rows: list[Row]) -> str:
+        tokens = [count for row in rows for count in row["equal_tokens"]]
+        return f"{median(tokens):g} (least {min(tokens)})"
+
     counts = " or ".join(map(str, sorted({run["tokens"] for run in runs})))
-    head = ["", "mean |d log p|", "largest", "other token", f"equal greedy tokens of {counts}"]
-    rows = []
-    for same in zip(*(run["pairs"] for run in runs), strict=True):
-        equal = [tokens for pair in same for tokens in pair["equal_tokens"]]
-        rows.append(
-            [
-                f"{same[0]['a']} and {same[0]['b']}",
-                mean_and_deviation([pair["log_p"]["mean"] for pair in same], "{:.1e}"),
-                f"{max(pair['log_p']['largest'] for pair in same):.1e}",
-                mean_and_deviation([pair["other_token"] for pair in same], "{:.2%}"),
-                f"{median(equal):g} (least {min(equal)})",
-            ]
-        )
-    return text_table([head, *rows])
+    pairs = by((pair | pair["log_p"] for run in runs for pair in run["pairs"]), "a", "b")
+    columns = {
+        "mean |d log p|": spread("mean", "{:.1e}"),
+        "largest": most("largest"),
+        "other token": spread("other_token", "{:.2%}"),
+        f"equal greedy tokens of {counts}": equal,
+    }
+    return table("", {f"{a} and {b}": rows for (a, b), rows in pairs.items()}, columns)
 
 
 def decoding_in_text(runs: list[Row]) -> str:
-    head = ["token by token against at once", "mean |d log p|", "largest"]
-    cells = [
-        [
-            same[0]["attention"],
-            mean_and_deviation([row["mean"] for row in same], "{:.1e}"),
-            f"{max(row['largest'] for row in same):.1e}",
-        ]
-        for same in zip(*(run["decoding"] for run in runs), strict=True)
-    ]
-    return text_table([head, *cells])
+    rows = by((row for run in runs for row in run["decoding"]), "attention")
+    columns = {"mean |d log p|": spread("mean", "{:.1e}"), "largest": most("largest")}
+    return table("token by token against at once", rows, columns)
 
 
 if __name__ == "__main__":

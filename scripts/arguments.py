@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
@@ -25,29 +25,34 @@ from training.interrupt import one_line
 Options = TypeVar("Options")
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "fp32", "bf16", "fp16"]
+# numbers with their minimum
+Count = Annotated[int, 1]
+Natural = Annotated[int, 0]
 
 
-def command(name: str, options: type[Options]) -> Callable[[Callable[[Options], None]], Callable]:
-    """Makes `main(options)` a command: --help prints the docstring of its module, and what cannot
-    be done ends in one line.
+def command(
+    main: Callable[[Any], None], of: Callable | None = None
+) -> Callable[[Sequence[str] | None], None]:
+    """Makes `main(options: Options)` the command of its module, or of that of the function `of`:
+    --help prints the module's docstring, and what cannot be done ends in one line.
     """
+    source = of or main
+    file = Path(source.__code__.co_filename)
+    name = file.parent.name if file.stem == "__main__" else file.stem
 
-    def decorate(main: Callable[[Options], None]) -> Callable[[Sequence[str] | None], None]:
-        @functools.wraps(main)
-        @one_line(name)
-        def run(arguments: Sequence[str] | None = None) -> None:
-            arguments = sys.argv[1:] if arguments is None else arguments
-            if {"-h", "--help"} & set(arguments):
-                print(main.__globals__["__doc__"].strip())
-                return
-            try:
-                main(read_settings(options, arguments))
-            except (ValueError, FloatingPointError) as error:
-                sys.exit(f"{name}: {' '.join(str(error).split())}")
+    @functools.wraps(source)
+    @one_line(name)
+    def run(arguments: Sequence[str] | None = None) -> None:
+        arguments = sys.argv[1:] if arguments is None else arguments
+        if {"-h", "--help"} & set(arguments):
+            print(source.__globals__["__doc__"].strip())
+            return
+        try:
+            main(read_settings(main.__annotations__["options"], arguments))
+        except (ValueError, FloatingPointError) as error:
+            sys.exit(f"{name}: {' '.join(str(error).split())}")
 
-        return run
-
-    return decorate
+    return run
 
 
 def default(*values: Any) -> Any:
@@ -114,6 +119,12 @@ def convert(declared: Field, text: str) -> Any:
 
 
 def convert_one(key: str, kind: Any, text: str) -> Any:
+    if get_origin(kind) is Annotated:
+        kind, minimum = get_args(kind)
+        value = convert_one(key, kind, text)
+        if not value >= minimum:
+            raise ValueError(f"{key}={value} must be at least {minimum}")
+        return value
     if get_origin(kind) is Literal:
         if text not in get_args(kind):
             raise ValueError(f"{key}={text} is not one of: {', '.join(get_args(kind))}")
@@ -132,15 +143,6 @@ def split(text: str) -> list[str]:
     are two.
     """
     return re.split(r",(?![^,:=]*=)", text)
-
-
-def check_at_least(options: Any, minimum: float, *keys: str) -> None:
-    """Raise ValueError for a value, or one of a list, below the minimum. None passes."""
-    for key in keys:
-        given = getattr(options, key)
-        for value in given if isinstance(given, list) else [given]:
-            if value is not None and not value >= minimum:
-                raise ValueError(f"{key}={value} must be at least {minimum}")
 
 
 def parse_backend(text: str) -> Backend:

@@ -56,6 +56,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch._functorch.config
@@ -63,7 +64,7 @@ import torch._functorch.config
 from attention import BACKENDS, Backend, dtype_name
 from config import DataConfig
 from data.token_store import cache_folder
-from scripts.arguments import Device, Dtype, check_at_least, command, default, parse_backend
+from scripts.arguments import Count, Device, Dtype, command, default, parse_backend
 from scripts.attention_call import ROUNDS, Call, Measurement, longest, memory_cap, try_length
 from scripts.tables import Row
 from training.device import pick_device, pick_dtype
@@ -80,31 +81,27 @@ from training.memory import (
 @dataclass
 class Options:
     attention: list[str] = default("naive", "tiled", "sdpa")
-    seq_len: list[int] = default(256, 512, 1024, 2048)
-    head_dim: list[int] = default(64)
-    heads: int = 16
-    batch: int = 1
-    tokens: int | None = None
-    groups: int = 1
-    window: int | None = None
-    documents: int | None = None
+    seq_len: list[Count] = default(256, 512, 1024, 2048)
+    head_dim: list[Count] = default(64)
+    heads: Count = 16
+    batch: Count = 1
+    tokens: Count | None = None
+    groups: Count = 1
+    window: Count | None = None
+    documents: Count | None = None
     causal: bool = True
     dtype: list[Dtype] = default("auto")
     device: Device = "auto"
-    repeats: int = 20
+    repeats: Count = 20
     pause: float = 0.0
     allow_broken: bool = False
     max_length: bool = False
-    memory_gib: list[float] | None = None
-    limit_s: float = 20.0
+    memory_gib: list[Annotated[float, 1e-3]] | None = None
+    limit_s: Annotated[float, 1e-3] = 20.0
     out: Path | None = None
     append: bool = False
 
     def __post_init__(self) -> None:
-        sizes = ("seq_len", "head_dim", "heads", "groups", "batch", "tokens", "window", "documents")
-        check_at_least(self, 1, *sizes, "repeats")
-        for key in ("memory_gib", "limit_s"):
-            check_at_least(self, 1e-3, key)
         if not 0 <= self.pause <= 60:
             raise ValueError(f"pause={self.pause:g} must be between 0 and 60 seconds")
         if self.window and not self.causal:
@@ -192,7 +189,7 @@ def shape_of(options: Options, head_dim: int, length: int) -> Row:
     return shape | {name: value for name, value in special.items() if value}
 
 
-@command("benchmark", Options)
+@command
 def main(options: Options) -> None:
     # a graph that is kept for timing must not give its buffers away
     torch._functorch.config.donated_buffer = False

@@ -30,7 +30,7 @@ import torch
 from attention import BACKENDS, Backend, dtype_name, get_backend
 from config import RunConfig
 from data import Batch, build_data
-from scripts.arguments import Device, check_at_least, command, parse_backend
+from scripts.arguments import Count, Device, command, parse_backend
 from scripts.cross_eval_matrix import draw, in_text, read_rows
 from scripts.runs import runs_below
 from scripts.tables import Row
@@ -53,12 +53,9 @@ JUDGED = ("completed", "diverged", "interrupted")
 class Options:
     paths: list[Path]
     under: list[str] | None = None
-    sequences: int | None = None
+    sequences: Count | None = None
     device: Device = "auto"
     out: Path | None = None
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "sequences")
 
 
 class Checkpoint(NamedTuple):
@@ -72,7 +69,7 @@ class Checkpoint(NamedTuple):
     backends: dict[int, Backend]  # by the step after which it was used
 
 
-@command("cross_eval", Options)
+@command
 def main(options: Options) -> None:
     written_before = len(options.paths) == 1 and options.paths[0].is_file()
     out = options.paths[0] if written_before else measure(options)

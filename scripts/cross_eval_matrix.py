@@ -18,9 +18,7 @@ from training.plot import plain_text
 def read_rows(path: Path) -> list[Row]:
     """The rows of a cross_eval.json. Raises ValueError for any other file."""
     try:
-        found = json.loads(path.read_text())
-        # earlier versions judged all runs on one number of sequences
-        rows = [{"sequences": found.get("sequences")} | row for row in found["rows"]]
+        rows = json.loads(path.read_text())["rows"]
         if rows and all(
             row["trained_under"]["name"] and row["evaluated_under"]["name"] and row["status"]
             for row in rows

@@ -100,7 +100,7 @@ mutation UpsertView(
 """
 
 
-@command("dashboard", Options)
+@command
 def main(options: Options) -> None:
     print(json.dumps(view(options), indent=1) if options.dry_run else save(options))
 

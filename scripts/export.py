@@ -68,7 +68,7 @@ def export(options: Options) -> list[Path]:
     return sorted(out.iterdir())
 
 
-@command("export", Options)
+@command
 def main(options: Options) -> None:
     print("\n".join(map(str, export(options))))
 

@@ -30,16 +30,16 @@ import re
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from attention import Backend, dtype_name, get_backend
 from config import SYNTHETIC_SOURCES, RunConfig
 from model import GPT
-from scripts.arguments import check_at_least, command
+from scripts.arguments import Count, command
 from scripts.plan_ranks import plan_table
-from scripts.tables import text_table
+from scripts.tables import Row, text_table
 from training import traffic
 from training.command_line import compose
 from training.device import DTYPES, autocast_to, pick_device, pick_dtype
@@ -79,10 +79,10 @@ class Options:
     gpu: Literal[tuple(GPUS)] | None = None
     measure: bool = False
     out: Path | None = None
-    ranks: list[int] = field(default_factory=list)
+    ranks: list[Count] = field(default_factory=list)
     link: str | None = None
     network: str | None = None
-    per_host: int | None = None
+    per_host: Count | None = None
     overrides: list[str] = field(default_factory=list)  # train.py's own settings
 
 
@@ -142,7 +142,7 @@ def plan_all(options: Options) -> dict[str, Planned]:
     return planned
 
 
-def predict_run(run: dict[str, Any]) -> float:
+def predict_run(run: Row) -> float:
     """GiB that are predicted for a run as summary.json records it, by its overrides; for comparison
     with its memory/peak_gib.
     """
@@ -181,33 +181,32 @@ def largest_batch(planned: Planned, vocab_size: int, gib: float) -> int:
     return bisect_left(range(high), True, lo=low + 1, key=lambda size: not fits(size)) - 1
 
 
-def call_traffic(
-    backend: Backend, device: str, sizes: tuple[int, ...], **mask: Any
-) -> traffic.Traffic:
-    """Of one forward call; `mask` is causal and window. sizes: batch, heads, seq_len, head_dim and
-    the bytes of an element.
-    """
+def call_traffic(backend: Backend, device: str, call: traffic.Call) -> traffic.Traffic:
     kind = kind_of(backend, device)
     if kind == MATERIALISED:
-        return traffic.naive(*sizes, **mask)
+        return traffic.naive(call)
     given = {name: backend.options.get(name) for name in ("block_q", "block_kv")}
     tiles = {name: size for name, size in given.items() if size}
     count = traffic.tile_loop if kind in (TILE_LOOP, RECOMPUTED) else traffic.fused
-    return count(*sizes, **tiles, **mask)
+    return count(call, **tiles)
+
+
+def attention_call(planned: Planned, window: int | None = None) -> traffic.Call:
+    """One call of the run."""
+    config, element = planned.config, device_and_dtype(planned.config)[1].itemsize
+    heads, head_dim = config.model.num_heads, config.model.head_dim
+    return traffic.Call(config.batch_size, heads, config.seq_len, head_dim, element, window=window)
 
 
 def traffic_of(planned: Planned) -> tuple[traffic.Traffic, traffic.Traffic]:
     """Of one attention call of the run, under its widest window: by the accounting that is often
     printed, and counted.
     """
-    config, backend = planned.config, planned.backend
-    device, dtype = device_and_dtype(config)
-    heads, head_dim = config.model.num_heads, config.model.head_dim
-    sizes = (config.batch_size, heads, config.seq_len, head_dim, dtype.itemsize)
+    backend, (device, _) = planned.backend, device_and_dtype(planned.config)
     materialised = kind_of(backend, device) == MATERIALISED
     printed = traffic.printed_naive if materialised else traffic.printed_fused
-    window = layer_sizes(config)["window"]
-    return printed(*sizes, window=window), call_traffic(backend, device, sizes, window=window)
+    call = attention_call(planned, layer_sizes(planned.config)["window"])
+    return printed(call), call_traffic(backend, device, call)
 
 
 def measure_peak(planned: Planned, vocab_size: int) -> int:
@@ -318,8 +317,7 @@ def gpu_here() -> str | None:
 
 
 def print_for_gpu(planned: dict[str, Planned], vocab_size: int, gpu: str) -> None:
-    config, card = next(iter(planned.values())).config, GPUS[gpu]
-    element, head_dim = device_and_dtype(config)[1].itemsize, config.model.head_dim
+    call, card = attention_call(next(iter(planned.values()))), GPUS[gpu]
     print(
         f"\nfits, with the largest batch_size that does ({CONTEXT_GIB} GiB of each card are the "
         "CUDA context's):\n"
@@ -332,17 +330,16 @@ def print_for_gpu(planned: dict[str, Planned], vocab_size: int, gpu: str) -> Non
         "below that its memory."
     )
     shared = SHARED_KIB[card.capability][1]
-    shape = (config.batch_size, config.model.num_heads, config.seq_len, head_dim, element)
-    bound = traffic.lower_bound_bytes(*shape, sram_bytes=shared * 1024)
+    bound = traffic.lower_bound_bytes(call, sram_bytes=shared * 1024)
     print(
         f"N^2 D^2 / M, with the {shared} KiB a block of {gpu} may have for M: "
         f"{bound / 1e9:,.3f} GB."
     )
     print(
         f"\nfits on the chip, by compute capability ({gpu} is {card.capability}), head_dim "
-        f"{head_dim}, two stages of K and V:\n"
+        f"{call.head_dim}, two stages of K and V:\n"
     )
-    print(text_table(chip_table(head_dim, element)))
+    print(text_table(chip_table(call.head_dim, call.element)))
 
 
 def check_ranks_alone(options: Options) -> None:
@@ -354,7 +351,6 @@ def check_ranks_alone(options: Options) -> None:
             key = min(unread)
             raise ValueError(f"{key}={given[key]} needs ranks=N, a number of GPUs")
         return
-    check_at_least(options, 1, "ranks", "per_host")
     if options.measure:
         raise ValueError("measure=true measures one process; leave ranks= out")
     if options.gpu not in (None, "h200"):
@@ -380,7 +376,7 @@ def print_ranks(options: Options, planned: Planned, *, vocab_size: int) -> None:
         write_json(options.out, {"settings": settings, "rows": [asdict(plan) for plan in plans]})
 
 
-@command("plan", Options)
+@command
 def main(options: Options) -> None:
     if options.out:
         check_writable(options.out)
@@ -421,9 +417,7 @@ def main(options: Options) -> None:
         write_json(options.out, {"environment": where, "rows": rows})
 
 
-def as_json(
-    name: str, planned: Planned, vocab_size: int, measured_bytes: int | None
-) -> dict[str, Any]:
+def as_json(name: str, planned: Planned, vocab_size: int, measured_bytes: int | None) -> Row:
     config = planned.config
     device, dtype = device_and_dtype(config)
     printed, counted = traffic_of(planned)

@@ -7,13 +7,12 @@ calculates the rest.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from attention import Backend, dtype_name
 from config import ModelConfig, RunConfig
-from scripts.tables import text_table
+from scripts.tables import Row, text_table
 from training.hardware import CARD_SIZES, CONTEXT_GIB
 from training.memory import GIB
 from training.plan import parameter_count
@@ -25,7 +24,7 @@ BLOCKS = "triton:kernel=portable"  # the kernels that attend to a block of the k
 MIB = 2**20
 
 
-def read(name: str) -> dict[str, Any]:
+def read(name: str) -> Row:
     path = RESULTS / name
     if not path.exists():
         raise ValueError(f"{path} is missing: ranks= plans from the results of the repository")

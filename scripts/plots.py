@@ -31,6 +31,7 @@ from training.files import check_writable
 from training.hardware import PEAK_BANDWIDTH, PEAK_FLOPS, data_sheet
 from training.memory import GIB
 from training.palette import variant_colors
+from training.traffic import Call
 
 MARKERS = "osv^D<>P*X"
 LOOK = {
@@ -307,8 +308,8 @@ def intensity(row: Row, device: str) -> float | None:
     except ValueError:
         return None
     element = getattr(torch, row["dtype"]).itemsize
-    sizes = (row["batch"], row["heads"], row["seq_len"], row["head_dim"], element)
-    return call_traffic(backend, device, sizes, causal=row["causal"]).intensity
+    sizes = {name: row[name] for name in ("batch", "heads", "seq_len", "head_dim", "causal")}
+    return call_traffic(backend, device, Call(**sizes, element=element)).intensity
 
 
 @picture
@@ -441,7 +442,7 @@ def draw(file: Path, folder: Path, *, baseline: str | None = None) -> list[Path]
     return [path for path in drawn if path]
 
 
-@command("plots", Options)
+@command
 def main(options: Options) -> None:
     for file in options.paths:
         drawn = draw(file, options.out or file.parent, baseline=options.baseline)

@@ -44,7 +44,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from attention import Backend
 from config import RunConfig
-from scripts.arguments import check_at_least, command, default
+from scripts.arguments import Count, command, default
 from scripts.profile_trace import ATTENTION, PARTS, STEP, parts_of_steps
 from scripts.tables import Row, text_table
 from training.command_line import compose
@@ -58,13 +58,10 @@ NEVER = 2**62  # an interval that no run reaches
 
 @dataclass
 class Options:
-    steps: int = 10
-    warmup: int = 5
+    steps: Count = 10
+    warmup: Count = 5
     out: Path = Path("outputs/profile")
     overrides: list[str] = default()  # train.py's own settings
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "steps", "warmup")
 
 
 def in_a_range(backend: Backend) -> Backend:
@@ -199,7 +196,7 @@ def table(rows: list[Row], on_gpu: bool) -> str:
     return text_table(cells)
 
 
-@command("profile", Options)
+@command
 def main(options: Options) -> None:
     config = compose(*options.overrides)
     trace, summary = options.out / "trace.json.gz", options.out / "profile.json"

@@ -32,7 +32,7 @@ from config import SYNTHETIC_SOURCES, RunConfig
 from data import build_data
 from data.interface import to_batch
 from data.synthetic import SyntheticData
-from scripts.arguments import Device, check_at_least, command, default
+from scripts.arguments import Count, Device, command, default
 from scripts.cross_eval import Checkpoint, load_checkpoints
 from scripts.drawing import for_both_papers, new_figure, save_figure
 from scripts.tables import Row, grouped, mean_and_deviation, text_table
@@ -48,16 +48,13 @@ from training.trained import Trained, load_trained
 @dataclass
 class Options:
     paths: list[Path]
-    lengths: list[int] = default(64, 128, 256, 512)
-    sequences: int | None = None
+    lengths: list[Count] = default(64, 128, 256, 512)
+    sequences: Count | None = None
     device: Device = "auto"
     out: Path | None = None
 
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "sequences", "lengths")
 
-
-@command("recall", Options)
+@command
 def main(options: Options) -> None:
     device = pick_device(options.device)
     checkpoints = load_checkpoints(options.paths)

@@ -24,7 +24,7 @@ from attention import get_backend
 from config import SYNTHETIC_SOURCES
 from data import build_tokenizer
 from model import sample_text
-from scripts.arguments import Device, check_at_least, command
+from scripts.arguments import Count, Device, command
 from training.trained import load_trained, read_run_config
 
 
@@ -32,16 +32,13 @@ from training.trained import load_trained, read_run_config
 class Options:
     run: Path
     prompt: str = ""
-    tokens: int = 200
+    tokens: Count = 200
     temperature: float = 0.8
     top_k: int = 50
     seed: int = 0
     attention: str | None = None
     device: Device = "auto"
     cache: bool | None = None
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "tokens")
 
 
 def sample(options: Options) -> str:
@@ -75,7 +72,7 @@ def sample(options: Options) -> str:
         )
 
 
-@command("sample", Options)
+@command
 def main(options: Options) -> None:
     print(sample(options))
 

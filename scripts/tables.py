@@ -1,10 +1,13 @@
 """Rows of figures: in groups, as tables for a terminal, and several measurements in words."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from statistics import fmean, stdev
 from typing import Any
 
-Row = dict[str, Any]  # of a JSON file
+from training.files import Row as Row
+
+Cell = Callable[[list[Row]], str]  # of a table, from the rows of its line
 
 
 def grouped(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
@@ -31,3 +34,43 @@ def mean_and_deviation(values: Sequence[float], form: str) -> str:
     if len(values) == 1:
         return mean
     return f"{mean} ± {form.replace('+', '').format(stdev(values))}"
+
+
+def by(rows: Iterable[Row], *names: str) -> dict[Any, list[Row]]:
+    """The rows in groups with equal values of these names."""
+    return grouped(rows, itemgetter(*names))
+
+
+def table(title: str, groups: Mapping[Any, list[Row]], columns: Mapping[str, Cell]) -> str:
+    """A line a group, under the title its name or names."""
+    lines = [[title, *columns]]
+    for group, rows in groups.items():
+        names = group if isinstance(group, tuple) else (group,)
+        lines.append([", ".join(map(str, names)), *(cell(rows) for cell in columns.values())])
+    return text_table(lines)
+
+
+def values(rows: Iterable[Row], name: str) -> list[Any]:
+    """Of the rows that have it."""
+    return [row[name] for row in rows if name in row]
+
+
+def spread(name: str, form: str) -> Cell:
+    """A column of means and standard deviations."""
+    return lambda rows: mean_and_deviation(values(rows, name), form)
+
+
+def mean(name: str) -> Cell:
+    return lambda rows: f"{fmean(values(rows, name)):.1e}"
+
+
+def listed(name: str) -> Cell:
+    return lambda rows: "/".join(map(str, values(rows, name)))
+
+
+def least(name: str) -> Cell:
+    return lambda rows: f"{min(values(rows, name)):.1e}"
+
+
+def most(name: str) -> Cell:
+    return lambda rows: f"{max(values(rows, name)):.1e}"

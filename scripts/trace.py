@@ -46,7 +46,7 @@ from attention.ring_trace import RingTrace, trace_ring
 from attention.trace import Trace, trace
 from conformance.cases import ADVERSARIAL, Case
 from data import build_data
-from scripts.arguments import Device, check_at_least, command
+from scripts.arguments import Count, Device, Natural, command
 from scripts.trace_page import render_page
 from scripts.trace_ring import MAX_RANKS, first_merge, render_ring, ring_sentence, ring_table
 from training.device import DTYPES, pick_device
@@ -86,26 +86,24 @@ class Options:
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     softmax_dtype: Literal["float32", "input"] | None = None
     inputs: Literal[INPUTS] | None = None
-    seq_len: int | None = None
-    head_dim: int | None = None
+    seq_len: Count | None = None
+    head_dim: Count | None = None
     seed: int | None = None
     causal: bool | None = None
-    block_q: int | None = None
-    block_kv: int | None = None
-    ranks: int | None = None
+    block_q: Count | None = None
+    block_kv: Count | None = None
+    ranks: Count | None = None
     row: int | None = None
     run: Path | None = None
-    layer: int | None = None
-    head: int | None = None
-    sequence: int | None = None
+    layer: Natural | None = None
+    head: Natural | None = None
+    sequence: Natural | None = None
     device: Device = "auto"
     out: Path = Path("trace.html")
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "seq_len", "head_dim", "block_q", "block_kv", "ranks")
         if self.ranks is not None and self.ranks > MAX_RANKS:
             raise ValueError(f"ranks={self.ranks}: a page shows at most {MAX_RANKS}")
-        check_at_least(self, 0, "layer", "head", "sequence")
         if not self.out.parent.is_dir():
             raise ValueError(f"out={self.out}: there is no folder {self.out.parent}")
         if self.run is not None:
@@ -382,7 +380,7 @@ def table(found: Trace) -> str:
     return "\n".join(lines)
 
 
-@command("trace", Options)
+@command
 def main(options: Options) -> None:
     check_writable(options.out)
     try:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attention import LIMITS, Backend
+from attention.ring_trace import Hop
 from attention.trace import Step, Trace
 
 MAX_NUMBERS = 200_000  # about 1.5 MB of page
@@ -100,12 +101,14 @@ def lane(step: Step | None, error: Tensor, kept: slice) -> dict[str, Any] | None
         "acc": numbers(step.acc[kept].abs().amax(-1)),
         "out": numbers(step.out[kept]),
         "error": numbers(error[kept]),
-        "causes": {
-            name: where[kept].int().tolist()
-            for name, where in step.causes().items()
-            if where[kept].any()
-        },
+        "causes": causes(step, kept),
     }
+
+
+def causes(step: Step | Hop, kept: slice) -> dict[str, list[int]]:
+    """The rows in which each quantity breaks."""
+    found = {name: where[kept] for name, where in step.causes().items()}
+    return {name: where.int().tolist() for name, where in found.items() if where.any()}
 
 
 def numbers(x: Tensor) -> list[Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attention import Backend
 from attention.ring_trace import Hop, RingTrace
-from scripts.trace_page import MAX_NUMBERS, around, fill, numbers
+from scripts.trace_page import MAX_NUMBERS, around, causes, fill, numbers
 
 SHOWN = 4  # entries of acc and of the output
 MAX_RANKS = 32  # the page has a cell for each rank and hop
@@ -156,10 +156,5 @@ def lane(hop: Hop, error: Tensor, kept: slice) -> dict[str, Any]:
         "alpha": hop.alpha,
         "beta": hop.beta,
     }
-    return {name: None if x is None else numbers(x[kept]) for name, x in figures.items()} | {
-        "causes": {
-            name: where[kept].int().tolist()
-            for name, where in hop.causes().items()
-            if where[kept].any()
-        }
-    }
+    shown = {name: None if x is None else numbers(x[kept]) for name, x in figures.items()}
+    return shown | {"causes": causes(hop, kept)}

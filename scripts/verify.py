@@ -52,7 +52,8 @@ from conformance.backend_under_test import Subject
 from conformance.cases import SHORT, Case
 from conformance.command import set_up
 from conformance.properties import PROPERTIES, Cell, Property, check_breaks, examine
-from scripts.arguments import Device, Dtype, check_at_least, command, parse_backend
+from scripts.arguments import Count, Device, Dtype, Natural, command, parse_backend
+from scripts.tables import Row
 from training.device import pick_device, pick_dtype
 from training.environment import measured_on
 from training.files import check_writable, write_json
@@ -66,18 +67,16 @@ class Options:
     attention: list[str] = field(default_factory=lambda: ["all"])
     device: Device = "auto"
     dtype: list[Dtype] = field(default_factory=lambda: ["auto"])
-    cases: int = 100
-    seed: int = 0
-    context: int = 1
+    cases: Natural = 100
+    seed: Natural = 0
+    context: Count = 1
     how: Literal["ring", "heads", "gather"] = "ring"
     target: str | None = None
     layout: Literal["zigzag", "contiguous"] = "zigzag"
-    processes: int = 1
+    processes: Count = 1
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "cases", "seed")
-        check_at_least(self, 1, "context", "processes")
         if self.context > 1 and self.processes > 1:
             raise ValueError(
                 f"processes={self.processes} is for context=1: with context={self.context} every "
@@ -115,7 +114,7 @@ def pick_dtypes(names: list[str], device: torch.device) -> list[torch.dtype]:
     return [pick_dtype(name, device) for name in names]
 
 
-def as_json(cell: Cell, dtype: torch.dtype) -> dict[str, Any]:
+def as_json(cell: Cell, dtype: torch.dtype) -> Row:
     """The cell's fields; figures to four digits, null where they are not finite."""
     found = {"dtype": SHORT[dtype], **asdict(cell), "ok": cell.ok}
     for name in ("worst_share", "worst_multiple"):
@@ -152,7 +151,7 @@ def examined(
     return Part(dtype, cells, cases, time.perf_counter() - start)
 
 
-def as_column(backend: Backend, parts: list[Part]) -> dict[str, Any]:
+def as_column(backend: Backend, parts: list[Part]) -> Row:
     """One column: its cells of every dtype, and what was tried for them."""
     cases = {(part.dtype, case) for part in parts for case in part.cases}
     cells = [as_json(cell, part.dtype) for part in parts for cell in part.cells]
@@ -182,7 +181,7 @@ def verify(
     options: Options,
     device: torch.device,
     properties: Mapping[str, Property | None] | None = None,
-) -> dict[str, Any]:
+) -> Row:
     """A column, in this process."""
     properties = properties or dict.fromkeys(PROPERTIES)
     total = len(dtypes) * len(properties)
@@ -194,7 +193,7 @@ def verify(
     return as_column(backend, parts)
 
 
-def mark(cells: list[dict[str, Any]]) -> str:
+def mark(cells: list[Row]) -> str:
     """One property of one backend, over its dtypes: + green, x red as documented, ! not as
     documented, . not applicable.
     """
@@ -204,11 +203,11 @@ def mark(cells: list[dict[str, Any]]) -> str:
     return "x" if "red" in statuses else "+" if "green" in statuses else "."
 
 
-def cells_of(column: dict[str, Any], name: str) -> list[dict[str, Any]]:
+def cells_of(column: Row, name: str) -> list[Row]:
     return [cell for cell in column["cells"] if cell["property"] == name]
 
 
-def matrix(columns: dict[str, dict[str, Any]]) -> str:
+def matrix(columns: dict[str, Row]) -> str:
     """Properties down, backends across with their names written downwards."""
     rows = dict.fromkeys(cell["property"] for each in columns.values() for cell in each["cells"])
     width = max(map(len, rows)) + 2
@@ -226,7 +225,7 @@ def matrix(columns: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def remarks(columns: dict[str, dict[str, Any]]) -> list[str]:
+def remarks(columns: dict[str, Row]) -> list[str]:
     """What the marks leave open: every cell that is not as documented, and who was not verified at
     all.
     """
@@ -245,16 +244,16 @@ def remarks(columns: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def not_verified(column: dict[str, Any]) -> bool:
+def not_verified(column: Row) -> bool:
     return all(cell["status"] == "n/a" for cell in column["cells"])
 
 
 def write(
     options: Options,
-    columns: dict[str, dict[str, Any]],
+    columns: dict[str, Row],
     dtypes: list[torch.dtype],
     device: torch.device,
-    where: dict[str, Any],
+    where: Row,
 ) -> None:
     """`where` is as it was before the file was written, which makes a working tree dirty."""
     head = {
@@ -284,7 +283,7 @@ def write(
 
 def verify_here(
     dtypes: list[torch.dtype], options: Options, device: torch.device
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, Row]]:
     """Name and column of each attention."""
     for name, backend in pick_backends(options.attention, device).items():
         yield name, verify(backend, dtypes, options, device)
@@ -292,7 +291,7 @@ def verify_here(
 
 def verify_side_by_side(
     dtypes: list[torch.dtype], options: Options, device: torch.device
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, Row]]:
     """Name and column of each attention, in processes that examine a part of a column each."""
     context, backends = get_context("spawn"), pick_backends(options.attention, device)
     # a process a part: what leaves the GPU unusable does not reach another
@@ -338,7 +337,7 @@ def in_order(parts: list[Part]) -> list[Part]:
 
 def verify_distributed(
     dtypes: list[torch.dtype], options: Options, device: torch.device
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, Row]]:
     """Name and column of each attention, in processes that share every sequence."""
     from conformance.distributed import Processes, Setting
 
@@ -373,7 +372,7 @@ def verify_distributed(
         yield f"{backend.name} on {options.context}", column
 
 
-@command("verify", Options)
+@command
 def main(options: Options) -> None:
     device = pick_device(options.device)
     dtypes = pick_dtypes(options.dtype, device)
@@ -381,7 +380,7 @@ def main(options: Options) -> None:
         check_writable(options.out)
     set_up(device)
     where = measured_on(device)
-    columns: dict[str, dict[str, Any]] = {}
+    columns: dict[str, Row] = {}
     measured = verify_side_by_side if options.processes > 1 else verify_here
     measured = verify_distributed if options.context > 1 else measured
     for name, column in measured(dtypes, options, device):
@@ -397,7 +396,7 @@ def main(options: Options) -> None:
         raise ValueError("nothing was verified")
 
 
-def report(columns: dict[str, dict[str, Any]]) -> str:
+def report(columns: dict[str, Row]) -> str:
     """The matrix, what was tried, and remarks."""
     marks = "+ green   x red, as documented   ! not as documented   . does not apply"
     lines = [matrix(columns), "", marks, ""]

@@ -26,6 +26,7 @@ from tests.command import (
     tiny_sweep,
 )
 from tests.test_resume import send_at_step
+from training.checkpoint import _meta_sha256
 from training.command_line import compose
 from training.names import name_runs
 from training.run import build_run
@@ -203,8 +204,7 @@ def test_a_run_from_before_there_were_windows_goes_on(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     meta = tmp_path / "checkpoint" / "meta.json"
     saved = json.loads(meta.read_text()) | {"config": config}
-    del saved["sha256"]  # of the file as it was
-    meta.write_text(json.dumps(saved))
+    meta.write_text(json.dumps(saved | {"sha256": _meta_sha256(saved)}))
     assert load_trained(tmp_path, read_run_config(tmp_path), 257).model.attention_features == set()
     assert run(f"resume={tmp_path}", "steps=6").code == 0
     assert summary(tmp_path)["starts"][-1]["changed"] == {"steps": [4, 6]}

@@ -675,27 +675,6 @@ def test_a_configuration_of_ones_own_is_found_again(tmp_path):
     assert summary(tmp_path / "run")["options"]["block_kv"] == 8
 
 
-def test_a_run_of_an_earlier_version_keeps_its_history(tmp_path):
-    """Its checkpoints have the settings of the first start, but no list of starts."""
-    assert run(*tiny(tmp_path, "attention.switch_at=2", "attention.switch_to=sdpa")).code == 0
-    path = tmp_path / "checkpoint/meta.json"
-    meta = json.loads(path.read_text())
-    del (
-        meta["starts"],
-        meta["config"]["data"]["fingerprint"],
-        meta["files"]["metrics.jsonl"],
-        meta["sha256"],
-    )
-    path.write_text(json.dumps(meta))
-    (tmp_path / "checkpoint/metrics.jsonl").unlink()
-    done = run(f"resume={tmp_path}", "attention=naive", "attention.switch_at=null", "steps=6")
-    assert done.code == 0 and "tiled, sdpa after step 2, naive after step 4" in done.output, (
-        done.output
-    )
-    assert [row["step"] for row in metrics(tmp_path)] == list(range(7))
-    assert summary(tmp_path)["wall_seconds"] == summary(tmp_path)["starts"][1]["seconds"]
-
-
 def test_a_logger_that_is_not_installed_costs_nothing(run_dir, monkeypatch):
     """A regression test: the finished run was marked as failed."""
     monkeypatch.setattr("training.loggers.installed", lambda package: False)

@@ -33,7 +33,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from data.token_file import sync
-from training.files import MetricsFile
+from training.files import MetricsFile, Row
 from training.memory import GIB, is_out_of_memory
 from training.phases import phase
 from training.resume import Start, resumed_starts, stop_clock
@@ -85,14 +85,12 @@ class Checkpoints:
         self.run_dir, self.config, self.keep = Path(run_dir), config, keep
         self.writes = writes  # of several ranks, one does; all of them load
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self.starts: list[
-            dict[str, Any]
-        ] = []  # see training/resume.py; saved with every checkpoint
+        self.starts: list[Row] = []  # see training/resume.py; saved with every checkpoint
         self.background = next(model.parameters()).is_cuda if background is None else background
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future | None = None
 
-    def begin(self, entry: dict[str, Any]) -> Start:
+    def begin(self, entry: Row) -> Start:
         """Resume from the checkpoint of resume=, or begin at step 0.
 
         `entry` describes this start, see new_start(). Rows of metrics.jsonl after the checkpoint
@@ -156,7 +154,7 @@ class Checkpoints:
             _write, self.run_dir, tensors, state, rows, meta, self.keep
         )
 
-    def load(self) -> dict[str, Any]:
+    def load(self) -> Row:
         """Restore model, optimizer, scaler and random numbers from the newest whole checkpoint.
 
         Returns its meta.json, and its folder as "folder". A damaged checkpoint is skipped with one
@@ -222,9 +220,9 @@ def _on_host(value: Any) -> Any:
 def _write(
     run_dir: Path,
     tensors: dict[str, Tensor],
-    state: dict[str, Any],
+    state: Row,
     rows: bytes | None,
-    meta: dict[str, Any],
+    meta: Row,
     keep: int,
 ) -> None:
     from safetensors import SafetensorError
@@ -268,7 +266,7 @@ def _write_error(run_dir: Path, error: Exception) -> OSError:
     )
 
 
-def _training_state(folder: Path) -> dict[str, Any]:
+def _training_state(folder: Path) -> Row:
     """The content of training.pt: tensors, numbers and strings.
 
     PyTorch refuses a file that would run code, and so does this function.
@@ -294,7 +292,7 @@ def _foreign(folder: Path) -> CheckpointError:
     )
 
 
-def load_model_state(run_dir: Path, model: nn.Module) -> dict[str, Any]:
+def load_model_state(run_dir: Path, model: nn.Module) -> Row:
     """Load only the weights into `model`; returns the checkpoint's meta.json.
 
     `run_dir` is a run, whose latest checkpoint is taken, or the folder of any checkpoint.
@@ -306,7 +304,7 @@ def load_model_state(run_dir: Path, model: nn.Module) -> dict[str, Any]:
     return meta
 
 
-def read_meta(run_dir: Path) -> dict[str, Any]:
+def read_meta(run_dir: Path) -> Row:
     """The checkpoint's meta.json, for building the model that load_model_state() fills."""
     return _read_meta(_latest(run_dir))
 
@@ -322,7 +320,7 @@ def _latest(run_dir: Path) -> Path:
     )
 
 
-def _newest_whole(run_dir: Path) -> tuple[Path, dict[str, Any]]:
+def _newest_whole(run_dir: Path) -> tuple[Path, Row]:
     """The newest checkpoint whose files are as they were written, and its meta.json."""
     refusals = []
     try:
@@ -348,7 +346,7 @@ def _newest_whole(run_dir: Path) -> tuple[Path, dict[str, Any]]:
     raise CheckpointError(f"{refusals[0]}{others}") from refusals[0]
 
 
-def _read_meta(folder: Path) -> dict[str, Any]:
+def _read_meta(folder: Path) -> Row:
     path = folder / META
     try:
         meta = parse(path)
@@ -367,27 +365,25 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         )
     if problem := misfit(meta) or _missing(meta):
         raise CheckpointError(f"{path} is incomplete or damaged: {problem}")
-    # checkpoints of earlier versions do not hold the hash of their meta.json
-    sha256 = _meta_sha256(meta)
-    if meta.get("sha256", sha256) != sha256:
+    if meta.get("sha256") != _meta_sha256(meta):
         raise CheckpointError(f"{path} was altered: its content does not have the SHA-256 it names")
     return meta
 
 
-def _missing(meta: dict[str, Any]) -> str | None:
+def _missing(meta: Row) -> str | None:
     files = meta.get("files", (WEIGHTS, TRAINING))
     lacking = [key for key in ("step", "tokens", "config", "files") if key not in meta]
     lacking += [name for name in (WEIGHTS, TRAINING) if name not in files]
     return f"it lacks {', '.join(lacking)}" if lacking else None
 
 
-def _meta_sha256(meta: dict[str, Any]) -> str:
+def _meta_sha256(meta: Row) -> str:
     """The hash of the content of meta.json, whatever its layout."""
     content = {key: value for key, value in meta.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _verify(folder: Path, meta: dict[str, Any], name: str) -> None:
+def _verify(folder: Path, meta: Row, name: str) -> None:
     """Raise CheckpointError unless the file has the bytes that were written."""
     path, expected = folder / name, meta["files"][name]
     if not path.is_file():
@@ -405,7 +401,7 @@ def _verify(folder: Path, meta: dict[str, Any], name: str) -> None:
         )
 
 
-def _load_weights(folder: Path, meta: dict[str, Any], model: nn.Module) -> None:
+def _load_weights(folder: Path, meta: Row, model: nn.Module) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -437,7 +433,7 @@ def _describe(tensor: Tensor | None) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
-def _check_settings(then: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+def _check_settings(then: Row, now: Row, folder: Path) -> None:
     optimizers = [config.get("optim", {}).get("name") for config in (then, now)]
     if optimizers[0] != optimizers[1]:
         raise CheckpointError(
@@ -464,7 +460,7 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(named.values())
 
 
-def _random_state() -> dict[str, Any]:
+def _random_state() -> Row:
     kind, keys, *rest = np.random.get_state()
     assert kind == "MT19937"
     return {
@@ -475,7 +471,7 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def _set_random_state(state: Row) -> None:
     random.setstate(state["python"])
     keys, *rest = state["numpy"]
     np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))

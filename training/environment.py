@@ -7,10 +7,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from training.files import Row
 from training.memory import GIB
 
 PACKAGES = (
@@ -27,7 +27,7 @@ PEERS = ("flash-attn-4",)  # recorded where they are installed: scripts.benchmar
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def environment(data_fingerprint: str, device: torch.device | str) -> dict[str, Any]:
+def environment(data_fingerprint: str, device: torch.device | str) -> Row:
     """Commit, versions, hardware, command line and data of this run. What does not exist here is
     None.
     """
@@ -49,7 +49,7 @@ def environment(data_fingerprint: str, device: torch.device | str) -> dict[str, 
     }
 
 
-def measured_on(device: torch.device | str) -> dict[str, Any]:
+def measured_on(device: torch.device | str) -> Row:
     """environment() of a measurement that is no run: without a command line, which may hold paths
     of the machine, and without data.
     """
@@ -60,7 +60,7 @@ def measured_on(device: torch.device | str) -> dict[str, Any]:
     }
 
 
-def _git() -> dict[str, Any]:
+def _git() -> Row:
     # a copy without its history, or with somebody else's, can be told what it is a copy of
     if told := os.environ.get("TILEGPT_COMMIT"):
         return {"commit": told, "dirty": None}
@@ -99,7 +99,7 @@ def _memory_gib() -> float | None:
     return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB, 1)
 
 
-def _gpu(device: torch.device) -> dict[str, Any]:
+def _gpu(device: torch.device) -> Row:
     if device.type != "cuda":
         return {"gpu": None}
     properties = torch.cuda.get_device_properties(device)

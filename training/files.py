@@ -17,6 +17,8 @@ from typing import Any
 
 log = logging.getLogger("tilegpt")
 
+Row = dict[str, Any]  # an object of a JSON file
+
 
 class MetricsFile:
     """metrics.jsonl: one JSON object a line, on its way to the disk as soon as it is written."""
@@ -26,7 +28,7 @@ class MetricsFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()
 
-    def write(self, row: dict[str, Any]) -> None:
+    def write(self, row: Row) -> None:
         # opened per row: a row costs microseconds, and no handle outlives a run that fails
         try:
             with self.path.open("a") as file:
@@ -49,7 +51,7 @@ class MetricsFile:
         write_file(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[Row]:
     """The rows of a metrics.jsonl; none where the file is missing, and without lines that were torn
     or damaged.
     """
@@ -60,7 +62,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [row for row in parse_rows(lines) if isinstance(row.get("step"), int)]
 
 
-def parse_rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def parse_rows(lines: Iterable[str]) -> Iterator[Row]:
     """The JSON objects of some lines, one a line, without lines that are torn or damaged."""
     for line in lines:
         try:
@@ -71,7 +73,7 @@ def parse_rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def write_json(path: Path, obj: dict[str, Any]) -> None:
+def write_json(path: Path, obj: Row) -> None:
     """Write one JSON object so that a reader finds the old file or the new one, whole."""
     write_file(path, layout(strict(obj)) + "\n")
 
@@ -97,7 +99,7 @@ def layout(value: Any, depth: int = 0) -> str:
     return f"{start}\n{inner}" + f",\n{inner}".join(texts) + f"\n{inner[1:]}{end}"
 
 
-def strict(obj: dict[str, Any]) -> dict[str, Any]:
+def strict(obj: Row) -> Row:
     """`obj` with null for every NaN and infinity, and a list "nonfinite" of the names that had one.
 
     {"loss": nan, "oom": {"free": inf}} -> {"loss": None, "oom": {"free": None}, "nonfinite":

@@ -25,6 +25,7 @@ from attention import (
 )
 from data.prefetch import Pass
 from model.gpt import GPT
+from training.files import Row
 from training.memory import is_out_of_memory
 from training.phases import phase
 
@@ -47,7 +48,7 @@ class AttentionMonitor:
         self,
         model: GPT,
         autocast: AbstractContextManager,
-        rows: Iterable[dict[str, Any]] = (),
+        rows: Iterable[Row] = (),
     ) -> None:
         self.model = model
         self.autocast = autocast  # of the training steps
@@ -59,7 +60,7 @@ class AttentionMonitor:
         self.has_room = True  # for compare_layers()
 
     @phase("looking", "looking at the attention")
-    def inspect(self, result: "StepResult") -> dict[str, Any]:
+    def inspect(self, result: "StepResult") -> Row:
         """What a row of metrics says of the attention of a step: its largest scores where they are
         due, and compare_layers() where that is due.
 
@@ -101,7 +102,7 @@ class AttentionMonitor:
         return {}
 
     @phase("looking", "looking for what diverged")
-    def diagnose(self, step: int, passes: Iterable[Pass]) -> dict[str, Any]:
+    def diagnose(self, step: int, passes: Iterable[Pass]) -> Row:
         """How this step diverged, for summary.json: diagnose() and the history of the scores."""
         with self.autocast:
             diagnosis, score = diagnose(self.model, [each.tensors for each in passes])
@@ -110,7 +111,7 @@ class AttentionMonitor:
         scores = {"max_score": score, **self.overflow_steps(), "history": history}
         return {"step": step} | diagnosis | scores
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Row:
         if not self.scores:
             return {}
         return {"max_score": max(self.scores.values()), **self.overflow_steps()}
@@ -156,7 +157,7 @@ def without_dropout(model: GPT) -> Iterator[None]:
         model.train(was_training)
 
 
-def to_blame(diagnoses: list[dict[str, Any]]) -> dict[str, Any]:
+def to_blame(diagnoses: list[Row]) -> Row:
     """Of the diagnoses of all ranks, the one whose own sequences broke: gradients are summed, so
     those of every rank are bad.
     """
@@ -212,7 +213,7 @@ def compare_layers(
 
 
 @torch.no_grad()
-def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[dict[str, Any], float]:
+def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Row, float]:
     """What left the finite range first in a diverged step, and its largest finite score by then.
 
     The first value has a one-sentence message. Where an attention layer is to blame it adds layer,
@@ -284,9 +285,7 @@ def _in_its_tile(
     return replace(tile, queries=(first + start, first + stop), row=first + tile.row)
 
 
-def _first_failure(
-    model: GPT, recorder: Recorder, sizes: list[int], loss_is_finite: bool
-) -> dict[str, Any]:
+def _first_failure(model: GPT, recorder: Recorder, sizes: list[int], loss_is_finite: bool) -> Row:
     for call, breakdown in enumerate(recorder.breakdowns):
         if breakdown is not None:
             num_passes, layer = divmod(call, len(model.blocks))

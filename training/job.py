@@ -19,15 +19,16 @@ from training.command_line import (
     replay_overrides,
     task_overrides,
 )
+from training.files import Row
 from training.interrupt import Ending
 from training.outcome import close_run, outcome_outside_training
 from training.phases import new_run
 from training.ranks import announce, stand_in, tell_why
 
-Train = Callable[[Any, Path, dict[str, Any]], None]  # train(config, run_dir, summary)
+Train = Callable[[Any, Path, Row], None]  # train(config, run_dir, summary)
 
 
-def run_job(train: Train, cfg: Any) -> tuple[dict[str, Any], BaseException | None]:
+def run_job(train: Train, cfg: Any) -> tuple[Row, BaseException | None]:
     """Train one job of Hydra's; returns its summary, and the error that ended it if there was one.
 
     One job of a sweep never takes down another.
@@ -71,7 +72,7 @@ def run_job(train: Train, cfg: Any) -> tuple[dict[str, Any], BaseException | Non
     return summary, failure
 
 
-def log_refused(run_dir: Path, summary: dict[str, Any], config: RunConfig) -> None:
+def log_refused(run_dir: Path, summary: Row, config: RunConfig) -> None:
     """Make a job of a sweep that ended before its training a run of its logger too."""
     from training.loggers import build_logger
     from training.sweep import job_names
@@ -85,7 +86,7 @@ def log_refused(run_dir: Path, summary: dict[str, Any], config: RunConfig) -> No
         logger.finish(exit_code=1)
 
 
-def run_overrides(overrides: tuple[str, ...]) -> dict[str, Any]:
+def run_overrides(overrides: tuple[str, ...]) -> Row:
     """What training.run.run() does, among our own modules."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict, read_write

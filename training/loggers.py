@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from config import LoggerConfig
-from training.files import read_metrics
+from training.files import Row, read_metrics
 
 log = logging.getLogger("tilegpt")
 
@@ -44,7 +44,7 @@ class LoggedRun(NamedTuple):
     name: str
     group: str | None
     tags: list[str]
-    run_config: dict[str, Any]
+    run_config: Row
     resume: bool
 
 
@@ -62,7 +62,7 @@ def build_logger(config: LoggerConfig, *, run_dir: Path, resume: bool, **names: 
     return logger
 
 
-def numbers(metrics: dict[str, Any]) -> dict[str, float]:
+def numbers(metrics: Row) -> dict[str, float]:
     """A row of metrics without None, and without attention/max_score_by_head: a logger would draw a
     line for each head. The picture max_scores.png has them.
     """
@@ -96,7 +96,7 @@ class Logger:
     active = True
     url_or_hint: str | None = None  # where the user sees the run, once it is logged
 
-    def start(self, run: LoggedRun, rows: list[dict[str, Any]]) -> None:
+    def start(self, run: LoggedRun, rows: list[Row]) -> None:
         """Begin to log. `rows` are those that a resumed run has in metrics.jsonl."""
 
     def log(self, metrics: dict[str, float | None], tokens: int, *, last: bool = False) -> None:
@@ -105,7 +105,7 @@ class Logger:
         After the last one only media() may follow.
         """
 
-    def summary(self, values: dict[str, Any]) -> None:
+    def summary(self, values: Row) -> None:
         """Log the run's result."""
 
     def media(self, step: int, tokens: int, pictures: list[Path], *, sample: str | None) -> None:
@@ -114,7 +114,7 @@ class Logger:
     def finish(self, exit_code: int) -> None:
         """End the run."""
 
-    def _replay(self, rows: list[dict[str, Any]]) -> None:
+    def _replay(self, rows: list[Row]) -> None:
         """Log rows of metrics.jsonl, with NaN for every value that was NaN or infinite."""
         for row in rows:
             values = {key: value for key, value in row.items() if key != "nonfinite"}
@@ -142,11 +142,11 @@ class WandbLogger(Logger):
     """
 
     @quietly
-    def start(self, run: LoggedRun, rows: list[dict[str, Any]]) -> None:
+    def start(self, run: LoggedRun, rows: list[Row]) -> None:
         if not installed("wandb"):
             raise ModuleNotFoundError("wandb is not installed: pip install wandb, or logger=none")
         self._keys: set[str] = set()
-        self._result: dict[str, Any] = {}
+        self._result: Row = {}
         id_file = run.run_dir / "wandb_id.txt"
         run_id = id_file.read_text().strip() if run.resume and id_file.exists() else _new_id()
         _prepare_environment()
@@ -195,7 +195,7 @@ class WandbLogger(Logger):
         self._run.log(row | {"tokens": tokens}, step=step, commit=not last)
 
     @quietly
-    def summary(self, values: dict[str, Any]) -> None:
+    def summary(self, values: Row) -> None:
         values = values | {name: values[key] for key, name in COMPARED.items() if key in values}
         # of these metrics wandb keeps the lowest value and the last
         self._result = {key: values[key] for key in values if key not in BEST}
@@ -209,7 +209,7 @@ class WandbLogger(Logger):
     def media(self, step: int, tokens: int, pictures: list[Path], *, sample: str | None) -> None:
         import wandb
 
-        media: dict[str, Any] = {picture.stem: wandb.Image(str(picture)) for picture in pictures}
+        media: Row = {picture.stem: wandb.Image(str(picture)) for picture in pictures}
         if sample is not None:
             media["sample"] = wandb.Table(columns=["run", "text"], data=[[self._run.name, sample]])
         self._run.log(media | {"tokens": tokens}, step=step, commit=True)
@@ -225,7 +225,7 @@ class TensorboardLogger(Logger):
     """TensorBoard event files in RUN/tensorboard, with tokens as the step."""
 
     @quietly
-    def start(self, run: LoggedRun, rows: list[dict[str, Any]]) -> None:
+    def start(self, run: LoggedRun, rows: list[Row]) -> None:
         folder = str(run.run_dir / "tensorboard")
         self.url_or_hint = f"tensorboard --logdir {folder}"
         from torch.utils.tensorboard import SummaryWriter
@@ -242,7 +242,7 @@ class TensorboardLogger(Logger):
         self._writer.flush()
 
     @quietly
-    def summary(self, values: dict[str, Any]) -> None:
+    def summary(self, values: Row) -> None:
         lines = [f"    {key}: {value}" for key, value in values.items()]
         self._writer.add_text("summary", "\n".join(lines))
 
@@ -255,7 +255,7 @@ class TrackioLogger(Logger):
     """Trackio, a local dashboard: `trackio show`."""
 
     @quietly
-    def start(self, run: LoggedRun, rows: list[dict[str, Any]]) -> None:
+    def start(self, run: LoggedRun, rows: list[Row]) -> None:
         self.url_or_hint = f"trackio show --project {run.config.project}"
         import trackio
 

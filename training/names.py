@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from config import BACKEND_OPTIONS, FUNCTION_SETTINGS, AttentionConfig
 from training.command_line import unescaped
+from training.files import Row
 from training.retention import are_starts
 
 # settings that change what is reported of a run, not what it learns
@@ -153,36 +154,20 @@ def attention_in_words(row: Mapping[str, Any]) -> str:
     )
 
 
-def recorded_starts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The starts of a run; see training.resume. One where its summary.json lists none."""
+def recorded_starts(row: Mapping[str, Any]) -> list[Row]:
+    """The starts of a run; see training.resume. One where its training never began."""
     starts = row.get("starts")
-    listed = bool(starts) and are_starts(starts)
-    if listed and "variant" in row:
+    if starts and are_starts(starts):
         return starts
-    if not listed:
-        starts = [first_start(*(row.get(key) for key in ("attention", "switch_at", "switch_to")))]
-    # an earlier version recorded the names without the options, or the training never began
-    bare, name = str(row.get("attention")), row.get("variant") or _with_its_options(row)
-    return [
-        start
-        | {
-            "attention": [
-                [step, name if each == bare else each] for step, each in start["attention"]
-            ]
-        }
-        for start in starts
-    ]
-
-
-def first_start(attention: Any, switch_at: Any, switch_to: Any) -> dict[str, Any]:
-    """The start of a run by an earlier version of this program, whose files hold no "starts"."""
-    switch = [[switch_at, str(switch_to)]] if isinstance(switch_at, int) else []
-    return {"step": 0, "attention": [[0, str(attention)], *switch], "changed": {}}
+    attention = [[0, str(row.get("variant") or _with_its_options(row))]]
+    if isinstance(row.get("switch_at"), int):
+        attention.append([row["switch_at"], str(row.get("switch_to"))])
+    return [{"step": 0, "attention": attention, "changed": {}}]
 
 
 def _with_its_options(row: Mapping[str, Any]) -> str:
-    """The attention of an earlier version's summary, with the options in force or asked for."""
-    options: dict[str, Any] = {}
+    """The attention of a run without starts, with the options in force or asked for."""
+    options: Row = {}
     for given in (row.get("options"), row.get("function")):
         options |= given if isinstance(given, dict) else {}
     left_out = row.get("left_out") or {}

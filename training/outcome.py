@@ -8,9 +8,8 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-from training.files import write_json
+from training.files import Row, write_json
 from training.interrupt import Ending, Stopped
 from training.memory import describe_out_of_memory, is_out_of_memory, release_memory
 from training.phases import current, in_words
@@ -29,7 +28,7 @@ class Objective(float):
     status: str
     stopped: bool  # whether a signal came, even if too late to interrupt the run
 
-    def __new__(cls, summary: dict[str, Any]) -> "Objective":
+    def __new__(cls, summary: Row) -> "Objective":
         loss = summary.get("val/loss") if summary["status"] == "completed" else None
         objective = super().__new__(cls, math.inf if loss is None else loss)
         objective.status, objective.stopped = summary["status"], summary["stopped"]
@@ -48,7 +47,7 @@ def outcome_of(
     *,
     status: str = "running",
     predicted_gib: float | None = None,
-) -> dict[str, Any]:
+) -> Row:
     """The entries of summary.json for a run that `error` ended; logs it in one line.
 
     `status` is completed or diverged if the training was over, and only its last checkpoint was
@@ -91,7 +90,7 @@ def outcome_of(
     return {"status": "failed", "error": str(error) or type(error).__name__}
 
 
-def _stopped_after(status: str) -> dict[str, Any]:
+def _stopped_after(status: str) -> Row:
     log.warning(
         f"stopped after the training, which is {status} and saved; the loss curve or the sample "
         "may be missing"
@@ -100,7 +99,7 @@ def _stopped_after(status: str) -> dict[str, Any]:
 
 
 @contextmanager
-def after_training(what: str, summary: dict[str, Any]) -> Iterator[None]:
+def after_training(what: str, summary: Row) -> Iterator[None]:
     """Guards what is made after a run. A failure is logged and noted in the summary, not raised."""
     try:
         yield
@@ -116,7 +115,7 @@ def resume_command(run_dir: Path) -> str:
     return f"go on with: python train.py {shlex.quote(f'resume={run_dir}')}"
 
 
-def outcome_outside_training(error: BaseException, status: str, run_dir: Path) -> dict[str, Any]:
+def outcome_outside_training(error: BaseException, status: str, run_dir: Path) -> Row:
     """outcome_of() for an error before the training began, or after it ended and was saved.
 
     Returns nothing where the training itself ended with an error.
@@ -131,7 +130,7 @@ def outcome_outside_training(error: BaseException, status: str, run_dir: Path) -
     return {"error": str(error) or type(error).__name__}
 
 
-def save_summary(run_dir: Path, summary: dict[str, Any]) -> None:
+def save_summary(run_dir: Path, summary: Row) -> None:
     """Write the summary so far, in case this process is killed before close_run().
 
     close_run() reports a summary that cannot be written.
@@ -141,7 +140,7 @@ def save_summary(run_dir: Path, summary: dict[str, Any]) -> None:
         write_json(run_dir / "summary.json", written)
 
 
-def close_run(run_dir: Path, summary: dict[str, Any], ending: Ending) -> None:
+def close_run(run_dir: Path, summary: Row, ending: Ending) -> None:
     """Release the memory and write summary.json. If that cannot be written, the run has failed.
 
     "stopped" says that a signal came, even if too late to interrupt the run: a sweep ends there.

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from data.network import answers
 from model import GPT, load_hugging_face
+from training.files import Row
 
 log = logging.getLogger("tilegpt")
 
@@ -42,9 +43,9 @@ class Pretrained(NamedTuple):
 
     name: str
     files: list[Path]
-    settings: dict[str, Any] | None  # config.json
+    settings: Row | None  # config.json
 
-    def load_into(self, model: GPT) -> dict[str, Any]:
+    def load_into(self, model: GPT) -> Row:
         """Load the weights; returns what a run records of them: their name, and the SHA-256 of each
         file. Raises ValueError where they do not fit.
         """
@@ -134,7 +135,7 @@ def hub_files(name: str) -> tuple[Callable[[str], Path | None], str | None]:
     return get, otherwise if offline else None
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Row:
     try:
         return json.loads(path.read_bytes())
     except ValueError as error:

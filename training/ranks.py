@@ -21,7 +21,7 @@ from math import isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.files import write_json
+from training.files import Row, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -296,7 +296,7 @@ def _agents_store() -> Any:
     return distributed.PrefixStore("tilegpt", distributed.TCPStore(host, port, is_master=False))
 
 
-def tell_why(summary: dict[str, Any]) -> None:
+def tell_why(summary: Row) -> None:
     """Tell the other ranks how this one failed."""
     if _store is not None:
         words = {key: summary[key] for key in ("status", "error", "oom") if key in summary}
@@ -304,7 +304,7 @@ def tell_why(summary: dict[str, Any]) -> None:
             _store.set("failed", json.dumps({"rank": of_environment().rank} | words))
 
 
-def stand_in(summary: dict[str, Any], began: float) -> None:
+def stand_in(summary: Row, began: float) -> None:
     """Where this rank failed and the first one did not say so, say it and write summary.json for
     it: it may be dead, or wait for this rank.
     """
@@ -322,7 +322,7 @@ def stand_in(summary: dict[str, Any], began: float) -> None:
         write_json(path, {"rank": ranks.rank} | summary)
 
 
-def why_another_failed(error: BaseException) -> dict[str, Any] | None:
+def why_another_failed(error: BaseException) -> Row | None:
     """What summary.json says of a run that another rank ended; None for an error of this rank's.
 
     `error` is what a collective of this rank raised.

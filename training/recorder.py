@@ -3,7 +3,6 @@
 import logging
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -12,7 +11,7 @@ from attention import Backend
 from config import LoggerConfig
 from model import sample_text
 from training.command_line import job_overrides, searched_folders
-from training.files import MetricsFile, write_json
+from training.files import MetricsFile, Row, write_json
 from training.health import AttentionMonitor, to_blame
 from training.loggers import build_logger
 from training.names import attention_in_words
@@ -40,7 +39,7 @@ class Recorder:
         stepper: Stepper,
         monitor: AttentionMonitor,
         run_dir: Path,
-        summary: dict[str, Any],
+        summary: Row,
     ) -> None:
         config, first = run.config, stepper.start
         self.run, self.run_dir, self.summary = run, run_dir, summary
@@ -124,7 +123,7 @@ class Recorder:
             row |= {"train/loss": result.loss, "lr": result.lr, "grad_norm": result.grad_norm}
         return row
 
-    def diverged(self, result: StepResult, diagnosis: dict[str, Any]) -> dict[str, float]:
+    def diverged(self, result: StepResult, diagnosis: Row) -> dict[str, float]:
         """Divergence is a result of a run, not an error. Returns what its row says of it."""
         step, ranks = result.step, self.run.ranks
         if "sequence" in diagnosis:  # of this rank; of the step
@@ -210,7 +209,7 @@ class Recorder:
             log.info(f"logs: {self.logger.url_or_hint}")
 
     @phase("logging")
-    def _write(self, row: dict[str, Any], *, last: bool = False) -> None:
+    def _write(self, row: Row, *, last: bool = False) -> None:
         """One row: on disk first, then to the logger; the summary keeps the newest figures."""
         tokens, summary = row["tokens"], self.summary
         row |= self.wall.row(tokens)

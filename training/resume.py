@@ -30,8 +30,8 @@ import yaml
 from attention import BACKENDS
 from config import RunConfig
 from training.command_line import key_of, quoted
-from training.files import write_file
-from training.names import WATCHING, attention_names, first_start, recorded_starts
+from training.files import Row, write_file
+from training.names import WATCHING, attention_names, recorded_starts
 from training.retention import meta_of, newest_first
 
 if TYPE_CHECKING:
@@ -74,9 +74,7 @@ def check_resume(config: RunConfig, *, asked: Iterable[str]) -> None:
     )
 
 
-def resumed_starts(
-    meta: dict[str, Any], config: dict[str, Any], start: dict[str, Any]
-) -> list[dict[str, Any]]:
+def resumed_starts(meta: Row, config: Row, start: Row) -> list[Row]:
     """All starts of a run that resumes from the checkpoint with this meta.json.
 
     `start` is the newest; its step and changes are filled in. Raises ValueError where the run would
@@ -98,11 +96,8 @@ def resumed_starts(
             f"resume={run_dir} goes on, and past steps cannot be changed; add "
             "attention.switch_at=null to go on with attention=NAME at once, or name a later step"
         )
-    chosen = meta["config"].get("attention", {})
-    earlier = meta.get("starts") or [
-        first_start(chosen.get("name"), chosen.get("switch_at"), chosen.get("switch_to"))
-    ]
-    data, data_before = start["data"], earlier[-1].get("data", start["data"])
+    earlier = meta["starts"]
+    data, data_before = start["data"], earlier[-1]["data"]
     changes_data = any(key.startswith(("data.", "tokenizer.")) for key in changed)
     if data != data_before and not changes_data:
         raise ValueError(
@@ -121,13 +116,13 @@ class Start(NamedTuple):
 
     step: int  # steps that are done
     tokens: int  # of those steps
-    starts: list[dict[str, Any]]  # the entries of all starts, this one last
+    starts: list[Row]  # the entries of all starts, this one last
 
 
 FIRST_START = Start(0, 0, [])
 
 
-def new_start(run: "Run", started: float) -> dict[str, Any]:
+def new_start(run: "Run", started: float) -> Row:
     """The entry of a first start; resumed_starts() completes that of a resume."""
     hardware = run.environment["hardware"]
     return {
@@ -141,20 +136,20 @@ def new_start(run: "Run", started: float) -> dict[str, Any]:
     } | ({"init_from": run.init_from} if run.init_from else {})
 
 
-def stop_clock(starts: list[dict[str, Any]]) -> float:
+def stop_clock(starts: list[Row]) -> float:
     """Record how long the newest start has run; returns the seconds of all starts."""
     starts[-1]["seconds"] = time.time() - starts[-1]["started"]
     return sum(start.get("seconds", 0) for start in starts)
 
 
-def write_settings(run_dir: Path, config: dict[str, Any], overrides: list[str]) -> None:
+def write_settings(run_dir: Path, config: Row, overrides: list[str]) -> None:
     """Write RUN/config.yaml and overrides.yaml. A reader sees the old or the new file, whole."""
     for name, content in (("config.yaml", config), ("overrides.yaml", overrides)):
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=math.inf)
         write_file(run_dir / name, text)
 
 
-def changes_in_words(summary: dict[str, Any]) -> str:
+def changes_in_words(summary: Row) -> str:
     """The changed settings with which a run was resumed, if they change what it learns."""
     resumes = []
     for start in recorded_starts(summary):
@@ -168,7 +163,7 @@ def changes_in_words(summary: dict[str, Any]) -> str:
     return "; ".join(resumes)
 
 
-def differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:
+def differences(then: Row, now: Row) -> dict[str, list[Any]]:
     """{key: [then, now]} of nested settings, with keys such as attention.name.
 
     Left out are settings that only one version of the program has, and options of an attention at
@@ -183,8 +178,8 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any
     }
 
 
-def _without_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with None for an attention's option at its default, as older runs have it."""
+def _without_defaults(settings: Row) -> Row:
+    """The settings with None for an attention's option at its default, as for one it lacks."""
     chosen = settings.get("attention", {})
     backend = BACKENDS.get(chosen.get("name"))
     if backend is None:
@@ -193,7 +188,7 @@ def _without_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"attention": chosen | defaults}
 
 
-def _flat(settings: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def _flat(settings: Row, prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in settings.items():
         # the options of an attention have no fixed names, so they count as one value
         if isinstance(value, dict) and not key.endswith("options"):
@@ -209,14 +204,14 @@ def _asked_for(key: str, asked: set[str]) -> bool:
     )
 
 
-def _settings_before(run_dir: Path) -> dict[str, Any]:
+def _settings_before(run_dir: Path) -> Row:
     """The settings of the last start, or if config.yaml is damaged, of the last checkpoint."""
     return load_yaml(run_dir / "config.yaml") or next(
         (meta_of(folder).get("config", {}) for folder in newest_first(run_dir)), {}
     )
 
 
-def load_yaml(path: Path) -> dict[str, Any]:
+def load_yaml(path: Path) -> Row:
     """The mapping in a YAML file; {} if there is none."""
     try:
         value = yaml.safe_load(path.read_bytes())

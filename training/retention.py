@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from data.token_file import sync
+from training.files import Row
 
 LATEST, EARLIER, BEST, META = "checkpoint", "checkpoints", "checkpoint.best", "meta.json"
 
@@ -107,13 +108,13 @@ def _data(folder: Path) -> str | None:
     return starts[-1].get("data") if starts else None
 
 
-def meta_of(folder: Path) -> dict[str, Any]:
+def meta_of(folder: Path) -> Row:
     """The content of a checkpoint's meta.json, not verified; {} if it is damaged or missing."""
     meta = load_json(folder / META)
     return meta if misfit(meta) is None else {}
 
 
-def load_json(path: Path) -> dict[str, Any]:
+def load_json(path: Path) -> Row:
     """The object in a JSON file; {} if it is damaged or missing."""
     try:
         value = parse(path)
@@ -130,7 +131,7 @@ def parse(path: Path) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def misfit(meta: dict[str, Any]) -> str | None:
+def misfit(meta: Row) -> str | None:
     """The first entry of a meta.json that is not what a checkpoint writes."""
     for key, (is_right, expected) in FORM.items():
         if key in meta and not is_right(meta[key]):

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from training.files import Row
 from training.own_modules import own_modules
 from training.phases import phase
 from training.ranks import ALONE, Ranks, join
@@ -43,7 +44,7 @@ class Run:
     scaler: "torch.amp.GradScaler"
     ranks: Ranks = ALONE  # the processes that train it together
     # the name and the SHA-256 of the weights of init_from=, once they are loaded
-    init_from: dict[str, Any] | None = None
+    init_from: Row | None = None
     # what build_run() chose and a resume must choose again, as overrides
     choices: list[str] = field(default_factory=list)
 
@@ -55,17 +56,17 @@ class Run:
         return autocast_to(self.dtype, self.device)
 
     @property
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Row:
         """What a checkpoint holds, besides the random number generators."""
         return {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
 
     @cached_property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Row:
         """The settings as nested dictionaries, for files and loggers."""
         return asdict(self.config)
 
     @cached_property
-    def environment(self) -> dict[str, Any]:
+    def environment(self) -> Row:
         """Commit, versions, hardware, command and data."""
         from training.environment import environment
 
@@ -148,7 +149,7 @@ class Run:
         )
 
 
-def build_run(config: "RunConfig", summary: dict[str, Any] | None = None) -> Run:
+def build_run(config: "RunConfig", summary: Row | None = None) -> Run:
     """Build everything that `config` describes.
 
     `summary` is filled along the way, so that an error loses nothing. Raises ValueError for what
@@ -158,7 +159,7 @@ def build_run(config: "RunConfig", summary: dict[str, Any] | None = None) -> Run
         return _build_run(config, {} if summary is None else summary)
 
 
-def _build_run(config: "RunConfig", summary: dict[str, Any]) -> Run:
+def _build_run(config: "RunConfig", summary: Row) -> Run:
     import torch
 
     from attention import dtype_name
@@ -269,7 +270,7 @@ def compose(*overrides: str) -> "RunConfig":
         return compose(*overrides)
 
 
-def run(*overrides: str) -> dict[str, Any]:
+def run(*overrides: str) -> Row:
     """Train as `python train.py OVERRIDES` does; returns what summary.json says.
 
     A run that diverges, runs out of memory or is interrupted returns with that status. Raises the

@@ -24,7 +24,7 @@ from typing import IO, Any, NoReturn
 from hydra.experimental.callback import Callback
 
 from config import BACKEND_OPTIONS, FUNCTION_SETTINGS, RunConfig
-from training.files import parse_rows, read_metrics, strict, write_file
+from training.files import Row, parse_rows, read_metrics, strict, write_file
 from training.names import differing_settings, name_run, name_runs
 from training.ranks import of_environment
 from training.resume import changes_in_words, load_yaml
@@ -62,7 +62,7 @@ class SweepSummary(Callback):
         self.locks: dict[Path, IO] = {}  # closing a file unlocks its folder
         self.away = False  # whether this is a copy in the process of one job
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Row:
         # a launcher pickles the callback for its jobs; locks stay with the first process
         return {"folder": self.folder, "locks": {}, "away": True}
 
@@ -135,7 +135,7 @@ class SweepSummary(Callback):
             raise SystemExit(130)
 
 
-def begin_sweep(folder: Path, jobs: list[dict[str, Any]]) -> None:
+def begin_sweep(folder: Path, jobs: list[Row]) -> None:
     """Write index.jsonl with every job as not started, and the command that runs it alone.
 
     A job is its overrides, and what it is named by: attention, variant, seq_len, seed and starts;
@@ -160,7 +160,7 @@ def forget_sweep(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_index_row(folder: Path, row: dict[str, Any]) -> None:
+def write_index_row(folder: Path, row: Row) -> None:
     """Replace a job's line in index.jsonl. Jobs of several processes take turns."""
     with (folder / ".index.lock").open("a") as turn:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -169,9 +169,7 @@ def write_index_row(folder: Path, row: dict[str, Any]) -> None:
         _write_index(folder, rows if row in rows else [*rows, row])
 
 
-def record_job(
-    folder: Path, number: int, overrides: list[str], run_dir: Path, **more: Any
-) -> dict[str, Any]:
+def record_job(folder: Path, number: int, overrides: list[str], run_dir: Path, **more: Any) -> Row:
     """Write what a job's folder holds, and `more`, to its line in index.jsonl; returns the line."""
     rows = _index_rows(folder)
     row = next((as_planned(row) for row in rows if row.get("job") == number), {})
@@ -207,7 +205,7 @@ def finish_sweep(folder: Path, code: int) -> NoReturn:
     raise SystemExit(code)
 
 
-def as_planned(row: dict[str, Any]) -> dict[str, Any]:
+def as_planned(row: Row) -> Row:
     """Of a line of the index, what was known before the job began."""
     keys = ("job", "overrides", "attention", "variant", "seq_len", "seed", "starts")
     return {key: row[key] for key in keys if key in row}
@@ -277,7 +275,7 @@ def lock(folder: Path) -> IO:
     return file
 
 
-def exit_code(rows: list[dict[str, Any]]) -> int:
+def exit_code(rows: list[Row]) -> int:
     """1 if a run failed, else 130 if a signal stopped one, else 0: a sweep may well look for
     divergence and lack of memory.
     """
@@ -285,7 +283,7 @@ def exit_code(rows: list[dict[str, Any]]) -> int:
     return 1 if "failed" in statuses else 130 if "interrupted" in statuses else 0
 
 
-def read_sweep(folder: Path) -> list[dict[str, Any]]:
+def read_sweep(folder: Path) -> list[Row]:
     """Every run below `folder`, in order: a run directory, a sweep, or a folder of either.
 
     A run is its summary.json plus "dir" and "status". One that never wrote it is "unfinished", with
@@ -302,7 +300,7 @@ def read_sweep(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def not_started(folder: Path) -> list[dict[str, Any]]:
+def not_started(folder: Path) -> list[Row]:
     """The lines of a sweep's index for the jobs that an interrupted sweep has not begun."""
     folder = Path(folder)
     return [
@@ -312,7 +310,7 @@ def not_started(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def read_run(run_dir: Path) -> dict[str, Any]:
+def read_run(run_dir: Path) -> Row:
     """One run directory as a dictionary; never fails on a half-written one."""
     run_dir = Path(run_dir)
     try:
@@ -323,10 +321,6 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     own = {"evaluated_step": evaluated_step, "dir": str(run_dir)}
     summary = load_json(run_dir / "summary.json")
     if "status" in summary:
-        # an earlier version called the resident memory so
-        memory = {"memory/peak_gib", "memory/process_gib"} & summary.keys()
-        if summary.get("device") == "cpu" and memory == {"memory/peak_gib"}:
-            summary["memory/process_gib"] = summary.pop("memory/peak_gib")
         return summary | own
     config = load_yaml(run_dir / "config.yaml")
     attention = config.get("attention")
@@ -354,7 +348,7 @@ def read_run(run_dir: Path) -> dict[str, Any]:
     return {key: value for key, value in run.items() if value is not None}
 
 
-def summary_table(rows: list[dict[str, Any]]) -> str:
+def summary_table(rows: list[Row]) -> str:
     """The runs as plain text, and below the table a line for every run that needs a remark.
 
     The first columns are what the runs are called; see training.names:
@@ -396,29 +390,27 @@ def summary_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(line.rstrip() for line in [*lines, *dict.fromkeys(remarks)])
 
 
-def _cell(row: dict[str, Any], key: str, form: str) -> str:
+def _cell(row: Row, key: str, form: str) -> str:
     # the peak before memory ran out is not what the run needs
     hidden = key == "memory/peak_gib" and row["status"] == "oom"
     hidden = hidden or (key.startswith("val/") and is_stale(row))
     return "-" if hidden or row.get(key) is None else form.format(row[key])
 
 
-def is_stale(row: dict[str, Any]) -> bool:
+def is_stale(row: Row) -> bool:
     """Whether a run made steps after its last evaluation, so that it is not their result."""
     evaluated, done = row.get("evaluated_step"), row.get("steps_done")
     return isinstance(evaluated, int) and isinstance(done, int) and evaluated < done
 
 
-def when(row: dict[str, Any]) -> str:
+def when(row: Row) -> str:
     return "" if row.get("first_bad_step") is None else f" at step {row['first_bad_step']}"
 
 
-def remark(row: dict[str, Any]) -> str:
+def remark(row: Row) -> str:
     """Why a run ended early, and what a resume changed, in one line; "" for one that completed."""
-    oom, diagnosis = row.get("oom") or {}, row.get("diagnosis")
-    # earlier versions wrote only a sentence
-    diagnosis = diagnosis.get("message") if isinstance(diagnosis, dict) else diagnosis
-    reason = str(diagnosis or row.get("error") or oom.get("message") or "")
+    found = row.get("diagnosis") or row.get("oom") or {}
+    reason = str(found.get("message") or row.get("error") or "")
     left_out = [f"without {key}: {why}" for key, why in (row.get("left_out") or {}).items()]
     parts = [reason.strip().split("\n")[0], *left_out, changes_in_words(row)]
     return "; ".join(filter(None, parts))
@@ -435,16 +427,16 @@ def _run_dirs(folder: Path) -> Iterator[Path]:
         for path in folder.iterdir()
         if path.is_dir() and not path.name.startswith(".") and path.name not in OTHER_FOLDERS
     ]
-    for path in sorted(below, key=_natural_order):
+    for path in sorted(below, key=lambda path: in_order(path.name)):
         yield from _run_dirs(path)
 
 
-def _natural_order(path: Path) -> list[int | str]:
-    """2 before 10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]
+def in_order(name: str) -> list[int | str]:
+    """A key that sorts block_kv=16 before block_kv=128."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
-def _index(folder: Path) -> dict[str, dict[str, Any]]:
+def _index(folder: Path) -> dict[str, Row]:
     """The lines of a sweep's index.jsonl by the name of the run's folder.
 
     Of a job that has not reported its end, what was planned: its settings, not its status.
@@ -454,17 +446,17 @@ def _index(folder: Path) -> dict[str, dict[str, Any]]:
     return {str(row.get("job")): as_planned(row) for row in rows} | ended
 
 
-def _index_rows(folder: Path) -> list[dict[str, Any]]:
+def _index_rows(folder: Path) -> list[Row]:
     if not (folder / INDEX).is_file():
         return []
     return list(parse_rows((folder / INDEX).read_text(errors="replace").splitlines()))
 
 
-def _write_index(folder: Path, rows: list[dict[str, Any]]) -> None:
+def _write_index(folder: Path, rows: list[Row]) -> None:
     write_file(folder / INDEX, "".join(json.dumps(strict(row), default=str) + "\n" for row in rows))
 
 
-def job_names(run_dir: Path, summary: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+def job_names(run_dir: Path, summary: Row, config: RunConfig) -> Row:
     """What a logger is told of this job, besides its metrics: names, folder, tags and settings.
 
     Of the settings, `variant` is the run's name without its sizes, and `curve` is what a chart

@@ -1,8 +1,7 @@
 """What one attention call moves through a GPU's memory, how much it computes for it, and which
 tiles fit on the chip.
 
-Counted per call of B sequences, H heads, N queries and keys, D head dim; `element` is the bytes of
-an element of q, k, v and out; `mask` is causal (True) and window (None: all keys).
+Dimensions: B sequences, H heads, N queries and keys, D head dim.
 
 Two accountings stand side by side. The one often printed counts q, k, v and out once for a fused
 kernel, 4 N D. But a query tile must see every key it attends to, so K and V are read again for each
@@ -13,9 +12,6 @@ counts what is asked for.
 """
 
 from dataclasses import dataclass
-from typing import Any
-
-from training.hardware import REGISTER_BYTES, SHARED_KIB
 
 
 @dataclass(frozen=True)
@@ -36,61 +32,72 @@ class Traffic:
         return self.flops / self.bytes
 
 
-def useful_flops(
-    batch: int,
-    heads: int,
-    seq_len: int,
-    head_dim: int,
-    *,
-    causal: bool = True,
-    window: int | None = None,
-) -> float:
-    """Of the forward's two products; a causal mask leaves half of them to do, a window fewer."""
-    hidden = seq_len - min(window or seq_len, seq_len)
-    return 4 * batch * heads * (seq_len**2 - hidden**2) * head_dim / (2 if causal else 1)
+@dataclass(frozen=True)
+class Call:
+    """One forward call of attention."""
+
+    batch: int
+    heads: int
+    seq_len: int
+    head_dim: int
+    element: int  # bytes of an element of q, k, v and out
+    causal: bool = True
+    window: int | None = None  # None: all keys
+
+    @property
+    def line(self) -> int:
+        """Elements of q, of k, of v and of out."""
+        return self.batch * self.heads * self.seq_len * self.head_dim
+
+    @property
+    def square(self) -> int:
+        """Scores, the hidden ones too."""
+        return self.batch * self.heads * self.seq_len**2
+
+    @property
+    def cast(self) -> int:
+        """Bytes of a score that is cast to a narrow dtype."""
+        return self.element if self.element < 4 else 0
+
+    @property
+    def flops(self) -> float:
+        """Of the two products; a causal mask leaves half of them to do, a window fewer."""
+        hidden = self.seq_len - min(self.window or self.seq_len, self.seq_len)
+        pairs = self.square - self.batch * self.heads * hidden**2
+        return 4 * pairs * self.head_dim / (2 if self.causal else 1)
+
+    def visited_keys(self, block_q: int, block_kv: int) -> int:
+        """Rows of K that all query tiles load."""
+        keys = visited_keys(self.seq_len, block_q, block_kv, causal=self.causal, window=self.window)
+        return self.batch * self.heads * keys
 
 
-def printed_naive(
-    batch: int, heads: int, seq_len: int, head_dim: int, element: int, **mask: Any
-) -> Traffic:
+def printed_naive(call: Call) -> Traffic:
     """The usual accounting of attention in three kernels: scores written and read, probabilities
     written and read, 4 N^2 + 4 N D.
     """
-    square, line = (
-        batch * heads * seq_len**2 * element,
-        batch * heads * seq_len * head_dim * element,
-    )
-    return Traffic(
-        2 * square + 3 * line,
-        2 * square + line,
-        useful_flops(batch, heads, seq_len, head_dim, **mask),
-    )
+    square, line = call.square * call.element, call.line * call.element
+    return Traffic(2 * square + 3 * line, 2 * square + line, call.flops)
 
 
-def printed_fused(
-    batch: int, heads: int, seq_len: int, head_dim: int, element: int, **mask: Any
-) -> Traffic:
+def printed_fused(call: Call) -> Traffic:
     """The usual accounting of a fused kernel: q, k, v read once and out written once, 4 N D."""
-    line = batch * heads * seq_len * head_dim * element
-    return Traffic(3 * line, line, useful_flops(batch, heads, seq_len, head_dim, **mask))
+    line = call.line * call.element
+    return Traffic(3 * line, line, call.flops)
 
 
-def naive(
-    batch: int, heads: int, seq_len: int, head_dim: int, element: int, **mask: Any
-) -> Traffic:
+def naive(call: Call) -> Traffic:
     """attention=naive as it runs, operator by operator, every one over the whole of N x N in
     float32 (causal or not).
 
     q k^T, scale, mask, logsumexp (maximum, difference, exponential, sum), softmax, rows without a
     key, the cast to v's dtype, p v.
     """
-    square, line = batch * heads * seq_len**2, batch * heads * seq_len * head_dim
-    cast = element if element < 4 else 0
-    read = square * (
-        4 + 4 + 1 + 4 + 4 + 4 + 4 + 4 + 4 + (4 if cast else 0) + (cast or 4)
-    ) + line * (3 * element + 8)
-    written = square * (4 + 4 + 4 + 4 + 4 + 4 + 4 + cast) + line * (element + 8)
-    return Traffic(read, written, useful_flops(batch, heads, seq_len, head_dim, **mask))
+    cast = call.cast
+    # eight times in float32, the mask, and p for its cast and for p v
+    read = call.square * (8 * 4 + 1 + 4 + cast) + call.line * (3 * call.element + 8)
+    written = call.square * (7 * 4 + cast) + call.line * (call.element + 8)
+    return Traffic(read, written, call.flops)
 
 
 def visited_keys(
@@ -107,41 +114,16 @@ def visited_keys(
     return total
 
 
-def fused(
-    batch: int,
-    heads: int,
-    seq_len: int,
-    head_dim: int,
-    element: int,
-    *,
-    block_q: int = 128,
-    block_kv: int = 64,
-    **mask: Any,
-) -> Traffic:
+def fused(call: Call, *, block_q: int = 128, block_kv: int = 64) -> Traffic:
     """A flash kernel: q once, K and V once for every query tile, out and lse once. The score tile
     never leaves the chip.
     """
-    rows = batch * heads * seq_len
-    keys = batch * heads * visited_keys(seq_len, block_q, block_kv, **mask)
-    read = (rows + 2 * keys) * head_dim * element
-    return Traffic(
-        read,
-        rows * (head_dim * element + 4),
-        useful_flops(batch, heads, seq_len, head_dim, **mask),
-    )
+    keys = 2 * call.visited_keys(block_q, block_kv) * call.head_dim  # of K and V
+    lse = 4 * call.batch * call.heads * call.seq_len
+    return Traffic((call.line + keys) * call.element, call.line * call.element + lse, call.flops)
 
 
-def tile_loop(
-    batch: int,
-    heads: int,
-    seq_len: int,
-    head_dim: int,
-    element: int,
-    *,
-    block_q: int = 128,
-    block_kv: int = 64,
-    **mask: Any,
-) -> Traffic:
+def tile_loop(call: Call, *, block_q: int = 128, block_kv: int = 64) -> Traffic:
     """The same tiles as PyTorch operators: K and V as above, but every step on a score tile goes
     through memory (or the cache).
 
@@ -149,58 +131,26 @@ def tile_loop(
     casts, p v. A step also reads and writes the accumulator three times. Tiling alone saves memory,
     not traffic: that takes fusion.
     """
-    kernel = fused(
-        batch,
-        heads,
-        seq_len,
-        head_dim,
-        element,
-        block_q=block_q,
-        block_kv=block_kv,
-        **mask,
+    kernel = fused(call, block_q=block_q, block_kv=block_kv)
+    keys, rows = call.visited_keys(block_q, block_kv), min(block_q, call.seq_len)
+    accumulators = keys / block_kv * rows * call.head_dim * 4
+    casts = 4 + call.cast if call.cast else 0
+    copies = 2 * keys * call.head_dim * 4
+    return Traffic(
+        kernel.read + keys * rows * (6 * 4 + casts) + 4 * accumulators + copies,
+        kernel.written + keys * rows * (4 * 4 + casts) + 3 * accumulators + copies,
+        kernel.flops,
     )
-    keys = batch * heads * visited_keys(seq_len, block_q, block_kv, **mask)
-    scores, accumulators = (
-        keys * min(block_q, seq_len),
-        keys / block_kv * min(block_q, seq_len) * head_dim * 4,
-    )
-    casts = element if element < 4 else 0
-    read = (
-        scores * (4 + 4 + 4 + 4 + 4 + 4 + (4 + casts if casts else 0))
-        + 4 * accumulators
-        + 2 * keys * head_dim * 4
-    )
-    written = (
-        scores * (4 + 4 + 4 + 4 + (4 + casts if casts else 0))
-        + 3 * accumulators
-        + 2 * keys * head_dim * 4
-    )
-    return Traffic(kernel.read + read, kernel.written + written, kernel.flops)
 
 
-def lower_bound_bytes(
-    batch: int, heads: int, seq_len: int, head_dim: int, element: int, *, sram_bytes: int
-) -> float:
+def lower_bound_bytes(call: Call, *, sram_bytes: int) -> float:
     """N^2 D^2 / M in bytes, the order that no exact attention beats for every M (the paper,
     proposition 3); M elements on the chip.
     """
-    return batch * heads * seq_len**2 * head_dim**2 / (sram_bytes / element) * element
+    return call.square * call.head_dim**2 / (sram_bytes / call.element) * call.element
 
 
-def tile_bytes(
-    block_q: int, block_kv: int, head_dim: int, element: int, *, stages: int = 2
-) -> tuple[int, int]:
-    """On-chip bytes of one block of a flash forward: shared (the q tile, `stages` pairs of k and v
+def tile_bytes(block_q: int, block_kv: int, head_dim: int, element: int) -> tuple[int, int]:
+    """On-chip bytes of one block of a flash forward: shared (the q tile, two stages of k and v
     tiles) and in registers (float32 scores and accumulator)."""
-    shared = (block_q + 2 * stages * block_kv) * head_dim * element
-    return shared, 4 * block_q * (block_kv + head_dim)
-
-
-def fits_on_chip(
-    block_q: int, block_kv: int, head_dim: int, element: int, capability: str, *, stages: int = 2
-) -> bool:
-    """Whether one block has room for that tile. Raises KeyError for an unknown compute
-    capability.
-    """
-    shared, registers = tile_bytes(block_q, block_kv, head_dim, element, stages=stages)
-    return shared <= SHARED_KIB[capability][1] * 1024 and registers <= REGISTER_BYTES
+    return (block_q + 4 * block_kv) * head_dim * element, 4 * block_q * (block_kv + head_dim)

@@ -22,7 +22,7 @@ class Options:
     run: list[str] = default()
 
 
-@command("claims", Options)
+@command
 def main(options: Options) -> None:
     import torch
 

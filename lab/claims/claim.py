@@ -27,12 +27,13 @@ FAILS = "does not hold"
 
 @dataclass(frozen=True)
 class Claim:
+    """The docstring of `measure` has the words, a paragraph each: the claim in ours; "Holds if" and
+    the criterion; "Measured:" and the figures, a format string over them; and why, where it says.
+    """
+
     documents: str  # names of DOCUMENTS, as in "chapter, guide"
-    criterion: str  # completes "Holds if ..."
     holds: Callable[[Figures], bool]  # the criterion
-    measure: Callable[..., Figures]  # its docstring is the claim in our words
-    measured: str  # the figures in a sentence: a format string over them
-    because: str = ""
+    measure: Callable[..., Figures]
     # the condition under which alone the claim holds, and whether the figures confirm that
     only_if: tuple[str, Callable[[Figures], bool]] | None = None
     table: str = ""  # the keys that figures share as dicts, as in "tokens": each becomes a row
@@ -44,7 +45,11 @@ class Claim:
 
     @property
     def says(self) -> str:
-        return " ".join(self.measure.__doc__.split())
+        return self.words[0]
+
+    @property
+    def words(self) -> list[str]:
+        return [" ".join(each.split()) for each in self.measure.__doc__.split("\n\n")]
 
     @property
     def topic(self) -> str:
@@ -67,9 +72,7 @@ CLAIMS: dict[str, Claim] = {}
 def claim(
     documents: str, **words: Any
 ) -> Callable[[Callable[..., Figures]], Callable[..., Figures]]:
-    """Add the measuring function below this decorator to CLAIMS, under its name. The function's
-    docstring says what is claimed.
-    """
+    """Add the measuring function below this decorator to CLAIMS, under its name."""
 
     def add(measure: Callable[..., Figures]) -> Callable[..., Figures]:
         CLAIMS[measure.__name__] = Claim(documents, measure=measure, **words)

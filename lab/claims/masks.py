@@ -82,16 +82,19 @@ def nan_share(softmax: type[OnlineSoftmax], block: int, **mask: Any) -> float:
 
 @claim(
     "exercise",
-    criterion="the correction is 0 after a first tile with a key, and after one without",
-    measured="{with_key} after a tile with a key, {without_key} after a tile without",
-    because="-inf - -inf is NaN: the subtracted maximum needs a guard, or every row must see a key "
-    "in its first tile.",
     holds=lambda f: f["with_key"] == f["without_key"] == 0,
     only_if=("the first tile holds a key that the row sees", lambda f: f["with_key"] == 0),
 )
 def first_correction() -> Figures:
-    """With the maximum at -inf and the sums at 0, the first correction is 0 and discards the empty
-    state.
+    """With the maximum at -inf and the sums at 0, the first correction is 0 and discards the
+    empty state.
+
+    Holds if the correction is 0 after a first tile with a key, and after one without.
+
+    Measured: {with_key} after a tile with a key, {without_key} after a tile without.
+
+    -inf - -inf is NaN: the subtracted maximum needs a guard, or every row must see a key in its
+    first tile.
     """
 
     def correction(tile_max: float) -> float:
@@ -107,32 +110,39 @@ def first_correction() -> Figures:
 
 @claim(
     "chapter",
-    criterion="no output is NaN",
-    measured="share of NaN outputs by tile size, at 128 tokens: {nan}",
-    because="A tile that lies wholly in the future of a row has maximum -inf, and exp(-inf - -inf) "
-    "is NaN. Skip such tiles, or subtract a finite number there. Only the last tile of queries "
-    "survives.",
     holds=lambda f: max(f["nan"].values()) == 0,
 )
 def causal_as_printed(tiles: tuple[int, ...] = (16, 32, 64, 128)) -> Figures:
-    """The tiled attention of the chapter's third step is right with causal=True, so that the GPT of
-    its sixth step trains.
+    """The tiled attention of the chapter's third step is right with causal=True, so that the
+    GPT of its sixth step trains.
+
+    Holds if no output is NaN.
+
+    Measured: share of NaN outputs by tile size, at 128 tokens: {nan}.
+
+    A tile that lies wholly in the future of a row has maximum -inf, and exp(-inf - -inf) is
+    NaN. Skip such tiles, or subtract a finite number there. Only the last tile of queries
+    survives.
     """
     return {"nan": {str(tile): nan_share(AlphaBetaUnguarded, tile) for tile in tiles}}
 
 
 @claim(
     "deep dive",
-    criterion="no output is NaN, with a causal mask and with a sliding window",
-    measured="{causal:.1%} NaN with a causal mask, {window:.1%} with a window of 40 keys and tiles "
-    "of 32; the project's guard {guarded:.1%}",
-    because="alpha is still exp(-inf - -inf) for a row whose first blocks are masked whole; a "
-    "causal mask alone never has such a row.",
     holds=lambda f: f["causal"] == f["window"] == 0,
     only_if=("every row sees a key in its first block", lambda f: f["causal"] == 0),
 )
 def beta_guard() -> Figures:
-    """Setting beta to 0 for rows that a block masks whole makes such rows safe."""
+    """Setting beta to 0 for rows that a block masks whole makes such rows safe.
+
+    Holds if no output is NaN, with a causal mask and with a sliding window.
+
+    Measured: {causal:.1%} NaN with a causal mask, {window:.1%} with a window of 40 keys and
+    tiles of 32; the project's guard {guarded:.1%}.
+
+    alpha is still exp(-inf - -inf) for a row whose first blocks are masked whole; a causal mask
+    alone never has such a row.
+    """
     return {
         "causal": nan_share(BetaGuarded, 32),
         "window": nan_share(BetaGuarded, 32, window=40),
@@ -142,29 +152,37 @@ def beta_guard() -> Figures:
 
 @claim(
     "notebook",
-    criterion="no output is NaN under a sliding window of 40 keys with tiles of 32",
-    measured="{window:.1%} NaN",
-    because="The sum is NaN already, from exp(-inf - -inf) in the update; clamp(NaN) is NaN.",
     holds=lambda f: f["window"] == 0,
 )
 def clamped_sum() -> Figures:
-    """Clamping the row sum to the smallest normal number makes the final division safe."""
+    """Clamping the row sum to the smallest normal number makes the final division safe.
+
+    Holds if no output is NaN under a sliding window of 40 keys with tiles of 32.
+
+    Measured: {window:.1%} NaN.
+
+    The sum is NaN already, from exp(-inf - -inf) in the update; clamp(NaN) is NaN.
+    """
     return {"window": nan_share(SumClamped, 32, window=40)}
 
 
 @claim(
     "guide",
-    criterion="the result equals a mask of -inf to 1e-5, a row without a key does not return the "
-    "mean of all values, and -1e9 is finite in float16",
-    measured="causal difference {causal:.1e}; a row without a key returns the mean of all values, "
-    "off by {mean:.0e}; in float16 -1e9 is {half}",
-    because="Large, but a number: where everything is masked the masked scores are all alike, and "
-    "softmax averages them.",
     holds=lambda f: f["causal"] < 1e-5 and f["mean"] > 1e-3 and f["half"] != "-inf",
     only_if=("every row sees a key and scores are float32", lambda f: f["causal"] < 1e-5),
 )
 def minus_1e9() -> Figures:
-    """Masking with -1e9 inside the tile handles causal attention."""
+    """Masking with -1e9 inside the tile handles causal attention.
+
+    Holds if the result equals a mask of -inf to 1e-5, a row without a key does not return the
+    mean of all values, and -1e9 is finite in float16.
+
+    Measured: causal difference {causal:.1e}; a row without a key returns the mean of all
+    values, off by {mean:.0e}; in float16 -1e9 is {half}.
+
+    Large, but a number: where everything is masked the masked scores are all alike, and softmax
+    averages them.
+    """
     q, k, v = inputs(0, 1, 2, 128, 32)
     scores = q @ k.mT * 32**-0.5
     everything = torch.ones(128, 128)
@@ -180,12 +198,6 @@ def minus_1e9() -> Figures:
 
 @claim(
     "chapter",
-    criterion="of all pairs of a query tile and a key tile, only the first pair gets the right "
-    "mask",
-    measured="of {pairs} pairs {right} are right, {right_diagonal} of them on the diagonal; the "
-    "output is off by {error:.1f}, and changing a future value moves an output by {leak:.2f}",
-    because="On the diagonal, positions inside the tile give the same triangle as positions in the "
-    "sequence. All other tiles are wrong.",
     holds=lambda f: f["right"] == 1,
     only_if=(
         "the tile is off the diagonal",
@@ -193,7 +205,17 @@ def minus_1e9() -> Figures:
     ),
 )
 def mask_inside_the_tile() -> Figures:
-    """A causal mask from positions inside the tile is wrong at every tile after the first."""
+    """A causal mask from positions inside the tile is wrong at every tile after the first.
+
+    Holds if of all pairs of a query tile and a key tile, only the first pair gets the right
+    mask.
+
+    Measured: of {pairs} pairs {right} are right, {right_diagonal} of them on the diagonal; the
+    output is off by {error:.1f}, and changing a future value moves an output by {leak:.2f}.
+
+    On the diagonal, positions inside the tile give the same triangle as positions in the
+    sequence. All other tiles are wrong.
+    """
     q, k, v = inputs(0, 1, 2, 128, 32)
     inside, absolute = relative_keys(q, k, causal=True), visible_keys(q, k, causal=True)
     tiles = [slice(start, start + 32) for start in range(0, 128, 32)]

@@ -59,14 +59,6 @@ def through_the_loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @claim(
     "chapter, guide, deep dive",
-    criterion="bytes alive in the forward pass, and bytes kept for the backward pass, grow like "
-    "N^1.15 or less",
-    measured="the forward pass grows like N^{forward:.2f}. What is kept for the backward pass: "
-    "under plain autograd N^{autograd:.2f}, with the project's recomputing backward "
-    "N^{recomputing:.2f}, naive N^{naive:.2f}. At {longest:,} tokens plain autograd through the "
-    "loop (tiles of 64) keeps {kept:.1f} times what naive keeps",
-    because="Autograd keeps every tile. It takes a backward pass that computes them again from the "
-    "log-sum-exp.",
     holds=lambda f: max(f["forward"], f["autograd"]) <= 1.15,
     only_if=(
         "gradients are off, or the backward pass recomputes the tiles",
@@ -74,7 +66,19 @@ def through_the_loop(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ),
 )
 def linear_memory(lengths: tuple[int, ...] = (256, 512, 1024)) -> Figures:
-    """A tiled forward pass in plain PyTorch makes memory linear in the length."""
+    """A tiled forward pass in plain PyTorch makes memory linear in the length.
+
+    Holds if bytes alive in the forward pass, and bytes kept for the backward pass, grow like
+    N^1.15 or less.
+
+    Measured: the forward pass grows like N^{forward:.2f}. What is kept for the backward pass:
+    under plain autograd N^{autograd:.2f}, with the project's recomputing backward
+    N^{recomputing:.2f}, naive N^{naive:.2f}. At {longest:,} tokens plain autograd through the
+    loop (tiles of 64) keeps {kept:.1f} times what naive keeps.
+
+    Autograd keeps every tile. It takes a backward pass that computes them again from the
+    log-sum-exp.
+    """
     tiled = partial(attention, backend=get_backend("tiled", block_q=64, block_kv=64), causal=False)
     functions = {
         "autograd": through_the_loop,
@@ -96,9 +100,6 @@ def linear_memory(lengths: tuple[int, ...] = (256, 512, 1024)) -> Figures:
 
 @claim(
     "chapter",
-    criterion="the bytes alive above the inputs are fewer at every length tried, tiles of 64",
-    measured="tiled over naive, by length: {ratio:.2f}",
-    because="Up to the length of a tile there is nothing to save, and the state comes on top.",
     holds=lambda f: max(f["ratio"].values()) < 1,
     only_if=(
         "the sequence is longer than a tile",
@@ -106,7 +107,14 @@ def linear_memory(lengths: tuple[int, ...] = (256, 512, 1024)) -> Figures:
     ),
 )
 def less_memory_at_every_length() -> Figures:
-    """Tiled attention in plain PyTorch takes less memory than naive attention at every length."""
+    """Tiled attention in plain PyTorch takes less memory than naive attention at every length.
+
+    Holds if the bytes alive above the inputs are fewer at every length tried, tiles of 64.
+
+    Measured: tiled over naive, by length: {ratio:.2f}.
+
+    Up to the length of a tile there is nothing to save, and the state comes on top.
+    """
     ratio = {}
     for length in (32, 64, 128, 256, 512, 1024):
         qkv = inputs(0, 1, 2, length, 64)
@@ -127,17 +135,20 @@ def memory_rows(name: str) -> dict[int, Figures]:
 
 @claim(
     "chapter, guide",
-    criterion="the length at which it takes what naive takes at its last length is at least ten "
-    "times that length",
-    measured="on an H200 naive runs at {fits:,} tokens ({gib:.1f} GiB with backward) and fails at "
-    "{fails:,}; the Triton kernels take {triton_gib:.2f} GiB at {longest:,} and, growing like "
-    "N^{exponent:.2f}, would take naive's {gib:.1f} GiB at a length {factor:.0f} times naive's "
-    "last",
     holds=lambda f: f["factor"] >= 10,
     reads="memory_h200",
 )
 def wall_moves_out() -> Figures:
-    """Tiled attention moves the wall out by a factor of ten or more."""
+    """Tiled attention moves the wall out by a factor of ten or more.
+
+    Holds if the length at which it takes what naive takes at its last length is at least ten
+    times that length.
+
+    Measured: on an H200 naive runs at {fits:,} tokens ({gib:.1f} GiB with backward) and fails
+    at {fails:,}; the Triton kernels take {triton_gib:.2f} GiB at {longest:,} and, growing like
+    N^{exponent:.2f}, would take naive's {gib:.1f} GiB at a length {factor:.0f} times naive's
+    last.
+    """
     naive, triton = (
         {n: row.get("training_bytes") for n, row in memory_rows(name).items()}
         for name in ("naive", "triton")
@@ -169,29 +180,27 @@ def longest_rows(memory_gib: float) -> dict[str, Figures]:
 
 @claim(
     "chapter",
-    criterion="on an H200 held to 8 GiB the longest naive forward pass is shorter than 8,192 "
-    "tokens",
-    measured="longest forward pass: naive {naive_forward[max_seq_len]:,} tokens, the Triton "
-    "kernels {triton_forward[max_seq_len]:,}; forward and backward "
-    "{naive_training[max_seq_len]:,} and {triton_training[max_seq_len]:,}",
-    because="The project's naive keeps scores in float32, twice the bytes of the chapter's "
-    "float16.",
     holds=lambda f: f["naive_forward"]["max_seq_len"] < 8192,
     reads="longest_h200",
 )
 def wall_of_8_gigabytes_on_a_gpu() -> Figures:
     """With 8 GB, naive attention (2 sequences, 8 heads of 64, float16) is at its end by 8,192
     tokens.
+
+    Holds if on an H200 held to 8 GiB the longest naive forward pass is shorter than 8,192
+    tokens.
+
+    Measured: longest forward pass: naive {naive_forward[max_seq_len]:,} tokens, the Triton
+    kernels {triton_forward[max_seq_len]:,}; forward and backward
+    {naive_training[max_seq_len]:,} and {triton_training[max_seq_len]:,}.
+
+    The project's naive keeps scores in float32, twice the bytes of the chapter's float16.
     """
     return longest_rows(8)
 
 
 @claim(
     "guide",
-    criterion="the longest forward passes on an H200 held to 40 GiB are those within a factor of "
-    "1.5",
-    measured="naive {naive_forward[max_seq_len]:,} tokens, the Triton kernels "
-    "{triton_forward[max_seq_len]:,} (ended by {triton_forward[limited_by]})",
     holds=lambda f: (
         1 / 1.5 <= f["naive_forward"]["max_seq_len"] / 4096 <= 1.5
         and 1 / 1.5 <= f["triton_forward"]["max_seq_len"] / 65536 <= 1.5
@@ -199,7 +208,13 @@ def wall_of_8_gigabytes_on_a_gpu() -> Figures:
     reads="longest_h200",
 )
 def longest_on_40_gigabytes() -> Figures:
-    """On a card of 40 GB with 32 heads of 64 in float16, standard attention reaches 4,096 tokens
-    and flash attention 65,536.
+    """On a card of 40 GB with 32 heads of 64 in float16, standard attention reaches 4,096
+    tokens and flash attention 65,536.
+
+    Holds if the longest forward passes on an H200 held to 40 GiB are those within a factor of
+    1.5.
+
+    Measured: naive {naive_forward[max_seq_len]:,} tokens, the Triton kernels
+    {triton_forward[max_seq_len]:,} (ended by {triton_forward[limited_by]}).
     """
     return longest_rows(40)

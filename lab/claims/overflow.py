@@ -19,15 +19,18 @@ from lab.claims.inputs import exact, inputs, largest, over_seeds, run
 
 @claim(
     "chapter",
-    criterion="a row sum of exp(20) overflows within 131,072 keys",
-    measured="at a score of 20, {keys:,} keys sum to {row_sum:.1e}; overflow would take "
-    "{needed:.0e} keys. One score of 88.8 overflows alone: {one_key}",
-    because="exp(20) is 5e8. A single score above 88.72 breaks float32, not a sum.",
     holds=lambda f: math.isinf(f["row_sum"]),
 )
 def sums_of_tens(keys: int = 131072) -> Figures:
-    """Without the maximum, scores in the tens overflow float32 because the sum over several tiles
-    does.
+    """Without the maximum, scores in the tens overflow float32 because the sum over several
+    tiles does.
+
+    Holds if a row sum of exp(20) overflows within 131,072 keys.
+
+    Measured: at a score of 20, {keys:,} keys sum to {row_sum:.1e}; overflow would take
+    {needed:.0e} keys. One score of 88.8 overflows alone: {one_key}.
+
+    exp(20) is 5e8. A single score above 88.72 breaks float32, not a sum.
     """
     empty = NoMax.empty(torch.zeros(1, 1), dtype=torch.float32)
     state = empty
@@ -65,13 +68,7 @@ def float16_breaks_earlier(f: Figures) -> bool:
 
 @claim(
     "chapter",
-    criterion="at every size of the scores float16 breaks at the same tile as float32 or earlier, "
-    "at one size earlier, and at standard deviation 1 by the second tile",
-    measured="the first bad tile of 16 (from 0, 64 keys each), the share of bad rows (rows), and "
-    "the tile at which half of them have broken (half)",
     table="standard deviation of q and k",
-    because="It takes a score above 11.09 in float16 and above 88.72 in float32. Scores grow with "
-    "the square of that standard deviation; ordinary random inputs reach neither limit.",
     holds=lambda f: float16_breaks_earlier(f) and f["float16"]["1"] in (0, 1),
     only_if=(
         "q and k have a standard deviation of 1.5 or more",
@@ -81,7 +78,17 @@ def float16_breaks_earlier(f: Figures) -> bool:
 def overflow_by_dtype(
     length: int = 1024, stds: tuple[float, ...] = (1, 1.5, 2, 3, 4, 5, 6)
 ) -> Figures:
-    """Without the maximum, float16 overflows in the first tile or two, earlier than float32."""
+    """Without the maximum, float16 overflows in the first tile or two, earlier than float32.
+
+    Holds if at every size of the scores float16 breaks at the same tile as float32 or earlier,
+    at one size earlier, and at standard deviation 1 by the second tile.
+
+    Measured: the first bad tile of 16 (from 0, 64 keys each), the share of bad rows (rows), and
+    the tile at which half of them have broken (half).
+
+    It takes a score above 11.09 in float16 and above 88.72 in float32. Scores grow with the
+    square of that standard deviation; ordinary random inputs reach neither limit.
+    """
     figures: Figures = {}
     for dtype in (torch.float16, torch.float32):
         name = str(dtype).removeprefix("torch.")
@@ -98,16 +105,20 @@ def overflow_by_dtype(
 
 @claim(
     "chapter",
-    criterion="every row that overflows ends as NaN, over float16 inputs with all scores equal "
-    "(1,024 keys) and random ones",
-    measured="all scores 5: {at_5}; 8: {at_8}; 11: {at_11}; random of standard deviation 3: "
-    "{random}",
-    because="A sum that overflows alone makes finite / inf = 0, an output that overflows alone "
-    "makes inf. A detector of NaN misses the zeros.",
     holds=lambda f: f["only_nan"],
 )
 def overflow_gives_nan(length: int = 1024) -> Figures:
-    """When attention without the maximum overflows, the result is NaN."""
+    """When attention without the maximum overflows, the result is NaN.
+
+    Holds if every row that overflows ends as NaN, over float16 inputs with all scores equal
+    (1,024 keys) and random ones.
+
+    Measured: all scores 5: {at_5}; 8: {at_8}; 11: {at_11}; random of standard deviation 3:
+    {random}.
+
+    A sum that overflows alone makes finite / inf = 0, an output that overflows alone makes inf.
+    A detector of NaN misses the zeros.
+    """
     backend = get_backend("no_max", block_q=length, block_kv=64, softmax_dtype="input")
 
     def shares(q: Tensor, k: Tensor, v: Tensor) -> Figures:
@@ -127,15 +138,19 @@ def overflow_gives_nan(length: int = 1024) -> Figures:
 
 @claim(
     "chapter",
-    criterion="the largest error is at least 0.1 at scores of standard deviation 1",
-    measured="{normal:.1e} at ordinary scores; with every score at -100 {at_100:.1e}, at -110 "
-    "{at_110}",
-    because="Zero is a legal shift like any other. It fails only where all scores of a row lie so "
-    "far below zero that exp() underflows.",
     holds=lambda f: f["normal"]["max"] >= 0.1,
 )
 def maximum_from_zero(seeds: int = 5) -> Figures:
-    """A running maximum that starts at 0 instead of -inf gives errors of 1e-1 or more."""
+    """A running maximum that starts at 0 instead of -inf gives errors of 1e-1 or more.
+
+    Holds if the largest error is at least 0.1 at scores of standard deviation 1.
+
+    Measured: {normal:.1e} at ordinary scores; with every score at -100 {at_100:.1e}, at -110
+    {at_110}.
+
+    Zero is a legal shift like any other. It fails only where all scores of a row lie so far
+    below zero that exp() underflows.
+    """
 
     def error(q: Tensor, k: Tensor, v: Tensor) -> float:
         return largest(run("zero_init_max", q, k, v, block=32) - exact(q, k, v))
@@ -150,15 +165,19 @@ def maximum_from_zero(seeds: int = 5) -> Figures:
 
 @claim(
     "deep dive",
-    criterion="it overflows whatever its dtype",
-    measured="{length:,} equal scores and values of 32 give {acc}; the bound is N * max|v|",
-    because="The weights are at most 1 each. float32 never reaches the bound, which is why "
-    "FlashAttention-2 normalises once, at the end.",
     holds=lambda f: set(f["acc"].values()) == {"inf"},
     only_if=("the accumulator is float16", lambda f: f["acc"]["float16"] == "inf"),
 )
 def unnormalised_accumulator(length: int = 4096) -> Figures:
-    """An accumulator kept unnormalised grows and risks overflow."""
+    """An accumulator kept unnormalised grows and risks overflow.
+
+    Holds if it overflows whatever its dtype.
+
+    Measured: {length:,} equal scores and values of 32 give {acc}; the bound is N * max|v|.
+
+    The weights are at most 1 each. float32 never reaches the bound, which is why
+    FlashAttention-2 normalises once, at the end.
+    """
     acc = {}
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         scores = torch.zeros(1, length, dtype=dtype)
@@ -173,18 +192,22 @@ def unnormalised_accumulator(length: int = 4096) -> Figures:
 
 @claim(
     "deep dive",
-    criterion="at d = 128 the mean largest weight exceeds 0.5, and the gradient of the scores "
-    "(median over rows of its norm) falls below a tenth",
-    measured="largest weight {weight:.2f}, from {weight_scaled:.2f}; gradient norm {gradient:.3f}, "
-    "from {gradient_scaled:.3f}; rows whose gradient is below a tenth of the scaled one: "
-    "{vanished:.0%}",
-    because="A flat softmax over many keys has small gradients as well: 1 / N a key. They vanish "
-    "in saturated rows; in the others a few keys take all of the gradient.",
     holds=lambda f: f["weight"] > 0.5 and f["gradient"] < f["gradient_scaled"] / 10,
     only_if=("the row is saturated", lambda f: f["weight"] > 0.5 and f["vanished"] > 0.01),
 )
 def gradients_without_the_scale(length: int = 512) -> Figures:
-    """Without 1 / sqrt(d) the softmax is nearly one-hot and its gradients vanish."""
+    """Without 1 / sqrt(d) the softmax is nearly one-hot and its gradients vanish.
+
+    Holds if at d = 128 the mean largest weight exceeds 0.5, and the gradient of the scores
+    (median over rows of its norm) falls below a tenth.
+
+    Measured: largest weight {weight:.2f}, from {weight_scaled:.2f}; gradient norm
+    {gradient:.3f}, from {gradient_scaled:.3f}; rows whose gradient is below a tenth of the
+    scaled one: {vanished:.0%}.
+
+    A flat softmax over many keys has small gradients as well: 1 / N a key. They vanish in
+    saturated rows; in the others a few keys take all of the gradient.
+    """
     q, k, _ = inputs(0, 1, 4, length, 128)
     raw = q @ k.mT
     d_weights = torch.randn(raw.shape, generator=torch.Generator().manual_seed(1))

@@ -65,17 +65,17 @@ def figures_of(claim: Claim) -> Figures:
 def describe(claim: Claim, figures: Figures) -> str:
     """The claim as a section of the page."""
     verdict = claim.verdict(figures)
-    measured = sentence(f"{claim.measured}. {claim.because}".rstrip(), figures)
+    says, criterion, *words = claim.words
+    measured = sentence(" ".join(words).removeprefix("Measured: "), figures)
     source = f" (`results/{claim.reads}.json`)" if claim.reads else ""
     parts = [
-        f"### {claim.says}",
+        f"### {says}",
         f"**{verdict[0].upper()}{verdict[1:]}.** Measured{source}: {measured}",
     ]
     if claim.table:
         parts.append(table_of(claim, figures))
     parts.append(
-        f"Claimed by: {claim.documents}. Holds if {claim.criterion}. "
-        f"`python -m lab.claims run={claim.name}`"
+        f"Claimed by: {claim.documents}. {criterion} `python -m lab.claims run={claim.name}`"
     )
     return "\n\n".join(parts)
 

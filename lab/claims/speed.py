@@ -39,13 +39,6 @@ def milliseconds(function: Callable[[], object], repeats: int) -> Figures:
 
 @claim(
     "chapter",
-    criterion="at 256 tokens naive is faster than the loop with tiles of 64, which makes more than "
-    "ten times as many operator calls",
-    measured="at 256 tokens naive makes {naive_calls} operator calls in {naive:.1f} ms, the loop "
-    "{tiled_calls} in {tiled:.1f} ms; at 4,096 tokens {naive_calls_4096} and {tiled_calls_4096:,} "
-    "calls, {a_tile:.0f} a tile (4 heads of 64, one CPU thread)",
-    because="Each call has its price, on a GPU at least a kernel launch, and its operands make the "
-    "trip to memory and back.",
     holds=lambda f: (
         f["naive"]["median"] < f["tiled"]["median"] and f["tiled_calls"] > 10 * f["naive_calls"]
     ),
@@ -53,6 +46,16 @@ def milliseconds(function: Callable[[], object], repeats: int) -> Figures:
 def small_calls(repeats: int = 20) -> Figures:
     """Below some length naive attention is faster, because it is a few large products while the
     tiled loop pays for many small calls.
+
+    Holds if at 256 tokens naive is faster than the loop with tiles of 64, which makes more than
+    ten times as many operator calls.
+
+    Measured: at 256 tokens naive makes {naive_calls} operator calls in {naive:.1f} ms, the loop
+    {tiled_calls} in {tiled:.1f} ms; at 4,096 tokens {naive_calls_4096} and {tiled_calls_4096:,}
+    calls, {a_tile:.0f} a tile (4 heads of 64, one CPU thread).
+
+    Each call has its price, on a GPU at least a kernel launch, and its operands make the trip
+    to memory and back.
     """
     figures: Figures = {}
     for length, suffix in ((256, ""), (4096, "_4096")):
@@ -72,11 +75,7 @@ def small_calls(repeats: int = 20) -> Figures:
 
 @claim(
     "chapter, notebook",
-    criterion="with tiles of 64 it takes at most 1.2 times naive's time at 2,048 tokens and less "
-    "than naive's at 4,096 (fastest call of each, as the machine is shared)",
-    measured="ms on one CPU thread (4 heads of 64)",
     table="tokens",
-    because="The size of the tile decides: how much work one call does.",
     holds=lambda f: (
         f["tiles_64"]["2048"]["min"] <= 1.2 * f["naive"]["2048"]["min"]
         and f["tiles_64"]["4096"]["min"] < f["naive"]["4096"]["min"]
@@ -92,6 +91,13 @@ def small_calls(repeats: int = 20) -> Figures:
 def tiled_speed_on_a_cpu(repeats: int = 4) -> Figures:
     """Tiled attention in plain PyTorch is about as fast as naive attention at 2,048 tokens and
     faster beyond (tiles of 64).
+
+    Holds if with tiles of 64 it takes at most 1.2 times naive's time at 2,048 tokens and less
+    than naive's at 4,096 (fastest call of each, as the machine is shared).
+
+    Measured: ms on one CPU thread (4 heads of 64).
+
+    The size of the tile decides: how much work one call does.
     """
     figures: Figures = {"naive": {}, "tiles_64": {}, "tiles_256": {}, "tiles_1024": {}}
     for length in (1024, 2048, 4096):
@@ -105,11 +111,7 @@ def tiled_speed_on_a_cpu(repeats: int = 4) -> Figures:
 
 @claim(
     "chapter, notebook",
-    criterion="with tiles of 64 its forward pass is no slower than 1.2 times naive at 2,048 tokens "
-    "and faster at 8,192",
-    measured="ms on an H200 (2 sequences, 8 heads of 64, float16, not causal)",
     table="tokens",
-    because="Each call of each tile is a kernel launch. Speed comes from fusing them into one.",
     holds=lambda f: (
         f["tiles_64"]["2048"] <= 1.2 * f["naive"]["2048"]
         and f["tiles_64"]["8192"] < f["naive"]["8192"]
@@ -123,6 +125,13 @@ def tiled_speed_on_a_cpu(repeats: int = 4) -> Figures:
 def tiled_speed_on_a_gpu() -> Figures:
     """On a GPU as well, tiled attention in plain PyTorch (tiles of 64) is as fast as naive
     attention at 2,048 tokens and faster beyond.
+
+    Holds if with tiles of 64 its forward pass is no slower than 1.2 times naive at 2,048 tokens
+    and faster at 8,192.
+
+    Measured: ms on an H200 (2 sequences, 8 heads of 64, float16, not causal).
+
+    Each call of each tile is a kernel launch. Speed comes from fusing them into one.
     """
     figures: Figures = {}
     for row in load("tile_speed_h200")["rows"]:
@@ -135,17 +144,21 @@ def tiled_speed_on_a_gpu() -> Figures:
 
 @claim(
     "chapter, guide, deep dive",
-    criterion="at 16,384 tokens on an H200 it stays below a tenth of the chip's matrix rate, and a "
-    "fused kernel on the same inputs exceeds a third",
-    measured="naive reaches {naive:.1f} TFLOP/s of 989, the Triton kernels {triton:.0f}, PyTorch's "
-    "flash kernel {sdpa:.0f}",
-    because="The arithmetic is the same, so the traffic makes the difference. (Causal: naive "
-    "computes the masked half as well.)",
     holds=lambda f: f["naive"] < 989 / 10 and f["triton"] > 989 / 3,
     reads="memory_h200",
 )
 def bound_by_memory() -> Figures:
-    """Standard attention is bound by memory, not by arithmetic."""
+    """Standard attention is bound by memory, not by arithmetic.
+
+    Holds if at 16,384 tokens on an H200 it stays below a tenth of the chip's matrix rate, and a
+    fused kernel on the same inputs exceeds a third.
+
+    Measured: naive reaches {naive:.1f} TFLOP/s of 989, the Triton kernels {triton:.0f},
+    PyTorch's flash kernel {sdpa:.0f}.
+
+    The arithmetic is the same, so the traffic makes the difference. (Causal: naive computes the
+    masked half as well.)
+    """
     return {
         name: memory_rows(name)[16384]["forward_tflops"] for name in ("naive", "triton", "sdpa")
     }
@@ -153,15 +166,18 @@ def bound_by_memory() -> Figures:
 
 @claim(
     "notebook, chapter, guide",
-    criterion="on an H200 at 16,384 tokens the Triton kernel is at least 10 times faster than the "
-    "same tiling in PyTorch calls",
-    measured="forward {triton:.2f} ms against {tiled:.1f} ms for tiles of 2,048 and {naive:.0f} ms "
-    "naive: {times:.0f} times faster than tiled",
     holds=lambda f: f["times"] >= 10,
     reads="memory_h200",
 )
 def fusion() -> Figures:
-    """The speed comes from fusing the steps into one kernel."""
+    """The speed comes from fusing the steps into one kernel.
+
+    Holds if on an H200 at 16,384 tokens the Triton kernel is at least 10 times faster than the
+    same tiling in PyTorch calls.
+
+    Measured: forward {triton:.2f} ms against {tiled:.1f} ms for tiles of 2,048 and {naive:.0f}
+    ms naive: {times:.0f} times faster than tiled.
+    """
     names = ("triton", "tiled", "naive")
     figures = {name: 1e3 * memory_rows(name)[16384]["forward_seconds"] for name in names}
     return figures | {"times": figures["tiled"] / figures["triton"]}

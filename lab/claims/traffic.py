@@ -11,7 +11,7 @@ from attention import attention, get_backend
 from attention.online_softmax import OnlineSoftmax
 from lab.claims.claim import Figures, claim, growth
 from lab.claims.inputs import CHAPTER_SHAPE, exact, inputs, largest, relative, run
-from training.traffic import printed_fused, printed_naive, visited_keys
+from training.traffic import Call, printed_fused, printed_naive, visited_keys
 
 
 def reread_keys(length: int, head_dim: int, block_q: int, block_kv: int) -> int:
@@ -35,28 +35,27 @@ def kv_outer_traffic(length: int, head_dim: int, block_kv: int) -> int:
 
 @claim(
     "guide, deep dive",
-    criterion="the counted traffic is within 1.5 times 4 N d, and linear in N",
-    measured="at 4,096 tokens of 64, tiles of 128 queries: {times:.0f} times 4 N d; it grows like "
-    "N^{exponent:.2f}",
-    because="Every tile of queries reads k and v again. The traffic is quadratic, divided by the "
-    "size of a tile.",
     holds=lambda f: f["times"] <= 1.5 and f["exponent"] < 1.15,
 )
 def traffic_is_linear(lengths: tuple[int, ...] = (1024, 2048, 4096)) -> Figures:
-    """Flash attention reads Q, K and V once and writes the output once: 4 N d elements."""
+    """Flash attention reads Q, K and V once and writes the output once: 4 N d elements.
+
+    Holds if the counted traffic is within 1.5 times 4 N d, and linear in N.
+
+    Measured: at 4,096 tokens of 64, tiles of 128 queries: {times:.0f} times 4 N d; it grows
+    like N^{exponent:.2f}.
+
+    Every tile of queries reads k and v again. The traffic is quadratic, divided by the size of
+    a tile.
+    """
     elements = {length: tiled_traffic(length, 64, 128, 64) for length in lengths}
     longest = max(lengths)
-    times = elements[longest] / printed_fused(1, 1, longest, 64, element=1).bytes
+    times = elements[longest] / printed_fused(Call(1, 1, longest, 64, element=1)).bytes
     return {"times": times, "exponent": growth(elements)}
 
 
 @claim(
     "guide",
-    criterion="the counted traffic of the forward pass is 8 to 10 times less than that of three "
-    "kernels",
-    measured="at 4,096 tokens: {times} times less, by head dim and queries of a tile",
-    because="The paper's 9 is for GPT-2 medium, forward and backward together. The factor is the "
-    "tile's: about twice its queries over d.",
     holds=lambda f: all(8 <= times <= 10 for times in f["times"].values()),
     only_if=(
         "the tile happens to have the right size for the head dim",
@@ -64,10 +63,19 @@ def traffic_is_linear(lengths: tuple[int, ...] = (1024, 2048, 4096)) -> Figures:
     ),
 )
 def nine_times_less(length: int = 4096) -> Figures:
-    """Tiling and fusion cut the traffic to memory by 9."""
+    """Tiling and fusion cut the traffic to memory by 9.
+
+    Holds if the counted traffic of the forward pass is 8 to 10 times less than that of three
+    kernels.
+
+    Measured: at 4,096 tokens: {times} times less, by head dim and queries of a tile.
+
+    The paper's 9 is for GPT-2 medium, forward and backward together. The factor is the tile's:
+    about twice its queries over d.
+    """
     times = {}
     for head_dim, block_q in ((64, 64), (64, 128), (64, 256), (64, 512), (128, 128)):
-        standard = printed_naive(1, 1, length, head_dim, element=1).bytes
+        standard = printed_naive(Call(1, 1, length, head_dim, element=1)).bytes
         tiled = tiled_traffic(length, head_dim, block_q, 128)
         times[f"d {head_dim}, {block_q} queries"] = standard / tiled
     return {"times": times}
@@ -75,16 +83,19 @@ def nine_times_less(length: int = 4096) -> Figures:
 
 @claim(
     "deep dive",
-    criterion="with tiles that fill a fixed M, doubling d doubles the traffic (exponent of d "
-    "between 0.8 and 1.2)",
-    measured="the traffic grows like d^{exponent:.2f}",
-    because="It is N^2 d^2 / M: a larger d also makes the tiles smaller.",
     holds=lambda f: 0.8 <= f["exponent"] <= 1.2,
 )
 def traffic_in_d(length: int = 2048) -> Figures:
     # tiles of q, k, v and out fill as many elements as tiles of 32 at d = 128
-    """The accesses to memory of FlashAttention grow like N^2 d / M, M being the size of the fast
-    memory.
+    """The accesses to memory of FlashAttention grow like N^2 d / M, M being the size of the
+    fast memory.
+
+    Holds if with tiles that fill a fixed M, doubling d doubles the traffic (exponent of d
+    between 0.8 and 1.2).
+
+    Measured: the traffic grows like d^{exponent:.2f}.
+
+    It is N^2 d^2 / M: a larger d also makes the tiles smaller.
     """
     block = {head_dim: 32 * 128 // head_dim for head_dim in (32, 64, 128)}
     reread = {d: reread_keys(length, d, block[d], block[d]) for d in block}
@@ -93,16 +104,19 @@ def traffic_in_d(length: int = 2048) -> Figures:
 
 @claim(
     "deep dive",
-    criterion="with keys outer fewer elements move",
-    measured="at 2,048 tokens of 64 and tiles of 64: {queries:,} elements with queries outer, "
-    "{keys:,} with keys outer; outputs differ by {difference:.0e}",
-    because="With keys outer, q, the output and the statistics go in and out once for every tile "
-    "of keys. FlashAttention-2 turned the loops.",
     holds=lambda f: f["keys"] < f["queries"],
 )
 def order_of_the_loops(length: int = 2048) -> Figures:
-    """Keys in the outer loop is the right order, because it reads K and V only once; queries outer
-    is a pitfall.
+    """Keys in the outer loop is the right order, because it reads K and V only once; queries
+    outer is a pitfall.
+
+    Holds if with keys outer fewer elements move.
+
+    Measured: at 2,048 tokens of 64 and tiles of 64: {queries:,} elements with queries outer,
+    {keys:,} with keys outer; outputs differ by {difference:.0e}.
+
+    With keys outer, q, the output and the statistics go in and out once for every tile of keys.
+    FlashAttention-2 turned the loops.
     """
     qkv = inputs(0, *CHAPTER_SHAPE)
     return {
@@ -114,17 +128,19 @@ def order_of_the_loops(length: int = 2048) -> Figures:
 
 @claim(
     "deep dive",
-    criterion="two such blocks that update a row at the same time leave the right output",
-    measured="when each of two blocks reads the state before the other has written it, the "
-    "relative error is {error:.2f}",
-    because="Both update the same rows, so the last to write wins. FlashAttention-1 keeps that "
-    "loop inside one thread block; splits over the keys need a merge at the end (here "
-    "{merged:.0e}).",
     holds=lambda f: f["error"] < 1e-3,
 )
 def grid_over_keys() -> Figures:
-    """On a GPU the loop over K/V blocks becomes the grid: one thread block for each, looping over
-    the queries and updating the output.
+    """On a GPU the loop over K/V blocks becomes the grid: one thread block for each, looping
+    over the queries and updating the output.
+
+    Holds if two such blocks that update a row at the same time leave the right output.
+
+    Measured: when each of two blocks reads the state before the other has written it, the
+    relative error is {error:.2f}.
+
+    Both update the same rows, so the last to write wins. FlashAttention-1 keeps that loop
+    inside one thread block; splits over the keys need a merge at the end (here {merged:.0e}).
     """
     q, k, v = inputs(0, *CHAPTER_SHAPE)
     truth = exact(q, k, v)
@@ -141,17 +157,20 @@ def grid_over_keys() -> Figures:
 
 @claim(
     "guide, deep dive",
-    criterion="matrix products and rescaling together, forward and backward, are 1.8 to 2.2 times "
-    "naive's",
-    measured="forward {forward:.2f} times, of which rescaling {rescaling:.1%} (tiles of 64); "
-    "forward and backward {training:.2f} times",
-    because="The forward products are the same. The backward computes the scores once more: seven "
-    "products instead of six.",
     holds=lambda f: 1.8 <= f["training"] <= 2.2,
 )
 def twice_the_arithmetic(length: int = 512) -> Figures:
-    """Flash attention does more arithmetic than standard attention; the guide says twice as much,
-    for the bookkeeping of the softmax.
+    """Flash attention does more arithmetic than standard attention; the guide says twice as
+    much, for the bookkeeping of the softmax.
+
+    Holds if matrix products and rescaling together, forward and backward, are 1.8 to 2.2 times
+    naive's.
+
+    Measured: forward {forward:.2f} times, of which rescaling {rescaling:.1%} (tiles of 64);
+    forward and backward {training:.2f} times.
+
+    The forward products are the same. The backward computes the scores once more: seven
+    products instead of six.
     """
     q, k, v = (x.requires_grad_() for x in inputs(0, 1, 2, length, 64))
 

@@ -23,16 +23,18 @@ def mean_curve(runs: list[Figures], column: str) -> dict[int, float]:
 
 @claim(
     "chapter",
-    criterion="the difference of the curves (rms) is no larger than that between two of PyTorch's "
-    "own kernels",
-    measured="rms difference in nats: naive and tiled {ours:.5f}, PyTorch's kernels among "
-    "themselves {theirs:.5f} ({steps} steps, H200)",
     holds=lambda f: f["ours"]["max"] <= f["theirs"]["max"],
     reads="paired_curves",
 )
 def two_hundred_steps() -> Figures:
-    """Two hundred steps of a GPT from one seed give loss curves that cannot be told apart, naive or
-    tiled.
+    """Two hundred steps of a GPT from one seed give loss curves that cannot be told apart,
+    naive or tiled.
+
+    Holds if the difference of the curves (rms) is no larger than that between two of PyTorch's
+    own kernels.
+
+    Measured: rms difference in nats: naive and tiled {ours:.5f}, PyTorch's kernels among
+    themselves {theirs:.5f} ({steps} steps, H200).
     """
     runs = runs_of("paired_curves")
     pairs = [(a, b) for a, b in combinations(runs, 2) if a["seed"] == b["seed"]]
@@ -50,18 +52,22 @@ def two_hundred_steps() -> Figures:
 
 @claim(
     "chapter",
-    criterion="its own held-out loss is higher than exact attention's, by more than 0.05 nats, at "
-    "every evaluation",
-    measured="a GPT-2-sized model, no_rescale minus exact, nats by step: {gap:+.3f} (means of "
-    "{seeds} seeds, H200)",
-    because="The broken attention can be trained like any other. Whether its curve lies above the "
-    "exact one depends on the length of the run, so one look at a curve tells nothing.",
     holds=lambda f: min(f["gap"].values()) > 0.05,
     only_if=("the run is long enough", lambda f: [*f["gap"].values()][-1] > 0.05),
     reads="headline_h200",
 )
 def no_rescale_converges_worse() -> Figures:
-    """A GPT trained without the rescaling converges to a clearly worse loss."""
+    """A GPT trained without the rescaling converges to a clearly worse loss.
+
+    Holds if its own held-out loss is higher than exact attention's, by more than 0.05 nats, at
+    every evaluation.
+
+    Measured: a GPT-2-sized model, no_rescale minus exact, nats by step: {gap:+.3f} (means of
+    {seeds} seeds, H200).
+
+    The broken attention can be trained like any other. Whether its curve lies above the exact
+    one depends on the length of the run, so one look at a curve tells nothing.
+    """
     runs = runs_of("headline_h200", attention="no_rescale", dtype="bfloat16")
     references = runs_of("headline_h200", attention="triton", dtype="bfloat16")
     broken, exact = (mean_curve(each, "val/loss") for each in (runs, references))
@@ -72,18 +78,21 @@ def no_rescale_converges_worse() -> Figures:
 
 @claim(
     "chapter",
-    criterion="the same weights under exact attention are more than 1 nat worse than under their "
-    "own",
-    measured="held-out loss at step {step}: {own:.3f} under its own attention, {exact:.3f} under "
-    "exact attention; a model trained with exact attention {reference:.3f}",
-    because="The weights are fitted to the broken kernel and to its tile size. Always evaluate "
-    "under another kernel.",
     holds=lambda f: f["exact"] - f["own"] > 1,
     reads="headline_h200",
 )
 def no_rescale_under_exact_attention() -> Figures:
     """A GPT trained without the rescaling looks right, and only a comparison with the reference
     shows what is wrong.
+
+    Holds if the same weights under exact attention are more than 1 nat worse than under their
+    own.
+
+    Measured: held-out loss at step {step}: {own:.3f} under its own attention, {exact:.3f} under
+    exact attention; a model trained with exact attention {reference:.3f}.
+
+    The weights are fitted to the broken kernel and to its tile size. Always evaluate under
+    another kernel.
     """
     broken = runs_of("headline_h200", attention="no_rescale", dtype="bfloat16")
     reference = runs_of("headline_h200", attention="triton", dtype="bfloat16")
@@ -98,14 +107,6 @@ def no_rescale_under_exact_attention() -> Figures:
 
 @claim(
     "chapter",
-    criterion="every float16 run and every float32 run leaves the finite range within 1,000 steps",
-    measured="float16: {float16} of {float16_runs} runs died, at steps {float16_steps}; float32: "
-    "{float32} of {float32_runs}, largest score {float32_score:.0f} of 88.72; its held-out loss is "
-    "{difference:+.4f} nats from exact attention's",
-    because="Scores of a small model pass 11.09 in the first hundreds of steps and stay below "
-    "88.72. In a GPT-2-sized one bfloat16, whose exponential ends where float32's does, died at "
-    "steps {large_steps}; on a sharper task float32 dies in a small one too: last_write at steps "
-    "{last_write_steps}.",
     holds=lambda f: f["float16"] == f["float16_runs"] and f["float32"] == f["float32_runs"],
     only_if=(
         "it is float16, or the scores grow to 88",
@@ -114,7 +115,19 @@ def no_rescale_under_exact_attention() -> Figures:
     reads="defects_text",
 )
 def no_max_in_training() -> Figures:
-    """Without the maximum, float16 training dies almost at once and float32 a little later."""
+    """Without the maximum, float16 training dies almost at once and float32 a little later.
+
+    Holds if every float16 run and every float32 run leaves the finite range within 1,000 steps.
+
+    Measured: float16: {float16} of {float16_runs} runs died, at steps {float16_steps}; float32:
+    {float32} of {float32_runs}, largest score {float32_score:.0f} of 88.72; its held-out loss
+    is {difference:+.4f} nats from exact attention's.
+
+    Scores of a small model pass 11.09 in the first hundreds of steps and stay below 88.72. In a
+    GPT-2-sized one bfloat16, whose exponential ends where float32's does, died at steps
+    {large_steps}; on a sharper task float32 dies in a small one too: last_write at steps
+    {last_write_steps}.
+    """
     runs = {
         dtype: runs_of("defects_text", attention="no_max", dtype=dtype)
         for dtype in ("float16", "float32")

@@ -3,11 +3,8 @@
     python train.py experiment=bf16_accumulators hydra.sweep.dir=multirun/bf16
     python -m lab.findings.bf16_accumulators multirun/bf16 out=results/bf16_accumulators.json
 
-The arguments of the second are runs, or folders of them, and
-
-    sequences  held-out sequences, of which each gives a gradient (64)
-    device     auto, cpu or cuda (auto)
-    out        the JSON file to write; the figure stands beside it
+The arguments of the second are runs, or folders of them, and out= the JSON file to write; the
+figure stands beside it.
 
 arXiv:2510.04212 traces a failure of low-precision training to flash attention: rounding errors of
 its output are a bias, and enter the backward pass through delta = rowsum(d_out * out). Its code
@@ -20,7 +17,7 @@ attention in bfloat16 inside a float32 model, with these options:
 Dimensions: B sequences, H heads, N queries, M keys, D head dim.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -38,22 +35,27 @@ from lab.findings.captured import (
     Weights,
     called,
     capture,
-    completed_runs,
-    curves,
     in_bfloat16,
     relative,
     weights_of,
 )
-from scripts.arguments import Device, check_at_least, command
-from scripts.drawing import for_both_papers, new_figure, save_figure
-from scripts.tables import Row, grouped, mean_and_deviation, text_table
-from training.device import pick_device
-from training.environment import measured_on
-from training.files import check_writable, write_json
+from lab.findings.finding import (
+    OWN,
+    apart,
+    completed_runs,
+    curves,
+    finding,
+    finish,
+    losses,
+    plot_groups,
+)
+from scripts.drawing import new_figure
+from scripts.tables import Cell, Row, by, mean, spread, table
 
 NARROW, DELTA = ("neither", "out", "sums", "both"), ("rounded", "exact")
 RELATIVE = ("out", "dq", "dk", "dv")  # errors beside the size of the tensor
 REPEATED = (0, 0.1, 0.5, 0.9)  # shares of keys
+SEQUENCES = 64  # held out, of which each gives a gradient
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -110,44 +112,27 @@ BACKEND = Backend(
 )
 
 
-@dataclass
-class Options:
-    paths: list[Path]
-    sequences: int = 64
-    device: Device = "auto"
-    out: Path = Path("bf16_accumulators.json")
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 2, "sequences")
-
-
-@command("bf16_accumulators", Options)
-def main(options: Options) -> None:
-    check_writable(options.out)
-    torch.set_num_threads(1)  # the tiles are small: threads would only wait for one another
-    device = pick_device(options.device)
+@finding
+def main(paths: list[Path], device: torch.device) -> Row:
     training, calls, gradients = [], [], []
-    for run, summary in completed_runs(options.paths).items():
+    for run, summary in completed_runs(paths).items():
         chosen = {name: summary["options"][name] for name in ("narrow", "delta")}
-        training.append({"seed": summary["seed"]} | chosen | {"curves": curves(run, "val/loss")})
+        training.append({"seed": summary["seed"]} | chosen | {"curves": curves(run, OWN)})
         if chosen == {"narrow": "neither", "delta": "exact"}:
-            weights = weights_of(run, options.sequences, device)
+            weights = weights_of(run, SEQUENCES, device)
             for layer, each in enumerate(capture(weights, get_backend("tiled"))):
                 case = {"seed": summary["seed"], "layer": layer, "ties": maxima_that_tie(each)}
                 calls += [case | row for row in errors_of_calls(each)]
             gradients += [{"seed": summary["seed"]} | row for row in errors_of_gradients(weights)]
     if not gradients:
         raise ValueError("no run has narrow=neither delta=exact, whose weights are asked")
-    found = {"calls": calls, "gradients": gradients, "training": training}
-    found["repeated"] = [
+    repeated = [
         row
         for share, seed in product(REPEATED, range(3))
         for row in errors_where_repeated(share, seed, device)
     ]
-    print(in_text(found))
-    about = {"environment": measured_on(device), "sequences": options.sequences}
-    write_json(options.out, about | found)
-    draw(found, options)
+    found = {"calls": calls, "gradients": gradients, "training": training, "repeated": repeated}
+    return {"sequences": SEQUENCES} | found
 
 
 def variants() -> dict[tuple[str, str], Backend]:
@@ -255,64 +240,49 @@ def errors_where_repeated(share: float, seed: int, device: torch.device) -> list
 
 def in_text(found: Row) -> str:
     """A line for each variant: means over layers and seeds."""
-    table = [["narrow, delta", "out", "dq", "dk", "dv", "gradient", "coherence", "loss"]]
-    for variant in product(NARROW, DELTA):
-        calls, gradients, training = (
-            [row for row in found[name] if (row["narrow"], row["delta"]) == variant]
-            for name in ("calls", "gradients", "training")
-        )
-        cells = [f"{fmean(row[name] for row in calls):.1e}" for name in RELATIVE]
-        cells.append(f"{fmean(row['error'] for row in gradients):.1e}")
-        cells.append(mean_and_deviation([row["coherence"] for row in gradients], "{:.2f}"))
-        losses = [row["curves"]["val/loss"][-1] for row in training]
-        cells.append(mean_and_deviation(losses, "{:.4f}"))
-        table.append([", ".join(variant), *cells])
-    repeated = [["repeated token", *NARROW]]
-    for share, group in grouped(found["repeated"], lambda row: row["share"]).items():
-        cells = []
-        for rows in grouped(group, lambda row: row["narrow"]).values():
-            error, coherent = (
-                fmean(row[name] for row in rows) for name in ("out", "out_coherence")
-            )
-            cells.append(f"{error:.1e} ({coherent:.1f})")
-        repeated.append([f"{share:.0%}", *cells])
-    return f"{text_table(table)}\n\n{text_table(repeated)}"
+    training = [row | {"loss": row["curves"][OWN][-1]} for row in found["training"]]
+    variants = by([*found["calls"], *found["gradients"], *training], "narrow", "delta")
+    columns = {name: mean(name) for name in RELATIVE} | {"gradient": mean("error")}
+    columns |= {"coherence": spread("coherence", "{:.2f}"), "loss": spread("loss", "{:.4f}")}
+    shares = {f"{share:.0%}": rows for share, rows in by(found["repeated"], "share").items()}
+
+    def repeated(narrow: str) -> Cell:
+        def cell(rows: list[Row]) -> str:
+            own = by(rows, "narrow")[narrow]
+            return f"{mean('out')(own)} ({fmean(row['out_coherence'] for row in own):.1f})"
+
+        return cell
+
+    second = table("repeated token", shares, {narrow: repeated(narrow) for narrow in NARROW})
+    return f"{table('narrow, delta', variants, columns)}\n\n{second}"
 
 
-def draw(found: Row, options: Options) -> None:
+def draw(found: Row, path: Path) -> None:
     """Coherence of the gradients' errors, and the held-out loss less that of the exact delta with
     float32 sums of the same seed.
     """
     figure, (left, right) = new_figure(1, 2, size=(11, 3.8))
-    names = [", ".join(variant) for variant in product(NARROW, DELTA)]
+    names = {variant: ", ".join(variant) for variant in product(NARROW, DELTA)}
     for row in found["gradients"]:
-        left.plot(f"{row['narrow']}, {row['delta']}", row["coherence"], "o", color="C0")
+        left.plot(names[row["narrow"], row["delta"]], row["coherence"], "o", color="C0")
+    always = found["sequences"] ** 0.5
     left.axhline(1, linestyle=":", color="gray")
-    left.axhline(options.sequences**0.5, linestyle="--", color="gray")
-    left.set_xticks(range(len(names)), names, rotation=30, ha="right")
-    left.set_ylim(0, 1.1 * options.sequences**0.5)
+    left.axhline(always, linestyle="--", color="gray")
+    left.set_xticks(range(len(names)), list(names.values()), rotation=30, ha="right")
+    left.set_ylim(0, 1.1 * always)
     left.set_title("errors of the gradient: coherence (dotted: chance, dashed: always the same)")
-    by_seed = {
-        row["seed"]: row["curves"]["val/loss"]
-        for row in found["training"]
-        if (row["narrow"], row["delta"]) == ("neither", "exact")
+    training = by(found["training"], "narrow", "delta")
+    plain = {row["seed"]: losses(row) for row in training["neither", "exact"]}
+    groups = {
+        name: [apart(losses(row), plain[row["seed"]]) for row in training.get(variant, ())]
+        for variant, name in names.items()
     }
-    colors = {variant: f"C{number}" for number, variant in enumerate(product(NARROW, DELTA))}
-    for variant, group in grouped(
-        found["training"], lambda row: (row["narrow"], row["delta"])
-    ).items():
-        for row in group:
-            steps, losses = row["curves"]["step"], row["curves"]["val/loss"]
-            apart = [a - b for a, b in zip(losses, by_seed[row["seed"]], strict=True)]
-            label = ", ".join(variant) if row is group[0] else None
-            right.plot(steps, apart, color=colors[variant], label=label, linewidth=1)
-    right.set_title("held-out loss less that of neither, exact", size=9)
+    plot_groups(right, groups)
+    right.set_title("held-out loss less that of neither, exact")
     right.set_xlabel("step")
-    right.legend(fontsize=8)
     for axes in (left, right):
         axes.title.set_size(9)
-        axes.grid(alpha=0.3)
-    for_both_papers(save_figure(figure, options.out.with_suffix(".png"), dpi=110))
+    finish(figure, path)
 
 
 if __name__ == "__main__":

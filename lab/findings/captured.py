@@ -1,9 +1,9 @@
-"""What the findings share: the runs below a folder, and the q, k and v that their models make.
+"""The q, k and v that the models of runs make, and what an attention makes of them.
 
 Dimensions: B sequences, H heads, N tokens, D head dim.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +15,6 @@ from attention import AttentionOutput, Backend, attention
 from attention.tiled import TiledAttention, TileLoop
 from model import GPT
 from scripts.agree import load
-from scripts.runs import runs_below
-from scripts.tables import Row
-from training.files import read_metrics
 from training.run import build_run
 from training.trained import read_run_config
 
@@ -39,27 +36,6 @@ class Captured(NamedTuple):
     k: Tensor  # (B, H, N, D)
     v: Tensor  # (B, H, N, D)
     d_out: Tensor  # (B, H, N, D)
-
-
-def completed_runs(folders: Iterable[Path]) -> dict[Path, Row]:
-    """The summary of each completed run. Raises ValueError where there is none."""
-    found = {path: row for path, row in runs_below(folders).items() if row["status"] == "completed"}
-    if not found:
-        raise ValueError(f"no completed run in {', '.join(map(str, folders))}")
-    return found
-
-
-def curves(run: Path, *columns: str) -> Row:
-    """step and these columns of the rows that have the first one."""
-    rows = [row for row in read_metrics(run / "metrics.jsonl") if columns[0] in row]
-    names = ("step", *columns)
-    return {name: [round(row[name], 4) for row in rows] for name in names}
-
-
-def largest_score(run: Path) -> float:
-    """Of the whole training."""
-    rows = read_metrics(run / "metrics.jsonl")
-    return max(row["attention/max_score"] for row in rows if "attention/max_score" in row)
 
 
 def weights_of(

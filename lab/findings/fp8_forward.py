@@ -3,11 +3,8 @@
     python train.py experiment=fp8_forward hydra.sweep.dir=multirun/fp8
     python -m lab.findings.fp8_forward multirun/fp8 out=results/fp8_forward.json
 
-The arguments of the second are runs of that recipe, or folders of them, and
-
-    sequences  held-out sequences to look at (16)
-    device     auto, cpu or cuda (auto)
-    out        the JSON file to write; the figure stands beside it
+The arguments of the second are runs of that recipe, or folders of them, and out= the JSON file to
+write; the figure stands beside it.
 
 On a Hopper GPU fp8 makes the forward pass faster and the backward pass not, so a hybrid computes
 out and lse from q, k, v and p in e4m3, and the gradients from q, k and v in bfloat16. BACKEND does
@@ -35,28 +32,26 @@ from torch import Tensor
 
 from attention import Backend, get_backend
 from attention.tiled import TileLoop, make_loop
-from lab.findings.captured import (
-    Captured,
-    called,
-    capture,
+from lab.findings.captured import Captured, called, capture, in_bfloat16, relative, weights_of
+from lab.findings.finding import (
+    OWN,
+    apart,
     completed_runs,
     curves,
-    in_bfloat16,
-    relative,
-    weights_of,
+    finding,
+    finish,
+    losses,
+    plot_groups,
 )
 from lab.findings.lazy_rescaling import lazy
-from scripts.arguments import Device, check_at_least, command
-from scripts.drawing import for_both_papers, new_figure, save_figure
-from scripts.tables import Row, grouped, mean_and_deviation, text_table
-from training.device import pick_device
-from training.environment import measured_on
-from training.files import check_writable, write_json
+from scripts.drawing import new_figure
+from scripts.tables import Row, by, mean, spread, table
 
 E4M3 = torch.float8_e4m3fn
 SCALINGS = ("bf16", "tensor", "block", "hadamard", "both")
 BLOCK = 64  # tokens that share a scale
 TENSORS = ("out", "dq", "dk", "dv")
+SEQUENCES = 16  # held out, to look at
 
 
 def shared_scale(x: Tensor) -> Tensor:
@@ -121,40 +116,22 @@ BACKEND = Backend(
 )
 
 
-@dataclass
-class Options:
-    paths: list[Path]
-    sequences: int = 16
-    device: Device = "auto"
-    out: Path = Path("fp8_forward.json")
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "sequences")
-
-
-@command("fp8_forward", Options)
-def main(options: Options) -> None:
-    check_writable(options.out)
-    torch.set_num_threads(1)  # the tiles are small: threads would only wait for one another
-    device = pick_device(options.device)
+@finding
+def main(paths: list[Path], device: torch.device) -> Row:
     training, calls = [], []
-    for run, summary in completed_runs(options.paths).items():
+    for run, summary in completed_runs(paths).items():
         case = {"seed": summary["seed"], "scaling": summary["options"]["scaling"]}
-        training.append(case | {"curves": curves(run, "val/loss")})
+        training.append(case | {"curves": curves(run, OWN)})
         if case["scaling"] == "bf16":
-            weights = weights_of(run, options.sequences, device)
-            for layer, each in enumerate(capture(weights, get_backend("tiled"))):
+            layers = capture(weights_of(run, SEQUENCES, device), get_backend("tiled"))
+            for layer, each in enumerate(layers):
                 about = {"inputs": "trained weights", "seed": summary["seed"], "layer": layer}
                 calls += [about | row for row in errors(each)]
     for seed in range(3):
         for inputs, layer in drawn(seed, device).items():
-            calls += [
-                {"inputs": inputs, "seed": seed, "layer": None} | row for row in errors(layer)
-            ]
-    found = {"calls": calls, "training": training}
-    print(in_text(found))
-    write_json(options.out, {"environment": measured_on(device)} | found)
-    draw(found, options.out.with_suffix(".png"))
+            about = {"inputs": inputs, "seed": seed, "layer": None}
+            calls += [about | row for row in errors(layer)]
+    return {"calls": calls, "training": training}
 
 
 def drawn(seed: int, device: torch.device) -> dict[str, Captured]:
@@ -185,49 +162,36 @@ def errors(layer: Captured) -> list[Row]:
 
 def in_text(found: Row) -> str:
     """Means over layers and seeds, and held-out losses."""
-    table = [["inputs, scaling", *TENSORS]]
-    for case, rows in grouped(found["calls"], lambda row: (row["inputs"], row["scaling"])).items():
-        cells = [f"{fmean(row[name] for row in rows):.1e}" for name in TENSORS]
-        table.append([", ".join(case), *cells])
-    training = [["scaling", "held-out loss", "less that of bf16"]]
-    plain = {
-        row["seed"]: row["curves"]["val/loss"][-1]
-        for row in found["training"]
-        if row["scaling"] == "bf16"
+    calls = by(found["calls"], "inputs", "scaling")
+    last = [row | {"loss": row["curves"][OWN][-1]} for row in found["training"]]
+    plain = {row["seed"]: row["loss"] for row in last if row["scaling"] == "bf16"}
+    training = [row | {"more": row["loss"] - plain[row["seed"]]} for row in last]
+    columns = {
+        "held-out loss": spread("loss", "{:.3f}"),
+        "less that of bf16": spread("more", "{:+.3f}"),
     }
-    for scaling, rows in grouped(found["training"], lambda row: row["scaling"]).items():
-        last = {row["seed"]: row["curves"]["val/loss"][-1] for row in rows}
-        more = [loss - plain[seed] for seed, loss in last.items()]
-        cells = [mean_and_deviation(list(last.values()), "{:.3f}")]
-        training.append([scaling, *cells, mean_and_deviation(more, "{:+.3f}")])
-    return f"{text_table(table)}\n\n{text_table(training)}"
+    errors = table("inputs, scaling", calls, {name: mean(name) for name in TENSORS})
+    return f"{errors}\n\n{table('scaling', by(training, 'scaling'), columns)}"
 
 
 def draw(found: Row, path: Path) -> None:
     """Errors of out and dq by scaling, and losses less those of a forward pass in bfloat16."""
     figure, (left, middle, right) = new_figure(1, 3, size=(12, 3.8))
     for axes, name in ((left, "out"), (middle, "dq")):
-        for inputs, rows in grouped(found["calls"], lambda row: row["inputs"]).items():
-            means = [
-                fmean(row[name] for row in rows if row["scaling"] == scaling)
-                for scaling in SCALINGS
-            ]
+        for inputs, rows in by(found["calls"], "inputs").items():
+            own = by(rows, "scaling")
+            means = [fmean(row[name] for row in own[scaling]) for scaling in SCALINGS]
             axes.semilogy(SCALINGS, means, "o-", label=inputs)
         axes.set(ylabel=f"relative error of {name}")
-        axes.legend(fontsize=8)
-    by_scaling = grouped(found["training"], lambda row: row["scaling"])
-    plain = {row["seed"]: row["curves"]["val/loss"] for row in by_scaling["bf16"]}
-    for number, (scaling, rows) in enumerate(by_scaling.items()):
-        for row in rows if scaling != "bf16" else ():
-            own = row["curves"]["val/loss"]
-            more = [a - b for a, b in zip(own, plain[row["seed"]], strict=True)]
-            label = scaling if row is rows[0] else None
-            right.plot(row["curves"]["step"], more, color=f"C{number}", label=label, linewidth=1)
+    by_scaling = by(found["training"], "scaling")
+    plain = {row["seed"]: losses(row) for row in by_scaling["bf16"]}
+    groups = {
+        scaling: [apart(losses(row), plain[row["seed"]]) for row in rows]
+        for scaling, rows in by_scaling.items()
+    }
+    plot_groups(right, groups | {"bf16": []})
     right.set(xlabel="step", ylabel="held-out loss less that of bfloat16")
-    right.legend(fontsize=8)
-    for axes in (left, middle, right):
-        axes.grid(alpha=0.3)
-    for_both_papers(save_figure(figure, path, dpi=110))
+    finish(figure, path)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,9 @@
 
     python -m lab.findings.lazy_rescaling out=results/lazy_rescaling.json
 
-    lengths     keys of a row (1024,8192,32768)
-    thresholds  powers of two that a score may outgrow the subtracted maximum by (0 to 16)
-    offsets     powers of two that p is multiplied by, to use a narrow range well (0,4,8)
-    seeds       of the inputs (0,1,2)
-    device      auto, cpu or cuda (auto)
-    out         the JSON file to write; the figure stands beside it
+    lengths  keys of a row (1024,8192,32768)
+    seeds    of the inputs (0,1,2)
+    out      the JSON file to write; the figure stands beside it
 
 The streaming softmax of FlashAttention-4 moves the subtracted maximum only when a tile outgrows it
 by `threshold`, so p reaches 2^(threshold + offset). A narrow dtype that ends before that
@@ -18,10 +15,11 @@ at each length, which is the worst case; "normal" has scores of standard deviati
 """
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from math import log, log2
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -30,12 +28,10 @@ from tqdm import tqdm
 from attention import attention
 from attention.online_softmax import OnlineSoftmax, finite
 from attention.tiled import tile_loop_backend
-from scripts.arguments import Device, check_at_least, command, default
+from lab.findings.finding import publish
+from scripts.arguments import Natural, command, default
 from scripts.drawing import for_both_papers, new_figure, save_figure
-from scripts.tables import Row
-from training.device import pick_device
-from training.environment import measured_on
-from training.files import check_writable, write_json
+from scripts.tables import Row, by
 
 DTYPES = {
     "fp16": torch.float16,
@@ -45,24 +41,18 @@ DTYPES = {
 }
 KINDS = ("climbing", "normal")
 ROWS, HEAD_DIM, BLOCK_KV = 64, 64, 128
+# powers of two: by which a score may outgrow the subtracted maximum (0 rescales at once, and its
+# error is the measure of the others), and that p is multiplied by, to use a narrow range well
+THRESHOLDS, OFFSETS = range(17), (0, 4, 8)
 BROKEN = 2  # times the error of a smaller threshold
 NAMES = ("inputs", "dtype", "length", "offset", "threshold")  # of a case
 
 
 @dataclass
 class Options:
-    lengths: list[int] = default(1024, 8192, 32768)
-    thresholds: list[float] = default(*range(17))
-    offsets: list[float] = default(0, 4, 8)
-    seeds: list[int] = default(0, 1, 2)
-    device: Device = "auto"
+    lengths: list[Annotated[int, 2 * BLOCK_KV]] = default(1024, 8192, 32768)
+    seeds: list[Natural] = default(0, 1, 2)
     out: Path = Path("lazy_rescaling.json")
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 2 * BLOCK_KV, "lengths")
-        check_at_least(self, 0, "thresholds", "offsets", "seeds")
-        if 0 not in self.thresholds:
-            raise ValueError("thresholds= needs 0, which rescales at once: errors are shown by it")
 
 
 @cache
@@ -111,16 +101,15 @@ def inputs(kind: str, length: int, threshold: float, seed: int) -> tuple[Tensor,
     return q, k, v
 
 
-def error(
-    kind: str, length: int, threshold: float, offset: float, dtype: str, options: Options
-) -> Row:
+def error(case: Row, seeds: list[int], device: torch.device) -> Row:
     """Relative error of out (root mean square) and the largest error of lse, beside float64; of the
     worst seed.
     """
-    device = pick_device(options.device)
-    drawn = [inputs(kind, length, threshold, seed) for seed in options.seeds]
+    length, threshold = case["length"], case["threshold"]
+    drawn = [inputs(case["inputs"], length, threshold, seed) for seed in seeds]
     q, k, v = (torch.stack(each).to(device) for each in zip(*drawn, strict=True))
-    backend = tile_loop_backend("lazy", softmax=lazy(threshold, offset, DTYPES[dtype]))
+    softmax = lazy(threshold, case["offset"], DTYPES[case["dtype"]])
+    backend = tile_loop_backend("lazy", softmax=softmax)
     backend = backend.configured(block_q=ROWS, block_kv=BLOCK_KV)
     out, lse = attention(q, k, v, backend=backend, causal=False)
     scores = q.double() @ k.double().mT * HEAD_DIM**-0.5
@@ -132,28 +121,25 @@ def error(
     }
 
 
-@command("lazy_rescaling", Options)
+@command
 def main(options: Options) -> None:
-    check_writable(options.out)
-    torch.set_num_threads(1)  # the tiles are small: threads would only wait for one another
-    rows = []
-    axes = (KINDS, DTYPES, options.lengths, options.offsets, options.thresholds)
-    for kind, dtype, length, offset, threshold in tqdm(list(product(*axes)), disable=None):
-        found = error(kind, length, threshold, offset, dtype, options)
-        case = zip(NAMES, (kind, dtype, length, offset, threshold), strict=True)
-        rows.append(dict(case) | found)
-    regions = [region(rows, dtype, offset) for dtype in DTYPES for offset in options.offsets]
-    for each in regions:
-        print(
-            f"p in {each['dtype']}, offset {each['offset']:g}: safe up to {each['last_safe']:g}, "
-            f"predicted {each['predicted']:.2f}"
-        )
-    write_json(
-        options.out,
-        {"environment": measured_on(pick_device(options.device)), "seeds": options.seeds}
-        | {"regions": regions, "runs": rows},
+    publish(options.out, partial(measure, options), in_text, draw)
+
+
+def measure(options: Options, device: torch.device) -> Row:
+    axes = (KINDS, DTYPES, options.lengths, OFFSETS, THRESHOLDS)
+    cases = [dict(zip(NAMES, values, strict=True)) for values in product(*axes)]
+    rows = [case | error(case, options.seeds, device) for case in tqdm(cases, disable=None)]
+    regions = [region(rows, dtype, offset) for dtype in DTYPES for offset in OFFSETS]
+    return {"seeds": options.seeds, "regions": regions, "runs": rows}
+
+
+def in_text(found: Row) -> str:
+    return "\n".join(
+        f"p in {each['dtype']}, offset {each['offset']:g}: safe up to {each['last_safe']:g}, "
+        f"predicted {each['predicted']:.2f}"
+        for each in found["regions"]
     )
-    draw(rows, regions, options)
 
 
 def region(rows: list[Row], dtype: str, offset: float) -> Row:
@@ -172,46 +158,36 @@ def region(rows: list[Row], dtype: str, offset: float) -> Row:
             if row["out"] > BROKEN * min(smaller):
                 broken.append(row["threshold"])
     first = min(broken, default=None)
-    thresholds = {row["threshold"] for row in rows}
     return {
         "dtype": dtype,
         "offset": offset,
-        "last_safe": max(each for each in thresholds if first is None or each < first),
+        "last_safe": max(each for each in THRESHOLDS if first is None or each < first),
         "first_broken": first,
         "predicted": log2(torch.finfo(DTYPES[dtype]).max) - offset,
     }
 
 
-def draw(rows: list[Row], regions: list[Row], options: Options) -> None:
+def draw(found: Row, path: Path) -> None:
     """Error against threshold at the longest length, one line an offset, with the prediction."""
     figure, panels = new_figure(2, len(DTYPES), size=(12, 5.5), sharex=True, sharey="row")
-    longest = max(options.lengths)
-    for line, kind in zip(panels, KINDS, strict=True):
-        for axes, dtype in zip(line, DTYPES, strict=True):
-            for number, offset in enumerate(options.offsets):
-                mine = [
-                    row
-                    for row in rows
-                    if (row["inputs"], row["dtype"]) == (kind, dtype)
-                    and (row["offset"], row["length"]) == (offset, longest)
-                ]
-                xs, ys = ([row[name] for row in mine] for name in ("threshold", "out"))
-                axes.semilogy(xs, ys, ".-", color=f"C{number}", label=f"offset {offset:g}")
-                limit = next(
-                    each["predicted"]
-                    for each in regions
-                    if (each["dtype"], each["offset"]) == (dtype, offset)
-                )
-                if 0 < limit <= max(options.thresholds):
-                    axes.axvline(limit, color=f"C{number}", linestyle=":")
-            axes.set_title(f"p in {dtype}, {kind} scores", size=9)
-            axes.grid(alpha=0.3)
+    longest = max(row["length"] for row in found["runs"])
+    lines = by(found["runs"], "inputs", "dtype", "length", "offset")
+    for axes, (kind, dtype) in zip(panels.flat, product(KINDS, DTYPES), strict=True):
+        regions = by(found["regions"], "dtype")[dtype]
+        for number, region in enumerate(regions):
+            mine, color = lines[kind, dtype, longest, region["offset"]], f"C{number}"
+            xs, ys = ([row[name] for row in mine] for name in ("threshold", "out"))
+            axes.semilogy(xs, ys, ".-", color=color, label=f"offset {region['offset']:g}")
+            if 0 < region["predicted"] <= max(THRESHOLDS):
+                axes.axvline(region["predicted"], color=color, linestyle=":")
+        axes.set_title(f"p in {dtype}, {kind} scores", size=9)
+        axes.grid(alpha=0.3)
     panels[0][0].legend(fontsize=8)
     for axes in panels[1]:
         axes.set_xlabel("threshold (powers of two)")
     for line in panels:
         line[0].set_ylabel(f"relative error of out, {longest:,} keys")
-    for_both_papers(save_figure(figure, options.out.with_suffix(".png"), dpi=110))
+    for_both_papers(save_figure(figure, path, dpi=110))
 
 
 if __name__ == "__main__":

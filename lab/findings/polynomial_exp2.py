@@ -4,12 +4,10 @@
 
 The arguments are one run, or several (of other seeds, say), and
 
-    degrees    of the polynomial (1,2,3,4,5)
-    eighths    of the keys whose exponential is the polynomial, in eighths (1,2,4,8)
-    sequences  held-out sequences, and prompts to go on with (16)
-    dtype      of the matrix products: fp32, bf16, fp16 or auto, the run's own (fp32)
-    device     auto, cpu or cuda (auto)
-    out        the JSON file to write
+    degrees  of the polynomial (1,2,3,4,5)
+    eighths  of the keys whose exponential is the polynomial, in eighths (1,2,4,8)
+    dtype    of the matrix products: fp32, bf16, fp16 or auto, the run's own (fp32)
+    out      the JSON file to write
 
 FlashAttention-4 and cuDNN compute a part of the exponentials by multiplication, since a GPU has few
 units for exp2: 2^x = 2^n 2^f with n = floor(x), and a polynomial for 2^f on [0, 1). Here it
@@ -32,24 +30,23 @@ from attention import Backend, attention, get_backend
 from attention.online_softmax import OnlineSoftmax, finite, weighted_sum
 from attention.tiled import tile_loop_backend
 from scripts.agree import compare, load, read
-from scripts.arguments import Device, Dtype, check_at_least, command, default
-from scripts.tables import Row, mean_and_deviation, text_table
+from scripts.arguments import Count, Dtype, command, default
+from scripts.tables import Row, by, mean, spread, table
 from training.device import pick_device
 from training.files import check_writable, write_json
+
+SEQUENCES = 16  # held out, and prompts to go on with
 
 
 @dataclass
 class Options:
     paths: list[Path]
-    degrees: list[int] = default(1, 2, 3, 4, 5)
-    eighths: list[int] = default(1, 2, 4, 8)
-    sequences: int = 16
+    degrees: list[Count] = default(1, 2, 3, 4, 5)
+    eighths: list[Count] = default(1, 2, 4, 8)
     dtype: Dtype = "fp32"
-    device: Device = "auto"
     out: Path = Path("polynomial_exp2.json")
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "degrees", "eighths", "sequences")
         if max(self.eighths) > 8:
             raise ValueError(f"eighths={max(self.eighths)} must be at most 8, which is all keys")
 
@@ -103,18 +100,17 @@ def errors(backend: Backend) -> Row:
     }
 
 
-@command("polynomial_exp2", Options)
+@command
 def main(options: Options) -> None:
-    device = pick_device(options.device)
     check_writable(options.out)
-    runs = [ask(folder, device, options) for folder in options.paths]
+    runs = [ask(folder, options) for folder in options.paths]
     print(in_text(runs))
     write_json(options.out, {"runs": runs})
 
 
-def ask(folder: Path, device: torch.device, options: Options) -> Row:
+def ask(folder: Path, options: Options) -> Row:
     """What a run's weights say with each polynomial, beside the exact exponential."""
-    trained, *held_out, about = load(folder, device, options.dtype, options.sequences)
+    trained, *held_out, about = load(folder, pick_device("auto"), options.dtype, SEQUENCES)
     tokens = about["seq_len"] // 2
     exact = read(trained, "tiled", get_backend("tiled"), *held_out, tokens)
     rows = [{"degree": None, "eighths": 0, **errors(get_backend("tiled")), "loss_change": 0.0}]
@@ -128,27 +124,28 @@ def ask(folder: Path, device: torch.device, options: Options) -> Row:
 
 
 def in_text(runs: list[Row]) -> str:
-    head = ["degree, share", "error of out", "of lse", "loss", "mean |d log p|", "other token"]
-    head.append("prompts that part")
-    cells = [
-        [
-            f"{same[0]['degree']}, {same[0]['eighths']}/8",
-            f"{same[0]['out']:.1e}",  # of the same drawn call, whatever the run
-            f"{same[0]['lse']:.1e}",
-            mean_and_deviation([row["loss_change"] for row in same], "{:+.1e}"),
-            mean_and_deviation([row["log_p"]["mean"] for row in same], "{:.1e}"),
-            mean_and_deviation([row["other_token"] for row in same], "{:.2%}"),
-            mean_and_deviation(
-                [
-                    sum(each < run["tokens"] for each in row["equal_tokens"])
-                    for run, row in zip(runs, same, strict=True)
-                ],
-                "{:.3g}",
-            ),
-        ]
-        for same in zip(*(run["rows"][1:] for run in runs), strict=True)
+    rows = [
+        row
+        | {
+            "mean": row["log_p"]["mean"],
+            "part": sum(each < run["tokens"] for each in row["equal_tokens"]),
+        }
+        for run in runs
+        for row in run["rows"][1:]
     ]
-    return text_table([head, *cells])
+    groups = {
+        f"{degree}, {eighths}/8": same
+        for (degree, eighths), same in by(rows, "degree", "eighths").items()
+    }
+    columns = {
+        "error of out": mean("out"),  # of the same drawn call, whatever the run
+        "of lse": mean("lse"),
+        "loss": spread("loss_change", "{:+.1e}"),
+        "mean |d log p|": spread("mean", "{:.1e}"),
+        "other token": spread("other_token", "{:.2%}"),
+        "prompts that part": spread("part", "{:.3g}"),
+    }
+    return table("degree, share", groups, columns)
 
 
 if __name__ == "__main__":

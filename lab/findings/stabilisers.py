@@ -15,7 +15,6 @@ float16. Then its output is infinite, and the run ends.
 """
 
 import re
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -23,12 +22,11 @@ import torch
 
 from attention import LIMITS
 from config import RunConfig
-from scripts.arguments import command
-from scripts.drawing import for_both_papers, new_figure, save_figure
+from lab.findings.finding import finding, finish
+from scripts.drawing import new_figure
 from scripts.runs import runs_below
-from scripts.tables import Row, grouped, mean_and_deviation, text_table
-from training.environment import measured_on
-from training.files import check_writable, read_metrics, write_json
+from scripts.tables import Row, by, listed, spread, table
+from training.files import read_metrics
 from training.names import as_typed
 from training.trained import read_run_config
 
@@ -39,28 +37,18 @@ BY_HEAD = "attention/max_score_by_head"
 TABLES = {"exact": "run with exact attention", "fuse": "run with attention=no_max"}
 
 
-@dataclass
-class Options:
-    paths: list[Path]
-    out: Path = Path("stabilisers.json")
-
-
-@command("stabilisers", Options)
-def main(options: Options) -> None:
-    check_writable(options.out)
+@finding
+def main(paths: list[Path], device: torch.device) -> Row:
     runs = [
         described(run, summary)
-        for run, summary in runs_below(options.paths).items()
+        for run, summary in runs_below(paths).items()
         if summary["status"] in ("completed", "diverged")
     ]
     found = {name: [row for row in runs if row["fuse"] == (name == "fuse")] for name in TABLES}
     for name, rows in found.items():
         if not rows:
             raise ValueError(f"no {TABLES[name]} among {len(runs)} runs: train some too")
-    print(in_text(found))
-    about = {"environment": measured_on(torch.device("cpu")), "limit": LIMIT}
-    write_json(options.out, about | found)
-    draw(found, options.out.with_suffix(".png"))
+    return {"limit": LIMIT} | found
 
 
 def described(run: Path, summary: Row) -> Row:
@@ -101,25 +89,30 @@ def stabiliser(config: RunConfig) -> str:
 
 
 def in_text(found: Row) -> str:
-    exact = [["exact", "largest score", "heads past the limit", "passes it at", "held-out loss"]]
-    for name, rows in grouped(found["exact"], lambda row: row["stabiliser"]).items():
+    def past_the_limit(rows: list[Row]) -> str:
         heads = [score for row in rows for score in chain(*row["largest_by_head"])]
-        cells = [f"{sum(score > LIMIT for score in heads)} of {len(heads)}"]
-        cells.append("/".join(str(row["passes_at"]) for row in rows))
-        cells.append(mean_and_deviation([row["own"] for row in rows], "{:.3f}"))
-        largest = mean_and_deviation([row["largest_score"] for row in rows], "{:.1f}")
-        exact.append([name, largest, *cells])
-    fuse = [["no_max in float16", "dies at step", "of"]]
-    for name, rows in grouped(found["fuse"], lambda row: row["stabiliser"]).items():
-        died = "/".join(str(row["died_at"] or "lives") for row in rows)
-        fuse.append([name, died, str(rows[0]["steps"])])
-    return "\n\n".join(map(text_table, (exact, fuse)))
+        return f"{sum(score > LIMIT for score in heads)} of {len(heads)}"
+
+    fuse = [row | {"died_at": row["died_at"] or "lives"} for row in found["fuse"]]
+    exact = {
+        "largest score": spread("largest_score", "{:.1f}"),
+        "heads past the limit": past_the_limit,
+        "passes it at": listed("passes_at"),
+        "held-out loss": spread("own", "{:.3f}"),
+    }
+    lives = {"dies at step": listed("died_at"), "of": lambda rows: str(rows[0]["steps"])}
+    return "\n\n".join(
+        (
+            table("exact", by(found["exact"], "stabiliser"), exact),
+            table("no_max in float16", by(fuse, "stabiliser"), lives),
+        )
+    )
 
 
 def draw(found: Row, path: Path) -> None:
     """The largest score over training, that of each head, and how long the fuse lives."""
     figure, (over, heads, fuse) = new_figure(1, 3, size=(13, 4))
-    by_name = grouped(found["exact"], lambda row: row["stabiliser"])
+    by_name = by(found["exact"], "stabiliser")
     names = sorted(by_name, key=lambda name: max(row["largest_score"] for row in by_name[name]))
     colors: dict[str, str] = {}
     for place, name in enumerate(names):
@@ -145,9 +138,7 @@ def draw(found: Row, path: Path) -> None:
     fuse.set_yticks(range(len(names)), [""] * len(names))
     fuse.set_xlim(0, None)
     over.legend(fontsize=7, ncols=2)
-    for axes in (over, heads, fuse):
-        axes.grid(alpha=0.3)
-    for_both_papers(save_figure(figure, path, dpi=110))
+    finish(figure, path)
 
 
 if __name__ == "__main__":

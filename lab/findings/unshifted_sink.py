@@ -3,11 +3,8 @@
     python train.py experiment=unshifted_sink hydra.sweep.dir=multirun/sinks
     python -m lab.findings.unshifted_sink multirun/sinks out=results/unshifted_sink.json
 
-The arguments of the second are runs of that recipe, or folders of them, and
-
-    sequences  held-out sequences to look at (8)
-    device     auto, cpu or cuda (auto)
-    out        the JSON file to write; the figure stands beside it
+The arguments of the second are runs of that recipe, or folders of them, and out= the JSON file to
+write; the figure stands beside it.
 
 A sink is a term exp(sink) in the denominator of the softmax; a sink of 0 is softmax plus one. The
 streaming softmax keeps sums of exp(score - row_max), so the term there is exp(sink - row_max):
@@ -22,7 +19,6 @@ Dimensions: B sequences, H heads, N tokens, D head dim.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -33,15 +29,22 @@ from attention import attention, get_backend
 from attention.defects import WRONG
 from attention.online_softmax import OnlineSoftmax, finite
 from attention.tiled import tile_loop_backend
-from lab.findings.captured import Captured, Weights, capture, completed_runs, curves, weights_of
-from scripts.arguments import Device, check_at_least, command
-from scripts.drawing import for_both_papers, new_figure, save_figure
-from scripts.tables import Row, grouped, mean_and_deviation, text_table
-from training.device import pick_device
-from training.environment import measured_on
-from training.files import check_writable, write_json
+from lab.findings.captured import Captured, Weights, capture, weights_of
+from lab.findings.finding import (
+    EXACT,
+    OWN,
+    apart,
+    completed_runs,
+    curves,
+    finding,
+    finish,
+    losses,
+    plot_groups,
+)
+from scripts.drawing import new_figure
+from scripts.tables import Row, by, least, listed, most, spread, table
 
-OWN, EXACT = "val/loss", "val/loss_exact"
+SEQUENCES = 8  # held out, to look at
 SCORES = (0.0, 0.1, 1.0, 5.0)  # of the test with one query and one key
 SHOWS = 0.02  # nats
 
@@ -64,33 +67,17 @@ BACKEND = tile_loop_backend(
 VARIANTS = {"exact": get_backend("tiled"), "unshifted": BACKEND}
 
 
-@dataclass
-class Options:
-    paths: list[Path]
-    sequences: int = 8
-    device: Device = "auto"
-    out: Path = Path("unshifted_sink.json")
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "sequences")
-
-
-@command("unshifted_sink", Options)
-def main(options: Options) -> None:
-    check_writable(options.out)
-    torch.set_num_threads(1)  # the tiles are small: threads would only wait for one another
-    device = pick_device(options.device)
+@finding
+def main(paths: list[Path], device: torch.device) -> Row:
     training, tests = [], []
-    for run, summary in completed_runs(options.paths).items():
+    for run, summary in completed_runs(paths).items():
         name = "exact" if summary["attention"] == "tiled" else "unshifted"
-        case = {"seed": summary["seed"], "attention": name}
-        row = case | {"own": summary[OWN], "exact": summary[EXACT]}
-        row |= {"curves": curves(run, OWN, EXACT)}
-        row |= {"shows_at": shows_at(row["curves"])}
-        trained = weights_of(run, options.sequences, device)
+        curve, trained = curves(run, OWN, EXACT), weights_of(run, SEQUENCES, device)
+        row = {"seed": summary["seed"], "attention": name, "own": summary[OWN]}
+        row |= {"exact": summary[EXACT], "curves": curve, "shows_at": shows_at(curve)}
         training.append(row | shares(trained))
         if name == "unshifted":
-            initial = weights_of(run, options.sequences, device, initial=True)
+            initial = weights_of(run, SEQUENCES, device, initial=True)
             tests += [
                 {"seed": summary["seed"], "inputs": inputs, "difference": difference(weights)}
                 for inputs, weights in (("initial weights", initial), ("trained weights", trained))
@@ -99,10 +86,7 @@ def main(options: Options) -> None:
         raise ValueError("no run was trained with the unshifted sink")
     found = {"training": training, "tests": tests + drawn_tests(device)}
     found["smallest"] = [smallest(score, device) for score in SCORES]
-    print(in_text(found))
-    about = {"environment": measured_on(device), "shows": SHOWS, "red": sorted(BACKEND.breaks)}
-    write_json(options.out, about | found)
-    draw(found, options.out.with_suffix(".png"))
+    return {"shows": SHOWS, "red": sorted(BACKEND.breaks)} | found
 
 
 def shows_at(curve: Row) -> int | None:
@@ -173,40 +157,40 @@ def smallest(score: float, device: torch.device) -> Row:
 
 def in_text(found: Row) -> str:
     names = ("own", "exact", "share_exact", "share_unshifted", "sink")
-    table = [["attention", *names, f"shows by {SHOWS} at step"]]
-    for attention_name, rows in grouped(found["training"], lambda row: row["attention"]).items():
-        cells = [mean_and_deviation([row[name] for row in rows], "{:.3f}") for name in names]
-        cells.append("/".join(str(row["shows_at"]) for row in rows))
-        table.append([attention_name, *cells])
-    tests = [["largest difference of out", "least", "most"]]
-    for inputs, rows in grouped(found["tests"], lambda row: row["inputs"]).items():
-        values = [row["difference"] for row in rows]
-        tests.append([inputs, f"{min(values):.1e}", f"{max(values):.1e}"])
-    small = [["one query, one key: score", "exact", "unshifted"]]
-    small += [
-        [f"{row['score']:g}", f"{row['exact']:.4f}", f"{row['unshifted']:.4f}"]
-        for row in found["smallest"]
-    ]
-    return "\n\n".join(map(text_table, (table, tests, small)))
+    columns = {name: spread(name, "{:.3f}") for name in names}
+    columns[f"shows by {SHOWS} at step"] = listed("shows_at")
+    small = {f"{row['score']:g}": [row] for row in found["smallest"]}
+    return "\n\n".join(
+        (
+            table("attention", by(found["training"], "attention"), columns),
+            table(
+                "largest difference of out",
+                by(found["tests"], "inputs"),
+                {"least": least("difference"), "most": most("difference")},
+            ),
+            table(
+                "one query, one key: score",
+                small,
+                {name: spread(name, "{:.4f}") for name in VARIANTS},
+            ),
+        )
+    )
 
 
 def draw(found: Row, path: Path) -> None:
     """Held-out losses over training: own, and of the same weights with the exact sink."""
     figure, (left, right) = new_figure(1, 2, size=(11, 3.8))
-    runs = grouped(found["training"], lambda row: row["attention"])
-    for color, (name, rows) in zip(("C0", "C3"), runs.items(), strict=False):
-        for row in rows:
-            label = f"{name} sink" if row is rows[0] else None
-            curve = row["curves"]
-            left.plot(curve["step"], curve[OWN], color=color, label=label, linewidth=1)
-            apart = [b - a for a, b in zip(curve[OWN], curve[EXACT], strict=True)]
-            right.plot(curve["step"], apart, color=color, label=label, linewidth=1)
+    runs = {f"{name} sink": rows for name, rows in by(found["training"], "attention").items()}
+    own = {name: [losses(row) for row in rows] for name, rows in runs.items()}
+    more = {
+        name: [apart(losses(row, EXACT), losses(row)) for row in rows]
+        for name, rows in runs.items()
+    }
+    plot_groups(left, own, "C0", "C3")
+    plot_groups(right, more, "C0", "C3")
     left.set(xlabel="step", ylabel="held-out loss, own attention", ylim=(None, 2.9))
     right.set(xlabel="step", ylabel="loss with the exact sink less own")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    for_both_papers(save_figure(figure, path, dpi=110))
+    finish(figure, path)
 
 
 if __name__ == "__main__":

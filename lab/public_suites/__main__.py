@@ -5,46 +5,35 @@
 Measures on a CPU, in about 12 minutes on one core, and writes results/public_suites.json, its
 figure and docs/public-suites.md: files that git tracks, whose figures are then this machine's. The
 mistakes are tests/conformance/mutants.py, the tests are restated in lab/public_suites/suites.py.
-Arguments are key=value:
-
-    suites  names of suites with commas between: measure and print these, write nothing
-    page    true writes the figure and the page from the file, and measures nothing (false)
+Takes no arguments. `python -m lab.results` draws the figure and the page, and measures nothing.
 
 A suite passes a mistake that it accepts on all its calls. A mistake is in its reach where it
 catches it, or where a case of conformance/ catches it that the suite could express: its arguments,
 its dtype, its results, but any lengths and any numbers.
 """
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.arguments import command, default
+from scripts.arguments import command
 
 
 @dataclass
 class Options:
-    suites: list[str] = default()
-    page: bool = False
+    """None: a mistyped argument must not rewrite the tracked files."""
 
 
-@command("public_suites", Options)
+@command
 def main(options: Options) -> None:
     from lab.public_suites import page
     from lab.public_suites.suites import SUITES
     from training.environment import measured_on
     from training.files import check_writable, write_json
 
-    for name in options.suites:
-        if name not in SUITES:
-            raise ValueError(f"suites={name} is not a suite; valid: {', '.join(SUITES)}")
-    if not options.page:
-        check_writable(page.RECORD)
-        measured = {name: measure(name) for name in options.suites or SUITES}
-        if options.suites:
-            return
-        write_json(page.RECORD, {"environment": measured_on("cpu"), "suites": measured})
-    page.write(json.loads(page.RECORD.read_text()))
+    check_writable(page.RECORD)
+    measured = {name: measure(name) for name in SUITES}
+    write_json(page.RECORD, {"environment": measured_on("cpu"), "suites": measured})
+    page.write()
 
 
 def measure(name: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lab.public_suites.reach import ADDITIONS
-from lab.results.tables import FOLDER, provenance, table
+from lab.results.tables import FOLDER, load, provenance, table
 from scripts.drawing import for_both_papers, new_figure, save_figure
 from scripts.tables import Row, grouped
 from training.files import write_file
@@ -85,8 +85,9 @@ PICTURE = (
 )
 
 
-def write(data: Row) -> None:
+def write() -> None:
     """The figure beside the record, and the page."""
+    data = load("public_suites")
     draw(data["suites"])
     write_file(PAGE, page(data).encode())
 
@@ -135,18 +136,15 @@ def draw(suites: dict[str, Row]) -> None:
         passed = len(suite["passes_in_reach"])
         caught = suite["reach"] - passed
         rest = suite["mistakes"] - suite["reach"]
-        axes.barh(y, caught, color=GREEN, label="caught" if not y else None)
-        axes.barh(
-            y, passed, left=caught, color=VERMILION, label=None if y else "passed, in its reach"
-        )
-        axes.barh(
-            y, rest, left=caught + passed, color="#d9d9d9", label=None if y else "out of its reach"
-        )
+        axes.barh(y, caught, color=GREEN)
+        axes.barh(y, passed, left=caught, color=VERMILION)
+        axes.barh(y, rest, left=caught + passed, color="#d9d9d9")
         axes.text(caught + passed / 2, y, passed, ha="center", va="center", color="white", size=9)
         axes.text(caught / 2, y, caught, ha="center", va="center", color="white", size=9)
     axes.set_yticks(range(len(suites)), [suite["title"] for suite in suites.values()])
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("mistakes of one line each")
-    axes.legend(frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
+    words = ("caught", "passed, in its reach", "out of its reach")
+    axes.legend(words, frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
     for_both_papers(save_figure(figure, RECORD.with_suffix(".png"), dpi=130))

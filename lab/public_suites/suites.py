@@ -197,12 +197,11 @@ def of_fla(name: str, found: Tensor, reference: Tensor, *_: Any) -> bool:
 
 
 def _kernelbench(
-    title: str, problem: str, calls: Any, reference: Any, *, mask: str, cut: str
-) -> tuple[Suite, ...]:
-    suites = []
-    for dtype, name, tolerance in ((torch.float32, "fp32", 1e-4), (torch.bfloat16, "bf16", 1e-2)):
-        suite = Suite(
-            title=f"{title}, {name}",
+    name: str, title: str, problem: str, calls: Any, reference: Any, *, mask: str, cut: str
+) -> dict[str, Suite]:
+    return {
+        f"{name}_{word}": Suite(
+            title=f"{title}, {word}",
             source=Source(
                 "ScalingIntelligence/KernelBench",
                 f"KernelBench/{problem}.py, src/kernelbench/eval.py",
@@ -213,12 +212,15 @@ def _kernelbench(
             left_out=cut,
             dtype=dtype,
             features=frozenset({mask}),
-            calls=lambda dtype=dtype: calls(dtype),
+            calls=partial(calls, dtype),
             reference=reference,
             rule=close(tolerance, tolerance),
         )
-        suites.append(suite)
-    return tuple(suites)
+        for dtype, word, tolerance in (
+            (torch.float32, "fp32", 1e-4),
+            (torch.bfloat16, "bf16", 1e-2),
+        )
+    }
 
 
 def mean_of_values(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **_: Any) -> AttentionOutput:
@@ -241,34 +243,30 @@ _PYTORCH = Suite(
     left_out="dropout; B=1, lengths up to 587, D of 8, 21, 64",
     dtype=torch.float16,
     features=TRAINED | {"cross_length"},
-    calls=lambda: pytorch(torch.float16),
+    calls=partial(pytorch, torch.float16),
     reference=lambda call: plain(call, inside=torch.float32),
     low=plain,
     rule=of_pytorch,
 )
 SUITES = {
-    "kernelbench_97_fp32": (
-        _97 := _kernelbench(
-            "KernelBench 1/97",
-            "level1/97_ScaledDotProductAttention",
-            kernelbench_97,
-            as_the_kernels,
-            mask="full",
-            cut="B=1 of 32, H=2 of 32",
-        )
-    )[0],
-    "kernelbench_97_bf16": _97[1],
-    "kernelbench_43_fp32": (
-        _43 := _kernelbench(
-            "KernelBench 3/43",
-            "level3/43_MinGPTCausalAttention",
-            kernelbench_43,
-            finished,
-            mask="causal",
-            cut="B=1 of 128",
-        )
-    )[0],
-    "kernelbench_43_bf16": _43[1],
+    **_kernelbench(
+        "kernelbench_97",
+        "KernelBench 1/97",
+        "level1/97_ScaledDotProductAttention",
+        kernelbench_97,
+        as_the_kernels,
+        mask="full",
+        cut="B=1 of 32, H=2 of 32",
+    ),
+    **_kernelbench(
+        "kernelbench_43",
+        "KernelBench 3/43",
+        "level3/43_MinGPTCausalAttention",
+        kernelbench_43,
+        finished,
+        mask="causal",
+        cut="B=1 of 128",
+    ),
     "cs336": Suite(
         title="Stanford CS336, assignment 2",
         source=Source(
@@ -324,7 +322,7 @@ SUITES = {
         _PYTORCH,
         title="PyTorch's SDPA, bf16",
         dtype=torch.bfloat16,
-        calls=lambda: pytorch(torch.bfloat16),
+        calls=partial(pytorch, torch.bfloat16),
     ),
     "opinfo": Suite(
         title="PyTorch's OpInfo, as in BackendBench",

@@ -4,7 +4,8 @@ results/README.md.
     python -m lab.results
 
 Only reads results/*.json; measures nothing. Every table says where and on what its figures were
-measured. Rewrites tracked files: results/README.md and the pictures in it, and docs/claims.md.
+measured. Rewrites tracked files: results/README.md and the pictures in it, docs/claims.md,
+and docs/public-suites.md with its figure.
 """
 
 import re
@@ -66,7 +67,7 @@ class Options:
     """None: a mistyped argument must not rewrite the tracked files."""
 
 
-@command("results", Options)
+@command
 def main(options: Options) -> None:
     parts = []
     for title, section in SECTIONS.items():
@@ -82,9 +83,12 @@ def main(options: Options) -> None:
     text = re.sub(r"!\[(.*?)\]\((\w+)\.png\)", PICTURE, text)
     (FOLDER / "README.md").write_text(text)
     print(f"{FOLDER / 'README.md'}: {len(parts)} sections")
-    from lab.claims.render import write_page  # which draws on the tables above
+    # both draw on the tables above
+    from lab.claims.render import write_page
+    from lab.public_suites import page
 
     write_page()
+    page.write()
 
 
 if __name__ == "__main__":

@@ -85,16 +85,16 @@ def false_alarms() -> str:
         "adds the heads of a group, and with shifted scores it rounds p in the backward pass "
         "otherwise than in the forward. The budget counts one rounding of each."
     )
-    columns = {
-        "attention": "{attention}",
-        "dtype": "{dtype}",
-        "seed": "{seed}",
-        "calls": "{calls:,}",
-        "refused": "{refused:,}",
-        "checks": "{checks:,}",
-        "beyond": "{failed}",
-        "largest share of a budget": "{worst_share_of_budget:.2f}",
-    }
+    columns = """
+        attention                  {attention}
+        dtype                      {dtype}
+        seed                       {seed}
+        calls                      {calls:,}
+        refused                    {refused:,}
+        checks                     {checks:,}
+        beyond                     {failed}
+        largest share of a budget  {worst_share_of_budget:.2f}
+    """
     return section(data, what, formatted(columns, rows))
 
 
@@ -116,16 +116,16 @@ def scorecards() -> str:
         "take, or what a file of outputs cannot tell. New means that no issue of the project was "
         "found."
     )
-    columns = {
-        "attention": "{name}",
-        "package": "{package}",
-        "dialect": "{dialect}",
-        "green": "{green}",
-        "red": "{red}",
-        "n/a": "{na}",
-        "seconds": "{seconds:.0f}",
-        "why red": "{why}",
-    }
+    columns = """
+        attention  {name}
+        package    {package}
+        dialect    {dialect}
+        green      {green}
+        red        {red}
+        n/a        {na}
+        seconds    {seconds:.0f}
+        why red    {why}
+    """
     return section(data, what, formatted(columns, rows))
 
 
@@ -197,12 +197,12 @@ def conformance() -> str:
         "conformance_hopper_h200": "The Hopper kernels alone once more, since their backward "
         "was rewritten:",
     }
-    columns = {
-        "attention": "{attention}",
-        "cases": "{cases}",
-        "worst error / naive's own error": "{worst_multiple_of_naive:.2f}",
-        "worst error / budget": "{worst_share_of_budget:.2f}",
-    }
+    columns = """
+        attention                        {attention}
+        cases                            {cases}
+        worst error / naive's own error  {worst_multiple_of_naive:.2f}
+        worst error / budget             {worst_share_of_budget:.2f}
+    """
     parts = []
     for name, what in runs.items():
         data = load(name)
@@ -265,13 +265,13 @@ def longest() -> str:
         'Found by doubling, then halving the gap to 12%; "at least": the next trial would have '
         "passed the time limit, not the memory."
     )
-    columns = {
-        "attention": "{attention}",
-        "batch x heads x head_dim": "{batch} x {heads} x {head_dim} {dtype}",
-        "pass": "{pass}",
-        "GiB": "{memory_gib:g}",
-        "longest sequence": "{sign}{max_seq_len:,}",
-    }
+    columns = """
+        attention                 {attention}
+        batch x heads x head_dim  {batch} x {heads} x {head_dim} {dtype}
+        pass                      {pass}
+        GiB                       {memory_gib:g}
+        longest sequence          {sign}{max_seq_len:,}
+    """
     return section(data, what, formatted(columns, rows), "![longest](longest_h200.png)")
 
 
@@ -349,24 +349,24 @@ def decoding() -> str:
             rows[-1] |= {"keys": row["keys"], "head_dim": row["head_dim"]}
             rows[-1]["gib"] = row["kv_bytes"] / 2**30
         rows[-1][row["variant"]] = row.get("terabytes_per_second")
-    columns = {
-        "": "{shape}",
-        "B": "{batch}",
-        "H / H_kv": "{heads} / {kv_heads}",
-        "keys": "{keys:,}",
-        "head dim": "{head_dim}",
-        "GiB": "{gib:.2f}",
-    }
+    columns = """
+        {shape}
+        B         {batch}
+        H / H_kv  {heads} / {kv_heads}
+        keys      {keys:,}
+        head dim  {head_dim}
+        GiB       {gib:.2f}
+    """
     names = dict.fromkeys(row["variant"] for row in data["attention"])
-    columns |= {name: f"{{{name}:.2f}}" for name in names}
-    written = {
-        "": "{variant}",
-        "B": "{batch}",
-        "tokens/s": "{tokens_per_second:,.0f}",
-        "least": "{least:,.0f}",
-        "most": "{most:,.0f}",
-        "n": "{rounds}",
-    }
+    columns += "\n".join(f"{name}  {{{name}:.2f}}" for name in names)
+    written = """
+        {variant}
+        B         {batch}
+        tokens/s  {tokens_per_second:,.0f}
+        least     {least:,.0f}
+        most      {most:,.0f}
+        n         {rounds}
+    """
     gpt2 = (
         "GPT-2 124M with random weights, greedy, between the 64th and the 384th token. A dash: one "
         "turn was spoilt, its shorter call took 0.25 s more."
@@ -391,17 +391,17 @@ def masks() -> str:
         row |= {"mib": row["training_bytes"] / 2**20}
         row |= {f"{name}_ms": row[f"{name}_seconds"] * 1e3 for name in ("forward", "backward")}
         rows.append(row)
-    columns = {
-        "attention": "{name}",
-        "head_dim": "{head_dim}",
-        "seq_len": "{seq_len:,}",
-        "mask": "{mask}",
-        "ms forward": "{forward_ms:.2f}",
-        "ms backward": "{backward_ms:.2f}",
-        "TFLOP/s forward": "{forward_tflops:.0f}",
-        "backward": "{backward_tflops:.0f}",
-        "MiB above q, k, v": "{mib:,.0f}",
-    }
+    columns = """
+        attention          {name}
+        head_dim           {head_dim}
+        seq_len            {seq_len:,}
+        mask               {mask}
+        ms forward         {forward_ms:.2f}
+        ms backward        {backward_ms:.2f}
+        TFLOP/s forward    {forward_tflops:.0f}
+        backward           {backward_tflops:.0f}
+        MiB above q, k, v  {mib:,.0f}
+    """
     first = data["rows"][0]
     what = (
         f"{first['dtype']}, batch {first['batch']}, {first['heads']} heads; TFLOP/s count the "

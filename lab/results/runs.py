@@ -31,7 +31,6 @@ from scripts.plan import predict_run
 from scripts.tables import Row, grouped
 from training.names import name_runs
 
-SPEED = "tokens/s, steps alone"
 OWN, EXACT = "held-out loss, own attention", "same weights, exact attention"
 
 
@@ -108,8 +107,6 @@ def text() -> str:
             losses, exact = zip(*(evaluated(run)[step] for run in runs), strict=True)
             own = spread(losses)
         happened = runs[0]["diagnosis"] if bad else "trains"
-        if isinstance(happened, dict):  # older runs recorded the sentence alone
-            happened = happened["message"]
         scores = joined(finite(runs, "max_score"), "{:.1f}")
         rows.append([name, dtype, step, own, spread(exact), scores, happened])
     head = ["attention", "dtype", "step", OWN, EXACT, "largest score", "what happened"]
@@ -214,14 +211,14 @@ def paired() -> str:
             noise = a["attention"] == b["attention"] == "sdpa"
             pair = " - ".join(name.strip() for name in names)
             rows.append({"noise": noise, "seed": seed, "pair": pair} | figures)
-    columns = {
-        "seed": "{seed}",
-        "pair": "{pair}",
-        "mean difference": "{mean:+.5f}",
-        "rms difference": "{rms:.5f}",
-        "largest": "{largest:.4f}",
-        "steps": "{steps}",
-    }
+    columns = """
+        seed             {seed}
+        pair             {pair}
+        mean difference  {mean:+.5f}
+        rms difference   {rms:.5f}
+        largest          {largest:.4f}
+        steps            {steps}
+    """
     rows.sort(key=lambda row: (row["noise"], row["seed"]))
     noise, ours = ([row["rms"] for row in rows if row["noise"] is kind] for kind in (True, False))
     what = (
@@ -242,14 +239,14 @@ def predicted() -> str:
             settings = chosen(run, "attention", "model", "seq_len", "batch_size")
             predicted = {"settings": settings, "memory/predicted_gib": predict_run(run)}
             rows.append(with_error(run | predicted))
-    columns = {
-        "run": "{settings}",
-        "dtype": "{dtype}",
-        "": "{how}",
-        "predicted GiB": "{memory/predicted_gib:.2f}",
-        "measured GiB": "{memory/peak_gib:.2f}",
-        "error": "{error:+.1%}",
-    }
+    columns = """
+        run            {settings}
+        dtype          {dtype}
+        {how}
+        predicted GiB  {memory/predicted_gib:.2f}
+        measured GiB   {memory/peak_gib:.2f}
+        error          {error:+.1%}
+    """
     what = (
         "Predicted by `training/plan.py`: counted from the code, but for the libraries' 64 MiB of "
         "workspaces, read off these runs."
@@ -266,14 +263,14 @@ def with_error(run: Row) -> Row:
 def training() -> str:
     data = load("training_h200")
     rows = [with_speed(run) | {"settings": " ".join(run["overrides"][:4])} for run in data["runs"]]
-    columns = {
-        "run": "{settings}",
-        "status": "{status}",
-        "parameters": "{parameters:,}",
-        SPEED: "{speed:,.0f}",
-        "peak GiB": "{memory/peak_gib:.2f}",
-        "val/loss": "{val/loss:.3f}",
-    }
+    columns = """
+        run                    {settings}
+        status                 {status}
+        parameters             {parameters:,}
+        tokens/s, steps alone  {speed:,.0f}
+        peak GiB               {memory/peak_gib:.2f}
+        val/loss               {val/loss:.3f}
+    """
     return section(data, formatted(columns, rows))
 
 
@@ -298,15 +295,15 @@ def nanogpt() -> str:
         f"second of the steps alone: median of {min(windows)} to {max(windows)} times ten steps "
         "(20th to 80th percentile); the ratios are to the mean of nanoGPT's two runs."
     )
-    columns = {
-        "training": "{name}",
-        "seq_len": "{seq_len:,}",
-        "batch": "{batch_size}",
-        SPEED: "{speed:,.0f} ({p20:,.0f} to {p80:,.0f})",
-        "peak GiB": "{peak_gib:.2f}",
-        "speed / nanoGPT's": "{faster:.2f}",
-        "memory / nanoGPT's": "{larger:.2f}",
-    }
+    columns = """
+        training               {name}
+        seq_len                {seq_len:,}
+        batch                  {batch_size}
+        tokens/s, steps alone  {speed:,.0f} ({p20:,.0f} to {p80:,.0f})
+        peak GiB               {peak_gib:.2f}
+        speed / nanoGPT's      {faster:.2f}
+        memory / nanoGPT's     {larger:.2f}
+    """
     parts = [what, formatted(columns, rows)]
     if curves:
         rms, mean = curves["rms"], curves["mean"]
@@ -328,26 +325,26 @@ def profile() -> str:
         f"{data['batch_size'] * data['accumulation_steps']} x {data['seq_len']:,} tokens, the "
         "GPU's time."
     )
-    columns = {
-        "part": "{part}",
-        "ms": "{ms:.2f}",
-        "standard deviation": "{stdev_ms:.2f}",
-        "share": "{share:.1%}",
-    }
+    columns = """
+        part                {part}
+        ms                  {ms:.2f}
+        standard deviation  {stdev_ms:.2f}
+        share               {share:.1%}
+    """
     return section(data, what, formatted(columns, data["parts"]))
 
 
 def million() -> str:
     """One step of a million tokens in one sequence, in the memory of one GPU."""
     data = load("million_h200")
-    columns = {
-        "run": "`python train.py {settings}`",
-        "tokens in one sequence": "{seq_len:,}",
-        "seconds": "{wall_seconds:.0f}",
-        "peak GiB": "{memory/peak_gib:.1f}",
-        "predicted GiB": "{memory/predicted_gib:.1f}",
-        "train/loss": "{curves[train/loss][0]:.3f}",
-    }
+    columns = """
+        run                     `python train.py {settings}`
+        tokens in one sequence  {seq_len:,}
+        seconds                 {wall_seconds:.0f}
+        peak GiB                {memory/peak_gib:.1f}
+        predicted GiB           {memory/predicted_gib:.1f}
+        train/loss              {curves[train/loss][0]:.3f}
+    """
     what = (
         "GPT-2, one step: forward, backward, optimizer. The seconds are the whole run's, from its "
         "start to its checkpoint."
@@ -371,7 +368,11 @@ def tricks() -> str:
     rows = [
         with_speed(run) | {"settings": " ".join(run["overrides"][:-3])} for run in (small, large)
     ]
-    columns = {"run": "`{settings}`", SPEED: "{speed:,.0f}", "peak GiB": "{memory/peak_gib:.2f}"}
+    columns = """
+        run                    `{settings}`
+        tokens/s, steps alone  {speed:,.0f}
+        peak GiB               {memory/peak_gib:.2f}
+    """
     return section(data, what, formatted(columns, rows))
 
 
@@ -389,15 +390,15 @@ def kept() -> str:
         "run a row, compiled where compile=auto does so. The speed is that of all steps but the "
         "first three."
     )
-    columns = {
-        "setting": "{settings}",
-        "": "{how}",
-        SPEED: "{speed:,.0f}",
-        "peak GiB": "{memory/peak_gib:.2f}",
-        "predicted GiB": "{memory/predicted_gib:.2f}",
-        "error": "{error:+.1%}",
-        "train/loss at the end": "{loss:.3f}",
-    }
+    columns = """
+        setting                {settings}
+        {how}
+        tokens/s, steps alone  {speed:,.0f}
+        peak GiB               {memory/peak_gib:.2f}
+        predicted GiB          {memory/predicted_gib:.2f}
+        error                  {error:+.1%}
+        train/loss at the end  {loss:.3f}
+    """
     return section(data, what, formatted(columns, rows))
 
 
@@ -417,6 +418,7 @@ def wall() -> str:
             "overall": longest["tokens"] / longest["seconds"],
             "steps": joined(each["steps"] for each in run["each"]),
         }
+        figures["least"], figures["most"] = run["slope"]["of_two"]
         rows.append(run | figures)
     what = (
         f"`python -m lab.wall {' '.join(data['overrides'])}`. This is GPT-2 with 32,768 tokens a "
@@ -429,17 +431,16 @@ def wall() -> str:
         "slower with the maxima by 0.5% to 0.9% at 32,768 tokens and by 1.7% to 2.3% at 8,192, "
         "although the rows arrive earlier. Their peak memory is equal to 0.01%."
     )
-    slope = "{slope[tokens_per_sec]:,.0f} ({slope[of_two][0]:,.0f} to {slope[of_two][1]:,.0f})"
-    columns = {
-        "seq_len": "{seq_len:,}",
-        "": "{tree} ({commit})",
-        "steps alone, as reported": "{speed:,.0f}",
-        "by arrival of rows": "{by_arrival:,.0f}",
-        "lost": "{lost:.1%}",
-        "by whole runs": slope,
-        "longest run, all in all": "{overall:,.0f}",
-        "steps": "{steps}",
-    }
+    columns = """
+        seq_len                   {seq_len:,}
+        {tree} ({commit})
+        steps alone, as reported  {speed:,.0f}
+        by arrival of rows        {by_arrival:,.0f}
+        lost                      {lost:.1%}
+        by whole runs             {slope[tokens_per_sec]:,.0f} ({least:,.0f} to {most:,.0f})
+        longest run, all in all   {overall:,.0f}
+        steps                     {steps}
+    """
     return section(data, what, formatted(columns, rows))
 
 
@@ -462,29 +463,29 @@ def steps() -> str:
         "it runs at its limit of power, below the 1,980 MHz of a GPU at rest. The second run "
         "of each checkout at 1,024 tokens was the last: the time was over."
     )
-    columns = {
-        "seq_len": "{seq_len:,}",
-        "": "{tree} ({commit:.7})",
-        "steps alone, each run": "{speeds}",
-        "best 100 steps": "{best:,}",
-        "peak GiB": "{memory/peak_gib:.3f}",
-    }
+    columns = """
+        seq_len                {seq_len:,}
+        {tree} ({commit:.7})
+        steps alone, each run  {speeds}
+        best 100 steps         {best:,}
+        peak GiB               {memory/peak_gib:.3f}
+    """
     return section(data, what, formatted(columns, rows))
 
 
 def step_trials() -> str:
     """What was tried on GPT-2's step, and where its time goes."""
     data = load("step_trials_h200")
-    columns = {
-        "seq_len": "{seq_len:,}",
-        "": "{variant}",
-        "tokens/s": "{tokens_per_sec:,}",
-        "least": "{least:,}",
-        "most": "{most:,}",
-        "n": "{n}",
-        "of the first, in pairs": "{to_first:.3f}",
-        "peak GiB": "{peak_gib:.2f}",
-    }
+    columns = """
+        seq_len                 {seq_len:,}
+        {variant}
+        tokens/s                {tokens_per_sec:,}
+        least                   {least:,}
+        most                    {most:,}
+        n                       {n}
+        of the first, in pairs  {to_first:.3f}
+        peak GiB                {peak_gib:.2f}
+    """
     spent = [
         f"At {each['seq_len']:,} tokens a sequence the GPU works {each['device_ms']:.1f} ms of a "
         f"step, in {each['launches']:,} launches."
@@ -505,14 +506,14 @@ def looking() -> str:
             "segment with a row every 10 steps, a segment with one row at its end. The figure is "
             "tokens per second by the wall clock with rows, as a share of that without."
         )
-        columns = {
-            "seq_len": "{seq_len:,}",
-            "steps a segment": "{segment}",
-            "what else ran": "{host}",
-            "geometric mean": "{ratio:.3f}",
-            "least pair": "{least:.3f}",
-            "pairs": "{n}",
-        }
+        columns = """
+            seq_len          {seq_len:,}
+            steps a segment  {segment}
+            what else ran    {host}
+            geometric mean   {ratio:.3f}
+            least pair       {least:.3f}
+            pairs            {n}
+        """
         parts.append(section(data, what, formatted(columns, rows)))
     return "\n\n".join(parts)
 
@@ -527,14 +528,17 @@ def start() -> str:
         "tokens are so short that the host's pauses move their speed by a tenth."
     )
     names = {name: None for run in data["runs"] for name in run["seconds_by_phase"]}
-    columns = {
-        "`python train.py attention=triton ...`": "{settings}",
-        "one graph of": "{compiled}",
-        "caches": "{caches}",
-        "whole": "{seconds:.1f}",
-    }
-    columns |= {name: f"{{{name}:.1f}}" for name in names}
-    columns |= {SPEED: "{step_tokens_per_sec:,.0f}", "peak GiB": "{peak_gib:.2f}"}
+    columns = """
+        `python train.py attention=triton ...`  {settings}
+        one graph of                            {compiled}
+        caches                                  {caches}
+        whole                                   {seconds:.1f}
+    """
+    columns += "\n".join(f"{name}  {{{name}:.1f}}" for name in names)
+    columns += """
+        tokens/s, steps alone  {step_tokens_per_sec:,.0f}
+        peak GiB               {peak_gib:.2f}
+    """
     rows = [run | run["seconds_by_phase"] for run in data["runs"]]
     for row in rows:
         row["settings"] = row["command"].removeprefix("python train.py attention=triton ")
@@ -557,18 +561,18 @@ def card() -> str:
         "last three seconds: a difference of a tenth between two of them means nothing. On a GPU "
         "no_max and no_rescale run the Triton kernels, and tiled takes 4,096 queries a tile."
     )
-    columns = {
-        "attention": "{attention}",
-        "seq_len": "{seq_len:,}",
-        "asked for": "{options}",
-        "left out": "{unread}",
-        "status": "{status}",
-        "val/loss": "{val/loss:.3f}",
-        "tokens/s": "{tokens_per_sec:,.0f}",
-        SPEED: "{step_tokens_per_sec:,.0f}",
-        "peak GiB": "{memory/peak_gib:.2f}",
-        "seconds": "{wall_seconds:.0f}",
-    }
+    columns = """
+        attention              {attention}
+        seq_len                {seq_len:,}
+        asked for              {options}
+        left out               {unread}
+        status                 {status}
+        val/loss               {val/loss:.3f}
+        tokens/s               {tokens_per_sec:,.0f}
+        tokens/s, steps alone  {step_tokens_per_sec:,.0f}
+        peak GiB               {memory/peak_gib:.2f}
+        seconds                {wall_seconds:.0f}
+    """
     return section(data, what, formatted(columns, rows))
 
 
@@ -593,16 +597,16 @@ def sweep() -> str:
         "it: those of exact attentions come apart, at 32,768 tokens after a jump to 6.84 at step "
         "5, until which they differ by 0.001."
     )
-    columns = {
-        "attention": "{name}",
-        "seq_len": "{seq_len:,}",
-        "status": "{status}",
-        "val/loss": "{val/loss:.3f}",
-        SPEED: "{speed:,.0f}",
-        "GiB at start": "{memory/at_start_gib:.4f}",
-        "peak GiB": "{memory/peak_gib:.2f}",
-        "seconds": "{wall_seconds:.0f}",
-    }
+    columns = """
+        attention              {name}
+        seq_len                {seq_len:,}
+        status                 {status}
+        val/loss               {val/loss:.3f}
+        tokens/s, steps alone  {speed:,.0f}
+        GiB at start           {memory/at_start_gib:.4f}
+        peak GiB               {memory/peak_gib:.2f}
+        seconds                {wall_seconds:.0f}
+    """
     return section(data, what, formatted(columns, rows))
 
 

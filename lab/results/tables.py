@@ -36,10 +36,12 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def formatted(columns: dict[str, str], rows: Iterable[Row]) -> str:
-    """A table from the format of each column, as in {"peak GiB": "{memory/peak_gib:.2f}"}; a dash
-    where a row has no such figure.
+def formatted(columns: str, rows: Iterable[Row]) -> str:
+    """A table from a line for each column: its title, two spaces or more, and the format of its
+    cells, as in "peak GiB  {memory/peak_gib:.2f}". A dash where a row has no such figure.
     """
+    lines = (re.split(" {2,}", line.strip()) for line in columns.strip().splitlines())
+    forms = {"".join(title): form for *title, form in lines}
 
     def cell(form: str, row: Row) -> str:
         try:
@@ -47,7 +49,7 @@ def formatted(columns: dict[str, str], rows: Iterable[Row]) -> str:
         except (KeyError, TypeError):  # absent, or None
             return "-"
 
-    return table(columns, ([cell(form, row) for form in columns.values()] for row in rows))
+    return table(forms, ([cell(form, row) for form in forms.values()] for row in rows))
 
 
 def section(data: Row, *parts: str) -> str:

@@ -33,7 +33,7 @@ class Options:
     out: Path | None = None
 
 
-@command("report", Options)
+@command
 def main(options: Options) -> None:
     out = options.out or options.paths[0] / "report.html"
     if out.suffix != ".html" or out.is_dir():

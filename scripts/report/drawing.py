@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.report.runs import Run, in_order
+from scripts.report.runs import Run
 from scripts.tables import Row
 from training.palette import INK, variant_colors
+from training.sweep import in_order
 
 SOFT, GRID, PAPER = "#6a6a70", "#e4e4e8", "#ffffff"
 VARIABLES = {INK: "--ink", SOFT: "--soft", GRID: "--grid", PAPER: "--paper"}

@@ -11,8 +11,9 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from scripts.report.runs import Run, ended, in_order, measured
+from scripts.report.runs import Run, ended, measured
 from scripts.tables import grouped
+from training.sweep import in_order
 
 # Student's t for an interval of 95%, from one degree of freedom on; the last stands for all above
 T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)

@@ -1,6 +1,5 @@
 """The runs of a report, as their files tell them: whole, broken off, or never begun."""
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,11 +15,6 @@ from training.resume import load_yaml
 from training.sweep import is_stale, load_json
 
 MIN_POINTS = 2  # of a curve
-
-
-def in_order(name: str) -> list[Any]:
-    """A key that sorts block_kv=16 before block_kv=128."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 @dataclass(eq=False)
@@ -46,7 +40,7 @@ class Run:
 
     @property
     def claims_exact(self) -> bool:
-        """Older runs do not say it; of these every one without a defect does."""
+        """A run that failed at once does not say it, and counts by its defect."""
         return not self.is_defect and self.summary.get("exact") is not False
 
     @property

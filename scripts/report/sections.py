@@ -20,10 +20,10 @@ from scripts.report.figures import (
 )
 from scripts.report.page import Card, Figure, Table, Text
 from scripts.report.ranking import Ranking, answer
-from scripts.report.runs import Run, ended, in_order, measured
+from scripts.report.runs import Run, ended, measured
 from scripts.tables import grouped, mean_and_deviation
 from training.resume import changes_in_words
-from training.sweep import COLUMNS, remark
+from training.sweep import COLUMNS, in_order, remark
 
 SPEEDS = (
     "The speed drawn is that of the steps alone, without warm-up, metrics, evaluation and "
@@ -236,9 +236,7 @@ def diverged_card(run: Run, place: int, style: Style) -> Card:
     """How a run left the finite range, as AttentionMonitor.diagnose() recorded it, with its largest
     scores on the way.
     """
-    found = run.summary.get("diagnosis")
-    # older runs recorded the sentence alone
-    found = found if isinstance(found, dict) else {}
+    found = run.summary.get("diagnosis") or {}
     diagnosis = {"history": [], "dtype": run.summary.get("dtype")} | found
     history = {step: score for step, score in diagnosis.pop("history") if score is not None}
     facts = {}

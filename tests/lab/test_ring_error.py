@@ -8,9 +8,11 @@ import pytest
 from lab import ring_error
 
 
-def test_a_ring_of_tiles_is_as_exact_as_one_process(tmp_path: Path):
+def test_a_ring_of_tiles_is_as_exact_as_one_process(tmp_path: Path, monkeypatch):
     out = tmp_path / "ring_error.json"
-    sizes = ("seq_len=64", "heads=4", "kv_heads=2", "head_dims=16", "ranks=1,4")
+    sizes = ("seq_len=64", "heads=4", "kv_heads=2")
+    monkeypatch.setattr(ring_error, "HEAD_DIMS", (16,))
+    monkeypatch.setattr(ring_error, "RANKS", (1, 4))
     tiles = "attention=tiled:block_q=16,block_kv=16"
     ring_error.main([tiles, *sizes, "dtype=bf16", "device=cpu", f"out={out}"])
     (row,) = json.loads(out.read_text())["rows"]

@@ -6,22 +6,19 @@ from typing import Literal
 
 import pytest
 
-from scripts.arguments import check_at_least, command, read_settings
+from scripts.arguments import Count, command, read_settings
 
 
 @dataclass
 class Options:
     run: Path
     attention: list[str] = field(default_factory=lambda: ["naive"])
-    seq_len: list[int] | None = None
+    seq_len: list[Count] | None = None
     dtype: Literal["fp32", "bf16"] | None = None
     prompt: str = ""
     out: Path | None = None
     causal: bool = True
     rate: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "seq_len")
 
 
 @dataclass
@@ -77,11 +74,11 @@ def test_paths_may_be_bare_even_with_an_equals_sign_in_them():
 
 
 def test_help_is_the_docstring_and_errors_are_one_line(capsys):
-    @command("look", Files)
+    @command
     def main(options: Files) -> None:
         raise ValueError(f"{options.paths[0]}\n  cannot be read")
 
     main(["--help"])
     assert capsys.readouterr().out == f"{__doc__}\n"
-    with pytest.raises(SystemExit, match=r"^look: a cannot be read$"):
+    with pytest.raises(SystemExit, match=r"^test_arguments: a cannot be read$"):
         main(["a"])

@@ -192,6 +192,7 @@ def test_results_leave_out_what_was_not_measured(monkeypatch, capsys, tmp_path):
     for module in ("tables", "calls", "__main__"):
         monkeypatch.setattr(f"lab.results.{module}.FOLDER", tmp_path)
     monkeypatch.setattr("lab.claims.render.write_page", lambda: None)
+    monkeypatch.setattr("lab.public_suites.page.write", lambda: None)
 
     def picture() -> str:
         Image.new("RGB", (8, 8), "#ffffff").save(tmp_path / "one.png")

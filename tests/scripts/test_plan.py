@@ -15,7 +15,7 @@ from scripts import plan
 from tests import forked
 from training.command_line import compose
 from training.traffic import (
-    fits_on_chip,
+    Call,
     fused,
     naive,
     printed_fused,
@@ -227,8 +227,8 @@ def test_keys_are_read_again_for_every_query_tile():
 
 
 def test_traffic_of_a_kernel_grows_with_the_square_and_the_printed_one_does_not():
-    sizes = {length: (1, 8, length, 64, 2) for length in (32768, 65536)}
-    real, printed = ([f(*sizes[n]).bytes for n in sizes] for f in (fused, printed_fused))
+    sizes = {length: Call(1, 8, length, 64, 2) for length in (32768, 65536)}
+    real, printed = ([f(sizes[n]).bytes for n in sizes] for f in (fused, printed_fused))
     assert printed[1] == 2 * printed[0]
     assert real[1] == pytest.approx(4 * real[0], rel=0.02)
 
@@ -237,25 +237,26 @@ def test_traffic_by_hand():
     """One head, 256 queries and keys, D=64, bfloat16, tiles of 128 x 64, no mask: two query tiles,
     each reads all of K and V.
     """
-    found = fused(1, 1, 256, 64, 2, causal=False)
+    call = Call(1, 1, 256, 64, 2, causal=False)
+    found = fused(call)
     assert found.read == 256 * 64 * 2 + 2 * 2 * 256 * 64 * 2
     assert found.written == 256 * 64 * 2 + 256 * 4
     assert found.flops == 4 * 256 * 256 * 64
-    usual = printed_naive(1, 1, 256, 64, 2, causal=False)
+    usual = printed_naive(call)
     assert usual.bytes == (4 * 256 * 256 + 4 * 256 * 64) * 2
     # far above the diagonal of a roofline either way, and our naive moves more than the usual
     # count: float32, and every step on its own
-    assert naive(1, 1, 256, 64, 2, causal=False).bytes > 5 * usual.bytes
+    assert naive(call).bytes > 5 * usual.bytes
 
 
 def test_what_fits_on_the_chip():
     assert tile_bytes(128, 64, 64, 2) == ((128 + 4 * 64) * 64 * 2, 4 * 128 * (64 + 64))
     # 256 x 256 at head_dim 64 is said to fit: its scores alone fill the registers of a
     # multiprocessor
-    assert not any(
-        fits_on_chip(256, 256, 64, 2, capability) for capability in ("8.0", "8.9", "9.0", "10.0")
-    )
-    assert fits_on_chip(128, 128, 128, 2, "8.0") and not fits_on_chip(128, 128, 128, 2, "8.9")
+    (*_, largest), (head, *rows) = plan.chip_table(64, 2), plan.chip_table(128, 2)
+    assert largest[0] == "256 x 256" and set(largest[3:]) == {"no"}
+    (row,) = (dict(zip(head, row, strict=True)) for row in rows if row[0] == "128 x 128")
+    assert (row["8.0"], row["8.9"]) == ("yes", "no")
 
 
 def test_batch_size_auto_plans_for_one_sequence(run_plan):

@@ -569,6 +569,7 @@ def cross_row(trained: str, evaluated: str, seed: int, loss: float | None, **row
         "trained_under": {"name": trained, "options": {"block_kv": 16}},
         "seed": seed,
         "step": 600,
+        "sequences": None,
         "evaluated_under": {"name": name, "options": {"block_kv": int(block_kv or 16)}},
         "loss": loss,
         "accuracy": None,
@@ -678,16 +679,12 @@ def test_figures_of_other_held_out_sequences_are_told(tmp_path):
     (write_run(tmp_path / "tiled-0", "tiled") / "config.yaml").write_text("eval_sequences: 16\n")
     write_run(tmp_path / "tiled-1", "tiled", seed=1)
     rows = [row for row in cross_rows() if row["run"].startswith("tiled")]
-    for found, told in (({"sequences": 64}, True), ({"sequences": 16}, False), ({}, False)):
-        # of an earlier version, in one place for all
-        (tmp_path / "cross_eval.json").write_text(json.dumps({"rows": rows} | found))
-        own = [row | found for row in rows]
-        texts = [block.text for block in cross_blocks([tmp_path]) if isinstance(block, Text)]
-        text = (
-            "cross_eval judged on other held-out sequences than tiled-0 (16, judged on 64). Run it "
-            "again for the same figures."
-        )
-        assert (text in texts) == told
+    text = (
+        "cross_eval judged on other held-out sequences than tiled-0 (16, judged on 64). Run it "
+        "again for the same figures."
+    )
+    for sequences, told in ((64, True), (16, False)):
+        own = [row | {"sequences": sequences} for row in rows]
         (tmp_path / "cross_eval.json").write_text(json.dumps({"rows": own}))
         texts = [block.text for block in cross_blocks([tmp_path]) if isinstance(block, Text)]
         assert (text in texts) == told
@@ -899,7 +896,13 @@ def test_everything_embedded_is_escaped(tmp_path):
         extra=(f"data.path={nasty}",),
         env={"commit": nasty, "hardware": {nasty: nasty}},
     )
-    write_run(tmp_path / "1", "no_max", status="diverged", first_bad_step=240, diagnosis=nasty)
+    write_run(
+        tmp_path / "1",
+        "no_max",
+        status="diverged",
+        first_bad_step=240,
+        diagnosis={"message": nasty},
+    )
     (tmp_path / "2").mkdir()
     (tmp_path / "2/summary.json").write_text(
         json.dumps({"status": nasty, "error": nasty, "attention": "x"})

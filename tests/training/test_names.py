@@ -1,4 +1,4 @@
-"""Names of variants and runs: from settings, from summaries of this version and of earlier ones."""
+"""Names of variants and runs: from settings, and from summaries."""
 
 import subprocess
 import sys
@@ -105,14 +105,12 @@ def test_a_name_is_as_a_person_writes_it():
     ]
 
 
-def test_runs_of_earlier_versions_are_named_too():
-    """Their summaries hold the options in force, and the names of their starts hold none."""
+def test_runs_whose_training_never_began_are_named_too():
+    """Their summaries hold the options in force, and no starts."""
     options = {"block_q": 128, "block_kv": 16, "softmax_dtype": "float32", "detach_max": False}
-    start = {"step": 0, "attention": [[0, "no_max"]], "changed": {}}
-    old = row("no_max", "attention=no_max", "attention.impl=triton", options=options)
-    assert attention_in_words(old) == "no_max block_kv=16 impl=triton"
-    assert attention_in_words(old | {"starts": [start]}) == "no_max block_kv=16 impl=triton"
-    switched = {"starts": [start | {"attention": [[0, "no_max"], [40, "tiled"]]}]}
+    refused = row("no_max", "attention=no_max", "attention.impl=triton", options=options)
+    assert attention_in_words(refused) == "no_max block_kv=16 impl=triton"
+    switched = {"switch_at": 40, "switch_to": "tiled"}
     assert attention_in_words(row("no_max") | switched) == "no_max, tiled after step 40"
     asked = row("tiled", "attention.block_kv=8", "attention.switch_at=null")
     assert [name.variant for name in name_runs([asked, row("tiled")])] == [

@@ -115,7 +115,7 @@ def test_differences():
 
 
 def test_an_option_at_its_default_is_no_difference():
-    """conf/attention/ holds the defaults; earlier versions recorded None for each of them."""
+    """conf/attention/ holds the defaults; an attention without an option has None."""
 
     def settings(name: str, **options: object) -> dict:
         return {"attention": {"name": name, "block_kv": None, "softmax_dtype": None} | options}
