@@ -55,7 +55,7 @@ def generate(
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"{temperature=} must be at least 0, and finite")
     if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
-        raise ValueError(f"{top_k=} must be a whole number, at least 1")
+        raise ValueError(f"{top_k=} must be at least 1, and a whole number")
     check_prompt(model, tokens)
     max_seq_len = model.config.max_seq_len
     cache = step = None

@@ -319,7 +319,7 @@ def test_logits_that_are_not_finite_are_refused(build_gpt, random_tokens):
         ({"temperature": -0.5}, r"temperature=-0\.5"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_k": 0}, "top_k=0"),
-        ({"top_k": 1.5}, r"top_k=1\.5 must be a whole number"),
+        ({"top_k": 1.5}, r"top_k=1\.5 must be at least 1, and a whole number"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1 must be a whole number, at least 0"),
         ({"max_new_tokens": 2.0}, r"max_new_tokens=2\.0 must be a whole number, at least 0"),
     ],
