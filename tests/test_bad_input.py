@@ -112,6 +112,10 @@ REFUSED = {
         ["attention=no_rescale", "attention.block_kv=-1"],
         ["attention.block_kv=-1 must be at least 1"],
     ),
+    "more-ranks-than-tokens": (  # it took minutes, and all memory
+        ["attention=ring", "attention.ranks=1000"],
+        ["attention=ring with ranks=1000", "seq_len=32", "choose ranks=32 or fewer"],
+    ),
     "option-it-lacks": (
         ["attention=naive", "attention.block_q=8"],
         ["attention=naive", "block_q=8", "no options"],
