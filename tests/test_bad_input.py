@@ -253,6 +253,14 @@ REFUSED = {
         ["attention=tiled:block_q={a: ["],
         ["cannot read 'attention=tiled:block_q={a: ['", "write 'attention="],
     ),
+    "several-values": (
+        ["seq_len=32,64"],
+        ["seq_len=32,64 has several values", "write python train.py -m seq_len=32,64;"],
+    ),
+    "range-of-values": (
+        ["seed=range(0,3)"],
+        ["seed=range(0,3) has several values", "write python train.py -m 'seed=range(0,3)';"],
+    ),
     "no-setting": (["words"], ["cannot read 'words'", "write key=value"]),
     "data-missing": (
         ["data=text", "data.path=/no/such.txt"],
