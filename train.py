@@ -12,6 +12,10 @@ checkpoint.best/ and loss_curve.png.
 import time
 
 BEGAN = time.time()  # before the imports: they are a part of what a run costs
+from training.interrupt import hide_ctrl_c
+
+if __name__ == "__main__":
+    hide_ctrl_c()
 import os
 from pathlib import Path
 from typing import Any

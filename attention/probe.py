@@ -1,9 +1,10 @@
 """Try out a backend before a model is trained with it: shapes, dtypes, NaN, causality, gradients,
-and, where the backend claims them, document masks and exactness.
+what it may not change, and, where the backend claims them, document masks and exactness.
 """
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,15 @@ LENGTH = 150  # several tiles, and ragged
 HALF = LENGTH // 2
 
 Attend = Callable[..., Output]  # attention(), as a rule with its backend set
+
+# of the whole program: what reads each, and what puts it back
+SETTINGS: Mapping[Callable[[], Any], Callable[[Any], Any]] = {
+    torch.get_default_dtype: torch.set_default_dtype,
+    torch.get_default_device: torch.set_default_device,
+    torch.get_float32_matmul_precision: torch.set_float32_matmul_precision,
+    torch.is_grad_enabled: torch.set_grad_enabled,
+    torch.initial_seed: torch.manual_seed,
+}
 
 
 def probe(
@@ -84,8 +94,10 @@ def _call(
 ) -> list[Tensor]:
     """out, dq, dk, dv. Parameters of its `own`, by their names, must have a gradient too."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    q, k, v = (x.clone() for x in inputs)  # as in a model, computed from something
     try:
-        out = attend(*inputs).out  # attention() itself checks shape and dtype
+        with _leaves_alone(backend, q=q, k=k, v=v):
+            out = attend(q, k, v).out  # attention() itself checks shape and dtype
     except ValueError:
         raise
     except (Exception, SystemExit) as error:  # whatever the user's function raises
@@ -103,7 +115,8 @@ def _call(
             "v for autograd"
         )
     inputs += own.values()
-    gradients = torch.autograd.grad(out, inputs, d_out, allow_unused=True)
+    with _leaves_alone(backend, q=q, k=k, v=v, d_out=d_out):
+        gradients = torch.autograd.grad(out, inputs, d_out, allow_unused=True)
     for name, x, gradient in zip([*"qkv", *own], inputs, gradients, strict=True):
         if gradient is None or not gradient.isfinite().all():
             raise ValueError(
@@ -113,21 +126,57 @@ def _call(
     return [out.detach(), *gradients[:3]]
 
 
+@contextmanager
+def _leaves_alone(backend: Backend, **tensors: Tensor) -> Iterator[None]:
+    """Raise ValueError where the backend writes into these tensors, or changes a setting of the
+    whole program, which is put back.
+    """
+    copies = {name: x.detach().clone() for name, x in tensors.items()}
+    before = {read: read() for read in SETTINGS}
+    try:
+        yield
+    finally:
+        changed = {read: read() for read in SETTINGS if read() != before[read]}
+        for read in changed:
+            SETTINGS[read](before[read])
+    for read, value in changed.items():
+        raise ValueError(
+            f"attention={backend.name} changes torch.{read.__name__}() from {before[read]} to "
+            f"{value} for all code that runs after it; put it back before returning"
+        )
+    for name, x in tensors.items():
+        if not torch.equal(x, copies[name]):
+            raise ValueError(
+                f"attention={backend.name} writes into {name}, which others still read; write into "
+                f"a copy, as {name}.clone(), or into a new tensor"
+            )
+
+
 @torch.no_grad()
 def _largest_move(
-    attend: Attend, q: Tensor, k: Tensor, v: Tensor, *, keys: slice, queries: slice, **arguments
+    backend: Backend,
+    attend: Attend,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    keys: slice,
+    queries: slice,
+    **arguments: Tensor,
 ) -> float:
     """How far the outputs of `queries` move when `keys` and their values change their sign."""
     sign = torch.ones(LENGTH, 1, dtype=q.dtype, device=q.device)
     sign[keys] = -1
-    before, after = (
-        attend(q, *kv, **arguments).out[:, :, queries] for kv in ((k, v), (k * sign, v * sign))
-    )
+    found = []
+    for other_k, other_v in ((k, v), (k * sign, v * sign)):
+        with _leaves_alone(backend, q=q, k=other_k, v=other_v):
+            found.append(attend(q, other_k, other_v, **arguments).out[:, :, queries])
+    before, after = found
     return (after - before).abs().max().item()
 
 
 def _check_causal(backend: Backend, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> None:
-    leak = _largest_move(attend, q, k, v, keys=slice(HALF, None), queries=slice(HALF))
+    leak = _largest_move(backend, attend, q, k, v, keys=slice(HALF, None), queries=slice(HALF))
     if not leak <= 1e-3:  # a NaN is a leak too
         raise ValueError(
             f"attention={backend.name} is not causal: changing keys {HALF}:{LENGTH} moved the "
@@ -140,7 +189,7 @@ def _check_documents(backend: Backend, attend: Attend, q: Tensor, k: Tensor, v: 
     document_ids = (torch.arange(LENGTH, device=q.device) >= HALF).int()[None]
     second = slice(HALF, None)
     leak = _largest_move(
-        attend, q, k, v, keys=slice(HALF), queries=second, document_ids=document_ids
+        backend, attend, q, k, v, keys=slice(HALF), queries=second, document_ids=document_ids
     )
     if not leak <= 1e-3:
         raise ValueError(

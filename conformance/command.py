@@ -55,13 +55,15 @@ from conformance import exchange, quiz
 from conformance.backend_under_test import Check, Subject
 from conformance.cases import SHORT
 from conformance.course import beyond_the_course
-from conformance.dialects import DIALECTS, Dialect, Target, dialect_of, target
+from conformance.dialects import DIALECTS, Dialect, Misfit, Target, dialect_of, target
+from conformance.files import check_writable, write_file
 from conformance.fuzz import Tally, finite, fuzz
 from conformance.minimise import Minimiser, Watched
 from conformance.probe import probe
 from conformance.properties import PROPERTIES, SLOW, Cell, Property, check_breaks, examine
 
 DTYPES = {name: dtype for dtype, name in SHORT.items()}
+LARGEST_SEED = 10**12  # each call has a seed of its own, of 64 bits
 DIALECT_KEYS = {each.name: each.type for each in fields(Dialect)}
 
 
@@ -86,10 +88,12 @@ class Options:
         for key, least in (("cases", 0), ("calls", 1), ("seed", 0)):
             if getattr(self, key) < least:
                 raise ValueError(f"{key}={getattr(self, key)} must be at least {least}")
-        if self.card is not None and not Path(self.card).absolute().parent.is_dir():
-            raise ValueError(f"card={self.card}: its folder does not exist")
-        if self.card is not None and Path(self.card).is_dir():
-            raise ValueError(f"card={self.card} is a folder: name a file in it")
+        if self.seed > LARGEST_SEED:
+            raise ValueError(f"seed={self.seed} must be at most {LARGEST_SEED}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device=cuda: PyTorch finds no GPU here; use device=cpu")
+        if self.card is not None:
+            check_writable(f"card={self.card}", Path(self.card))
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -110,7 +114,14 @@ def main() -> None:
         if words[0] not in commands:
             raise ValueError(f"{words[0]} is not one of: {', '.join(commands)}")
         wrong = commands[words[0]](words[1:])
-    except ValueError as error:
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("attn-conform: stopped by Ctrl-C", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except (ValueError, OSError) as error:
         sys.exit(f"attn-conform: {error}")
     sys.exit(f"attn-conform: {wrong}" if wrong else 0)
 
@@ -161,6 +172,7 @@ def run(words: list[str]) -> str | None:
     rows = []
     for dtype in options.dtypes:
         subject = Watched(found.backend, options.device, dtype, options.cases, options.seed)
+        check_call(text, subject)
         minimiser = Minimiser(found, subject) if options.minimise else None
         for cell in cells_of(subject, quick=options.quick):
             name = SHORT[dtype]
@@ -174,8 +186,26 @@ def run(words: list[str]) -> str | None:
         print(beyond_the_course(cell for _, cell, _ in rows))
     if options.card is not None:
         card = json.dumps(scorecard(found, options, rows), indent=1)
-        Path(options.card).write_text(card + "\n")
+        write_file(Path(options.card), card + "\n")
     return verdict([cell for _, cell, _ in rows])
+
+
+def check_call(text: str, subject: Subject) -> None:
+    """Raise ValueError where the dialect does not fit the function: it takes no plain call, or
+    returns something else. Every property would say so.
+    """
+    if dialect_of(subject.backend) is None:
+        return
+    try:
+        subject.run(subject.case(causal="non_causal" not in subject.backend.features))
+    except (Misfit, TypeError) as error:
+        reason = f"{type(error).__name__}: " if isinstance(error, TypeError) else ""
+        raise ValueError(
+            f"{text} does not fit the dialect: {reason}{error}; `attn-conform probe {text}` finds "
+            "out how it is called"
+        ) from error
+    except (Exception, SystemExit):  # what else it raises the properties tell
+        return
 
 
 NO_CALL = "no single call with random inputs shows it"
@@ -220,7 +250,7 @@ def write_script(options: Options, dtype: str, cell: Cell, script: str) -> Path:
     name = "".join(x if x.isalnum() else " " for x in cell.property).split()
     beside = Path(options.card or "attn_conform.json")
     file = beside.with_name("_".join([beside.stem, dtype, *name]) + ".py")
-    file.write_text(script)
+    write_file(file, script)
     return file
 
 
@@ -273,6 +303,7 @@ def run_fuzz(words: list[str]) -> str | None:
     try:
         for dtype in options.dtypes:
             subject = Subject(backend, options.device, dtype, random_cases=0, seed=0)
+            check_call(text, subject)
             name = SHORT[dtype]
             tally = tallies[name] = Tally()
             for trial in fuzz(subject, calls=options.calls, seed=options.seed):
@@ -287,7 +318,8 @@ def run_fuzz(words: list[str]) -> str | None:
         head = {"attention": backend.name, "environment": environment(options.device)}
         head |= {"calls": options.calls, "seed": options.seed}
         figures = {name: tally.figures() for name, tally in tallies.items()}
-        Path(options.card).write_text(json.dumps(head | {"dtypes": figures}, indent=1) + "\n")
+        card = json.dumps(head | {"dtypes": figures}, indent=1)
+        write_file(Path(options.card), card + "\n")
     if interrupted:
         sys.exit(130)
     if not any(tally.calls for tally in tallies.values()):
@@ -298,6 +330,7 @@ def run_fuzz(words: list[str]) -> str | None:
 
 def export(words: list[str]) -> None:
     (file,), options, _ = read(words, ("inputs.npz",), "cases", "seed")
+    check_writable(file, Path(file))
     count = exchange.export(Path(file), options.cases, options.seed)
     print(f"{file}: {count} cases; {exchange.WHAT_COMES_BACK}")
 

@@ -413,6 +413,10 @@ def fitted(dialect: Dialect, function: Callable[..., Any]) -> Dialect:
     return replace(dialect, **changes)
 
 
+class Misfit(ValueError):
+    """What a function returns is not what its dialect says."""
+
+
 class Adapter:
     """`function`, called in its dialect, as the fn of a Backend."""
 
@@ -500,15 +504,15 @@ class Adapter:
         return found, longest if self.dialect.layout == "THD" else {}
 
     def parts_of(self, result: Any, batch: int) -> tuple[Tensor, Tensor | None]:
-        """out and lse of what the function returned. Raises ValueError where it is not what the
-        dialect says.
+        """out and lse of what the function returned. Raises Misfit where it is not what the dialect
+        says.
         """
         dialect = self.dialect
         needed = 1 + max(dialect.parts.index(x) for x in ("out", "lse") if x in dialect.parts)
         is_tuple = isinstance(result, (tuple, list))
         if is_tuple != (len(dialect.parts) > 1) or (is_tuple and len(result) < needed):
             what = f"a tuple of {len(result)}" if is_tuple else f"a {type(result).__name__}"
-            raise ValueError(f"it returned {what}, and the dialect says returns={dialect.returns}")
+            raise Misfit(f"it returned {what}, and the dialect says returns={dialect.returns}")
         lse = self.lse(result, batch) if "lse" in dialect.parts else None
         return self.out(result, batch), lse
 

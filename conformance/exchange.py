@@ -14,7 +14,10 @@ Cases with alibi_slopes, document_ids, key_lengths or sinks hold these as arrays
 Dimensions: B batch, H heads, N queries, M keys, D head dim.
 """
 
+import io
 import json
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +31,7 @@ from attention import Backend
 from attention.interface import FEATURES, Refusal
 from conformance.backend_under_test import Subject
 from conformance.cases import Case, row_of
+from conformance.files import write_file
 from conformance.properties import PROPERTIES, SLOW, TENSORS, Cell, examine
 
 WHAT_COMES_BACK = (
@@ -93,7 +97,9 @@ def export(file: Path, cases: int, seed: int) -> int:
         arrays |= {f"{case}/{name}": x.numpy() for name, x in given.items()}
         arguments["scale"] = case.head_dim**-0.5
         arrays[f"{case}/arguments"] = json.dumps(arguments)
-    np.savez(file, **arrays)
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    write_file(file, content.getvalue())
     return len(asked)
 
 
@@ -101,31 +107,47 @@ def writable(case: Case) -> bool:
     return case.value_dim is None and UNFILED.isdisjoint(case.optional)
 
 
+def arrays_of(path: Path) -> dict[str, np.ndarray]:
+    """What is in an .npz file. Raises ValueError for a file that is none, or damaged."""
+    try:
+        with np.load(path) as file:
+            return {name: file[name] for name in file.files}
+    # what NumPy raises for text, for an empty file, for a single array and for half a file
+    except (ValueError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path} is no .npz file of arrays, or a part of one is missing; np.savez writes one"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
 def judge(inputs: Path, outputs: Path) -> Iterator[Cell]:
     """A cell for every property that compares results. Raises ValueError for arrays that are not
     results of these inputs.
     """
+    given = arrays_of(inputs)
     try:
-        with np.load(inputs) as file:
-            cases, seed = file["settings"].tolist()
-            shapes = {
-                str(case): (file[f"{case}/q"].shape, file[f"{case}/k"].shape)
-                for case in file["cases"]
-            }
-        with np.load(outputs) as file:
-            arrays = {name: torch.from_numpy(file[name]).double() for name in file.files}
-    except (OSError, KeyError, TypeError) as error:
-        raise ValueError(f"{inputs} and {outputs} cannot be read: {error}") from error
+        cases, seed = given["settings"].tolist()
+        shapes = {
+            str(case): (given[f"{case}/q"].shape, given[f"{case}/k"].shape)
+            for case in given["cases"]
+        }
+    except KeyError as error:
+        raise ValueError(
+            f"{inputs} has no {error}: name the file that `attn-conform export` wrote"
+        ) from error
     results: dict[str, dict[str, Tensor]] = {}
-    for name, x in arrays.items():
+    for name, x in arrays_of(outputs).items():
         case, _, tensor = name.partition("/")
         if case not in shapes or tensor not in TENSORS:
             raise ValueError(f"{outputs}: {name} is not CASE/out, lse, dq, dk or dv of {inputs}")
+        if x.dtype.kind not in "fiu":
+            raise ValueError(f"{outputs}: {name} must hold floats, it holds {x.dtype}")
         q, k = shapes[case]
         shape = {"lse": q[:3], "dk": k, "dv": k}.get(tensor, q)
         if x.shape != shape:
-            raise ValueError(f"{outputs}: {name} must be {shape}, it is {tuple(x.shape)}")
-        results.setdefault(case, {})[tensor] = x
+            raise ValueError(f"{outputs}: {name} must be {shape}, it is {x.shape}")
+        results.setdefault(case, {})[tensor] = torch.from_numpy(x).double()
     subject = filed(cases, seed, lse=any("lse" in found for found in results.values()))
     subject.results = results
     for name in PROPERTIES:

@@ -13,6 +13,7 @@ from torch import Tensor
 from attention import AttentionOutput, Backend
 from conformance.backend_under_test import TILES, Subject
 from conformance.cases import run
+from conformance.files import write_file
 from conformance.properties import PROPERTIES, SLOW, Cell, examine
 from conformance.quiz_exercises import EXERCISES, Exercise
 
@@ -119,8 +120,8 @@ def write(number: int, exercise: Exercise, folder: Path) -> tuple[Path, Path]:
         raise ValueError(f"out={folder} is not a folder")
     file, text = (folder / f"exercise_{number:02}.{end}" for end in ("py", "txt"))
     task = TASK.format(number=number, level=exercise.level, file=file, symptoms=text.name, **TILES)
-    file.write_text(exercise.source.replace('"""', f'"""{task}\n', 1))
-    text.write_text(f"{reds(red_cells(file))}\n\n{MAP}\n{error_map(subject_of(file))}\n")
+    write_file(file, exercise.source.replace('"""', f'"""{task}\n', 1))
+    write_file(text, f"{reds(red_cells(file))}\n\n{MAP}\n{error_map(subject_of(file))}\n")
     return file, text
 
 

@@ -47,16 +47,16 @@ def generate(
     fixed shape. On a GPU a step is a CUDA graph, so hooks of modules see the prompt alone. The
     graph and the memory of its cache are kept for the next call of the same shape; see keep_step().
 
-    Raises FloatingPointError for logits that are not finite; with temperature 0, at the end.
+    Raises ValueError for a prompt or a setting that cannot be, FloatingPointError for logits that
+    are not finite; with temperature 0, at the end.
     """
-    if tokens.shape[1] < 1:
-        raise ValueError(
-            f"the prompt needs at least one token, got tokens of shape {tuple(tokens.shape)}"
-        )
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise ValueError(f"{max_new_tokens=} must be a whole number, at least 0")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"{temperature=} must be at least 0, and finite")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"{top_k=} must be at least 1")
+    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
+        raise ValueError(f"{top_k=} must be at least 1, and a whole number")
+    check_prompt(model, tokens)
     max_seq_len = model.config.max_seq_len
     cache = step = None
     if use_cache:
@@ -92,6 +92,28 @@ def generate(
         keep_step(model, step)
     check_finite(finite)
     return tokens
+
+
+def check_prompt(model: GPT, tokens: Tensor) -> None:
+    """Raise ValueError for tokens that the model cannot read. On a GPU an id that it lacks would
+    end the process.
+    """
+    shape, dtype = tuple(tokens.shape), str(tokens.dtype).removeprefix("torch.")
+    if len(shape) != 2 or not shape[0] or dtype not in ("int64", "int32"):
+        raise ValueError(
+            f"the prompt must be token ids (B, N) in int64, as tokens[None] of one sequence; got "
+            f"{shape} in {dtype}"
+        )
+    if not shape[1]:
+        raise ValueError(f"the prompt needs at least one token, got tokens of shape {shape}")
+    if (device := next(model.parameters()).device) != tokens.device:
+        raise ValueError(f"the prompt is on {tokens.device}: move it to the model's, {device}")
+    least, most = map(int, tokens.aminmax())
+    if least < 0 or most >= model.vocab_size:
+        raise ValueError(
+            f"the prompt has token {least if least < 0 else most}, and the model knows 0 to "
+            f"{model.vocab_size - 1}: encode the text with the model's own tokenizer"
+        )
 
 
 def sample_token(

@@ -112,6 +112,10 @@ REFUSED = {
         ["attention=no_rescale", "attention.block_kv=-1"],
         ["attention.block_kv=-1 must be at least 1"],
     ),
+    "more-ranks-than-tokens": (  # it took minutes, and all memory
+        ["attention=ring", "attention.ranks=1000"],
+        ["attention=ring with ranks=1000", "seq_len=32", "choose ranks=32 or fewer"],
+    ),
     "option-it-lacks": (
         ["attention=naive", "attention.block_q=8"],
         ["attention=naive", "block_q=8", "no options"],
@@ -248,6 +252,14 @@ REFUSED = {
     "syntax": (
         ["attention=tiled:block_q={a: ["],
         ["cannot read 'attention=tiled:block_q={a: ['", "write 'attention="],
+    ),
+    "several-values": (
+        ["seq_len=32,64"],
+        ["seq_len=32,64 has several values", "write python train.py -m seq_len=32,64;"],
+    ),
+    "range-of-values": (
+        ["seed=range(0,3)"],
+        ["seed=range(0,3) has several values", "write python train.py -m 'seed=range(0,3)';"],
     ),
     "no-setting": (["words"], ["cannot read 'words'", "write key=value"]),
     "data-missing": (

@@ -63,7 +63,7 @@ def launch(main: Callable[[], Any], began: float) -> None:
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     try:
         arguments = replay_overrides([*sys.argv[1:], *after_restart(ranks)])
-        refuse_unreadable(options_first(arguments)[1])
+        refuse_unreadable(arguments)
         refuse_mistakes_in_files(arguments)
         sys.argv[1:] = arguments if ranks.first else [*arguments, *folder_that_goes()]
         with Ending():
@@ -96,23 +96,41 @@ def folder_that_goes() -> list[str]:
     return [f"hydra.run.dir={quoted(folder)}", "hydra.output_subdir=null"]
 
 
-def refuse_unreadable(overrides: list[str]) -> None:
-    """End the program at an override that Hydra's grammar cannot read."""
+def refuse_unreadable(arguments: list[str]) -> None:
+    """End the program in one line at an override that Hydra would refuse in several."""
+    options, overrides = options_first(arguments)
+    # a recipe may ask for a sweep
+    sweeps = {"-m", "--multirun"} & set(options) or any(
+        override.startswith(("experiment=", "hydra.mode=")) for override in overrides
+    )
+    try:
+        check_readable(overrides, sweeps=bool(sweeps))
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def check_readable(overrides: Iterable[str], *, sweeps: bool = False) -> None:
+    """Raise ValueError at an override that Hydra's grammar cannot read, or that has several values
+    where nothing sweeps over them.
+    """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     for override in overrides:
+        key, equals, value = override.partition("=")
         try:
-            OverridesParser.create().parse_override(override)
+            parsed = OverridesParser.create().parse_override(override)
         except HydraException as error:
             lines = str(error).splitlines()
             reason = next(line for line in lines if not line.startswith("Error parsing override"))
-            key, equals, value = override.partition("=")
             as_text = shlex.quote(f"{key}={quoted(value)}")
             way_out = f"if the value is text, write {as_text}" if equals else "write key=value"
-            raise SystemExit(
-                f"error: Hydra cannot read {override!r} ({reason}); {way_out}"
-            ) from None
+            raise ValueError(f"Hydra cannot read {override!r} ({reason}); {way_out}") from None
+        if parsed.is_sweep_override() and not sweeps:
+            raise ValueError(
+                f"{override} has several values, as a sweep has: write python train.py -m "
+                f'{shlex.quote(override)}; if it is one text, write "{key}={quoted(value)}"'
+            )
 
 
 def refuse_mistakes_in_files(arguments: list[str]) -> None:
@@ -325,6 +343,7 @@ def unescaped(text: str) -> str:
 def compose(*overrides: str) -> RunConfig:
     """The settings of `python train.py OVERRIDES`. Raises ValueError with the reason."""
     check_keys(list(overrides))
+    check_readable(overrides)
     return read_config(hydra_config(*overrides))
 
 

@@ -3,6 +3,7 @@
 A script ends with one line.
 """
 
+import _thread
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 from training.phases import current
 
@@ -20,14 +21,35 @@ class Stopped(KeyboardInterrupt):
     """A signal asks the process to end. Any other KeyboardInterrupt was raised by a user's code."""
 
 
-class Signals:
+class RaisedAgain:
+    """A context that loses no Ctrl-C which comes inside a finalizer, as torch.compile has many:
+    Python would print a traceback, and go on.
+    """
+
+    def __enter__(self) -> Self:
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.unraisablehook = self._hook
+
+    def _unraisable(self, lost: Any) -> None:
+        if isinstance(lost.exc_value, KeyboardInterrupt):
+            # later, by another thread: now it would be raised in here, and be lost again
+            threading.Timer(0.01, _thread.interrupt_main).start()
+        else:
+            self._hook(lost)
+
+
+class Signals(RaisedAgain):
     """A context in which _handle() handles the signals that ask a process to end."""
 
     def __enter__(self) -> Self:
         self._previous = {number: signal.signal(number, self._handle) for number in _handled()}
-        return self
+        return super().__enter__()
 
     def __exit__(self, *_: object) -> None:
+        super().__exit__()
         for number, handler in self._previous.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
@@ -92,6 +114,18 @@ class Noted(Signals):
         self._new.append(signal.Signals(number))
 
 
+def hide_ctrl_c() -> None:
+    """Let a Ctrl-C that nothing handles, as during the imports, end the process without a
+    traceback.
+    """
+
+    def hook(kind: type[BaseException], *rest: Any) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            sys.__excepthook__(kind, *rest)
+
+    sys.excepthook = hook
+
+
 def _handled() -> list[signal.Signals]:
     # Python lets only the main thread handle signals
     if threading.current_thread() is not threading.main_thread():
@@ -109,7 +143,8 @@ def one_line(script: str) -> Iterator[None]:
     Exits with code 130 after Ctrl-C, with 1 otherwise. Files written by then stay.
     """
     try:
-        yield
+        with RaisedAgain():
+            yield
         if sys.stdout is not None:
             sys.stdout.flush()
     except KeyboardInterrupt:

@@ -12,10 +12,10 @@ from typing import Any
 from config import RunConfig
 from training.command_line import (
     as_written,
+    check_readable,
     hydra_config,
     options_first,
     read_config,
-    refuse_unreadable,
     replay_overrides,
     task_overrides,
 )
@@ -101,7 +101,7 @@ def run_overrides(overrides: tuple[str, ...]) -> Row:
             "to python train.py"
         )
     try:
-        refuse_unreadable(settings)
+        check_readable(settings)
         cfg = hydra_config(*replay_overrides(settings), with_hydra=True)
         folders = SweepSummary()
         folders.on_run_start(cfg)  # locks the run's folder

@@ -106,11 +106,24 @@ def visited_keys(
     """Rows of K that the query tiles of one head load, tile by tile: block_kv at a time, none past
     the diagonal or before the window.
     """
+    tiles, window = -(-seq_len // block_q), window or seq_len
+    # query tiles that end before the last, ragged tile of keys: these see whole tiles, others all
+    early = seq_len // block_kv * block_kv // block_q if causal else 0
+    seen = block_kv * floor_sum(early, block_q, block_q + block_kv - 1, block_kv)
+    seen += (tiles - early) * seq_len
+    full = min(-(-window // block_q), tiles)  # query tiles whose window reaches the first key
+    before = full * block_q + 1 - window  # keys before the window of the next
+    return seen - block_kv * floor_sum(tiles - full, block_q, before, block_kv)
+
+
+def floor_sum(n: int, a: int, b: int, m: int) -> int:
+    """The sum of (a * i + b) // m for i in range(n), in steps of Euclid's algorithm. b >= 0."""
     total = 0
-    for start in range(0, seq_len, block_q):
-        last = min(start + block_q, seq_len) if causal else seq_len
-        first = max(start + 1 - (window or seq_len), 0)
-        total += min(-(-last // block_kv) * block_kv, seq_len) - first // block_kv * block_kv
+    while n:
+        total += a // m * (n * (n - 1) // 2) + b // m * n
+        a, b = a % m, b % m
+        # the lattice points under the line, counted along the other axis
+        (n, b), m, a = divmod(a * n + b, m), a, m
     return total
 
 

@@ -157,6 +157,69 @@ def test_a_defect_that_hides_what_it_is(name):
         probe_backend(hidden, dtype=torch.float32, **SHAPE)
 
 
+def scales_q(q, k, v, **arguments):
+    q.mul_(2)
+    return naive(q, k, v, **arguments)
+
+
+def zeroes_v_where_nobody_trains(q, k, v, **arguments):
+    if not torch.is_grad_enabled():
+        v.zero_()
+    return naive(q, k, v, **arguments)
+
+
+class Twice(torch.autograd.Function):
+    """Its backward pass doubles the gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return d_out.mul_(2)
+
+
+def doubles_d_out(q, k, v, **arguments):
+    return AttentionOutput(Twice.apply(naive(q, k, v, **arguments).out / 2))
+
+
+@pytest.mark.parametrize(
+    ("fn", "name"), [(scales_q, "q"), (zeroes_v_where_nobody_trains, "v"), (doubles_d_out, "d_out")]
+)
+def test_writing_into_what_it_is_given(fn, name):
+    """A regression test: it was let pass, or said not to be causal."""
+    text = verdict(fn, exact=False)
+    assert text.startswith(f"attention=mine writes into {name}, which others")
+
+
+@pytest.mark.parametrize(
+    ("read", "change"),
+    [
+        (torch.get_default_dtype, lambda: torch.set_default_dtype(torch.float64)),
+        (torch.get_default_device, lambda: torch.set_default_device("meta")),
+        (
+            torch.get_float32_matmul_precision,
+            lambda: torch.set_float32_matmul_precision("medium"),
+        ),
+        (torch.is_grad_enabled, lambda: torch.set_grad_enabled(False)),
+        (torch.initial_seed, lambda: torch.manual_seed(1)),
+    ],
+    ids=["dtype", "device", "precision", "gradients", "seed"],
+)
+def test_changing_what_holds_for_the_whole_program(read, change):
+    """A regression test: a run went on in float64. It is put back: a sweep has other jobs."""
+    before = read()
+
+    def changing(q, k, v, **arguments):
+        change()
+        return naive(q, k, v, **arguments)
+
+    text = verdict(changing)
+    assert text.startswith(f"attention=mine changes torch.{read.__name__}() from {before} to ")
+    assert read() == before
+
+
 def test_refusals_and_broken_promises_come_through():
     assert "it takes float16, the inputs are float32" in verdict(naive, dtypes=(torch.float16,))
     assert "it has no backward pass" in verdict(naive, backward=False)

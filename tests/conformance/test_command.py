@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from packaging.requirements import Requirement
@@ -89,7 +91,30 @@ def test_a_student_hears_what_the_course_would_not_have_said(attn_conform, monke
         ("run ATTENTIONS:flash dialect=fa quik=true", "there is no key 'quik'"),
         ("run ATTENTIONS:flash dialect=fa card=no/card.json", "its folder does not exist"),
         ("run ATTENTIONS:flash dialect=fa card=tests", "card=tests is a folder"),
+        pytest.param(
+            "run ATTENTIONS:flash dialect=fa card=/proc/self/card.json",
+            "card=/proc/self/card.json cannot be written: No such file or directory; name another",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="a folder of Linux's"),
+        ),
         ("run ATTENTIONS:flash dialect=fa multiple=0", "multiple=0 must be at least 1"),
+        ("run nope:attend dialect=fa", "nope:attend cannot be loaded: ModuleNotFoundError"),
+        (
+            "run ATTENTIONS:flash dialect=sdpa causal=always constants=dropout=0.0",
+            "flash does not fit the dialect: TypeError: ",
+        ),
+        (
+            "run ATTENTIONS:flash dialect=fa returns=out",
+            "it returned a tuple of 2, and the dialect says returns=out; `attn-conform probe",
+        ),
+        (
+            "fuzz ATTENTIONS:flash dialect=fa returns=out device=cpu",
+            "it returned a tuple of 2, and the dialect says returns=out; `attn-conform probe",
+        ),
+        ("fuzz naive seed=10000000000000", "seed=10000000000000 must be at most 1000000000000"),
+        ("export no/inputs.npz", "no/inputs.npz: its folder does not exist"),
+        ("export tests", "tests is a folder: name a file in it"),
+        ("judge README.md README.md", "README.md is no .npz file of arrays"),
+        ("judge nope.npz nope.npz", "nope.npz cannot be read: No such file or directory"),
         ("run ATTENTIONS:torch.nn.Linear dialect=fa", "it is a class: name an object of it"),
         ("run ATTENTIONS:scores", "cannot be loaded: AttributeError"),
         ("probe ATTENTIONS:math.pi", "must be a function or a Backend; it is a float"),
@@ -102,6 +127,75 @@ def test_what_cannot_be_verified(attn_conform, arguments, complaint):
     more = QUICK if words[0] == "run" and "cases=" not in arguments else ()
     code, _ = attn_conform(*words, *more)
     assert complaint in code
+
+
+def test_a_gpu_that_is_not_there(attn_conform, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, _ = attn_conform("run", "naive", "device=cuda", "cases=0")
+    assert code == "attn-conform: device=cuda: PyTorch finds no GPU here; use device=cpu"
+
+
+def test_ctrl_c_is_one_line(attn_conform, monkeypatch, capsys):
+    def pressed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "set_up", pressed)
+    monkeypatch.setattr(sys, "argv", ["attn-conform", "run", "naive"])
+    with pytest.raises(SystemExit) as stopped:
+        command.main()
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "attn-conform: stopped by Ctrl-C\n"
+
+
+def test_a_reader_that_has_read_enough():
+    """`attn-conform run ... | head -1` ended with a traceback."""
+    words = [sys.executable, "-m", "conformance.command", "run", "naive", *QUICK]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(words, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_files_that_are_not_results(attn_conform, tmp_path, monkeypatch):
+    """A regression test: each ended with a traceback."""
+    monkeypatch.chdir(tmp_path)
+    assert attn_conform("export", "inputs.npz", "cases=0")[0] == 0
+    content = Path("inputs.npz").read_bytes()
+    Path("half.npz").write_bytes(content[: len(content) // 2])
+    Path("empty.npz").touch()
+    case = str(np.load("inputs.npz")["cases"][0])
+    np.savez("words.npz", **{f"{case}/out": np.array(["a"])})
+    for inputs, outputs, said in (
+        ("inputs.npz", "half.npz", "half.npz is no .npz file of arrays, or a part of one is"),
+        ("inputs.npz", "empty.npz", "empty.npz is no .npz file of arrays"),
+        ("inputs.npz", "words.npz", f"words.npz: {case}/out must hold floats, it holds <U1"),
+        ("words.npz", "inputs.npz", "words.npz has no 'settings': name the file that"),
+    ):
+        code, _ = attn_conform("judge", inputs, outputs)
+        assert code.startswith(f"attn-conform: {said}")
+
+
+def test_a_disk_that_fills_up_leaves_the_old_file(attn_conform, tmp_path):
+    """A regression test: half an .npz stayed."""
+    resource = pytest.importorskip("resource")
+    file = tmp_path / "inputs.npz"
+    file.write_text("old")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        code, _ = attn_conform("export", str(file), "cases=0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == f"attn-conform: {file} cannot be written: File too large"
+    assert file.read_text() == "old" and os.listdir(tmp_path) == ["inputs.npz"]
+
+
+def test_both_distributions_bring_the_command():
+    """README's install gave no attn-conform, which its text and the quiz name."""
+    for folder in (ROOT, ROOT / "packaging/attn-conform"):
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        assert project["scripts"] == {"attn-conform": "conformance.command:main"}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """The exercises of attn-conform quiz: red as they are, green when the one edit is taken back."""
 
 import ast
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,7 @@ from conformance import command
 from conformance.quiz import EXERCISES, judge, red_cells, write
 from conformance.quiz_exercises import SOURCE
 
+ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = range(1, len(EXERCISES) + 1)
 
 
@@ -72,6 +75,25 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     assert "properties still red: " in quiz(monkeypatch, "1", f"fix={file}")
     file.write_text(SOURCE)
     assert quiz(monkeypatch, "1", f"fix={file}") == 0
+
+
+def test_the_package_page_shows_what_the_judge_prints(monkeypatch, tmp_path, capsys):
+    """Budgets, and with them which case is the worst, follow the rounding of the CPU."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "packaging/attn-conform/README.md").read_text()
+    number, shown, end = re.search(
+        r"fix=exercise_(\d+)\.py\n((?:red  .+\n)+)attn-conform: (.+)\n", page
+    ).groups()
+    quiz(monkeypatch, number, "out=.")
+    capsys.readouterr()
+    assert quiz(monkeypatch, number, f"fix=exercise_{number}.py") == f"attn-conform: {end}"
+    form = r"red  (.+?) +(\w+) of (\S+): (\S+) where (\S+) is allowed"
+    printed = re.findall(form, capsys.readouterr().out)
+    for a, b in zip(re.findall(form, shown), printed, strict=True):
+        assert a[:2] == b[:2]  # property and tensor
+        if a[2] == b[2]:  # the same case
+            assert float(a[3]) == pytest.approx(float(b[3]), rel=0.01)
+            assert 1 / 3 < float(a[4]) / float(b[4]) < 3
 
 
 @pytest.mark.parametrize(

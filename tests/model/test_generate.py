@@ -319,12 +319,33 @@ def test_logits_that_are_not_finite_are_refused(build_gpt, random_tokens):
         ({"temperature": -0.5}, r"temperature=-0\.5"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_k": 0}, "top_k=0"),
+        ({"top_k": 1.5}, r"top_k=1\.5 must be at least 1, and a whole number"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1 must be a whole number, at least 0"),
+        ({"max_new_tokens": 2.0}, r"max_new_tokens=2\.0 must be a whole number, at least 0"),
     ],
-    ids=["temperature", "nan", "top_k"],
+    ids=str,
 )
 def test_refuses_settings_that_mean_nothing(build_gpt, random_tokens, options, complaint):
     with pytest.raises(ValueError, match=complaint):
-        generate(build_gpt(), random_tokens(1, 4), max_new_tokens=3, **options)
+        generate(build_gpt(), random_tokens(1, 4), **{"max_new_tokens": 3} | options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "complaint"),
+    [
+        (torch.tensor([1, 2]), r"must be token ids \(B, N\) in int64.*; got \(2,\) in int64"),
+        (torch.tensor([[1.0, 2.0]]), r"in int64.*; got \(1, 2\) in float32"),
+        (torch.zeros(0, 3, dtype=torch.int64), r"got \(0, 3\) in int64"),
+        (torch.tensor([[1, -2]]), "has token -2, and the model knows 0 to"),
+        (torch.tensor([[1, 10**6]]), "has token 1000000, .*: encode the text with the model's own"),
+        (torch.zeros(1, 3, dtype=torch.int64, device="meta"), "is on meta: move it to the model's"),
+    ],
+    ids=["flat", "floats", "no sequence", "negative", "large", "device"],
+)
+def test_refuses_a_prompt_that_the_model_cannot_read(build_gpt, prompt, complaint):
+    """A regression test: PyTorch raised errors of its own, and a GPU is lost."""
+    with pytest.raises(ValueError, match=complaint):
+        generate(build_gpt(), prompt, max_new_tokens=3)
 
 
 def test_refuses_an_empty_prompt(build_gpt):

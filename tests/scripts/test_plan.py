@@ -218,6 +218,26 @@ def test_last_write_has_its_own_vocabulary():
 # traffic
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 17, 40, 500])
+def test_keys_are_counted_as_by_walking_the_tiles(window, causal):
+    """A regression test: the walk of seq_len=9000000000000000000 never ended."""
+
+    def walked(n: int, block_q: int, block_kv: int) -> int:
+        total = 0
+        for start in range(0, n, block_q):
+            last = min(start + block_q, n) if causal else n
+            first = max(start + 1 - (window or n), 0)
+            total += min(-(-last // block_kv) * block_kv, n) - first // block_kv * block_kv
+        return total
+
+    for n in (1, 2, 15, 16, 17, 31, 63, 64, 65, 100, 129):
+        for tile in ((1, 1), (8, 16), (16, 8), (16, 16), (12, 7), (7, 12), (64, 3), (200, 300)):
+            found = visited_keys(n, *tile, causal=causal, window=window)
+            assert found == walked(n, *tile), (n, tile)
+    assert visited_keys(9 * 10**18, 128, 64, causal=causal, window=window) > 0
+
+
 def test_keys_are_read_again_for_every_query_tile():
     assert visited_keys(1024, 128, 64, causal=False) == 8 * 1024
     assert visited_keys(1024, 128, 64) == sum(range(128, 1025, 128))

@@ -1,0 +1,65 @@
+"""Ctrl-C where Python itself would print a traceback: during imports, and inside a finalizer."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.command import ROOT, environment
+from training.interrupt import Ending, Stopped, one_line
+
+
+class Pressed:
+    """Ctrl-C comes while this is finalized."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def lose_ctrl_c() -> None:
+    Pressed()
+    time.sleep(5)
+
+
+@pytest.fixture(autouse=True)
+def at_a_terminal() -> Iterator[None]:
+    """A shell makes its background jobs ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_script_ends_by_a_ctrl_c_in_a_finalizer(capsys):
+    """A regression test: torch.compile finalizes much. verify printed a traceback and went on."""
+    with pytest.raises(SystemExit) as ended:
+        one_line("verify")(lose_ctrl_c)()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "verify: stopped by Ctrl-C\n"
+
+
+def test_a_run_is_stopped_by_a_ctrl_c_in_a_finalizer(capsys):
+    with pytest.raises(Stopped), Ending():
+        lose_ctrl_c()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("imported", "command"),
+    [("hydra", ["train.py"]), ("torch", ["-m", "scripts.verify"])],
+    ids=["train", "script"],
+)
+def test_ctrl_c_during_the_imports_shows_no_traceback(tmp_path: Path, imported, command):
+    (tmp_path / f"{imported}.py").write_text("raise KeyboardInterrupt")
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment(PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == -signal.SIGINT
+    assert done.stdout + done.stderr == ""
