@@ -38,33 +38,10 @@ hypothesis.settings.register_profile("no_deadline", deadline=None)
 hypothesis.settings.load_profile("no_deadline")
 
 
-def patch_language_once_a_launch() -> None:
-    """Triton's interpreter puts its own operations into triton.language for every call of a
-    function inside a kernel, over those that it put there for the kernel: half of its time.
-    """
-    from triton.runtime import interpreter
-
-    patch, empty = interpreter._patch_lang, getattr(interpreter, "_LangPatchScope", None)
-    done = set()
-
-    def patch_once(fn):
-        modules = (interpreter.tl, interpreter.tl.core)
-        languages = tuple(any(x is each for x in fn.__globals__.values()) for each in modules)
-        if languages in done:
-            return empty()
-        scope = patch(fn)
-        if not done:  # the kernel's own, which is restored at its end
-            restore = scope.restore
-            scope.restore = lambda: (done.clear(), restore())
-        done.add(languages)
-        return scope
-
-    if empty is not None:  # before Triton 3.7 it was done otherwise
-        interpreter._patch_lang = patch_once
-
-
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    patch_language_once_a_launch()
+    from tests.interpreter import quicken
+
+    quicken()
 
 CONFORMANCE = pytest.StashKey[list]()
 KILLS = pytest.StashKey[list]()
