@@ -174,7 +174,11 @@ SCORES = Reason(
     "its scores are rounded to the inputs' dtype before the softmax in float32",
     "https://github.com/huggingface/transformers/pull/33317",
 )
-# by card and property, or by property alone
+HALF_TILE = Reason(
+    "cuDNN's backward scores what fills half a tile up as 0, without its own causal mask: NaN",
+    "https://github.com/pytorch/pytorch/issues/196678",
+)
+# by card and property
 EXPLAINED = {
     ("SDPA (math)", "saved bytes"): MATRIX,
     ("SDPA (math)", "largest tensor"): MATRIX,
@@ -191,10 +195,7 @@ EXPLAINED = {
             "every length",
         )
     },
-    ("AttentionInterface (sdpa)", "every length"): Reason(
-        "cuDNN's backward scores what fills half a tile up as 0, without its own causal mask: NaN",
-        "https://github.com/pytorch/pytorch/issues/196678",
-    ),
+    ("AttentionInterface (sdpa)", "every length"): HALF_TILE,
     **{
         (card, "strides and views"): Reason(
             "it reads 16 bytes at a time, and does not look whether a view begins there",
@@ -212,6 +213,15 @@ EXPLAINED = {
         for name in (
             "large logits", "logits + 100", "logits - 120", "float32 statistics", "every length",
         )
+    },
+    ("SDPA (cuDNN)", "every length"): HALF_TILE,
+    ("SDPA (cuDNN)", "call history"): Reason(
+        "what it compiled for a backward pass is kept without the strides of d_out",
+        "https://github.com/pytorch/pytorch/pull/191576",  # the same in its varlen function
+    ),
+    **{
+        ("SDPA (cuDNN)", name): Reason("a row without a key gives the mean of the values", "new")
+        for name in ("rows without a key", "mask positions", "wider calls")
     },
     ("Triton's tutorial", "strides and views"): Reason(
         "its backward takes q, k, v, out and d_out in one layout alone", "by design"

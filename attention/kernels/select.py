@@ -11,8 +11,9 @@ import torch
 from attention.interface import Refusal
 
 KERNELS = ("auto", "portable", "hopper")
-# Gluon, the language of the Hopper kernels, changes with every release of Triton
-TRITON_RELEASES = ("3.6",)
+# Gluon, the language of the Hopper kernels, changes with every release of Triton: those in which
+# the kernels passed their tests on a GPU
+TRITON_RELEASES = ("3.6", "3.7")
 HEAD_DIMS = (64, 128)
 
 
@@ -40,8 +41,8 @@ def obstacle_of_the_place(device: torch.device) -> str:
         installed = "unknown"
     if ".".join(installed.split(".")[:2]) not in TRITON_RELEASES:
         return (
-            f"they are written in Gluon as Triton {' and '.join(TRITON_RELEASES)} has it, this is "
-            f"Triton {installed}"
+            f"they are written in Gluon for Triton {' and '.join(TRITON_RELEASES)}, this is Triton "
+            f"{installed}"
         )
     return ""
 

@@ -100,7 +100,14 @@ def false_alarms() -> str:
 
 def scorecards() -> str:
     """Other people's attention, held to the properties."""
-    data = load("scorecards_cpu")
+    where = {
+        "scorecards_cpu": "on a CPU, by `attn-conform` in {} (JAX by files, in fp32)",
+        "scorecards_h200": "on an H200, in {}",
+    }
+    return "\n\n".join(cards(load(name), what) for name, what in where.items())
+
+
+def cards(data: Row, where: str) -> str:
     rows = []
     for card in data["cards"]:
         reasons: dict[str, dict[str, None]] = {}
@@ -111,11 +118,13 @@ def scorecards() -> str:
         why = "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
         rows.append(card | {"why": why or "-", "na": card["n/a"]})
     what = (
-        f"Attention of others on a CPU, by `attn-conform` in {', '.join(data['dtypes'])} (JAX by "
-        "files, in fp32): a cell for each property and dtype. n/a is what an attention does not "
-        "take, or what a file of outputs cannot tell. New means that no issue of the project was "
-        "found."
+        f"Attention of others {where.format(', '.join(data['dtypes']))}: a cell for each property "
+        "and dtype. n/a is what an attention does not take, or what a file of outputs cannot tell. "
+        "New means that no issue of the project was found."
     )
+    if data["left_out"]:
+        left_out = "; ".join(f"{name}: {why}" for name, why in data["left_out"].items())
+        what += f" Left out: {left_out}."
     columns = """
         attention  {name}
         package    {package}

@@ -624,7 +624,7 @@ def test_what_the_hopper_kernels_take(change, reason, on_an_h200):
         (lambda patch: patch.setattr(torch.version, "cuda", None), "NVIDIA"),
         (
             lambda patch: patch.setattr(choice, "version", lambda name: "3.9.0"),
-            "Triton 3.6 has it, this is Triton 3.9.0",
+            "for Triton 3.6 and 3.7, this is Triton 3.9.0",
         ),
     ],
     ids=["A100", "not-NVIDIA", "another-Triton"],
