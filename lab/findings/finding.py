@@ -1,4 +1,4 @@
-"""What the findings share: the runs that they read, their tables and figures, and how they end."""
+"""What the findings share: the runs that they read, their figures, and how they end."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
