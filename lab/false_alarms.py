@@ -8,6 +8,7 @@ calls are those of one attention in one dtype, a process of its own. What they h
 the folder OUT.parts every hundred calls. The other arguments are
 
     attention  several with commas between, with options or not, or all: the exact ones (all)
+    seconds    after which an attention in a dtype makes no more calls (86400)
     device     auto, cpu or cuda (auto)
     dtype      several with commas between (fp32,bf16,fp16)
     processes  side by side (1)
@@ -35,12 +36,11 @@ from training.device import pick_device
 from training.environment import measured_on
 from training.files import check_writable, write_json
 
-DAY = 86400  # seconds, after which a process hangs
-
 
 @dataclass
 class Options:
     calls: Count
+    seconds: Count = 86400
     attention: list[str] = default("all")
     device: Device = "auto"
     dtype: list[Literal["fp32", "bf16", "fp16"]] = default("fp32", "bf16", "fp16")
@@ -62,16 +62,21 @@ def measure(attention: str, dtype: str, seed: int, device: str, options: Options
     tally, start = Tally(), time.monotonic()
     for i, trial in enumerate(fuzz(subject, calls=options.calls, seed=seed), start=1):
         tally.add(trial)
-        if i % 100 == 0 or i == options.calls:
+        over = time.monotonic() - start > options.seconds
+        if over or i % 100 == 0 or i == options.calls:
             figures = tally.figures() | {"seconds": round(time.monotonic() - start, 1)}
             write_json(part, {"attention": attention, "dtype": dtype, "seed": seed} | figures)
+        if over:
+            break
     print(f"{attention} {dtype}: {tally}", flush=True)
 
 
 def row_of(attention: str, dtype: str, seed: int, device: str, options: Options) -> Row:
     empty = {"attention": attention, "dtype": dtype, "seed": seed} | Tally().figures()
+    # a call may take long, as its kernel is compiled
+    limit = {"seconds": options.seconds + 60}
     named = {"name": f"{attention} {dtype}", "out": options.out, "empty": empty}
-    return measured(measure, attention, dtype, seed, device, options, **named, seconds=DAY)
+    return measured(measure, attention, dtype, seed, device, options, **named, **limit)
 
 
 @command
