@@ -25,12 +25,15 @@ from unittest import mock
 import torch
 from hydra._internal.hydra import Hydra
 
+import config
 from tests import forked
-from training import recorder
+from training import command_line, recorder
+from training import environment as surroundings
 from training.checkpoint import Checkpoints
-from training.plot import draw_loss_curve
 
 ROOT = Path(__file__).resolve().parents[1]
+UNCHANGED = {name: getattr(recorder, name) for name in ("draw_loss_curve", "draw_max_scores")}
+FSYNC = os.fsync
 
 # the smallest run that does everything
 TINY = (
@@ -80,6 +83,10 @@ def cache_folder() -> str:
     return folder
 
 
+register_once = functools.cache(config.register)
+git_once = functools.cache(surroundings._git)
+
+
 def tiny(run_dir: Path, *overrides: str) -> list[str]:
     """The overrides of a tiny run; the last one for a key wins."""
     values = {override.partition("=")[0]: override for override in (*TINY, *overrides)}
@@ -97,12 +104,15 @@ def environment(**variables: str) -> dict[str, str]:
 def run(*arguments: str, curve: bool = False, **variables: str) -> Done:
     """train.py with these arguments and environment variables, in this process.
 
-    What takes half of the time of a tiny run is left out: loss_curve.png, which `curve` asks for,
-    and Hydra's first composition, by which it learns that no recipe asks for a sweep.
+    What takes most of the time of a tiny run is left out: its pictures, which `curve` asks for, and
+    Hydra's first composition, by which it learns that no recipe asks for a sweep. What takes time
+    and is the same for all runs is done once: the schema, and asking git for the commit. Nothing
+    waits for the disk, which no test can tell.
     """
     torch.set_num_threads(1)
     output, code = io.StringIO(), 0
-    drawn = curve or recorder.draw_loss_curve is not draw_loss_curve  # or a test looks at it
+    # or a test looks at them
+    drawn = curve or any(getattr(recorder, name) != UNCHANGED[name] for name in UNCHANGED)
     recipe = any("experiment=" in argument or "hydra.mode" in argument for argument in arguments)
     # as at a terminal: a shell makes its background jobs ignore Ctrl-C
     ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -115,9 +125,16 @@ def run(*arguments: str, curve: bool = False, **variables: str) -> Done:
         contextlib.ExitStack() as left_out,
     ):
         if not drawn:
-            left_out.enter_context(mock.patch.object(recorder, "draw_loss_curve"))
+            for name in UNCHANGED:
+                left_out.enter_context(mock.patch.object(recorder, name, return_value=None))
         if not recipe:
             left_out.enter_context(mock.patch.object(Hydra, "get_mode", return_value=None))
+        if os.fsync is FSYNC:
+            left_out.enter_context(mock.patch.object(os, "fsync"))
+        register_once()
+        for module in (config, command_line):
+            left_out.enter_context(mock.patch.object(module, "register"))
+        left_out.enter_context(mock.patch.object(surroundings, "_git", git_once))
         try:
             runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
         except SystemExit as error:

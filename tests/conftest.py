@@ -5,6 +5,7 @@ import gc
 import getpass
 import importlib.util
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -79,11 +80,18 @@ def pytest_collection_finish():
     atexit.register(gc.unfreeze)  # or PyTorch's libraries tell of leaks
 
 
-@pytest.fixture(autouse=True, scope="module")
-def frozen():
+frozen_at = None
+
+
+@pytest.fixture(autouse=True)
+def frozen(request):
     """A run ends with gc.collect(), which would look again at all that is imported by then."""
-    gc.collect()
-    gc.freeze()
+    global frozen_at
+    now = request.path, len(sys.modules) // 50
+    if now != frozen_at:
+        frozen_at = now
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,8 @@ from config import (
     OptimConfig,
     RunConfig,
     TokenizerConfig,
-    register,
 )
+from tests.command import register_once
 from training.command_line import quoted, replay_overrides
 from training.schedule import suit_gpu
 
@@ -44,7 +44,7 @@ NEEDED = {
 
 
 def composed(*overrides: str, whole: bool = False):
-    register()
+    register_once()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("config", overrides=list(overrides), return_hydra_config=whole)
     return config if whole else OmegaConf.to_object(config)

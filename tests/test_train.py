@@ -66,6 +66,7 @@ def test_a_run_directory_holds_what_the_readme_says(learned):
         "summary.json",
         "checkpoint",
         "loss_curve.png",
+        "max_scores.png",
         "sample.txt",
     }
     assert not [name for name in names if "tmp" in name or name.endswith(".old")]
