@@ -60,6 +60,7 @@ def launch(main: Callable[[], Any], began: float) -> None:
     keep_streams(lasting=not answers)
     ranks = of_environment()
     if not ranks.first:  # what it has to say it tells the first one
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # nor that the first one has gone
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     try:
         arguments = replay_overrides([*sys.argv[1:], *after_restart(ranks)])

@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import isnan, nan
@@ -175,6 +175,7 @@ def join(
     heads: int | None = None,
     gather: bool = False,
     timeout: float = 600,
+    settings: Mapping[str, Any] | None = None,
 ) -> Ranks:
     """Meet the other ranks; on CUDA, take the GPU of this rank. Does nothing alone.
 
@@ -182,7 +183,8 @@ def join(
     exchange heads, and a ring joins the rest, or gathers its keys. A rank waits `timeout` seconds
     for another.
 
-    Raises ValueError where this host has no GPU for the rank, or the others do not come.
+    Raises ValueError where this host has no GPU for the rank, the others do not come, or they come
+    with other `settings`.
     """
     ranks = replace(of_environment(), context=context)
     if ranks.world % context:
@@ -206,6 +208,7 @@ def join(
         torch.cuda.set_device(ranks.local_rank)
     if not distributed.is_initialized():
         _meet(ranks, device, timedelta(seconds=timeout))
+        _compare_settings(ranks, settings or {})
         if device == "cuda":
             _compare_gpus(ranks)
     if context > 1:
@@ -237,6 +240,20 @@ def _meet(ranks: Ranks, device: str, timeout: timedelta) -> None:
             f"rank {ranks.rank} of {ranks.world} did not meet the others: {reason}; start all of "
             "them by one torchrun, as in torchrun --standalone --nproc-per-node=2 train.py"
         ) from error
+
+
+def _compare_settings(ranks: Ranks, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError where ranks differ: messages of other sizes would end their processes."""
+    _store.set(f"settings {ranks.rank}", json.dumps(settings, default=str))
+    first = json.loads(_store.get("settings 0"))
+    for rank in range(1, ranks.world):
+        other = json.loads(_store.get(f"settings {rank}"))
+        for key, value in first.items():
+            if other[key] != value:
+                raise ValueError(
+                    f"all ranks need the same settings: {key}={value} on rank 0, and "
+                    f"{key}={other[key]} on rank {rank}"
+                )
 
 
 def _compare_gpus(ranks: Ranks) -> None:
@@ -313,12 +330,13 @@ def stand_in(summary: Row, began: float) -> None:
         return
     time.sleep(PATIENCE)
     reason = summary.get("error") or summary["status"]
-    print(f"rank {ranks.rank} of {ranks.world}: {reason}", file=sys.__stderr__)
     folder = announced_folder()
-    if folder is None:
+    path = None if folder is None else folder / "summary.json"
+    written = path is not None and path.exists() and path.stat().st_mtime >= began
+    if written and json.loads(path.read_text()).get("error") == summary.get("error"):
         return
-    path = folder / "summary.json"
-    if not path.exists() or path.stat().st_mtime < began:
+    print(f"rank {ranks.rank} of {ranks.world}: {reason}", file=sys.__stderr__)
+    if path is not None and not written:
         write_json(path, {"rank": ranks.rank} | summary)
 
 

@@ -174,11 +174,11 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
         schedule_summary,
         will_compile,
     )
-    from training.sharing import check_shares, on_ranks, way_to_share
+    from training.sharing import check_shares, on_ranks, shared_settings, way_to_share
 
     device = pick_device(config.device)
-    waits = {"timeout": config.parallel.timeout}
-    ranks = join(device.type, config.parallel.context, **waits, **way_to_share(config))
+    meeting = {"timeout": config.parallel.timeout, "settings": shared_settings(config)}
+    ranks = join(device.type, config.parallel.context, **meeting, **way_to_share(config))
     if ranks.several and device.type == "cuda":  # "cuda" alone is another one in another thread
         device = torch.device("cuda", ranks.local_rank)
     check_shares(config, ranks)

@@ -1,5 +1,6 @@
 """How ranks share a step, and what they cannot share."""
 
+from dataclasses import asdict
 from math import gcd
 from typing import Any
 
@@ -70,6 +71,21 @@ def _check_on_a_ring(config: RunConfig, backend: Backend, numbers: str) -> None:
         )
     if reason is not None:
         raise ValueError(f"parallel.context={context} is a ring here: {reason}")
+
+
+def shared_settings(config: RunConfig) -> dict[str, Any]:
+    """What all ranks must have alike: every setting but the places of files and the logger."""
+    settings = asdict(config)
+    for key in ("resume", "init_from", "logger"):
+        del settings[key]
+    for key in ("path", "cache_dir"):
+        del settings["data"][key]
+    groups = {key: value for key, value in settings.items() if isinstance(value, dict)}
+    alone = {key: value for key, value in settings.items() if key not in groups}
+    # model.max_seq_len follows seq_len, which is to be named first
+    return alone | {
+        f"{group}.{name}": value for group, part in groups.items() for name, value in part.items()
+    }
 
 
 def on_ranks(backend: Backend, ranks: Ranks) -> Backend:

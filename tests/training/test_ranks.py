@@ -436,6 +436,19 @@ def test_a_refusal_ends_all_ranks(tmp_path):
     assert second.code == 1 and second.output.startswith("rank 1 of 2: ") and said in second.output
 
 
+def test_ranks_with_other_settings_are_refused(tmp_path):
+    """A regression test: the first process was aborted by gloo, the other one printed stacks."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        start(*tiny(tmp_path / "run", f"seq_len={length}"), RANK=str(rank), **meeting)
+        for rank, length in enumerate((32, 64))
+    ]
+    first, second = map(finish, ranks)
+    said = "all ranks need the same settings: seq_len=32 on rank 0, and seq_len=64 on rank 1"
+    assert first.complaint() == f"error: {said}"
+    assert (second.code, second.output) == (1, f"rank 1 of 2: {said}\n")
+
+
 def test_a_sweep_under_torchrun_is_refused(tmp_path):
     sweep = ("-m", "seed=0,1", f"hydra.sweep.dir={tmp_path / 'sweep'}", *tiny(tmp_path)[:-1])
     first, second = run_ranks(*sweep)
@@ -465,6 +478,28 @@ def test_a_rank_that_is_killed_ends_the_run(tmp_path):
     assert first.code == 1 and ended["status"] == "failed", first.output
     assert ended["error"].startswith("another rank ended and did not say why")
     assert first.complaint().startswith(f"error: {ended['error']}; go on with: ")
+
+
+def test_what_outlives_the_first_rank_says_one_line(tmp_path):
+    """A regression test: PyTorch's C++ printed that the connection was reset, with its stacks."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    asked = tiny(tmp_path / "run", *SHARED, "steps=100000", "eval_every=0")
+    first, other = (  # processes that load PyTorch: it reads at its start what it prints
+        subprocess.Popen(
+            [sys.executable, "train.py", *asked],
+            cwd=ROOT,
+            env=environment(RANK=str(rank), **meeting),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    )
+    wait_for_rows(first, tmp_path / "run", 3)
+    first.kill()
+    first.communicate()
+    said = "rank 1 of 2: another rank ended and did not say why: it was killed, or lost\n"
+    assert other.communicate(timeout=60)[0] == said and other.returncode == 1
 
 
 FAILS = """
