@@ -59,7 +59,8 @@ from training.environment import measured_on
 from training.files import check_writable, write_json
 from training.sharing import RINGS
 
-PARTS = 3  # of a column in one dtype, for processes side by side; a start takes seconds
+# of a column in one dtype at least, for processes side by side; a start takes seconds
+PARTS = 3
 
 
 @dataclass
@@ -294,13 +295,14 @@ def verify_side_by_side(
 ) -> Iterator[tuple[str, Row]]:
     """Name and column of each attention, in processes that examine a part of a column each."""
     context, backends = get_context("spawn"), pick_backends(options.attention, device)
+    count = max(PARTS, math.ceil(options.processes / len(dtypes) / len(backends)))
     # a process a part: what leaves the GPU unusable does not reach another
     with ProcessPoolExecutor(options.processes, context, max_tasks_per_child=1) as pool:
         found = {
             name: [
-                pool.submit(examine_part, options, name, dtype, list(PROPERTIES)[part::PARTS])
+                pool.submit(examine_part, options, name, dtype, list(PROPERTIES)[part::count])
                 for dtype in dtypes
-                for part in range(PARTS)
+                for part in range(count)
             ]
             for name in backends
         }
