@@ -52,6 +52,7 @@ doubling and then halving the gap to 12%; memory_gib= does so as if the card wer
 import contextlib
 import hashlib
 import json
+import sys
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -123,6 +124,8 @@ def wrong_results(
     file = verdict_file(backend, dtype, where)
     if file and file.is_file():
         return json.loads(file.read_text())["red"]
+    # on a GPU this compiles every kernel: minutes
+    print(f"checking the results of {backend.name} in {dtype_name(dtype)} first", file=sys.stderr)
     red = red_properties(backend, device=device, dtype=dtype)
     if file:
         with contextlib.suppress(OSError):  # it is checked again next time

@@ -30,13 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# read when torch is loaded: threads that wait sleep, as in train.py, and the profiler says no word
-# of its own
-os.environ |= {
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "GOMP_SPINCOUNT": "0",
-    "KINETO_LOG_LEVEL": "6",
-} | os.environ
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # read when torch is loaded: no word of its own
 
 import torch
 import torch._inductor.config
