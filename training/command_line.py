@@ -67,9 +67,12 @@ def launch(main: Callable[[], Any], began: float) -> None:
         refuse_unreadable(arguments)
         refuse_mistakes_in_files(arguments)
         sys.argv[1:] = arguments if ranks.first else [*arguments, *folder_that_goes()]
-        with Ending():
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, which it would print
+        with Ending(), one_sentence():
             main()
         leave()
+    except Mistake as error:
+        raise SystemExit(f"error: {error}") from None
     except KeyboardInterrupt:  # before or between jobs
         sys.exit(130)
     except SystemExit as ended:
@@ -119,6 +122,8 @@ def check_readable(overrides: Iterable[str], *, sweeps: bool = False) -> None:
 
     for override in overrides:
         key, equals, value = override.partition("=")
+        if equals and not key:
+            raise ValueError(f"{override!r} has no key; write key=value")
         try:
             parsed = OverridesParser.create().parse_override(override)
         except HydraException as error:
@@ -127,6 +132,11 @@ def check_readable(overrides: Iterable[str], *, sweeps: bool = False) -> None:
             as_text = shlex.quote(f"{key}={quoted(value)}")
             way_out = f"if the value is text, write {as_text}" if equals else "write key=value"
             raise ValueError(f"Hydra cannot read {override!r} ({reason}); {way_out}") from None
+        if parsed.is_delete() and key_of(override) in {*known_keys()} - {*CHOICES}:
+            raise ValueError(
+                f"{override} removes a setting, and a run needs all: leave it out, or write "
+                f"{key_of(override)}=VALUE"
+            )
         if parsed.is_sweep_override() and not sweeps:
             raise ValueError(
                 f"{override} has several values, as a sweep has: write python train.py -m "
@@ -358,9 +368,13 @@ def hydra_config(*overrides: str, with_hydra: bool = False) -> Any:
         return compose_by_hydra("config", list(overrides), return_hydra_config=with_hydra)
 
 
+class Mistake(ValueError):
+    """Settings that do not compose, in one line."""
+
+
 @contextmanager
 def one_sentence() -> Iterator[None]:
-    """Inside, settings that do not compose raise ValueError in one line."""
+    """Inside, settings that do not compose raise Mistake."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -370,15 +384,16 @@ def one_sentence() -> Iterator[None]:
     except (HydraException, OmegaConfBaseException) as error:
         # Hydra lists the choices one a line, then the folders that it searched
         message = str(error).partition("Config search path")[0]
+        message = message.removeprefix("Error merging override ")
         if isinstance(error.__cause__, OmegaConfBaseException):
             message += f": {str(error.__cause__).splitlines()[0]}"
         message = mistake_in_a_file(message) or " ".join(message.split()).removeprefix(": ")
-        raise ValueError(message or type(error).__name__) from error
+        raise Mistake(message or type(error).__name__) from error
     except YAMLError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{reason}; indent with spaces, close quotes and brackets") from error
+        raise Mistake(f"{reason}; indent with spaces, close quotes and brackets") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"a yaml file is not text in UTF-8: {error}; save it as such") from error
+        raise Mistake(f"a yaml file is not text in UTF-8: {error}; save it as such") from error
 
 
 def mistake_in_a_file(message: str) -> str:
