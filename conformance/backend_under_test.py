@@ -7,13 +7,13 @@ import math
 import random
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention import Backend, standalone
-from conformance.cases import Case, Expected, attend, compare, expect, run
+from conformance.cases import Case, Check, Expected, attend, expect, run
 from conformance.dialects import Adapter, dialect_of
 from conformance.other_functions import expect_function
 
@@ -27,21 +27,6 @@ PARAMETER_NOISE = 0.1
 expected_of = lru_cache(maxsize=512)(expect)
 
 
-class Check(NamedTuple):
-    case: str
-    error: float
-    budget: float
-    multiple: float | None = (
-        # error in units of naive attention's own, or of the unavoidable rounding where that is more
-        None
-    )
-
-    @property
-    def share(self) -> float:
-        """Of the budget; more than 1 is too much."""
-        return self.error / self.budget if self.budget else float("inf" if self.error else 0)
-
-
 @dataclass
 class Subject:
     """A backend under test, on one device and in one dtype."""
@@ -52,7 +37,7 @@ class Subject:
     random_cases: int
     seed: int
     multiple: int = 1  # of which lengths are, for processes that share them equally
-    rows: dict[Case, dict[str, Any] | None] = field(default_factory=dict)
+    rows: dict[Case, dict[str, Check] | None] = field(default_factory=dict)
     refusals: list[str] = field(default_factory=list)  # of the property in hand
     # how memory grows with the length; two properties share the measurement
     exponents: dict[str, float] = field(default_factory=dict)
@@ -129,27 +114,19 @@ class Subject:
             self.own_results[case] = expect_function(self.backend, case, self.dtype, self.device)
         return self.own_results[case]
 
-    def compare(self, case: Case) -> dict[str, Any] | None:
-        """The case's row; forward only where there is no backward pass, None where the inputs are
-        refused.
+    def compare(self, case: Case) -> dict[str, Check] | None:
+        """A check for each tensor; forward only where there is no backward pass, None where the
+        inputs are refused.
         """
         if case not in self.rows:
-            passes = self.passes(case)
             self.rows[case] = None
-            if passes is not None:
-                self.rows[case] = compare(
-                    self.backend,
-                    case,
-                    self.dtype,
-                    self.device,
-                    expected=self.expected(case),
-                    backward=passes == "both",
-                )
-            return self.rows[case]
-        row = self.rows[case]
-        if row is None or "dq" not in row["tensors"]:
-            self.takes(case, backward=True)
-        return row
+            if passes := self.passes(case):
+                expected = self.expected(case)
+                results = run(self.backend, *expected.inputs, backward=passes == "both")
+                self.rows[case] = expected.checks(case, results)
+        elif "dq" not in (self.rows[case] or ()):
+            self.takes(case, backward=True)  # says again why not
+        return self.rows[case]
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, backend: Backend | None = None, **arguments: Any

@@ -405,6 +405,19 @@ def unavoidable(
     }
 
 
+class Check(NamedTuple):
+    case: str
+    error: float
+    budget: float
+    # error in units of naive attention's own, or of the unavoidable rounding where that is more
+    multiple: float | None = None
+
+    @property
+    def share(self) -> float:
+        """Of the budget; more than 1 is too much."""
+        return self.error / self.budget if self.budget else float("inf" if self.error else 0)
+
+
 class Expected(NamedTuple):
     """The exact results of a case, and the budget for the errors."""
 
@@ -423,6 +436,18 @@ class Expected(NamedTuple):
 
     def budget(self, name: str) -> float:
         return 2 * self.own[name] + self.roundings[name]
+
+    def checks(self, case: Case, results: dict[str, Tensor]) -> dict[str, Check]:
+        """By tensor, for float64 `results`. Those that the oracle lacks are not checked."""
+        found, dtype = {}, SHORT[self.tensors[0].dtype]
+        for name, exact in self.reference.items():
+            if name in results:
+                error = distance(results[name], exact)
+                # a single key makes naive exact: a rounding is the least that is divided by
+                unit = max(self.own[name], self.roundings[name], 1e-300)
+                what = f"{name} of {case}-{dtype}"
+                found[name] = Check(what, error, self.budget(name), error / unit)
+        return found
 
 
 def expect(case: Case, dtype: torch.dtype, device: str, *, with_lse: bool = True) -> Expected:
@@ -446,50 +471,10 @@ def compare(
     case: Case,
     dtype: torch.dtype,
     device: str,
-    *,
-    expected: Expected | None = None,
-    backward: bool = True,
-) -> dict[str, Any]:
-    """One row of the report: for each tensor its error, naive's own and the budget. Never raises
-    for a wrong result.
-    """
-    expected = expected or expect(case, dtype, device, with_lse="lse" in backend.features)
-    results = run(backend, *expected.inputs, backward=backward)
-    return row_of(backend.name, case, dtype, device, expected=expected, results=results)
-
-
-def row_of(
-    name: str,
-    case: Case,
-    dtype: torch.dtype,
-    device: str,
-    *,
-    expected: Expected,
-    results: dict[str, Tensor],
-) -> dict[str, Any]:
-    """compare()'s row, for the float64 results of whoever has that name."""
-    row: dict[str, Any] = {
-        "backend": name,
-        "case": f"{case}-{SHORT[dtype]}",
-        "device": device,
-        "tensors": {},
-    }
-    for tensor in results.keys() & expected.reference.keys():
-        x = results[tensor]
-        error, own = distance(x, expected.reference[tensor]), expected.own[tensor]
-        row["tensors"][tensor] = {
-            "error": error,
-            "naive": own,
-            "budget": expected.budget(tensor),
-            # a single key makes naive exact: a rounding is the least that is divided by
-            "multiple": error / max(own, expected.roundings[tensor], 1e-300),
-        }
-    row["ok"] = all(x["error"] <= x["budget"] for x in row["tensors"].values())
-    row["worst_share_of_budget"] = max(
-        x["error"] / max(x["budget"], 1e-300) for x in row["tensors"].values()
-    )
-    row["worst_multiple_of_naive"] = max(x["multiple"] for x in row["tensors"].values())
-    return row
+) -> dict[str, Check]:
+    """A check for each tensor, of both passes. Never raises for a wrong result."""
+    expected = expect(case, dtype, device, with_lse="lse" in backend.features)
+    return expected.checks(case, run(backend, *expected.inputs))
 
 
 def distance(x: Tensor, reference: Tensor) -> float:

@@ -30,7 +30,7 @@ from torch import Tensor
 from attention import Backend
 from attention.interface import FEATURES, Refusal
 from conformance.backend_under_test import Subject
-from conformance.cases import Case, row_of
+from conformance.cases import Case, Check
 from conformance.files import write_file
 from conformance.properties import PROPERTIES, SLOW, TENSORS, Cell, examine
 
@@ -59,20 +59,13 @@ class Filed(Subject):
     def takes(self, case: Case, *, backward: bool) -> bool:
         return True
 
-    def compare(self, case: Case) -> dict[str, Any] | None:
+    def compare(self, case: Case) -> dict[str, Check] | None:
         self.asked.append(case)
         results = self.results.get(str(case))
         if results is None:
             self.refusals.append("the file has no outputs for its cases")
             return None
-        return row_of(
-            self.backend.name,
-            case,
-            self.dtype,
-            self.device,
-            expected=self.expected(case),
-            results=results,
-        )
+        return self.expected(case).checks(case, results)
 
 
 def filed(cases: int, seed: int, *, lse: bool = True) -> Filed:

@@ -12,11 +12,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from attention.interface import Refusal
 from conformance.backend_under_test import Check, Subject, expected_of
-from conformance.cases import Case, row_of
+from conformance.cases import Case
 from conformance.views import LAYOUTS
 
 # calls in a row with the same features on a GPU: each other combination is a kernel to compile
@@ -89,24 +88,9 @@ def try_out(subject: Subject, case: Case, layout: str) -> Trial:
         return Trial(case, layout, [], refused=str(error))
     except (Exception, SystemExit) as error:  # anybody's attention may raise anything
         return Trial(case, layout, [], raised=f"{type(error).__name__}: {error}")
-    trial = Trial(case, layout, checks(subject, case, results))
+    trial = Trial(case, layout, list(expected.checks(case, results).values()))
     expected_of.cache_clear()  # no case comes again, and hundreds fill the memory of a GPU
     return trial
-
-
-def checks(subject: Subject, case: Case, results: dict[str, Tensor]) -> list[Check]:
-    row = row_of(
-        subject.backend.name,
-        case,
-        subject.dtype,
-        subject.device,
-        expected=subject.expected(case),
-        results=results,
-    )
-    return [
-        Check(f"{name} of {row['case']}", found["error"], found["budget"], found["multiple"])
-        for name, found in row["tensors"].items()
-    ]
 
 
 def draw_case(

@@ -14,7 +14,7 @@ import torch
 from attention import Backend
 from attention.mask import MASKS, sides
 from conformance.backend_under_test import Subject
-from conformance.cases import SHORT, Case, expect
+from conformance.cases import SHORT, Case, Check, expect
 from conformance.dialects import (
     LAYOUTS,
     PAGES,
@@ -57,7 +57,7 @@ class Watched(Subject):
         self.tried.append(case)
         return super().takes(case, backward=backward)
 
-    def compare(self, case: Case) -> dict[str, Any] | None:
+    def compare(self, case: Case) -> dict[str, Check] | None:
         self.tried.append(case)
         return super().compare(case)
 

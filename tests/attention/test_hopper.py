@@ -22,7 +22,7 @@ from attention.kernels import select as choice
 from attention.kernels.launch import shares_of
 from attention.kernels.select import choose_kernel, why_not_hopper
 from attention.mask import MASKS, visible_keys
-from conformance.cases import Case, compare
+from conformance.cases import Case
 from lab import ring_error
 from tests.selection import diagonal
 
@@ -222,7 +222,7 @@ def test_interpreted_largest_scores(head_dim, num_queries, num_keys, causal, win
 @INTERPRETED
 @pytest.mark.parametrize("case", INTERPRETED_CASES, ids=str)
 def test_interpreted(case, conformance_record):
-    check(compare(interpreted_backend(), case, torch.float16, "cpu"), conformance_record)
+    check(interpreted_backend(), case, torch.float16, "cpu", conformance_record)
     assert not COUNTERS.any(), "a launch leaves the counters as it found them"
 
 
@@ -273,8 +273,7 @@ PLAIN = [case for case in INTERPRETED_CASES if not case.optional]
 def test_interpreted_as_long_sequences(case, monkeypatch):
     monkeypatch.setattr(launcher(), "SHORT", 0)
     monkeypatch.setattr(launcher(), "LONG", 0)
-    row = compare(interpreted_backend(), case, torch.float16, "cpu")
-    assert row["ok"], row
+    check(interpreted_backend(), case, torch.float16, "cpu")
 
 
 @INTERPRETED
@@ -303,8 +302,7 @@ def test_shares_of_a_group_are_joined(
         head_dim=head_dim,
         causal=causal,
     )
-    row = compare(interpreted_backend(), case, torch.float16, "cpu")
-    assert row["ok"], row
+    check(interpreted_backend(), case, torch.float16, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -338,13 +336,8 @@ def test_heads_of_an_incomplete_section_are_computed(monkeypatch):
     launch = launcher()
     monkeypatch.setattr(launch, "section_of", lambda *_, **__: 2)
     backend = interpreted_backend()
-    row = compare(
-        backend,
-        Case(num_heads=3, num_kv_heads=3, num_queries=200, num_keys=200, head_dim=64),
-        torch.float16,
-        "cpu",
-    )
-    assert row["ok"], row
+    case = Case(num_heads=3, num_kv_heads=3, num_queries=200, num_keys=200, head_dim=64)
+    check(backend, case, torch.float16, "cpu")
 
 
 def compare_packed(
@@ -832,7 +825,7 @@ DEVICE_CASES = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("case", dict.fromkeys(DEVICE_CASES), ids=str)
 def test_conformance(case, dtype, conformance_record):
-    check(compare(HOPPER, case, dtype, "cuda"), conformance_record)
+    check(HOPPER, case, dtype, "cuda", conformance_record)
 
 
 @pytest.mark.gpu
