@@ -2,9 +2,6 @@
 
     <cache>/stdlib-1f0c.../  train.bin  val.bin                  flat tokens, <|endoftext|> after
                                                                  every document
-                             train_offsets.npy  val_offsets.npy  int64: document d is
-                                                                 tokens[offsets[d]:offsets[d + 1]]
-                                                                 (no run reads these)
                              meta.json                           counts, dtype, hashes; size and
                                                                  checksum of the files above
 
@@ -50,7 +47,7 @@ LAYOUT = 1  # raise it when the files change their meaning: older stores are the
 # threads tokenize this many side by side: tiktoken releases the interpreter's lock
 DOCUMENTS_AT_ONCE = 32
 HALVES = ("train", "val")
-FILES = ("train.bin", "val.bin", "train_offsets.npy", "val_offsets.npy")
+FILES = ("train.bin", "val.bin")
 # locks in the cache folder. Builds share the first; removing dead builds takes it alone. The second
 # is held alone while a store is put in its place
 BUILDING, PUBLISHING = ".building.lock", ".publishing.lock"
@@ -261,7 +258,6 @@ def write_store(corpus: Corpus, tokenizer: Tokenizer, folder: Path, name: str) -
         hold_out_one(folder, dtype, lengths, lowest[1], val_fraction)
     counts = {}
     for half in HALVES:
-        np.save(folder / f"{half}_offsets.npy", np.cumsum([0, *lengths[half]], dtype=np.int64))
         counts[f"{half}_tokens"] = sum(lengths[half])
         counts[f"{half}_documents"] = len(lengths[half])
     meta = {

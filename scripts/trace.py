@@ -40,7 +40,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from attention import BACKENDS, AttentionOutput, Backend, dtype_name, get_backend
+from attention import BACKENDS, LIMITS, AttentionOutput, Backend, dtype_name, get_backend
 from attention.played_ring import RANKS, PlayedRing
 from attention.ring_trace import RingTrace, trace_ring
 from attention.trace import Trace, trace
@@ -160,20 +160,9 @@ def made_call(options: Options) -> Call:
     device, dtype = pick_device(options.device), DTYPES[options.dtype or "fp32"]
     if options.inputs in (None, "worked"):
         q, k, v = (x.to(device, dtype) for x in worked_example())
-        return Call(
-            q,
-            k,
-            v,
-            bool(options.causal),
-            0.5,
-            "the worked example",
-            "no_rescale",
-            4,
-            4,
-            0,
-            2,
-            WORKED_COLUMNS,
-        )
+        what = "the worked example", "no_rescale"
+        how = {"row": 0, "ranks": 2, "columns": WORKED_COLUMNS}
+        return Call(q, k, v, bool(options.causal), 0.5, *what, 4, 4, **how)
     seq_len, head_dim = options.seq_len or 128, options.head_dim or 16
     case = Case(1, 1, 1, seq_len, seq_len, head_dim, inputs=options.inputs, seed=options.seed or 0)
     (q, k, v), *_ = case.make(dtype, str(device))
@@ -282,6 +271,7 @@ def look(options: Options) -> tuple[Call, Backend, Trace | RingTrace]:
         "block_kv": options.block_kv or call.block_kv,
     }
     backend = pick_backend(options.attention or call.attention)
+    run, exact = (trace_ring, "ring") if plays_ring(backend) else (trace, "tiled")
     if plays_ring(backend):
         options.refuse(("softmax_dtype",), f"attention={backend.name} has its sums in float32")
         shared |= {"ranks": options.ranks or call.ranks}
@@ -295,20 +285,10 @@ def look(options: Options) -> tuple[Call, Backend, Trace | RingTrace]:
         row = call.row
     if row is not None and not 0 <= row < call.q.shape[2]:
         raise ValueError(f"row={row} is not one of the {call.q.shape[2]} queries")
-    backend.check_supported(call.q, call.k, call.v, causal=call.causal, **call.function)
-    run, exact = (trace_ring, "ring") if plays_ring(backend) else (trace, "tiled")
-    replay = run(
-        call.q,
-        call.k,
-        call.v,
-        backend=backend,
-        exact=get_backend(exact, **shared),
-        row=row,
-        causal=call.causal,
-        scale=call.scale,
-        **call.function,
-    )
-    return call, backend, replay
+    qkv, arguments = call[:3], {"causal": call.causal} | call.function
+    backend.check_supported(*qkv, **arguments)
+    two = {"backend": backend, "exact": get_backend(exact, **shared)}
+    return call, backend, run(*qkv, **two, row=row, scale=call.scale, **arguments)
 
 
 def headline(call: Call, backend: Backend) -> str:
@@ -318,13 +298,11 @@ def headline(call: Call, backend: Backend) -> str:
         f", {name.removesuffix('_slopes')}={float(x):g}" for name, x in call.function.items()
     )
     (*_, num_queries, head_dim), dtype = call.q.shape, dtype_name(call.q.dtype)
+    throughout = " throughout" if options.get("softmax_dtype") == "input" else ""
     return (
-        f"attention={backend.name} in "
-        f"{dtype}{' throughout' if options.get('softmax_dtype') == 'input' else ''}, "
-        f"{call.source}: "
-        f"{num_queries} queries and keys of head_dim "
-        f"{head_dim}{', causal' if call.causal else ''}{changes}, "
-        f"tiles of {options['block_q']} queries by {options['block_kv']} keys{ring}"
+        f"attention={backend.name} in {dtype}{throughout}, {call.source}: {num_queries} queries "
+        f"and keys of head_dim {head_dim}{', causal' * call.causal}{changes}, tiles of "
+        f"{options['block_q']} queries by {options['block_kv']} keys{ring}"
     )
 
 
@@ -334,13 +312,9 @@ def verdict(found: Trace | RingTrace, dtype: torch.dtype) -> str:
     if not counts:
         return "Every row is as close to exact attention as rounding allows."
     words = {"wrong": "finite but wrong", "zero": "exact zeros"}
-    named = [(count, words.get(fate, fate)) for fate, count in counts.most_common()]
-    fates = (
-        ": " + ", ".join(f"{count} {fate}" for count, fate in named)
-        if len(named) > 1
-        else f": {named[0][1]}"
-    )
-    text = f"{counts.total()} of {len(found.fates)} rows come out wrong{fates}."
+    named = [f"{count} {words.get(fate, fate)}" for fate, count in counts.most_common()]
+    fates = ", ".join(named) if len(named) > 1 else named[0].partition(" ")[2]
+    text = f"{counts.total()} of {len(found.fates)} rows come out wrong: {fates}."
     if found.first is None:
         return text + " Nothing leaves the finite range."
     if isinstance(found, RingTrace):
@@ -357,21 +331,14 @@ def verdict(found: Trace | RingTrace, dtype: torch.dtype) -> str:
 def table(found: Trace) -> str:
     """The followed row, tile by tile."""
     i = found.row - found.rows.start
+    heads = ("max score", "largest p", "row_max", "row_sum", "correction", "|acc|", "|output|")
     lines = [
         f"query {found.row}, of the tile of queries {found.rows.start}:{found.rows.stop}",
-        f"{'keys':>11} {'max score':>10} {'largest p':>10} {'row_max':>10} {'row_sum':>10} "
-        f"{'correction':>10} {'|acc|':>10}"
-        f" {'|output|':>10} {'error':>10} {'of tiled':>10}",
+        f"{'keys':>11} " + " ".join(f"{x:>10}" for x in (*heads, "error", "of tiled")),
     ]
     for n, (keys, step) in enumerate(zip(found.tiles, found.found, strict=True)):
-        figures = (
-            step.scores[i].amax(),
-            step.p[i].amax(),
-            step.row_max[i],
-            step.row_sum[i],
-            step.alpha[i],
-            step.acc[i].abs().amax(),
-        )
+        figures = (step.scores[i].amax(), step.p[i].amax())
+        figures += (step.row_max[i], step.row_sum[i], step.alpha[i], step.acc[i].abs().amax())
         figures += (step.out[i].abs().amax(), found.error[n][i], found.exact_error[n][i])
         mark = "  <- breaks" if n == found.breaks[i] else ""
         lines.append(
@@ -399,17 +366,20 @@ def main(options: Options) -> None:
         "verdict": verdict(replay, call.q.dtype),
         "defect": backend.defect,
     }
-    about = {
-        "backend": backend,
-        "dtype": call.q.dtype,
-        "columns": call.columns,
-        "command": " ".join(x for x in sys.argv[1:] if not x.startswith("out=")),
+    typed = [x for x in sys.argv[1:] if not x.startswith("out=")]
+    about = text | {
+        "name": backend.name,
+        "dtype": dtype_name(call.q.dtype),
+        "largest": torch.finfo(call.q.dtype).max,
+        "limit": LIMITS.get(call.q.dtype),
+        "columns": call.columns,  # names of the entries of an output row
+        "command": " ".join(["python -m scripts.trace", *typed]),
     }
     if isinstance(replay, RingTrace):
-        page, shown = render_ring(replay, **about, **text), ring_table(replay)
-        shown = f"{ring_sentence(replay)}\n\n{shown}"
+        page = render_ring(replay, about)
+        shown = f"{ring_sentence(replay)}\n\n{ring_table(replay)}"
     else:
-        page, shown = render_page(replay, **about, **text), table(replay)
+        page, shown = render_page(replay, about), table(replay)
     print(*filter(None, text.values()), "", shown, "", sep="\n")
     write_file(options.out, page)
     print(f"{options.out}: {len(page) / 1e6:.2f} MB, open it in a browser")

@@ -6,10 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from attention import LIMITS, Backend
 from attention.ring_trace import Hop
 from attention.trace import Step, Trace
 
@@ -18,16 +16,8 @@ MAX_NUMBERS = 200_000  # about 1.5 MB of page
 TEMPLATE = Path(__file__).with_name("trace.html")
 
 
-def render_page(
-    found: Trace,
-    *,
-    backend: Backend,
-    dtype: torch.dtype,
-    command: str,
-    columns: tuple[str, ...] | None,
-    **text: str | None,
-) -> str:
-    """The page. `columns` names the entries of an output row.
+def render_page(found: Trace, about: dict[str, Any]) -> str:
+    """The page. `about` is what any page has, see scripts.trace.
 
     A tile of queries with too many numbers is cut to the rows around the one to follow. Raises
     ValueError where that one has too many.
@@ -43,13 +33,7 @@ def render_page(
         }
         for n, keys in enumerate(found.tiles)
     ]
-    data = text | {
-        "name": backend.name,
-        "dtype": str(dtype).removeprefix("torch."),
-        "largest": torch.finfo(dtype).max,
-        "columns": columns,
-        "limit": LIMITS.get(dtype),
-        "command": f"python -m scripts.trace {command}".strip(),
+    data = about | {
         "rows": list(rows),
         "tile": [found.rows.start, found.rows.stop],
         "row": found.row - rows.start,

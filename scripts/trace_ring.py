@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention import Backend
 from attention.ring_trace import Hop, RingTrace
 from scripts.trace_page import MAX_NUMBERS, around, causes, fill, numbers
 
@@ -93,31 +92,16 @@ def spans(positions: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
-def render_ring(
-    found: RingTrace,
-    *,
-    backend: Backend,
-    dtype: torch.dtype,
-    command: str,
-    columns: tuple[str, ...] | None,
-    **text: str | None,
-) -> str:
-    """The page. `columns` names the entries of an output row. Of many queries it shows those around
-    the one to follow.
+def render_ring(found: RingTrace, about: dict[str, Any]) -> str:
+    """The page. `about` is what any page has, see scripts.trace. Of many queries it shows those
+    around the one to follow.
     """
     world, num_queries = len(found.cells), len(found.fates)
     count = min(num_queries, MAX_NUMBERS // (2 * world * (3 * SHOWN + 9)))
     rows = around(found.row, range(num_queries), count)
     kept = slice(rows.start, rows.stop)
-    lanes = {
-        "exact": (found.exact, found.exact_error),
-        "found": (found.found, found.error),
-    }
-    data = text | {
-        "name": backend.name,
-        "dtype": str(dtype).removeprefix("torch."),
-        "columns": columns,
-        "command": f"python -m scripts.trace {command}".strip(),
+    lanes = {"exact": (found.exact, found.exact_error), "found": (found.found, found.error)}
+    data = about | {
         "rows": list(rows),
         "row": found.row - rows.start,
         "ranks": found.ranks[kept],

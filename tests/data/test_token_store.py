@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,17 +44,10 @@ def text_config(tmp_path, **settings):
     )
 
 
-def offsets_of(half):
-    """The stored offsets of a half's documents, and of its end."""
-    return np.load(half.path.with_name(f"{half.path.stem}_offsets.npy"))
-
-
 def texts_of(half):
-    """The documents of a half, cut at the stored offsets, each without its end of text."""
-    pieces = [half[start:stop] for start, stop in pairwise(offsets_of(half))]
-    assert all(
-        piece[-1] == BYTE.end_of_text and BYTE.end_of_text not in piece[:-1] for piece in pieces
-    )
+    """The documents of a half, each of which has its end of text."""
+    *pieces, rest = np.split(half[:], np.flatnonzero(half[:] == BYTE.end_of_text) + 1)
+    assert not len(rest)
     return [BYTE.decode(piece[:-1]) for piece in pieces]
 
 
@@ -92,7 +84,6 @@ def test_both_halves_hold_the_corpus(config):
 def test_tokens_are_stored_in_the_smallest_type(config):
     store = open_store(config, BYTE)
     assert store.train.dtype == store.train[:4].dtype == np.uint16
-    assert offsets_of(store.train).dtype == np.int64
 
 
 def test_a_large_vocabulary_is_stored_in_32_bits(config):
@@ -101,8 +92,8 @@ def test_a_large_vocabulary_is_stored_in_32_bits(config):
 
     store = open_store(config, Wide())
     assert store.train.dtype == np.uint32
-    end = offsets_of(store.train)[1]
-    assert store.train[end - 1 : end].tolist() == [99_999]
+    assert (store.train[:] == 99_999).sum() == store.meta["train_documents"]
+    assert store.train[-1:].tolist() == [99_999]
 
 
 def test_documents_are_held_out_whole_and_stay_there_when_others_join(config, tmp_path):
@@ -256,10 +247,6 @@ DAMAGE = {
         lambda folder: swap(folder / "train.bin", folder / "val.bin"),
         "train.bin has",
     ),
-    "an-offset": (
-        lambda folder: flip(folder / "val_offsets.npy", -8),
-        "val_offsets.npy was altered",
-    ),
     "truncated-tokens": (
         lambda folder: os.truncate(folder / "train.bin", 100),
         "train.bin has 100 bytes instead of",
@@ -275,11 +262,6 @@ DAMAGE = {
     "empty-tokens": (lambda folder: os.truncate(folder / "train.bin", 0), "train.bin has 0 bytes"),
     "no-tokens": (lambda folder: (folder / "train.bin").unlink(), "train.bin"),
     "tokens-are-a-folder": (lambda folder: a_folder(folder / "train.bin"), "train.bin"),
-    "truncated-offsets": (
-        lambda folder: os.truncate(folder / "val_offsets.npy", 130),
-        "val_offsets.npy has 130 bytes",
-    ),
-    "no-offsets": (lambda folder: (folder / "train_offsets.npy").unlink(), "train_offsets.npy"),
     "no-meta": (lambda folder: (folder / "meta.json").unlink(), "meta.json"),
     "meta-is-a-folder": (lambda folder: a_folder(folder / "meta.json"), "meta.json"),
     "half-a-meta": (lambda folder: os.truncate(folder / "meta.json", 20), "meta.json is not JSON"),
