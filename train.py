@@ -3,7 +3,7 @@
     python train.py                                            minutes on two CPU cores
     python train.py attention=triton seq_len=8192 model=gpt2   our Triton flash-attention, on a GPU
     python train.py -m attention=tiled,sdpa,no_max seed=0,1    a sweep, with a table at the end
-    python train.py resume=outputs/DAY/TIME steps=1200         go on with a run
+    python train.py resume=outputs/DAY/TIME steps=1200         resume a run
 
 A run directory holds config.yaml, env.json, metrics.jsonl, summary.json, checkpoint/,
 checkpoint.best/ and loss_curve.png.

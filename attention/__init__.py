@@ -1,4 +1,4 @@
-"""Attention with exchangeable kernels: one function, one table of backends.
+"""Attention with interchangeable backends: one function and one table of backends.
 
 attention(q, k, v, backend="tiled")                                       # a name in BACKENDS
 attention(q, k, v, backend=get_backend("tiled", block_q=32, block_kv=16)) # with options

@@ -2,7 +2,7 @@
 itself.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim,
-D_v that of the values.
+D_v head dim of the values.
 """
 
 from collections.abc import Callable, Container, Mapping

@@ -1,14 +1,14 @@
-"""The streaming softmax: three numbers a row that absorb a row of scores tile by tile.
+"""The streaming softmax: three numbers per row, updated by one tile of scores at a time.
 
     row_max  (m in the papers)  the largest score so far
     row_sum  (l)                sum of exp(score - row_max) so far
     acc      (O, unnormalised)  sum of exp(score - row_max) * value so far
 
-Milakov & Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3; with the
-accumulator as in Dao et al., "FlashAttention" (2022), algorithm 1, and "FlashAttention-2" (2023),
-section 3.1.1, which divides only once, at the end.
+The statistics are those of Milakov & Gimelshein, "Online normalizer calculation for softmax"
+(2018), algorithm 3. The accumulator is that of Dao et al., "FlashAttention" (2022), algorithm 1.
+As in "FlashAttention-2" (2023), section 3.1.1, it is divided only once, at the end.
 
-Dimensions: ... leading dims, R query rows, T keys of a tile, D head dim, D_v that of the
+Dimensions: ... leading dims, R query rows, T keys of a tile, D head dim, D_v head dim of the
 values.
 """
 

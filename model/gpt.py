@@ -1,13 +1,13 @@
-"""The GPT: pre-norm transformer blocks over a residual stream; the caller chooses the attention.
+"""The GPT: pre-norm transformer blocks with an attention that the caller chooses.
 
     tokens -> embedding (+ learned position)
            -> num_layers * [ x = x + attention(norm(x)); x = x + mlp(norm(x)) ]
            -> norm -> output layer
 
-With `model=gpt2` this is GPT-2 (Radford et al. 2019) to the last bias. `model=modern` adds what
-came later: RoPE, RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), QK-norm (Henry et al. 2020,
+With `model=gpt2` this is GPT-2 (Radford et al. 2019) to the last bias. `model=modern` uses later
+inventions: RoPE, RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), QK-norm (Henry et al. 2020,
 arXiv:2010.04245), grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) and SwiGLU
-(Shazeer 2020, arXiv:2002.05202). Either way the attention itself is one call of `attention()`.
+(Shazeer 2020, arXiv:2002.05202). Both compute attention with one call of `attention()`.
 
 Dimensions: B batch, N tokens of this call, M tokens so far (N without a cache), C hidden_size, H
 query heads, H_kv key/value heads, D head dim.

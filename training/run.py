@@ -1,10 +1,10 @@
 """A run as an object, and as a call.
 
-    build_run(config)                         everything that a run is made of, not trained yet
+    build_run(config)                         every part of a run, before training
     run("attention=tiled", "steps=50")        what `python train.py attention=tiled steps=50` does
     compose("attention=tiled", "steps=50")    the settings of that command
 
-All three work in a notebook and from any folder, also beside a config.py or data/ of the user's.
+All three work in a notebook and from any folder, even beside your own config.py or data/.
 """
 
 from collections.abc import Mapping

@@ -21,36 +21,36 @@ HEAD = [
 ]
 TEXT = """# What published tests of attention let pass
 
-**Claim.** Wrong attention passes the tests that kernels are judged by. Of {mistakes} single-edit
-mistakes they pass {least} to {most}. Most of that is honest: a test of the forward pass says
+**Claim.** Wrong attention passes published tests of kernels. They pass {least} to {most} of
+{mistakes} single-edit mistakes. Most of these are out of reach: a test of the forward pass says
 nothing about gradients. But within their own reach they still pass {least_reach} to {most_reach}.
 
 {picture}
 
 {table}
 
-- *In its reach*: the test catches the mistake, or a case of `attn-conform` does that it could
-  express: with its arguments, dtype and results, but any lengths and numbers.
-- *Computes wrongly*: the arithmetic or the mask. The others are about earlier calls, memory and
-  views.
+- *In its reach*: the test catches the mistake, or could catch it as a case of `attn-conform`
+  does. Such a case has the test's arguments, dtype and results, but any lengths and numbers.
+- *Computes wrongly*: the arithmetic or the mask is wrong. The others concern earlier calls, memory
+  and views.
 - *Mean of v*: whether the test accepts the mean of the values, which reads neither q nor k.
 
-**How.** Each test is restated from its file as inputs, reference and rule
-([suites.py](../lab/public_suites/suites.py)) and run on our tile loop with one line wrong. To run
-on a CPU there are fewer sequences and heads, and no long ones. Exact attention passes them all.
+**How.** We restated each test from its file as inputs, reference and rule
+([suites.py](../lab/public_suites/suites.py)) and ran it on our tile loop with one line wrong. For
+the CPU we use fewer sequences and heads, and no long sequences. Exact attention passes all.
 
-**Checked.** CS336's file, run as it is, gave the same verdict on every mistake. KernelBench's
-problems, the tutorial's test and the references of flash-attention and flash-linear-attention did
-so on every third or fourth. PyTorch's test needs a GPU: it was only read.
+**Checked.** CS336's file, run unchanged, gave the same verdict on every mistake. KernelBench's
+problems, the tutorial's test and the references of flash-attention and flash-linear-attention
+agreed on every third or fourth mistake. PyTorch's test needs a GPU: we only read it.
 
-**Limits.** Our mistakes are in a loop of PyTorch; a kernel has others. Mistakes about memory may
-show or not from run to run. What "catches" is the budget of `attn-conform`, twice the error of
+**Limits.** Our mistakes are in a PyTorch loop; a kernel has others. A memory mistake may show in
+one run and not in another. "Catches" uses the error budget of `attn-conform`, twice the error of
 naive attention; most rules here are wider.
 
 ## What would catch the rest
 
-The cases that add most to each test, with how many more mistakes each catches. The record names
-the smallest set that catches all.
+These cases add most to each test, with the number of further mistakes each catches. The record
+names the smallest set that catches all.
 
 {additions}
 
@@ -62,13 +62,13 @@ What their maintainers could do:
   Call the function twice before the first backward pass.
 - **flash-linear-attention**: in its case of 63 tokens, raise the scores of one head and lower
   those of another.
-- **PyTorch**: lower every score by 120 in one case, and hand in parts of larger tensors. Its inputs
+- **PyTorch**: lower every score by 120 in one case, and pass views of larger tensors. Its inputs
   are uniform too.
-- **BackendBench**: give attention more keys than a tile holds. With 6 keys no second tile is met.
-- **flash-attention**: call with the last few queries alone, and compare lse, which
-  `test_flash_attn_output` gets and leaves. Raise all scores by 100.
+- **BackendBench**: give attention more keys than a tile holds. With 6 keys there is no second tile.
+- **flash-attention**: call with only the last few queries, and compare lse, which
+  `test_flash_attn_output` receives and ignores. Raise all scores by 100.
 
-**Refuted by** a mistake listed as passed that the original test refuses.
+**Refuted by** a mistake listed as passed that the original test rejects.
 
 **Again:** `python -m lab.public_suites`. Figures, files and commits:
 [results/public_suites.json](../results/public_suites.json).

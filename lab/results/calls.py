@@ -118,9 +118,9 @@ def cards(data: Row, where: str) -> str:
         why = "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
         rows.append(card | {"why": why or "-", "na": card["n/a"]})
     what = (
-        f"Attention of others {where.format(', '.join(data['dtypes']))}: a cell for each property "
-        "and dtype. n/a is what an attention does not take, or what a file of outputs cannot tell. "
-        "New means that no issue of the project was found."
+        f"Other people's attention {where.format(', '.join(data['dtypes']))}: a cell for each "
+        "property and dtype. n/a is what an attention does not support, or what a file of outputs "
+        "cannot show. New means that we found no issue of the project about it."
     )
     if data["left_out"]:
         left_out = "; ".join(f"{name}: {why}" for name, why in data["left_out"].items())
@@ -145,7 +145,7 @@ def mutants() -> str:
     what = (
         f"{caught(data, 'single edits of the tile loop and of what it uses')} "
         f"{len(data['cover'])} properties catch them all: {', '.join(data['cover'])}. The tests "
-        "ask them every time."
+        "always check them."
     )
     here, there = (
         {row["name"]: bool(row["killed_by"]) for row in each["mutants"]} for each in (data, again)
@@ -181,7 +181,7 @@ def caught(data: Row, edits: str) -> str:
 
 def harmless(data: Row) -> str:
     """The edits that nothing catches, and why that is right."""
-    return "No property catches the others, as they change no result:\n\n" + "\n".join(
+    return "No property catches the others, because they change no result:\n\n" + "\n".join(
         f"- `{row['name']}`: {row['says']} No mistake: {row['survives']}."
         for row in data["mutants"]
         if not row["killed_by"]
@@ -193,7 +193,7 @@ def because_they_stay() -> str:
     rows = [row for name in ("mutants", *OTHER_CODE) for row in load(name)["mutants"]]
     alone = {row["killed_by"][0] for row in rows if len(row["killed_by"]) == 1}
     names = [name for name in load("mutants")["properties"] if name not in alone]
-    what = "Properties that alone catch none of these mistakes, and why they stay:"
+    what = "These properties are never the only one to catch a mistake. Why they stay:"
     return "\n\n".join(
         [what, table(["property", "why it stays"], [[name, STAYS[name]] for name in names])]
     )
@@ -203,8 +203,8 @@ def conformance() -> str:
     runs = {
         "conformance_interpreter": "Without a GPU, Triton interpreted:",
         "conformance_h200": "On the GPU:",
-        "conformance_hopper_h200": "The Hopper kernels alone once more, since their backward "
-        "was rewritten:",
+        "conformance_hopper_h200": "Only the Hopper kernels, measured again because their "
+        "backward was rewritten:",
     }
     columns = """
         attention                        {attention}
@@ -271,8 +271,8 @@ def longest() -> str:
     signs = {"time": "at least ", "memory": ""}
     rows = [row | {"sign": signs[row["limited_by"]]} for row in data["rows"]]
     what = (
-        'Found by doubling, then halving the gap to 12%; "at least": the next trial would have '
-        "passed the time limit, not the memory."
+        'Found by doubling, then halving the gap to 12%. "At least" means that the next trial '
+        "would have exceeded the time limit, not the memory."
     )
     columns = """
         attention                 {attention}
@@ -346,10 +346,10 @@ def decoding() -> str:
     """
     data = load("decoding_h200")
     what = (
-        "One query a sequence, bfloat16, by device time with a cold cache: TB/s of the keys and "
-        "values, each read once, of the 4.8 that the memory can. Splits by the first model of "
-        "their time, tiles not yet tuned. FlexAttention has none for the last two shapes, where "
-        "it was not compiled."
+        "One query per sequence, bfloat16, device time with a cold cache. The figures are TB/s of "
+        "keys and values, each read once; the memory's peak is 4.8. Splits follow the first model "
+        "of their time, and tiles were not yet tuned. FlexAttention has no figure for the last "
+        "two shapes, where it was not compiled."
     )
     rows = []
     for row in data["attention"]:

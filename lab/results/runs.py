@@ -135,8 +135,8 @@ def needle() -> str:
     """Accuracy on needle at lengths beyond the training's, and the length at which it is lost."""
     what = (
         "One layer of two heads of 32, rotary positions, trained at 32 tokens to find the one "
-        "write of a key among writes of seven others; chance is 12.5%. Each variant is asked under "
-        "its own attention."
+        "write of a key among writes of seven others; chance is 12.5%. Each variant is evaluated "
+        "under its own attention."
     )
     return recalled("recall_cpu", what)
 
@@ -152,8 +152,9 @@ def needle_of_eleven() -> str:
 
 def mqar() -> str:
     what = (
-        "`experiment=mqar`: a key and its value are two tokens, and each of the keys is asked for "
-        "once; 4 pairs at 64 tokens, 8 at 128, 16 at 256. Zoology's layout, a vocabulary of 64."
+        "`experiment=mqar`: a key and its value are two tokens, and each key is queried once. "
+        "There are 4 pairs at 64 tokens, 8 at 128 and 16 at 256, in Zoology's layout with a "
+        "vocabulary of 64."
     )
     return recalled("mqar_cpu", what)
 
@@ -248,8 +249,8 @@ def predicted() -> str:
         error          {error:+.1%}
     """
     what = (
-        "Predicted by `training/plan.py`: counted from the code, but for the libraries' 64 MiB of "
-        "workspaces, read off these runs."
+        "`training/plan.py` counts the predicted memory from the code, except for the libraries' "
+        "64 MiB of workspaces, which come from these runs."
     )
     return section(files[0], what, formatted(columns, rows))
 
@@ -387,8 +388,8 @@ def kept() -> str:
     command = " ".join(x for x in first["overrides"] if not x.startswith("model."))
     what = (
         f"`python train.py {command} ...`: {first['steps_done']} steps of 262,144 tokens each, one "
-        "run a row, compiled where compile=auto does so. The speed is that of all steps but the "
-        "first three."
+        "run per row, compiled where compile=auto does so. The speed excludes the first three "
+        "steps."
     )
     columns = """
         setting                {settings}
@@ -422,9 +423,9 @@ def wall() -> str:
         rows.append(run | figures)
     what = (
         f"`python -m lab.wall {' '.join(data['overrides'])}`. This is GPT-2 with 32,768 tokens a "
-        "step and a row of metrics every 10 steps. Each run is a process of its own, n=1 a length; "
-        "both checkouts take turns on one GPU. By arrival: rows are timed as they arrive in "
-        "metrics.jsonl. By whole runs: the slope of wall time against steps, with the least and "
+        "step and a row of metrics every 10 steps. Each run is a separate process, n=1 per "
+        "length; both checkouts take turns on one GPU. By arrival: rows are timed as they arrive "
+        "in metrics.jsonl. By whole runs: the slope of wall time against steps, with the least and "
         "the most of any two runs. Start-up differs by seconds from run to run, which blurs the "
         "slope. The last column counts all, imports and compilation too. The last four rows were "
         "measured later, while the other GPU's work kept the host busy. Their steps alone are "
@@ -457,11 +458,11 @@ def steps() -> str:
     busy = data["busy"]
     what = (
         f"`python train.py {' '.join(data['overrides'])}` with 32,768 tokens a step in one pass. "
-        "Each run is a process of its own; both checkouts take turns on one GPU with nothing "
-        f"beside. Where the GPU was busy it drew {busy['watts']} W at {busy['sm_mhz']:,} MHz "
-        f"({joined(busy['sm_mhz_least_most'], '{:,}')}), the mean of {busy['samples']} seconds: "
-        "it runs at its limit of power, below the 1,980 MHz of a GPU at rest. The second run "
-        "of each checkout at 1,024 tokens was the last: the time was over."
+        "Each run is a separate process; both checkouts take turns on one GPU that runs nothing "
+        f"else. While busy, the GPU drew {busy['watts']} W at {busy['sm_mhz']:,} MHz "
+        f"({joined(busy['sm_mhz_least_most'], '{:,}')}), the mean of {busy['samples']} seconds. "
+        "It runs at its power limit, below the 1,980 MHz of a GPU at rest. The second run of each "
+        "checkout at 1,024 tokens was the last, because the time was over."
     )
     columns = """
         seq_len                {seq_len:,}
@@ -502,9 +503,9 @@ def looking() -> str:
             run | {"n": len(run["of_pairs"]), "least": min(run["of_pairs"])} for run in data["runs"]
         ]
         what = (
-            f"`python -m lab.looking {' '.join(data['overrides'])}`. One run takes turns: a "
-            "segment with a row every 10 steps, a segment with one row at its end. The figure is "
-            "tokens per second by the wall clock with rows, as a share of that without."
+            f"`python -m lab.looking {' '.join(data['overrides'])}`. One run alternates "
+            "between a segment with a row every 10 steps and one with a single row at its end. "
+            "The figure is wall-clock tokens per second with rows, as a share of that without."
         )
         columns = """
             seq_len          {seq_len:,}
@@ -522,10 +523,10 @@ def start() -> str:
     """Where the seconds of a short run go, and what a graph a block saves of them."""
     data = load("start_h200")
     what = (
-        "Seconds of the whole process, and of the phases that summary.json names, one run a row. "
-        "torch.compile makes one graph of the model, as it did, or one of a block, which serves "
-        "all layers, as it does now; caches are those of the compilers. GPT-2's steps at 1,024 "
-        "tokens are so short that the host's pauses move their speed by a tenth."
+        "Seconds of the whole process, and of the phases in summary.json, one run per row. "
+        "torch.compile used to make one graph of the model. Now it makes one graph of a block, "
+        "which serves all layers. Caches are those of the compilers. GPT-2's steps at 1,024 "
+        "tokens are so short that the host's pauses change their speed by a tenth."
     )
     names = {name: None for run in data["runs"] for name in run["seconds_by_phase"]}
     columns = """
@@ -590,12 +591,12 @@ def sweep() -> str:
         rows.append(with_speed(run) | {"name": run["overrides"][0].partition("=")[2]})
     command = " ".join(["python", *data["environment"]["command"][1:]])
     what = (
-        f"`{command}`, where DIR holds no_max on the kernels (`impl: triton`) as a choice of its "
-        f"own: {data['wall_seconds']} s from start to table. Memory at a job's start is what the "
-        "jobs before it left behind: what the first computation leaves stays, and nothing is "
-        "added. The learning rate is high so that no_max breaks soon. Losses cannot be compared at "
-        "it: those of exact attentions come apart, at 32,768 tokens after a jump to 6.84 at step "
-        "5, until which they differ by 0.001."
+        f"`{command}`, where DIR holds no_max on the kernels (`impl: triton`) as a separate "
+        f"choice: {data['wall_seconds']} s from start to table. Memory at a job's start is what "
+        "earlier jobs left behind: the first computation leaves some, and later ones add none. "
+        "The learning rate is high so that no_max breaks soon, so losses cannot be compared. Those "
+        "of exact attentions diverge from each other, at 32,768 tokens after a jump to 6.84 at "
+        "step 5. Until then they differ by 0.001."
     )
     columns = """
         attention              {name}
@@ -628,10 +629,10 @@ def survival() -> str:
         same, refused = outcomes.count("identical"), outcomes.count("refused")
         rows.append([case, len(outcomes), same, refused, len(outcomes) - same - refused])
     what = (
-        "Each is a training of its own on one CPU core, disturbed at a random moment and resumed. "
-        "Identical: weights, optimizer, random state and every computed row of metrics.jsonl are, "
-        "to the bit, those of the run that nothing disturbed. Refused: one line says why, and no "
-        "file of the run has changed."
+        "Each is a separate training run on one CPU core, disturbed at a random moment and "
+        "resumed. Identical: weights, optimizer, random state and every computed row of "
+        "metrics.jsonl equal those of an undisturbed run, to the bit. Refused: one line says why, "
+        "and no file of the run has changed."
     )
     head = ["what happened", "n", "identical", "refused", "anything else"]
     return section(data, what, table(head, rows))
