@@ -114,7 +114,8 @@ def main() -> None:
         if words[0] not in commands:
             raise ValueError(f"{words[0]} is not one of: {', '.join(commands)}")
         wrong = commands[words[0]](words[1:])
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed, as by >&-
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print("attn-conform: stopped by Ctrl-C", file=sys.stderr)
         sys.exit(130)

@@ -50,7 +50,7 @@ from tqdm import tqdm
 from attention import BACKENDS, Backend, kernel_choice
 from conformance.backend_under_test import Subject
 from conformance.cases import SHORT, Case
-from conformance.command import set_up
+from conformance.command import LARGEST_SEED, set_up
 from conformance.properties import PROPERTIES, Cell, Property, check_breaks, examine
 from scripts.arguments import Count, Device, Dtype, Natural, command, parse_backend
 from scripts.tables import Row
@@ -78,6 +78,8 @@ class Options:
     out: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.seed > LARGEST_SEED:
+            raise ValueError(f"seed={self.seed} must be at most {LARGEST_SEED}")
         if self.context > 1 and self.processes > 1:
             raise ValueError(
                 f"processes={self.processes} is for context=1: with context={self.context} every "
