@@ -65,7 +65,6 @@ from training.plan import (
     layer_sizes,
     parameter_count,
     predict_peak_bytes,
-    predict_step,
 )
 from training.schedule import able, check_schedule, needed_features, suit_gpu, will_compile
 
@@ -113,12 +112,8 @@ class Planned(NamedTuple):
     config: RunConfig
     backend: Backend
     plan: StepBytes
-
-
-def is_compiled(planned: Planned, device: str) -> bool:
-    config = planned.config
-    how = {"compile_mode": config.compile, "score_mod": config.attention.score_mod is not None}
-    return will_compile(config.model, planned.backend, device, **how)
+    device: str
+    dtype: torch.dtype
 
 
 def plan_all(options: Options) -> dict[str, Planned]:
@@ -138,7 +133,7 @@ def plan_all(options: Options) -> dict[str, Planned]:
                 f"attention={name} does not take {dtype_name(dtype)}; choose another dtype="
             )
         plan = predict_peak_bytes(config, vocab_size_of(config), backend, dtype, device)
-        planned[name] = Planned(config, backend, plan)
+        planned[name] = Planned(config, backend, plan, device, dtype)
     return planned
 
 
@@ -149,31 +144,19 @@ def predict_run(run: Row) -> float:
     config = compose(*run["overrides"])
     backend = get_backend(config.attention.backend_name, **run["options"])
     dtype = getattr(torch, run["dtype"])
-    return (
-        predict_peak_bytes(config, vocab_size_of(config), backend, dtype, run["device"]).peak / GIB
-    )
+    plan = predict_peak_bytes(config, vocab_size_of(config), backend, dtype, run["device"])
+    return plan.peak / GIB
 
 
 def largest_batch(planned: Planned, vocab_size: int, gib: float) -> int:
     """Sequences of one pass that fit into that much memory; 0 for none."""
-    config = planned.config
-    device, dtype = device_and_dtype(config)
-    compiled = is_compiled(planned, device)
+    config, backend, _, device, dtype = planned
 
     def fits(batch_size: int) -> bool:
-        plan = predict_step(
-            config.model,
-            vocab_size=vocab_size,
-            batch_size=batch_size,
-            seq_len=config.seq_len,
-            device=device,
-            compiled=compiled,
-            backend=planned.backend,
-            dtype=dtype,
-            accumulates=config.accumulation_steps > 1,
-            **layer_sizes(config),
-        )
-        return plan.peak / GIB <= gib
+        # as many passes a step as planned
+        tokens = config.accumulation_steps * batch_size * config.seq_len
+        more = replace(config, batch_size=batch_size, tokens_per_step=tokens)
+        return predict_peak_bytes(more, vocab_size, backend, dtype, device).peak / GIB <= gib
 
     low, high = 0, 1
     while fits(high):
@@ -193,33 +176,33 @@ def call_traffic(backend: Backend, device: str, call: traffic.Call) -> traffic.T
 
 def attention_call(planned: Planned, window: int | None = None) -> traffic.Call:
     """One call of the run."""
-    config, element = planned.config, device_and_dtype(planned.config)[1].itemsize
-    heads, head_dim = config.model.num_heads, config.model.head_dim
-    return traffic.Call(config.batch_size, heads, config.seq_len, head_dim, element, window=window)
+    config, model, element = planned.config, planned.config.model, planned.dtype.itemsize
+    shape = config.batch_size, model.num_heads, config.seq_len, model.head_dim
+    return traffic.Call(*shape, element, window=window)
 
 
 def traffic_of(planned: Planned) -> tuple[traffic.Traffic, traffic.Traffic]:
     """Of one attention call of the run, under its widest window: by the accounting that is often
     printed, and counted.
     """
-    backend, (device, _) = planned.backend, device_and_dtype(planned.config)
-    materialised = kind_of(backend, device) == MATERIALISED
-    printed = traffic.printed_naive if materialised else traffic.printed_fused
+    where = planned.backend, planned.device
+    printed = traffic.printed_naive if kind_of(*where) == MATERIALISED else traffic.printed_fused
     call = attention_call(planned, layer_sizes(planned.config)["window"])
-    return printed(call), call_traffic(backend, device, call)
+    return printed(call), call_traffic(*where, call)
 
 
 def measure_peak(planned: Planned, vocab_size: int) -> int:
     """Bytes at the worst moment of a training step on this machine, as a run counts them."""
     config = planned.config
     device = pick_device(config.device)
-    if device.type != device_and_dtype(config)[0]:
+    if device.type != planned.device:
         raise ValueError(
             f"measure=true measures on the {device.type} that is here, and the plan is for a GPU; "
             f"add device={device.type}"
         )
     dtype = pick_dtype(config.dtype, device)
-    compiled = is_compiled(planned, device.type)
+    how = {"compile_mode": config.compile, "score_mod": config.attention.score_mod is not None}
+    compiled = will_compile(config.model, planned.backend, device.type, **how)
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     made = {"vocab_size": vocab_size, "backend": planned.backend}
     model = GPT(config.model, **made, attention=config.attention).to(device)
@@ -364,7 +347,7 @@ def print_ranks(options: Options, planned: Planned, *, vocab_size: int) -> None:
         planned.config,
         vocab_size,
         planned.backend,
-        device_and_dtype(planned.config)[1],
+        planned.dtype,
         ranks=options.ranks,
         link=options.link or "nvlink",
         network=options.network or "infiniband400",
@@ -382,7 +365,7 @@ def main(options: Options) -> None:
         check_writable(options.out)
     check_ranks_alone(options)
     planned = plan_all(options)
-    config = next(iter(planned.values())).config
+    config, _, _, device, dtype = next(iter(planned.values()))
     vocab_size = vocab_size_of(config)
     if options.ranks:
         print_ranks(options, *planned.values(), vocab_size=vocab_size)
@@ -390,7 +373,6 @@ def main(options: Options) -> None:
     measured = {}
     if options.measure:
         measured = {name: measure_peak(each, vocab_size) for name, each in planned.items()}
-    device, dtype = device_and_dtype(config)
     count = parameter_count(config.model, vocab_size)
     gpu = options.gpu or gpu_here() or "h200"
     if device == "cuda" and not options.gpu:
@@ -419,15 +401,14 @@ def main(options: Options) -> None:
 
 def as_json(name: str, planned: Planned, vocab_size: int, measured_bytes: int | None) -> Row:
     config = planned.config
-    device, dtype = device_and_dtype(config)
     printed, counted = traffic_of(planned)
     return {
         "attention": name,
         "model": asdict(config.model),
         "vocab_size": vocab_size,
         **{key: getattr(config, key) for key in ("seq_len", "batch_size", "compile")},
-        "device": device,
-        "dtype": dtype_name(dtype),
+        "device": planned.device,
+        "dtype": dtype_name(planned.dtype),
         "plan": asdict(planned.plan),
         "measured_peak_bytes": measured_bytes,
         "traffic_bytes": counted.bytes,
