@@ -114,12 +114,13 @@ def main() -> None:
         if words[0] not in commands:
             raise ValueError(f"{words[0]} is not one of: {', '.join(commands)}")
         wrong = commands[words[0]](words[1:])
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed, as by >&-
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print("attn-conform: stopped by Ctrl-C", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # stdout
         sys.exit(141)
     except (ValueError, OSError) as error:
         sys.exit(f"attn-conform: {error}")

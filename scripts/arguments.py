@@ -156,5 +156,8 @@ def parse_backend(text: str) -> Backend:
         key, equals, value = option.partition("=")
         if not equals:
             raise ValueError(f"{option!r} is not option=value")
-        options[key] = yaml.safe_load(value)
+        try:
+            options[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(f"{option!r} has no value that can be read; write {key}=16") from None
     return get_backend(name, **options)

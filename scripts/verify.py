@@ -50,7 +50,7 @@ from tqdm import tqdm
 from attention import BACKENDS, Backend, kernel_choice
 from conformance.backend_under_test import Subject
 from conformance.cases import SHORT, Case
-from conformance.command import set_up
+from conformance.command import LARGEST_SEED, set_up
 from conformance.properties import PROPERTIES, Cell, Property, check_breaks, examine
 from scripts.arguments import Device, Dtype, check_at_least, command, parse_backend
 from training.device import pick_device, pick_dtype
@@ -77,6 +77,8 @@ class Options:
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "cases", "seed")
+        if self.seed > LARGEST_SEED:
+            raise ValueError(f"seed={self.seed} must be at most {LARGEST_SEED}")
         check_at_least(self, 1, "context", "processes")
         if self.context > 1 and self.processes > 1:
             raise ValueError(

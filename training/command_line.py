@@ -71,6 +71,11 @@ def launch(main: Callable[[], Any], began: float) -> None:
         with Ending(), one_sentence():
             main()
         leave()
+        if answers:
+            sys.stdout.flush()
+    except BrokenPipeError:  # `--help | head` has read enough; a run goes on without stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except Mistake as error:
         raise SystemExit(f"error: {error}") from None
     except KeyboardInterrupt:  # before or between jobs

@@ -157,6 +157,14 @@ def test_a_reader_that_has_read_enough():
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_stdout_may_be_closed(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["attn-conform", "quiz"])
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as stopped:
+        command.main()
+    assert stopped.value.code == 0
+
+
 def test_files_that_are_not_results(attn_conform, tmp_path, monkeypatch):
     """A regression test: each ended with a traceback."""
     monkeypatch.chdir(tmp_path)

@@ -207,6 +207,11 @@ def test_several_dtypes_share_a_column(run_verify):
         ("device=cuda", "verify: device=cuda, but PyTorch sees no GPU here"),
         ("cases=many", "verify: cases=many must be a whole number"),
         ("cases=-1", "verify: cases=-1 must be at least 0"),
+        ("seed=9999999999999", "verify: seed=9999999999999 must be at most 1000000000000"),
+        (
+            "attention=tiled:block_q=[",
+            "verify: 'block_q=[' has no value that can be read; write block_q=16",
+        ),
         ("out=nowhere/found.json", "verify: out=nowhere/found.json: its folder does not exist"),
         (
             "backend=tiled",

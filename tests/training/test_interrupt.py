@@ -1,5 +1,6 @@
-"""Ctrl-C where Python itself would print a traceback: during imports, and inside a finalizer."""
+"""Where Python would print a traceback: Ctrl-C in imports and finalizers, and a closed pipe."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -63,3 +64,19 @@ def test_ctrl_c_during_the_imports_shows_no_traceback(tmp_path: Path, imported, 
     )
     assert done.returncode == -signal.SIGINT
     assert done.stdout + done.stderr == ""
+
+
+def test_a_reader_of_the_help_that_has_read_enough():
+    """A regression test: `python train.py --help | head` ended with a traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "train.py", "--help"],
+        cwd=ROOT,
+        env=environment(),
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
