@@ -120,7 +120,7 @@ def main() -> None:
         print("attn-conform: stopped by Ctrl-C", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # stdout
         sys.exit(141)
     except (ValueError, OSError) as error:
         sys.exit(f"attn-conform: {error}")
