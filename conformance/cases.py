@@ -326,6 +326,17 @@ def changed_scores(score_mod: ScoreMod, scores: Tensor) -> tuple[Tensor, Tensor]
     return score_mod(scores, b, h, i + scores.shape[3] - scores.shape[2], j)
 
 
+def probabilities(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """p (B, H, N, M): the output of naive attention for v = identity."""
+    num_keys = k.shape[2]
+    # zeros make head_dim wide enough to hold it
+    width = max(q.shape[-1], num_keys)
+    wide = [torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k)]
+    identity = torch.eye(num_keys, width, dtype=q.dtype, device=q.device)
+    wide.append(identity.expand(*k.shape[:2], -1, -1))
+    return call("naive", wide, arguments, backward=False).output.out[..., :num_keys]
+
+
 def unavoidable(
     tensors: list[Tensor],
     arguments: dict[str, Any],
@@ -356,15 +367,7 @@ def unavoidable(
         lse = torch.where(reference["lse"].isinf(), 0.0, reference["lse"]).abs()
         exponents = exponents + lse.unsqueeze(-1)
         largest_exponent += lse.max().item()
-    # p itself is attention's output for v = identity; zeros make head_dim wide enough to hold it
-    width = max(q.shape[-1], k.shape[2])
-    wide_q, wide_k = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k))
-    identity = torch.eye(k.shape[2], width, dtype=torch.float64, device=q.device).expand(
-        *k.shape[:2], -1, -1
-    )
-    wide = [wide_q, wide_k, identity]
-    weights = call("naive", wide, {"scale": scale, **arguments}, backward=False).output.out
-    p = weights[..., : k.shape[2]]
+    p = probabilities(q, k, {"scale": scale, **arguments})
     stored = reference["out"].to(dtype).double()
     delta_error = (d_out * (stored - reference["out"])).sum(-1, keepdim=True).abs()
     delta_error = delta_error + 4 * eps_statistics * (
