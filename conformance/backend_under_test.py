@@ -5,6 +5,7 @@ Dimensions: N queries, M keys.
 
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attention import Backend, standalone
-from conformance.cases import Case, Check, Expected, attend, expect, run
+from conformance.cases import Case, Check, Expected, attend, distance, expect, run
 from conformance.dialects import Adapter, dialect_of
 from conformance.other_functions import expect_function
 
@@ -34,11 +35,13 @@ class Subject:
     backend: Backend
     device: str
     dtype: torch.dtype
-    random_cases: int
-    seed: int
+    random_cases: int = 0
+    seed: int = 0
     multiple: int = 1  # of which lengths are, for processes that share them equally
     rows: dict[Case, dict[str, Check] | None] = field(default_factory=dict)
-    refusals: list[str] = field(default_factory=list)  # of the property in hand
+    # of the property in hand
+    tried: list[Case] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
     # how memory grows with the length; two properties share the measurement
     exponents: dict[str, float] = field(default_factory=dict)
     # what another function than softmax is held to; softmax is the same for every backend
@@ -55,15 +58,17 @@ class Subject:
         self.has_blocks = TILES.keys() <= self.backend.options.keys()
         if self.has_blocks and self.device == "cpu":
             self.backend = self.backend.configured(**TILES)
-        takes = self.backend.head_dims
-        wanted = (
-            (16, 64, 32, 128, 8, *range(1, 513))
-            if self.device == "cpu"
-            else (64, 32, 128, 16, *range(1, 513))
-        )
-        self.head_dims = [size for size in wanted if takes is None or size in takes]
+        takes, on_cpu = self.backend.head_dims, self.device == "cpu"
+        wanted = (16, 64, 32, 128, 8) if on_cpu else (64, 32, 128, 16)
+        every = (*wanted, *range(1, 513))
+        self.head_dims = [size for size in every if takes is None or size in takes]
         # on a GPU kernels have tiles of up to 128: three of them, ragged
-        self.length = self.shared(70 if self.device == "cpu" else 330)
+        self.length = self.shared(70 if on_cpu else 330)
+
+    def begin(self) -> None:
+        """Another property."""
+        self.tried.clear()
+        self.refusals.clear()
 
     def shared(self, length: int) -> int:
         """The next length that processes can share."""
@@ -79,6 +84,7 @@ class Subject:
 
     def takes(self, case: Case, *, backward: bool) -> bool:
         """Whether the backend takes the case. Its reasons not to are kept in `refusals`."""
+        self.tried.append(case)
         tensors, arguments, *_ = case.make(self.dtype, self.device)
         reasons = self.backend.unsupported_reasons(
             *(x.requires_grad_(backward) for x in tensors), **arguments
@@ -107,6 +113,14 @@ class Subject:
         # of another function than softmax the oracle may return no lse
         return {name: x for name, x in found.items() if name in self.expected(case).reference}
 
+    def unmoved(
+        self, case: Case, what: str, found: dict[str, Tensor], plain: dict[str, Tensor]
+    ) -> Iterator[Check]:
+        """Of two ways to the same results: each may be a budget away from the exact one."""
+        for name, x in found.items():
+            moved, budget = distance(x, plain[name]), self.expected(case).budget(name)
+            yield Check(f"{name} of {case}, {what}", moved, 2 * budget)
+
     def expected(self, case: Case) -> Expected:
         if self.backend.claims_softmax:
             return expected_of(case, self.dtype, self.device, with_lse=self.lse_gradient)
@@ -118,6 +132,7 @@ class Subject:
         """A check for each tensor; forward only where there is no backward pass, None where the
         inputs are refused.
         """
+        self.tried.append(case)
         if case not in self.rows:
             self.rows[case] = None
             if passes := self.passes(case):
@@ -127,6 +142,9 @@ class Subject:
         elif "dq" not in (self.rows[case] or ()):
             self.takes(case, backward=True)  # says again why not
         return self.rows[case]
+
+    def in_dtype(self, dtype: torch.dtype) -> "Subject":
+        return Subject(self.given, self.device, dtype)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, backend: Backend | None = None, **arguments: Any
@@ -138,25 +156,23 @@ class Subject:
         draw, features = random.Random(self.seed), self.backend.features
         # every head dim is a kernel to compile on a GPU
         common = (8, 16, 24, 40, 64) if self.device == "cpu" else (40, 64, 128)
-        cases = []
+        head_dims, cases = self.head_dims_of(common), []
         for i in range(self.random_cases):
             num_kv_heads, num_queries = draw.choice((1, 2)), draw.randint(1, 2 * self.length)
-            cases.append(
-                self.case(
-                    num_queries,
-                    num_queries
-                    + draw.choice((0, 1, draw.randint(2, self.length)))
-                    * ("cross_length" in features),
-                    batch=draw.choice((1, 2)),
-                    num_heads=num_kv_heads * (draw.choice((1, 2, 3)) if "gqa" in features else 1),
-                    num_kv_heads=num_kv_heads,
-                    head_dim=draw.choice(
-                        [size for size in self.head_dims if size in common]
-                        or self.head_dims
-                        or [16]
-                    ),
-                    causal="non_causal" not in features or draw.random() < 0.7,
-                    seed=1000 * self.seed + i + 1,
-                )
+            more = draw.choice((0, 1, draw.randint(2, self.length)))
+            case = self.case(
+                num_queries,
+                num_queries + more * ("cross_length" in features),
+                batch=draw.choice((1, 2)),
+                num_heads=num_kv_heads * (draw.choice((1, 2, 3)) if "gqa" in features else 1),
+                num_kv_heads=num_kv_heads,
+                head_dim=draw.choice(head_dims),
+                causal="non_causal" not in features or draw.random() < 0.7,
+                seed=1000 * self.seed + i + 1,
             )
+            cases.append(case)
         return cases
+
+    def head_dims_of(self, common: tuple[int, ...]) -> list[int]:
+        """To draw from: those that the backend takes, or any that it takes."""
+        return [size for size in self.head_dims if size in common] or self.head_dims or [16]

@@ -42,29 +42,24 @@ class Case:
     seed: int = 0
 
     def __str__(self) -> str:
-        heads = f"H{self.num_heads}" + (
-            f"kv{self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
-        )
-        length = f"N{self.num_queries}" + (
-            f"-M{self.num_keys}" if self.num_keys != self.num_queries else ""
-        )
+        def unless(usual: Any, name: str, value: Any) -> str:
+            return "" if value == usual else f"{name}{value}"
+
         optional = [
             name if value is True else f"{name}{'|'.join(f'{x:g}' for x in numbers(value))}"
             for name, value in self.optional.items()
         ]
         parts = [
             f"B{self.batch}",
-            heads,
-            length,
-            f"D{self.head_dim}" + (f"v{self.value_dim}" if self.value_dim else ""),
+            f"H{self.num_heads}{unless(self.num_heads, 'kv', self.num_kv_heads)}",
+            f"N{self.num_queries}{unless(self.num_queries, '-M', self.num_keys)}",
+            f"D{self.head_dim}{unless(None, 'v', self.value_dim)}",
             "causal" if self.causal else "full",
             *optional,
+            unless("normal", "", self.inputs),
+            unless(0, "seed", self.seed),
         ]
-        return "-".join(
-            parts
-            + ([self.inputs] if self.inputs != "normal" else [])
-            + ([f"seed{self.seed}"] if self.seed else [])
-        )
+        return "-".join(filter(None, parts))
 
     def __hash__(self) -> int:
         return hash((str(self), *self.optional.values()))
@@ -193,18 +188,13 @@ def _negative(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
     return q.abs() + 3, -(k.abs() + 3) * (40 / q.shape[-1] ** 0.5), v
 
 
-def _shifted(q: Tensor, k: Tensor, v: Tensor, *, by: float) -> Inputs:
-    """Ordinary scores, all moved by the same amount, which softmax does not see."""
+def _shifted(q: Tensor, k: Tensor, v: Tensor, *, by: list[int]) -> Inputs:
+    """Ordinary scores, all of a head moved by the same amount, which softmax does not see. The
+    heads take turns.
+    """
     q, k = q.clone(), k.clone()
-    q[..., 0], k[..., 0] = 4, by * q.shape[-1] ** 0.5 / 4
-    return q, k, v
-
-
-def _up_and_down(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
-    """The heads' scores are moved up and down in turn."""
-    q, k = q.clone(), k.clone()
-    by = torch.tensor(list(SHIFTS.values()), dtype=k.dtype)[torch.arange(k.shape[1]) % 2, None]
-    q[..., 0], k[..., 0] = 4, by * q.shape[-1] ** 0.5 / 4
+    of_heads = torch.tensor(by, dtype=k.dtype)[torch.arange(k.shape[1]) % len(by), None]
+    q[..., 0], k[..., 0] = 4, of_heads * q.shape[-1] ** 0.5 / 4
     return q, k, v
 
 
@@ -237,8 +227,8 @@ ADVERSARIAL = {
     "tower": _tower,
     "huge": _huge,
     "negative": _negative,
-    **{name: partial(_shifted, by=by) for name, by in SHIFTS.items()},
-    "up and down": _up_and_down,
+    **{name: partial(_shifted, by=[by]) for name, by in SHIFTS.items()},
+    "up and down": partial(_shifted, by=list(SHIFTS.values())),
     "ties": _ties,
     "trained": _trained,
     "ones": lambda q, k, v: (q, k, torch.ones_like(v)),
@@ -336,6 +326,17 @@ def changed_scores(score_mod: ScoreMod, scores: Tensor) -> tuple[Tensor, Tensor]
     return score_mod(scores, b, h, i + scores.shape[3] - scores.shape[2], j)
 
 
+def probabilities(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """p (B, H, N, M): the output of naive attention for v = identity."""
+    num_keys = k.shape[2]
+    # zeros make head_dim wide enough to hold it
+    width = max(q.shape[-1], num_keys)
+    wide = [torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k)]
+    identity = torch.eye(num_keys, width, dtype=q.dtype, device=q.device)
+    wide.append(identity.expand(*k.shape[:2], -1, -1))
+    return call("naive", wide, arguments, backward=False).output.out[..., :num_keys]
+
+
 def unavoidable(
     tensors: list[Tensor],
     arguments: dict[str, Any],
@@ -366,15 +367,7 @@ def unavoidable(
         lse = torch.where(reference["lse"].isinf(), 0.0, reference["lse"]).abs()
         exponents = exponents + lse.unsqueeze(-1)
         largest_exponent += lse.max().item()
-    # p itself is attention's output for v = identity; zeros make head_dim wide enough to hold it
-    width = max(q.shape[-1], k.shape[2])
-    wide_q, wide_k = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k))
-    identity = torch.eye(k.shape[2], width, dtype=torch.float64, device=q.device).expand(
-        *k.shape[:2], -1, -1
-    )
-    wide = [wide_q, wide_k, identity]
-    weights = call("naive", wide, {"scale": scale, **arguments}, backward=False).output.out
-    p = weights[..., : k.shape[2]]
+    p = probabilities(q, k, {"scale": scale, **arguments})
     stored = reference["out"].to(dtype).double()
     delta_error = (d_out * (stored - reference["out"])).sum(-1, keepdim=True).abs()
     delta_error = delta_error + 4 * eps_statistics * (

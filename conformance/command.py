@@ -58,7 +58,7 @@ from conformance.course import beyond_the_course
 from conformance.dialects import DIALECTS, Dialect, Misfit, Target, dialect_of, target
 from conformance.files import check_writable, write_file
 from conformance.fuzz import Tally, finite, fuzz
-from conformance.minimise import Minimiser, Watched
+from conformance.minimise import Minimiser
 from conformance.probe import probe
 from conformance.properties import PROPERTIES, SLOW, Cell, Property, check_breaks, examine
 
@@ -172,7 +172,7 @@ def run(words: list[str]) -> str | None:
     check_breaks(found.backend)
     rows = []
     for dtype in options.dtypes:
-        subject = Watched(found.backend, options.device, dtype, options.cases, options.seed)
+        subject = Subject(found.backend, options.device, dtype, options.cases, options.seed)
         check_call(text, subject)
         minimiser = Minimiser(found, subject) if options.minimise else None
         for cell in cells_of(subject, quick=options.quick):
@@ -215,8 +215,6 @@ NO_CALL = "no single call with random inputs shows it"
 def cells_of(subject: Subject, *, quick: bool) -> Iterator[Cell]:
     """A cell for every property."""
     for name, check in properties_of(subject).items():
-        if isinstance(subject, Watched):
-            subject.tried.clear()
         if not (quick and name in SLOW):
             yield examine(subject, name, check)
 

@@ -68,7 +68,7 @@ def fuzz(subject: Subject, *, calls: int, seed: int) -> Iterator[Trial]:
 
 
 def try_out(subject: Subject, case: Case, layout: str) -> Trial:
-    subject.refusals.clear()
+    subject.begin()
     subject.own_results.clear()
     try:
         passes = subject.passes(case)
@@ -106,7 +106,6 @@ def draw_case(
 
     # every head dim is a kernel to compile on a GPU
     common = (8, 16, 24, 40, 64) if subject.device == "cpu" else (64, 128)
-    head_dims = [size for size in subject.head_dims if size in common] or subject.head_dims or [16]
     num_queries = num_keys = drawn.randint(1, 2 * subject.length)
     if has("cross_length"):
         num_keys = drawn.randint(1, 2 * subject.length)
@@ -117,7 +116,7 @@ def draw_case(
         batch=drawn.choice((1, 2, 3)),
         num_heads=num_kv_heads * (drawn_features.choice((2, 3, 4)) if has("gqa") else 1),
         num_kv_heads=num_kv_heads,
-        head_dim=drawn_features.choice(head_dims),
+        head_dim=drawn_features.choice(subject.head_dims_of(common)),
         value_dim=drawn_features.choice(common) if has("value_dim") else None,
         causal=not has("non_causal", 0.4),
         inputs=drawn.choice(LOGITS) if drawn.random() < LOGITS_SHARE else "normal",

@@ -86,7 +86,7 @@ def call_history(subject: Subject) -> Iterator[Check]:
                 yield from exactly(f"after {case}", found, subject, other)
             yield from differences(f"after {other}", subject.run(case), first, subject, case)
     dtype = torch.bfloat16 if subject.dtype == torch.float32 else torch.float32
-    other = replace_dtype(subject, dtype)
+    other = subject.in_dtype(dtype)
     if other.passes(case):
         other.run(case)
         yield from differences(f"after {dtype}", subject.run(case), first, subject, case)
@@ -94,10 +94,6 @@ def call_history(subject: Subject) -> Iterator[Check]:
     if passes == "both":
         yield from gradient_in_another_layout(subject, case)
     yield from several_at_once(subject, case, backward=passes == "both")
-
-
-def replace_dtype(subject: Subject, dtype: torch.dtype) -> Subject:
-    return Subject(subject.given, subject.device, dtype, random_cases=0, seed=0)
 
 
 def same_memory(subject: Subject, case: Case) -> Iterator[Check]:
@@ -196,23 +192,20 @@ def row_independence(subject: Subject) -> Iterator[Check]:
     passes = subject.passes(case)
     if not passes:
         return
-    backward, groups, row = passes == "both", 4 // case.num_kv_heads, case.num_queries // 2 + 3
-    expected, plain = subject.expected(case), subject.run(case)
-    tensors, arguments, d_out, d_lse = expected.inputs
+    groups, row, plain = 4 // case.num_kv_heads, case.num_queries // 2 + 3, subject.run(case)
+    tensors, arguments, d_out, d_lse = subject.expected(case).inputs
 
     def compared(what: str, given: list[Tensor], part: tuple, *names: str) -> Iterator[Check]:
-        found = run(subject.backend, given, arguments, d_out, d_lse, backward=backward)
-        for name in names:
-            if name in found:
-                own = part[: found[name].ndim]
-                moved = distance(found[name][own], plain[name][own])
-                yield Check(f"{name} of {case}, {what}", moved, 2 * expected.budget(name))
+        own, before = (
+            {name: x[part[: x.ndim]] for name, x in results.items() if name in names}
+            for results in (subject.run(case, given), plain)
+        )
+        yield from subject.unmoved(case, what, own, before)
 
     alone = [x[1:2] for x in (*tensors, d_out, d_lse)]
-    found = run(subject.backend, alone[:3], arguments, *alone[3:], backward=backward)
-    for name, x in found.items():
-        moved = distance(x, plain[name][1:2])
-        yield Check(f"{name} of {case}, one sequence alone", moved, 2 * expected.budget(name))
+    found = run(subject.backend, alone[:3], arguments, *alone[3:], backward=passes == "both")
+    second = {name: x[1:2] for name, x in plain.items()}
+    yield from subject.unmoved(case, "one sequence alone", found, second)
 
     for what, change in (("huge", HUGE), ("NaN", torch.nan)):
         others = [x * change for x in tensors]
@@ -238,9 +231,8 @@ def streams_and_graphs(subject: Subject) -> Iterator[Check]:
     if subject.device != "cuda":
         subject.refusals.append("streams and CUDA graphs are a GPU's")
         return
-    expected = subject.expected(case)
-    tensors, budget = expected.tensors, 2 * expected.budget("out")
-    plain = subject.attend(*tensors).double()
+    tensors = subject.expected(case).tensors
+    plain = {"out": subject.attend(*tensors).double()}
     late = [torch.zeros_like(x) for x in tensors]
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
@@ -250,7 +242,7 @@ def streams_and_graphs(subject: Subject) -> Iterator[Check]:
             x.copy_(y)
         out = subject.attend(*late)
     stream.synchronize()
-    yield Check(f"out of {case}, on a stream of its own", distance(out.double(), plain), budget)
+    yield from subject.unmoved(case, "on a stream of its own", {"out": out.double()}, plain)
     if not subject.backend.traceable:
         return  # a loop in Python asks the GPU for its tiles, which no graph can hold
     late = [torch.zeros_like(x) for x in tensors]
@@ -264,4 +256,4 @@ def streams_and_graphs(subject: Subject) -> Iterator[Check]:
         x.copy_(y)
     graph.replay()
     torch.cuda.synchronize()
-    yield Check(f"out of {case}, from a CUDA graph", distance(out.double(), plain), budget)
+    yield from subject.unmoved(case, "from a CUDA graph", {"out": out.double()}, plain)

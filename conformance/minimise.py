@@ -6,7 +6,8 @@ to the budget of that case: what shrinks is what the user gets.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from attention import Backend
 from attention.mask import MASKS, sides
 from conformance.backend_under_test import Subject
-from conformance.cases import SHORT, Case, Check, expect
+from conformance.cases import SHORT, Case, expect
 from conformance.dialects import (
     LAYOUTS,
     PAGES,
@@ -47,35 +48,21 @@ LITERAL = (int, float, str, bool, type(None))
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 
 
-@dataclass
-class Watched(Subject):
-    """A subject that remembers the cases of the property in hand."""
-
-    tried: list[Case] = field(default_factory=list)
-
-    def takes(self, case: Case, *, backward: bool) -> bool:
-        self.tried.append(case)
-        return super().takes(case, backward=backward)
-
-    def compare(self, case: Case) -> dict[str, Check] | None:
-        self.tried.append(case)
-        return super().compare(case)
-
-
 class Call(NamedTuple):
     """One call, and the tensor of it that is compared."""
 
     case: Case
     tensor: str
     dtype: torch.dtype
+    may_raise: bool = False  # an exception is a failure too
 
 
 class Minimiser:
     """Makes the scripts of one attention."""
 
-    def __init__(self, target: Target, subject: Watched) -> None:
+    def __init__(self, target: Target, subject: Subject) -> None:
         self.target, self.subject = with_options(target, subject.backend), subject
-        self.found: dict[tuple[Call, bool], str | None] = {}
+        self.failing = cache(self._failing)  # as shrinking comes to the same calls again
 
     def script(self, cell: Cell) -> str | None:
         """The smallest failing call of a red property that was just examined; None where no single
@@ -91,30 +78,26 @@ class Minimiser:
         # the case that the note names comes first
         for case in sorted(cases, key=lambda case: f"{case}" not in cell.note):
             for tensor in tensors:
-                call = Call(plain(case), tensor, dtype)
-                if self.fails(call, raises):
-                    return self.fails(self.smallest(call, raises), raises)
+                call = Call(plain(case), tensor, dtype, raises)
+                if script := self.failing(call):
+                    return self.smallest(call, script)
         return None
 
-    def smallest(self, call: Call, raises: bool) -> Call:
+    def smallest(self, call: Call, script: str) -> str:
+        """The script of the smallest call that fails too."""
         for case in smaller(call.case, self.subject):
-            if self.fails(call._replace(case=case), raises):
-                return self.smallest(call._replace(case=case), raises)
-        return call
+            if found := self.failing(call._replace(case=case)):
+                return self.smallest(call._replace(case=case), found)
+        return script
 
-    def fails(self, call: Call, raises: bool) -> str | None:
-        """The script, where it fails. With `raises` an exception is a failure too."""
-        if (call, raises) not in self.found:
-            self.found[call, raises] = self._fails(call, raises)
-        return self.found[call, raises]
-
-    def _fails(self, call: Call, raises: bool) -> str | None:
-        subject, (case, tensor, dtype) = self.subject, call
+    def _failing(self, call: Call) -> str | None:
+        """The script, where it fails."""
+        subject, (case, tensor, dtype, may_raise) = self.subject, call
         known = case.inputs in INPUTS and tensor != "dsinks"
         known = known and (tensor != "lse" or "lse" in subject.backend.features)
         gradient = tensor.startswith("d")
         try:
-            if not known or not Subject.takes(subject, case, backward=gradient):
+            if not known or not subject.takes(case, backward=gradient):
                 return None
             exact = expect(case, dtype, subject.device, with_lse=False)
         except (ValueError, IndexError, RuntimeError):  # inputs of no such shape, as a spike
@@ -125,7 +108,7 @@ class Minimiser:
         try:
             exec(text[: text.index("print(f")], setting)
         except Exception:  # a user's function may raise anything
-            return text if raises else None
+            return text if may_raise else None
         finally:
             torch.set_default_device(None)
         return text if setting["error"] > budget else None
@@ -181,7 +164,7 @@ def smaller(case: Case, subject: Subject) -> Iterator[Case]:
 
 def write(target: Target, call: Call, device: str, budget: float) -> str:
     """The script. Its last two lines print the error and compare it."""
-    case, tensor, dtype = call
+    case, tensor, dtype, _ = call
     gradient, dialect = tensor.startswith("d"), target.dialect
     there = f"{device!r}, " if device != "cpu" else ""
     given = {name: x for name, x in case.optional.items() if name in MASKS}

@@ -8,7 +8,7 @@ the result is that of float64 attention.
 Dimensions: B batch, H heads, N queries, M keys, D head dim.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
@@ -120,9 +120,6 @@ class Trial:
         if not isinstance(x, Tensor) or x.shape != exact.shape:
             return False
         return distance(x.detach().double(), exact) < TOLERANCE * exact.abs().max().item()
-
-    def first(self, candidates: Iterable[Dialect], **arguments: Any) -> Dialect | None:
-        return next((x for x in candidates if self.agrees(x, **arguments)), None)
 
     def gradients_agree(self, dialect: Dialect, tensor: str) -> bool:
         """Whether the gradient of `tensor` with respect to q is float64 attention's."""
@@ -331,9 +328,10 @@ def empty_rows(trial: Trial, dialect: Dialect) -> Found:
         "nan": bool(rows.isnan().all()),
         "mean": distance(rows.double(), v.double().mean(2, keepdim=True).expand_as(rows)) < 0.01,
     }
-    for name in (name for name, there in values.items() if there):
-        return replace(dialect, empty_rows=name), [f"empty rows    {name}"]
-    return dialect, ["empty rows    could not tell: neither zero, nor nan, nor the mean of v"]
+    name = next((name for name, there in values.items() if there), None)
+    if name is None:
+        return dialect, ["empty rows    could not tell: neither zero, nor nan, nor the mean of v"]
+    return replace(dialect, empty_rows=name), [f"empty rows    {name}"]
 
 
 def kinds(trial: Trial, dialect: Dialect) -> Found:

@@ -223,7 +223,7 @@ def float32_statistics(subject: Subject) -> Iterator[Check]:
     for dtype in (
         (subject.dtype,) if subject.dtype.itemsize == 2 else (torch.bfloat16, torch.float16)
     ):
-        narrow = Subject(subject.given, subject.device, dtype, random_cases=0, seed=0)
+        narrow = subject.in_dtype(dtype)
         yield from compared(narrow, [narrow.case(inputs="up")], *TENSORS)
         subject.refusals += narrow.refusals
 
@@ -336,10 +336,8 @@ def strides(subject: Subject) -> Iterator[Check]:
         if reasons:
             subject.refusals += reasons
             continue
-        for name, x in subject.run(case, views, backward=backward).items():
-            yield Check(
-                f"{name} of {case}, {layout}", distance(x, plain[name]), 2 * expected.budget(name)
-            )
+        found = subject.run(case, views, backward=backward)
+        yield from subject.unmoved(case, layout, found, plain)
     if passes == "both":
         yield from gradients_of_any_layout(subject, case)
     yield from ids_of_any_layout(subject)
@@ -360,12 +358,10 @@ def gradients_of_any_layout(subject: Subject, case: Case) -> Iterator[Check]:
         found = []
         for gradient in (given, [x.contiguous() for x in given]):
             made = call(subject.backend, expected.tensors, expected.arguments)
-            leaves = list(made.leaves.values())
             outputs = [x for x in made.output[: len(given)] if x is not None]
-            found.append(torch.autograd.grad(outputs, leaves, gradient))
-        for name, x, y in zip(made.leaves, *found, strict=True):
-            moved = distance(x.double(), y.double())
-            yield Check(f"{name} of {case}, {layout}", moved, 2 * expected.budget(name))
+            gradients = torch.autograd.grad(outputs, list(made.leaves.values()), gradient)
+            found.append({name: x.double() for name, x in zip(made.leaves, gradients, strict=True)})
+        yield from subject.unmoved(case, layout, *found)
 
 
 def ids_of_any_layout(subject: Subject) -> Iterator[Check]:
@@ -388,18 +384,16 @@ def shared_keys(subject: Subject) -> Iterator[Check]:
     case = subject.case(2 * tile + 1, batch=2)  # one key in a tile of its own
     if subject.takes(case, backward=False):
         expected = subject.expected(case)
-        q, *kv = (x.detach() for x in expected.tensors)
+        q, *kv = expected.tensors
         k, v = (x[:1].expand_as(x) for x in kv)
         reasons = subject.backend.unsupported_reasons(q, k, v, **expected.arguments)
         if reasons:
             subject.refusals += reasons
             return
         shared, copied = (
-            subject.attend(q, *each).double() for each in ((k, v), (k.clone(), v.clone()))
+            {"out": subject.attend(q, *each).double()} for each in ((k, v), (k.clone(), v.clone()))
         )
-        yield Check(
-            f"out of {case}, shared keys", distance(shared, copied), 2 * expected.budget("out")
-        )
+        yield from subject.unmoved(case, "shared keys", shared, copied)
 
 
 def no_leak_forward(subject: Subject) -> Iterator[Check]:
@@ -435,11 +429,10 @@ def no_leak_backward(subject: Subject) -> Iterator[Check]:
             q, k, v = (x.detach().requires_grad_() for x in expected.tensors)
             d_out = torch.zeros_like(q)
             d_out[:, :, rows] = expected.d_out[:, :, rows].to(q.dtype)
-            dq, dk, dv = torch.autograd.grad(subject.attend(q, k, v), (q, k, v), d_out)
+            gradients = torch.autograd.grad(subject.attend(q, k, v), (q, k, v), d_out)
             # a key is hidden from earlier queries only
-            for name, x in (
-                {"dq": dq, "dk": dk, "dv": dv}.items() if zero.start else {"dq": dq}.items()
-            ):
+            names = ("dq", "dk", "dv") if zero.start else ("dq",)
+            for name, x in zip(names, gradients, strict=False):
                 leak = x[:, :, zero].double()
                 yield Check(f"{name} of {case}", distance(leak, torch.zeros_like(leak)), 0.0)
 
@@ -687,7 +680,7 @@ def examine(subject: Subject, name: str, property: Property | None = None) -> Ce
     """One cell, of PROPERTIES unless another is given. Whatever the backend raises makes it red,
     with the message.
     """
-    subject.refusals.clear()
+    subject.begin()
     documented = name in subject.backend.breaks
     checks = []
     if lost := why_unusable(subject.device):

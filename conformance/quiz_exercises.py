@@ -298,9 +298,5 @@ HARD = (
 )
 
 
-def _numbered() -> tuple[Exercise, ...]:
-    levels = {"easy": EASY, "medium": MEDIUM, "hard": HARD}
-    return tuple(Exercise(level, *each) for level, group in levels.items() for each in group)
-
-
-EXERCISES = _numbered()
+LEVELS = {"easy": EASY, "medium": MEDIUM, "hard": HARD}
+EXERCISES = tuple(Exercise(level, *each) for level, group in LEVELS.items() for each in group)

@@ -23,6 +23,9 @@ class Drawn(NamedTuple):
     sources: np.ndarray  # (B, N), the position where the answer stands; -1 where nothing is asked
 
 
+Sequences = tuple[np.ndarray, np.ndarray, np.ndarray]  # inputs, answers and sources
+
+
 class SyntheticData:
     """TrainingData that is drawn anew at every step. It has no text, hence no tokenizer."""
 
@@ -54,9 +57,7 @@ class SyntheticData:
         found = np.take_along_axis(answers, sources.clip(0), axis=1)
         return Drawn(inputs, np.where(sources >= 0, found, IGNORED), sources)
 
-    def sequences(
-        self, random: np.random.Generator, num_sequences: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def sequences(self, random: np.random.Generator, num_sequences: int) -> Sequences:
         """Inputs, the answer that each position holds, and sources: all (B, N).
 
         The first sequences must not depend on how many follow.
@@ -92,9 +93,7 @@ class LastWriteData(SyntheticData):
         self.first_answer = self.num_writes + self.num_keys
         self.vocab_size = self.first_answer + self.num_values
 
-    def sequences(
-        self, random: np.random.Generator, num_sequences: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def sequences(self, random: np.random.Generator, num_sequences: int) -> Sequences:
         # the lower half of the range is the writes; the upper half is divided evenly among
         # questions
         drawn = random.integers(2 * self.num_writes, size=(num_sequences, self.seq_len))  # (B, N)
@@ -124,9 +123,7 @@ class NeedleData(LastWriteData):
     prose, as in RULER's multi-key retrieval (Hsieh et al. 2024, arXiv:2404.06654).
     """
 
-    def sequences(
-        self, random: np.random.Generator, num_sequences: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def sequences(self, random: np.random.Generator, num_sequences: int) -> Sequences:
         haystack, others = self.seq_len - 1, self.num_keys - 1
         # one draw for a sequence: the writes, the needle's position, and its key
         highest = [others * self.num_values] * haystack + [haystack, self.num_keys]
@@ -173,9 +170,7 @@ class RecallData(SyntheticData):
         places = np.arange(1, (seq_len - 2 * self.num_pairs) // 2 + 1)
         self.share = places ** (POWER - 1) / (places ** (POWER - 1)).sum()
 
-    def sequences(
-        self, random: np.random.Generator, num_sequences: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def sequences(self, random: np.random.Generator, num_sequences: int) -> Sequences:
         count = self.num_pairs
         inputs = np.zeros((num_sequences, self.seq_len), dtype=np.int64)
         sources = np.full_like(inputs, -1)

@@ -150,7 +150,6 @@ class CheckedSweeper(Sweeper):
         all reasons if a job cannot run.
         """
         from training.command_line import key_of
-        from training.names import attention_names
         from training.settings import is_asked, settle, unread
 
         problems: dict[int, str] = {}
@@ -187,18 +186,7 @@ class CheckedSweeper(Sweeper):
             if excused:
                 job = [override for override in job if key_of(override) != "left_out"]
                 job.append(f"left_out=[{','.join(config.left_out)}]")
-            attentions = attention_names(config.attention)
-            kept.append(
-                {
-                    "overrides": job,
-                    "attention": config.attention.backend_name,
-                    "variant": attentions[0][1],
-                    "seq_len": config.seq_len,
-                    "seed": config.seed,
-                    "ranks": ranks,
-                    "starts": [{"step": 0, "attention": attentions, "changed": {}}],
-                }
-            )
+            kept.append({"overrides": job} | named_by(config) | {"ranks": ranks})
         if problems:
             raise SystemExit(refusal(jobs, problems))
         for line in left_out:
@@ -252,6 +240,20 @@ class CheckedSweeper(Sweeper):
         if basic or getattr(self.launcher, "slots", None):  # on the CPU
             device = pick_device(config.device)
             check_model(config, schedule, dtype=pick_dtype(config.dtype, device), device=device)
+
+
+def named_by(config: "RunConfig") -> dict[str, Any]:
+    """What a job is called after, in the index of the sweep."""
+    from training.names import attention_names
+
+    attentions = attention_names(config.attention)
+    return {
+        "attention": config.attention.backend_name,
+        "variant": attentions[0][1],
+        "seq_len": config.seq_len,
+        "seed": config.seed,
+        "starts": [{"step": 0, "attention": attentions, "changed": {}}],
+    }
 
 
 def as_overrides(settings: DictConfig | dict[str, Any]) -> list[str]:

@@ -58,7 +58,7 @@ class Options:
 def measure(attention: str, dtype: str, seed: int, device: str, options: Options, part: Path):
     """Writes what the calls have come to."""
     set_up(torch.device(device))
-    subject = Subject(parse_backend(attention), device, DTYPES[dtype], random_cases=0, seed=0)
+    subject = Subject(parse_backend(attention), device, DTYPES[dtype])
     tally, start = Tally(), time.monotonic()
     for i, trial in enumerate(fuzz(subject, calls=options.calls, seed=seed), start=1):
         tally.add(trial)

@@ -44,9 +44,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from attention import get_backend
 from attention.interface import Refusal
 from conformance import exchange
+from conformance.backend_under_test import Subject
 from conformance.command import DTYPES, properties_of, set_up
 from conformance.dialects import target
-from conformance.minimise import Minimiser, Watched
+from conformance.minimise import Minimiser
 from conformance.properties import PROPERTIES, SLOW, Cell, Property, examine, why_unusable
 from lab.side_by_side import measured
 from scripts.arguments import Count, Natural, command, default
@@ -299,17 +300,16 @@ class Examined(NamedTuple):
 
     dtype: str
     cell: Cell
-    subject: Watched
+    subject: Subject
     tried: list
 
 
-def examined(subjects: dict[str, Watched], properties: dict[str, Property]) -> Iterator[Examined]:
+def examined(subjects: dict[str, Subject], properties: dict[str, Property]) -> Iterator[Examined]:
     """The cells of each dtype, as long as the device can be used."""
     for name, check in properties.items():
         for dtype, subject in subjects.items():
             if why_unusable(subject.device):
                 return
-            subject.tried.clear()
             cell = examine(subject, name, check)
             yield Examined(dtype, cell, subject, list(subject.tried))
 
@@ -324,7 +324,7 @@ def measure(card: Card, options: Options, part: Path) -> None:
     start, done, scripts = time.perf_counter(), [], {}
     found = target(card.target, card.dialect, card.changes)
     subjects = {
-        dtype: Watched(found.backend, options.device, DTYPES[dtype], options.cases, seed=0)
+        dtype: Subject(found.backend, options.device, DTYPES[dtype], options.cases, seed=0)
         for dtype in options.dtype
     }
 

@@ -79,10 +79,8 @@ def build_matrices(rows: list[Row]) -> list[Matrix]:
     """
     # a run on last_write has some judge that is exact, and so some accuracy
     scored = {row["run"] for row in rows if row["accuracy"] is not None}
-    on_text = [row for row in rows if row["run"] not in scored]
-    on_last_write = [row for row in rows if row["run"] in scored]
-    chosen = {"loss": on_text, "accuracy": on_last_write}
-    return [build_matrix(metric, each) for metric, each in chosen.items() if each]
+    chosen = grouped(rows, lambda row: "accuracy" if row["run"] in scored else "loss")
+    return [build_matrix(name, chosen[name]) for name in ("loss", "accuracy") if name in chosen]
 
 
 def build_matrix(metric: str, rows: list[Row]) -> Matrix:
@@ -213,8 +211,8 @@ def draw_matrix(axes: Any, matrix: Matrix) -> Any:
     means = [[cell.mean for cell in row] for row in matrix.cells.values()]
     low, high = matrix.scale
     # dark is good, for both
-    colors = colormaps["viridis" if matrix.metric == "loss" else "viridis_r"].copy()
-    colors.set_bad(NO_FIGURE)
+    colors = colormaps["viridis" if matrix.metric == "loss" else "viridis_r"]
+    colors = colors.with_extremes(bad=NO_FIGURE)
     image = axes.imshow(means, cmap=colors, aspect="auto", vmin=low, vmax=high)
     hatched = {"fill": False, "hatch": "////", "edgecolor": "#9a9aa2", "linewidth": 0}
     framed = {"fill": False, "edgecolor": VERMILION, "linewidth": 2.4}

@@ -121,31 +121,6 @@ def view(options: Options) -> Row:
         "yAxisLogScale": True,
     }
     sections[MEMORY]["panels"].append(_panel("Scatter Plot", memory))
-    pinned = dict.fromkeys(("run:displayName", *PINNED), True)
-    of_group = {"key": {"section": "run", "name": "group"}, "op": "=", "value": options.group}
-    runs = {
-        "id": "",
-        "name": "Run set",
-        "enabled": True,
-        "search": {"query": ""},
-        "filters": {
-            "filterFormat": "filterV2",
-            "filters": [of_group | {"disabled": False}] if options.group else [],
-        },
-        "grouping": [{"section": "config", "name": CURVE}],
-        "sort": {"keys": [{"key": {"section": "run", "name": "createdAt"}, "ascending": False}]},
-        "runFeed": {
-            "version": 2,
-            "columnVisible": pinned,
-            "columnPinned": pinned,
-            "columnWidths": {},
-            "columnOrder": list(pinned),
-            "pageSize": 10,
-            "onlyShowSelected": False,
-        },
-        "selections": {"root": 1, "bounds": [], "tree": []},
-        "expandedRowAddresses": [],
-    }
     settings = PANEL_SETTINGS | {
         "xAxis": "tokens",
         "xAxisActive": True,
@@ -165,7 +140,7 @@ def view(options: Options) -> Row:
         "panelBankConfig": {"state": 1, "settings": bank_settings, "sections": sections},
         "panelBankSectionConfig": _section("Report Panels", []) | {"isOpen": False, "type": "grid"},
         "customRunColors": {},
-        "runSets": [runs],
+        "runSets": [_run_set(options.group)],
         "settings": settings,
         "openRunSet": 0,
         "openViz": True,
@@ -175,6 +150,35 @@ def view(options: Options) -> Row:
         "project": options.project,
         "displayName": options.name,
         "spec": {"section": section, "vizExpanded": False, "libraryExpanded": True},
+    }
+
+
+def _run_set(group: str | None) -> Row:
+    """The runs of a sweep, or of the whole project."""
+    pinned = dict.fromkeys(("run:displayName", *PINNED), True)
+    of_group = {"key": {"section": "run", "name": "group"}, "op": "=", "value": group}
+    return {
+        "id": "",
+        "name": "Run set",
+        "enabled": True,
+        "search": {"query": ""},
+        "filters": {
+            "filterFormat": "filterV2",
+            "filters": [of_group | {"disabled": False}] if group else [],
+        },
+        "grouping": [{"section": "config", "name": CURVE}],
+        "sort": {"keys": [{"key": {"section": "run", "name": "createdAt"}, "ascending": False}]},
+        "runFeed": {
+            "version": 2,
+            "columnVisible": pinned,
+            "columnPinned": pinned,
+            "columnWidths": {},
+            "columnOrder": list(pinned),
+            "pageSize": 10,
+            "onlyShowSelected": False,
+        },
+        "selections": {"root": 1, "bounds": [], "tree": []},
+        "expandedRowAddresses": [],
     }
 
 

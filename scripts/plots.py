@@ -16,7 +16,7 @@ sheet's, and say so.
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from math import log, log10
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,10 +142,6 @@ def plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter("")
 
 
-def save(figure: Any, path: Path) -> Path:
-    return save_figure(figure, path, dpi=110)
-
-
 def picture(draw: Callable[..., Any]) -> Callable[..., Path | None]:
     """Makes `draw(data)` a function of data and path that saves what it drew under LOOK. It gives
     None where there is nothing to draw.
@@ -157,7 +153,7 @@ def picture(draw: Callable[..., Any]) -> Callable[..., Path | None]:
 
         with matplotlib.rc_context(LOOK):
             figure = draw(data, **how)
-            return save(figure, path) if figure else None
+            return save_figure(figure, path, dpi=110) if figure else None
 
     return drawn
 
@@ -210,14 +206,8 @@ def draw_memory(data: Row) -> Any:
     figure, axes = new_figure(size=(10, 5.5))
     curves = variants(rows)
     for column, width in (("forward_bytes", 1.0), ("training_bytes", 2.2)):
-        points = [
-            {
-                row["seq_len"]: row[column] / GIB
-                for row in curve.rows
-                if done(row) and row.get(column)
-            }
-            for curve in curves
-        ]
+        measured = [[row for row in each.rows if done(row) and row.get(column)] for each in curves]
+        points = [{row["seq_len"]: row[column] / GIB for row in rows} for rows in measured]
         for variant, own, line in zip(curves, points, striped(points), strict=True):
             of_both = column == "training_bytes"
             label = variant.label + growth(sorted(own.items())) if of_both else None
@@ -251,11 +241,9 @@ def draw_time(data: Row, *, baseline: str | None = None) -> Any:
     if not rows:
         return None
     curves = variants(rows)
-    reference = pick_baseline(curves, baseline)
-    lines = {"forward": "-", "backward": ":"}
-    lines = {
-        name: line for name, line in lines.items() if any(f"{name}_seconds" in x for x in rows)
-    }
+    reference, lines = pick_baseline(curves, baseline), {"forward": "-"}
+    if any("backward_seconds" in row for row in rows):
+        lines["backward"] = ":"
     count = len(lines) + 1
     figure, (*times, speedup) = new_figure(1, count, size=(5.2 * count, 4.3))
     for axes, (column, line) in zip(times, lines.items(), strict=True):
@@ -431,15 +419,15 @@ def draw(file: Path, folder: Path, *, baseline: str | None = None) -> list[Path]
         raise ValueError(
             f"{file} is not a benchmark; make one with python -m scripts.benchmark out=FILE.json"
         ) from error
-    path = str(folder / file.stem)
-    check_writable(Path(f"{path}_memory.png"))
-    drawn = [
-        draw_memory(data, Path(f"{path}_memory.png")),
-        draw_time(data, Path(f"{path}_time.png"), baseline=baseline),
-        draw_roofline(data, Path(f"{path}_roofline.png")),
-        draw_longest(data, Path(f"{path}_longest.png")),
-    ]
-    return [path for path in drawn if path]
+    draws = {
+        "memory": draw_memory,
+        "time": partial(draw_time, baseline=baseline),
+        "roofline": draw_roofline,
+        "longest": draw_longest,
+    }
+    paths = {folder / f"{file.stem}_{name}.png": draw for name, draw in draws.items()}
+    check_writable(next(iter(paths)))
+    return [path for path, draw in paths.items() if draw(data, path)]
 
 
 @command

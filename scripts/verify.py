@@ -51,6 +51,7 @@ from attention import BACKENDS, Backend, kernel_choice
 from conformance.backend_under_test import Subject
 from conformance.cases import SHORT, Case
 from conformance.command import LARGEST_SEED, set_up
+from conformance.fuzz import finite
 from conformance.properties import PROPERTIES, Cell, Property, check_breaks, examine
 from scripts.arguments import Count, Device, Dtype, Natural, command, parse_backend
 from scripts.tables import Row
@@ -102,7 +103,7 @@ def pick_backends(names: list[str], device: torch.device) -> dict[str, Backend]:
         column = given if "=" in given else backend.name
         found[column] = backend
         for name, other in backend.implementations.items():
-            subject = Subject(other, device.type, torch.float32, random_cases=0, seed=0)
+            subject = Subject(other, device.type, torch.float32)
             if other.fn is not backend.fn and subject.takes(subject.case(), backward=False):
                 found[f"{column} ({name})"] = other
         choice = kernel_choice(backend, device=device, dtype=torch.bfloat16, head_dim=64)
@@ -119,11 +120,8 @@ def pick_dtypes(names: list[str], device: torch.device) -> list[torch.dtype]:
 
 def as_json(cell: Cell, dtype: torch.dtype) -> Row:
     """The cell's fields; figures to four digits, null where they are not finite."""
-    found = {"dtype": SHORT[dtype], **asdict(cell), "ok": cell.ok}
-    for name in ("worst_share", "worst_multiple"):
-        value = found[name]
-        found[name] = None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
-    return found
+    figures = {name: finite(getattr(cell, name)) for name in ("worst_share", "worst_multiple")}
+    return {"dtype": SHORT[dtype], **asdict(cell), "ok": cell.ok} | figures
 
 
 class Part(NamedTuple):
@@ -298,6 +296,7 @@ def verify_side_by_side(
     """Name and column of each attention, in processes that examine a part of a column each."""
     context, backends = get_context("spawn"), pick_backends(options.attention, device)
     count = max(PARTS, math.ceil(options.processes / len(dtypes) / len(backends)))
+    order = [(SHORT[dtype], name) for dtype in dtypes for name in PROPERTIES]
     # a process a part: what leaves the GPU unusable does not reach another
     with ProcessPoolExecutor(options.processes, context, max_tasks_per_child=1) as pool:
         found = {
@@ -316,7 +315,9 @@ def verify_side_by_side(
                     f"a process died, of {name} or of what was examined beside it: find it with "
                     f"attention={name} processes=1"
                 ) from error
-            yield name, as_column(backend, in_order(parts))
+            column = as_column(backend, parts)
+            column["cells"].sort(key=lambda cell: order.index((cell["dtype"], cell["property"])))
+            yield name, column
 
 
 def examine_part(options: Options, column: str, dtype: torch.dtype, names: list[str]) -> Part:
@@ -325,18 +326,6 @@ def examine_part(options: Options, column: str, dtype: torch.dtype, names: list[
     set_up(device)
     backend = pick_backends(options.attention, device)[column]
     return examined(backend, dtype, options, device, dict.fromkeys(names))
-
-
-def in_order(parts: list[Part]) -> list[Part]:
-    """One part for each dtype, its cells as PROPERTIES has them."""
-    joined: dict[torch.dtype, Part] = {}
-    order = list(PROPERTIES)
-    for part in parts:
-        before = joined.get(part.dtype, Part(part.dtype, [], set(), 0.0))
-        cells = sorted(before.cells + part.cells, key=lambda cell: order.index(cell.property))
-        seconds = before.seconds + part.seconds
-        joined[part.dtype] = Part(part.dtype, cells, before.cases | part.cases, seconds)
-    return list(joined.values())
 
 
 def verify_distributed(

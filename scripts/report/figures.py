@@ -268,7 +268,7 @@ def draw_cost(runs: list[Run], styles: dict[str, Style]) -> list[Any]:
 
 
 def _draw_cost_lines(axes: Any, groups: list[tuple[Style, list[Run]]], name: str) -> None:
-    from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator
 
     axes.set(xscale="log", yscale="log", xlabel="seq_len")
     for i, (style, runs) in enumerate(groups):
@@ -284,16 +284,14 @@ def _draw_cost_lines(axes: Any, groups: list[tuple[Style, list[Run]]], name: str
             axes.plot(ran_out, height, "X", color=style.color, markersize=9, **where)
     everything = [run for _, runs in groups for run in runs]
     lengths = sorted({run.seq_len for run in everything})
-    axes.xaxis.set_major_locator(FixedLocator(lengths))
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     drawn = [value for value in measured(everything, name) if value]
     # whole powers of two, so that there are ticks
     low, high = (floor(log2(value)) for value in (min(drawn), max(drawn)))
     axes.set_ylim(2**low, 2 ** (high + 1))
     axes.yaxis.set_major_locator(LogLocator(base=2))
     axes.yaxis.set_major_formatter(short)
-    axes.yaxis.set_minor_locator(NullLocator())
+    axes.minorticks_off()
     axes.set_xlim(lengths[0] / 1.15, lengths[-1] * 1.15)
     if len(lengths) > 5:
         axes.tick_params(axis="x", rotation=35)

@@ -2,6 +2,7 @@
 figures.
 """
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -329,8 +330,8 @@ def _environment(run: Run) -> dict[tuple[str, str], str]:
 
 def _outcomes(runs: list[Run]) -> str:
     """2 completed, 1 diverged"""
-    statuses = [run.status for run in runs]
-    return ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
+    statuses = Counter(run.status for run in runs)
+    return ", ".join(f"{count} {status}" for status, count in statuses.items())
 
 
 def _gap(run: Run) -> float | None:

@@ -143,7 +143,7 @@ def test_sinks_are_handed_in_only_where_the_function_names_them():
 def test_a_script_of_a_right_call_passes(text, dialect):
     """What a script says of a failure is true only if the same script passes for a right one."""
     found = target(text) if not dialect else named(text, dialect)
-    subject = Subject(found.backend, "cpu", FP32, random_cases=0, seed=0)
+    subject = Subject(found.backend, "cpu", FP32)
     found = with_options(found, subject.backend)
     small = Case(batch=2, num_heads=4, num_kv_heads=2, num_queries=6, num_keys=6, head_dim=4)
     cases = [

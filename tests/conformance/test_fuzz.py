@@ -17,7 +17,7 @@ from lab import false_alarms
 
 
 def trials(name: str, dtype: torch.dtype = torch.float32, *, calls: int, seed: int = 0) -> list:
-    subject = Subject(get_backend(name), "cpu", dtype, random_cases=0, seed=0)
+    subject = Subject(get_backend(name), "cpu", dtype)
     return list(fuzz(subject, calls=calls, seed=seed))
 
 
@@ -69,7 +69,7 @@ def test_inputs_that_change_are_a_failure():
         return AttentionOutput(out)
 
     backend = Backend("destroys", destroys, backward=False)
-    subject = Subject(backend, "cpu", torch.float32, random_cases=0, seed=0)
+    subject = Subject(backend, "cpu", torch.float32)
     assert all(
         "it changes its inputs" in str(trial.failures) for trial in fuzz(subject, calls=3, seed=0)
     )

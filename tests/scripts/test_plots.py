@@ -81,7 +81,7 @@ def drawn(monkeypatch):
     """The figures that were saved, by file name, with their axes still to look into."""
     found = {}
     monkeypatch.setattr(
-        plots, "save", lambda figure, path: found.setdefault(path.name, figure) and path
+        plots, "save_figure", lambda figure, path, dpi: found.setdefault(path.name, figure) and path
     )
     return found
 
