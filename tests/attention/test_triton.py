@@ -9,15 +9,12 @@ keys, D head dim.
 import os
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from functorch.compile import make_boxed_func
 from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch.utils.checkpoint import checkpoint
 
 from attention import Backend, attention, get_backend
@@ -369,11 +366,6 @@ def test_a_compiled_projection_reads_its_gradient_where_it_is(monkeypatch):
     """Inductor drops what would put dq, dk and dv together: the projection's two products take the
     operator's result.
     """
-    # here, so that collecting the tests does not wait for the compiler's import
-    from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.fx_passes import post_grad
-    from torch._inductor.virtualized import V
-
     layer = CausalSelfAttention(
         ModelConfig(num_heads=4, num_kv_heads=2, hidden_size=64), PORTABLE, {}
     ).to(DEVICE)
@@ -389,19 +381,16 @@ def test_a_compiled_projection_reads_its_gradient_where_it_is(monkeypatch):
         )
 
     def operators() -> set[object]:
-        """In the graph of the backward pass, as Inductor would lower it to C++."""
+        """In the graph of the backward pass, as it is lowered."""
         graphs: list[set[object]] = []
-
-        def lower(graph: torch.fx.GraphModule, inputs, is_inference: bool = False, **_):
-            post_grad.view_to_reshape(graph)
-            with V.set_fake_mode(detect_fake_mode(inputs)):
-                post_grad.post_grad_passes(graph, is_inference)
-            graphs.append({node.target for node in graph.graph.nodes})
-            return make_boxed_func(graph.forward)
-
         torch._dynamo.reset()
-        backend = partial(compile_fx, inner_compile=lower)
-        found = gradients(torch.compile(run, fullgraph=True, backend=backend))
+        note = {
+            "post_grad_custom_post_pass": lambda graph: graphs.append(
+                {node.target for node in graph.nodes}
+            )
+        }
+        with torch._inductor.config.patch(force_disable_caches=True, **note):
+            found = gradients(torch.compile(run, fullgraph=True))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         (backward,) = (
             graph for graph in graphs if torch.ops.tilegpt.flash_attention_backward.default in graph
