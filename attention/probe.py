@@ -20,10 +20,18 @@ HALF = LENGTH // 2
 
 Attend = Callable[..., Output]  # attention(), as a rule with its backend set
 
+
+def _restore_default_device(device: torch.device) -> None:
+    torch.set_default_device(None)
+    # set to what it is anyway, it would still intercept every call, and break compiled graphs
+    if torch.get_default_device() != device:
+        torch.set_default_device(device)
+
+
 # of the whole program: what reads each, and what puts it back
 SETTINGS: Mapping[Callable[[], Any], Callable[[Any], Any]] = {
     torch.get_default_dtype: torch.set_default_dtype,
-    torch.get_default_device: torch.set_default_device,
+    torch.get_default_device: _restore_default_device,
     torch.get_float32_matmul_precision: torch.set_float32_matmul_precision,
     torch.is_grad_enabled: torch.set_grad_enabled,
     torch.initial_seed: torch.manual_seed,

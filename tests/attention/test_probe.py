@@ -218,6 +218,8 @@ def test_changing_what_holds_for_the_whole_program(read, change):
     text = verdict(changing)
     assert text.startswith(f"attention=mine changes torch.{read.__name__}() from {before} to ")
     assert read() == before
+    # a default device, even the usual one, intercepts every call; graphs then do not compile whole
+    assert not torch.overrides._get_current_function_mode_stack()
 
 
 def test_refusals_and_broken_promises_come_through():
