@@ -473,7 +473,7 @@ def predict_step(config: ModelConfig, **sizes: Any) -> StepBytes:
 
 
 def gradient_message(parameters: int) -> int:
-    """Bytes that Ranks.sum_gradients() adds up: all gradients and the loss, in float32."""
+    """Bytes that a GradientSum adds up: all gradients and the loss, in float32."""
     return 4 * (parameters + 1)
 
 

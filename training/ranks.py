@@ -114,24 +114,6 @@ class Ranks:
 
         return bool(self.sum(torch.tensor(int(flag))))
 
-    def sum_gradients(self, parameters: "Iterable[torch.nn.Parameter]", loss: "Tensor") -> "Tensor":
-        """Add up the gradients over all ranks, in place; returns the sum of the losses.
-
-        All of them in one message: it is the bytes that take the time.
-        """
-        if not self.several:
-            return loss
-        import torch
-
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        message = self.sum(torch.cat([loss.reshape(1), *(each.flatten() for each in gradients)]))
-        loss, *sums = message.split([1, *(each.numel() for each in gradients)])
-        torch._foreach_copy_(
-            gradients,
-            [total.view_as(each) for total, each in zip(sums, gradients, strict=True)],
-        )
-        return loss.reshape(())
-
     def seed_step(self, seed: int, step: int) -> None:
         """Seed dropout: another one on each rank, and the same again in a run that resumes."""
         if self.several:
@@ -147,6 +129,69 @@ class Ranks:
         yield
         if self.first:
             self.any(False)
+
+
+class GradientSum:
+    """Adds up the gradients of all ranks while the last backward pass of a step still runs.
+
+    total = GradientSum(ranks, parameters)
+    with total:
+        loss.backward()
+    loss = total.of(loss)
+
+    Gradients leave in messages of MESSAGE bytes, in the order in which they come. That order is the
+    graph's, so it is the same on every rank. Alone, nothing happens.
+    """
+
+    MESSAGE = 2**26
+
+    def __init__(self, ranks: Ranks, parameters: "Iterable[torch.nn.Parameter]") -> None:
+        self.parameters = list(parameters) if ranks.several else []
+        self._ready: list[Tensor] = []
+        self._sent: list[tuple[list[Tensor], Tensor, Any]] = []
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._hooks = [
+            each.register_post_accumulate_grad_hook(self._add)
+            for each in self.parameters
+            if each.requires_grad
+        ]
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def of(self, loss: "Tensor") -> "Tensor":
+        """The sum of the losses; the gradients are their sums after it."""
+        if not self.parameters:
+            return loss
+        loss = loss.reshape(1)
+        self._ready.append(loss)
+        self._send()
+        import torch
+
+        for parts, message, work in self._sent:
+            work.wait()
+            if message is not parts[0]:
+                sums = message.split([each.numel() for each in parts])
+                sums = [found.view_as(each) for found, each in zip(sums, parts, strict=True)]
+                torch._foreach_copy_(parts, sums)
+        return loss.reshape(())
+
+    def _add(self, parameter: "torch.nn.Parameter") -> None:
+        self._ready.append(parameter.grad)
+        if sum(each.nbytes for each in self._ready) >= self.MESSAGE:
+            self._send()
+
+    def _send(self) -> None:
+        import torch
+        from torch import distributed
+
+        parts, self._ready = self._ready, []
+        alone = len(parts) == 1 and parts[0].is_contiguous()
+        message = parts[0] if alone else torch.cat([each.flatten() for each in parts])
+        self._sent.append((parts, message, distributed.all_reduce(message, async_op=True)))
 
 
 ALONE = Ranks()

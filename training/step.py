@@ -20,7 +20,7 @@ from training.interrupt import Interrupt
 from training.memory import MemoryMeter
 from training.optimizer import clip_heads, learning_rate, set_learning_rate
 from training.phases import phase
-from training.ranks import ALONE, Ranks
+from training.ranks import ALONE, GradientSum, Ranks
 from training.resume import FIRST_START, Start
 from training.schedule import backend_after, prepare_model
 from training.throughput import Throughput, peak_flops
@@ -288,18 +288,20 @@ def compute_gradients(
     """
     optimizer.zero_grad(set_to_none=True)
     loss, terms = 0.0, {"z_loss": z_loss} if z_loss else {}
+    total = GradientSum(ranks, step_model.parameters())
     # around the backward passes too: they may run attention again
     with step_model.sharded(ranks.shards) if ranks.shards else nullcontext():
-        for inputs, divisor in passes:
+        for number, (inputs, divisor) in enumerate(passes, start=1):
             looking = nullcontext() if scores is None else step_model.looking()
             with record_function("forward"), autocast, looking:
                 micro_loss = step_model(*inputs, **terms).loss
             if scores is not None:
                 scores.append(step_model.max_scores().amax(1))
-            with record_function("backward"):
+            summing = total if number == len(passes) else nullcontext()
+            with record_function("backward"), summing:
                 scaler.scale(micro_loss / divisor).backward()
             loss = loss + micro_loss.detach() / divisor
-    loss = ranks.sum_gradients(step_model.parameters(), loss)
+    loss = total.of(loss)
     with record_function("optimizer"):
         scaler.unscale_(optimizer)
         norm = nn.utils.get_total_norm(

@@ -285,6 +285,58 @@ def test_a_shared_call_to_the_bit(context, heads, backends):
     call_on_ranks(context, context, heads, False, *backends, code=code)
 
 
+SUMS = """
+import torch
+from torch import distributed
+from training.ranks import GradientSum, join
+
+ranks = join("cpu")
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(size, size + 1) for size in range(5, 9)))
+model[1].bias.requires_grad_(False)
+unused = torch.nn.Parameter(torch.ones(3))
+parameters = [*model.parameters(), unused]
+
+def sums(message):
+    GradientSum.MESSAGE = message
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(ranks.rank))
+    total, loss = GradientSum(ranks, parameters), 0.0
+    for parameter in parameters:
+        parameter.grad = None
+    (model(x).square().sum() / 3).backward()  # a pass before the last, which sends nothing
+    sent = 0
+
+    def counted(*given, reduce=distributed.all_reduce, **how):
+        nonlocal sent
+        sent += 1
+        return reduce(*given, **how)
+
+    distributed.all_reduce, before = counted, distributed.all_reduce
+    with total:
+        loss = model(x).sin().sum()
+        loss.backward()
+    early, loss = sent, total.of(loss.detach())
+    distributed.all_reduce = before
+    return early, [loss, *(each.grad for each in parameters if each.grad is not None)]
+
+early, several = sums(100)
+assert early == 4, early  # one of them a gradient in place
+none_early, one = sums(2**20)
+assert none_early == 0
+assert all(map(torch.equal, several, one)) and unused.grad is None
+alone = GradientSum(type(ranks)(), parameters)
+with alone:
+    model(torch.ones(1, 5)).sum().backward()
+assert not any(each._post_accumulate_grad_hooks for each in parameters)
+gathered = ranks.gathered([each.sum().item() for each in one])
+assert gathered[0] == gathered[1], gathered
+"""
+
+
+def test_gradients_that_leave_during_the_backward_pass_are_the_same_sums():
+    call_on_ranks(2, code=SUMS)
+
+
 def test_a_ring_refuses_what_needs_positions():
     x = torch.zeros(1, 2, 4, 8)
     shards = Shards(ring=Group("ring", 0, 2))

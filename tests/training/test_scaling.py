@@ -21,7 +21,7 @@ from model import GPT, count_parameters
 from scripts.plan_ranks import BLOCKS, RESULTS, measured_speed, read_link
 from training.command_line import compose
 from training.plan import predict_step
-from training.ranks import Ranks, join
+from training.ranks import ALONE, GradientSum, join
 from training.scaling import Exchange, Hosts, Link, exchange, plan_ranks, ring_sum
 from training.step import compute_gradients
 
@@ -47,9 +47,9 @@ class FakeRanks:
             assert group.size() == context
             return swap(received, sent, group=group)
 
-        def counted_sum(x, *others):
+        def counted_sum(x, **how):
             self.bytes["all_reduce"] += x.nbytes
-            return add(x, *others)
+            return add(x, **how)
 
         monkeypatch.setattr(distributed, "all_to_all_single", counted_swap)
         monkeypatch.setattr(distributed, "all_reduce", counted_sum)
@@ -119,7 +119,7 @@ def test_a_rank_sends_the_planned_bytes(fake_ranks, world, context, shape, check
 @pytest.mark.parametrize("positions", ["learned", "rope"])
 def test_shared_heads_change_what_blocks_keep(fake_ranks, monkeypatch, positions, checkpoint):
     """One rank with all heads of its tokens, and one of eight ranks with their tokens exchanged."""
-    monkeypatch.setattr(Ranks, "sum_gradients", lambda self, parameters, loss: loss)
+    monkeypatch.setattr("training.step.GradientSum", lambda _, parameters: GradientSum(ALONE, []))
     shape = MHA | {"positions": positions, "max_seq_len": 8192}
     model = ModelConfig(**shape, checkpoint=checkpoint)
     fake, measured = fake_ranks(8, 8), []
