@@ -11,7 +11,8 @@ experiment=, ...), and of its own:
     out      a folder for trace.json.gz (chrome://tracing, ui.perfetto.dev) and profile.json
              (outputs/profile)
 
-On a GPU the table is of its time: kernels, and between them what it waited for: data, or the host.
+On a GPU the table is of its time: kernels, and between them what it waited for: messages of other
+ranks, data, or the host. Under torchrun each rank writes its own files, and the first prints.
 On a CPU it is of operators, and between them Python. Recording slows a step down, on a CPU most:
 "unrecorded" is the same step without it. Where attention is made of plain operators and compiled
 (naive), what it does besides products of stacked matrices is fused with other things and counts
@@ -44,6 +45,7 @@ from scripts.tables import Row, text_table
 from training.command_line import compose
 from training.environment import measured_on
 from training.files import check_writable, write_json
+from training.ranks import leave, of_environment
 from training.run import Run, build_run
 from training.step import Stepper
 
@@ -192,25 +194,27 @@ def table(rows: list[Row], on_gpu: bool) -> str:
 
 @command
 def main(options: Options) -> None:
-    config = compose(*options.overrides)
-    trace, summary = options.out / "trace.json.gz", options.out / "profile.json"
+    config, ranks = compose(*options.overrides), of_environment()
+    folder = options.out / f"rank{ranks.rank}" if ranks.several else options.out
+    trace, summary = folder / "trace.json.gz", folder / "profile.json"
     check_writable(summary)
     with build(config, options.warmup + 2 * options.steps + 2) as job:
-        print(
-            f"model={config.model.name}, attention={job.facts['attention']}, {job.facts['dtype']} "
-            f"on {job.run.device.type}, {config.sequences_per_step} x {config.seq_len} tokens a "
-            f"step{', compiled' if job.facts['compiled'] else ''}\n"
-        )
         for _ in range(options.warmup):
             job.step()
         unrecorded = unrecorded_ms(job, options.steps)
         record(job, options.steps, trace)
+    leave()
     parts, on_gpu = parts_of_steps(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
     rows = summarise(parts[: options.steps])
-    print(table(rows, on_gpu))
     mean = statistics.fmean(unrecorded)
     step_tokens_per_sec = 1000 * config.sequences_per_step * config.seq_len / mean
-    print(f"\nunrecorded: {mean:,.3f} ms a step, {step_tokens_per_sec:,.0f} tokens/s")
+    if ranks.first:
+        print(
+            f"model={config.model.name}, attention={job.facts['attention']}, {job.facts['dtype']} "
+            f"on {job.run.device.type}, {config.sequences_per_step} x {config.seq_len} tokens a "
+            f"step{', compiled' if job.facts['compiled'] else ''}\n\n{table(rows, on_gpu)}\n\n"
+            f"unrecorded: {mean:,.3f} ms a step, {step_tokens_per_sec:,.0f} tokens/s"
+        )
     shape = {key: getattr(config, key) for key in ("seq_len", "batch_size", "accumulation_steps")}
     write_json(
         summary,
@@ -228,7 +232,8 @@ def main(options: Options) -> None:
             "parts": rows,
         },
     )
-    print(f"written: {summary} and {trace}")
+    if ranks.first:
+        print(f"written: {summary} and {trace}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 belongs to.
 
 On a GPU the time is the device's: each kernel, less what ran beside an earlier one, and between
-kernels the host's. On a CPU it is the own time of each operator, and between operators Python's;
-data and optimizer have theirs with them. Either way the parts add up.
+kernels that of messages between ranks, and the host's. On a CPU it is the own time of each
+operator, and between operators Python's; data and optimizer have theirs with them. Either way the
+parts add up.
 
 A kernel belongs to a part by its name, or by the operators and ranges inside which the host
 launched it. An operator of the backward pass also counts as inside those of the forward pass whose
@@ -15,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
+from math import inf
 from typing import Any
 
 from scripts.tables import Row
@@ -28,9 +30,12 @@ PARTS = (
     "optimizer",
     "data",
     "other",
+    "messages alone",
     "host gaps",
 )
-FORWARD, BACKWARD, PRODUCTS, ELEMENTWISE, LOSS, OPTIMIZER, DATA, OTHER, GAPS = PARTS
+(
+    FORWARD, BACKWARD, PRODUCTS, ELEMENTWISE, LOSS, OPTIMIZER, DATA, OTHER, MESSAGES, GAPS
+) = PARTS  # fmt: skip
 
 STEP = "step"  # the range of one step
 # the range of one attention call, where the model runs operator by operator
@@ -59,6 +64,7 @@ PRODUCT_OPS = re.compile(
     r"(addmm|mm|matmul|linear|_linear|_mkl_linear|_linear_pointwise|addmv|mv)(_|$)|^mkl(dnn)?::"
 )
 LOSS_NAMES = re.compile(r"log_?softmax|nll_?loss|cross_?entropy|logsumexp")
+MESSAGE_KERNELS = re.compile(r"^nccl")
 OPTIMIZER_NAMES = re.compile(r"fusedadam|_fused_adam|fusedoptimizer")
 
 
@@ -94,6 +100,8 @@ def part_of(
     where that is unknown.
     """
     name, lower = kernel.lower(), [operator.lower() for operator in operators]
+    if MESSAGE_KERNELS.search(name):
+        return MESSAGES
     # read ahead, a batch is copied during any phase
     if phase == DATA or name.startswith("memcpy htod"):
         return DATA
@@ -250,7 +258,7 @@ def _of_gpu(trace: Trace, steps: list[Range]) -> list[dict[str, float]]:
     # its batch may run beside the step before, and what was launched before the recording is of no
     # step that it knows
     begins: dict[int, float] = {}
-    placed = []
+    placed, messages = [], []
     for name, start, stop, correlation in trace.kernels:
         thread, launched = trace.launches.get(correlation, (None, start))
         # the main thread waits in the backward pass while another launches it
@@ -260,7 +268,10 @@ def _of_gpu(trace: Trace, steps: list[Range]) -> list[dict[str, float]]:
         part = trace.part(name, trace.at(thread, launched), phase)
         if number >= 0 and phase == "forward" and part != DATA and correlation in trace.launches:
             begins[number] = min(start, begins.get(number, start))
-        placed.append((start, stop, part))
+        if part == MESSAGES:
+            messages.append((start, stop))
+        else:
+            placed.append((start, stop, part))
     bounds = [begin for _, begin in sorted(begins.items())]
     found = [dict.fromkeys(PARTS, 0.0) for _ in bounds[1:]]
 
@@ -270,16 +281,25 @@ def _of_gpu(trace: Trace, steps: list[Range]) -> list[dict[str, float]]:
             found[number][part] += max(0.0, min(stop, end) - max(start, begin)) / 1000
 
     waits = [(each.start, each.stop) for each in trace.ranges[main] if each.name == DATA]
+    # what the GPU does while it computes nothing: the first that fits
+    idle = [(MESSAGES, messages), (DATA, waits), (GAPS, [(-inf, inf)])]
+
+    def add_idle(start: float, stop: float, reasons: list[tuple[str, list]]) -> None:
+        (part, spans), *others = reasons
+        for begin, end in spans:
+            begin, end = max(start, begin), min(stop, end)
+            if begin < end:
+                if others:
+                    add_idle(start, begin, others)
+                add(part, begin, end)
+                start = end
+        if start < stop and others:
+            add_idle(start, stop, others)
+
     cursor = bounds[0] if bounds else 0.0
     for start, stop, part in placed:
-        if start > cursor:  # the GPU stands still: for want of data where the host was reading some
-            for begin, end in waits:
-                begin, end = max(cursor, begin), min(start, end)
-                if begin < end:
-                    add(GAPS, cursor, begin)
-                    add(DATA, begin, end)
-                    cursor = end
-            add(GAPS, cursor, start)
+        if start > cursor:
+            add_idle(cursor, start, idle)
             cursor = start
         add(part, max(start, cursor), max(stop, cursor))
         cursor = max(cursor, stop)

@@ -32,7 +32,6 @@ Triton runs on a CPU where TRITON_INTERPRET=1 is set (minutes).
 
 import contextlib
 import json
-import math
 import os
 import sys
 import time
@@ -60,7 +59,8 @@ from training.environment import measured_on
 from training.files import check_writable, write_json
 from training.sharing import RINGS
 
-# of a column in one dtype at least, for processes side by side; a start takes seconds
+# of a column in one dtype, for processes side by side: a start takes seconds. Where these are fewer
+# than the processes, each property is a part
 PARTS = 3
 
 
@@ -295,15 +295,16 @@ def verify_side_by_side(
 ) -> Iterator[tuple[str, Row]]:
     """Name and column of each attention, in processes that examine a part of a column each."""
     context, backends = get_context("spawn"), pick_backends(options.attention, device)
-    count = max(PARTS, math.ceil(options.processes / len(dtypes) / len(backends)))
+    few = len(backends) * len(dtypes) * PARTS < options.processes
+    count = len(PROPERTIES) if few else PARTS
     order = [(SHORT[dtype], name) for dtype in dtypes for name in PROPERTIES]
     # a process a part: what leaves the GPU unusable does not reach another
     with ProcessPoolExecutor(options.processes, context, max_tasks_per_child=1) as pool:
         found = {
             name: [
                 pool.submit(examine_part, options, name, dtype, list(PROPERTIES)[part::count])
+                for part in range(count)  # the first properties take longest
                 for dtype in dtypes
-                for part in range(count)
             ]
             for name in backends
         }

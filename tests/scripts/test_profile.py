@@ -21,6 +21,7 @@ from scripts.profile_trace import (
     FORWARD,
     GAPS,
     LOSS,
+    MESSAGES,
     OPTIMIZER,
     OTHER,
     PARTS,
@@ -304,14 +305,16 @@ def test_the_time_of_a_gpu_is_split_without_rest_or_overlap(ahead):
         launch("gemm", t + 42, t + 45, t + 65, tid=2)
         launch("Memcpy HtoD (Pinned -> Device)", t + 50, t + 60, t + 75, tid=3, cat="gpu_memcpy")
         launch("dq_kernel", t + 60, t + 70, t + 80, tid=2)
+        launch("ncclDevKernel_AllReduce_Sum_f32_RING_LL(...)", t + 70, t + 90, t + 98)
         launch("multi_tensor_apply_kernel", t + 91, t + 80, t + 95)
     if ahead:
         event("kernel", "multi_tensor_apply_kernel", 21, 23, 7, correlation=-1)
     steps, on_gpu = parts_of_steps(events)
     assert on_gpu and len(steps) == 2
     # from the forward kernel of one step, at 25, to that of the next; the copy is data only where
-    # nothing else runs, from 65 to 75
-    expected = {FORWARD: 20, PRODUCTS: 20, DATA: 10 + 20, BACKWARD: 5, OPTIMIZER: 15, GAPS: 5 + 5}
+    # nothing else runs, from 65 to 75; the message runs alone from 95 to 98
+    expected = {FORWARD: 20, PRODUCTS: 20, DATA: 10 + 20, BACKWARD: 5, OPTIMIZER: 15, MESSAGES: 3}
+    expected[GAPS] = 2 + 5
     for parts in steps:
         assert {part: round(1000 * ms, 6) for part, ms in parts.items() if ms} == expected
         assert sum(parts.values()) == pytest.approx(0.1)
