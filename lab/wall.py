@@ -18,10 +18,12 @@ Two measures from outside, which no run can flatter: the slope, and the times at
 in metrics.jsonl.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -49,16 +51,23 @@ class Options(LengthOptions):
             )
 
 
-def timed_run(tree: Path, run_dir: Path, overrides: list[str]) -> Row:
-    """One run of train.py in a process of its own: seconds of the whole, arrival of each row, and
-    what it reports.
+def timed_run(
+    tree: Path,
+    run_dir: Path,
+    overrides: list[str],
+    program: Sequence[str] = ("train.py",),
+    **variables: str,
+) -> Row:
+    """One run of train.py, or of another program with its settings: seconds of the whole, arrival
+    of each row, and what it reports. `variables` are put into its environment.
     """
     log = run_dir.with_suffix(".log")
     begin = time.perf_counter()
     arrivals: dict[int, float] = {}  # step to seconds since the start of the process
     with log.open("w") as output:
-        command = [sys.executable, "train.py", *overrides, f"hydra.run.dir={run_dir}"]
-        process = subprocess.Popen(command, cwd=tree, stdout=output, stderr=output)
+        command = [sys.executable, *program, *overrides, f"hydra.run.dir={run_dir}"]
+        where = {"cwd": tree, "env": os.environ | variables}
+        process = subprocess.Popen(command, **where, stdout=output, stderr=output)
         while process.poll() is None:
             for row in read_metrics(run_dir / "metrics.jsonl"):
                 arrivals.setdefault(row["step"], time.perf_counter() - begin)

@@ -1,0 +1,170 @@
+"""How much faster ranks train than one GPU: train.py by torchrun, and alone, in turns.
+
+    python -m lab.many_gpus cases=context_131072 out=results/many_gpus_h100.json
+
+Takes train.py's own settings, which replace those of a case, and of its own:
+
+    cases   names in CASES, separated by commas (all)
+    ranks   GPUs of a run that has several (2)
+    rounds  runs of each way (3), in turns: alone, then each way on ranks
+    steps   instead of those of a case, for a trial on CPUs
+    limit   seconds after which no further run begins (500)
+    out     the JSON file to write; rows of cases that it already holds stay
+
+Alone, as many runs go side by side as there are ranks, each on its own GPU: the slowest sets the
+pace of ranks, so it is the one they are compared with. The speed is that of rows arriving in
+metrics.jsonl, after compilation, which holds all that a user waits for. The rows also hold the
+losses: how far those of two runs alone are apart is noise of one GPU. DDP is PyTorch's
+DistributedDataParallel in place of our own sum of gradients (lab.ddp).
+"""
+
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from lab.looking import QUIET
+from lab.wall import by_arrival, timed_run
+from scripts.arguments import Count, command, default
+from scripts.tables import Row
+from training.device import pick_device
+from training.environment import ROOT, measured_on
+from training.files import check_writable, read_metrics, write_json
+from training.sweep import load_json
+
+
+class Case(NamedTuple):
+    """What is compared: `alone` by one GPU, and each of `ways` by ranks."""
+
+    settings: str
+    ways: dict[str, str]
+    alone: str = ""
+
+
+CONTEXT = {
+    "heads": "parallel.context={ranks} parallel.how=heads",
+    "ring": "parallel.context={ranks} parallel.how=ring",
+    "gather": "parallel.context={ranks} parallel.how=gather",
+}
+CASES = {
+    "data": Case(
+        "seq_len=1024 steps=130 log_every=20",
+        {
+            "same tokens": "batch_size=32",
+            "same tokens, DDP": "batch_size=32",
+            "more tokens": "batch_size=64",
+            "more tokens, DDP": "batch_size=64",
+        },
+        alone="batch_size=32",
+    ),
+    "context_32768": Case("seq_len=32768 batch_size=1 steps=45 log_every=8", CONTEXT),
+    "context_131072": Case("seq_len=131072 batch_size=1 steps=13 log_every=3", CONTEXT),
+}
+
+
+@dataclass
+class Options:
+    cases: list[str] = default(*CASES)
+    ranks: Count = 2
+    rounds: Count = 3
+    steps: int | None = None
+    limit: Count = 500
+    out: Path = Path("many_gpus.json")
+    overrides: list[str] = default()
+
+    def __post_init__(self) -> None:
+        for name in self.cases:
+            if name not in CASES:
+                raise ValueError(f"cases={name} must be some of {', '.join(CASES)}")
+
+
+class Jobs:
+    """Runs of train.py with what all of them share."""
+
+    def __init__(self, options: Options, folder: Path) -> None:
+        self.options, self.folder, self.count = options, folder, 0
+        self.last = [] if options.steps is None else [f"steps={options.steps}", "log_every=1"]
+
+    def run(self, way: str, settings: str) -> list[Row]:
+        """One run on ranks; or, alone, one on each GPU at the same time."""
+        if way != "alone":
+            ranks = ["-m", "torch.distributed.run", "--standalone"]
+            ranks += [f"--nproc-per-node={self.options.ranks}"]
+            program = ["-m", "lab.ddp"] if way.endswith("DDP") else ["train.py"]
+            return [self._run(settings, [*ranks, *program])]
+        places = [{"CUDA_VISIBLE_DEVICES": str(place)} for place in range(self.options.ranks)]
+        with ThreadPoolExecutor(len(places)) as pool:
+            runs = [pool.submit(self._run, settings, ["train.py"], **place) for place in places]
+            return [each.result() for each in runs]
+
+    def _run(self, settings: str, program: list[str], **variables: str) -> Row:
+        self.count += 1
+        run_dir = self.folder / str(self.count)
+        asked = settings.format(ranks=self.options.ranks).split()
+        given = [*QUIET, *asked, *self.options.overrides, *self.last]
+        run = timed_run(ROOT, run_dir, given, program, **variables)
+        losses = {row["step"]: row["train/loss"] for row in read_metrics(run_dir / "metrics.jsonl")}
+        return {
+            "tokens_per_sec": by_arrival(run),
+            "step_tokens_per_sec": run.get("step_tokens_per_sec"),
+            "memory/peak_gib": run.get("memory/peak_gib"),
+            "seconds": run["seconds"],
+            "losses": losses,
+        }
+
+
+def ways_of(case: Case) -> Iterator[tuple[str, str]]:
+    """Each way and its settings."""
+    yield "alone", case.alone
+    yield from case.ways.items()
+
+
+def turns(options: Options) -> Iterator[tuple[str, str, str]]:
+    """The runs, in order: case, way, and all of its settings."""
+    for _ in range(options.rounds):
+        for name in options.cases:
+            for way, settings in ways_of(CASES[name]):
+                yield name, way, f"{CASES[name].settings} {settings}"
+
+
+def compared(runs: dict[str, list[list[Row]]]) -> Row:
+    """Of each way on ranks: its speed over that of the slowest GPU alone, round by round."""
+    slowest = [min(run["tokens_per_sec"] for run in each) for each in runs["alone"]]
+    found = {}
+    for way, rounds in runs.items():
+        if way != "alone":
+            of_rounds = zip(rounds, slowest, strict=False)
+            found[way] = [run["tokens_per_sec"] / alone for (run,), alone in of_rounds]
+    return found
+
+
+@command
+def main(options: Options) -> None:
+    check_writable(options.out)
+    where, began = measured_on(pick_device("auto")), time.perf_counter()
+    rows = load_json(options.out).get("cases", {}) if options.out.exists() else {}
+    runs: dict[str, dict[str, list[list[Row]]]] = {
+        name: defaultdict(list) for name in options.cases
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = Jobs(options, Path(folder))
+        for name, way, settings in turns(options):
+            if time.perf_counter() - began > options.limit:
+                sys.exit(f"many_gpus: stopped after limit={options.limit} seconds")
+            runs[name][way].append(jobs.run(way, settings))
+            ratios = compared(runs[name])
+            if way in ratios:
+                print(f"{name}, {way}: {ratios[way][-1]:.3f} times one GPU", flush=True)
+            asked = {"settings": CASES[name].settings, "ways": dict(ways_of(CASES[name]))}
+            rows[name] = asked | {"times_one_gpu": ratios, "runs": runs[name]}
+            head = {"environment": where, "overrides": options.overrides, "ranks": options.ranks}
+            write_json(options.out, head | {"cases": rows})
+
+
+if __name__ == "__main__":
+    main()
