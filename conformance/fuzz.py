@@ -18,10 +18,11 @@ from conformance.backend_under_test import Check, Subject, expected_of
 from conformance.cases import Case
 from conformance.views import LAYOUTS
 
-# calls in a row with the same features on a GPU: each other combination is a kernel to compile
-SAME_FEATURES = 10
-# of how many calls one has another layout than contiguous, other logits than normal, each feature
-LAYOUT_SHARE, LOGITS_SHARE, FEATURE_SHARE = 0.5, 0.4, 0.25
+# calls in a row of one kind on a GPU: each other kind is some kernels to compile
+CALLS_OF_A_KIND = 60
+# the share of calls with another layout than contiguous, other logits than normal, each feature,
+# and lengths of whole 16s
+LAYOUT_SHARE, LOGITS_SHARE, FEATURE_SHARE, WHOLE_SHARE = 0.5, 0.4, 0.25, 0.25
 LOGITS = ("large", "growing", "negative", "up", "down", "up and down", "ties")
 CONTIGUOUS = "contiguous"
 
@@ -50,21 +51,33 @@ class Trial(NamedTuple):
         """Shape, features and logits without the seed, and the layout."""
         return str(self.case).rpartition("-seed")[0], self.layout
 
+    @property
+    def kind(self) -> tuple[frozenset[str], int, int | None]:
+        """Features and head dims."""
+        case = self.case
+        wanted = frozenset(case.features() | case.optional.keys() | {f"causal={case.causal}"})
+        return wanted, case.head_dim, case.value_dim
+
 
 def fuzz(subject: Subject, *, calls: int, seed: int) -> Iterator[Trial]:
     """That many random calls. Raises nothing for a wrong result, nor for one that is none."""
     drawn = random.Random(seed)
+    kinds = left = 0
     for number in range(calls):
-        features = drawn
+        kind = drawn
         if subject.device == "cuda":
-            features = random.Random(seed * 10**6 + number // SAME_FEATURES)
-        case = draw_case(subject, drawn, features, seed=seed * 10**6 + number + 1)
+            if left == 0:
+                kinds, left = kinds + 1, CALLS_OF_A_KIND
+            kind = random.Random(seed * 10**6 + kinds)
+        case = draw_case(subject, drawn, kind, seed=seed * 10**6 + number + 1)
         layout = CONTIGUOUS
         if drawn.random() < LAYOUT_SHARE:
             same = case.num_queries == case.num_keys and case.num_heads == case.num_kv_heads
             same = same and case.value_dim is None  # or one tensor cannot hold all three
             layout = drawn.choice([name for name in LAYOUTS if same or name != "packed"])
-        yield try_out(subject, case, layout)
+        trial = try_out(subject, case, layout)
+        left = 0 if trial.refused else left - 1
+        yield trial
 
 
 def try_out(subject: Subject, case: Case, layout: str) -> Trial:
@@ -93,31 +106,35 @@ def try_out(subject: Subject, case: Case, layout: str) -> Trial:
     return trial
 
 
-def draw_case(
-    subject: Subject, drawn: random.Random, drawn_features: random.Random, seed: int
-) -> Case:
+def draw_case(subject: Subject, drawn: random.Random, kind: random.Random, seed: int) -> Case:
     """A case of the features that the attention has, which may still refuse their combination.
-    drawn_features decides on what a kernel is compiled for, `drawn` on everything else.
+    `kind` decides on what a kernel is compiled for, `drawn` on everything else.
     """
     features = subject.backend.features
 
     def has(feature: str, share: float = FEATURE_SHARE) -> bool:
-        return feature in features and drawn_features.random() < share
+        return feature in features and kind.random() < share
 
     # every head dim is a kernel to compile on a GPU
     common = (8, 16, 24, 40, 64) if subject.device == "cpu" else (64, 128)
-    num_queries = num_keys = drawn.randint(1, 2 * subject.length)
+
+    def length() -> int:
+        whole, size = kind.random() < WHOLE_SHARE, drawn.randint(1, 2 * subject.length)
+        # Triton compiles once more for numbers that are multiples of 16
+        return size + -size % 16 if whole else size + (size % 16 == 0)
+
+    num_queries = num_keys = length()
     if has("cross_length"):
-        num_keys = drawn.randint(1, 2 * subject.length)
-    num_kv_heads = drawn.choice((1, 2, 3))
+        num_keys = length()
+    num_kv_heads = kind.choice((1, 2, 3))  # and for a 1
     case = subject.case(
         num_queries,
         num_keys,
-        batch=drawn.choice((1, 2, 3)),
-        num_heads=num_kv_heads * (drawn_features.choice((2, 3, 4)) if has("gqa") else 1),
+        batch=kind.choice((1, 2, 3)),
+        num_heads=num_kv_heads * (kind.choice((2, 3, 4)) if has("gqa") else 1),
         num_kv_heads=num_kv_heads,
-        head_dim=drawn_features.choice(subject.head_dims_of(common)),
-        value_dim=drawn_features.choice(common) if has("value_dim") else None,
+        head_dim=kind.choice(subject.head_dims_of(common)),
+        value_dim=kind.choice(common) if has("value_dim") else None,
         causal=not has("non_causal", 0.4),
         inputs=drawn.choice(LOGITS) if drawn.random() < LOGITS_SHARE else "normal",
         seed=seed,
@@ -126,13 +143,13 @@ def draw_case(
     if has("window") and (case.causal or "two_sided_window" in features):
         # few keys, or about as many as there are
         left = min(case.num_keys, int(2 ** drawn.uniform(0, 9)))
-        one_sided = case.causal and drawn_features.random() < 0.5
+        one_sided = case.causal and kind.random() < 0.5
         right = drawn.choice((-1, 0, drawn.randint(0, case.num_keys)))
         two_sided = (drawn.choice((-1, left)), 0 if case.causal else right)
         if one_sided or "two_sided_window" in features:
             optional["window"] = left if one_sided else two_sided
     if has("softcap"):
-        optional["softcap"] = 2.0 ** drawn_features.randint(0, 6)
+        optional["softcap"] = 2.0 ** kind.randint(0, 6)
     if has("alibi_slopes"):
         optional["alibi_slopes"] = True
     if not optional.keys() & {"softcap", "alibi_slopes"} and has("score_mod"):
@@ -157,6 +174,7 @@ class Tally:
     def __init__(self) -> None:
         self.calls = self.refused = self.checks = 0
         self.distinct: set[tuple[str, str]] = set()
+        self.kinds: set[tuple] = set()
         self.worst: tuple[float, str] = (0.0, "")  # share of the budget, and where
         self.worst_multiple = 0.0  # of naive attention's own error
         self.failures: list[str] = []
@@ -168,6 +186,7 @@ class Tally:
         self.calls += 1
         self.checks += len(trial.checks)
         self.distinct.add(trial.distinct)
+        self.kinds.add(trial.kind)
         self.failures += trial.failures
         for check in trial.checks:
             self.worst = max(self.worst, (check.share, f"{check.case}, {trial.layout}"))
@@ -178,6 +197,7 @@ class Tally:
         return {
             "calls": self.calls,
             "distinct": len(self.distinct),
+            "kinds": len(self.kinds),
             "refused": self.refused,
             "checks": self.checks,
             "worst_share_of_budget": finite(share),

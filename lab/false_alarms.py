@@ -2,21 +2,25 @@
 the budget of its case.
 
     python -m lab.false_alarms calls=5000 out=results/false_alarms_cpu.json
-    python -m lab.false_alarms calls=2000 device=cuda attention=sdpa,triton:kernel=portable
+    python -m lab.false_alarms calls=2000 seconds=280 device=cuda seeds=3 processes=15 \
+        attention=triton:kernel=hopper,triton:kernel=portable
 
-calls are those of one attention in one dtype, a process of its own. What they have come to is in
-the folder OUT.parts every hundred calls. The other arguments are
+calls are those of one attention in one dtype by one seed, a process of its own. What they have come
+to is in the folder OUT.parts every ten calls. On a GPU, calls come in kinds, CALLS_OF_A_KIND of
+conformance.fuzz in a row, which share what a kernel is compiled for. The other arguments are
 
     attention  several with commas between, with options or not, or all: the exact ones (all)
-    seconds    after which an attention in a dtype makes no more calls (86400)
-    device     auto, cpu or cuda (auto)
+    seconds    after which a process makes no more calls (86400)
+    seeds      of each attention in each dtype (1)
+    device     auto, cpu or cuda (auto); processes take turns at the GPUs that PyTorch sees
     dtype      several with commas between (fp32,bf16,fp16)
     processes  side by side (1)
-    seed       of the calls; a seed gives the same ones again, to each attention others (0)
+    seed       of the calls; a seed gives the same ones again, to each process others (0)
     out        the JSON file (false_alarms.json)
 """
 
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -28,8 +32,8 @@ import torch
 from attention import BACKENDS
 from conformance.backend_under_test import Subject
 from conformance.command import DTYPES, set_up
-from conformance.fuzz import Tally, fuzz
-from lab.side_by_side import measured
+from conformance.fuzz import CALLS_OF_A_KIND, Tally, fuzz
+from lab.side_by_side import measured, take_gpu
 from scripts.arguments import Count, Device, command, default, parse_backend
 from scripts.tables import Row
 from training.device import pick_device
@@ -41,6 +45,7 @@ from training.files import check_writable, write_json
 class Options:
     calls: Count
     seconds: Count = 86400
+    seeds: Count = 1
     attention: list[str] = default("all")
     device: Device = "auto"
     dtype: list[Literal["fp32", "bf16", "fp16"]] = default("fp32", "bf16", "fp16")
@@ -58,12 +63,13 @@ class Options:
 def measure(attention: str, dtype: str, seed: int, device: str, options: Options, part: Path):
     """Writes what the calls have come to."""
     set_up(torch.device(device))
+    take_gpu(device, seed)
     subject = Subject(parse_backend(attention), device, DTYPES[dtype])
     tally, start = Tally(), time.monotonic()
     for i, trial in enumerate(fuzz(subject, calls=options.calls, seed=seed), start=1):
         tally.add(trial)
-        over = time.monotonic() - start > options.seconds
-        if over or i % 100 == 0 or i == options.calls:
+        over = time.monotonic() - start > options.seconds or tally.refused == i == 100
+        if over or i % 10 == 0 or i == options.calls:
             figures = tally.figures() | {"seconds": round(time.monotonic() - start, 1)}
             write_json(part, {"attention": attention, "dtype": dtype, "seed": seed} | figures)
         if over:
@@ -75,7 +81,7 @@ def row_of(attention: str, dtype: str, seed: int, device: str, options: Options)
     empty = {"attention": attention, "dtype": dtype, "seed": seed} | Tally().figures()
     # a call may take long, as its kernel is compiled
     limit = {"seconds": options.seconds + 60}
-    named = {"name": f"{attention} {dtype}", "out": options.out, "empty": empty}
+    named = {"name": f"{attention} {dtype} {seed}", "out": options.out, "empty": empty}
     return measured(measure, attention, dtype, seed, device, options, **named, **limit)
 
 
@@ -84,13 +90,27 @@ def main(options: Options) -> None:
     check_writable(options.out)
     device = pick_device(options.device)
     where = measured_on(device)
-    jobs = list(product(options.attention, options.dtype))
+    pairs = list(product(options.attention, options.dtype))
+    jobs = pairs * options.seeds
     seeds = range(options.seed * len(jobs), (options.seed + 1) * len(jobs))
     with ThreadPoolExecutor(options.processes) as pool:
         common = ([x] * len(jobs) for x in (device.type, options))
         rows = list(pool.map(row_of, *zip(*jobs, strict=True), seeds, *common))
+    rows.sort(key=lambda row: pairs.index((row["attention"], row["dtype"])))
     head = {"environment": where, "calls": options.calls, "seed": options.seed}
-    write_json(options.out, head | {"rows": rows})
+    if device.type == "cuda":
+        head |= {"calls_of_a_kind": CALLS_OF_A_KIND}
+    write_json(options.out, head | {"totals": totals(rows), "rows": rows})
+
+
+def totals(rows: list[Row]) -> Row:
+    """Of each attention."""
+    sums: dict[str, Counter] = {}
+    for row in rows:
+        counts = {name: row[name] for name in ("calls", "distinct", "refused", "checks")}
+        of_one = sums.setdefault(row["attention"], Counter())
+        of_one.update(counts | {"failures": len(row["failures"])})
+    return {attention: dict(counts) for attention, counts in sums.items()}
 
 
 if __name__ == "__main__":

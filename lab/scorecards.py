@@ -4,7 +4,7 @@ attn-conform.
     python -m lab.scorecards out=results/scorecards_cpu.json jax=.jax/bin/python
     python -m lab.scorecards device=cuda processes=3 tutorial=06-fused-attention.py
 
-A card is a process of its own and writes what it has after each cell, into the folder
+A card in a dtype is a process of its own and writes what it has after each cell, into the folder
 OUT.parts: one that hangs or dies loses neither the others nor its own cells. A card without its
 package is left out, and the file says so. EXPLAINED says of every red cell why it is red; one that
 it does not know ends the command with an error, after the file is written. The arguments:
@@ -14,8 +14,8 @@ it does not know ends the command with an error, after the file is written. The 
     card       several names with commas between, or all (all)
     dtype      several with commas between (bf16,fp16,fp32)
     cases      random shapes in each dtype (20)
-    processes  side by side (1)
-    seconds    after which a card is stopped (1800)
+    processes  side by side (1); they take turns at the GPUs that PyTorch sees
+    seconds    after which one is stopped (1800)
     total      seconds after which all are stopped, and none is begun (36000)
     jax        a Python where jax is installed (`pip install jax`); without it JAX is left out
     tutorial   Triton's python/tutorials/06-fused-attention.py; without it its card is left out
@@ -30,10 +30,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fcntl import LOCK_EX, flock
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -49,7 +52,7 @@ from conformance.command import DTYPES, properties_of, set_up
 from conformance.dialects import target
 from conformance.minimise import Minimiser
 from conformance.properties import PROPERTIES, SLOW, Cell, Property, examine, why_unusable
-from lab.side_by_side import measured
+from lab.side_by_side import measured, take_gpu
 from scripts.arguments import Count, Natural, command, default
 from scripts.tables import Row
 from training.device import pick_device
@@ -85,7 +88,9 @@ def compiled_flex():
     # every other mask and head dim compiles once more; past the limit it would go on uncompiled
     torch._dynamo.config.recompile_limit = 256
     torch._dynamo.config.accumulated_recompile_limit = 1024
-    return torch.compile(flex_attention, dynamic=False)
+    # a second softcap would be an argument of the graph, which its kernel cannot read
+    torch._dynamo.config.specialize_float = True
+    return torch.compile(flex_attention)
 
 
 def flex_compiled(
@@ -314,11 +319,12 @@ def examined(subjects: dict[str, Subject], properties: dict[str, Property]) -> I
             yield Examined(dtype, cell, subject, list(subject.tried))
 
 
-def measure(card: Card, options: Options, part: Path) -> None:
+def measure(card: Card, options: Options, number: int, part: Path) -> None:
     """Writes the card's figures to `part`, anew after each cell; each red cell with the shortest
     call that shows it.
     """
     set_up(torch.device(options.device))
+    take_gpu(options.device, number)
     if options.tutorial is not None and card.target.startswith(TUTORIAL):
         load_tutorial(options.tutorial)
     start, done, scripts = time.perf_counter(), [], {}
@@ -346,9 +352,10 @@ def measure(card: Card, options: Options, part: Path) -> None:
 
     for properties in stages(properties_of(next(iter(subjects.values())))):
         first = len(done)
-        for each in examined(subjects, properties):
-            done.append(each)
-            write()
+        with one_at_a_time(part.with_name("memory"), properties):
+            for each in examined(subjects, properties):
+                done.append(each)
+                write()
         for i, each in enumerate(done[first:], first):
             if each.cell.status == "red" and not why_unusable(options.device):
                 each.subject.tried[:] = each.tried
@@ -365,6 +372,15 @@ def stages(properties: dict[str, Property]) -> list[dict[str, Property]]:
     return [{name: properties[name] for name in others}, last]
 
 
+@contextmanager
+def one_at_a_time(file: Path, properties: dict[str, Property]) -> Iterator[None]:
+    """Views that lie far apart take dozens of GiB of a GPU."""
+    with file.open("w") as lock:
+        if "strides and views" in properties:
+            flock(lock, LOCK_EX)
+        yield
+
+
 def red_cell(name: str, dtype: str, cell: Cell, script: str | None) -> Row:
     reason = EXPLAINED.get((name, cell.property))
     return {
@@ -377,15 +393,27 @@ def red_cell(name: str, dtype: str, cell: Cell, script: str | None) -> Row:
     }
 
 
-def row_of(card: Card, options: Options, end: float) -> Row:
+def row_of(card: Card, options: Options, number: int, end: float) -> Row:
     """What measure() wrote until it was done, stopped or dead."""
     seconds = min(options.seconds, end - time.monotonic())
-    named = {"name": card.name, "out": options.out, "empty": nothing(card)}
-    row = measured(measure, card, options, **named, seconds=seconds)
+    name = f"{card.name} {' '.join(options.dtype)}"
+    named = {"name": name, "out": options.out, "empty": nothing(card)}
+    row = measured(measure, card, options, number, **named, seconds=seconds)
     count = sum(row[status] for status in ("green", "red", "n/a"))
     row |= {"unexamined": len(PROPERTIES) * len(options.dtype) - count}
-    print(f"{card.name}: {row['red']} red, {row['seconds']} s, {row['ended']}", flush=True)
+    print(f"{name}: {row['red']} red, {row['seconds']} s, {row['ended']}", flush=True)
     return row
+
+
+def joined(rows: Sequence[Row]) -> Row:
+    """The row of a card, from those of its dtypes."""
+    counts = ("seconds", "green", "red", "n/a", "unexamined")
+    ends = dict.fromkeys(row["ended"] for row in rows if row["ended"] != "whole")
+    return rows[0] | {
+        **{name: round(sum(row[name] for row in rows), 1) for name in counts},
+        "red_cells": [cell for row in rows for cell in row["red_cells"]],
+        "ended": "; ".join(ends) or "whole",
+    }
 
 
 def nothing(card: Card) -> Row:
@@ -429,10 +457,16 @@ def main(options: Options) -> None:
     end = time.monotonic() + options.total
     cards = [card for card in options.cards if not reasons[card.name]]
     with ThreadPoolExecutor(options.processes) as pool:
-        rows = list(pool.map(row_of, cards, [options] * len(cards), [end] * len(cards)))
+        jobs = [
+            pool.submit(row_of, card, replace(options, dtype=[dtype]), number, end)
+            for number, (card, dtype) in enumerate(product(cards, options.dtype))
+        ]
+    parts, each = [job.result() for job in jobs], len(options.dtype)
+    rows = [joined(parts[i : i + each]) for i in range(0, len(parts), each)]
     if options.jax is not None:
         rows.append(measure_jax(options.jax))
-    head = {"environment": where, "dtypes": options.dtype, "left_out": left_out}
+    head = {"environment": where, "dtypes": options.dtype, "cases": options.cases}
+    head |= {"left_out": left_out}
     write_json(options.out, head | {"cards": rows})
     unknown = [
         f"{row['name']}, {cell['property']}, {cell['dtype']}: {cell['note']}"

@@ -8,7 +8,15 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from scripts.tables import Row
+
+
+def take_gpu(device: str, number: int) -> None:
+    """Jobs take turns at the GPUs that PyTorch sees."""
+    if device == "cuda":
+        torch.cuda.set_device(number % torch.cuda.device_count())
 
 
 def ended(job: Callable[..., None], *arguments: Any, seconds: float) -> str:

@@ -3,12 +3,14 @@ they draw reaches every feature.
 """
 
 import json
+import os
 
 import pytest
 import torch
 
 from attention import AttentionOutput, Backend, attention, get_backend
 from conformance import command
+from conformance import fuzz as fuzzing
 from conformance.backend_under_test import Subject
 from conformance.cases import Case, expect, run
 from conformance.fuzz import Tally, fuzz
@@ -40,6 +42,27 @@ def test_a_seed_gives_the_same_calls_again_and_another_one_others():
         [trial.distinct for trial in trials("naive", calls=5, seed=seed)] for seed in (0, 0, 1)
     )
     assert first == again and not set(first) & set(other)
+
+
+def test_on_a_gpu_calls_of_a_kind_follow_one_another(monkeypatch):
+    """They share what a kernel is compiled for. A kind that is refused is drawn once."""
+
+    def try_out(subject, case, layout):
+        refused = "softcap" if "softcap" in case.optional else ""
+        return fuzzing.Trial(case, layout, [], refused)
+
+    monkeypatch.setattr(fuzzing, "try_out", try_out)
+    subject = Subject(get_backend("naive"), "cpu", torch.float32)
+    subject.device, subject.length = "cuda", 330
+    drawn = list(fuzz(subject, calls=400, seed=0))
+    taken, refused = ([x for x in drawn if bool(x.refused) == each] for each in (False, True))
+    size = fuzzing.CALLS_OF_A_KIND
+    for first in range(0, len(taken) // size * size, size):
+        same = taken[first : first + size]
+        assert len({(trial.kind, trial.case.batch, trial.case.num_heads) for trial in same}) == 1
+        assert len({trial.case.num_queries % 16 == 0 for trial in same}) == 1
+        assert len({trial.distinct for trial in same}) > 0.8 * size
+    assert refused and len(taken) > 300
 
 
 def test_wrong_attention_is_red():
@@ -102,11 +125,25 @@ def test_the_gradient_of_a_sink_that_holds_next_to_nothing():
 
 def test_false_alarms_counts_every_attention(tmp_path):
     out = tmp_path / "alarms.json"
-    asked = ["calls=3", "attention=naive,tiled", "dtype=fp32", "processes=2"]
+    asked = ["calls=3", "attention=naive,tiled", "dtype=fp32", "processes=2", "seeds=2"]
     false_alarms.main([*asked, f"out={out}"])
-    rows = json.loads(out.read_text())["rows"]
+    data = json.loads(out.read_text())
+    rows = data["rows"]
     assert [(row["attention"], row["calls"], row["failures"]) for row in rows] == [
-        ("naive", 3, []),
-        ("tiled", 3, []),
+        *[("naive", 3, [])] * 2,
+        *[("tiled", 3, [])] * 2,
     ]
-    assert rows[0]["seed"] != rows[1]["seed"]
+    assert len({row["seed"] for row in rows}) == 4
+    assert data["totals"]["tiled"]["calls"] == 6 and data["totals"]["tiled"]["failures"] == 0
+
+
+def dies(attention, dtype, seed, device, options, part):
+    part.write_text(json.dumps({"attention": attention, "dtype": dtype, "calls": 10}))
+    os._exit(9)
+
+
+def test_a_process_that_is_killed_keeps_what_it_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(false_alarms, "measure", dies)
+    options = false_alarms.Options(calls=20, out=tmp_path / "alarms.json")
+    row = false_alarms.row_of("naive", "fp32", 0, "cpu", options)
+    assert row["calls"] == 10 and row["ended"] == "died with exit code 9"

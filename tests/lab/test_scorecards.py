@@ -54,7 +54,7 @@ def few(monkeypatch):
 
 def test_a_red_cell_has_a_script_that_shows_it(tmp_path, few):
     part = tmp_path / "part.json"
-    scorecards.measure(WRONG, Options(dtype=["fp32"], cases=1), part)
+    scorecards.measure(WRONG, Options(dtype=["fp32"], cases=1), 0, part)
     row = json.loads(part.read_text())
     cell = row["red_cells"][0]
     assert cell["property"] == "forward" and cell["why"] is None
@@ -66,7 +66,7 @@ def hangs(*_):
     time.sleep(60)
 
 
-def dies(card, options, part):
+def dies(card, options, number, part):
     part.write_text(json.dumps(scorecards.nothing(card) | {"green": 3}))
     os._exit(3)
 
@@ -76,13 +76,14 @@ def test_a_card_that_does_not_end_keeps_what_it_wrote(tmp_path, monkeypatch, how
     monkeypatch.setattr(scorecards, "measure", how)
     seconds = 1 if how is hangs else 60
     options = Options(dtype=["fp32"], seconds=seconds, out=tmp_path / "cards.json")
-    row = scorecards.row_of(WRONG, options, end=time.monotonic() + 60)
+    row = scorecards.row_of(WRONG, options, 0, end=time.monotonic() + 60)
     assert ended in row["ended"]
     assert row["unexamined"] == len(PROPERTIES) - (0 if how is hangs else 3)
 
 
 def test_no_card_begins_past_the_end(tmp_path):
-    row = scorecards.row_of(WRONG, Options(out=tmp_path / "cards.json"), end=time.monotonic())
+    options = Options(out=tmp_path / "cards.json")
+    row = scorecards.row_of(WRONG, options, 0, end=time.monotonic())
     assert row["ended"] == "not begun" and row["green"] == 0
 
 
@@ -92,9 +93,12 @@ def test_what_is_missing_is_said_and_what_is_not_explained_ends_the_command(
     absent = Card("absent", "no-such-package", "nowhere:attend", "fa")
     monkeypatch.setitem(CARDS, "cpu", (WRONG, absent, Card("file", "torch", f"{TUTORIAL}:f")))
 
-    def row_of(card, options, end):
-        cell = {"dtype": "fp32", "property": "forward", "note": "0.5", "why": None}
-        return scorecards.nothing(card) | {"red_cells": [cell]}
+    def row_of(card, options, number, end):
+        (dtype,) = options.dtype
+        cell = {"dtype": dtype, "property": "forward", "note": "0.5", "why": None}
+        ended = "whole" if dtype == "fp32" else "stopped after 9 s"
+        row = scorecards.nothing(card) | {"red_cells": [cell], "unexamined": 2, "ended": ended}
+        return row | {"red": 1}
 
     monkeypatch.setattr(scorecards, "row_of", row_of)
     out = tmp_path / "cards.json"
@@ -104,7 +108,9 @@ def test_what_is_missing_is_said_and_what_is_not_explained_ends_the_command(
     assert "absent is left out: no-such-package is not installed" in capsys.readouterr().out
     data = json.loads(out.read_text())
     assert data["left_out"].keys() == {"absent", "file"}
-    assert [row["name"] for row in data["cards"]] == ["wrong"]
+    (row,) = data["cards"]
+    assert (row["name"], row["red"], row["unexamined"]) == ("wrong", 3, 6)
+    assert row["ended"] == "stopped after 9 s"
 
 
 def test_the_tutorial_is_a_file_of_the_user(tmp_path, monkeypatch):

@@ -1,0 +1,289 @@
+"""PyTorch's context_parallel beside ours: steps of GPT-2 whose one sequence is shared by all ranks.
+
+    torchrun --standalone --nproc-per-node=2 -m lab.context_parallel
+    seq_len=32768,131072 steps=8 repeats=3 out=context_parallel.json
+
+    seq_len   lengths of the sequence (32768,131072)
+    who       in this order: KERNEL:ROTATION for a kernel of PyTorch's attention (cudnn, flash or
+              efficient) and what carries keys and values from rank to rank (alltoall or
+              allgather); ours:heads and ours:ring for parallel.how
+    steps     steps that are timed together (8), or fewer, as many as `seconds` have room for
+    repeats   how often (3)
+    seconds   for all repeats of a row, about (8)
+
+Anything else is train.py's own, in place of model=gpt2 tokenizer.vocab_size=50304 attention=triton.
+
+Every row trains the same weights on the same sequence by our own step: data, loss, sum of gradients
+and AdamW are ours, and everything but attention is compiled. Under context_parallel attention is
+F.scaled_dot_product_attention, which takes part in no compiled graph. A row has the slowest rank's
+seconds a step, median, least and most of the repeats, and the largest peak of memory of any rank.
+
+No row that is wrong has a speed. Its first loss must be that of our model on one GPU within LOSS.
+At first weights are so small that attention matters little in that. So one layer's attention of
+normal numbers, forward and backward, must be ours on one GPU within ERROR, in norms over norms.
+"""
+
+import copy
+import gc
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cache
+from math import inf, isnan
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import _attention as theirs
+from torch.nn.attention import sdpa_kernel
+
+from attention.context import share
+from attention.sdpa import KERNELS
+from data.prefetch import Pass
+from lab.nanogpt import now
+from model import GPT
+from model.fused_block import after_attention, before_attention
+from model.gpt import Block, Rope
+from scripts.arguments import Count, command, default
+from scripts.tables import Row
+from training.environment import measured_on
+from training.files import check_writable, write_json
+from training.memory import GIB
+from training.optimizer import set_learning_rate
+from training.ranks import leave, of_environment
+from training.run import Run, build_run, compose
+from training.schedule import prepare_model
+from training.step import PendingStep, queue_step
+
+LOSS, ERROR = 1e-2, 2e-2  # bfloat16 alone makes errors of 0.003
+TIMEOUT = 60  # seconds that a rank waits for another
+WAYS = [f"{kernel}:{way}" for kernel in KERNELS for way in ("alltoall", "allgather")]
+WAYS += ["ours:heads", "ours:ring"]
+WHO = ("cudnn:alltoall", "cudnn:allgather", "ours:heads", "flash:alltoall", "flash:allgather")
+
+
+@dataclass
+class Options:
+    seq_len: list[Count] = default(32768, 131072)
+    who: list[str] = default(*WHO)
+    steps: Count = 8
+    repeats: Count = 3
+    seconds: Count = 8
+    out: Path = Path("context_parallel.json")
+    overrides: list[str] = default()  # train.py's own settings
+
+    def __post_init__(self) -> None:
+        for name in self.who:
+            if name not in WAYS:
+                raise ValueError(f"who={name} is not one of: {', '.join(WAYS)}")
+        check_writable(self.out)
+
+    def run(self, seq_len: int) -> Run:
+        """On a ring: its keys are cut as context_parallel cuts them, so all its checks apply."""
+        settings = {
+            "model": "gpt2",
+            "tokenizer.vocab_size": "50304",
+            "attention": "triton",
+            "batch_size": "1",
+            "seq_len": seq_len,
+            "parallel.context": max(2, of_environment().world),
+            "parallel.how": "ring",
+            "parallel.timeout": TIMEOUT,
+        } | dict(each.split("=", 1) for each in self.overrides)
+        return build_run(compose(*(f"{key}={value}" for key, value in settings.items())))
+
+
+@dataclass
+class ContextParallel:
+    """Stands where GPT.sharded() has attention.context.Shards, inside of context_parallel()."""
+
+    positions: Tensor  # (n,)
+
+    def own_positions(self, tokens: Tensor) -> Tensor:
+        return self.positions
+
+    def attention(
+        self, attend: Callable, q: Tensor, k: Tensor, v: Tensor, **settings: Any
+    ) -> tuple[Tensor, None, None]:
+        """What attention() would give for q, k, v (B, H, n, D), without lse and scores."""
+        # in memory as block_around_attention() gives them: cuDNN has a plan for each layout
+        q = q.transpose(1, 2).contiguous().transpose(1, 2)
+        with torch.autocast(q.device.type, enabled=False):
+            return sdpa(q, k.contiguous(), v.contiguous()), None, None
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    # looked up in its module at every call: context_parallel() replaces it there
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@cache
+def mesh(device: str) -> DeviceMesh:
+    """All ranks, with a communicator of their own: keys wait for no sum of gradients."""
+    group = distributed.new_group(timeout=timedelta(seconds=TIMEOUT))
+    return DeviceMesh.from_group(group, device)
+
+
+@contextmanager
+def context_parallel(
+    kernel: str, rotation: str, inputs: Tensor, targets: Tensor
+) -> Iterator[ContextParallel]:
+    """Inside, inputs and targets (1, N) are this rank's part of them, (1, n)."""
+    theirs.set_rotate_method(rotation)
+    positions = torch.arange(inputs.shape[1], device=inputs.device)
+    buffers, dims = [inputs, targets, positions], [1, 1, 0]
+    cut = theirs.context_parallel(mesh(inputs.device.type), buffers=buffers, buffer_seq_dims=dims)
+    with sdpa_kernel(KERNELS[kernel]), cut:
+        yield ContextParallel(positions)
+
+
+def block_around_attention(*, compiled: bool) -> Callable:
+    """fused_block() in three: what is before attention and after it each is one compiled graph."""
+
+    def before(block: Block, x: Tensor, branch: Tensor | None, rope: Rope | None) -> Any:
+        x, (q, k, v) = before_attention(block, x, branch, rope)  # (B, n, H, D)
+        # the ring needs keys and values in one piece, and the graph writes them so. Views of one
+        # tensor would also leave the sum of their gradients to uncompiled operators
+        return x, q.contiguous(), *(t.transpose(1, 2).contiguous() for t in (k, v))
+
+    before, after = (
+        torch.compile(part, disable=not compiled) for part in (before, after_attention)
+    )
+
+    def run_block(block: Block, x: Tensor, branch: Tensor | None, rope: Any, *rest: None) -> Any:
+        x, q, k, v = before(block, x, branch, rope)
+        out, _ = block.attention.attend(q.transpose(1, 2), k, v, document_ids=None, cache=None)
+        return after(block, x, out)
+
+    return run_block
+
+
+def errors(run: Run, shards: Any, own: Tensor) -> Row:
+    """Of one layer's attention shared by ranks, over that of one: the largest of all ranks."""
+    layer, generator = run.model.blocks[0].attention, torch.Generator(run.device).manual_seed(0)
+    qkv, d_out = (
+        torch.randn(1, run.config.seq_len, size, device=run.device, generator=generator)
+        for size in (layer.qkv.out_features, layer.proj.in_features)
+    )
+
+    def results(qkv: Tensor, d_out: Tensor) -> Sequence[Tensor]:
+        qkv = qkv.to(run.dtype).requires_grad_()
+        out, _ = layer.attend(*layer.heads(qkv, None), document_ids=None, cache=None)
+        (gradient,) = torch.autograd.grad(out, qkv, d_out.to(run.dtype))
+        return out.detach().float(), *gradient.float().split(layer.qkv.rows, -1)
+
+    truth = [x[:, own] for x in results(qkv, d_out)]
+    with run.model.sharded(shards):
+        found = results(qkv[:, own], d_out[:, own])
+    figures = zip(("out", "dq", "dk", "dv"), found, truth, strict=True)
+    apart = {name: ((x - true).norm() / true.norm()).item() for name, x, true in figures}
+    # largest_of() leaves NaN out
+    return run.ranks.largest_of({name: inf if isnan(x) else x for name, x in apart.items()})
+
+
+def measure(run: Run, model: GPT, shards: Any, tensors: Sequence[Tensor], options: Options) -> Row:
+    """The first step, which compiles; then seconds a step and the peak of memory."""
+    ranks, optim = replace(run.ranks, shards=shards), run.config.optimizer()
+    passes, number = [Pass(tuple(tensors), ranks.context)], itertools.count()
+    how = {"optimizer": run.optimizer, "scaler": run.scaler, "autocast": run.autocast}
+    how |= {"grad_clip": optim.grad_clip, "ranks": ranks, "update": True}
+
+    def step(before: PendingStep | None = None) -> PendingStep:
+        set_learning_rate(run.optimizer, next(number), run.config.steps, optim)
+        return queue_step(model, passes, **how, before=before)
+
+    def seconds(count: int) -> float:
+        ranks.any(False)  # all begin together
+        begin, pending = now(run.device), None
+        for _ in range(count):
+            pending = step(pending)
+        took = torch.tensor((now(run.device) - begin) / count, dtype=torch.float64)
+        return ranks.largest(took).item()
+
+    loss, grad_norm = step().figures()
+    room = options.seconds / options.repeats / seconds(1)
+    count, on_gpu = max(1, min(options.steps, int(room))), run.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    each = [seconds(count) for _ in range(options.repeats)]
+    peak = torch.cuda.max_memory_allocated() / GIB if on_gpu else None
+    row = {"loss": loss, "grad_norm": grad_norm, "steps": count, "seconds": median(each)}
+    row |= {"least_and_most": [min(each), max(each)], **ranks.largest_of({"peak_gib": peak})}
+    return row | {"tokens_per_sec": run.config.seq_len / median(each)}
+
+
+def start_again(run: Run, weights: dict[str, Tensor]) -> None:
+    gc.collect()
+    if run.device.type == "cuda":
+        torch.cuda.empty_cache()
+    run.model.load_state_dict(weights)
+    run.optimizer.state.clear()
+    run.optimizer.zero_grad(set_to_none=True)
+
+
+def rows(options: Options, seq_len: int) -> Iterator[Row]:
+    torch._dynamo.reset()  # after another length it would compile for any
+    run = options.run(seq_len)
+    ours = prepare_model(run.model, run.schedule[0], compile_mode=run.config.compile)
+    peer = copy.copy(ours)
+    peer._run_block = block_around_attention(compiled=ours is not run.model)
+    with run.batches(whole=True) as batches:
+        ((whole, _),) = batches.passes(0)
+    with torch.no_grad(), run.autocast:
+        loss = run.model(*whole).loss.item()
+    weights = {name: x.to("cpu", copy=True) for name, x in run.model.state_dict().items()}
+
+    def measured(kind: str, way: str) -> Row:
+        if kind == "ours":
+            world = run.ranks.world
+            shards = share(run.ranks.rank, world, world, heads=world if way == "heads" else 1)
+            own = shards.positions(seq_len, run.device)
+            found = {"errors": errors(run, shards, own)}
+            return found | measure(run, ours, shards, [x[:, own] for x in whole], options)
+        parts = [x.clone() for x in whole]
+        with context_parallel(kind, way, *parts) as shards:
+            found = {"errors": errors(run, shards, shards.positions)}
+            return found | measure(run, peer, shards, parts, options)
+
+    for who in options.who:
+        row = {"who": who, "seq_len": seq_len, "loss_of_one": loss}
+        try:
+            start_again(run, weights)
+            row |= measured(*who.split(":"))
+            right = abs(row["loss"] - loss) <= LOSS and max(row["errors"].values()) <= ERROR
+            row["right"] = right
+            for speed in () if right else ("seconds", "least_and_most", "tokens_per_sec"):
+                del row[speed]
+        except Exception as error:  # whatever it is, the next row may run
+            said = (str(error).strip() or "no reason").splitlines()[0]
+            row["error"] = f"{type(error).__name__}: {said}"
+        if run.ranks.any("error" in row):
+            row = {"who": who, "seq_len": seq_len, "error": row.get("error", "on another rank")}
+        yield row
+
+
+@command
+def main(options: Options) -> None:
+    first, result = of_environment().first, {}
+    for seq_len in options.seq_len:
+        for row in rows(options, seq_len):
+            if not first:
+                continue
+            if not result:
+                device = "cuda" if torch.cuda.is_available() else "cpu"
+                kept = {name: x for name, x in vars(options).items() if name != "out"}
+                result = {"environment": measured_on(device), "settings": kept, "rows": []}
+            result["rows"].append(row)
+            print(", ".join(f"{key} {x}" for key, x in row.items()), flush=True)
+            write_json(options.out, result)
+    leave()
+
+
+if __name__ == "__main__":
+    main()
