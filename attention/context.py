@@ -16,6 +16,7 @@ Dimensions: B batch, H heads, N tokens of the sequence, W ranks, D head dim.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -192,9 +193,18 @@ def register_ring(backend: Backend) -> None:
     _backends[backend.name] = backend
 
 
-def share(rank: int, world: int, context: int, *, heads: int, gather: bool = False) -> Shards:
+def share(
+    rank: int,
+    world: int,
+    context: int,
+    *,
+    heads: int,
+    gather: bool = False,
+    timeout: timedelta | None = None,
+) -> Shards:
     """Form the groups in which every `context` ranks that follow one another share a sequence:
-    `heads` of them exchange heads, a ring joins the others. All ranks of the world call it.
+    `heads` of them exchange heads, a ring joins the others. All ranks of the world call it. A rank
+    waits `timeout` for another, PyTorch's default without one.
     """
     from torch import distributed
 
@@ -207,7 +217,7 @@ def share(rank: int, world: int, context: int, *, heads: int, gather: bool = Fal
         for name, groups in parts.items():
             for each in groups:
                 if len(each) > 1:  # every rank takes part in making each group
-                    group = distributed.new_group(list(each))
+                    group = distributed.new_group(list(each), timeout=timeout)
                     if rank in each:
                         _groups[name] = group
     place, head = divmod(rank % context, heads)

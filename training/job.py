@@ -23,7 +23,7 @@ from training.files import Row
 from training.interrupt import Ending
 from training.outcome import close_run, outcome_outside_training
 from training.phases import new_run
-from training.ranks import announce, stand_in, tell_why
+from training.ranks import announce, stand_in, tell_end, tell_why
 
 Train = Callable[[Any, Path, Row], None]  # train(config, run_dir, summary)
 
@@ -60,7 +60,9 @@ def run_job(train: Train, cfg: Any) -> tuple[Row, BaseException | None]:
         # no call stands between the training and here, so no signal comes between a run and its
         # summary
         ending.held = True
-        if failure is not None:
+        if failure is None:
+            tell_end()
+        else:
             tell_why(summary)
         close_run(run_dir, summary, ending)
         if failure is not None:

@@ -53,15 +53,17 @@ def outcome_of(
     `status` is completed or diverged if the training was over, and only its last checkpoint was
     still being written.
     """
+    if isinstance(error, Stopped) and status != "running":
+        return _stopped_after(status)
+    if (told := why_another_failed(error)) is not None:
+        reason = str(told.get("error") or told["status"])
+        if "rank" in told and not reason.startswith(f"rank {told['rank']} "):
+            reason = f"rank {told['rank']}: {reason}"
+        log.error(f"error: {reason}; {resume_command(run_dir)}")
+        return told
     if isinstance(error, Stopped):
-        if status != "running":
-            return _stopped_after(status)
         log.warning("stopped at once: the steps since the last checkpoint are lost")
         return {"status": "interrupted"}
-    if (told := why_another_failed(error)) is not None:
-        rank = f"rank {told['rank']}: " if "rank" in told else ""
-        log.error(f"error: {rank}{told.get('error') or told['status']}; {resume_command(run_dir)}")
-        return told
     if is_out_of_memory(error):
         oom = describe_out_of_memory(error, device) | {"predicted_gib": predicted_gib}
         expected = ""

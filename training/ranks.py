@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from training.files import Row, write_json
+from training.interrupt import Stopped
+from training.lost_ranks import RankLost, Watch, abort_nccl
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +35,7 @@ PATIENCE = 2.0  # seconds in which the first rank may give the reason for an end
 
 log = logging.getLogger("tilegpt")
 _store: Any = None  # torchrun's, by which a rank that fails tells the others why
+_watch: Watch | None = None
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,17 @@ class Ranks:
         """This rank's share of the `count` tokens of a sequence."""
         return slice(None) if self.shards is None else self.shards.positions(count)
 
+    def check(self) -> None:
+        """Raise RankLost where another rank ended: what came from the GPU since may be wrong."""
+        if _watch is not None:
+            _watch.check()
+
     def sum(self, x: "Tensor") -> "Tensor":
         """Add up x over all ranks, in place."""
         if self.several:
             from torch import distributed
 
+            self.check()
             distributed.all_reduce(x)
         return x
 
@@ -83,6 +92,7 @@ class Ranks:
         if self.several:
             from torch import distributed
 
+            self.check()
             distributed.all_reduce(x, distributed.ReduceOp.MAX)
         return x
 
@@ -102,6 +112,7 @@ class Ranks:
             return [x]
         from torch import distributed
 
+        self.check()
         found = [None] * self.world
         distributed.all_gather_object(found, x)
         return found
@@ -252,14 +263,17 @@ def join(
             )
         torch.cuda.set_device(ranks.local_rank)
     if not distributed.is_initialized():
+        global _watch
         _meet(ranks, device, timedelta(seconds=timeout))
         _compare_settings(ranks, settings or {})
+        _watch = Watch(_store, ranks.rank, ranks.world)
         if device == "cuda":
             _compare_gpus(ranks)
     if context > 1:
         from attention.context import share
 
-        shards = share(ranks.rank, ranks.world, context, heads=heads or context, gather=gather)
+        how = {"heads": heads or context, "gather": gather, "timeout": timedelta(seconds=timeout)}
+        shards = share(ranks.rank, ranks.world, context, **how)
         ranks = replace(ranks, shards=shards)
     return ranks
 
@@ -318,6 +332,7 @@ def leave() -> None:
     if of_environment().several:
         from torch import distributed
 
+        tell_end()
         if distributed.is_initialized():
             distributed.destroy_process_group()
 
@@ -358,12 +373,31 @@ def _agents_store() -> Any:
     return distributed.PrefixStore("tilegpt", distributed.TCPStore(host, port, is_master=False))
 
 
-def tell_why(summary: Row) -> None:
-    """Tell the other ranks how this one failed."""
+def tell_end() -> None:
+    """Tell the other ranks that this one ends as it should."""
     if _store is not None:
+        with contextlib.suppress(RuntimeError):  # whoever keeps the store may be gone
+            _store.set(f"left {of_environment().rank}", "")
+    _stop_watch()
+
+
+def _stop_watch() -> None:
+    global _watch
+    if _watch is not None:
+        _watch.stop()
+        _watch = None
+
+
+def tell_why(summary: Row) -> None:
+    """Tell the other ranks how this one failed, and wait for none of them from here on."""
+    _stop_watch()
+    if _store is None:
+        return
+    if "rank" not in summary:  # else another has failed
         words = {key: summary[key] for key in ("status", "error", "oom") if key in summary}
         with contextlib.suppress(RuntimeError):  # whoever keeps the store may be gone
             _store.set("failed", json.dumps({"rank": of_environment().rank} | words))
+    abort_nccl()
 
 
 def stand_in(summary: Row, began: float) -> None:
@@ -388,20 +422,24 @@ def stand_in(summary: Row, began: float) -> None:
 def why_another_failed(error: BaseException) -> Row | None:
     """What summary.json says of a run that another rank ended; None for an error of this rank's.
 
-    `error` is what a collective of this rank raised.
+    `error` is what a collective of this rank raised, or RankLost, or a signal.
     """
-    ranks = of_environment()
-    if not ranks.several or not isinstance(error, RuntimeError):
+    if not of_environment().several or _store is None:
         return None
     from torch import distributed
 
-    if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
+    message = isinstance(error, distributed.DistError) or "gloo" in str(error)
+    # torchrun ends the others of a rank that ended
+    ended = isinstance(error, (RankLost, Stopped))
+    if not ended and not (isinstance(error, RuntimeError) and message):
         return None
-    told = {}
-    with contextlib.suppress(RuntimeError):
-        if _store is not None and _store.check(["failed"]):
-            told = json.loads(_store.get("failed"))
-    if told:
-        return told
+    if _watch is not None:
+        if message:  # which may come before the end of the other process
+            _watch.noticed.wait(PATIENCE)
+        if _watch.lost is not None:
+            return _watch.lost
+    # NCCL itself says more, and a signal may have come for another reason
+    if isinstance(error, Stopped) or "NCCL error" in str(error):
+        return None
     reason = "another rank ended and did not say why: it was killed, or lost"
     return {"status": "failed", "error": reason}

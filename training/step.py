@@ -129,6 +129,7 @@ class Stepper:
                 ahead = self._queue(step + 1, before=pending)
             with record_function("optimizer"), phase("training", f"step {step + 1}"):
                 loss, grad_norm, *scores = pending.figures()  # the one wait for the GPU
+                self.run.ranks.check()
             step = self.done = step + 1
             scale = self.run.scaler.get_scale()
             diverged = self._diverged(loss, grad_norm, scale)

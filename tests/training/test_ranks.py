@@ -528,7 +528,7 @@ def test_a_rank_that_is_killed_ends_the_run(tmp_path):
     first = finish(ranks[0])
     ended = summary(tmp_path / "run")
     assert first.code == 1 and ended["status"] == "failed", first.output
-    assert ended["error"].startswith("another rank ended and did not say why")
+    assert ended["error"].startswith("rank 1 ended and did not say why") and ended["rank"] == 1
     assert first.complaint().startswith(f"error: {ended['error']}; go on with: ")
 
 
@@ -550,7 +550,7 @@ def test_what_outlives_the_first_rank_says_one_line(tmp_path):
     wait_for_rows(first, tmp_path / "run", 3)
     first.kill()
     first.communicate()
-    said = "rank 1 of 2: another rank ended and did not say why: it was killed, or lost\n"
+    said = "rank 1 of 2: rank 0 ended and did not say why: it was killed, or lost\n"
     assert other.communicate(timeout=60)[0] == said and other.returncode == 1
 
 
@@ -725,8 +725,8 @@ def test_where_the_first_rank_dies_another_writes_the_summary(tmp_path):
     asked = (*SHARED, "attention=own:ATTENTION", "steps=50", "eval_every=0")
     done = torchrun("train.py", *tiny(tmp_path / "run", *asked), PYTHONPATH=str(tmp_path))
     ended = summary(tmp_path / "run")
-    assert done.returncode == 1 and ended["status"] == "failed" and ended["rank"] == 1
-    assert "another rank ended" in ended["error"] and "rank 1 of 2: " in done.stderr
+    assert done.returncode == 1 and ended["status"] == "failed" and ended["rank"] == 0
+    assert "rank 0 ended" in ended["error"] and "rank 1 of 2: " in done.stderr
 
 
 KILLED = """
