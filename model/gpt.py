@@ -34,6 +34,9 @@ from model.norm import NORM_EPS, add_norm, build_norm
 from model.rope import apply_rope, rope_tables
 
 Rope = tuple[Tensor, Tensor]  # the cosines and sines of rope_tables()
+# CausalSelfAttention.look. On the CPU, and read when a step runs: one compiled graph serves both.
+# Never written to: a graph that runs attention again in the backward pass keeps the one it ran with
+QUIET, LOOKING = torch.tensor(False), torch.tensor(True)
 
 
 class ModelOutput(NamedTuple):
@@ -65,8 +68,7 @@ class CausalSelfAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, sum(rows), bias=config.bias)
         self.qkv.rows = rows  # Muon treats q, k and v as three matrices
         self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
-        # on the CPU, and read when a step runs: one compiled graph serves both its values
-        self.look = torch.zeros((), dtype=torch.bool)
+        self.look = QUIET
         self.max_score: Tensor | None = None  # (B, H) of the last call under GPT.looking()
         self.shards: Shards | None = None  # the ranks that share a sequence; see GPT.sharded()
         # what the backend brings, under which alone it is used; see build_own()
@@ -343,12 +345,12 @@ class GPT(nn.Module):
     def looking(self) -> Iterator[None]:
         """Inside, a forward pass also keeps the largest score of each head, for max_scores()."""
         for block in self.blocks:
-            block.attention.look.fill_(True)
+            block.attention.look = LOOKING
         try:
             yield
         finally:
             for block in self.blocks:
-                block.attention.look.fill_(False)
+                block.attention.look = QUIET
 
     def max_scores(self) -> Tensor:
         """The largest scores of the last forward pass under looking(), (num_layers, B, H). Once:

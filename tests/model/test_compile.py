@@ -3,12 +3,14 @@
 The tile loops run inside as one operator.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from attention import BACKENDS, Backend, Recorder, get_backend, is_operator
-from config import ModelConfig
+from config import AttentionConfig, ModelConfig
 from model import GPT
 from tests.selection import diagonal
 from training.schedule import prepare_model, will_compile
@@ -32,20 +34,26 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
     return {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-3}
 
 
-def build(backend: Backend, **shape: object) -> GPT:
+def build(backend: Backend, *, sinks: bool = False, **shape: object) -> GPT:
     torch.manual_seed(0)
     tiles = TILES if TILES.keys() <= backend.options.keys() else {}
-    return GPT(ModelConfig(**SHAPE | shape), vocab_size=50, backend=backend.configured(**tiles)).to(
-        DEVICE
-    )
+    settings = {"backend": backend.configured(**tiles), "attention": AttentionConfig(sinks=sinks)}
+    return GPT(ModelConfig(**SHAPE | shape), vocab_size=50, **settings).to(DEVICE)
 
 
 def loss_and_gradients(
-    run: nn.Module, model: GPT, *, dtype: torch.dtype = torch.float32, documents: bool = False
+    run: nn.Module,
+    model: GPT,
+    *,
+    dtype: torch.dtype = torch.float32,
+    documents: bool = False,
+    look: bool = False,
 ) -> list[Tensor]:
+    """Only the forward pass looks, as in a step."""
     tokens = torch.arange(2 * LENGTH, device=DEVICE).view(2, LENGTH) * 7 % 50
     document_ids = torch.arange(LENGTH, device=DEVICE).expand(2, -1) // 17 if documents else None
-    with torch.autocast(DEVICE, dtype, dtype != torch.float32):
+    looking = model.looking() if look else nullcontext()
+    with torch.autocast(DEVICE, dtype, dtype != torch.float32), looking:
         loss = run(tokens, tokens, document_ids).loss
     return [
         loss.detach(),
@@ -53,7 +61,9 @@ def loss_and_gradients(
     ]
 
 
-def check_graphs(model: GPT, *, dtype: torch.dtype = torch.float32, **settings: object) -> None:
+def check_graphs(
+    model: GPT, *, dtype: torch.dtype = torch.float32, by: str = "aot_eager", **settings: object
+) -> None:
     """The model gives the same as operator by operator from two graphs, of a block and of the loss,
     with and without a look at the largest scores.
 
@@ -61,18 +71,16 @@ def check_graphs(model: GPT, *, dtype: torch.dtype = torch.float32, **settings: 
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = model.compiled(fullgraph=True, backend="aot_eager")
-    found = [loss_and_gradients(compiled, model, dtype=dtype, **settings)]
-    with model.looking():
-        found.append(loss_and_gradients(compiled, model, dtype=dtype, **settings))
+    compiled = model.compiled(fullgraph=True, backend=by)
+    settings["dtype"] = dtype
+    found = [loss_and_gradients(compiled, model, look=look, **settings) for look in (False, True)]
     scores = model.max_scores()
     assert not scores.requires_grad
     assert (
         not torch._dynamo.utils.counters["graph_break"]
         and torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     )
-    with model.looking():
-        expected = loss_and_gradients(model, model, dtype=dtype, **settings)
+    expected = loss_and_gradients(model, model, look=True, **settings)
     for each in found:
         torch.testing.assert_close(each, expected, **tolerance(dtype))
     torch.testing.assert_close(scores, model.max_scores(), **tolerance(dtype))
@@ -123,6 +131,16 @@ def test_generated_code_around_a_tile_loop():
 )
 def test_under_autocast_and_with_less_kept(name, checkpoint):
     check_graphs(build(get_backend(name), checkpoint=checkpoint), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("by", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+def test_attention_that_runs_again_in_the_backward_pass(sinks, by):
+    """Its graph keeps the flag that it looked by, which looking() once wrote to before the backward
+    pass: "modified by an inplace operation".
+    """
+    shape = {"checkpoint": "block", "num_heads": 1, "num_kv_heads": 1}  # head_dim 64, for Hopper
+    check_graphs(build(get_backend("triton"), sinks=sinks, **shape), dtype=torch.bfloat16, by=by)
 
 
 def test_statistics_in_the_inputs_dtype():
