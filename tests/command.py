@@ -97,7 +97,14 @@ def tiny_sweep(folder: Path, *overrides: str) -> list[str]:
     return ["-m", *tiny(folder, *overrides)[:-1], f"hydra.sweep.dir={folder}"]
 
 
+def python_path(folder: Path | str) -> str:
+    """PYTHONPATH with this folder before those that it has: packages may lie there."""
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+
+
 def environment(**variables: str) -> dict[str, str]:
+    if "PYTHONPATH" in variables:
+        variables["PYTHONPATH"] = python_path(variables["PYTHONPATH"])
     return os.environ | {"TILEGPT_CACHE": cache_folder(), "OMP_NUM_THREADS": "1"} | variables
 
 

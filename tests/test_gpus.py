@@ -89,7 +89,7 @@ def test_no_end_of_a_job_is_the_end_of_another(tmp_path, monkeypatch, two_gpus):
     """Four jobs on two GPUs: one killed, one without memory, the others as they are alone."""
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     swept = "attention=own:KILLED,own:NO_MEMORY,naive,tiled"
     done = run(*tiny_sweep(tmp_path / "sweep", LAUNCHER, swept, "steps=12"))
     assert done.code == 1 and "Traceback" not in done.output, done.output

@@ -154,12 +154,17 @@ def test_a_word_is_ordered_in_the_backward_alone():
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 @pytest.mark.parametrize("what", ["portable,model", "hopper"])
 def test_the_sanitizer_finds_nothing(what, tool):
+    from tests.command import python_path  # not in the process that it watches
+
     if what == "hopper" and (
         why := why_not_hopper(device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=64)
     ):
         pytest.skip(why)
     # each tensor an allocation of its own, past whose end nothing else lies
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": python_path(ROOT),
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+    }
     command = ["compute-sanitizer", "--tool", tool, sys.executable, __file__, what]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600

@@ -71,6 +71,13 @@ def train(*arguments: str, **how) -> Done:
     return done
 
 
+def end_of(process: subprocess.Popen, run_dir: Path, timeout: float = SOON) -> tuple[Done, dict]:
+    """And its summary."""
+    done = end(process, timeout)
+    assert (run_dir / "summary.json").exists(), done.output
+    return done, summary(run_dir)
+
+
 def begin_small(folder: Path, *settings: str, **how) -> subprocess.Popen:
     return begin("train.py", *tiny(folder, *SMALL, *settings), **how)
 
@@ -211,7 +218,7 @@ def test_a_rank_that_is_killed_ends_the_run(tmp_path, rank, settings):
     process = begin_small(tmp_path / "run", *LONG, *settings)
     wait_for_rows(process, tmp_path / "run", 5)
     os.kill(pid_of(rank, process), signal.SIGKILL)
-    done, ended = end(process, SOON), summary(tmp_path / "run")
+    done, ended = end_of(process, tmp_path / "run")
     assert done.code != 0 and (ended["status"], ended["rank"]) == ("failed", rank), done.output
     assert ended["error"] == f"rank {rank} ended and did not say why: it was killed, or lost"
     assert ended["error"] in done.output
@@ -224,7 +231,7 @@ def test_ranks_that_torchrun_starts_again_go_on(tmp_path):
     while process.poll() is None and not (tmp_path / "run/checkpoint/meta.json").exists():
         time.sleep(0.01)
     os.kill(pid_of(1, process), signal.SIGKILL)
-    done, ended = end(process), summary(tmp_path / "run")
+    done, ended = end_of(process, tmp_path / "run", timeout=240)
     assert (done.code, ended["status"], ended["steps_done"]) == (0, "completed", 2000), done.output
     first, second = [each["step"] for each in ended["starts"]]
     assert first == 0 and second % 200 == 0 < second
@@ -235,7 +242,7 @@ def test_torchruns_own_end_saves(tmp_path):
     process = begin_small(tmp_path / "run", *LONG)
     wait_for_rows(process, tmp_path / "run", 3)
     process.send_signal(signal.SIGTERM)
-    done, ended = end(process, SOON), summary(tmp_path / "run")
+    done, ended = end_of(process, tmp_path / "run")
     assert ended["status"] == "interrupted", done.output
     assert checkpoint(tmp_path / "run")["step"] == ended["steps_done"] >= 3
 
@@ -248,7 +255,7 @@ def test_a_rank_without_memory_ends_all(tmp_path):
     )
     settings = (*LONG, "attention=own:ATTENTION", "compile=false")
     process = begin_small(tmp_path / "run", *settings, PYTHONPATH=str(tmp_path))
-    done, ended = end(process, 2 * SOON), summary(tmp_path / "run")
+    done, ended = end_of(process, tmp_path / "run", timeout=2 * SOON)
     assert done.code != 0 and (ended["status"], ended["rank"]) == ("oom", 1), done.output
     assert "Tried to allocate" in ended["oom"]["message"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from scripts import dashboard
-from tests.command import metrics, run, tiny
+from tests.command import metrics, python_path, run, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 ASKED = (
@@ -49,7 +49,7 @@ def start(*arguments: str) -> subprocess.CompletedProcess:
     question would fail it.
     """
     command = [sys.executable, "-m", "scripts.dashboard", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": python_path(ROOT)}
     return subprocess.run(
         command,
         env=environment,
@@ -259,7 +259,7 @@ def test_a_server_that_never_answers(offline):
         offline.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         began = time.monotonic()
         command = [sys.executable, "-c", code, "entity=me"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"PYTHONPATH": python_path(ROOT)}
         done = subprocess.run(
             command,
             env=environment,

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import forked
+from tests.command import python_path
 from training.names import name_runs
 from training.sweep import (
     SweepSummary,
@@ -69,7 +70,7 @@ def application(folder: Path, *overrides: str) -> subprocess.CompletedProcess:
     (folder / "conf").mkdir(exist_ok=True)
     (folder / "conf/config.yaml").write_text(CONFIG)
     (folder / "app.py").write_text(APPLICATION)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": python_path(ROOT)}
     return forked.run("app.py", *overrides, cwd=folder, env=environment)
 
 
