@@ -25,7 +25,9 @@ all have a default:
     processes  that examine side by side, each some properties in one dtype (1); on a GPU compiling
                takes the time, and each needs up to 9 GiB of it
     out        write every cell to this JSON file; the columns of other backends in it stay, if they
-               were measured alike
+               were measured alike. It is written as the cells come, and what was asked for and is
+               not there yet is listed under "missing": the same command goes on with that
+               (with context=1)
 
 Triton runs on a CPU where TRITON_INTERPRET=1 is set (minutes).
 """
@@ -35,11 +37,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -48,15 +47,17 @@ from tqdm import tqdm
 
 from attention import BACKENDS, Backend, kernel_choice
 from conformance.backend_under_test import Subject
-from conformance.cases import SHORT, Case
+from conformance.cases import SHORT
 from conformance.command import LARGEST_SEED, set_up
 from conformance.fuzz import finite
 from conformance.properties import PROPERTIES, Cell, Property, check_breaks, examine
 from scripts.arguments import Count, Device, Dtype, Natural, command, parse_backend
+from scripts.processes import Died, in_processes
 from scripts.tables import Row
-from training.device import pick_device, pick_dtype
+from training.device import DTYPES, pick_device, pick_dtype
 from training.environment import measured_on
 from training.files import check_writable, write_json
+from training.interrupt import Ending
 from training.sharing import RINGS
 
 # of a column in one dtype, for processes side by side: a start takes seconds. Where these are fewer
@@ -118,24 +119,88 @@ def pick_dtypes(names: list[str], device: torch.device) -> list[torch.dtype]:
     return [pick_dtype(name, device) for name in names]
 
 
-def as_json(cell: Cell, dtype: torch.dtype) -> Row:
+def as_json(cell: Cell, dtype: str) -> Row:
     """The cell's fields; figures to four digits, null where they are not finite."""
     figures = {name: finite(getattr(cell, name)) for name in ("worst_share", "worst_multiple")}
-    return {"dtype": SHORT[dtype], **asdict(cell), "ok": cell.ok} | figures
+    return {"dtype": dtype, **asdict(cell), "ok": cell.ok} | figures
 
 
 class Part(NamedTuple):
     """What was found of a column: cells of one dtype, the cases tried for them, and the seconds."""
 
-    dtype: torch.dtype
-    cells: list[Cell]
-    cases: set[Case]
+    dtype: str
+    cells: list[Row]
+    cases: set[str]
     seconds: float
+
+
+@dataclass
+class Column:
+    """What is to be found out about a backend, and the parts of it that were."""
+
+    backend: Backend
+    wanted: dict[str, list[str]]  # the properties of each dtype
+    parts: list[Part] = field(default_factory=list)
+
+    def missing(self) -> dict[str, list[str]]:
+        """The properties of each dtype that were not examined; without dtypes that lack none."""
+        found = {(part.dtype, cell["property"]) for part in self.parts for cell in part.cells}
+        missing = {
+            dtype: [name for name in names if (dtype, name) not in found]
+            for dtype, names in self.wanted.items()
+        }
+        return {dtype: names for dtype, names in missing.items() if names}
+
+    def row(self) -> Row:
+        """Its cells of every dtype, and what was tried for them. While some are missing also the
+        names of the cases, for take_over().
+        """
+        cases = {
+            dtype: sorted(set().union(*(x.cases for x in self.parts if x.dtype == dtype)))
+            for dtype in self.wanted
+        }
+        order = [(dtype, name) for dtype, names in self.wanted.items() for name in names]
+        cells = [cell for part in self.parts for cell in part.cells]
+        cells.sort(key=lambda cell: order.index((cell["dtype"], cell["property"])))
+        multiples = [
+            cell["worst_multiple"]
+            for cell in cells
+            if cell["status"] == "green" and cell["worst_multiple"] is not None
+        ]
+        random = [is_random(case) for names in cases.values() for case in names]
+        row = {
+            "exact": self.backend.exact,
+            "defect": self.backend.defect,
+            "options": dict(self.backend.options),
+            "tried": {
+                "random": sum(random),
+                "adversarial": len(random) - sum(random),
+                "checks": sum(cell["checks"] for cell in cells),
+            },
+            "worst_multiple_of_naive": max(multiples, default=None),
+            "seconds": round(sum(part.seconds for part in self.parts), 1),
+            "cells": cells,
+        }
+        return row | ({"cases": cases} if self.missing() else {})
+
+    def take_over(self, row: Row) -> None:
+        """The parts from a row() that was not whole."""
+        for dtype, cases in row.get("cases", {}).items():
+            cells = [cell for cell in row["cells"] if cell["dtype"] == dtype]
+            seconds = 0.0 if self.parts else row["seconds"]
+            self.parts.append(Part(dtype, cells, set(cases), seconds))
+
+
+Found = Generator[tuple[str, Column]]  # each column, by its name, anew as its parts come
+
+
+def is_random(case: str) -> bool:
+    return case.rpartition("-")[2].startswith("seed")
 
 
 def examined(
     backend: Backend,
-    dtype: torch.dtype,
+    dtype: str,
     options: Options,
     device: torch.device,
     properties: Mapping[str, Property | None],
@@ -144,54 +209,33 @@ def examined(
     """`done` is called after each property."""
     multiple = 1 if options.context == 1 else 2 * options.context
     start, cells = time.perf_counter(), []
-    subject = Subject(backend, device.type, dtype, options.cases, options.seed, multiple)
+    subject = Subject(backend, device.type, DTYPES[dtype], options.cases, options.seed, multiple)
     for name, check in properties.items():
-        cells.append(examine(subject, name, check))
+        cells.append(as_json(examine(subject, name, check), dtype))
         done()
-    cases = {case for case, row in subject.rows.items() if row is not None}
+    cases = {str(case) for case, row in subject.rows.items() if row is not None}
     return Part(dtype, cells, cases, time.perf_counter() - start)
 
 
-def as_column(backend: Backend, parts: list[Part]) -> Row:
-    """One column: its cells of every dtype, and what was tried for them."""
-    cases = {(part.dtype, case) for part in parts for case in part.cases}
-    cells = [as_json(cell, part.dtype) for part in parts for cell in part.cells]
-    multiples = [
-        cell["worst_multiple"]
-        for cell in cells
-        if cell["status"] == "green" and cell["worst_multiple"] is not None
-    ]
-    return {
-        "exact": backend.exact,
-        "defect": backend.defect,
-        "options": dict(backend.options),
-        "tried": {
-            "random": sum(case.seed > 0 for _, case in cases),
-            "adversarial": sum(case.seed == 0 for _, case in cases),
-            "checks": sum(cell["checks"] for cell in cells),
-        },
-        "worst_multiple_of_naive": max(multiples, default=None),
-        "seconds": round(sum(part.seconds for part in parts), 1),
-        "cells": cells,
-    }
-
-
 def verify(
-    backend: Backend,
-    dtypes: list[torch.dtype],
+    column: Column,
     options: Options,
     device: torch.device,
-    properties: Mapping[str, Property | None] | None = None,
-) -> Row:
-    """A column, in this process."""
-    properties = properties or dict.fromkeys(PROPERTIES)
-    total = len(dtypes) * len(properties)
+    properties: Mapping[str, Property] | None = None,
+) -> Iterator[Column]:
+    """The column anew after each dtype, in this process. `properties` that are not in PROPERTIES
+    come with how to check them.
+    """
+    missing = column.missing()
+    total = sum(map(len, missing.values()))
     # at a terminal
-    with tqdm(total=total, desc=backend.name, unit="property", leave=False, disable=None) as bar:
-        parts = [
-            examined(backend, dtype, options, device, properties, bar.update) for dtype in dtypes
-        ]
-    return as_column(backend, parts)
+    what = {"desc": column.backend.name, "unit": "property", "leave": False, "disable": None}
+    with tqdm(total=total, **what) as bar:
+        for dtype, names in missing.items():
+            checks = {name: (properties or {}).get(name) for name in names}
+            part = examined(column.backend, dtype, options, device, checks, bar.update)
+            column.parts.append(part)
+            yield column
 
 
 def mark(cells: list[Row]) -> str:
@@ -249,28 +293,30 @@ def not_verified(column: Row) -> bool:
     return all(cell["status"] == "n/a" for cell in column["cells"])
 
 
-def write(
-    options: Options,
-    columns: dict[str, Row],
-    dtypes: list[torch.dtype],
-    device: torch.device,
-    where: Row,
-) -> None:
-    """`where` is as it was before the file was written, which makes a working tree dirty."""
-    head = {
-        "environment": where,
-        "device": device.type,
-        "dtypes": [SHORT[dtype] for dtype in dtypes],
-        "random_cases": {"number": options.cases, "seed": options.seed},
-        "properties": {name: check.__doc__ for name, check in PROPERTIES.items()},
-    }
-    with contextlib.suppress(
-        OSError, ValueError, KeyError, TypeError
-    ):  # no such file yet, or another
-        before = json.loads(options.out.read_text())
-        before["environment"]["dirty"] = where["dirty"]
+def measured_alike(path: Path | None, head: Row) -> Row:
+    """What the file has of backends that were measured under the same `head`, and what it lacks."""
+    found: Row = {"backends": {}, "missing": {}}
+    if path is None:
+        return found
+    # no such file yet, or another
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        before = json.loads(path.read_text())
+        before["environment"]["dirty"] = head["environment"]["dirty"]  # by this file, maybe
         if {name: before.get(name) for name in head} == head:
-            columns = before["backends"] | columns
+            found |= {name: before.get(name, {}) for name in found}
+    return found
+
+
+def write(path: Path, head: Row, before: Row, columns: dict[str, Column]) -> None:
+    """`columns`, and those of other backends from `before`."""
+    rows = before["backends"] | {name: x.row() for name, x in columns.items() if x.parts}
+    missing = dict(before["missing"])
+    for name, column in columns.items():
+        if column.parts or name not in rows:
+            missing[name] = [
+                dtype if names == column.wanted[dtype] else f"{dtype}: {', '.join(names)}"
+                for dtype, names in column.missing().items()
+            ]
     order = list(BACKENDS)
 
     def place(column: str) -> tuple[int, str]:
@@ -278,50 +324,45 @@ def write(
         name = column.split(" (")[0]
         return order.index(name) if name in order else len(order), column
 
-    backends = {name: columns[name] for name in sorted(columns, key=place)}
-    write_json(options.out, head | {"backends": backends})
+    lacks = {name: missing[name] for name in sorted(missing, key=place) if missing[name]}
+    backends = {name: rows[name] for name in sorted(rows, key=place)}
+    write_json(path, head | ({"missing": lacks} if lacks else {}) | {"backends": backends})
 
 
-def verify_here(
-    dtypes: list[torch.dtype], options: Options, device: torch.device
-) -> Iterator[tuple[str, Row]]:
-    """Name and column of each attention."""
-    for name, backend in pick_backends(options.attention, device).items():
-        yield name, verify(backend, dtypes, options, device)
+def verify_here(columns: dict[str, Column], options: Options, device: torch.device) -> Found:
+    """Each column, by its name, as its parts come."""
+    for name, column in columns.items():
+        for found in verify(column, options, device):
+            yield name, found
 
 
 def verify_side_by_side(
-    dtypes: list[torch.dtype], options: Options, device: torch.device
-) -> Iterator[tuple[str, Row]]:
-    """Name and column of each attention, in processes that examine a part of a column each."""
-    context, backends = get_context("spawn"), pick_backends(options.attention, device)
-    few = len(backends) * len(dtypes) * PARTS < options.processes
+    columns: dict[str, Column], options: Options, device: torch.device
+) -> Found:
+    """The same, in processes that examine a part of a column each."""
+    missing = {name: column.missing() for name, column in columns.items()}
+    few = PARTS * sum(map(len, missing.values())) < options.processes
     count = len(PROPERTIES) if few else PARTS
-    order = [(SHORT[dtype], name) for dtype in dtypes for name in PROPERTIES]
-    # a process a part: what leaves the GPU unusable does not reach another
-    with ProcessPoolExecutor(options.processes, context, max_tasks_per_child=1) as pool:
-        found = {
-            name: [
-                pool.submit(examine_part, options, name, dtype, list(PROPERTIES)[part::count])
-                for part in range(count)  # the first properties take longest
-                for dtype in dtypes
-            ]
-            for name in backends
-        }
-        for name, backend in backends.items():
-            try:
-                parts = [each.result() for each in found[name]]
-            except BrokenProcessPool as error:
-                raise ValueError(
-                    f"a process died, of {name} or of what was examined beside it: find it with "
-                    f"attention={name} processes=1"
-                ) from error
-            column = as_column(backend, parts)
-            column["cells"].sort(key=lambda cell: order.index((cell["dtype"], cell["property"])))
-            yield name, column
+    jobs = [
+        (options, name, dtype, names[part::count])
+        for name, dtypes in missing.items()
+        for part in range(count)  # the first properties take longest
+        for dtype, names in dtypes.items()
+        if names[part::count]
+    ]
+    try:
+        for (_, name, *_), part in in_processes(examine_part, jobs, options.processes):
+            columns[name].parts.append(part)
+            yield name, columns[name]
+    except Died as died:
+        _, name, dtype, names = died.job
+        raise ValueError(
+            f"a process died that examined {name} in {dtype} ({', '.join(names)}): find it with "
+            f"attention={name} processes=1"
+        ) from died
 
 
-def examine_part(options: Options, column: str, dtype: torch.dtype, names: list[str]) -> Part:
+def examine_part(options: Options, column: str, dtype: str, names: list[str]) -> Part:
     device = pick_device(options.device)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // options.processes))
     set_up(device)
@@ -329,10 +370,8 @@ def examine_part(options: Options, column: str, dtype: torch.dtype, names: list[
     return examined(backend, dtype, options, device, dict.fromkeys(names))
 
 
-def verify_distributed(
-    dtypes: list[torch.dtype], options: Options, device: torch.device
-) -> Iterator[tuple[str, Row]]:
-    """Name and column of each attention, in processes that share every sequence."""
+def verify_distributed(dtypes: list[torch.dtype], options: Options, device: torch.device) -> Found:
+    """Each column, by its name, in processes that share every sequence."""
     from conformance.distributed import Processes, Setting
 
     if device.type == "cuda" and torch.cuda.device_count() < options.context:
@@ -361,9 +400,10 @@ def verify_distributed(
         ]
     for setting in settings:
         with Processes(setting) as processes:
-            backend = processes.backend
-            column = verify(backend, dtypes, options, device, processes.properties)
-        yield f"{backend.name} on {options.context}", column
+            backend, properties = processes.backend, processes.properties
+            column = Column(backend, {SHORT[dtype]: list(properties) for dtype in dtypes})
+            for found in verify(column, options, device, properties):
+                yield f"{backend.name} on {options.context}", found
 
 
 @command
@@ -373,20 +413,61 @@ def main(options: Options) -> None:
     if options.out is not None:
         check_writable(options.out)
     set_up(device)
-    where = measured_on(device)
-    columns: dict[str, Row] = {}
-    measured = verify_side_by_side if options.processes > 1 else verify_here
-    measured = verify_distributed if options.context > 1 else measured
-    for name, column in measured(dtypes, options, device):
-        columns[name] = column
-        print(f"{name}: {columns[name]['seconds']} s", file=sys.stderr, flush=True)
-        if options.out is not None:
-            write(options, columns, dtypes, device, where)
-    print(report(columns))
-    wrong = sum(not cell["ok"] for column in columns.values() for cell in column["cells"])
+    head = {
+        "environment": measured_on(device),  # before the file makes the working tree dirty
+        "device": device.type,
+        "dtypes": [SHORT[dtype] for dtype in dtypes],
+        "random_cases": {"number": options.cases, "seed": options.seed},
+        "properties": {name: check.__doc__ for name, check in PROPERTIES.items()},
+    }
+    before = measured_alike(options.out, head)
+    columns: dict[str, Column] = {}
+    rows: dict[str, Row] = {}
+    if options.context > 1:
+        found = verify_distributed(dtypes, options, device)
+    else:
+        wanted = {SHORT[dtype]: list(PROPERTIES) for dtype in dtypes}
+        backends = pick_backends(options.attention, device)
+        columns = {name: Column(backend, wanted) for name, backend in backends.items()}
+        rows = dict.fromkeys(columns, {}) | go_on(columns, before)
+        examine_all = verify_side_by_side if options.processes > 1 else verify_here
+        found = examine_all(columns, options, device)
+    with Ending(), contextlib.closing(found):
+        for name, column in found:
+            columns[name] = column
+            if not column.missing():
+                print(f"{name}: {column.row()['seconds']} s", file=sys.stderr, flush=True)
+            if options.out is not None:
+                write(options.out, head, before, columns)
+    ended(rows | {name: column.row() for name, column in columns.items()})
+
+
+def go_on(columns: dict[str, Column], before: Row) -> dict[str, Row]:
+    """Where one of the columns was not finished, all take over what the file has. Returns the rows
+    of those that have nothing to do, and drops these.
+    """
+    whole: dict[str, Row] = {}
+    if not columns.keys() & before["missing"].keys():
+        return whole
+    for name in [name for name in columns if name in before["backends"]]:
+        row = before["backends"][name]
+        if name not in before["missing"]:
+            whole[name] = row
+            del columns[name]
+        else:
+            columns[name].take_over(row)
+    missing = sum(len(x) for column in columns.values() for x in column.missing().values())
+    print(f"going on with {len(columns)} columns, {missing} cells", file=sys.stderr, flush=True)
+    return whole
+
+
+def ended(rows: dict[str, Row]) -> None:
+    """Prints the report. Raises ValueError where something is not as documented."""
+    print(report(rows))
+    wrong = sum(not cell["ok"] for row in rows.values() for cell in row["cells"])
     if wrong:
         raise ValueError(f"{wrong} cells are not as documented")
-    if all(map(not_verified, columns.values())):
+    if all(map(not_verified, rows.values())):
         raise ValueError("nothing was verified")
 
 

@@ -5,9 +5,11 @@ thing that can be wrong.
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
+import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -169,12 +171,17 @@ def test_what_is_refused_altogether_is_not_verified(run_verify, monkeypatch):
     assert ". triton: " in out and "set TRITON_INTERPRET=1" in out
 
 
+def here(function, jobs, limit):
+    """in_processes() without processes."""
+    return ((job, function(*job)) for job in jobs)
+
+
 def test_parts_of_a_column_come_together(run_verify, monkeypatch, tmp_path):
-    """As from one process; here threads stand for them."""
+    """As from one process."""
     both = "attention=naive,no_scale", "dtype=fp32,bf16"
     paths = [tmp_path / "alone.json", tmp_path / "parts.json"]
     assert run_verify(*both, f"out={paths[0]}")[0] == 0
-    monkeypatch.setattr(verify, "ProcessPoolExecutor", lambda n, *_, **__: ThreadPoolExecutor(n))
+    monkeypatch.setattr(verify, "in_processes", here)
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
     assert run_verify(*both, "processes=2", f"out={paths[1]}")[0] == 0
     alone, parts = (json.loads(path.read_text())["backends"] for path in paths)
@@ -184,8 +191,87 @@ def test_parts_of_a_column_come_together(run_verify, monkeypatch, tmp_path):
 
 
 def test_a_process_that_dies_is_named(run_verify):
-    code, _ = run_verify("attention=tests.user_backends:DIES", "processes=2")
-    assert "a process died, of tests.user_backends:DIES or" in code
+    code, _ = run_verify("attention=naive,tests.user_backends:DIES", "processes=2")
+    said = r"a process died that examined tests.user_backends:DIES in fp32 \(.*\): find it with "
+    assert re.search(said + "attention=tests.user_backends:DIES processes=1$", code)
+
+
+FEW = ("forward", "lse", "rows sum to one", "block sizes")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_is_cut_short_goes_on(run_verify, monkeypatch, tmp_path, processes):
+    """The file has the cells so far and says what it lacks; then only that is examined, and all is
+    as without a stop. A column once was lost unless all of its parts had come.
+    """
+    monkeypatch.setattr(verify, "PROPERTIES", {name: PROPERTIES[name] for name in FEW})
+    monkeypatch.setattr(verify, "PARTS", 2)
+    monkeypatch.setattr(verify, "in_processes", here)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    examine, examined = verify.examined, []
+
+    def until(stop: int):
+        def run(backend, dtype, options, device, properties, *done):
+            if len(examined) == stop:
+                raise KeyboardInterrupt
+            examined.extend((backend.name, dtype, name) for name in properties)
+            return examine(backend, dtype, options, device, properties, *done)
+
+        return run
+
+    asked = "attention=naive,tiled,no_scale", "dtype=fp32,bf16", f"processes={processes}"
+    whole, path = tmp_path / "whole.json", tmp_path / "cut.json"
+    told = run_verify(*asked, f"out={whole}")
+    assert told[0] == 0
+    cells = 3 * 2 * len(FEW)
+    monkeypatch.setattr(verify, "examined", until(10 if processes > 1 else 12))
+    assert run_verify(*asked, f"out={path}")[0] == 130
+    cut = json.loads(path.read_text())
+    assert list(cut["backends"]) == ["naive", "tiled"] and "cases" not in cut["backends"]["naive"]
+    half = ["fp32: lse, block sizes", "bf16"] if processes > 1 else ["bf16"]
+    assert cut["missing"] == {"tiled": half, "no_scale": ["fp32", "bf16"]}
+    # another column, measured alike, leaves them as they are
+    monkeypatch.setattr(verify, "examined", examine)
+    assert run_verify("attention=sdpa", *asked[1:], f"out={path}")[0] == 0
+    more = json.loads(path.read_text())
+    assert more["missing"] == cut["missing"]
+    assert more["backends"].pop("sdpa") and more["backends"] == cut["backends"]
+
+    monkeypatch.setattr(verify, "examined", until(-1))
+    assert run_verify(*asked, f"out={path}") == told
+    assert len(examined) == len(set(examined)) == cells
+    gone_on, expected = (json.loads(each.read_text()) for each in (path, whole))
+    assert "missing" not in gone_on and gone_on["backends"].pop("sdpa")
+    for column in (*gone_on["backends"].values(), *expected["backends"].values()):
+        del column["seconds"]
+    assert gone_on == expected
+    # whole, it is measured anew
+    run_verify(*asked, f"out={path}")
+    assert len(examined) == 2 * cells
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_is_one_sentence_and_leaves_no_process(tmp_path, number):
+    """Ctrl-C goes to every process of a terminal, SIGTERM to the first alone."""
+    path = tmp_path / "found.json"
+    asked = ("attention=naive,tiled", "device=cpu", "dtype=fp32,bf16", "processes=2")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scripts.verify", *asked, f"out={path}"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while process.poll() is None and not path.exists():
+        time.sleep(0.01)
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+    began = time.monotonic()
+    said = process.communicate(timeout=60)[1]  # when no process holds the pipe any more
+    assert time.monotonic() - began < 5
+    assert process.returncode == 130 and said == "verify: stopped by Ctrl-C\n", said
+    assert json.loads(path.read_text())["missing"]
 
 
 def test_several_dtypes_share_a_column(run_verify):
