@@ -56,15 +56,17 @@ def verification() -> str:
     draw_matrix(panels, FOLDER / "verify.png")
     parts = [
         section(data, f"{where}: {verdict(data)}{gaps(data)}", table(EFFORT_HEAD, effort(data)))
-        for where, data in panels.items()
+        for where, data in (panels | {"H100": load("verify_h100")}).items()
     ]
     return "\n\n".join([*parts, "![property x backend](verify.png)"])
 
 
 def gaps(data: Row) -> str:
-    """Which columns a time limit cut off, by name and dtype."""
-    missing = data.get("missing", {})
-    named = "; ".join(f"{column} in {', '.join(dtypes)}" for column, dtypes in missing.items())
+    """Which columns a time limit cut off, by name, and by dtype where it left some."""
+    named = "; ".join(
+        column if dtypes == data["dtypes"] else f"{column} in {', '.join(dtypes)}"
+        for column, dtypes in data.get("missing", {}).items()
+    )
     return f" Not measured in the time: {named}." if named else ""
 
 
