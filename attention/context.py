@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.exchange import exchanged
+from attention.exchange import groups as _groups
 from attention.interface import (
     AttentionOutput,
     Backend,
@@ -36,7 +38,6 @@ from attention.mask import intervals
 from attention.ring import GatherCall, RankProgram, RingCall, Sent, zigzag
 from attention.sinks import with_sinks
 
-_groups: dict[str, Any] = {}  # process groups by name: an operator takes no group
 _backends: dict[str, Backend] = {}  # those that run on a ring, by name
 
 
@@ -127,11 +128,13 @@ class Shards:
         """
         if self.heads.size == 1:
             return tensors
-        return exchange_tokens(tensors, self.heads.name, self.heads.size)
+        if len(widths := {x.shape[-1] for x in tensors}) > 1:
+            raise Refusal(f"ranks exchange heads with v as wide as q and k, not of {widths}")
+        return exchanged(tensors, self.heads.name, self.heads.size, back=False)
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """The way back."""
-        return exchange_heads([x], self.heads.name, self.heads.size)[0]
+        return exchanged([x], self.heads.name, self.heads.size, back=True)[0]
 
     def of_all_heads(self, x: Tensor) -> Tensor:
         """From (B, H / W) of this rank's heads to (B, H), -inf for the heads of the others."""
@@ -222,62 +225,6 @@ def share(
                         _groups[name] = group
     place, head = divmod(rank % context, heads)
     return Shards(Group("heads", head, heads), Group("ring", place, context // heads), gather)
-
-
-def _swap(parts: list[Tensor], group: str) -> list[Tensor]:
-    """Send each[i] (W, B, H, n, D) to rank i; returns what all ranks sent here, in their order."""
-    from torch import distributed
-
-    world, batch, _, tokens, dim = parts[0].shape
-    counts = [each.shape[2] for each in parts]
-    sent = parts[0].new_empty(world, batch, sum(counts), tokens, dim)
-    for place, each in zip(sent.split(counts, 2), parts, strict=True):
-        place.copy_(each)
-    received = torch.empty_like(sent)
-    if group:
-        distributed.all_to_all_single(received, sent, group=_groups[group])
-    return list(received.split(counts, 2))
-
-
-@torch.library.custom_op("tilegpt::exchange_tokens", mutates_args=())
-def exchange_tokens(tensors: Sequence[Tensor], group: str, world: int) -> list[Tensor]:
-    """Each (B, H, N / W, D) to (B, H / W, N, D)."""
-    parts = [x.unflatten(1, (world, -1)).movedim(1, 0) for x in tensors]  # (W, B, H / W, N / W, D)
-    return [x.movedim(0, 2).flatten(2, 3).contiguous() for x in _swap(parts, group)]
-
-
-@torch.library.custom_op("tilegpt::exchange_heads", mutates_args=())
-def exchange_heads(tensors: Sequence[Tensor], group: str, world: int) -> list[Tensor]:
-    """Each (B, H / W, N, D) to (B, H, N / W, D)."""
-    parts = [x.unflatten(2, (world, -1)).movedim(2, 0) for x in tensors]  # (W, B, H / W, N / W, D)
-    return [x.movedim(0, 1).flatten(1, 2).contiguous() for x in _swap(parts, group)]
-
-
-@exchange_tokens.register_fake
-def _(tensors: Sequence[Tensor], group: str, world: int) -> list[Tensor]:
-    shapes = [(x.shape[0], x.shape[1] // world, x.shape[2] * world, x.shape[3]) for x in tensors]
-    return [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
-
-
-@exchange_heads.register_fake
-def _(tensors: Sequence[Tensor], group: str, world: int) -> list[Tensor]:
-    shapes = [(x.shape[0], x.shape[1] * world, x.shape[2] // world, x.shape[3]) for x in tensors]
-    return [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, ctx.group, ctx.world = inputs
-
-
-# the gradient of a permutation across ranks is the way back
-exchange_tokens.register_autograd(
-    lambda ctx, grads: (exchange_heads(grads, ctx.group, ctx.world), None, None),
-    setup_context=_keep,
-)
-exchange_heads.register_autograd(
-    lambda ctx, grads: (exchange_tokens(grads, ctx.group, ctx.world), None, None),
-    setup_context=_keep,
-)
 
 
 def take_part(program: RankProgram, group: str, place: int, size: int) -> Any:

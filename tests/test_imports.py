@@ -48,6 +48,7 @@ MAY_IMPORT = {
 # modules of attention that everything in it may import, and what single ones may import besides
 SHARED = {"decoding", "interface", "mask", "online_softmax", "own", "ring", "sinks"}
 ALSO = {
+    "context": {"exchange"},
     "exact_variants": {"tiled"},
     "defects": {"tiled", "kernels"},
     "diagnose": {"tiled", "naive"},

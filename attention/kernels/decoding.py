@@ -21,14 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.decoding import num_splits
-from attention.interface import Plans
+from attention.interface import Plans, operator
 from attention.kernels.forward import scores_of
 from attention.kernels.launch import (
     Launch,
     Tile,
     batch_stride,
     multiprocessors,
-    operator,
     padded_head_dim,
     pick_tile,
     properties,

@@ -12,12 +12,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-from attention.interface import Plans
+from attention.interface import Plans, operator
 from attention.kernels.launch import (
     Launch,
     batch_stride,
     layout,
-    operator,
     place_of,
     tiles_of,
 )

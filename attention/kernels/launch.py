@@ -94,20 +94,6 @@ def layout(x: Tensor | None) -> tuple[Any, ...] | None:
     return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """An operator that mutates nothing. torch.library.custom_op also looks at every call for
-    results that share memory with inputs, which takes as long as the rest of a short call.
-    """
-
-    def declare(function: Callable[..., Any]) -> Any:
-        schema = torch.library.infer_schema(function, mutates_args=())
-        torch.library.define(f"tilegpt::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(f"tilegpt::{name}", "default", function)
-        return getattr(torch.ops.tilegpt, name).default
-
-    return declare
-
-
 def place_of(device: torch.device) -> tuple[torch.device, int | None]:
     """A device, and the one on which Triton launches."""
     return device, torch.cuda.current_device() if device.type == "cuda" else None

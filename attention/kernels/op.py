@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.interface import Plans
+from attention.interface import Plans, operator
 from attention.kernels import portable
-from attention.kernels.launch import layout, operator, place_of
+from attention.kernels.launch import layout, place_of
 from attention.kernels.select import choose_kernel
 
 
