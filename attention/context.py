@@ -32,10 +32,20 @@ from attention.interface import (
     ScoredOutput,
     ScoreMod,
     flag,
+    operator,
     statistics_dtype,
 )
 from attention.mask import intervals
-from attention.ring import GatherCall, RankProgram, RingCall, Sent, zigzag
+from attention.ring import (
+    GatherCall,
+    RankProgram,
+    RingCall,
+    Sent,
+    empty_tokens,
+    standing_call,
+    token_major,
+    zigzag,
+)
 from attention.sinks import with_sinks
 
 _backends: dict[str, Backend] = {}  # those that run on a ring, by name
@@ -231,7 +241,7 @@ def take_part(program: RankProgram, group: str, place: int, size: int) -> Any:
     """Run this rank's part of a ring with the others; returns what the program returns."""
     leaving = next(program)
     while True:
-        arriving = [each.tensor.new_empty(each.receives) for each in leaving]
+        arriving = [empty_tokens(each.receives, each.tensor) for each in leaving]
         works = _pass_on(leaving, arriving, group, place, size) if group and leaving else []
 
         def arrived(works: list = works, arriving: list[Tensor] = arriving) -> list[Tensor]:
@@ -260,8 +270,8 @@ def _pass_on(
             distributed.P2POp(transfer, x, peer, members)
             for each, buffer in zip(leaving, arriving, strict=True)
             for transfer, x, peer in (
-                (distributed.isend, each.tensor.contiguous(), after),
-                (distributed.irecv, buffer, before),
+                (distributed.isend, token_major(each.tensor).transpose(-3, -2), after),
+                (distributed.irecv, buffer.transpose(-3, -2), before),
             )
         ]
     )
@@ -297,26 +307,29 @@ def run_on_ring(
     SETTINGS.
     """
     given, q = dict(zip(SETTINGS, values, strict=True)), tensors[0]
-    length = q.shape[2] * given["size"]
-    tokens = zigzag(length, given["size"], q.device)
+    size, length = given["size"], q.shape[2] * given["size"]
     mask = {name: given[name] for name in ("causal", "window")}
-    visible = intervals(length, length, q.device, document_ids=document_ids, **mask)
     settings = {name: given[name] for name in ("scale", "softcap", "block_q", "block_kv")}
     if given["kernel"]:  # of the attentions that have a choice
         settings["kernel"] = given["kernel"]
     kind = GatherCall if given["gather"] else RingCall
     used = _backends[given["backend"]].ring
-    call = kind(used, tokens, tokens, visible, settings, look=look)
+    if document_ids is None:
+        shape = (length, length, size, q.device, frozenset(settings.items()))
+        call = replace(standing_call(kind, used, *shape, **mask), look=look)
+    else:
+        tokens = zigzag(length, size, q.device)
+        visible = intervals(length, length, q.device, document_ids=document_ids, **mask)
+        call = kind(used, tokens, tokens, visible, settings, look=look)
     place = {name: given[name] for name in ("group", "place", "size")}
     with torch.autocast(q.device.type, enabled=False):
         return take_part(getattr(call, direction)(given["place"], *tensors), **place)
 
 
-@torch.library.custom_op(
-    "tilegpt::ring_attention",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? document_ids, Tensor? look, "
-    f"{SCHEMA}) -> (Tensor, Tensor, Tensor)",
+@operator(
+    "ring_attention",
+    f"(Tensor q, Tensor k, Tensor v, Tensor? document_ids, Tensor? look, {SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor)",
 )
 def ring_attention(
     q: Tensor,
@@ -333,32 +346,31 @@ def ring_attention(
     out, lse, max_score = run_on_ring("forward", (q, k, v), document_ids, values, look=looked)
     if max_score is None:
         max_score = lse.new_empty(lse.shape[:2])
-    return out.contiguous(), lse.contiguous(), max_score
+    return token_major(out), lse.contiguous(), max_score
 
 
-@ring_attention.register_fake
+@torch.library.register_fake("tilegpt::ring_attention")
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     dtype = statistics_dtype(q)
     lse, max_score = (q.new_empty(q.shape[:dims], dtype=dtype) for dims in (3, 2))
-    return q.new_empty(q.shape), lse, max_score
+    return empty_tokens(q.shape, q), lse, max_score
 
 
-@torch.library.custom_op(
-    "tilegpt::ring_attention_backward",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor d_out, Tensor d_lse, "
+@operator(
+    "ring_attention_backward",
+    "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor d_out, Tensor d_lse, "
     f"Tensor? document_ids, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
 def ring_attention_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of this rank's tokens, from what ring_attention took and gave."""
     *tensors, document_ids = arguments[:8]
     dq, dk, dv = run_on_ring("backward", tensors, document_ids, arguments[8:])
-    return dq.contiguous(), dk.clone(), dv.clone()
+    return token_major(dq), token_major(dk), token_major(dv)
 
 
-@ring_attention_backward.register_fake
+@torch.library.register_fake("tilegpt::ring_attention_backward")
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return empty_tokens(q.shape, q), empty_tokens(k.shape, k), empty_tokens(v.shape, v)
 
 
 def _save_ring(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -374,4 +386,11 @@ def _backward_of_ring(
     return *gradients, None, None, *([None] * len(ctx.settings))
 
 
-ring_attention.register_autograd(_backward_of_ring, setup_context=_save_ring)
+def _no_second_derivative(ctx: Any, *_: Tensor) -> None:
+    raise RuntimeError("attention on a ring has no second derivative: use attention=naive")
+
+
+torch.library.register_autograd(
+    "tilegpt::ring_attention", _backward_of_ring, setup_context=_save_ring
+)
+torch.library.register_autograd("tilegpt::ring_attention_backward", _no_second_derivative)

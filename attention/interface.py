@@ -48,14 +48,15 @@ def flag(asked: bool | Tensor) -> Tensor | None:
     return torch.ones((), dtype=torch.bool) if asked else None
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """An operator that mutates nothing. torch.library.custom_op also looks at every call for
-    results that share memory with inputs, which takes as long as the rest of a short call.
+def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """An operator that mutates nothing; its schema is that of the function's annotations.
+    torch.library.custom_op also looks at every call for results that share memory with inputs,
+    which takes as long as the rest of a short call.
     """
 
     def declare(function: Callable[..., Any]) -> Any:
-        schema = torch.library.infer_schema(function, mutates_args=())
-        torch.library.define(f"tilegpt::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
+        takes = schema or torch.library.infer_schema(function, mutates_args=())
+        torch.library.define(f"tilegpt::{name}", takes, tags=(torch.Tag.pt2_compliant_tag,))
         torch.library.impl(f"tilegpt::{name}", "default", function)
         return getattr(torch.ops.tilegpt, name).default
 

@@ -19,15 +19,15 @@ head dim; W ranks; a rank has N_r queries and M_r keys.
 """
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, reduce
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from attention.interface import statistics_dtype
-from attention.mask import VisibleKeys
+from attention.mask import VisibleKeys, Window, intervals
 from attention.online_softmax import OnlineSoftmax
 
 PARTS = ("row_max", "row_sum", "acc")  # of a state
@@ -97,6 +97,42 @@ class Sent(NamedTuple):
     receives: tuple[int, ...]
 
 
+class Part(NamedTuple):
+    """What is seen of a block: `rows` of the queries see some of `keys`, and nothing else."""
+
+    rows: slice
+    keys: slice
+    visible: VisibleKeys  # of these queries and keys
+
+    @property
+    def empty(self) -> bool:
+        return not (self.visible.lo.shape[1] and self.visible.num_keys)
+
+
+def narrowed(visible: VisibleKeys) -> Part:
+    """The part of a block that is seen. Waits for a GPU."""
+    lo, hi = (ends.cpu() for ends in (visible.lo, visible.hi))
+    rows = (hi > lo).any(0).nonzero().flatten()
+    if not len(rows):
+        return Part(slice(0), slice(0), replace(visible, lo=lo[:, :0], hi=hi[:, :0], num_keys=0))
+    seen = slice(int(rows[0]), int(rows[-1]) + 1)
+    filled = (hi > lo)[:, seen]
+    lo, hi = lo[:, seen], hi[:, seen]
+    keys = slice(int(lo[filled].min()), int(hi[filled].max()))
+    # an empty interval may lie outside of these keys
+    lo, hi = (ends.clamp(keys.start, keys.stop) - keys.start for ends in (lo, hi))
+    found = VisibleKeys(lo, hi, keys.stop - keys.start)
+    causal = None
+    if not lo.any():
+        queries, num_keys = lo.shape[1], found.num_keys
+        if bool((hi == num_keys).all()):
+            causal = False
+        elif queries == num_keys and bool((hi == torch.arange(1, num_keys + 1)).all()):
+            causal = True
+    device = visible.lo.device
+    return Part(seen, keys, replace(found, lo=lo.to(device), hi=hi.to(device), causal=causal))
+
+
 # yields what it sends; is sent a function that waits and returns what has come
 RankProgram = Generator[list[Sent], Callable[[], list[Tensor]], Any]
 
@@ -110,6 +146,34 @@ def zigzag(length: int, world: int, device: torch.device | None = None) -> list[
     return [torch.cat((chunks[rank], chunks[-1 - rank])) for rank in range(world)]
 
 
+def token_major(x: Tensor) -> Tensor:
+    """x (..., H, N, D), in memory (..., N, H, D): as the model has it, and as it is sent."""
+    return x.transpose(-3, -2).contiguous().transpose(-3, -2)
+
+
+def empty_tokens(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Memory for token_major()."""
+    *outer, heads, tokens, dim = shape
+    return like.new_empty(*outer, tokens, heads, dim).transpose(-3, -2)
+
+
+def together(k: Tensor, v: Tensor) -> Tensor:
+    """(2, B, H_kv, M, D), token_major()."""
+    return torch.stack((k.transpose(1, 2), v.transpose(1, 2))).transpose(2, 3)
+
+
+def added(total: Tensor | None, part: Tensor, where: slice, like: Tensor) -> Tensor:
+    """`total` (..., N, D) with `part` added to the tokens `where`, in place. Without a total it is
+    zero, of as many tokens as `like` has.
+    """
+    if total is None and part.shape[-2] == like.shape[-2]:
+        return part
+    if total is None:
+        total = torch.zeros_like(like, dtype=part.dtype)
+    total[..., where, :] += part
+    return total
+
+
 @dataclass(frozen=True)
 class RingCall:
     """One call of attention on a ring: the part that all ranks know."""
@@ -120,6 +184,9 @@ class RingCall:
     visible: VisibleKeys  # of the whole sequence
     settings: dict[str, Any]  # scale, softcap and the backend's options
     look: bool = False
+    # whether other calls have the same mask, so that what is seen of a block is looked up once
+    standing: bool = False
+    parts: dict[tuple[int, int], Part] = field(default_factory=dict)  # by rank and source
 
     @property
     def world(self) -> int:
@@ -138,16 +205,27 @@ class RingCall:
         )
         return VisibleKeys(lo, hi, len(keys))
 
+    def part(self, rank: int, source: int) -> Part:
+        """What the queries of `rank` see of the keys of `source`: all of both, as far as the host
+        knows, or less under a standing mask. A broken merge may treat rows that see nothing like
+        others.
+        """
+        if not (self.standing and self.ring.exact):
+            return Part(slice(None), slice(None), self.sees(rank, source))
+        if (rank, source) not in self.parts:
+            self.parts[rank, source] = narrowed(self.sees(rank, source))
+        return self.parts[rank, source]
+
     def forward(self, rank: int, q: Tensor, k: Tensor, v: Tensor) -> RankProgram:
         """Returns out, lse and max_score of this rank's queries."""
         state: OnlineSoftmax | None = None
         max_scores = []
-        held = torch.stack((k, v))
+        held = together(k, v)
         for hop in range(self.world):
             source = (rank - hop) % self.world
             arriving = yield self._leaving(hop, source, held)
             block, max_score = self._block(rank, source, q, held)
-            state = block if state is None else self.ring.merge(state, block)
+            state = self._merged(state, block, self.part(rank, source).rows, q)
             max_scores.append(max_score)
             held = next(iter(arriving()), held)
         assert state is not None
@@ -162,19 +240,34 @@ class RingCall:
         before = (source - 1) % self.world
         return [Sent(held, (*held.shape[:3], len(self.keys[before]), held.shape[-1]))]
 
-    def _is_empty(self, rank: int, source: int) -> bool:
-        """More ranks than tokens leave some without any."""
-        return not len(self.queries[rank]) or not len(self.keys[source])
-
     def _block(
         self, rank: int, source: int, q: Tensor, held: Tensor
     ) -> tuple[OnlineSoftmax, Tensor | None]:
-        """What `rank` makes of the keys and values of `source`."""
-        if self._is_empty(rank, source):
+        """What `rank` makes of the keys and values of `source`, for the rows of their part()."""
+        part = self.part(rank, source)
+        q = q[..., part.rows, :]
+        if part.empty:
             state = OnlineSoftmax.empty(q, dtype=statistics_dtype(q))
             return state, state.row_max.new_full(q.shape[:2], -torch.inf)
-        (k, v), visible = held, self.sees(rank, source)
-        return self.ring.blocks.forward(q, k, v, visible, look=self.look, **self.settings)
+        k, v = held[..., part.keys, :]
+        return self.ring.blocks.forward(q, k, v, part.visible, look=self.look, **self.settings)
+
+    def _merged(
+        self, state: OnlineSoftmax | None, block: OnlineSoftmax, rows: slice, q: Tensor
+    ) -> OnlineSoftmax:
+        """`state` with what these rows have made of one more block; it may change in place."""
+        whole = block.row_max.shape[2] == q.shape[2]
+        if state is None and whole:
+            return block
+        if state is None:
+            state = OnlineSoftmax.empty(q, dtype=block.acc.dtype)
+        if whole:
+            return self.ring.merge(state, block)
+        past = {name: getattr(state, name)[..., rows, :] for name in PARTS}
+        merged = self.ring.merge(replace(state, **past), block)
+        for name, x in past.items():
+            x.copy_(getattr(merged, name))
+        return state
 
     def backward(
         self,
@@ -195,31 +288,31 @@ class RingCall:
         d_states = []
         if not self.ring.exact:
             d_states = yield from self._differentiate_merge(rank, q, k, v, d_out, d_lse)
-        dq = torch.zeros_like(q, dtype=lse.dtype)
-        held = torch.stack((k, v))
-        gradient: Tensor | None = None  # of the keys and values that this rank held last
+        dq: Tensor | None = None
+        held = together(k, v)
+        gradients: list[Tensor] = []  # of the keys and of the values that this rank held last
         for hop in range(self.world):
             source = (rank - hop) % self.world
             leaving = self._leaving(hop, source, held)
-            if gradient is not None:
-                leaving.append(Sent(gradient, tuple(held.shape)))
-            arriving = yield leaving
+            behind = [Sent(x, tuple(held.shape[1:])) for x in gradients]
+            arriving = yield leaving + behind
             d_state = d_states[hop] if d_states else None
-            parts = self._gradients(rank, source, q, held, (out, lse, d_out, d_lse), d_state)
-            dq += parts[0]
+            found = self._gradients(rank, source, q, held, (out, lse, d_out, d_lse), d_state)
+            rows, keys, _ = self.part(rank, source)
+            dq = added(dq, found[0], rows, q)
             arrived = arriving()
-            if hop == 0:
-                gradient = torch.stack(parts[1:])
-            else:  # the gradient of these keys comes last
-                gradient = arrived.pop()
-                gradient[0].add_(parts[1])
-                gradient[1].add_(parts[2])
-            del parts, leaving  # the next hop needs their memory
-            held = next(iter(arrived), held)
-        assert gradient is not None
+            # the gradients of these keys come last
+            totals = arrived[len(leaving) :] if hop else (None, None)
+            gradients = [
+                added(total, x, keys, like)
+                for total, x, like in zip(totals, found[1:], held, strict=True)
+            ]
+            held = arrived[0] if leaving else held
+            del found, leaving, behind, arrived, totals  # the next hop needs their memory
+        assert dq is not None
         if self.world > 1:
-            (gradient,) = (yield [Sent(gradient, (2, *k.shape))])()
-        return dq.to(q.dtype), *gradient.to(k.dtype)
+            gradients = (yield [Sent(x, tuple(k.shape)) for x in gradients])()
+        return dq.to(q.dtype), *(x.to(k.dtype) for x in gradients)
 
     def _gradients(
         self,
@@ -230,13 +323,18 @@ class RingCall:
         whole: tuple[Tensor, Tensor, Tensor, Tensor],
         d_state: OnlineSoftmax | None,
     ) -> tuple[Tensor, ...]:
-        """dq, dk, dv of what `rank` makes of the keys and values of `source`."""
-        if self._is_empty(rank, source):
-            return tuple(torch.zeros_like(x, dtype=statistics_dtype(q)) for x in (q, *held))
-        (k, v), visible, blocks = held, self.sees(rank, source), self.ring.blocks
-        if d_state is None:
-            return blocks.backward(q, k, v, *whole, visible, **self.settings)
-        return blocks.differentiate(q, k, v, d_state, visible, **self.settings)
+        """dq, dk, dv of what `rank` makes of the keys and values of `source`, for the rows and keys
+        of their part().
+        """
+        part, blocks = self.part(rank, source), self.ring.blocks
+        q, (k, v) = q[..., part.rows, :], held[..., part.keys, :]
+        if part.empty:
+            return tuple(torch.zeros_like(x, dtype=statistics_dtype(q)) for x in (q, k, v))
+        if d_state is not None:
+            return blocks.differentiate(q, k, v, d_state, part.visible, **self.settings)
+        out, lse, d_out, d_lse = (x[:, :, part.rows] for x in whole)
+        known = q, k, v, out, lse, d_out, d_lse
+        return blocks.backward(*known, part.visible, **self.settings)
 
     def _differentiate_merge(
         self, rank: int, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, d_lse: Tensor
@@ -245,7 +343,7 @@ class RingCall:
 
         A broken merge has no formula that spares it: the states are computed again.
         """
-        held, states = torch.stack((k, v)), []
+        held, states = together(k, v), []
         for hop in range(self.world):
             source = (rank - hop) % self.world
             arriving = yield self._leaving(hop, source, held)
@@ -303,7 +401,7 @@ class GatherCall(RingCall):
 
     def _gathered(self, rank: int, k: Tensor, v: Tensor) -> RankProgram:
         """Returns the keys and values of all ranks (2, B, H_kv, M, D), in order."""
-        held = torch.stack((k, v))
+        held = together(k, v)
         parts = {rank: held}
         for hop in range(self.world - 1):
             source = (rank - hop) % self.world
@@ -315,6 +413,25 @@ class GatherCall(RingCall):
     def _sees_of_all(self, rank: int) -> VisibleKeys:
         lo, hi = (ends[:, self.queries[rank]] for ends in (self.visible.lo, self.visible.hi))
         return replace(self.visible, lo=lo, hi=hi)
+
+
+@lru_cache(maxsize=8)
+def standing_call(
+    kind: type[RingCall],
+    ring: Ring,
+    num_queries: int,
+    num_keys: int,
+    world: int,
+    device: torch.device,
+    settings: frozenset[tuple[str, Any]],
+    causal: bool,
+    window: Window,
+) -> RingCall:
+    """The calls whose mask is the same for all inputs."""
+    with torch.inference_mode(False), torch.no_grad():
+        queries, keys = (zigzag(length, world, device) for length in (num_queries, num_keys))
+        visible = intervals(num_queries, num_keys, device, causal=causal, window=window)
+    return kind(ring, queries, keys, visible, dict(settings), standing=True)
 
 
 def play(programs: Sequence[RankProgram]) -> list[Any]:

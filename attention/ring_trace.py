@@ -151,7 +151,9 @@ def watch(
 ) -> tuple[Tensor, Watched]:
     """One call of a backend that plays a ring: out (N, D), and what passed through it."""
     assert isinstance(backend.fn, PlayedRing)
-    call = Watched(**vars(backend.fn.call_of(q, k, **arguments, **backend.options)))
+    call = backend.fn.call_of(q, k, **arguments, **backend.options)
+    # or a block would lack rows that see nothing of it
+    call = Watched(**vars(replace(call, standing=False)))
     tokens = (call.queries, call.keys, call.keys)
     parts = zip(*map(dealt, (q, k, v), tokens), strict=True)
     outs, *_ = zip(

@@ -288,10 +288,10 @@ class TritonBlocks:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, *, look: bool, **settings: Any
     ) -> tuple[OnlineSoftmax, Tensor | None]:
-        from attention.kernels.op import flash_attention
+        from attention.kernels.op import flash_attention_forward
 
         arguments = self.arguments(q, visible, **settings)
-        out, lse, max_score = flash_attention(q, k, v, *arguments, flag(look), wide=True)
+        out, lse, max_score = flash_attention_forward(q, k, v, *arguments, flag(look), wide=True)
         # exp(lse - lse) = 1 is the sum, and out the sum of values: a state like any other
         lse = lse.unsqueeze(-1)
         state = OnlineSoftmax(lse, torch.ones_like(lse), out)
@@ -327,12 +327,15 @@ class TritonBlocks:
         kernel: str = "portable",
     ) -> tuple[Any, ...]:
         """What follows q, k and v in the operators' lists, to the choice of kernels."""
-        lo, hi = (x.to(torch.int32).contiguous() for x in (visible.lo, visible.hi))
+        lo = hi = None
+        if visible.causal is None:
+            lo, hi = (x.to(torch.int32).contiguous() for x in (visible.lo, visible.hi))
         mod, params = "", None
         if softcap is not None:
             mod = "attention.kernels.score_mods:softcap"
             params = torch.tensor([softcap], dtype=torch.float32, device=q.device)
-        return lo, hi, params, False, scale, mod, "online", block_q, block_kv, kernel
+        causal = visible.causal is True
+        return lo, hi, params, causal, scale, mod, "online", block_q, block_kv, kernel
 
 
 TRITON = Backend(

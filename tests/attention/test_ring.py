@@ -13,7 +13,7 @@ from attention.kernels import TRITON
 from attention.mask import intervals
 from attention.online_softmax import OnlineSoftmax
 from attention.played_ring import RING, RING_DEFECTS, PlayedRing
-from attention.ring import Ring, RingCall, zigzag
+from attention.ring import Ring, RingCall, standing_call, zigzag
 from attention.tiled import TileBlocks
 from training.memory import MemoryMeter
 
@@ -202,6 +202,47 @@ def test_a_rank_sees_what_the_sequence_shows(length, ranks, causal, window, edge
         for source in range(ranks):
             expected = visible.mask()[:, :, parts[rank]][..., parts[source]]
             assert torch.equal(call.sees(rank, source).mask(), expected)
+
+
+@given(
+    num_queries=st.integers(1, 40),
+    num_keys=st.integers(1, 40),
+    ranks=st.integers(1, 5),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, 30) | st.tuples(st.integers(0, 9), st.integers(0, 9)),
+)
+def test_a_part_holds_all_that_is_seen(num_queries, num_keys, ranks, causal, window):
+    """And what it says of its mask is true."""
+    if causal and isinstance(window, tuple):
+        window = (window[0], 0)
+    how = (torch.device("cpu"), frozenset(), causal, window)
+    call = standing_call(RingCall, RING.ring, num_queries, num_keys, ranks, *how)
+    for rank in range(ranks):
+        for source in range(ranks):
+            expected = call.sees(rank, source).mask()
+            rows, keys, visible = part = call.part(rank, source)
+            found = torch.zeros_like(expected)
+            found[:, :, rows, keys] = visible.mask()
+            assert torch.equal(found, expected)
+            assert part.empty == (not expected.any())
+            if visible.causal is not None and not part.empty:
+                square = torch.ones(visible.mask().shape, dtype=torch.bool)
+                assert torch.equal(visible.mask(), square.tril() if visible.causal else square)
+
+
+def test_a_causal_ring_needs_no_intervals():
+    """Its own keys are causal, and of another's a rank sees all that it sees any of: half."""
+    call = standing_call(
+        RingCall, RING.ring, 64, 64, 4, torch.device("cpu"), frozenset(), True, None
+    )
+    for rank in range(4):
+        assert call.part(rank, rank).visible.causal is True
+        for source in {0, 1, 2, 3} - {rank}:
+            rows, keys, visible = call.part(rank, source)
+            assert visible.causal is False
+            assert (rows, keys) == (
+                (slice(0, 16), slice(0, 8)) if source < rank else (slice(8, 16), slice(0, 16))
+            )
 
 
 def test_causal_ranks_compute_alike():

@@ -639,17 +639,18 @@ def _of_ring(
     return Mutant(name, says, edits, survives, backend="ring")
 
 
-BLOCK_BACKWARD = "return blocks.backward(q, k, v, *whole, visible, **self.settings)"
+BLOCK_BACKWARD = "return blocks.backward(*known, part.visible, **self.settings)"
 SEARCH = "torch.searchsorted(keys, ends[:, rows].contiguous())"
 CHUNKS = "torch.cat((chunks[rank], chunks[-1 - rank]))"
-NEXT_KEYS = "held = next(iter(arrived), held)"
+NEXT_KEYS = "held = arrived[0] if leaving else held"
+MERGED = "state = self._merged(state, block, self.part(rank, source).rows, q)"
 
 # what went wrong in rings that people trained with, and its neighbours
 RING_MUTANTS = (
     _of_ring(
         "stale_keys_in_the_backward",
         "The backward pass uses the rank's own keys in every hop.",
-        *ring((NEXT_KEYS, "del arrived")),
+        *ring((NEXT_KEYS, "pass")),
     ),
     _of_ring(
         "local_lse_in_the_backward",
@@ -657,9 +658,9 @@ RING_MUTANTS = (
         *ring(
             (
                 BLOCK_BACKWARD,
-                "out, lse, *others = whole; state, _ = blocks.forward(q, k, v, visible, "
-                "look=False, **self.settings); return blocks.backward(q, k, v, out, "
-                "state.finalize()[1], *others, visible, **self.settings)",
+                "state, _ = blocks.forward(q, k, v, part.visible, look=False, **self.settings); "
+                "lse = state.finalize()[1]; return blocks.backward(q, k, v, out, lse, d_out, "
+                "d_lse, part.visible, **self.settings)",
             )
         ),
     ),
@@ -671,12 +672,12 @@ RING_MUTANTS = (
     _of_ring(
         "gradient_stays",
         "dk and dv of the hops before are not added.",
-        *ring(*((f"[{i}].add_(parts", f"[{i}].copy_(parts") for i in range(2))),
+        *ring(("added(total, x, keys, like)", "added(None, x, keys, like)")),
     ),
     _of_ring(
         "only_the_last_dq",
         "dq is that of the last hop.",
-        *ring(("dq += parts[0]", "dq = parts[0]")),
+        *ring(("added(dq, found[0], rows, q)", "added(None, found[0], rows, q)")),
     ),
     _of_ring(
         "positions_of_the_rank",
@@ -726,10 +727,9 @@ RING_MUTANTS = (
         "The results of the ranks are averaged.",
         *ring(
             (
-                "state = block if state is None else self.ring.merge(state, block)",
+                MERGED,
                 "block = replace(block, row_sum=torch.ones_like(block.row_sum), row_max="
-                "torch.zeros_like(block.row_max), acc=block.finalize()[0]); state = block if "
-                "state is None else self.ring.merge(state, block)",
+                f"torch.zeros_like(block.row_max), acc=block.finalize()[0]); {MERGED}",
             )
         ),
     ),
@@ -738,10 +738,30 @@ RING_MUTANTS = (
         "The keys of the next rank are never seen.",
         *ring(
             (
-                "block, max_score = self._block(rank, source, q, held)\n            state = block",
+                f"block, max_score = self._block(rank, source, q, held)\n            {MERGED}",
                 "if hop and hop + 1 == self.world:\n                arriving()\n"
                 "                break\n            block, max_score = self._block(rank, source, "
-                "q, held)\n            state = block",
+                f"q, held)\n            {MERGED}",
+            )
+        ),
+    ),
+    _of_ring(
+        "last_row_left_out",
+        "The last of the rows that see a block is not computed.",
+        *ring(("slice(int(rows[0]), int(rows[-1]) + 1)", "slice(int(rows[0]), int(rows[-1]))")),
+    ),
+    _of_ring(
+        "last_key_left_out",
+        "The last of the keys that are seen of a block does not count.",
+        *ring(("int(hi[filled].max())", "int(hi[filled].max()) - 1")),
+    ),
+    _of_ring(
+        "first_rows_merged",
+        "What the last rows made of a block is merged into the first ones.",
+        *ring(
+            (
+                "getattr(state, name)[..., rows, :]",
+                "getattr(state, name)[..., : block.acc.shape[2], :]",
             )
         ),
     ),
@@ -754,7 +774,10 @@ RING_MUTANTS = (
     _of_ring(
         "later_keys_first",
         "The states are merged the other way round.",
-        *ring(("self.ring.merge(state, block)", "self.ring.merge(block, state)")),
+        *ring(
+            ("self.ring.merge(state, block)", "self.ring.merge(block, state)"),
+            ("merge(replace(state, **past), block)", "merge(block, replace(state, **past))"),
+        ),
         survives="the merge is commutative",
     ),
     *SHIPPED_IN_RINGS,
