@@ -14,8 +14,8 @@ Takes train.py's own settings, which replace those of a case, and of its own:
 Alone, as many runs go side by side as there are ranks, each on its own GPU: the slowest sets the
 pace of ranks, so it is the one they are compared with. The speed is that of rows arriving in
 metrics.jsonl, after compilation, which holds all that a user waits for. The rows also hold the
-losses: how far those of two runs alone are apart is noise of one GPU. DDP is PyTorch's
-DistributedDataParallel in place of our own sum of gradients (lab.ddp).
+losses: how far those of two runs alone are apart is noise of one GPU. lab.steps_on_ranks measures
+steps alone, beside PyTorch's own ways.
 """
 
 import sys
@@ -54,15 +54,14 @@ CONTEXT = {
 CASES = {
     "data": Case(
         "seq_len=1024 steps=130 log_every=20",
-        {
-            "same tokens": "batch_size=32",
-            "same tokens, DDP": "batch_size=32",
-            "more tokens": "batch_size=64",
-            "more tokens, DDP": "batch_size=64",
-        },
+        {"same tokens": "batch_size=32", "more tokens": "batch_size=64"},
         alone="batch_size=32",
     ),
     "context_32768": Case("seq_len=32768 batch_size=1 steps=45 log_every=8", CONTEXT),
+    "losses": Case(
+        "model=small seq_len=2048 batch_size=4 steps=200 log_every=10",
+        {"data": "", "heads": CONTEXT["heads"], "ring": CONTEXT["ring"]},
+    ),
     "context_131072": Case("seq_len=131072 batch_size=1 steps=13 log_every=3", CONTEXT),
 }
 
@@ -95,8 +94,7 @@ class Jobs:
         if way != "alone":
             ranks = ["-m", "torch.distributed.run", "--standalone"]
             ranks += [f"--nproc-per-node={self.options.ranks}"]
-            program = ["-m", "lab.ddp"] if way.endswith("DDP") else ["train.py"]
-            return [self._run(settings, [*ranks, *program])]
+            return [self._run(settings, [*ranks, "train.py"])]
         places = [{"CUDA_VISIBLE_DEVICES": str(place)} for place in range(self.options.ranks)]
         with ThreadPoolExecutor(len(places)) as pool:
             runs = [pool.submit(self._run, settings, ["train.py"], **place) for place in places]

@@ -1,33 +1,40 @@
-"""PyTorch's context_parallel beside ours: steps of GPT-2 whose one sequence is shared by all ranks.
+"""Steps of GPT-2 on ranks: data parallel and context parallel, beside one GPU, PyTorch's
+DistributedDataParallel and its context_parallel.
 
-    torchrun --standalone --nproc-per-node=2 -m lab.context_parallel
-    seq_len=32768,131072 steps=8 repeats=3 out=context_parallel.json
+    torchrun --standalone --nproc-per-node=2 -m lab.steps_on_ranks
+    seq_len=32768,131072 steps=8 repeats=3 out=steps_on_ranks.json
+    torchrun --standalone --nproc-per-node=2 -m lab.steps_on_ranks
+    seq_len=1024 batch=32,64 who=ours:alone,ours:data,ddp:data out=data_parallel.json
 
-    seq_len   lengths of the sequence (32768,131072)
-    who       in this order: KERNEL:ROTATION for a kernel of PyTorch's attention (cudnn, flash or
-              efficient) and what carries keys and values from rank to rank (alltoall or
-              allgather); ours:heads and ours:ring for parallel.how
+    seq_len   lengths of a sequence (32768,131072)
+    batch     sequences of a step (1)
+    who       in this order: ours:alone, all sequences on each GPU, without the others; ours:data
+              and ddp:data, each rank its share of them; ours:heads, ours:ring and ours:gather,
+              every sequence shared, as parallel.how says; KERNEL:ROTATION for context_parallel
+              around a kernel of PyTorch's attention (cudnn, flash or efficient), with keys and
+              values carried from rank to rank by alltoall or allgather
     steps     steps that are timed together (8), or fewer, as many as `seconds` have room for
     repeats   how often (3)
     seconds   for all repeats of a row, about (8)
 
 Anything else is train.py's own, in place of model=gpt2 tokenizer.vocab_size=50304 attention=triton.
 
-Every row trains the same weights on the same sequence by our own step: data, loss, sum of gradients
-and AdamW are ours, and everything but attention is compiled. Under context_parallel attention is
+Every row trains the same weights on the same sequences by our own step: data, loss and AdamW are
+ours, and everything but attention is compiled. Under context_parallel attention is
 F.scaled_dot_product_attention, which takes part in no compiled graph. A row has the slowest rank's
 seconds a step, median, least and most of the repeats, and the largest peak of memory of any rank.
 
 No row that is wrong has a speed. Its first loss must be that of our model on one GPU within LOSS.
-At first weights are so small that attention matters little in that. So one layer's attention of
-normal numbers, forward and backward, must be ours on one GPU within ERROR, in norms over norms.
+At first weights are so small that attention matters little in that. So where sequences are shared,
+one layer's attention of normal numbers, forward and backward, must be ours on one GPU within ERROR,
+in norms over norms.
 """
 
 import copy
 import gc
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -35,13 +42,15 @@ from math import inf, isnan
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import _attention as theirs
 from torch.nn.attention import sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 
 from attention.context import share
 from attention.sdpa import KERNELS
@@ -52,11 +61,12 @@ from model.fused_block import after_attention, before_attention
 from model.gpt import Block, Rope
 from scripts.arguments import Count, command, default
 from scripts.tables import Row
+from training import step as own_step
 from training.environment import measured_on
 from training.files import check_writable, write_json
 from training.memory import GIB
 from training.optimizer import set_learning_rate
-from training.ranks import leave, of_environment
+from training.ranks import ALONE, Ranks, leave, of_environment
 from training.run import Run, build_run, compose
 from training.schedule import prepare_model
 from training.step import PendingStep, queue_step
@@ -64,18 +74,19 @@ from training.step import PendingStep, queue_step
 LOSS, ERROR = 1e-2, 2e-2  # bfloat16 alone makes errors of 0.003
 TIMEOUT = 60  # seconds that a rank waits for another
 WAYS = [f"{kernel}:{way}" for kernel in KERNELS for way in ("alltoall", "allgather")]
-WAYS += ["ours:heads", "ours:ring"]
-WHO = ("cudnn:alltoall", "cudnn:allgather", "ours:heads", "flash:alltoall", "flash:allgather")
+WAYS += [f"ours:{way}" for way in ("alone", "data", "heads", "ring", "gather")] + ["ddp:data"]
+WHO = ("ours:alone", "ours:heads", "ours:ring", "cudnn:alltoall", "cudnn:allgather")
 
 
 @dataclass
 class Options:
     seq_len: list[Count] = default(32768, 131072)
+    batch: list[Count] = default(1)
     who: list[str] = default(*WHO)
     steps: Count = 8
     repeats: Count = 3
     seconds: Count = 8
-    out: Path = Path("context_parallel.json")
+    out: Path = Path("steps_on_ranks.json")
     overrides: list[str] = default()  # train.py's own settings
 
     def __post_init__(self) -> None:
@@ -84,13 +95,13 @@ class Options:
                 raise ValueError(f"who={name} is not one of: {', '.join(WAYS)}")
         check_writable(self.out)
 
-    def run(self, seq_len: int) -> Run:
+    def run(self, seq_len: int, batch: int) -> Run:
         """On a ring: its keys are cut as context_parallel cuts them, so all its checks apply."""
         settings = {
             "model": "gpt2",
             "tokenizer.vocab_size": "50304",
             "attention": "triton",
-            "batch_size": "1",
+            "batch_size": batch,
             "seq_len": seq_len,
             "parallel.context": max(2, of_environment().world),
             "parallel.how": "ring",
@@ -187,10 +198,43 @@ def errors(run: Run, shards: Any, own: Tensor) -> Row:
     return run.ranks.largest_of({name: inf if isnan(x) else x for name, x in apart.items()})
 
 
-def measure(run: Run, model: GPT, shards: Any, tensors: Sequence[Tensor], options: Options) -> Row:
+class Wrapped(DistributedDataParallel):
+    """A model that adds up its gradients itself, with the methods of the one inside."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        self.register_comm_hook(None, add_up)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+
+def add_up(_: None, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
+    """The sum, where DistributedDataParallel has the mean: losses have their share already."""
+    work = distributed.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+class LossSum(nullcontext):
+    """In place of GradientSum where gradients are added up already."""
+
+    def __init__(self, ranks: Ranks, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def of(self, loss: Tensor) -> Tensor:
+        return self.ranks.sum(loss)
+
+
+def measure(
+    run: Run, model: GPT | Wrapped, ranks: Ranks, tensors: Sequence[Tensor], options: Options
+) -> Row:
     """The first step, which compiles; then seconds a step and the peak of memory."""
-    ranks, optim = replace(run.ranks, shards=shards), run.config.optimizer()
-    passes, number = [Pass(tuple(tensors), ranks.context)], itertools.count()
+    optim, number = run.config.optimizer(), itertools.count()
+    passes = [Pass(tuple(tensors), float(ranks.world))]
     how = {"optimizer": run.optimizer, "scaler": run.scaler, "autocast": run.autocast}
     how |= {"grad_clip": optim.grad_clip, "ranks": ranks, "update": True}
 
@@ -199,12 +243,12 @@ def measure(run: Run, model: GPT, shards: Any, tensors: Sequence[Tensor], option
         return queue_step(model, passes, **how, before=before)
 
     def seconds(count: int) -> float:
-        ranks.any(False)  # all begin together
+        run.ranks.any(False)  # all begin together
         begin, pending = now(run.device), None
         for _ in range(count):
             pending = step(pending)
         took = torch.tensor((now(run.device) - begin) / count, dtype=torch.float64)
-        return ranks.largest(took).item()
+        return run.ranks.largest(took).item()
 
     loss, grad_norm = step().figures()
     room = options.seconds / options.repeats / seconds(1)
@@ -214,8 +258,9 @@ def measure(run: Run, model: GPT, shards: Any, tensors: Sequence[Tensor], option
     each = [seconds(count) for _ in range(options.repeats)]
     peak = torch.cuda.max_memory_allocated() / GIB if on_gpu else None
     row = {"loss": loss, "grad_norm": grad_norm, "steps": count, "seconds": median(each)}
-    row |= {"least_and_most": [min(each), max(each)], **ranks.largest_of({"peak_gib": peak})}
-    return row | {"tokens_per_sec": run.config.seq_len / median(each)}
+    row |= {"least_and_most": [min(each), max(each)], **run.ranks.largest_of({"peak_gib": peak})}
+    tokens = run.config.sequences_per_step * run.config.seq_len
+    return row | {"tokens_per_sec": tokens / median(each)}
 
 
 def start_again(run: Run, weights: dict[str, Tensor]) -> None:
@@ -227,9 +272,9 @@ def start_again(run: Run, weights: dict[str, Tensor]) -> None:
     run.optimizer.zero_grad(set_to_none=True)
 
 
-def rows(options: Options, seq_len: int) -> Iterator[Row]:
+def rows(options: Options, seq_len: int, batch: int) -> Iterator[Row]:
     torch._dynamo.reset()  # after another length it would compile for any
-    run = options.run(seq_len)
+    run = options.run(seq_len, batch)
     ours = prepare_model(run.model, run.schedule[0], compile_mode=run.config.compile)
     peer = copy.copy(ours)
     peer._run_block = block_around_attention(compiled=ours is not run.model)
@@ -240,23 +285,37 @@ def rows(options: Options, seq_len: int) -> Iterator[Row]:
     weights = {name: x.to("cpu", copy=True) for name, x in run.model.state_dict().items()}
 
     def measured(kind: str, way: str) -> Row:
+        if way == "alone":
+            return {"errors": {}} | measure(run, ours, ALONE, whole, options)
+        if way == "data":
+            ranks = replace(run.ranks, context=1, shards=None)
+            parts = [x[ranks.rows(batch)] for x in whole]
+            model = Wrapped(ours) if kind == "ddp" else ours
+            summing = patch.object(own_step, "GradientSum", LossSum)
+            with summing if kind == "ddp" else nullcontext():
+                return {"errors": {}} | measure(run, model, ranks, parts, options)
         if kind == "ours":
             world = run.ranks.world
-            shards = share(run.ranks.rank, world, world, heads=world if way == "heads" else 1)
+            how = {"heads": world if way == "heads" else 1, "gather": way == "gather"}
+            limit = {"timeout": timedelta(seconds=TIMEOUT)}
+            shards = share(run.ranks.rank, world, world, **how, **limit)
             own = shards.positions(seq_len, run.device)
             found = {"errors": errors(run, shards, own)}
-            return found | measure(run, ours, shards, [x[:, own] for x in whole], options)
+            ranks = replace(run.ranks, shards=shards)
+            return found | measure(run, ours, ranks, [x[:, own] for x in whole], options)
         parts = [x.clone() for x in whole]
         with context_parallel(kind, way, *parts) as shards:
             found = {"errors": errors(run, shards, shards.positions)}
-            return found | measure(run, peer, shards, parts, options)
+            return found | measure(run, peer, replace(run.ranks, shards=shards), parts, options)
 
     for who in options.who:
-        row = {"who": who, "seq_len": seq_len, "loss_of_one": loss}
+        row = {"who": who, "seq_len": seq_len, "batch": batch, "loss_of_one": loss}
         try:
             start_again(run, weights)
             row |= measured(*who.split(":"))
-            right = abs(row["loss"] - loss) <= LOSS and max(row["errors"].values()) <= ERROR
+            right = (
+                abs(row["loss"] - loss) <= LOSS and max(row["errors"].values(), default=0) <= ERROR
+            )
             row["right"] = right
             for speed in () if right else ("seconds", "least_and_most", "tokens_per_sec"):
                 del row[speed]
@@ -264,15 +323,16 @@ def rows(options: Options, seq_len: int) -> Iterator[Row]:
             said = (str(error).strip() or "no reason").splitlines()[0]
             row["error"] = f"{type(error).__name__}: {said}"
         if run.ranks.any("error" in row):
-            row = {"who": who, "seq_len": seq_len, "error": row.get("error", "on another rank")}
+            why = row.get("error", "on another rank")
+            row = {"who": who, "seq_len": seq_len, "batch": batch, "error": why}
         yield row
 
 
 @command
 def main(options: Options) -> None:
     first, result = of_environment().first, {}
-    for seq_len in options.seq_len:
-        for row in rows(options, seq_len):
+    for seq_len, batch in itertools.product(options.seq_len, options.batch):
+        for row in rows(options, seq_len, batch):
             if not first:
                 continue
             if not result:

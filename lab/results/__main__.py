@@ -33,6 +33,7 @@ SECTIONS = {
     "Training a GPT-2-sized model at 8,192 tokens": runs.training,
     "Beside nanoGPT": runs.nanogpt,
     "Where a step goes": runs.profile,
+    "One sequence over two GPUs": runs.several_gpus,
     "A million tokens in one sequence": runs.million,
     "Long sequences without and with what makes them fit": runs.tricks,
     "What a block keeps": runs.kept,

@@ -641,3 +641,54 @@ def survival() -> str:
 def laptop() -> str:
     data = load("laptop")
     return section(data, table(["what", "figure"], data["figures"].items()))
+
+
+def several_gpus() -> str:
+    """One sequence over two GPUs, beside one GPU and beside PyTorch's context_parallel; and whole
+    runs of train.py.
+    """
+    data, whole = load("steps_on_ranks_h100"), load("many_gpus_h100")
+    alone = {row["seq_len"]: row["seconds"] for row in data["rows"] if row["who"] == "ours:alone"}
+    rows = []
+    for row in sorted(data["rows"], key=lambda row: (row["seq_len"], row["who"], row["start"])):
+        least, most = (1000 * seconds for seconds in row["least_and_most"])
+        parts = row.get("parts_ms_of_ranks", [])
+        rows.append(
+            row
+            | {"ms": 1000 * row["seconds"], "least": least, "most": most}
+            | {"times": alone[row["seq_len"]] / row["seconds"]}
+            | {"error": max(row["errors"].values(), default=None)}
+            | {"messages": " and ".join(f"{each['messages alone']:.0f}" for each in parts) or "-"}
+        )
+    what = (
+        "`torchrun --standalone --nproc-per-node=2 -m lab.steps_on_ranks`. GPT-2 trains on one "
+        "sequence that two GPUs share: by heads, on a ring, and by PyTorch's context_parallel "
+        "around its cuDNN or flash kernel. Alone: each GPU has the whole sequence, and the slower "
+        "one counts. The median, least and most of three times a few steps, in two starts of the "
+        "program on different machines. Error: one layer's out, dq, dk and dv against one GPU's, "
+        "norm over norm. Messages alone: what a profile finds that nothing hides, of each rank; "
+        "recording slows the host down, which shows at 32,768 tokens. These figures are from "
+        "before the exchange of heads copied less and before a ring left out what nobody sees; the "
+        "later code was not measured on GPUs."
+    )
+    columns = """
+        seq_len            {seq_len:,}
+        who                {who}
+        start              {start}
+        ms a step          {ms:,.0f} ({least:,.0f} to {most:,.0f})
+        times one GPU      {times:.2f}
+        peak GiB           {peak_gib:.1f}
+        error              {error:.1e}
+        messages alone ms  {messages}
+    """
+    ratios = [
+        [name, way, joined(found, "{:.2f}"), len(found)]
+        for name, case in whole["cases"].items()
+        for way, found in case["times_one_gpu"].items()
+    ]
+    by_run = (
+        f"`python -m lab.many_gpus {' '.join(whole['overrides'])}`: whole runs of train.py, by the "
+        "wall clock with metrics, over the slower of two runs alone. The first start."
+    )
+    tables = (formatted(columns, rows), by_run)
+    return section(data, what, *tables, table(["case", "way", "times one GPU", "n"], ratios))
