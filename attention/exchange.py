@@ -30,10 +30,15 @@ def exchanged(tensors: Sequence[Tensor], group: str, world: int, *, back: bool) 
     which a token's heads lie side by side. Without a group no message is sent, and what is to come
     from others is arbitrary.
     """
+    if torch.is_grad_enabled():
+        return list(Exchange.apply(back, group, world, *tensors))
+    return moved(tensors, group, world, back=back)
+
+
+def moved(tensors: Sequence[Tensor], group: str, world: int, *, back: bool) -> list[Tensor]:
+    """exchanged() without a gradient."""
     if torch.compiler.is_compiling():
         exchange = exchange_heads if back else exchange_tokens
-    elif torch.is_grad_enabled():
-        return list(Exchange.apply(back, group, world, *tensors))
     else:
         exchange = heads_to_tokens if back else tokens_to_heads
     return parts_of(exchange(tensors, group, world), counts_of(tensors, world, back))
@@ -58,13 +63,15 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, back: bool, group: str, world: int, *tensors: Tensor) -> Any:
         ctx.settings, ctx.back = (group, world), back
-        return tuple(exchanged(tensors, group, world, back=back))
+        return tuple(moved(tensors, group, world, back=back))
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
-        return None, None, None, *exchanged(gradients, *ctx.settings, back=not ctx.back)
+        # a compiled graph has no gradients of gradients
+        exchange = moved if torch.compiler.is_compiling() else exchanged
+        return None, None, None, *exchange(gradients, *ctx.settings, back=not ctx.back)
 
 
 def tokens_to_heads(tensors: Sequence[Tensor], group: str, world: int) -> Tensor:
@@ -146,7 +153,8 @@ def numbers_to_copy(tensors: Sequence[Tensor]) -> torch.dtype:
 
 
 # the same for torch.compile, which keeps them whole; they return one tensor each, as an operator
-# may not return views of one
+# may not return views of one. Exchange has their gradient: a registered one would get that of the
+# one tensor, for which autograd joins those of its parts by a copy
 exchange_tokens = operator("exchange_tokens")(tokens_to_heads)
 exchange_heads = operator("exchange_heads")(heads_to_tokens)
 
@@ -163,24 +171,3 @@ def _(tensors: Sequence[Tensor], group: str, world: int) -> Tensor:
     batch, _, length, dim = tensors[0].shape
     counts = counts_of(tensors, world, back=True)
     return tensors[0].new_empty(batch, length // world, sum(counts), dim)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tensors, *ctx.settings = inputs
-    ctx.heads = [x.shape[1] for x in tensors]
-
-
-def _to_tokens(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    counts = [heads // ctx.settings[1] for heads in ctx.heads]
-    packed = exchange_heads(parts_of(gradient, counts), *ctx.settings)
-    return parts_of(packed, ctx.heads), None, None
-
-
-def _to_heads(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    counts = [heads * ctx.settings[1] for heads in ctx.heads]
-    packed = exchange_tokens(parts_of(gradient, counts), *ctx.settings)
-    return parts_of(packed, ctx.heads), None, None
-
-
-torch.library.register_autograd("tilegpt::exchange_tokens", _to_tokens, setup_context=_keep)
-torch.library.register_autograd("tilegpt::exchange_heads", _to_heads, setup_context=_keep)

@@ -10,7 +10,9 @@ from threading import Barrier, local
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import distributed
+from torch._dynamo.backends.common import aot_autograd
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -149,7 +151,7 @@ def test_what_arrives_is_one_projection(shards):
 
 
 def test_the_operators_are_lawful(shards):
-    qkv = [x.requires_grad_() for x in packed_views(1, [4, 2, 2], 8, 16, torch.float32)]
+    qkv = packed_views(1, [4, 2, 2], 8, 16, torch.float32)
     for call in (exchange.exchange_tokens, exchange.exchange_heads):
         torch.library.opcheck(call, (qkv, "heads", 2))
 
@@ -172,6 +174,27 @@ def test_compiled_is_eager(shards, batch, kv_heads):
     expected = results(call)
     found = results(torch.compile(call, fullgraph=True, backend="aot_eager"))
     assert all(map(torch.equal, found, expected))
+
+
+def test_compiled_gradients_are_not_joined_first(shards):
+    """With a registered gradient of the operators they were: a copy more, and with Inductor two."""
+    graphs = []
+
+    def noted(graph, _):
+        graphs.append({node.target for node in graph.graph.nodes})
+        return make_boxed_func(graph.forward)
+
+    compiler = aot_autograd(fw_compiler=noted, bw_compiler=noted)
+    call = torch.compile(lambda *qkv: shards.to_heads(*qkv), fullgraph=True, backend=compiler)
+    counts = [4, 2, 2]
+    qkv = [x.requires_grad_() for x in packed_views(1, counts, 8, 16)]
+    gradients = packed_views(1, [x // 2 for x in counts], 16, 16)
+    found = torch.autograd.grad(call(*qkv), qkv, gradients)
+    expected = torch.autograd.grad(shards.to_heads(*qkv), qkv, gradients)
+    assert all(map(torch.equal, found, expected))
+    forward, backward = graphs
+    assert exchange.exchange_tokens in forward and exchange.exchange_heads in backward
+    assert not (forward | backward) & {ATEN.cat.default, ATEN.clone.default, ATEN.copy_.default}
 
 
 def test_a_gradient_of_gradients_goes_back_too(shards):
