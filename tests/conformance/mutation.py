@@ -66,7 +66,10 @@ def loaded_beside(
     loaded: dict[str, Any] = {}
     library = {"register_fake": lambda *_: same, "register_autograd": lambda *_, **__: None}
     try:
-        with mock.patch.multiple(torch.library, **library):
+        with (
+            mock.patch.multiple(torch.library, **library),
+            mock.patch("attention.interface.operator", lambda *_: same),
+        ):
             for name in names:
                 module: Any = types.ModuleType(f"attention.{name}")
                 module.__file__ = str(path_of(name))
@@ -74,8 +77,6 @@ def loaded_beside(
                     module.__path__ = [str(FOLDER / name)]
                 own = tuple(edit[1:] for edit in edits if edit[0] == name)
                 exec(code(name, own, author) if own else code(name), module.__dict__)
-                if name == "kernels.launch":
-                    module.operator = lambda _: same
                 sys.modules[module.__name__] = loaded[name] = module
         yield loaded
     finally:  # and no others, as Triton imports some in its first launch
