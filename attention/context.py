@@ -35,14 +35,13 @@ from attention.interface import (
     operator,
     statistics_dtype,
 )
-from attention.mask import intervals
 from attention.ring import (
     GatherCall,
     RankProgram,
     RingCall,
     Sent,
     empty_tokens,
-    standing_call,
+    make_call,
     token_major,
     zigzag,
 )
@@ -314,13 +313,8 @@ def run_on_ring(
         settings["kernel"] = given["kernel"]
     kind = GatherCall if given["gather"] else RingCall
     used = _backends[given["backend"]].ring
-    if document_ids is None:
-        shape = (length, length, size, q.device, frozenset(settings.items()))
-        call = replace(standing_call(kind, used, *shape, **mask), look=look)
-    else:
-        tokens = zigzag(length, size, q.device)
-        visible = intervals(length, length, q.device, document_ids=document_ids, **mask)
-        call = kind(used, tokens, tokens, visible, settings, look=look)
+    shape = length, length, size, q.device
+    call = make_call(kind, used, *shape, settings, look=look, document_ids=document_ids, **mask)
     place = {name: given[name] for name in ("group", "place", "size")}
     with torch.autocast(q.device.type, enabled=False):
         return take_part(getattr(call, direction)(given["place"], *tensors), **place)

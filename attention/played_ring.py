@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from attention.defects import DIES_OF_LOGITS, WRONG
 from attention.interface import FEATURES, AttentionOutput, Backend, Output, ScoredOutput
-from attention.mask import MASKS, visible_keys
+from attention.mask import MASKS
 from attention.online_softmax import OnlineSoftmax
-from attention.ring import Merge, RankProgram, Ring, RingCall, play, standing_call, zigzag
+from attention.ring import Merge, RankProgram, Ring, RingCall, make_call, play
 from attention.tiled import TileBlocks
 
 RANKS = 4  # that one process plays
@@ -105,22 +105,10 @@ class PlayedRing:
         look: bool = False,
         **settings: Any,
     ) -> RingCall:
-        lengths, mask = (
-            (q.shape[2], k.shape[2]),
-            {
-                # the sequence's, not a block's
-                name: x
-                for name in MASKS
-                if (x := settings.pop(name, None)) is not None
-            },
-        )
-        if not mask.keys() - {"window"}:
-            how = (q.device, frozenset(settings.items()), causal, mask.get("window"))
-            call = standing_call(RingCall, self.ring, *lengths, ranks, *how)
-            return replace(call, look=look)
-        queries, keys = (zigzag(length, ranks, q.device) for length in lengths)
-        visible = visible_keys(q, k, causal=causal, **mask)
-        return RingCall(self.ring, queries, keys, visible, settings, look=look)
+        # the sequence's, not a block's
+        mask = {name: settings.pop(name) for name in MASKS if name in settings}
+        shape = q.shape[2], k.shape[2], ranks, q.device
+        return make_call(RingCall, self.ring, *shape, settings, causal=causal, look=look, **mask)
 
 
 def no_max(state: OnlineSoftmax, other: OnlineSoftmax) -> OnlineSoftmax:

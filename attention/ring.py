@@ -224,8 +224,8 @@ class RingCall:
         for hop in range(self.world):
             source = (rank - hop) % self.world
             arriving = yield self._leaving(hop, source, held)
-            block, max_score = self._block(rank, source, q, held)
-            state = self._merged(state, block, self.part(rank, source).rows, q)
+            rows, block, max_score = self._block(rank, source, q, held)
+            state = self._merged(state, block, rows, q)
             max_scores.append(max_score)
             held = next(iter(arriving()), held)
         assert state is not None
@@ -242,15 +242,16 @@ class RingCall:
 
     def _block(
         self, rank: int, source: int, q: Tensor, held: Tensor
-    ) -> tuple[OnlineSoftmax, Tensor | None]:
-        """What `rank` makes of the keys and values of `source`, for the rows of their part()."""
+    ) -> tuple[slice, OnlineSoftmax, Tensor | None]:
+        """The rows of `rank` that see keys of `source`, and what they make of them."""
         part = self.part(rank, source)
         q = q[..., part.rows, :]
         if part.empty:
             state = OnlineSoftmax.empty(q, dtype=statistics_dtype(q))
-            return state, state.row_max.new_full(q.shape[:2], -torch.inf)
-        k, v = held[..., part.keys, :]
-        return self.ring.blocks.forward(q, k, v, part.visible, look=self.look, **self.settings)
+            return part.rows, state, state.row_max.new_full(q.shape[:2], -torch.inf)
+        (k, v), blocks = held[..., part.keys, :], self.ring.blocks
+        found = blocks.forward(q, k, v, part.visible, look=self.look, **self.settings)
+        return part.rows, *found
 
     def _merged(
         self, state: OnlineSoftmax | None, block: OnlineSoftmax, rows: slice, q: Tensor
@@ -297,14 +298,14 @@ class RingCall:
             behind = [Sent(x, tuple(held.shape[1:])) for x in gradients]
             arriving = yield leaving + behind
             d_state = d_states[hop] if d_states else None
-            found = self._gradients(rank, source, q, held, (out, lse, d_out, d_lse), d_state)
-            rows, keys, _ = self.part(rank, source)
-            dq = added(dq, found[0], rows, q)
+            part = self.part(rank, source)
+            found = self._gradients(part, q, held, (out, lse, d_out, d_lse), d_state)
+            dq = added(dq, found[0], part.rows, q)
             arrived = arriving()
             # the gradients of these keys come last
             totals = arrived[len(leaving) :] if hop else (None, None)
             gradients = [
-                added(total, x, keys, like)
+                added(total, x, part.keys, like)
                 for total, x, like in zip(totals, found[1:], held, strict=True)
             ]
             held = arrived[0] if leaving else held
@@ -316,17 +317,14 @@ class RingCall:
 
     def _gradients(
         self,
-        rank: int,
-        source: int,
+        part: Part,
         q: Tensor,
         held: Tensor,
         whole: tuple[Tensor, Tensor, Tensor, Tensor],
         d_state: OnlineSoftmax | None,
     ) -> tuple[Tensor, ...]:
-        """dq, dk, dv of what `rank` makes of the keys and values of `source`, for the rows and keys
-        of their part().
-        """
-        part, blocks = self.part(rank, source), self.ring.blocks
+        """dq, dk, dv of the rows and keys of this part of a block."""
+        blocks = self.ring.blocks
         q, (k, v) = q[..., part.rows, :], held[..., part.keys, :]
         if part.empty:
             return tuple(torch.zeros_like(x, dtype=statistics_dtype(q)) for x in (q, k, v))
@@ -347,7 +345,7 @@ class RingCall:
         for hop in range(self.world):
             source = (rank - hop) % self.world
             arriving = yield self._leaving(hop, source, held)
-            states.append(self._block(rank, source, q, held)[0])
+            states.append(self._block(rank, source, q, held)[1])
             held = next(iter(arriving()), held)
         with torch.inference_mode(False), torch.enable_grad():
             leaves = [
@@ -432,6 +430,33 @@ def standing_call(
         queries, keys = (zigzag(length, world, device) for length in (num_queries, num_keys))
         visible = intervals(num_queries, num_keys, device, causal=causal, window=window)
     return kind(ring, queries, keys, visible, dict(settings), standing=True)
+
+
+def make_call(
+    kind: type[RingCall],
+    ring: Ring,
+    num_queries: int,
+    num_keys: int,
+    world: int,
+    device: torch.device,
+    settings: dict[str, Any],
+    *,
+    causal: bool,
+    look: bool,
+    window: Window = None,
+    **of_batch: Tensor | None,
+) -> RingCall:
+    """A call whose tokens are dealt out by zigzag(); of_batch: the masks that are tensors, as in
+    attention.mask.intervals().
+    """
+    if all(x is None for x in of_batch.values()):
+        shape = num_queries, num_keys, world, device
+        call = standing_call(kind, ring, *shape, frozenset(settings.items()), causal, window)
+        return replace(call, look=look)
+    queries, keys = (zigzag(length, world, device) for length in (num_queries, num_keys))
+    mask = {"causal": causal, "window": window, **of_batch}
+    visible = intervals(num_queries, num_keys, device, **mask)
+    return kind(ring, queries, keys, visible, settings, look=look)
 
 
 def play(programs: Sequence[RankProgram]) -> list[Any]:

@@ -83,10 +83,10 @@ class Watched(RingCall):
 
     def _block(
         self, rank: int, source: int, q: Tensor, held: Tensor
-    ) -> tuple[OnlineSoftmax, Tensor | None]:
-        block, max_score = super()._block(rank, source, q, held)
+    ) -> tuple[slice, OnlineSoftmax, Tensor | None]:
+        rows, block, max_score = super()._block(rank, source, q, held)
         self.blocks[rank, (rank - source) % self.world] = block
-        return block, max_score
+        return rows, block, max_score
 
     def cell(self, rank: int, hop: int) -> Cell:
         source = (rank - hop) % self.world

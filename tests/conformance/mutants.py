@@ -643,7 +643,8 @@ BLOCK_BACKWARD = "return blocks.backward(*known, part.visible, **self.settings)"
 SEARCH = "torch.searchsorted(keys, ends[:, rows].contiguous())"
 CHUNKS = "torch.cat((chunks[rank], chunks[-1 - rank]))"
 NEXT_KEYS = "held = arrived[0] if leaving else held"
-MERGED = "state = self._merged(state, block, self.part(rank, source).rows, q)"
+BLOCK = "rows, block, max_score = self._block(rank, source, q, held)"
+MERGED = "state = self._merged(state, block, rows, q)"
 
 # what went wrong in rings that people trained with, and its neighbours
 RING_MUTANTS = (
@@ -672,12 +673,12 @@ RING_MUTANTS = (
     _of_ring(
         "gradient_stays",
         "dk and dv of the hops before are not added.",
-        *ring(("added(total, x, keys, like)", "added(None, x, keys, like)")),
+        *ring(("added(total, x, part.keys, like)", "added(None, x, part.keys, like)")),
     ),
     _of_ring(
         "only_the_last_dq",
         "dq is that of the last hop.",
-        *ring(("added(dq, found[0], rows, q)", "added(None, found[0], rows, q)")),
+        *ring(("added(dq, found[0], part.rows, q)", "added(None, found[0], part.rows, q)")),
     ),
     _of_ring(
         "positions_of_the_rank",
@@ -738,10 +739,9 @@ RING_MUTANTS = (
         "The keys of the next rank are never seen.",
         *ring(
             (
-                f"block, max_score = self._block(rank, source, q, held)\n            {MERGED}",
+                BLOCK,
                 "if hop and hop + 1 == self.world:\n                arriving()\n"
-                "                break\n            block, max_score = self._block(rank, source, "
-                f"q, held)\n            {MERGED}",
+                f"                break\n            {BLOCK}",
             )
         ),
     ),
