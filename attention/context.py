@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.exchange import exchanged
-from attention.exchange import groups as _groups
+import attention.exchange as exchange
 from attention.interface import (
     AttentionOutput,
     Backend,
@@ -31,6 +30,7 @@ from attention.interface import (
     Refusal,
     ScoredOutput,
     ScoreMod,
+    empty_heads,
     flag,
     operator,
     statistics_dtype,
@@ -40,7 +40,6 @@ from attention.ring import (
     RankProgram,
     RingCall,
     Sent,
-    empty_tokens,
     make_call,
     token_major,
     zigzag,
@@ -139,11 +138,11 @@ class Shards:
             return tensors
         if len(widths := {x.shape[-1] for x in tensors}) > 1:
             raise Refusal(f"ranks exchange heads with v as wide as q and k, not of {widths}")
-        return exchanged(tensors, self.heads.name, self.heads.size, back=False)
+        return exchange.exchanged(tensors, self.heads.name, self.heads.size, back=False)
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """The way back."""
-        return exchanged([x], self.heads.name, self.heads.size, back=True)[0]
+        return exchange.exchanged([x], self.heads.name, self.heads.size, back=True)[0]
 
     def of_all_heads(self, x: Tensor) -> Tensor:
         """From (B, H / W) of this rank's heads to (B, H), -inf for the heads of the others."""
@@ -231,7 +230,7 @@ def share(
                 if len(each) > 1:  # every rank takes part in making each group
                     group = distributed.new_group(list(each), timeout=timeout)
                     if rank in each:
-                        _groups[name] = group
+                        exchange.groups[name] = group
     place, head = divmod(rank % context, heads)
     return Shards(Group("heads", head, heads), Group("ring", place, context // heads), gather)
 
@@ -240,7 +239,7 @@ def take_part(program: RankProgram, group: str, place: int, size: int) -> Any:
     """Run this rank's part of a ring with the others; returns what the program returns."""
     leaving = next(program)
     while True:
-        arriving = [empty_tokens(each.receives, each.tensor) for each in leaving]
+        arriving = [empty_heads(each.receives, each.tensor) for each in leaving]
         works = _pass_on(leaving, arriving, group, place, size) if group and leaving else []
 
         def arrived(works: list = works, arriving: list[Tensor] = arriving) -> list[Tensor]:
@@ -260,7 +259,7 @@ def _pass_on(
     """Send to the next rank, and receive from the one before; returns what to wait for."""
     from torch import distributed
 
-    members = _groups[group]
+    members = exchange.groups[group]
     after, before = (
         distributed.get_global_rank(members, (place + step) % size) for step in (1, -1)
     )
@@ -347,7 +346,7 @@ def ring_attention(
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     dtype = statistics_dtype(q)
     lse, max_score = (q.new_empty(q.shape[:dims], dtype=dtype) for dims in (3, 2))
-    return empty_tokens(q.shape, q), lse, max_score
+    return empty_heads(q.shape, q), lse, max_score
 
 
 @operator(
@@ -364,7 +363,7 @@ def ring_attention_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.register_fake("tilegpt::ring_attention_backward")
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_tokens(q.shape, q), empty_tokens(k.shape, k), empty_tokens(v.shape, v)
+    return empty_heads(q.shape, q), empty_heads(k.shape, k), empty_heads(v.shape, v)
 
 
 def _save_ring(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

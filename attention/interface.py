@@ -5,7 +5,7 @@ Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D h
 D_v head dim of the values.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,6 +46,18 @@ def flag(asked: bool | Tensor) -> Tensor | None:
     if isinstance(asked, Tensor):
         return asked
     return torch.ones((), dtype=torch.bool) if asked else None
+
+
+def empty_heads(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for (..., H, N, D) laid out as (..., N, H, D): merging the heads afterwards copies
+    nothing.
+    """
+    *outer, num_heads, length, head_dim = shape
+    strides, step = [head_dim, num_heads * head_dim, 1], length * num_heads * head_dim
+    for size in reversed(outer):
+        strides.insert(0, step)
+        step *= size
+    return like.new_empty_strided(shape, strides, dtype=dtype)
 
 
 def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:

@@ -147,14 +147,8 @@ def zigzag(length: int, world: int, device: torch.device | None = None) -> list[
 
 
 def token_major(x: Tensor) -> Tensor:
-    """x (..., H, N, D), in memory (..., N, H, D): as the model has it, and as it is sent."""
+    """x (..., H, N, D) laid out as empty_heads(): as the model has it, and as it is sent."""
     return x.transpose(-3, -2).contiguous().transpose(-3, -2)
-
-
-def empty_tokens(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Memory for token_major()."""
-    *outer, heads, tokens, dim = shape
-    return like.new_empty(*outer, tokens, heads, dim).transpose(-3, -2)
 
 
 def together(k: Tensor, v: Tensor) -> Tensor:

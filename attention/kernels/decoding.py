@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.decoding import num_splits
-from attention.interface import Plans, operator
+from attention.interface import Plans, empty_heads, operator
 from attention.kernels.forward import scores_of
 from attention.kernels.launch import (
     Launch,
@@ -33,7 +33,7 @@ from attention.kernels.launch import (
     properties,
     tiles_of,
 )
-from attention.kernels.op import differ, empty_heads, kind_of
+from attention.kernels.op import differ, kind_of
 from attention.kernels.portable import find_score_mod
 from attention.kernels.softmax import move_max
 
@@ -335,7 +335,7 @@ def split_attention(
     settings = causal, window, scale, score_mod, splits
     kind = kind_of(q.device, (*given, lo, hi, params), *settings)
     copies, launch = plans.get(kind, (True, None))
-    out, tensors = empty_heads(q), given
+    out, tensors = empty_heads(q.shape, q), given
     if copies:
         tensors = *map(by_rows, given[:3]), *map(in_one_piece, given[3:])
     if tensors[0].dtype != q.dtype:
@@ -354,4 +354,4 @@ split_attention_op = operator("split_attention")(split_attention)
 
 @torch.library.register_fake("tilegpt::split_attention")
 def _(q: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    return empty_heads(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_heads(q.shape, q), q.new_empty(q.shape[:3], dtype=torch.float32)

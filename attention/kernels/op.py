@@ -11,19 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.interface import Plans, operator
+from attention.interface import Plans, empty_heads, operator
 from attention.kernels import portable
 from attention.kernels.launch import layout, place_of
 from attention.kernels.select import choose_kernel
-
-
-def empty_heads(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for (B, H, N, D) laid out as (B, N, H, D): merging the heads afterwards copies
-    nothing.
-    """
-    batch, num_heads, length, head_dim = like.shape
-    strides = (length * num_heads * head_dim, head_dim, num_heads * head_dim, 1)
-    return like.new_empty_strided(like.shape, strides, dtype=dtype)
 
 
 def is_packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -44,7 +35,7 @@ def empty_gradients(
 ) -> list[Tensor]:
     """Memory for dq, dk, dv, or for the one tensor (B, N, H + 2 H_kv, D) that they are views of."""
     if not packed:
-        return [empty_heads(x, dtype) for x in (q, k, v)]
+        return [empty_heads(x.shape, x, dtype) for x in (q, k, v)]
     batch, num_heads, length, head_dim = q.shape
     return [q.new_empty(batch, length, num_heads + 2 * k.shape[1], head_dim)]
 
@@ -142,7 +133,7 @@ def _forward(
     copies, launch = forward_plans.get(kind, (True, None))
     if copies:
         q, k, v = map(readable, given)
-    out = empty_heads(q, torch.float32 if wide else None)
+    out = empty_heads(q.shape, q, torch.float32 if wide else None)
     batch, num_heads, num_queries, _ = q.shape
     lse = q.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
     top = torch.empty_like(lse) if looked else None  # a row's largest
@@ -175,7 +166,7 @@ def _(
     kernel_choice: str = "portable", look: Tensor | None = None, wide: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     lse, max_score = (q.new_empty(q.shape[:dims], dtype=torch.float32) for dims in (3, 2))
-    return empty_heads(q, torch.float32 if wide else None), lse, max_score
+    return empty_heads(q.shape, q, torch.float32 if wide else None), lse, max_score
 
 
 @operator("flash_attention_backward")
