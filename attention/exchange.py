@@ -1,7 +1,7 @@
 """Tokens exchanged for heads among ranks that share a sequence, in one message, with few copies.
 
-A token's heads lie side by side in memory, everywhere: in the projection that q, k and v are views
-of, in the message and in what arrives, which for one sequence is what attention reads.
+A token's heads lie side by side in memory: in the projection that q, k and v are views of, in the
+message, and in what arrives. With one sequence, attention reads what arrives as it is.
 
     q, k, v (B, H or H_kv, n, D)    --copied into-->    the message (W, B, n, H' + 2 H'_kv, D)
                      which arrives in the order of its tokens: (B, N, H' + 2 H'_kv, D)
@@ -152,9 +152,9 @@ def numbers_to_copy(tensors: Sequence[Tensor]) -> torch.dtype:
     return next((wide for wide in WIDE if granule % wide.itemsize == 0), dtype)
 
 
-# the same for torch.compile, which keeps them whole; they return one tensor each, as an operator
-# may not return views of one. Exchange has their gradient: a registered one would get that of the
-# one tensor, for which autograd joins those of its parts by a copy
+# the same for torch.compile, which keeps them whole. Each returns one tensor: an operator may not
+# return views of one. Exchange computes their gradient. A registered gradient would take that of
+# the one tensor, and autograd would copy the parts' gradients to join them
 exchange_tokens = operator("exchange_tokens")(tokens_to_heads)
 exchange_heads = operator("exchange_heads")(heads_to_tokens)
 

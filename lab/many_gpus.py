@@ -11,11 +11,11 @@ Takes train.py's own settings, which replace those of a case, and of its own:
     limit   seconds after which no further run begins (500)
     out     the JSON file to write; rows of cases that it already holds stay
 
-Alone, as many runs go side by side as there are ranks, each on its own GPU: the slowest sets the
-pace of ranks, so it is the one they are compared with. The speed is that of rows arriving in
-metrics.jsonl, after compilation, which holds all that a user waits for. The rows also hold the
-losses: how far those of two runs alone are apart is noise of one GPU. lab.steps_on_ranks measures
-steps alone, beside PyTorch's own ways.
+Alone, every GPU has a run of its own at the same time. Ranks are compared with the slowest of these
+runs, because the slowest GPU sets their pace. The speed is measured from outside, by the times at
+which rows arrive in metrics.jsonl after compilation, so it includes metrics. The rows also give the
+losses: two runs alone differ by the noise of one GPU. lab.steps_on_ranks measures the steps alone,
+and PyTorch's own ways beside ours.
 """
 
 import sys
@@ -131,7 +131,7 @@ def turns(options: Options) -> Iterator[tuple[str, str, str]]:
 
 
 def compared(runs: dict[str, list[list[Row]]]) -> Row:
-    """Of each way on ranks: its speed over that of the slowest GPU alone, round by round."""
+    """The speed of each way on ranks, divided by that of the slowest GPU alone, for each round."""
     slowest = [min(run["tokens_per_sec"] for run in each) for each in runs["alone"]]
     found = {}
     for way, rounds in runs.items():
@@ -145,7 +145,7 @@ def compared(runs: dict[str, list[list[Row]]]) -> Row:
 def main(options: Options) -> None:
     check_writable(options.out)
     where, began = measured_on(pick_device("auto")), time.perf_counter()
-    rows = load_json(options.out).get("cases", {}) if options.out.exists() else {}
+    rows = load_json(options.out).get("cases", {})
     runs: dict[str, dict[str, list[list[Row]]]] = {
         name: defaultdict(list) for name in options.cases
     }

@@ -4,7 +4,7 @@ attn-conform.
     python -m lab.scorecards out=results/scorecards_cpu.json jax=.jax/bin/python
     python -m lab.scorecards device=cuda processes=3 tutorial=06-fused-attention.py
 
-A card in a dtype is a process of its own and writes what it has after each cell, into the folder
+Each card and dtype has a process of its own, which writes after each cell into the folder
 OUT.parts: one that hangs or dies loses neither the others nor its own cells. A card without its
 package is left out, and the file says so. EXPLAINED says of every red cell why it is red; one that
 it does not know ends the command with an error, after the file is written. The arguments:

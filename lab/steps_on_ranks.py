@@ -8,11 +8,12 @@ DistributedDataParallel and its context_parallel.
 
     seq_len   lengths of a sequence (32768,131072)
     batch     sequences of a step (1)
-    who       in this order: ours:alone, all sequences on each GPU, without the others; ours:data
-              and ddp:data, each rank its share of them; ours:heads, ours:ring and ours:gather,
-              every sequence shared, as parallel.how says; KERNEL:ROTATION for context_parallel
-              around a kernel of PyTorch's attention (cudnn, flash or efficient), with keys and
-              values carried from rank to rank by alltoall or allgather
+    who       several of these, in the order to run:
+              ours:alone            every GPU trains on all sequences, without the others
+              ours:data, ddp:data   each rank trains on its share of the sequences
+              ours:heads, ours:ring, ours:gather   ranks share every sequence, as in parallel.how
+              KERNEL:ROTATION       PyTorch's context_parallel, with its attention kernel cudnn,
+                                    flash or efficient, and alltoall or allgather to move keys
     steps     steps that are timed together (8), or fewer, as many as `seconds` have room for
     repeats   how often (3)
     seconds   for all repeats of a row, about (8)

@@ -166,7 +166,8 @@ def sources(
     said = ["; ".join(measured) + "."]
     said += [f"Assumed: {', '.join(figures)}."] if figures else []
     said.append(
-        "Calculated: every row, by FLOPs and bytes. Nothing hides the all-reduce of the gradients."
+        "Calculated: every row, by FLOPs and bytes. The all-reduce of the gradients counts as if "
+        "the backward pass hid none of it."
     )
     said.append("Left out: data, evaluation, and the time that ranks wait for the slowest.")
     if largest.world > hosts.per_host:

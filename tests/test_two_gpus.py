@@ -108,8 +108,8 @@ def test_two_ranks_are_two_passes_to_the_bit(tmp_path, settings):
     assert alike(tmp_path / "two", tmp_path / "alone")
 
 
-# relative, of rounding to bfloat16 (2**-9): a mean over a thousand tokens averages it, a gradient's
-# norm has it of all layers, and the largest score is one product of rounded vectors
+# relative bounds for rounding to bfloat16, 2**-9. A loss averages it over a thousand tokens. A
+# gradient's norm collects it from all layers. The largest score is one product of rounded vectors
 NEAR = {"train/loss": 1e-3, "val/loss": 1e-3, "grad_norm": 2e-2, "attention/max_score": 2e-2}
 
 

@@ -8,7 +8,8 @@ Of a step's tokens each rank computes its share, 1 / world. Its seconds are
     attention            a constant a query and visible key, in proportion to layers x hidden_size
     optimizer            the same on every rank, for all ranks keep all weights
     exchange             around or in the attention of sequences that several ranks share
-    gradients            one all-reduce of float32 after the last pass, which nothing hides
+    gradients            one all-reduce of float32 after the last pass; what the backward pass
+                         hides of it is not counted
 
 The three constants are fitted to measured steps of one GPU (fit_speed). Attention is causal over
 the whole sequence; documents would make it cheaper.
