@@ -215,11 +215,14 @@ def pick_tile(
     block_kv: int = 0,
 ) -> Tile:
     """The table's tile, or one of block_q by block_kv. The user chooses these for a defect, whose
-    result depends on where a tile of keys ends.
+    result depends on where a tile of keys ends, and not on block_q.
     """
     if block_q and block_kv:
-        if kernel.startswith("dkdv"):
-            block_q = min(block_q, 64 if head_dim <= 64 else 32)  # what the registers hold
+        # what the registers hold; larger tiles take minutes to compile in float32
+        if dtype == torch.float32:
+            block_q = min(block_q, 32 if head_dim <= 64 else 16)
+        elif kernel.startswith("dkdv"):
+            block_q = min(block_q, 64 if head_dim <= 64 else 32)
         return Tile(
             block_q,
             block_kv,

@@ -79,6 +79,16 @@ def test_tiles_of_ones_own_keep_their_keys():
         )
 
 
+def test_float32_gets_fewer_queries_than_asked_for():
+    """128 by 64 take ptxas over a minute in float32, and spill 137 kB a thread."""
+    asked = {"device": torch.device("cuda"), "block_q": 128, "block_kv": 64}
+    for kernel in VARIANTS:
+        for head_dim, most in ((64, 32), (128, 16)):
+            tile = pick_tile(kernel, head_dim, torch.float32, **asked)
+            assert (tile.block_q, tile.block_kv) == (most, 64)
+    assert pick_tile("forward", 128, torch.bfloat16, **asked).block_q == 128
+
+
 # bytes a thread: what is known to spill, and why
 SPILLS = {
     ("dkdv", 128, "full"): 16,  # by Triton 3.9's allocation; none with 3.6
