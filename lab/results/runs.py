@@ -644,43 +644,53 @@ def laptop() -> str:
 
 
 def several_gpus() -> str:
-    """One sequence over two GPUs, beside one GPU and beside PyTorch's context_parallel; and whole
-    runs of train.py.
+    """Two GPUs beside one, and beside PyTorch's own ways: a shared sequence, shared batches, a
+    profile of both, and whole runs of train.py.
     """
     data, whole = load("steps_on_ranks_h100"), load("many_gpus_h100")
-    alone = {row["seq_len"]: row["seconds"] for row in data["rows"] if row["who"] == "ours:alone"}
+    alone = {
+        (row["commit"], row["seq_len"], row["batch"]): row["seconds"]
+        for row in data["rows"]
+        if row["who"] == "ours:alone"
+    }
     rows = []
-    for row in sorted(data["rows"], key=lambda row: (row["seq_len"], row["who"], row["start"])):
+    for row in sorted(data["rows"], key=lambda row: (row["seq_len"], row["batch"], row["who"])):
         least, most = (1000 * seconds for seconds in row["least_and_most"])
-        parts = row.get("parts_ms_of_ranks", [])
         rows.append(
             row
             | {"ms": 1000 * row["seconds"], "least": least, "most": most}
-            | {"times": alone[row["seq_len"]] / row["seconds"]}
-            | {"error": max(row["errors"].values(), default=None)}
-            | {"messages": " and ".join(f"{each['messages alone']:.0f}" for each in parts) or "-"}
+            | {"times": alone[row["commit"], row["seq_len"], row["batch"]] / row["seconds"]}
+            | {"error": max(row["errors"].values(), default=None), "of": row["commit"][:7]}
         )
     what = (
-        "`torchrun --standalone --nproc-per-node=2 -m lab.steps_on_ranks`. GPT-2 trains on one "
-        "sequence that two GPUs share: by heads, on a ring, and by PyTorch's context_parallel "
-        "around its cuDNN or flash kernel. Alone: each GPU has the whole sequence, and the slower "
-        "one counts. The median, least and most of three times a few steps, in two starts of the "
-        "program on different machines. Error: one layer's out, dq, dk and dv against one GPU's, "
-        "norm over norm. Messages alone: what a profile finds that nothing hides, of each rank; "
-        "recording slows the host down, which shows at 32,768 tokens. These figures are from "
-        "before the exchange of heads copied less and before a ring left out what nobody sees; the "
-        "later code was not measured on GPUs."
+        "`torchrun --standalone --nproc-per-node=2 -m lab.steps_on_ranks`. Two GPUs share GPT-2's "
+        "sequences, each by its half of the heads, on a ring, or by PyTorch's context_parallel "
+        "around its cuDNN or flash kernel; at 1,024 tokens each takes half of the sequences, and "
+        "DistributedDataParallel stands beside ours. Alone: each GPU has all of it, and the slower "
+        "one counts. The median, least and most of five times a few steps, three at commit "
+        f"{rows[0]['of']}. Ratios are to one GPU in the same start. Error: one layer's out, dq, dk "
+        "and dv against one GPU's, norm over norm. The host was slow: at 1,024 tokens it needs "
+        "about 80 ms to launch a step, and GPUs wait."
     )
     columns = """
         seq_len            {seq_len:,}
+        sequences          {batch}
         who                {who}
-        start              {start}
+        commit             {of}
         ms a step          {ms:,.0f} ({least:,.0f} to {most:,.0f})
         times one GPU      {times:.2f}
         peak GiB           {peak_gib:.1f}
         error              {error:.1e}
-        messages alone ms  {messages}
     """
+    profiled = "`python -m scripts.profile` by torchrun, of rank 0, in ms. Recording slows a host."
+    parts = dict.fromkeys(name for each in data["profiles"] for name in each["parts_ms"])
+    head = ["part", *(f"{each['who']} at {each['seq_len']:,}" for each in data["profiles"])]
+    lines = [
+        [name, *(f"{each['parts_ms'].get(name, 0):,.1f}" for each in data["profiles"])]
+        for name in parts
+    ]
+    unrecorded = [f"{each['unrecorded_ms']:,.1f}" for each in data["profiles"]]
+    lines.append(["step, not recorded", *unrecorded])
     ratios = [
         [name, way, joined(found, "{:.2f}"), len(found)]
         for name, case in whole["cases"].items()
@@ -688,7 +698,9 @@ def several_gpus() -> str:
     ]
     by_run = (
         f"`python -m lab.many_gpus {' '.join(whole['overrides'])}`: whole runs of train.py, by the "
-        "wall clock with metrics, over the slower of two runs alone. The first start."
+        "wall clock with metrics, over the slower of two runs alone. Commit "
+        f"{whole['environment']['commit'][:7]}, before a ring and the exchange of heads were made "
+        "faster."
     )
-    tables = (formatted(columns, rows), by_run)
+    tables = (formatted(columns, rows), profiled, table(head, lines), by_run)
     return section(data, what, *tables, table(["case", "way", "times one GPU", "n"], ratios))
