@@ -63,8 +63,8 @@ class VisibleKeys:
     lo: Tensor  # (B or 1, N) int64
     hi: Tensor  # (B or 1, N) int64, hi >= lo
     num_keys: int
-    # what the host knows of them: True for those of a causal mask, N = M, False where every query
-    # sees every key, None where it knows neither
+    # what the host knows of them: True for those of a causal mask, where the last query sees all
+    # keys, False where every query sees every key, None where it knows neither
     causal: bool | None = None
 
     def query_tiles(self, block_q: int) -> list[QueryTile]:

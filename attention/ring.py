@@ -108,13 +108,34 @@ class Part(NamedTuple):
     def empty(self) -> bool:
         return not (self.visible.lo.shape[1] and self.visible.num_keys)
 
+    def of_rows(self, rows: slice, *, narrow: bool) -> "Part":
+        """What these of its rows see; narrowed() or not."""
+        lo, hi = self.visible.lo[:, rows], self.visible.hi[:, rows]
+        visible = replace(self.visible, lo=lo, hi=hi, causal=None)
+        part = narrowed(visible) if narrow else everything(visible)
+        return part._replace(
+            rows=moved(part.rows, self.rows.start + (rows.start or 0)),
+            keys=moved(part.keys, self.keys.start),
+        )
+
+
+def moved(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)
+
+
+def everything(visible: VisibleKeys) -> Part:
+    """All rows and keys of a block."""
+    return Part(slice(0, visible.lo.shape[1]), slice(0, visible.num_keys), visible)
+
 
 def narrowed(visible: VisibleKeys) -> Part:
     """The part of a block that is seen. Waits for a GPU."""
     lo, hi = (ends.cpu() for ends in (visible.lo, visible.hi))
     rows = (hi > lo).any(0).nonzero().flatten()
     if not len(rows):
-        return Part(slice(0), slice(0), replace(visible, lo=lo[:, :0], hi=hi[:, :0], num_keys=0))
+        return Part(
+            slice(0, 0), slice(0, 0), replace(visible, lo=lo[:, :0], hi=hi[:, :0], num_keys=0)
+        )
     seen = slice(int(rows[0]), int(rows[-1]) + 1)
     filled = (hi > lo)[:, seen]
     lo, hi = lo[:, seen], hi[:, seen]
@@ -127,7 +148,7 @@ def narrowed(visible: VisibleKeys) -> Part:
         queries, num_keys = lo.shape[1], found.num_keys
         if bool((hi == num_keys).all()):
             causal = False
-        elif queries == num_keys and bool((hi == torch.arange(1, num_keys + 1)).all()):
+        elif bool((hi == torch.arange(num_keys - queries + 1, num_keys + 1)).all()):
             causal = True
     device = visible.lo.device
     return Part(seen, keys, replace(found, lo=lo.to(device), hi=hi.to(device), causal=causal))
@@ -168,6 +189,14 @@ def added(total: Tensor | None, part: Tensor, where: slice, like: Tensor) -> Ten
     return total
 
 
+def all_added(
+    totals: Sequence[Tensor], parts: Sequence[Tensor], where: slice, like: Sequence[Tensor] | Tensor
+) -> list[Tensor]:
+    """added() for the keys and for the values; `totals` may be empty."""
+    every = zip(totals or (None, None), parts, like, strict=True)
+    return [added(total, part, where, one) for total, part, one in every]
+
+
 @dataclass(frozen=True)
 class RingCall:
     """One call of attention on a ring: the part that all ranks know."""
@@ -181,6 +210,7 @@ class RingCall:
     # whether other calls have the same mask, so that what is seen of a block is looked up once
     standing: bool = False
     parts: dict[tuple[int, int], Part] = field(default_factory=dict)  # by rank and source
+    halves: dict[int, tuple[Part, Part]] = field(default_factory=dict)  # by rank
 
     @property
     def world(self) -> int:
@@ -205,7 +235,7 @@ class RingCall:
         others.
         """
         if not (self.standing and self.ring.exact):
-            return Part(slice(None), slice(None), self.sees(rank, source))
+            return everything(self.sees(rank, source))
         if (rank, source) not in self.parts:
             self.parts[rank, source] = narrowed(self.sees(rank, source))
         return self.parts[rank, source]
@@ -278,48 +308,69 @@ class RingCall:
         """Returns dq, dk and dv of this rank's tokens.
 
         The keys go round once more. Their gradients follow a hop behind: each rank adds its part,
-        and after W hops they are at home.
+        and in the end they come home. Meanwhile a rank computes the later half of what its queries
+        see of its own keys; the first half it computes while the keys of others come.
         """
         d_states = []
         if not self.ring.exact:
             d_states = yield from self._differentiate_merge(rank, q, k, v, d_out, d_lse)
-        dq: Tensor | None = None
-        held = together(k, v)
-        gradients: list[Tensor] = []  # of the keys and of the values that this rank held last
+        whole = out, lse, d_out, d_lse
+        first, later = self._halves(rank)
+        dq, held = None, together(k, v)
+        own: list[Tensor] = []  # gradients of this rank's keys and values
+        gradients: list[Tensor] = []  # of those that it held last
         for hop in range(self.world):
             source = (rank - hop) % self.world
             leaving = self._leaving(hop, source, held)
             behind = [Sent(x, tuple(held.shape[1:])) for x in gradients]
             arriving = yield leaving + behind
+            part = self.part(rank, source) if hop else first
             d_state = d_states[hop] if d_states else None
-            part = self.part(rank, source)
-            found = self._gradients(part, q, held, (out, lse, d_out, d_lse), d_state)
+            found = self._gradients(part, q, held, whole, d_state)
             dq = added(dq, found[0], part.rows, q)
             arrived = arriving()
             # the gradients of these keys come last
-            totals = arrived[len(leaving) :] if hop else (None, None)
-            gradients = [
-                added(total, x, part.keys, like)
-                for total, x, like in zip(totals, found[1:], held, strict=True)
-            ]
+            gradients = all_added(arrived[len(leaving) :], found[1:], part.keys, held)
+            if not hop:
+                own, gradients = gradients, []
             held = arrived[0] if leaving else held
-            del found, leaving, behind, arrived, totals  # the next hop needs their memory
+            del found, leaving, behind, arrived  # the next hop needs their memory
         assert dq is not None
-        if self.world > 1:
-            gradients = (yield [Sent(x, tuple(k.shape)) for x in gradients])()
-        return dq.to(q.dtype), *(x.to(k.dtype) for x in gradients)
+        home = (yield [Sent(x, tuple(k.shape)) for x in gradients]) if gradients else None
+        if later is not None:
+            found = self._gradients(later, q, (k, v), whole, None)
+            dq = added(dq, found[0], later.rows, q)
+            own = all_added(own, found[1:], later.keys, (k, v))
+        if home is not None:
+            own = all_added(own, home(), slice(None), (k, v))
+        return dq.to(q.dtype), *(x.to(k.dtype) for x in own)
+
+    def _halves(self, rank: int) -> tuple[Part, Part | None]:
+        """What this rank's queries see of its own keys: the earlier queries, and the later ones
+        where something is sent meanwhile.
+        """
+        whole = self.part(rank, rank)
+        if self.world == 1 or not self.ring.exact:
+            return whole, None
+        if rank not in self.halves:
+            half = whole.visible.lo.shape[1] // 2
+            self.halves[rank] = (
+                whole.of_rows(slice(0, half), narrow=self.standing),
+                whole.of_rows(slice(half, None), narrow=self.standing),
+            )
+        return self.halves[rank]
 
     def _gradients(
         self,
         part: Part,
         q: Tensor,
-        held: Tensor,
+        held: Tensor | tuple[Tensor, Tensor],
         whole: tuple[Tensor, Tensor, Tensor, Tensor],
         d_state: OnlineSoftmax | None,
     ) -> tuple[Tensor, ...]:
-        """dq, dk, dv of the rows and keys of this part of a block."""
+        """dq, dk, dv of the rows and keys of this part of a block, whose k and v are `held`."""
         blocks = self.ring.blocks
-        q, (k, v) = q[..., part.rows, :], held[..., part.keys, :]
+        q, (k, v) = q[..., part.rows, :], (x[..., part.keys, :] for x in held)
         if part.empty:
             return tuple(torch.zeros_like(x, dtype=statistics_dtype(q)) for x in (q, k, v))
         if d_state is not None:

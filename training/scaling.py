@@ -18,14 +18,13 @@ Bytes that a rank sends for one attention call, where W ranks share a sequence, 
 this rank's queries (as many as of its output) and k those of its keys (as many as of its values),
 e bytes an element; W = 1 sends nothing:
 
-                 forward               backward
-    heads        (2q + 2k)(W - 1)/W    the same, of the gradients
-    gather       2k (W - 1)            that again, and dk, dv in float32: 2k (4/e)(W - 1)
-    ring         2k (W - 1)            that again, and dk, dv in float32: 2k (4/e) W
+                    forward               backward
+    heads           (2q + 2k)(W - 1)/W    the same, of the gradients
+    ring, gather    2k (W - 1)            that again, and dk, dv in float32: 2k (4/e)(W - 1)
 
-The ring's dk, dv make one hop more, home to the rank of their keys. With H query heads and H_kv
-key/value heads, k = q H_kv / H. Under parallel.how=auto, h ranks share the heads, and W / h of them
-form a ring for the same heads: both rows count, for W = h and for W / h.
+With H query heads and H_kv key/value heads, k = q H_kv / H. Under parallel.how=auto, h ranks share
+the heads, and W / h of them form a ring for the same heads: both rows count, for W = h and for
+W / h.
 
 Jacobs et al., "DeepSpeed Ulysses" (2023, arXiv:2309.14509) for heads; Liu et al., "Ring Attention"
 (2023, arXiv:2310.01889) for the ring; Llama 3 (2024, arXiv:2407.21783), section 3.3.2, for gather.
@@ -123,12 +122,11 @@ class Exchange(NamedTuple):
     heads: list[Message]  # forward, and once more backward: nothing hides them
     forward: list[Message]  # of a ring or a gather
     backward: list[Message]
-    home: list[Message]  # the last hop of a ring's dk and dv, behind the last attention
 
     def sent(self, forwards: int = 1) -> float:
         """Bytes of so many forward passes and a backward pass."""
         every = [*self.heads, *self.forward] * forwards
-        every += [*self.heads, *self.backward, *self.home]
+        every += [*self.heads, *self.backward]
         return sum(each.sent * each.times for each in every)
 
     def exposed_seconds(
@@ -140,33 +138,25 @@ class Exchange(NamedTuple):
         swaps = seconds_of(self.heads, to_heads)
         hops = max(0.0, seconds_of(self.forward, to_keys) - forward)
         back = max(0.0, seconds_of(self.backward, to_keys) - backward)
-        return forwards * (swaps + hops) + swaps + back + seconds_of(self.home, to_keys)
+        return forwards * (swaps + hops) + swaps + back
 
 
 def seconds_of(messages: list[Message], link: Link) -> float:
     return sum(each.times * link.seconds(each.call, each.sent) for each in messages)
 
 
-def exchange(q: float, k: float, element: int, *, heads: int, keys: int, how: str) -> Exchange:
-    """Of one attention call. q, k: bytes of a rank's queries and of its keys, in an `element` of so
-    many bytes; see the module's docstring.
+def exchange(q: float, k: float, element: int, *, heads: int, keys: int) -> Exchange:
+    """Of one attention call, which exchanges among `heads` ranks, and `keys` ranks share the keys.
+    q, k: bytes of a rank's queries and of its keys, in an `element` of so many bytes; see the
+    module's docstring.
     """
-    # q, k and v together, and the output
-    swaps = [Message("all_to_all", size * (heads - 1) / heads) for size in (q + 2 * k, q)]
-    swaps = swaps if heads > 1 else []
-    if keys == 1:
-        return Exchange(swaps, [], [], [])
-    pair, gradients = 2 * k, 2 * k * 4 / element  # k and v; dk and dv in float32
-    if how == "gather":
-        gathered = [Message("send_receive", pair, keys - 1)]
-        summed = [Message("send_receive", gradients, keys - 1)]
-        return Exchange(swaps, gathered, [*gathered, *summed], [])
-    return Exchange(
-        swaps,
-        [Message("send_receive", pair, keys - 1)],
-        [Message("send_receive", pair + gradients, keys - 1)],
-        [Message("send_receive", gradients)],
+    swaps = []
+    if heads > 1:  # q, k and v together, and the output
+        swaps = [Message("all_to_all", size * (heads - 1) / heads) for size in (q + 2 * k, q)]
+    pair, gradients = (
+        Message("send_receive", size, keys - 1) for size in (2 * k, 2 * k * 4 / element)
     )
+    return Exchange(swaps, [pair], [pair, gradients])
 
 
 @dataclass(frozen=True)
@@ -298,7 +288,7 @@ def plan_ranks(
 
     own = sequences * length // context  # tokens of a rank in one pass
     q, k = (element * own * n * model.head_dim for n in (model.num_heads, model.kv_heads))
-    messages = exchange(q, k, element, heads=heads, keys=keys, how=how)
+    messages = exchange(q, k, element, heads=heads, keys=keys)
     tokens = config.sequences_per_step * length
     kernels = speed if keys == 1 else replace(speed, pairs=blocks_speed.pairs)
     windows = config.attention.layer_windows(model.num_layers)
@@ -372,7 +362,7 @@ def share_step(config: RunConfig, world: int, context: int, keys: int) -> tuple[
 def key_buffers(k: int, element: int, keys: int, how: str) -> int:
     """Bytes beside a rank's own k and v, as if the worst moment of a step were theirs: the ring has
     a block that is computed and one that arrives, and dk and dv in float32 of the block, of the one
-    that leaves and of the one that arrives; gather has all of them.
+    that leaves, of the one that arrives and of half of its own; gather has all of them.
     """
     pair, gradients = 2 * k, 2 * k * 4 // element
-    return (pair + gradients) * keys if how == "gather" else 2 * pair + 3 * gradients
+    return (pair + gradients) * keys if how == "gather" else 2 * pair + 7 * gradients // 2

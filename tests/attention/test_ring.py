@@ -226,17 +226,28 @@ def test_a_part_holds_all_that_is_seen(num_queries, num_keys, ranks, causal, win
             assert torch.equal(found, expected)
             assert part.empty == (not expected.any())
             if visible.causal is not None and not part.empty:
-                square = torch.ones(visible.mask().shape, dtype=torch.bool)
-                assert torch.equal(visible.mask(), square.tril() if visible.causal else square)
+                whole = torch.ones(visible.mask().shape, dtype=torch.bool)
+                causal_mask = whole.tril(whole.shape[-1] - whole.shape[-2])
+                assert torch.equal(visible.mask(), causal_mask if visible.causal else whole)
+        halves = call._halves(rank)
+        assert (halves[1] is None) == (ranks == 1)
+        expected = call.sees(rank, rank).mask()
+        found = torch.zeros_like(expected)
+        for part in filter(None, halves):
+            found[:, :, part.rows, part.keys] = part.visible.mask()
+        assert torch.equal(found, expected)
 
 
 def test_a_causal_ring_needs_no_intervals():
-    """Its own keys are causal, and of another's a rank sees all that it sees any of: half."""
+    """Its own keys are causal, whole and in halves, and of another's a rank sees all that it sees
+    any of: half.
+    """
     call = standing_call(
         RingCall, RING.ring, 64, 64, 4, torch.device("cpu"), frozenset(), True, None
     )
     for rank in range(4):
-        assert call.part(rank, rank).visible.causal is True
+        for part in (call.part(rank, rank), *call._halves(rank)):
+            assert part.visible.causal is True
         for source in {0, 1, 2, 3} - {rank}:
             rows, keys, visible = call.part(rank, source)
             assert visible.causal is False

@@ -668,12 +668,18 @@ RING_MUTANTS = (
     _of_ring(
         "gradient_one_hop_short",
         "dk and dv stop at the rank before their own.",
-        *ring(("if self.world > 1:", "if self.world < 1:")),
+        *ring(("own = all_added(own, home(), slice(None), (k, v))", "home()")),
     ),
     _of_ring(
         "gradient_stays",
         "dk and dv of the hops before are not added.",
-        *ring(("added(total, x, part.keys, like)", "added(None, x, part.keys, like)")),
+        *ring(("all_added(arrived[len(leaving) :], ", "all_added([], ")),
+    ),
+    _of_ring(
+        "middle_row_left_out",
+        "The first row of the later half gets no gradient from the keys of its rank, and they none "
+        "from it.",
+        *ring(("slice(half, None)", "slice(half + 1, None)")),
     ),
     _of_ring(
         "only_the_last_dq",

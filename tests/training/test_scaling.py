@@ -147,26 +147,20 @@ def test_the_message_of_the_gradients_is_part_of_the_peak():
 
 
 @pytest.mark.parametrize(
-    ("how", "heads", "keys", "times_a"),
-    [
-        ("heads", 4, 1, 8 * 3 / 4),
-        ("gather", 1, 4, 8 * 3),
-        ("ring", 1, 4, 8 * 3 + 4),
-        ("auto", 2, 2, 8 / 2 + (8 + 4)),
-    ],
+    ("heads", "keys", "times_a"), [(4, 1, 8 * 3 / 4), (1, 4, 8 * 3), (2, 2, 8 / 2 + 8)]
 )
-def test_bytes_in_units_of_a_ranks_queries(how, heads, keys, times_a):
+def test_bytes_in_units_of_a_ranks_queries(heads, keys, times_a):
     """bfloat16, as many key/value heads as heads; with a quarter of them, a quarter of the bytes of
     keys.
     """
-    assert exchange(100, 100, 2, heads=heads, keys=keys, how=how).sent() == 100 * times_a
+    assert exchange(100, 100, 2, heads=heads, keys=keys).sent() == 100 * times_a
     if heads == 1:
-        few = exchange(100, 25, 2, heads=heads, keys=keys, how=how).sent()
+        few = exchange(100, 25, 2, heads=heads, keys=keys).sent()
         assert few == 25 * times_a
 
 
-@pytest.mark.parametrize("kind, how", [(RingCall, "ring"), (GatherCall, "gather")])
-def test_the_ranks_of_a_ring_send_the_planned_bytes(kind, how):
+@pytest.mark.parametrize("kind", [RingCall, GatherCall])
+def test_the_ranks_of_a_ring_send_the_planned_bytes(kind):
     """Counted where their programs send, forward and backward, with two key/value heads of four."""
     world, length, dtype = 4, 32, torch.bfloat16
     tokens = zigzag(length, world)
@@ -198,16 +192,16 @@ def test_the_ranks_of_a_ring_send_the_planned_bytes(kind, how):
             for rank, x in enumerate(inputs)
         ]
     )
-    planned = exchange(q[0].nbytes, k[0].nbytes, 2, heads=1, keys=world, how=how).sent()
+    planned = exchange(q[0].nbytes, k[0].nbytes, 2, heads=1, keys=world).sent()
     assert sent == [planned] * world
 
 
 def test_a_ring_shows_what_attention_does_not_hide():
-    ring = exchange(0, 1e9, 2, heads=1, keys=3, how="ring")
+    ring = exchange(0, 1e9, 2, heads=1, keys=3)
     link = Link("1 GB/s", 1.0)
     assert isinstance(ring, Exchange)
-    # 2 hops of 2 s, 2 hops of 6 s, 4 s home
-    for forward, backward, exposed in ((0, 0, 20), (4, 0, 16), (9, 11, 5), (9, 99, 4)):
+    # 2 hops of 2 s, and backward these again with 2 of 4 s
+    for forward, backward, exposed in ((0, 0, 16), (4, 0, 12), (9, 11, 1), (9, 99, 0)):
         found = ring.exposed_seconds(forward, backward, to_heads=link, to_keys=link)
         assert found == pytest.approx(exposed)
 
@@ -274,7 +268,8 @@ def test_speed_where_blocks_are_recomputed():
         (32_768, 2, "heads", 1.89),
         (131_072, 2, "heads", 1.97),
         (131_072, 4, "gather", 3.71),
-        (131_072, 8, "ring", 7.81),
+        # by hand 7.81, where dk and dv come home behind the last attention: another 3.5 ms
+        (131_072, 8, "ring", 7.90),
         (1_048_576, 8, "ring", 7.98),
     ],
 )
