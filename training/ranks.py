@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import isnan, nan
@@ -156,8 +156,8 @@ class GradientSum:
 
     MESSAGE = 2**26
 
-    def __init__(self, ranks: Ranks, parameters: "Iterable[torch.nn.Parameter]") -> None:
-        self.parameters = list(parameters) if ranks.several else []
+    def __init__(self, ranks: Ranks, parameters: "Sequence[torch.nn.Parameter]") -> None:
+        self.parameters = parameters if ranks.several else ()
         self._ready: list[Tensor] = []
         self._sent: list[tuple[list[Tensor], Tensor, Any]] = []
         self._hooks: list[Any] = []

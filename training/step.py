@@ -289,7 +289,8 @@ def compute_gradients(
     """
     optimizer.zero_grad(set_to_none=True)
     loss, terms = 0.0, {"z_loss": z_loss} if z_loss else {}
-    total = GradientSum(ranks, step_model.parameters())
+    parameters = list(step_model.parameters())  # to look them up takes a while
+    total = GradientSum(ranks, parameters)
     # around the backward passes too: they may run attention again
     with step_model.sharded(ranks.shards) if ranks.shards else nullcontext():
         for number, (inputs, divisor) in enumerate(passes, start=1):
@@ -306,12 +307,12 @@ def compute_gradients(
     with record_function("optimizer"):
         scaler.unscale_(optimizer)
         norm = nn.utils.get_total_norm(
-            parameter.grad for parameter in step_model.parameters() if parameter.grad is not None
+            parameter.grad for parameter in parameters if parameter.grad is not None
         )
         # scaled by a norm that is not finite, every gradient would become non-finite, and nobody
         # could tell which was first
         nn.utils.clip_grads_with_norm_(
-            step_model.parameters(), grad_clip or inf, norm.nan_to_num(nan=0.0, posinf=0.0)
+            parameters, grad_clip or inf, norm.nan_to_num(nan=0.0, posinf=0.0)
         )
         return loss, norm
 
