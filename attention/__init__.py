@@ -2,8 +2,7 @@
 
 attention(q, k, v, backend="tiled")                                       # a name in BACKENDS
 attention(q, k, v, backend=get_backend("tiled", block_q=32, block_kv=16)) # with options
-register(Backend("mine", my_function))                                    # your own, then
-backend="mine"
+register(Backend("mine", my_function))                                    # then backend="mine"
 """
 
 import sys
@@ -99,8 +98,8 @@ def attention(
     module: nn.Module | None = None,
     return_max_score: bool | Tensor = False,
 ) -> Output:
-    """softmax(q k^T * scale, masked) v by the named backend, and no other. Inputs that it does not
-    take raise a ValueError with every reason.
+    """Compute softmax(q k^T * scale, masked) v with this backend; there is no fallback. Inputs that
+    the backend does not take raise a ValueError that lists every reason.
 
     q             (B, H, N, D), floating
     k             (B, H_kv, M, D), same dtype and device as q; H a multiple of H_kv (grouped-query,
@@ -120,12 +119,12 @@ def attention(
     score_mod     any other change of the scores, given with its derivative, in place of softcap and
                   alibi_slopes
     key_lengths   (B,) integers from 0 to M: sequence b has keys 0 <= j < key_lengths[b], and the
-                  rest is padding. It moves no position: causal and window count from M still. Its
-                  values are read to be checked, which waits for a GPU; not in a compiled graph
-    sinks         (H,) floating: a logit a head in the denominator, as of a key whose value is zero;
-                  lse counts it, max_score does not, and gradients flow to it; needs a backend with
-                  lse
-    module        the layer's part of a backend with parameters, from build_module()
+                  rest is padding. Padding moves no position: causal and window still count from M.
+                  Checking the values waits for a GPU; a compiled graph does not check them
+    sinks         (H,) floating: one extra logit per head in the softmax's denominator, like a key
+                  whose value is zero. lse includes it, max_score does not, and gradients flow to
+                  it; needs a backend that returns lse
+    module        this layer's module, from build_module(), if the backend has parameters
     return_max_score
                   return ScoredOutput(out, lse, max_score), with the largest score of each head (B,
                   H): nearly free from backends with the feature max_score, half a forward pass
@@ -134,9 +133,9 @@ def attention(
                   undefined in a compiled graph
 
     Order: scale, softcap, alibi, mask, sinks, softmax. A row that sees no key gives out = 0 and lse
-    = -inf (with a sink, the sink), with zero gradients. A score of -inf hides its key, also where
-    it comes from overflow. A score of inf or NaN makes its row NaN. Statistics, sums and score
-    changes are float32 (float64 for float64); autocast is off inside.
+    = -inf (or the sink's logit), with zero gradients. A score of -inf hides its key, even if it
+    overflowed to -inf. A score of inf or NaN makes its row NaN. Statistics, sums and score changes
+    are float32 (float64 for float64 inputs). Autocast is off inside.
     """
     if isinstance(backend, str):
         backend = get_backend(backend)
@@ -167,8 +166,8 @@ def attention_varlen(
     score_mod: ScoreMod | None = None,
     sinks: Tensor | None = None,
 ) -> AttentionOutput:
-    """attention() of S sequences of any lengths that lie one behind the other, as
-    flash_attn_varlen_func of flash-attention has it: no padding, and no loop over the sequences.
+    """attention() for S sequences of any lengths, packed one after the other as for
+    flash_attn_varlen_func of flash-attention. No padding, no loop over sequences.
 
     q             (T, H, D), floating: the queries of all sequences
     k, v          (T_k, H_kv, D) and (T_k, H_kv, D_v), same dtype and device as q
@@ -176,12 +175,12 @@ def attention_varlen(
                   cu_seqlens_q[s + 1]. It rises from 0 to T; a sequence may have none
     cu_seqlens_k  (S + 1,) the same for the keys, from 0 to T_k
 
-    Returns out (T, H, D_v) and lse (H, T). causal and window count in each sequence by itself:
-    aligned bottom-right, with its own N and M. A sequence without keys gives out = 0 and lse =
-    -inf. The other arguments are those of attention(). alibi_slopes and score_mod need as many
-    queries as keys in every sequence; a score_mod gets b = 0 and positions among all T. Raises
-    ValueError as attention() does. The values of cu_seqlens are read to be checked, which waits for
-    a GPU; not in a compiled graph.
+    Returns out (T, H, D_v) and lse (H, T). causal and window apply within each sequence: aligned
+    bottom-right, with its own N and M. A sequence without keys gives out = 0 and lse = -inf. The
+    other arguments are those of attention(). alibi_slopes and score_mod need as many queries as
+    keys in every sequence; a score_mod gets b = 0 and positions among all T. Raises ValueError as
+    attention() does. Checking the values of cu_seqlens waits for a GPU; a compiled graph does not
+    check them.
     """
     by_position = alibi_slopes is not None or score_mod is not None
     check_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, by_position=by_position)
@@ -217,26 +216,26 @@ def attention_with_cache(
     sinks: Tensor | None = None,
     splits: str | int | None = None,
 ) -> AttentionOutput:
-    """attention() of the last N tokens of each sequence to all its keys, which lie in a cache of
-    fixed shape, as flash_attn_with_kvcache of flash-attention has it. No gradient.
+    """Let the last N tokens of each sequence attend to all its keys, which lie in a cache of fixed
+    shape, as in flash_attn_with_kvcache of flash-attention. There is no gradient.
 
     q              (B, H, N, D), floating
     k, v           (B, H_kv, M, D) and (B, H_kv, M, D_v), same dtype and device as q: room for M
                    keys a sequence
-    cache_lengths  (B,) integers from 0 to M: so many keys sequence b has, those of its N queries
+    cache_lengths  (B,) integers from 0 to M: how many keys sequence b has, those of its N queries
                    included. causal and window count from there
     block_table    (B, max_pages) int32 or int64: the cache lies in pages, k and v are (num_pages,
                    page_size, H_kv, D), and key j of sequence b is row j % page_size of page
                    block_table[b, j // page_size]
-    splits         among how many programs the keys of a head are shared: a number of 1 to 128,
-                   "fixed", or "auto" for as many as keep the device busy; None takes the backend's
-                   option. With "fixed" or a number, triton gives a row the same bits whatever else
-                   is in the batch, wherever its pages lie, and however much room there is
+    splits         how many programs share the keys of a head: a number from 1 to 128, "fixed", or
+                   "auto" for as many as keep the device busy; None takes the backend's option. With
+                   "fixed" or a number, triton gives a row the same bits whatever else is in the
+                   batch, wherever its pages lie, and however large the cache is
 
     Returns out (B, H, N, D_v) and lse (B, H, N). The other arguments are those of attention().
     Raises ValueError as attention() does, and for a backend that cannot decode. On a GPU the values
-    of cache_lengths and block_table are not read, as that would wait for it: what points outside
-    the cache makes its sequence NaN there.
+    of cache_lengths and block_table are not checked, because reading them would wait for the GPU. A
+    sequence whose values point outside the cache becomes NaN there.
     """
     check_cache(q, k, v, cache_lengths, block_table)
     if isinstance(backend, str):
@@ -290,7 +289,7 @@ def _answer(
     module: nn.Module | None = None,
     return_max_score: bool | Tensor = False,
 ) -> Output:
-    """The checked answer to checked inputs."""
+    """Check the inputs, call the backend, check its output."""
     optional = checked(q, k, v, backend, causal, scale, sinks, module, optional)
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     looked = return_max_score
@@ -301,7 +300,7 @@ def _answer(
         function = partial(operator_attention, backend.name)
     elif backend.traceable or "torch._dynamo" not in sys.modules:
         function = backend.fn
-    else:  # without torch.compile, which takes seconds to import, there is nothing to disable
+    else:  # dynamo, which takes seconds to import, is loaded: it must not trace fn
         function: Any = torch.compiler.disable(backend.fn)
     arguments = {name: value for name, value in optional.items() if name in backend.features}
     if looked is not False and "max_score" in backend.features:
@@ -326,7 +325,7 @@ def _answer(
 
 
 def probe_backend(backend: Backend, **model: Any) -> None:
-    """Try a backend out before training with it; see attention.probe. Raises ValueError with what
-    is wrong with it.
+    """Try a backend out before training with it; see attention.probe. Raises ValueError that says
+    what is wrong with the backend.
     """
     probe(backend, attention, **model)

@@ -1,15 +1,15 @@
 """One sequence over several processes: each holds some of its tokens.
 
-Heads: two exchanges around a call that knows nothing of them, so every backend, mask and defect
-computes what it computes in one process. Jacobs et al., "DeepSpeed Ulysses" (2023,
-arXiv:2309.14509).
+Heads: ranks exchange tokens for heads before a call of attention(), and back after it. So every
+backend, mask and defect computes what it computes in one process. Jacobs et al., "DeepSpeed
+Ulysses" (2023, arXiv:2309.14509).
 
     tokens of rank r, all heads  --to_heads-->  all tokens, heads of rank r
                                                     attention(), any backend
     tokens of rank r, all heads  <--to_tokens--
 
-Ring: keys and values go round, for any number of ranks; see attention.ring. Both at once make a
-grid: ranks that follow one another exchange heads, and a ring joins those of the same heads.
+Ring: keys and values go round any number of ranks; see attention.ring. Both together make a grid:
+consecutive ranks exchange heads, and a ring joins the ranks that hold the same heads.
 
 Dimensions: B batch, H heads, N tokens of the sequence, W ranks, D head dim.
 """
@@ -46,14 +46,14 @@ from attention.ring import (
 )
 from attention.sinks import with_sinks
 
-_backends: dict[str, Backend] = {}  # those that run on a ring, by name
+_backends: dict[str, Backend] = {}  # backends that run on a ring, by name
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that exchange with one another, and the place of this process among them."""
+    """Ranks that exchange messages, and the place of this process among them."""
 
-    name: str = ""  # without one, no message is sent
+    name: str = ""  # "" sends no message
     place: int = 0
     size: int = 1
 
@@ -64,7 +64,7 @@ class Shards:
 
     heads: Group = field(default_factory=Group)
     ring: Group = field(default_factory=Group)
-    gather: bool = False  # whether the ring's keys are gathered before any is used
+    gather: bool = False  # whether a rank gathers all keys of the ring before it uses any
 
     def attention(
         self,
@@ -84,12 +84,12 @@ class Shards:
         sinks: Tensor | None = None,
         return_max_score: bool | Tensor = False,
     ) -> Output:
-        """What `attend`, which is attention(), makes of the whole sequence, for this rank's tokens.
+        """Run `attend`, which is attention(), on the whole sequence; return the part of this rank.
 
-        q (B, H, n, D), k, v (B, H_kv, n, D), out (B, H, n, D) and lse (B, H, n) are those of the n
-        tokens at positions(); document_ids (B, N) those of the whole sequence, alibi_slopes and
-        sinks (H,) those of all heads. lse is None where heads are exchanged. max_score is that of
-        the scores that this rank has computed, -inf for the heads of others.
+        q (B, H, n, D), k, v (B, H_kv, n, D), out (B, H, n, D) and lse (B, H, n) hold the n tokens
+        at positions(). document_ids (B, N) cover the whole sequence, alibi_slopes and sinks (H,)
+        all heads. lse is None where heads are exchanged. max_score covers the scores that this rank
+        computed; it is -inf for the heads of other ranks.
         """
         q, k, v = self.to_heads(q, k, v)
         arguments = {
@@ -124,15 +124,15 @@ class Shards:
         return ScoredOutput(out, lse, None if max_score is None else self.of_all_heads(max_score))
 
     def without_messages(self) -> "Shards":
-        """Computes and keeps as much, and exchanges nothing: what is to come from others is
-        arbitrary. For a trial that one rank may not survive.
+        """The same work and memory without messages: data from other ranks is arbitrary. For a
+        trial that may end this rank's process.
         """
         heads, ring = (replace(group, name="") for group in (self.heads, self.ring))
         return replace(self, heads=heads, ring=ring)
 
     def to_heads(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """From (B, H, n, D), the tokens of this rank, to (B, H / W, W n, D), its heads; all in one
-        message, and H may differ.
+        """From (B, H, n, D), this rank's tokens, to (B, H / W, W n, D), its heads. All tensors go
+        in one message; their H may differ.
         """
         if self.heads.size == 1:
             return tensors
@@ -141,7 +141,7 @@ class Shards:
         return exchange.exchanged(tensors, self.heads.name, self.heads.size, back=False)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """The way back."""
+        """The inverse of to_heads()."""
         return exchange.exchanged([x], self.heads.name, self.heads.size, back=True)[0]
 
     def of_all_heads(self, x: Tensor) -> Tensor:
@@ -153,14 +153,12 @@ class Shards:
         return found
 
     def positions(self, num_tokens: int, device: torch.device | None = None) -> Tensor:
-        """Those of this rank's tokens in a sequence of `num_tokens`, sorted, the same number on
-        each rank.
-        """
+        """Sorted positions of this rank's tokens in a sequence of `num_tokens`."""
         place = self.ring.place * self.heads.size + self.heads.place
         return tokens_of_ranks(num_tokens, self.ring.size, self.heads.size, device)[place]
 
     def own_positions(self, tokens: Tensor) -> Tensor:
-        """Those of tokens (B, n) that this rank has."""
+        """The positions of this rank's tokens (B, n) in the whole sequence."""
         total = tokens.shape[1] * self.heads.size * self.ring.size
         return self.positions(total, tokens.device)
 
@@ -168,7 +166,7 @@ class Shards:
 def tokens_of_ranks(
     num_tokens: int, ring: int, heads: int, device: torch.device | None = None
 ) -> list[Tensor]:
-    """The positions of each rank's tokens: those that exchange heads share a part of the ring."""
+    """The positions of each rank's tokens. Ranks that exchange heads split one part of the ring."""
     parts = zigzag(num_tokens, ring, device)
     return [own for part in parts for own in part.tensor_split(heads)]
 
@@ -187,7 +185,7 @@ def ring(
     document_ids: Tensor | None,
     return_max_score: bool | Tensor,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """out, lse and max_score of this rank's part on a ring."""
+    """out, lse and max_score of this rank's queries, computed on a ring."""
     if isinstance(return_max_score, Tensor) and not torch.compiler.is_compiling():
         return_max_score = bool(return_max_score)
     look = flag(return_max_score)
@@ -213,9 +211,9 @@ def share(
     gather: bool = False,
     timeout: timedelta | None = None,
 ) -> Shards:
-    """Form the groups in which every `context` ranks that follow one another share a sequence:
-    `heads` of them exchange heads, a ring joins the others. All ranks of the world call it. A rank
-    waits `timeout` for another, PyTorch's default without one.
+    """Form the process groups in which every `context` consecutive ranks share a sequence: each
+    `heads` consecutive ranks exchange heads, and rings join the rest. All ranks of the world must
+    call this. A rank waits `timeout` for another; None takes PyTorch's default.
     """
     from torch import distributed
 
@@ -236,7 +234,7 @@ def share(
 
 
 def take_part(program: RankProgram, group: str, place: int, size: int) -> Any:
-    """Run this rank's part of a ring with the others; returns what the program returns."""
+    """Run this rank's program, exchanging messages with the other ranks; return its result."""
     leaving = next(program)
     while True:
         arriving = [empty_heads(each.receives, each.tensor) for each in leaving]
@@ -256,7 +254,7 @@ def take_part(program: RankProgram, group: str, place: int, size: int) -> Any:
 def _pass_on(
     leaving: list[Sent], arriving: list[Tensor], group: str, place: int, size: int
 ) -> list[Any]:
-    """Send to the next rank, and receive from the one before; returns what to wait for."""
+    """Send to the next rank and receive from the previous one; return the works to wait for."""
     from torch import distributed
 
     members = exchange.groups[group]
@@ -275,7 +273,7 @@ def _pass_on(
     )
 
 
-# what follows the tensors of a ring's operators, with their types in PyTorch's schemas
+# arguments of the ring's operators after the tensors, with their types in PyTorch's schemas
 SETTINGS = {
     "backend": "str",
     "group": "str",
@@ -301,14 +299,14 @@ def run_on_ring(
     *,
     look: bool = False,
 ) -> Any:
-    """This rank's part of RingCall.forward or backward, from q, k, v, ...; `values` are those of
+    """Run RingCall.forward or backward for this rank, on q, k, v, ...; `values` are those of
     SETTINGS.
     """
     given, q = dict(zip(SETTINGS, values, strict=True)), tensors[0]
     size, length = given["size"], q.shape[2] * given["size"]
     mask = {name: given[name] for name in ("causal", "window")}
     settings = {name: given[name] for name in ("scale", "softcap", "block_q", "block_kv")}
-    if given["kernel"]:  # of the attentions that have a choice
+    if given["kernel"]:  # backends without this option get no argument
         settings["kernel"] = given["kernel"]
     kind = GatherCall if given["gather"] else RingCall
     used = _backends[given["backend"]].ring
@@ -355,7 +353,7 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     f"Tensor? document_ids, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
 )
 def ring_attention_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of this rank's tokens, from what ring_attention took and gave."""
+    """dq, dk, dv of this rank's tokens, from the inputs and results of ring_attention."""
     *tensors, document_ids = arguments[:8]
     dq, dk, dv = run_on_ring("backward", tensors, document_ids, arguments[8:])
     return token_major(dq), token_major(dk), token_major(dv)

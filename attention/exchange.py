@@ -1,12 +1,14 @@
-"""Tokens exchanged for heads among ranks that share a sequence, in one message, with few copies.
+"""Ranks that share a sequence exchange tokens for heads, in one message and with few copies.
 
 A token's heads lie side by side in memory: in the projection that q, k and v are views of, in the
-message, and in what arrives. With one sequence, attention reads what arrives as it is.
+message sent and in the message received. With one sequence, attention reads the received memory
+without a copy.
 
     q, k, v (B, H or H_kv, n, D)    --copied into-->    the message (W, B, n, H' + 2 H'_kv, D)
                      which arrives in the order of its tokens: (B, N, H' + 2 H'_kv, D)
 
-On the way back the memory of one sequence is sent as it is, and what arrives is copied.
+On the way back, the memory of one sequence is sent without a copy, and the received message is
+copied.
 
 Dimensions: B batch, H heads of all ranks, H' those of one, n tokens of one rank, N of all, W ranks,
 D head dim.
@@ -21,14 +23,14 @@ from torch import Tensor
 
 from attention.interface import operator
 
-groups: dict[str, Any] = {}  # process groups by name: an operator takes no group
+groups: dict[str, Any] = {}  # process groups by name: an operator cannot take a group
 WIDE = torch.complex128, torch.int64  # to copy 16 or 8 bytes at a time
 
 
 def exchanged(tensors: Sequence[Tensor], group: str, world: int, *, back: bool) -> list[Tensor]:
-    """Each (B, H, n, D) as (B, H', N, D), or `back`; H may differ. They are parts of one tensor, in
-    which a token's heads lie side by side. Without a group no message is sent, and what is to come
-    from others is arbitrary.
+    """Exchange each (B, H, n, D) into (B, H', N, D), or the reverse with `back`; their H may
+    differ. The results are parts of one tensor in which a token's heads lie side by side. Without a
+    group no message is sent, and data from other ranks is arbitrary.
     """
     if torch.is_grad_enabled():
         return list(Exchange.apply(back, group, world, *tensors))
@@ -45,20 +47,20 @@ def moved(tensors: Sequence[Tensor], group: str, world: int, *, back: bool) -> l
 
 
 def counts_of(tensors: Sequence[Tensor], world: int, back: bool) -> list[int]:
-    """The heads of each after the exchange."""
+    """The number of heads of each tensor after the exchange."""
     return [x.shape[1] * world if back else x.shape[1] // world for x in tensors]
 
 
 def parts_of(packed: Tensor, counts: list[int]) -> list[Tensor]:
-    """Each (B, H, N, D), of packed (B, N, sum of H, D)."""
-    if len(counts) == 1:  # the gradient of a split is a copy
+    """Split packed (B, N, sum of H, D) into tensors (B, H, N, D)."""
+    if len(counts) == 1:  # no split, because its gradient would be a copy
         return [packed.transpose(1, 2)]
-    # split first: of a transposed tensor's parts, Inductor makes the gradient by a copy
+    # split before transposing: Inductor copies to make the gradient of a transposed tensor's parts
     return [x.transpose(1, 2) for x in packed.split_with_sizes(counts, 2)]
 
 
 class Exchange(torch.autograd.Function):
-    """exchanged() with its gradient, which is the way back."""
+    """exchanged() with its gradient, which is the reverse exchange."""
 
     @staticmethod
     def forward(ctx: Any, back: bool, group: str, world: int, *tensors: Tensor) -> Any:
@@ -75,7 +77,7 @@ class Exchange(torch.autograd.Function):
 
 
 def tokens_to_heads(tensors: Sequence[Tensor], group: str, world: int) -> Tensor:
-    """Each (B, H, n, D) in one tensor (B, N, sum of H', D)."""
+    """Exchange tensors (B, H, n, D) into one tensor (B, N, sum of H', D)."""
     counts = counts_of(tensors, world, back=False)
     batch, _, tokens, dim = tensors[0].shape
     sent = tensors[0].new_empty(world, batch, tokens, sum(counts), dim)
@@ -90,12 +92,12 @@ def tokens_to_heads(tensors: Sequence[Tensor], group: str, world: int) -> Tensor
             received.view(numbers).flatten(3).transpose(0, 1)
         )
         received = sent
-    # of one sequence these were its tokens in their order
+    # with one sequence, its tokens have arrived in order
     return received.view(batch, world * tokens, sum(counts), dim)
 
 
 def heads_to_tokens(tensors: Sequence[Tensor], group: str, world: int) -> Tensor:
-    """Each (B, H', N, D) in one tensor (B, n, sum of H, D)."""
+    """Exchange tensors (B, H', N, D) into one tensor (B, n, sum of H, D)."""
     counts = [x.shape[1] for x in tensors]
     batch, _, length, dim = tensors[0].shape
     shape = world, batch, length // world, sum(counts), dim
@@ -117,7 +119,7 @@ def heads_to_tokens(tensors: Sequence[Tensor], group: str, world: int) -> Tensor
 
 
 def passed(sent: Tensor, group: str) -> Tensor:
-    """What all ranks sent here, in their order, where each[i] goes to rank i."""
+    """All-to-all: send sent[i] to rank i; return what all ranks sent here, in their order."""
     from torch import distributed
 
     received = torch.empty_like(sent)
@@ -127,7 +129,7 @@ def passed(sent: Tensor, group: str) -> Tensor:
 
 
 def one_memory(tensors: Sequence[Tensor], counts: list[int]) -> Tensor | None:
-    """The contiguous (1, N, sum of H', D) that has these as its parts_of(), each (1, H', N, D)."""
+    """The contiguous (1, N, sum of H', D) whose parts_of() are these (1, H', N, D), or None."""
     first = tensors[0]
     length, dim = first.shape[2:]
     row, start, storage = sum(counts) * dim, first.data_ptr(), first.untyped_storage().data_ptr()
@@ -140,8 +142,8 @@ def one_memory(tensors: Sequence[Tensor], counts: list[int]) -> Tensor | None:
 
 
 def numbers_to_copy(tensors: Sequence[Tensor]) -> torch.dtype:
-    """A dtype of 16 or 8 bytes as which all of these can be copied, or their own: PyTorch copies
-    strided memory number by number, whatever their width.
+    """The dtype to copy these tensors as: one of 16 or 8 bytes if all allow it, else their own.
+    PyTorch copies strided memory number by number, whatever their width.
     """
     dtype = tensors[0].dtype
     if any(x.stride(-1) != 1 for x in tensors):
@@ -152,9 +154,10 @@ def numbers_to_copy(tensors: Sequence[Tensor]) -> torch.dtype:
     return next((wide for wide in WIDE if granule % wide.itemsize == 0), dtype)
 
 
-# the same for torch.compile, which keeps them whole. Each returns one tensor: an operator may not
-# return views of one. Exchange computes their gradient. A registered gradient would take that of
-# the one tensor, and autograd would copy the parts' gradients to join them
+# the same as operators, which torch.compile does not trace into. Each returns one tensor, because
+# an operator may not return views of one tensor. Exchange computes their gradient: a registered
+# gradient would need the gradient of that one tensor, and autograd would copy the parts' gradients
+# to join them
 exchange_tokens = operator("exchange_tokens")(tokens_to_heads)
 exchange_heads = operator("exchange_heads")(heads_to_tokens)
 

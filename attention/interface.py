@@ -30,19 +30,19 @@ OPTIONAL_ARGUMENTS = (
 # kinds of input without an argument, which not every backend takes
 INPUT_FEATURES = ("gqa", "non_causal", "cross_length", "two_sided_window", "value_dim")
 FEATURES = frozenset((*OPTIONAL_ARGUMENTS, *INPUT_FEATURES, "lse", "max_score"))
-OWN_SINKS = "sinks"  # a feature too, of what needs no merging by attention()
+OWN_SINKS = "sinks"  # also a feature: fn takes the sinks itself, so attention() merges nothing
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of scores, of sums and of every number that changes a score: float32, or float64
-    for float64 inputs.
+    """The dtype of scores, sums and every number that changes a score: float32, or float64 for
+    float64 inputs.
     """
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def flag(asked: bool | Tensor) -> Tensor | None:
-    """`asked` as an operator of torch.library takes it; None is no."""
+    """`asked` in the form that a torch.library operator takes; None means no."""
     if isinstance(asked, Tensor):
         return asked
     return torch.ones((), dtype=torch.bool) if asked else None
@@ -61,9 +61,9 @@ def empty_heads(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = 
 
 
 def operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """An operator that mutates nothing; its schema is that of the function's annotations.
-    torch.library.custom_op also looks at every call for results that share memory with inputs,
-    which takes as long as the rest of a short call.
+    """Register an operator that mutates nothing; the function's annotations give its schema.
+    torch.library.custom_op would also check in every call whether results share memory with inputs.
+    That check takes as long as the rest of a short call.
     """
 
     def declare(function: Callable[..., Any]) -> Any:
@@ -81,12 +81,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Plans(dict[Any, Plan]):
-    """What was worked out for calls of one kind, by all that it depends on; at most LIMIT kinds."""
+    """A cache of what was computed for each kind of call; it holds at most LIMIT kinds."""
 
     LIMIT = 1024
 
     def __setitem__(self, kind: Any, plan: Plan) -> None:
-        if len(self) >= self.LIMIT:  # shapes that never come again, as of a growing cache
+        if len(self) >= self.LIMIT:  # such as the shapes of a growing cache, which never come again
             self.clear()
         super().__setitem__(kind, plan)
 
@@ -95,14 +95,15 @@ class Plans(dict[Any, Plan]):
 class ScoreMod:
     """A change of every score, after the scale and before the mask: a bias, a cap, a temperature.
 
-    fn(score, b, h, i, j, params) -> (changed, derivative): elementwise, derivative being d changed
-    / d score. b, h: indices of sequence and query head; i: position of the query among the keys, i
-    + M - N; j: of the key; all broadcast to score. kernel: the same for attention=triton, as
-    pkg.module:NAME of a @triton.jit function (score, b, h, i, j, params_ptr), as in
-    attention/kernels/score_mods.py. params: numbers, handed on in float32 (float64 for float64 q)
-    and on the device of q; params_ptr points at the first. No gradient flows to them. A changed
-    score of -inf hides the key. first_head: what h of the first head is, where a call has some of
-    the heads.
+    fn(score, b, h, i, j, params) -> (changed, derivative): elementwise, where derivative is
+    d changed / d score. b, h: indices of sequence and query head. i: position of the query among
+    the keys, query index + M - N; j: position of the key. All broadcast to score. A changed score
+    of -inf hides the key.
+    kernel: the same function for attention=triton: pkg.module:NAME of a @triton.jit function
+    (score, b, h, i, j, params_ptr), as in attention/kernels/score_mods.py.
+    params: numbers for fn, in float32 (float64 for float64 q) and on the device of q; params_ptr
+    points at the first. No gradient flows to them.
+    first_head: the h of the first head, for a call on only some of the heads.
     """
 
     fn: Callable[..., tuple[Tensor, Tensor]]
@@ -117,7 +118,7 @@ class ScoreMod:
 
 
 class Refusal(ValueError):
-    """Inputs that a backend says it cannot take."""
+    """Raised for inputs that a backend cannot take."""
 
 
 class AttentionOutput(NamedTuple):
@@ -126,7 +127,7 @@ class AttentionOutput(NamedTuple):
     # (B, H, N, D_v), dtype of q
     out: Tensor
     # (B, H, N) float32 (float64 for float64 q), natural log-sum-exp of the masked scores; -inf
-    # without a key
+    # for a query without a key
     lse: Tensor | None = None
 
 
@@ -152,14 +153,14 @@ class Backend:
     """One implementation of attention, with its capabilities as data.
 
     `fn(q, k, v, *, causal, scale, **declared, **options) -> AttentionOutput` is called with checked
-    inputs. `declared` are those of OPTIONAL_ARGUMENTS that are in `features`; `options` are the
-    backend's own. window is a number under a causal mask, and (left, right) without one, which
-    needs two_sided_window too. cu_seqlens (2, S + 1) comes with B = 1: where each of S sequences
-    begins and ends, among the queries and among the keys (attention_varlen()).
+    inputs. `declared` are the OPTIONAL_ARGUMENTS that are in `features`; `options` are the
+    backend's own. window is a number under a causal mask. Without one it is (left, right), which
+    also needs two_sided_window. cu_seqlens (2, S + 1) comes with B = 1. It says where each of S
+    sequences begins and ends, among the queries and among the keys (attention_varlen()).
 
-    An attention with parameters has `module` in place of fn: a function, such as a class, that
-    makes the nn.Module of a layer; see attention.own. That module is called as fn is. With both,
-    fn gets it as module=.
+    An attention with parameters has `module` instead of fn: a class or function that makes the
+    nn.Module of a layer; see attention.own. That module is called like fn. If both are given, fn
+    gets the module as module=.
     """
 
     name: str
@@ -167,39 +168,38 @@ class Backend:
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[torch.dtype, ...] = ALL_DTYPES
     head_dims: Container[int] | None = None  # None takes any
-    # subset of FEATURES; gqa: H_kv < H, non_causal: causal=False, cross_length: N != M, value_dim:
-    # D_v != D, lse: returns it, max_score: fn takes return_max_score and returns a ScoredOutput
-    # unless it is False, sinks: fn takes them; otherwise attention() merges them from its lse
+    # subset of FEATURES. gqa: H_kv < H; non_causal: causal=False; cross_length: N != M; value_dim:
+    # D_v != D; lse: fn returns it; max_score: fn takes return_max_score and returns a ScoredOutput
+    # unless it is False; sinks: fn takes them, otherwise attention() merges them using lse
     features: frozenset[str] = frozenset()
     options: Mapping[str, Any] = field(
         default_factory=dict
-    )  # keyword arguments of fn, with the values in force
+    )  # keyword arguments of fn, with their current values
     backward: bool = True  # whether gradients flow to q, k and v
     exact: bool = True  # whether it claims to compute softmax attention
-    defect: str | None = None  # for a deliberately broken one: what is wrong and how it shows
+    defect: str | None = None  # for a deliberately broken backend: what is wrong, how it shows
     breaks: frozenset[str] = (
         frozenset()
-    )  # the properties it is known to be red in; names of conformance.properties.PROPERTIES
+    )  # the properties it is known to fail; names from conformance.properties.PROPERTIES
     traceable: bool = (
-        True  # whether torch.compile may look inside; a Python loop over tiles may not be unrolled
+        True  # whether torch.compile may trace fn; it must not unroll a Python loop over tiles
     )
     observable: bool = (
         False  # whether fn takes observer=, called after each tile; see attention.diagnose
     )
-    # the same computation written otherwise, by the value of the option impl that picks it; its own
-    # capabilities and options hold
+    # other implementations of the same computation, by the value of the option impl that selects
+    # them; each has its own capabilities and options
     implementations: Mapping[str, "Backend"] = field(default_factory=dict)
-    # how it runs where ranks pass their keys round: an attention.ring.Ring, None where it cannot
+    # an attention.ring.Ring that runs it where ranks pass their keys round; None if it cannot
     ring: Any = None
-    # how it decodes over a cache, with the signature of attention.decoding.decode(), None where it
-    # cannot
+    # decodes over a cache, with the signature of attention.decoding.decode(); None if it cannot
     decode: Callable[..., AttentionOutput] | None = None
     # module(num_heads=, num_kv_heads=, head_dim=, max_seq_len=, layer=) -> nn.Module
     module: Callable[..., nn.Module] | None = None
-    # what an exact=False backend means to compute, called as fn is: conformance compares with it in
-    # float64
+    # what an exact=False backend is meant to compute, called like fn: conformance compares with it
+    # in float64
     reference: Callable[..., Output] | None = None
-    # further reasons to refuse given inputs, in words: requirements(q, k, v, causal=..., scale=...,
+    # further reasons to refuse inputs, as sentences: requirements(q, k, v, causal=..., scale=...,
     # **options) -> list
     requirements: Callable[..., list[str]] | None = None
 
@@ -221,17 +221,21 @@ class Backend:
 
     @property
     def can_decode(self) -> bool:
-        """Whether attention_with_cache() takes it. The sums of a split are float32 or wider."""
+        """Whether attention_with_cache() takes this backend. A split's sums must be float32 or
+        wider.
+        """
         narrow = self.options.get("softmax_dtype", "float32") != "float32"
         return self.decode is not None and not narrow
 
     @property
     def claims_softmax(self) -> bool:
-        """Whether softmax attention is what it computes, or on purpose fails to compute."""
+        """Whether it computes softmax attention, or a deliberately broken form of it."""
         return self.exact or self.defect is not None
 
     def configured(self, **options: Any) -> "Backend":
-        """A copy with other options. Raises ValueError for one the backend does not have."""
+        """A copy with other options. Raises ValueError for an option that the backend does not
+        have.
+        """
         if self.implementations and "impl" in options:
             impl = options.pop("impl")
             if impl not in self.implementations:
@@ -316,20 +320,20 @@ class Backend:
     def unmet_requirements(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None
     ) -> list[str]:
-        """Those of the reasons that may depend on more than the kind of inputs."""
+        """The reasons that `requirements` gives; they may depend on more than the inputs' kind."""
         if self.requirements is None:
             return []
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         return self.requirements(q, k, v, causal=causal, scale=scale, **self.options)
 
     def check_supported(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
-        """Raise one Refusal, a ValueError, with the inputs and every reason, if the backend does
-        not take them.
+        """Raise one Refusal, a ValueError with the inputs and every reason, if the backend does not
+        take them.
         """
         self._refuse(q, k, self.unsupported_reasons(q, k, v, **arguments))
 
     def check_requirements(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> None:
-        """check_supported() of inputs of a kind that it has let pass."""
+        """check_supported() for inputs of a kind that has already passed it."""
         self._refuse(q, k, self.unmet_requirements(q, k, v, **arguments))
 
     def _refuse(self, q: Tensor, k: Tensor, reasons: list[str]) -> None:
@@ -346,7 +350,7 @@ class Backend:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Raise that ValueError for a model with causal self-attention, before its first step."""
+        """check_supported() for a model with causal self-attention, before its first step."""
         # some kernels take no sequence of one token
         q, kv = (
             torch.zeros(1, heads, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
@@ -435,7 +439,7 @@ def _check_scale_and_softcap(
         raise ValueError(
             f"{scale=} must be a number that is finite in {name}, in which scores are kept"
         )
-    # a larger one would take score / softcap below the smallest number
+    # with a larger cap, score / softcap would underflow
     largest = limits.eps / limits.tiny
     if softcap is not None and not (_is_number(softcap) and limits.tiny <= softcap <= largest):
         raise ValueError(
@@ -504,7 +508,7 @@ def _check_key_lengths(k: Tensor, key_lengths: Tensor) -> None:
 
 
 def check_key_lengths_fit(k: Tensor, key_lengths: Tensor) -> None:
-    """Raise ValueError for key_lengths with values that k (B, H_kv, M, D) does not have."""
+    """Raise ValueError if a value of key_lengths is not in 0 to M, for k (B, H_kv, M, D)."""
     num_keys = k.shape[2]
     if values_can_be_read():
         lengths = key_lengths.tolist()
@@ -521,8 +525,8 @@ def check_packed(
     *,
     by_position: bool,
 ) -> None:
-    """Raise ValueError for what attention_varlen() cannot take apart. by_position: whether a score
-    depends on where its query and key stand.
+    """Raise ValueError for packed inputs that attention_varlen() cannot take. by_position: whether
+    scores depend on the positions of query and key.
     """
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 3:
@@ -556,8 +560,8 @@ def check_packed(
 
 
 def values_can_be_read() -> bool:
-    """Whether the values of a tensor can be read here: neither in a graph that is being compiled
-    nor in one that a GPU is capturing.
+    """Whether the values of a tensor can be read here: not while torch.compile traces, and not
+    while a CUDA graph is captured.
     """
     if torch.compiler.is_compiling():
         return False
@@ -594,8 +598,8 @@ def prepared_window(q: Tensor, k: Tensor, window: Window, *, causal: bool) -> Wi
 
 
 def prepared(q: Tensor, optional: dict[str, Any]) -> dict[str, Any]:
-    """The checked optional arguments, in the form that every backend takes: slopes and params in
-    the statistics' dtype and on the device of q.
+    """The optional arguments in the form that every backend takes: slopes and params in the dtype
+    of the statistics, params on the device of q.
     """
     slopes, score_mod = optional["alibi_slopes"], optional["score_mod"]
     if slopes is not None:
@@ -607,7 +611,9 @@ def prepared(q: Tensor, optional: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_output(backend: Backend, q: Tensor, v: Tensor, output: Any) -> None:
-    """Raise ValueError where a backend did not return what AttentionOutput promises."""
+    """Raise ValueError if a backend's output does not have the type, shapes and dtypes of
+    AttentionOutput.
+    """
     if not isinstance(output, (AttentionOutput, ScoredOutput)):
         raise ValueError(
             f"attention={backend.name} must return AttentionOutput(out, lse), it returned "
