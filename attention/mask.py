@@ -1,8 +1,8 @@
-"""Which keys a query sees: one interval lo_i <= j < hi_i a query, both ends non-decreasing in i.
+"""Which keys a query sees: an interval lo_i <= j < hi_i, both ends non-decreasing in i.
 
 Causal masks, windows, packed documents and sequences, padding and ragged tails all take this form.
-So a tile loop needs two integers a row. For a whole tile it knows whether to skip it, to mask it,
-or neither.
+So a tile loop needs two integers a row, and can tell whether to skip a tile, to mask it, or
+neither.
 
     causal, N=4, M=4      causal, N=2, M=4      causal, window=2      documents 0 0 1 1
        1 . . .               1 1 1 .               1 . . .               1 . . .
@@ -32,8 +32,8 @@ MASKS = ("window", "document_ids", "key_lengths", "cu_seqlens")
 
 
 class QueryTile(NamedTuple):
-    """Rows start:stop of the queries, and the keys any of them sees (first:last) or all of them see
-    (full_first:full_last).
+    """Query rows start:stop, the keys that any of them sees (first:last), and the keys that all of
+    them see (full_first:full_last).
     """
 
     start: int
@@ -63,14 +63,14 @@ class VisibleKeys:
     lo: Tensor  # (B or 1, N) int64
     hi: Tensor  # (B or 1, N) int64, hi >= lo
     num_keys: int
-    # what the host knows of them: True for those of a causal mask, where the last query sees all
-    # keys, False where every query sees every key, None where it knows neither
+    # what the host knows: True for a causal mask whose last query sees all keys, False if every
+    # query sees every key, None if neither is known
     causal: bool | None = None
 
     def query_tiles(self, block_q: int) -> list[QueryTile]:
         starts = torch.arange(0, self.lo.shape[1], block_q, device=self.lo.device)
         stops = (starts + block_q).clamp(max=self.lo.shape[1])
-        # both ends are non-decreasing, so a tile's extremes stand in its first and last row
+        # both ends are non-decreasing, so a tile's extremes are in its first and last row
         bounds = (
             starts,
             stops,
@@ -121,12 +121,12 @@ def intervals(
     """The intervals for N queries and M keys.
 
     Query i stands at key p = i + M - N: aligned bottom-right. causal: it sees key j iff j <= p.
-    window=w leaves the w most recent of those, window=(left, right) those of p - left <= j <= p +
-    right, -1 being unlimited. document_ids (B, N): a run of equal ids is a document, and attention
-    stays inside it. key_lengths (B,): only the first so many keys are seen. cu_seqlens (2, S + 1):
-    where each of S sequences begins and ends, among the queries and among the keys; attention stays
-    inside one, and M and N above are its own. cache_lengths (B,): sequence b has so many keys, and
-    the queries are its last; M above is that number.
+    window=w leaves the w most recent of those, window=(left, right) those with p - left <= j <= p +
+    right, where -1 is no limit. document_ids (B, N): a run of equal ids is a document, and
+    attention stays inside it. key_lengths (B,): sequence b sees only its first key_lengths[b] keys.
+    cu_seqlens (2, S + 1): where each of S sequences begins and ends, among the queries and among
+    the keys. Attention stays inside a sequence, and M and N above are its own. cache_lengths (B,):
+    the number of keys of sequence b, used as M above; the queries are its last tokens.
     """
     i = torch.arange(num_queries, device=device)[None]  # (1, N)
     first, last = torch.zeros_like(i), torch.full_like(i, num_keys)  # of the query's sequence

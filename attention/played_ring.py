@@ -1,10 +1,10 @@
-"""Attention on a ring whose ranks all live in one process, and with its merge broken on purpose.
+"""Attention on a ring whose ranks all run in one process, also with a deliberately broken merge.
 
     python train.py -m attention=ring_no_rescale attention.ranks=1,2,4
 
-What ranks compute and send is the code that runs on several processes (parallel.context), so its
-numbers are theirs. Broken merges are the mistakes of attention.defects one level up: exact on one
-rank, wrong on two.
+The ranks run the same programs as on several processes (attention.context), so the numbers are the
+same. The broken merges make the mistakes of attention.defects one level up: exact on one rank,
+wrong on two.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,11 +22,11 @@ from attention.online_softmax import OnlineSoftmax
 from attention.ring import Merge, RankProgram, Ring, RingCall, make_call, play
 from attention.tiled import TileBlocks
 
-RANKS = 4  # that one process plays
+RANKS = 4  # played by one process
 
 
 class PlayedCall(torch.autograd.Function):
-    """A call of which this process plays all ranks. It keeps what the ranks keep."""
+    """A call in which this process plays all ranks. It saves what the ranks would save."""
 
     @staticmethod
     def forward(
@@ -55,7 +55,7 @@ def play_backward(call: RingCall, *tensors: Tensor) -> tuple[Tensor, ...]:
 def programs(
     program: Callable[..., RankProgram], call: RingCall, q: Tensor, k: Tensor, v: Tensor, *of_q
 ) -> list[RankProgram]:
-    """That of each rank, with its part of each tensor; those of_q are dealt out as q is."""
+    """The program of each rank, with its part of each tensor; the tensors of_q are split like q."""
     parts = [
         *(dealt(x, call.keys) for x in (k, v)),
         *(dealt(x, call.queries) for x in of_q),
@@ -67,18 +67,18 @@ def programs(
 
 
 def dealt(x: Tensor, positions: Sequence[Tensor]) -> list[Tensor]:
-    """The part of each rank of x (B, H, N) or (B, H, N, D)."""
+    """Each rank's part of x (B, H, N) or (B, H, N, D)."""
     return [x[:, :, each] for each in positions]
 
 
 def collected(parts: Sequence[Tensor], positions: Sequence[Tensor]) -> Tensor:
-    """The way back."""
+    """The inverse of dealt()."""
     return torch.cat(list(parts), 2)[:, :, torch.cat(list(positions)).argsort()]
 
 
 @dataclass(frozen=True)
 class PlayedRing:
-    """A backend's function: `ranks` ranks, each with its part of queries and keys."""
+    """The fn of a backend: it plays `ranks` ranks, each with its part of queries and keys."""
 
     ring: Ring
 
@@ -92,7 +92,7 @@ class PlayedRing:
         return ScoredOutput(out, lse, max_score)
 
     def backward(self, q: Tensor, k: Tensor, *tensors: Tensor, **given) -> tuple[Tensor, ...]:
-        """dq, dk, dv from q, k, v, out, lse, d_out and d_lse, which attention.tile_op needs."""
+        """dq, dk, dv from q, k, v, out, lse, d_out and d_lse; attention.tile_op needs this."""
         return play_backward(self.call_of(q, k, **given), q, k, *tensors)
 
     def call_of(
@@ -105,28 +105,28 @@ class PlayedRing:
         look: bool = False,
         **settings: Any,
     ) -> RingCall:
-        # the sequence's, not a block's
+        # masks of the whole sequence, not of a block
         mask = {name: settings.pop(name) for name in MASKS if name in settings}
         shape = q.shape[2], k.shape[2], ranks, q.device
         return make_call(RingCall, self.ring, *shape, settings, causal=causal, look=look, **mask)
 
 
 def no_max(state: OnlineSoftmax, other: OnlineSoftmax) -> OnlineSoftmax:
-    """exp(row_max) times each block's sums, with no maximum subtracted."""
+    """Multiply each block's sums by exp(row_max), with no maximum subtracted."""
     zero = torch.where(torch.maximum(state.row_max, other.row_max) == -torch.inf, -torch.inf, 0.0)
     alpha, beta = torch.exp(state.row_max), torch.exp(other.row_max)
     return weighted(zero, state, alpha, other, beta)
 
 
 def no_rescale(state: OnlineSoftmax, other: OnlineSoftmax) -> OnlineSoftmax:
-    """The sums of blocks as they are, though each has subtracted its own maximum."""
+    """Add the sums of blocks unchanged, though each block has subtracted its own maximum."""
     latest = torch.where(other.row_max == -torch.inf, state.row_max, other.row_max)
     return weighted(latest, state, 1.0, other, 1.0)
 
 
 def local_softmax(state: OnlineSoftmax, other: OnlineSoftmax) -> OnlineSoftmax:
-    """The sum of what softmax attention gives on each block alone."""
-    # the first block comes as it is; what is merged already has a row_sum of 1
+    """Add the outputs of softmax attention on each block alone."""
+    # finalize() normalises the first block; a merged state has row_sum 1 already
     (past, past_lse), (out, lse) = state.finalize(), other.finalize()
     seen = (other.row_max != -torch.inf).to(out.dtype)
     row_max = torch.where(seen > 0, lse.unsqueeze(-1), past_lse.unsqueeze(-1))

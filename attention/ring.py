@@ -1,4 +1,4 @@
-"""One sequence over a ring of ranks: the keys and values go round, and each rank merges.
+"""One sequence over a ring of ranks: keys and values go round, and each rank merges the results.
 
     hop          0            1            2            3
     rank 0    q0 k0 v0     q0 k3 v3     q0 k2 v2     q0 k1 v1
@@ -7,12 +7,12 @@
     rank 3    q3 k3 v3     q3 k2 v2     q3 k1 v1     q3 k0 v0
 
 Each rank keeps its queries. In a hop it attends to the keys it holds, sends them to the next rank
-and receives those of the rank before. What it knows of a row is the state of the streaming softmax,
-so two blocks of keys combine as two tiles do. Liu et al., "Ring Attention with Blockwise
-Transformers" (2023, arXiv:2310.01889).
+and receives those of the rank before. Its result for a row is a state of the streaming softmax, so
+two blocks of keys merge as two tiles do. Liu et al., "Ring Attention with Blockwise Transformers"
+(2023, arXiv:2310.01889).
 
-What a rank does is written as a generator: it yields what it sends. One process can play all ranks
-(play), and a process of several can be one of them (attention.context).
+The program of a rank is a generator that yields what it sends. One process can play all ranks
+(play), or each of several processes can run one rank (attention.context).
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries and M keys of the sequence, D
 head dim; W ranks; a rank has N_r queries and M_r keys.
@@ -30,7 +30,7 @@ from attention.interface import statistics_dtype
 from attention.mask import VisibleKeys, Window, intervals
 from attention.online_softmax import OnlineSoftmax
 
-PARTS = ("row_max", "row_sum", "acc")  # of a state
+PARTS = ("row_max", "row_sum", "acc")  # fields of a softmax state
 
 Merge = Callable[[OnlineSoftmax, OnlineSoftmax], OnlineSoftmax]
 
@@ -38,15 +38,15 @@ Merge = Callable[[OnlineSoftmax, OnlineSoftmax], OnlineSoftmax]
 class Blockwise(Protocol):
     """Attention of queries to one block of the keys: q (B, H, N_r, D); k, v (B, H_kv, M_r, D).
 
-    All results are in statistics_dtype(q): rounding each block's share would cost accuracy that
+    All results are in statistics_dtype(q): rounding every block's result would add an error that
     grows with the number of ranks.
     """
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, *, look: bool, **settings: Any
     ) -> tuple[OnlineSoftmax, Tensor | None]:
-        """The state after this block, (B, H, N_r, 1 or D); with `look` each head's largest score
-        (B, H).
+        """The state after this block, (B, H, N_r, 1 or D); with `look`, also each head's largest
+        score (B, H).
         """
         ...
 
@@ -62,7 +62,7 @@ class Blockwise(Protocol):
         visible: VisibleKeys,
         **settings: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This block's part of dq, and its dk and dv; out and lse are those of all keys."""
+        """This block's part of dq, and its dk and dv; out and lse are those over all keys."""
         ...
 
     def differentiate(
@@ -74,15 +74,15 @@ class Blockwise(Protocol):
         visible: VisibleKeys,
         **settings: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv from the gradient of the state that forward() gave, which a broken merge
-        needs.
+        """dq, dk and dv from the gradient of the state that forward() returned. Only a broken merge
+        needs this.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Ring:
-    """How an attention runs on a ring: what computes a block, and what combines two."""
+    """How an attention runs on a ring: what computes a block, and what merges two states."""
 
     blocks: Blockwise
     merge: Merge = OnlineSoftmax.merge
@@ -91,14 +91,14 @@ class Ring:
 
 
 class Sent(NamedTuple):
-    """What a rank sends to the next in a hop, and the shape of what the rank before sends."""
+    """A tensor that a rank sends to the next one, and the shape of the tensor that it receives."""
 
     tensor: Tensor
     receives: tuple[int, ...]
 
 
 class Part(NamedTuple):
-    """What is seen of a block: `rows` of the queries see some of `keys`, and nothing else."""
+    """The visible part of a block: the queries `rows` see some of `keys`, and no other keys."""
 
     rows: slice
     keys: slice
@@ -109,7 +109,7 @@ class Part(NamedTuple):
         return not (self.visible.lo.shape[1] and self.visible.num_keys)
 
     def of_rows(self, rows: slice, *, narrow: bool) -> "Part":
-        """What these of its rows see; narrowed() or not."""
+        """The part that these of its rows see; with `narrow`, shrunk by narrowed()."""
         lo, hi = self.visible.lo[:, rows], self.visible.hi[:, rows]
         visible = replace(self.visible, lo=lo, hi=hi, causal=None)
         part = narrowed(visible) if narrow else everything(visible)
@@ -124,12 +124,12 @@ def moved(part: slice, by: int) -> slice:
 
 
 def everything(visible: VisibleKeys) -> Part:
-    """All rows and keys of a block."""
+    """A Part with all rows and keys of a block."""
     return Part(slice(0, visible.lo.shape[1]), slice(0, visible.num_keys), visible)
 
 
 def narrowed(visible: VisibleKeys) -> Part:
-    """The part of a block that is seen. Waits for a GPU."""
+    """The smallest part of a block that holds every visible key. Waits for a GPU."""
     lo, hi = (ends.cpu() for ends in (visible.lo, visible.hi))
     rows = (hi > lo).any(0).nonzero().flatten()
     if not len(rows):
@@ -140,7 +140,7 @@ def narrowed(visible: VisibleKeys) -> Part:
     filled = (hi > lo)[:, seen]
     lo, hi = lo[:, seen], hi[:, seen]
     keys = slice(int(lo[filled].min()), int(hi[filled].max()))
-    # an empty interval may lie outside of these keys
+    # an empty interval may lie outside these keys
     lo, hi = (ends.clamp(keys.start, keys.stop) - keys.start for ends in (lo, hi))
     found = VisibleKeys(lo, hi, keys.stop - keys.start)
     causal = None
@@ -154,12 +154,12 @@ def narrowed(visible: VisibleKeys) -> Part:
     return Part(seen, keys, replace(found, lo=lo.to(device), hi=hi.to(device), causal=causal))
 
 
-# yields what it sends; is sent a function that waits and returns what has come
+# a rank's program yields what it sends, and gets a function that waits and returns what arrived
 RankProgram = Generator[list[Sent], Callable[[], list[Tensor]], Any]
 
 
 def zigzag(length: int, world: int, device: torch.device | None = None) -> list[Tensor]:
-    """The positions of each rank's tokens, sorted: of 2 W chunks the r-th from both ends.
+    """The sorted positions of each rank's tokens: rank r has the r-th of 2 W chunks from both ends.
 
     Under a causal mask every rank then computes as much as any other.
     """
@@ -168,18 +168,18 @@ def zigzag(length: int, world: int, device: torch.device | None = None) -> list[
 
 
 def token_major(x: Tensor) -> Tensor:
-    """x (..., H, N, D) laid out as empty_heads(): as the model has it, and as it is sent."""
+    """x (..., H, N, D) in the layout of empty_heads(), which the model and the messages use."""
     return x.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def together(k: Tensor, v: Tensor) -> Tensor:
-    """(2, B, H_kv, M, D), token_major()."""
+    """k and v in one tensor (2, B, H_kv, M, D), laid out as token_major()."""
     return torch.stack((k.transpose(1, 2), v.transpose(1, 2))).transpose(2, 3)
 
 
 def added(total: Tensor | None, part: Tensor, where: slice, like: Tensor) -> Tensor:
-    """`total` (..., N, D) with `part` added to the tokens `where`, in place. Without a total it is
-    zero, of as many tokens as `like` has.
+    """Add `part` to the tokens `where` of `total` (..., N, D), in place. A total of None is zero,
+    with as many tokens as `like`.
     """
     if total is None and part.shape[-2] == like.shape[-2]:
         return part
@@ -199,15 +199,15 @@ def all_added(
 
 @dataclass(frozen=True)
 class RingCall:
-    """One call of attention on a ring: the part that all ranks know."""
+    """One call of attention on a ring, as all ranks know it."""
 
     ring: Ring
-    queries: list[Tensor]  # of each rank, their positions in the sequence, sorted
+    queries: list[Tensor]  # for each rank, their sorted positions in the sequence
     keys: list[Tensor]
     visible: VisibleKeys  # of the whole sequence
     settings: dict[str, Any]  # scale, softcap and the backend's options
     look: bool = False
-    # whether other calls have the same mask, so that what is seen of a block is looked up once
+    # whether other calls have the same mask, so that the parts of blocks are computed only once
     standing: bool = False
     parts: dict[tuple[int, int], Part] = field(default_factory=dict)  # by rank and source
     halves: dict[int, tuple[Part, Part]] = field(default_factory=dict)  # by rank
@@ -217,10 +217,10 @@ class RingCall:
         return len(self.queries)
 
     def sees(self, rank: int, source: int) -> VisibleKeys:
-        """Which of the keys of `source` the queries of `rank` see.
+        """The intervals of keys of `source` that the queries of `rank` see.
 
-        Positions are sorted, so an interval of the sequence is an interval of any rank's part:
-        causal, windows and documents need no case of their own.
+        Positions are sorted, so an interval of the sequence is an interval of any rank's part.
+        Causal masks, windows and documents need no special case.
         """
         rows, keys = self.queries[rank], self.keys[source]
         lo, hi = (
@@ -230,9 +230,9 @@ class RingCall:
         return VisibleKeys(lo, hi, len(keys))
 
     def part(self, rank: int, source: int) -> Part:
-        """What the queries of `rank` see of the keys of `source`: all of both, as far as the host
-        knows, or less under a standing mask. A broken merge may treat rows that see nothing like
-        others.
+        """The part of the block of `rank`'s queries and `source`'s keys to compute. Only a standing
+        mask narrows it. A broken merge gets the whole block: it may treat rows that see nothing
+        like others.
         """
         if not (self.standing and self.ring.exact):
             return everything(self.sees(rank, source))
@@ -258,7 +258,7 @@ class RingCall:
         return out.to(q.dtype), lse, max_score
 
     def _leaving(self, hop: int, source: int, held: Tensor) -> list[Sent]:
-        """The keys and values go on, but not in the last hop."""
+        """Pass the keys and values on, except in the last hop."""
         if hop + 1 == self.world:
             return []
         before = (source - 1) % self.world
@@ -267,7 +267,9 @@ class RingCall:
     def _block(
         self, rank: int, source: int, q: Tensor, held: Tensor
     ) -> tuple[slice, OnlineSoftmax, Tensor | None]:
-        """The rows of `rank` that see keys of `source`, and what they make of them."""
+        """The rows of `rank` that see keys of `source`, their state after these keys, and the
+        largest scores.
+        """
         part = self.part(rank, source)
         q = q[..., part.rows, :]
         if part.empty:
@@ -280,7 +282,7 @@ class RingCall:
     def _merged(
         self, state: OnlineSoftmax | None, block: OnlineSoftmax, rows: slice, q: Tensor
     ) -> OnlineSoftmax:
-        """`state` with what these rows have made of one more block; it may change in place."""
+        """Merge one more block's state of these rows into `state`, which may change in place."""
         whole = block.row_max.shape[2] == q.shape[2]
         if state is None and whole:
             return block
@@ -307,9 +309,10 @@ class RingCall:
     ) -> RankProgram:
         """Returns dq, dk and dv of this rank's tokens.
 
-        The keys go round once more. Their gradients follow a hop behind: each rank adds its part,
-        and in the end they come home. Meanwhile a rank computes the later half of what its queries
-        see of its own keys; the first half it computes while the keys of others come.
+        The keys go round once more. Their gradients follow one hop behind: each rank adds its part,
+        and the last hop brings them home. During that hop a rank computes the later half of its
+        queries against its own keys. It computed the first half while the first keys of others
+        arrived.
         """
         d_states = []
         if not self.ring.exact:
@@ -318,7 +321,7 @@ class RingCall:
         first, later = self._halves(rank)
         dq, held = None, together(k, v)
         own: list[Tensor] = []  # gradients of this rank's keys and values
-        gradients: list[Tensor] = []  # of those that it held last
+        gradients: list[Tensor] = []  # of the keys that it held last
         for hop in range(self.world):
             source = (rank - hop) % self.world
             leaving = self._leaving(hop, source, held)
@@ -329,7 +332,7 @@ class RingCall:
             found = self._gradients(part, q, held, whole, d_state)
             dq = added(dq, found[0], part.rows, q)
             arrived = arriving()
-            # the gradients of these keys come last
+            # the last tensors to arrive are the gradients of these keys
             gradients = all_added(arrived[len(leaving) :], found[1:], part.keys, held)
             if not hop:
                 own, gradients = gradients, []
@@ -346,8 +349,8 @@ class RingCall:
         return dq.to(q.dtype), *(x.to(k.dtype) for x in own)
 
     def _halves(self, rank: int) -> tuple[Part, Part | None]:
-        """What this rank's queries see of its own keys: the earlier queries, and the later ones
-        where something is sent meanwhile.
+        """The part of this rank's own keys that its earlier and its later queries see. With no
+        other rank, or a broken merge, all in one part and None.
         """
         whole = self.part(rank, rank)
         if self.world == 1 or not self.ring.exact:
@@ -368,7 +371,7 @@ class RingCall:
         whole: tuple[Tensor, Tensor, Tensor, Tensor],
         d_state: OnlineSoftmax | None,
     ) -> tuple[Tensor, ...]:
-        """dq, dk, dv of the rows and keys of this part of a block, whose k and v are `held`."""
+        """dq, dk, dv for the rows and keys of this part; `held` are the block's k and v."""
         blocks = self.ring.blocks
         q, (k, v) = q[..., part.rows, :], (x[..., part.keys, :] for x in held)
         if part.empty:
@@ -382,9 +385,9 @@ class RingCall:
     def _differentiate_merge(
         self, rank: int, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, d_lse: Tensor
     ) -> RankProgram:
-        """Returns the gradient of the state of each hop's block.
+        """Returns the gradient of each hop's block state.
 
-        A broken merge has no formula that spares it: the states are computed again.
+        A broken merge has no closed formula for it, so the states are computed again.
         """
         held, states = together(k, v), []
         for hop in range(self.world):
@@ -407,7 +410,7 @@ class RingCall:
 
 
 class GatherCall(RingCall):
-    """The same with one block: a rank gathers all keys before it uses any, so nothing is merged."""
+    """A RingCall with one block: a rank gathers all keys before it uses any, and merges nothing."""
 
     def forward(self, rank: int, q: Tensor, k: Tensor, v: Tensor) -> RankProgram:
         """Returns out, lse and max_score of this rank's queries."""
@@ -434,7 +437,8 @@ class GatherCall(RingCall):
         known = (out, lse, d_out, d_lse, self._sees_of_all(rank))
         dq, dk, dv = self.ring.blocks.backward(q, k, v, *known, **self.settings)
         gradients = torch.stack((dk, dv))
-        # a part's gradient starts at the rank behind its own, and each rank on its way adds to it
+        # the gradient of rank r's keys starts at rank r + 1; each rank on the way to r adds its
+        # part
         total = gradients[..., self.keys[rank - 1], :]
         for hop in range(1, self.world):
             own = gradients[..., self.keys[(rank - 1 - hop) % self.world], :]
@@ -470,7 +474,7 @@ def standing_call(
     causal: bool,
     window: Window,
 ) -> RingCall:
-    """The calls whose mask is the same for all inputs."""
+    """A call whose mask does not depend on the inputs, cached."""
     with torch.inference_mode(False), torch.no_grad():
         queries, keys = (zigzag(length, world, device) for length in (num_queries, num_keys))
         visible = intervals(num_queries, num_keys, device, causal=causal, window=window)
@@ -491,7 +495,7 @@ def make_call(
     window: Window = None,
     **of_batch: Tensor | None,
 ) -> RingCall:
-    """A call whose tokens are dealt out by zigzag(); of_batch: the masks that are tensors, as in
+    """A call whose tokens zigzag() distributes. of_batch: the masks that are tensors, as in
     attention.mask.intervals().
     """
     if all(x is None for x in of_batch.values()):
@@ -505,7 +509,7 @@ def make_call(
 
 
 def play(programs: Sequence[RankProgram]) -> list[Any]:
-    """Run the programs of all ranks in this process, hop by hop; returns what each returns."""
+    """Run the programs of all ranks in this process, hop by hop; return their results."""
     sent = [next(program) for program in programs]
     results: list[Any] = []
     while not results:
@@ -514,6 +518,6 @@ def play(programs: Sequence[RankProgram]) -> list[Any]:
             arrived = [each.tensor for each in previous[rank - 1]]
             try:
                 sent.append(program.send(lambda arrived=arrived: arrived))
-            except StopIteration as end:  # all of them end after the same hop
+            except StopIteration as end:  # all programs end after the same hop
                 results.append(end.value)
     return results

@@ -1,10 +1,10 @@
-"""A ring of ranks, hop by hop: whose keys each rank holds, what it sends, and what each merge made
-of every query.
+"""A ring of ranks, hop by hop: whose keys each rank holds, what it sends, and what each merge does
+to every query.
 
-The calls are those that run: the ranks' programs are played, and what passes through them is
-written down. Each rank's blocks are then merged again by the ring's own merge. Its derivative says
-what the merge multiplied either side by, and what a block weighs in the output. So a merge of your
-own shows what it does, not what it should do.
+The trace plays the real programs of the ranks and records what they compute and send. It then runs
+the ring's own merge again on each rank's blocks. The derivative of the merge shows the factor for
+either side, and the weight of a block in the output. So the trace of your own merge shows what it
+does, not what it should do.
 
 Dimensions: N queries, M keys, D head dim; W ranks. Everything here is of one sequence and one head:
 q (1, 1, N, D), k and v (1, 1, M, D).
@@ -29,26 +29,24 @@ class Cell(NamedTuple):
 
     source: int  # the rank whose keys it holds
     keys: list[int]  # their positions in the sequence
-    pairs: int  # of a query and a key that it sees
-    elements: int  # of keys and values, that it sends to the next rank
+    pairs: int  # of a query and a visible key
+    elements: int  # of keys and values that it sends to the next rank
     bytes: int
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One hop of every query, on whichever rank it is. Queries are in the order of the sequence."""
+    """One hop for all queries, on all ranks. Queries are in the order of the sequence."""
 
-    block: OnlineSoftmax  # (N, 1), (N, 1), (N, D), of the keys that came in this hop
+    block: OnlineSoftmax  # (N, 1), (N, 1), (N, D), over the keys held in this hop
     state: OnlineSoftmax  # after the merge
-    alpha: Tensor | None  # (N,), what the merge multiplied the past by; None where nothing merged
-    beta: Tensor | None  # (N,), what it multiplied the block by
-    out: Tensor  # (N, D), what attention over the keys so far comes to, in q's dtype
-    weight: Tensor  # (N,), of this block in the output after the last hop
+    alpha: Tensor | None  # (N,), the merge's factor for the past; None if nothing merged
+    beta: Tensor | None  # (N,), its factor for the block
+    out: Tensor  # (N, D), the output over the keys so far, in q's dtype
+    weight: Tensor  # (N,), weight of this block in the output after the last hop
 
     def causes(self) -> dict[str, Tensor]:
-        """(N,) true where each quantity is broken, in the order in which one follows from the
-        other.
-        """
+        """(N,) masks of where each quantity is broken, in the order in which they are computed."""
         nothing = torch.zeros_like(self.weight, dtype=torch.bool)
         alpha, beta = (
             nothing if x is None else not_finite(x.unsqueeze(-1)) for x in (self.alpha, self.beta)
@@ -63,15 +61,13 @@ class Hop:
         }
 
     def broken(self) -> Tensor:
-        """(N,) true where a query has left the finite range, or has seen keys and has nothing to
-        divide by.
-        """
+        """(N,) true where a query is no longer finite, or has seen keys but has row_sum = 0."""
         return torch.stack(list(self.causes().values())).any(0)
 
 
 @dataclass(frozen=True)
 class Watched(RingCall):
-    """Writes down what each rank sends in each hop, and what it makes of the keys it holds."""
+    """A RingCall that records what each rank sends in each hop, and each block's state."""
 
     sent: dict[tuple[int, int], list[Sent]] = field(default_factory=dict)
     blocks: dict[tuple[int, int], OnlineSoftmax] = field(default_factory=dict)
@@ -101,7 +97,7 @@ class Watched(RingCall):
         )
 
     def hops(self, dtype: torch.dtype) -> list[Hop]:
-        """What the ranks merged in each hop; `dtype` is that of q."""
+        """The Hop of each merge; `dtype` is that of q."""
         blocks = [self._block_of_all(hop) for hop in range(self.world)]
         with torch.enable_grad():
             blocks = [replace(block, acc=block.acc.requires_grad_()) for block in blocks]
@@ -127,7 +123,7 @@ class Watched(RingCall):
         ]
 
     def _block_of_all(self, hop: int) -> OnlineSoftmax:
-        """What each query made of the keys that its rank held: (N, 1), (N, 1), (N, D)."""
+        """The state of every query over the keys that its rank held: (N, 1), (N, 1), (N, D)."""
         blocks = [self.blocks[rank, hop] for rank in range(self.world)]
         row_max, row_sum, acc = (
             collected([getattr(block, name) for block in blocks], self.queries)[0, 0]
@@ -137,8 +133,8 @@ class Watched(RingCall):
 
 
 def factors(merged: Tensor, parts: list[Tensor]) -> list[Tensor]:
-    """(N,) what each of `parts` (N, D) is multiplied by in their sum `merged` (N, D), whose columns
-    are treated alike.
+    """(N,) the factor of each of `parts` (N, D) in their weighted sum `merged` (N, D). All columns
+    have the same factor.
     """
     found = torch.autograd.grad(
         merged[:, 0].sum(), parts, retain_graph=True, materialize_grads=True
@@ -149,10 +145,10 @@ def factors(merged: Tensor, parts: list[Tensor]) -> list[Tensor]:
 def watch(
     q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: Any
 ) -> tuple[Tensor, Watched]:
-    """One call of a backend that plays a ring: out (N, D), and what passed through it."""
+    """One call of a backend that plays a ring: out (N, D), and the call with its records."""
     assert isinstance(backend.fn, PlayedRing)
     call = backend.fn.call_of(q, k, **arguments, **backend.options)
-    # or a block would lack rows that see nothing of it
+    # a standing mask would leave out rows of a block that see nothing
     call = Watched(**vars(replace(call, standing=False)))
     tokens = (call.queries, call.keys, call.keys)
     parts = zip(*map(dealt, (q, k, v), tokens), strict=True)
@@ -164,19 +160,19 @@ def watch(
 
 @dataclass(frozen=True)
 class RingTrace:
-    """The trace of one call; lists go over the hops unless they say otherwise."""
+    """The trace of one call. Lists have one entry a hop unless the comment says otherwise."""
 
-    fates: list[str]  # of every query: see attention.trace.Trace
-    # first merge to leave the finite range: query, hop, what, largest score so far
+    fates: list[str]  # one for each query: see attention.trace.Trace
+    # first merge to leave the finite range: query, hop, quantity, largest score so far
     first: tuple[int, int, str, float] | None
     row: int  # the query to follow
-    ranks: list[int]  # of every query, the rank that it is on
-    cells: list[list[Cell]]  # of every rank
+    ranks: list[int]  # for each query, the rank that it is on
+    cells: list[list[Cell]]  # for each rank, one a hop
     found: list[Hop]
-    exact: list[Hop]  # the same by the exact ring, in the same dtype
-    error: list[Tensor]  # (N,), how far the output so far is from the exact ring's in float64
+    exact: list[Hop]  # the exact ring's, in the same dtype
+    error: list[Tensor]  # (N,), distance of the output so far from the exact ring's in float64
     exact_error: list[Tensor]
-    # of every query: the hop from which on it is broken or further off than rounding explains
+    # for each query: the hop from which it stays broken, or further off than rounding explains
     breaks: list[int | None]
 
 
@@ -194,8 +190,8 @@ def trace_ring(
     """Trace `backend` beside `exact`, which must have as many ranks; both play a ring. `arguments`
     are what attention() hands to backend.fn.
 
-    row: the query to follow. None takes the first that leaves the finite range, where all stays
-    finite the one that is furthest off, and where nothing is off the last.
+    row: the query to follow. None takes the first that leaves the finite range. If all stay finite,
+    it takes the wrong one that is furthest off; if none is wrong, the last.
     """
     out, call = watch(q, k, v, backend=backend, **arguments)
     exact_out, exact_call = watch(q, k, v, backend=exact, **arguments)
@@ -209,7 +205,7 @@ def trace_ring(
     bad = broken | ~(torch.stack(error) <= budget)
 
     def starts(where: Tensor) -> list[int | None]:
-        """Of every query that comes out wrong, the hop from which on it is true to the end."""
+        """For each query that is not right, the first hop from which `where` holds to the end."""
         return [
             None if fate == "right" else start_of_last_run(column)
             for fate, column in zip(fates, where.T.tolist(), strict=True)
