@@ -1,4 +1,4 @@
-"""The table of backends, and how a name becomes one."""
+"""The table of backends, and the lookup by name."""
 
 import importlib
 import os
@@ -36,7 +36,7 @@ BACKENDS: dict[str, Backend] = {
 
 
 def register(backend: Backend) -> None:
-    """Add a backend of your own to the table. Raises ValueError where the name is taken."""
+    """Add a backend of your own to the table. Raises ValueError if the name is taken."""
     if backend.name in BACKENDS:
         raise ValueError(
             f"a backend named {backend.name!r} exists already; names in use: {', '.join(BACKENDS)}"
@@ -48,8 +48,8 @@ def get_backend(name: str, **options: Any) -> Backend:
     """The backend of that name, with its options set. Raises ValueError for an unknown name or
     option, listing the valid ones.
 
-    `pkg.module:NAME` is a user's Backend, found from the current folder or anywhere Python looks.
-    It goes by that name, since two of them may call themselves alike.
+    `pkg.module:NAME` is a user's Backend, in the current folder or anywhere on Python's path. Its
+    name becomes `pkg.module:NAME`, because two users' backends may have the same name.
     """
     if name in BACKENDS:
         return BACKENDS[name].configured(**options)
@@ -62,7 +62,7 @@ def get_backend(name: str, **options: Any) -> Backend:
 
 
 def get_score_mod(target: str) -> ScoreMod:
-    """The ScoreMod at pkg.module:NAME. Raises ValueError where there is none."""
+    """The ScoreMod at pkg.module:NAME. Raises ValueError if there is none."""
     return _load(target, ScoreMod, "attention.score_mod")
 
 
@@ -82,8 +82,8 @@ def _load(target: str, kind: type[Loaded], setting: str) -> Loaded:
 def import_object(
     module: str, name: str, *, called: str, find: Callable[[Any, str], Any] = getattr
 ) -> Any:
-    """find(module, name), of a module in the current folder or anywhere Python looks. Raises
-    ValueError, with what the object is `called`, for whatever the module raises.
+    """find(module, name), for a module in the current folder or anywhere on Python's path. Raises
+    ValueError, which names the object as `called`, for any error in the module.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -97,8 +97,8 @@ def import_object(
 def is_operator(backend: Backend) -> bool:
     """Whether torch.compile takes this backend as one operator: a tile loop or ring in BACKENDS.
 
-    An operator finds its loop by name. A function that somebody has put around a loop, or a loop
-    that only shares the name, is another one.
+    The operator finds its loop by name. So a user's wrapper around a loop, or another loop with the
+    same name, does not count.
     """
     listed = BACKENDS.get(backend.name)
     loop = isinstance(backend.fn, TiledAttention | PlayedRing)

@@ -1,4 +1,4 @@
-"""The checks of a call, once for calls of one kind: they take longer than to launch a kernel."""
+"""Check a call once for each kind of call: the checks take longer than launching a kernel."""
 
 from typing import Any
 from weakref import ref
@@ -17,8 +17,8 @@ from attention.interface import (
 from attention.mask import Window
 from attention.own import check_module
 
-# kinds of calls that passed: the backend, as another may come to have its id, and the window as
-# prepared
+# kinds of calls that passed: a reference to the backend, because another one may later get its id,
+# and the prepared window
 passed: Plans[tuple[ref[Backend], Window]] = Plans()
 
 
@@ -42,7 +42,7 @@ def checked(
         kind = (id(backend), torch.is_grad_enabled(), *map(outline, inputs))
         try:
             known = passed.get(kind)
-        except TypeError:  # what should be a number cannot be hashed
+        except TypeError:  # an argument that should be a number cannot be hashed
             kind = None
     if known is None or known[0]() is not backend:
         inputs = {name: x for name, x in optional.items() if name != "cu_seqlens"}
@@ -52,7 +52,7 @@ def checked(
         known = ref(backend), prepared_window(q, k, optional["window"], causal=causal)
         if kind is not None:
             passed[kind] = known
-    else:  # what depends on more than the kind
+    else:  # checks that depend on more than the kind
         if optional["key_lengths"] is not None:
             check_key_lengths_fit(k, optional["key_lengths"])
         backend.check_requirements(q, k, v, causal=causal, scale=scale)
@@ -60,7 +60,7 @@ def checked(
 
 
 def outline(x: Any) -> Any:
-    """All that those checks look at, of an argument."""
+    """Everything about an argument that the checks depend on."""
     if x is None:
         return None
     if isinstance(x, Tensor):

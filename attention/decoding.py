@@ -1,8 +1,8 @@
-"""Attention of few queries to a cache of many keys: the keys are split, and the parts merged.
+"""Attention of few queries to a cache of many keys: split the keys, then merge the parts.
 
-A decoding step has one query a sequence. A program for each head would leave most of a GPU idle,
-so several programs share the keys of one head. What each knows of a row is the state of the
-streaming softmax, so parts combine as two tiles do, or two ranks of a ring:
+A decoding step has one query a sequence. One program a head would leave most of a GPU idle, so
+several programs share the keys of one head. Each program's result for a row is a state of the
+streaming softmax, so parts merge like two tiles, or like two ranks of a ring:
 
     tiles of keys   0 1 2 3 4 5 6 7 8 9      10 tiles, 4 splits
     split           0 0 1 1 1 2 2 3 3 3
@@ -35,8 +35,9 @@ from attention.mask import VisibleKeys, Window, visible_keys
 from attention.online_softmax import OnlineSoftmax
 
 FIXED_SPLITS, MOST_SPLITS = 16, 128
-# in the time that a program takes for a tile of keys: to start one; to merge, and to merge a split.
-# TAIL is the part of a program that the last ones are alone. Fitted to results/decoding_h200.json
+# costs, in the time that a program takes for one tile of keys: START of a program, MERGE of a row
+# and MERGE_SPLIT of each split. TAIL: the share of a program's time in which only the last ones
+# run. Fitted to results/decoding_h200.json
 START, MERGE, MERGE_SPLIT, TAIL = 0.25, 4.0, 0.05, 0.25
 
 
@@ -51,10 +52,12 @@ def split_attention(
     softcap: float | None = None,
     block_kv: int = 64,
 ) -> AttentionOutput:
-    """q (B, H, N, D) against k, v (B, H_kv, M, D), in so many splits of whole tiles of keys."""
+    """Attention of q (B, H, N, D) to k, v (B, H_kv, M, D), in `splits` splits of whole tiles of
+    keys.
+    """
     q, dtype = q.unflatten(1, (k.shape[1], -1)), statistics_dtype(q)  # (B, H_kv, G, N, D)
     seen = visible.mask()  # (B or 1, 1, N, M)
-    # a cache has room that nobody has written yet: 0 * NaN would be NaN
+    # a cache has memory that is not written yet, and 0 * NaN would be NaN
     v = v.masked_fill(~seen.any(2).unsqueeze(-1), 0.0).unsqueeze(2)
     scores = q.to(dtype) @ k.to(dtype).unsqueeze(2).mT * scale  # (B, H_kv, G, N, M)
     if softcap is not None:
@@ -69,8 +72,8 @@ def split_attention(
 
 
 def keys_of_splits(visible: VisibleKeys, splits: int, block_kv: int) -> Iterator[Tensor]:
-    """For each split the keys that are its own, (B or 1, M): as many tiles as any other, or one
-    more. It depends on what the sequence sees, and on nothing else in the batch.
+    """A mask of each split's own keys, (B or 1, M). Splits differ by at most one tile. The masks
+    depend only on what the sequence sees, not on the rest of the batch.
     """
     first, last = visible.lo.amin(1, keepdim=True), visible.hi.amax(1, keepdim=True)
     tiles = (last - first + block_kv - 1) // block_kv
@@ -93,8 +96,8 @@ def decode(
     softcap: float | None,
     splits: str | int,
 ) -> AttentionOutput:
-    """What attention_with_cache() asks of a backend: see Backend.decode. k, v are (B, H_kv, M, D),
-    or with a block_table (P, H_kv, page_size, D).
+    """The `decode` of a Backend, for attention_with_cache(). k, v are (B, H_kv, M, D), or with a
+    block_table (P, H_kv, page_size, D).
     """
     (num_pages, _, room, _), broken = k.shape, cache_lengths < 0
     if block_table is not None:
@@ -114,25 +117,24 @@ def decode(
 def gathered(pages: Tensor, block_table: Tensor) -> Tensor:
     """(B, H_kv, max_pages * page_size, D) from the pages (P, H_kv, page_size, D) of each sequence.
 
-    An entry of a page that the sequence does not have yet may hold any number: nobody sees its
-    keys.
+    Table entries beyond a sequence's last page may hold any number: no query sees their keys.
     """
     own = pages[block_table.long().clamp(0, len(pages) - 1)]  # (B, max_pages, H_kv, page_size, D)
     return own.transpose(1, 2).flatten(2, 3)
 
 
 def num_splits(splits: str | int, *, programs: int = 1, tiles: int = 1, slots: int = 1) -> int:
-    """How many programs share the keys of a head: `splits` itself, FIXED_SPLITS for "fixed", or for
-    "auto" as many as keep a device busy.
+    """How many programs share the keys of a head: the number `splits`, FIXED_SPLITS for "fixed", or
+    for "auto" as many as keep the device busy.
 
-    programs: without splits. tiles: of keys, for each of them. slots: programs that the device runs
-    at a time. Raises ValueError for another word or number.
+    programs: their number without splits. tiles: of keys, for each program. slots: how many
+    programs the device runs at a time. Raises ValueError for any other `splits`.
     """
     if splits == "auto":
         return busy_splits(programs, tiles, slots)
     if splits == "fixed":
         return FIXED_SPLITS
-    # a setting of a run is text
+    # settings of a run are text
     count = int(splits) if isinstance(splits, str) and splits.isdecimal() else splits
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_SPLITS:
         raise ValueError(f"splits={splits} must be auto, fixed or a number of 1 to {MOST_SPLITS}")
@@ -141,8 +143,8 @@ def num_splits(splits: str | int, *, programs: int = 1, tiles: int = 1, slots: i
 
 @lru_cache(maxsize=4096)
 def busy_splits(programs: int, tiles: int, slots: int) -> int:
-    """The number of splits that takes least time. A slot takes its next program as soon as it has
-    done one, and more of them end more evenly.
+    """The number of splits that takes the least time. A slot starts its next program as soon as one
+    ends, so more programs end more evenly.
     """
 
     def time(splits: int) -> float:
@@ -156,8 +158,8 @@ def busy_splits(programs: int, tiles: int, slots: int) -> int:
 def check_cache(
     q: Tensor, k: Tensor, v: Tensor, cache_lengths: Tensor, block_table: Tensor | None
 ) -> None:
-    """Raise ValueError for what attention_with_cache() cannot take, before the checks that all
-    calls have. Values are read on a CPU alone: a step of decoding should not wait for its GPU.
+    """Raise ValueError for inputs that attention_with_cache() cannot take, before the checks of all
+    calls. Values are checked only on a CPU: a decoding step should not wait for its GPU.
     """
     if not q.ndim == k.ndim == v.ndim == 4:
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"

@@ -1,9 +1,9 @@
-"""Attention broken on purpose: each class changes one step of the streaming softmax or of the mask,
-and nothing else.
+"""Deliberately broken attention: each class changes one step of the streaming softmax or of the
+mask, and nothing else.
 
-They run through the same tile loop as the exact code, and their gradient is the true gradient of
-what they compute, the maximum included (unless detach_max). So a loss curve shows what the mistake
-does, not what a mismatched backward does.
+The defects run through the same tile loop as the exact code. Their gradient is the true gradient of
+what they compute, including the maximum (unless detach_max). So a loss curve shows the effect of
+the mistake, not of a mismatched backward pass.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ class NoMax(OnlineSoftmax):
     """No maximum is subtracted: p = exp(score), and nothing is ever rescaled."""
 
     def next_max(self, tile_max: Tensor) -> Tensor:
-        # -inf stays the mark of a row that has seen no key
+        # -inf still marks a row that has seen no key
         return torch.where(tile_max == -torch.inf, self.row_max, 0.0)
 
     def correction(self, next_max: Tensor) -> Tensor:
@@ -31,9 +31,7 @@ class NoMax(OnlineSoftmax):
 
 
 class NoRescale(OnlineSoftmax):
-    """Each tile subtracts its own maximum, and the sums of earlier tiles are never brought to the
-    same scale.
-    """
+    """Each tile subtracts its own maximum, and the sums of earlier tiles are never rescaled."""
 
     def next_max(self, tile_max: Tensor) -> Tensor:
         return torch.where(tile_max == -torch.inf, self.row_max, tile_max)
@@ -53,7 +51,7 @@ class LocalSoftmax(OnlineSoftmax):
         p = torch.exp(scores - finite(tile_max))
         tile_sum = torch.where(no_key, 1.0, p.sum(-1, keepdim=True))
         p = p / tile_sum
-        # what the tile was divided by, so that a single tile has the right lse
+        # includes the tile's divisor, so that a single tile has the right lse
         row_max = torch.where(no_key, self.row_max, tile_max + torch.log(tile_sum))
         return replace(
             self,
@@ -79,7 +77,7 @@ class RelativeMask(VisibleKeys):
     """
 
     def query_tiles(self, block_q: int) -> list[QueryTile]:
-        # do not skip the tiles of the future: that would hide the leak
+        # do not skip future tiles: that would hide the leak
         return [replace_bounds(tile, self.num_keys) for tile in super().query_tiles(block_q)]
 
     def mask(self, rows: slice | None = None, keys: slice | None = None) -> Tensor:
@@ -89,7 +87,7 @@ class RelativeMask(VisibleKeys):
 
 
 def replace_bounds(tile: QueryTile, num_keys: int) -> QueryTile:
-    """The tile, visiting every key and masking each."""
+    """The tile with bounds that visit every key and mask every tile."""
     return tile._replace(first=0, last=num_keys, full_first=num_keys, full_last=0)
 
 
@@ -99,11 +97,11 @@ def relative_keys(q: Tensor, k: Tensor, *, causal: bool, **optional: Any) -> Vis
 
 
 def unscaled_loop(q: Tensor, k: Tensor, *, scale: float, **arguments: Any) -> TileLoop:
-    """The loop without 1 / sqrt(D), whatever scale was asked for."""
+    """The loop with scale 1, whatever scale was requested."""
     return make_loop(q, k, scale=1.0, **arguments)
 
 
-# red wherever the result is compared with softmax attention's; names of
+# properties that compare the result with softmax attention; names from
 # conformance.properties.PROPERTIES
 WRONG = frozenset(
     {
@@ -123,7 +121,7 @@ WRONG = frozenset(
         "wider calls",
     }
 )
-# red where no maximum is subtracted
+# properties that fail if no maximum is subtracted
 DIES_OF_LOGITS = frozenset(
     {"large logits", "logits + 100", "logits - 120", "float32 statistics", "every length"}
 )

@@ -1,9 +1,9 @@
 """What happens inside attention: the largest score, the first tile that leaves the finite range,
 the distance from exact attention.
 
-exp(score) passes the largest number of its dtype where the score passes LIMITS[dtype]; that is
-where attention without the maximum subtracted dies. In float16 the limit is p's, which is rounded
-to float16 for the product with v whatever the statistics are kept in.
+exp(score) overflows its dtype when the score exceeds LIMITS[dtype]: attention that subtracts no
+maximum breaks there. In float16 the limit is that of p, which is rounded to float16 for the product
+with v, whatever the dtype of the statistics.
 """
 
 import math
@@ -34,8 +34,8 @@ LIMITS = {
 }  # 11.09, 88.72, 88.72
 
 
-# scores that max_score() holds at once: 4 MiB fit into the caches of a CPU; 64 MiB give a GPU large
-# products, and are little beside a model in training
+# number of scores that max_score() holds at once. 4 MiB fit into the caches of a CPU. 64 MiB give a
+# GPU large products, and are small beside a model in training
 PIECE_SCORES = {"cpu": 2**20, "cuda": 2**24}
 
 
@@ -43,19 +43,19 @@ PIECE_SCORES = {"cpu": 2**20, "cuda": 2**24}
 def max_score(
     q: Tensor, k: Tensor, *, causal: bool = True, scale: float | None = None, **optional: Any
 ) -> Tensor:
-    """The largest score that any query of a head gives a key it sees, (B, H) float32 (float64 for
-    float64), in O(N) memory; -inf for a head that sees none.
+    """The largest score of a visible key in each head, (B, H) float32 (float64 for float64 inputs),
+    in O(N) memory; -inf for a head that sees no key.
 
-    q (B, H, N, D), k (B, H_kv, M, D) and the arguments are those of attention(); the score is the
-    capped and biased one. attention(return_max_score=True) calls this for backends that do not
-    return it: it takes about half of the time of a forward pass.
+    q (B, H, N, D), k (B, H_kv, M, D) and the arguments are those of attention(); the score includes
+    cap and bias. attention(return_max_score=True) calls this for backends that do not return
+    max_score. It takes about half the time of a forward pass.
     """
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     changed = any(
         optional.get(name) is not None for name in ("softcap", "alibi_slopes", "score_mod")
     )
     if changed or scale == 0:
-        # their size does not change the scores: large tiles take fewer steps
+        # the tile size does not change the scores: large tiles take fewer steps
         maxima = HeadMaxima(grouped(q, k, k)[0])
         settings = {"causal": causal, "scale": scale, **optional, "observer": maxima.observe}
         TILED.fn(q, k, k, **settings, block_q=256, block_kv=1024)
@@ -68,14 +68,15 @@ def max_score(
 
 
 def _largest_products(q: Tensor, k: Tensor, visible: VisibleKeys) -> Tensor:
-    """The largest q k^T of a head's query and a key that it sees, (B, H); -inf where none sees any.
+    """The largest q k^T of a query and a key that it sees, (B, H); -inf for a head that sees no
+    key.
 
     q (B, H, N, D), k (B, H_kv, M, D). A piece is as many queries as PIECE_SCORES has room for, with
     all the keys that they see.
     """
     (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q.shape, k.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
-    # a GPU can sum a product of 16-bit numbers in float32; a CPU would round the sums
+    # a GPU can sum products of 16-bit numbers in float32; a CPU would round the sums
     multiply = torch.bmm
     if q.device.type == "cuda" and q.dtype != dtype:
         multiply = partial(torch.bmm, out_dtype=dtype)
@@ -143,8 +144,8 @@ def companion_max_score(
 
 
 def _key_ranges(tile: QueryTile) -> list[tuple[slice, bool]]:
-    """(keys, needs_mask) for the keys left of those that all rows of the tile see, for those, and
-    for the keys right of them.
+    """Up to three (keys, needs_mask): the keys that all rows of the tile see need no mask; those to
+    the left and right of them do.
     """
     if tile.full_first < tile.full_last:
         ranges = (
@@ -173,10 +174,10 @@ class TileMaxima:
         ]
         self.sums: list[
             Tensor
-        ] = []  # of a tile's row_sum and acc the largest magnitudes; a NaN is the largest of all
+        ] = []  # largest magnitudes of each tile's row_sum and acc; a NaN counts as the largest
 
     def observe(self, tile: QueryTile, keys: slice, scores: Tensor, state: OnlineSoftmax) -> None:
-        # detached: a backward pass that runs the tile again must not keep its graph alive
+        # detached: a backward pass that reruns the tile must not keep its graph alive
         self.values.append(scores.detach().amax().to(self.values[0].dtype))
         if self.states:
             self.sums += [
@@ -191,7 +192,7 @@ class TileMaxima:
         if not self.sums:
             return None
         scores, sums = torch.stack(self.values[1:]), torch.stack(self.sums).view(-1, 2)
-        # -inf is the mask's, and right
+        # -inf marks a hidden key, which is right
         at = _first(scores.isnan() | (scores == torch.inf) | ~sums.isfinite().all(1))
         return at[0] if at else None
 
@@ -203,15 +204,14 @@ class Breakdown:
     tensor: str  # q, k, v (already bad on entry), scores, row_sum, acc or out
     queries: (
         tuple[int, int] | None
-    )  # first and one past the last row of the tile, where a tile is to blame
+    )  # first and one past the last row of the tile, if it broke in a tile
     keys: tuple[int, int] | None
-    max_score: float | None  # largest score of that tile, in the head below
-    sequence: int | None = None  # of the batch
+    max_score: float | None  # largest score of that tile, in the head named below
+    sequence: int | None = None  # index in the batch
     head: int | None = None  # query head; for k and v the key/value head
     row: int | None = None  # the query; for k and v the key
     fate: str | None = (
-        # what came out for that query: NaN, inf, zero or finite; None where nothing was computed
-        # any more
+        # the output for that query: NaN, inf, zero or finite; None for a bad q, k or v
         None
     )
 
@@ -251,7 +251,7 @@ def _breakdown(
     backend: Backend,
     **arguments: Any,
 ) -> Breakdown | None:  # fmt: skip
-    """find_breakdown() of a finished call, which returned `out` and left the finite range in tile
+    """find_breakdown() for a finished call that returned `out` and left the finite range in tile
     number `tile` of its loop.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -271,8 +271,8 @@ def _outside_the_loop(tensor: str, at: list[int]) -> Breakdown:
 def _in_tile(
     q: Tensor, k: Tensor, v: Tensor, number: int, *, backend: Backend, **arguments: Any
 ) -> Breakdown | None:
-    """What left the finite range in the tile of that number, or in one after it. Runs the loop
-    again.
+    """Run the loop again; find what left the finite range in the tile of that number or a later
+    one.
     """
     numbers = count()
     breakdowns: list[Breakdown] = []
@@ -316,8 +316,8 @@ def _fate(x: Tensor) -> str:
     return "inf" if x.isinf().any() else "finite" if x.any() else "zero"
 
 
-# largest number of scores of the reference for one key/value head: 2048 x 2048, in five float64
-# matrices, 160 MiB
+# most scores in the reference for one key/value head: 2048 x 2048, in five float64 matrices, 160
+# MiB
 REFERENCE_SCORES = 2**22
 
 
@@ -332,16 +332,16 @@ def compare_with_exact(
     scale: float | None = None,
     **optional: Any,
 ) -> dict[str, float]:
-    """How far `backend` is from softmax attention in float64: out, and dq, dk, dv for the incoming
+    """Compare `backend` with softmax attention in float64: out, and dq, dk, dv for the incoming
     gradient d_out. `optional` are window, softcap, ... of attention().
 
     Returns {name}_error, |x - exact| / |exact| in the Euclidean norm over the whole tensor, and
     {name}_cosine, for each of the four. q, d_out (B, H, N, D); k, v (B, H_kv, M, D). The exact
-    values are those of the numbers in q, k, v, d_out as rounded to their dtype.
+    values are computed from q, k, v, d_out as rounded to their dtype.
 
     Only the last REFERENCE_SCORES / (B * H / H_kv * M) queries are compared, all of them up to M =
-    2048 without grouped heads. The gradient that comes in through the others is set to 0, so dk and
-    dv are compared whole, and the backend runs at its full length.
+    2048 without grouped heads. The incoming gradient of the other queries is set to 0, so dk and dv
+    are compared whole, and the backend runs at its full length.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     groups = q.shape[1] // k.shape[1]
@@ -382,9 +382,9 @@ def _exact_by_head(
     **arguments: Any,
 ) -> list[Tensor]:
     """out, dq, dk, dv of softmax attention in float64, one key/value head at a time: the scores of
-    all heads may not fit beside a model in training.
+    all heads may not fit into memory beside a model in training.
 
-    q, d_out: the last queries, whose keys a bottom-right aligned mask leaves as they are.
+    q, d_out: the last queries. A bottom-right aligned mask shows them the same keys as before.
     """
     groups = q.shape[1] // k.shape[1]
     by_head = []
@@ -402,16 +402,17 @@ def _exact_by_head(
 def _for_some_rows(
     score_mod: ScoreMod | None, first_head: int, document_ids: Tensor | None
 ) -> ScoreMod | None:
-    """score_mod for a call that begins at head first_head, and the mask of document_ids (B, N).
+    """A ScoreMod that applies score_mod from head first_head on, and masks by document_ids (B, N).
 
-    document_ids themselves need as many queries as keys; a change of the scores to -inf does not.
+    attention() takes document_ids only for as many queries as keys. A ScoreMod that returns -inf
+    has no such limit.
     """
     if score_mod is None and document_ids is None:
         return None
     document = None
     if document_ids is not None:
         starts = document_ids.diff(dim=1, prepend=document_ids[:, :1]) != 0
-        document = starts.cumsum(1)  # (B, N): ids may come again, these do not
+        document = starts.cumsum(1)  # (B, N): unlike ids, these never repeat
 
     def change(
         score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, params: Tensor | None
@@ -448,12 +449,15 @@ class Call(NamedTuple):
 
 
 class Recorder:
-    """Wraps a backend and keeps, for each call, the largest score and the breakdown, or the
-    tensors: one entry a layer.
+    """Wraps a backend and records each call, one for each layer: the largest score and the
+    breakdown, or the tensors.
 
-    recorder = Recorder(backend) with model.use_backend(recorder.backend): model(tokens)
-    recorder.max_scores, recorder.breakdowns (look_for_breakdowns=True), or recorder.calls alone
-    (keep_calls=True)
+        recorder = Recorder(backend)
+        with model.use_backend(recorder.backend):
+            model(tokens)
+
+    Then read recorder.max_scores and recorder.breakdowns (look_for_breakdowns=True), or only
+    recorder.calls (keep_calls=True).
     """
 
     def __init__(
@@ -472,7 +476,7 @@ class Recorder:
                 return output
             tile = None
             if backend.observable:
-                # the scores that it really uses: the defect may be in them
+                # observe the scores that it uses: the defect may be in them
                 maxima = TileMaxima(q, states=look_for_breakdowns)
                 output = backend.fn(q, k, v, **arguments, **options, observer=maxima.observe)
                 self.max_scores.append(maxima.largest())

@@ -1,8 +1,8 @@
-"""Exact variants of the tile loop that look like mistakes and are not.
+"""Exact variants of the tile loop that look like mistakes but are not.
 
-Any shift that is the same for a row's numerator and denominator cancels, and so does any order of
-the tiles. Each of these classes changes something of that kind. Comparing them with
-`attention.defects` shows which steps carry the result.
+A shift that is the same in a row's numerator and denominator cancels, and the order of the tiles
+does not matter. Each variant changes something of this kind. Comparing them with
+`attention.defects` shows which steps the result depends on.
 """
 
 from dataclasses import replace
@@ -28,9 +28,7 @@ class AlphaBeta(OnlineSoftmax):
 
 
 class NormalizedAcc(OnlineSoftmax):
-    """acc holds the normalised output of the keys seen so far, at the price of a division a
-    tile.
-    """
+    """acc holds the normalised output over the keys so far, at the cost of a division per tile."""
 
     def update(self, scores: Tensor, v: Tensor) -> "NormalizedAcc":
         next_max = torch.maximum(self.row_max, scores.amax(-1, keepdim=True))
@@ -51,7 +49,7 @@ class NormalizedAcc(OnlineSoftmax):
 
 
 class LazyRescale(OnlineSoftmax):
-    """The subtracted value moves only when the maximum has outgrown it by THRESHOLD, so most tiles
+    """The subtracted value moves only when the maximum exceeds it by THRESHOLD, so most tiles
     rescale nothing.
 
     exp(8) = 2981 leaves p far from float16's limit of 65504.
@@ -60,8 +58,8 @@ class LazyRescale(OnlineSoftmax):
     THRESHOLD = 8.0
 
     def next_max(self, tile_max: Tensor) -> Tensor:
-        # in float16 statistics a few hundred keys at exp(8) would overflow row_sum: there it
-        # rescales at once
+        # with float16 statistics, a few hundred keys at exp(8) would overflow row_sum, so rescale
+        # at once
         threshold = 0.0 if tile_max.dtype == torch.float16 else self.THRESHOLD
         return torch.where(tile_max > self.row_max + threshold, tile_max, self.row_max)
 

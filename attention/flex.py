@@ -1,8 +1,8 @@
 """PyTorch's FlexAttention as a trusted baseline: masks and score changes as small functions,
 compiled into one kernel on a GPU.
 
-Without a GPU PyTorch runs it uncompiled and materialises the scores: right, but no longer linear in
-memory.
+Without a GPU, PyTorch runs it uncompiled and materialises the scores: correct, but no longer linear
+in memory.
 """
 
 from functools import cache, lru_cache, reduce
@@ -26,21 +26,21 @@ from attention.mask import VisibleKeys, Window, visible_keys
 @cache
 def compiled(function):
     # shapes are fixed until one changes (a cache that grows while sampling), then symbolic. Masks,
-    # score changes and gradients are graphs of their own: more than PyTorch makes by default, after
-    # which it would go on uncompiled without a word, or with fullgraph stop
+    # score changes and gradients have separate graphs. These exceed PyTorch's default limit, past
+    # which it silently runs uncompiled, or with fullgraph stops
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
     torch._dynamo.config.accumulated_recompile_limit = max(
         torch._dynamo.config.accumulated_recompile_limit, 1024
     )
-    # a second softcap would be an argument of the graph, which a kernel's score change cannot read:
-    # numbers stay constants
+    # keep numbers constant: a second softcap would become an argument of the graph, which a
+    # kernel's score change cannot read
     return torch._dynamo.config.patch(specialize_float=True)(
         torch.compile(function, fullgraph=True)
     )
 
 
 def quick(function, device: torch.device):
-    """The function, compiled on a GPU unless it is traced as part of a larger graph."""
+    """The function, compiled on a GPU unless a larger graph is being traced."""
     return (
         compiled(function)
         if device.type == "cuda" and not torch.compiler.is_compiling()
@@ -57,8 +57,9 @@ def block_mask_of(
     document_ids: Tensor | None = None,
     **wide: Tensor | None,
 ) -> BlockMask | None:
-    """None where every query sees every key. The mask of attention/mask.py in positions, as users
-    of FlexAttention write it; with a window to both sides, key_lengths or cu_seqlens in intervals.
+    """The mask of attention/mask.py, or None where every query sees every key. It compares
+    positions, as users of FlexAttention write it. With a two-sided window, key_lengths or
+    cu_seqlens it uses intervals.
     """
     if isinstance(window, tuple) or any(each is not None for each in wide.values()):
         mask = {"window": window, "document_ids": document_ids, **wide}
@@ -66,7 +67,7 @@ def block_mask_of(
     if not causal and document_ids is None:
         return None
     num_queries, num_keys, batch, documents = q.shape[2], k.shape[2], None, None
-    if document_ids is not None:  # counted: the same id may come again, in another document
+    if document_ids is not None:  # numbered, because an id may return in another document
         batch, documents = (
             q.shape[0],
             F.pad((document_ids[:, 1:] != document_ids[:, :-1]).cumsum(1), (1, 0)),
@@ -105,7 +106,7 @@ def interval_mask(q: Tensor, k: Tensor, visible: VisibleKeys) -> BlockMask:
 def standing_mask(
     num_queries: int, num_keys: int, device: torch.device, *, causal: bool, window: Window
 ) -> BlockMask | None:
-    """The mask without documents, shared by all layers and steps: making it takes longer than
+    """The mask without documents, cached for all layers and steps: making it takes longer than
     attention to a few thousand tokens.
     """
     with torch.inference_mode(False), torch.no_grad():
@@ -114,8 +115,8 @@ def standing_mask(
 
 
 def within_reach(x: Tensor) -> Tensor:
-    """x, as a copy where its rows lie further apart than FlexAttention's kernels count, in 32 bits:
-    they would read outside its memory.
+    """x, copied if its offsets exceed 32 bits: FlexAttention's kernels count in 32 bits and would
+    read outside its memory.
     """
     last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
     return x if last < 2**31 else x.contiguous()
@@ -155,7 +156,7 @@ def flex(
         block_mask = block_mask_of(q, k, causal=causal, window=window, **of_batch)
     else:
         block_mask = standing_mask(num_queries, num_keys, q.device, causal=causal, window=window)
-    # its kernel for few queries does not compile for every grouping of heads
+    # FlexAttention's kernel for few queries does not compile for every grouping of heads
     options: Any = {"FORCE_USE_FLEX_ATTENTION": True} if q.device.type == "cuda" else None
     out, aux = quick(flex_attention, q.device)(
         q,

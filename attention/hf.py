@@ -3,10 +3,10 @@
     import attention.hf
     AutoModelForCausalLM.from_config(config, attn_implementation="tilegpt_tiled")
 
-`expose(get_backend("tiled", block_kv=16), "small_tiles")` adds one with options, or your own.
+`expose(get_backend("tiled", block_kv=16), "small_tiles")` adds a backend with options, or your own.
 
-transformers describes a mask by a function of positions. Here it becomes what attention() knows,
-one interval of keys a query:
+transformers describes a mask by a function of positions. This module turns it into one interval of
+keys per query, which attention() can express:
 
     left padding of 2     window of 2           two documents         right padding of 1
        . . . .   0:0         1 . . .   0:1         1 . . .   0:1         1 . . .   0:1
@@ -14,8 +14,8 @@ one interval of keys a query:
        . . 1 .   2:3         . 1 1 .   1:3         . . 1 .   2:3         1 1 1 .   0:3
        . . 1 1   2:4         . . 1 1   2:4         . . 1 1   2:4         1 1 1 .   0:3
 
-Rows whose ends move alike are one call of attention() on their keys alone. So masks need nothing
-of a backend but causal attention, and padding costs no time.
+Consecutive rows whose ends move alike become one call of attention() on only their keys. So a
+backend needs only causal attention for these masks, and padding costs no time.
 
 Dimensions: B batch, H heads, N queries, M keys, D head dim.
 """
@@ -30,12 +30,12 @@ from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
 from attention import BACKENDS, Backend, attention
 
-# arguments with which models change the attention in ways that attention() does not know
+# arguments of models that attention() does not support
 REFUSED = {
     "position_bias": "a bias for each pair of positions (position_bias)",
     "cache": "a paged cache",
 }
-# entries of a mask that are looked at together: bounds the memory at any length
+# entries of a mask that are processed at a time: bounds the memory at any length
 MASK_ENTRIES = 1 << 24
 
 
@@ -47,10 +47,10 @@ def expose(backend: Backend, name: str | None = None) -> None:
 
 
 def attention_function(backend: Backend) -> Callable[..., tuple[Tensor, None]]:
-    """`backend` as AttentionInterface wants it.
+    """`backend` as a function for AttentionInterface.
 
-    It raises ValueError for dropout of attention weights, for what REFUSED names, for a mask with
-    gaps, and for inputs that the backend does not take.
+    The function raises ValueError for dropout of attention weights, for the arguments in REFUSED,
+    for a mask with gaps, and for inputs that the backend does not take.
     """
 
     def forward(
@@ -90,8 +90,8 @@ def attention_function(backend: Backend) -> Callable[..., tuple[Tensor, None]]:
         if attention_mask is None:  # all keys, or those of a causal mask
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             n = query.shape[2]
-            # in its first pass a static cache has room behind the keys; later a single query sees
-            # all that is there
+            # in its first pass, a static cache has unused room behind the keys; later a single
+            # query sees all keys
             keys = slice(n if causal and n > 1 else None)
             out = attend(slice(None), Piece(slice(None), keys, causal))
         else:
@@ -107,7 +107,7 @@ def attention_function(backend: Backend) -> Callable[..., tuple[Tensor, None]]:
 
 
 class Piece(NamedTuple):
-    """Queries that one call of attention() serves, and the keys they see between them."""
+    """The queries of one call of attention(), and the keys that they see."""
 
     queries: slice
     keys: slice
@@ -116,10 +116,11 @@ class Piece(NamedTuple):
 
 
 def pieces(pattern: Tensor) -> Iterator[Piece]:
-    """The rows of one sequence, intervals (N, 2), cut where the ends stop to move alike.
+    """The rows of one sequence, intervals (N, 2), cut where the ends stop moving alike.
 
-    A piece's rows gain a key each (causal), then each lose one as well (causal, with a window), or
-    all see the same keys. Rows without a key are in none.
+    In a piece, each row gains a key (causal), or gains one and loses one (causal with a window,
+    after rows that only gain), or all rows see the same keys. Rows without a key belong to no
+    piece.
     """
     rows = pattern.tolist()
     start = 0
@@ -128,7 +129,7 @@ def pieces(pattern: Tensor) -> Iterator[Piece]:
         while stop < len(rows):
             (lo, hi), (next_lo, next_hi) = rows[stop - 1], rows[stop]
             move = (next_lo - lo, next_hi - hi)
-            # after a window has begun to move, both ends go on moving
+            # once a window moves, both of its ends keep moving
             known = {(0, 1): {(0, 1)}, (1, 1): {(0, 1), (1, 1)}, (0, 0): {(0, 0)}}.get(move, set())
             if move not in known or not moves <= known:
                 break
@@ -144,14 +145,14 @@ def pieces(pattern: Tensor) -> Iterator[Piece]:
 def interval_mask(
     *, batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, **mask: Any
 ) -> Tensor | None:
-    """A mask as AttentionMaskInterface wants it: intervals (B, 1, N, 2), or None where it is plain,
-    as for PyTorch's own attention.
+    """A mask for AttentionMaskInterface: intervals (B, 1, N, 2), or None for a plain mask, as in
+    PyTorch's own attention.
 
     Raises ValueError for a mask with gaps, such as padding between tokens.
     """
     mask |= {"batch_size": batch_size, "kv_length": kv_length}
     boolean: Callable[..., Any] = sdpa_mask
-    # whether it is plain depends on all but the function, and this one makes a small tensor
+    # whether the mask is plain does not depend on the mask function; this one makes a small tensor
     plain = mask | {"mask_function": bidirectional_mask_function}
     if boolean(q_length=q_length, q_offset=q_offset, **plain) is None:
         return None
@@ -165,7 +166,7 @@ def interval_mask(
 
 
 def own_intervals(mask: Tensor) -> Tensor:
-    """Intervals (B, N, 2) on the CPU of a mask from interval_mask() or of a user's own."""
+    """Intervals (B, N, 2) on the CPU, from a mask of interval_mask() or of the user."""
     if mask.dtype == torch.bool:
         mask = intervals(mask)
     if mask.dtype != torch.int64:

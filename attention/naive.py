@@ -1,7 +1,7 @@
-"""The specification: softmax(Q K^T * scale + mask) V, written down as it stands in the papers.
+"""The specification: softmax(Q K^T * scale + mask) V, as in the papers.
 
-Materialises every score, takes any device and dtype, and is the oracle (in float64) that every
-other backend is measured against.
+It materialises every score and takes any device and dtype. In float64 it is the oracle for every
+other backend.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ def naive_attention(
     return_max_score: bool | Tensor = False,
     **mask: Any,
 ) -> Output:
-    """Order of the steps: scale, softcap, bias or score_mod, mask, softmax. A row of -inf alone
+    """Order of the steps: scale, softcap, bias or score_mod, mask, softmax. A row with only -inf
     gives out = 0 and lse = -inf. `mask` is what attention.mask.intervals() takes.
     """
     groups = q.shape[1] // k.shape[1]
@@ -59,7 +59,7 @@ def naive_attention(
     no_key = (scores == -torch.inf).all(-1, keepdim=True)
     p = scores.masked_fill(no_key, 0.0).softmax(-1).masked_fill(no_key, 0.0)
     out = p.to(v.dtype) @ v
-    # a tensor is for graphs of torch.compile, which always compute it
+    # a tensor comes from graphs of torch.compile, which always compute max_score
     if return_max_score is not False:
         return ScoredOutput(out, lse, scores.detach().amax((-1, -2)))
     return AttentionOutput(out, lse)

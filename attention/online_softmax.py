@@ -42,8 +42,8 @@ class OnlineSoftmax:
         detach_max: bool = False,
         value_dim: int | None = None,
     ) -> Self:
-        """The state before any key, for rows q (..., R, D) and values of value_dim, or else D,
-        columns. It is the identity of `merge`.
+        """The state before any key, for rows q (..., R, D) and values of value_dim columns (default
+        D). It is the identity of `merge`.
         """
         row_sum = q.new_zeros((*q.shape[:-1], 1), dtype=dtype)
         return cls(
@@ -57,7 +57,7 @@ class OnlineSoftmax:
         return torch.maximum(self.row_max, tile_max)
 
     def correction(self, next_max: Tensor) -> Tensor:
-        """alpha: what the past sums are worth after the maximum moved from row_max to next_max."""
+        """alpha: the factor of the past sums after the maximum moves from row_max to next_max."""
         return torch.exp(self.row_max - finite(next_max))
 
     def update(self, scores: Tensor, v: Tensor) -> Self:
@@ -74,8 +74,8 @@ class OnlineSoftmax:
         return replace(self, row_max=next_max, row_sum=row_sum, acc=acc)
 
     def merge(self, other: Self) -> Self:
-        """The state of the keys of both. Associative and commutative: tiles, splits and ranks
-        combine by it in any order.
+        """The state over the keys of both. Associative and commutative: tiles, splits and ranks may
+        be merged in any order.
         """
         next_max = torch.maximum(self.row_max, other.row_max)
         alpha, beta = (torch.exp(state.row_max - finite(next_max)) for state in (self, other))
@@ -96,7 +96,5 @@ class OnlineSoftmax:
 
 
 def weighted_sum(p: Tensor, v: Tensor) -> Tensor:
-    """p @ v accumulated in p's dtype, with p first rounded to v's dtype, as a tensor core takes
-    it.
-    """
+    """p @ v accumulated in p's dtype. p is first rounded to v's dtype, as for a tensor core."""
     return p.to(v.dtype).to(p.dtype) @ v.to(p.dtype)

@@ -1,4 +1,4 @@
-"""An attention with parameters of its own: the module that a backend makes for each layer.
+"""Attention with its own parameters: the module that a backend makes for each layer.
 
     class Gated(nn.Module):
         def __init__(self, *, num_heads, **_):
@@ -11,8 +11,9 @@
 
     BACKEND = Backend("gated", module=Gated, exact=False)
 
-A model builds the module of each layer, trains it and saves it as blocks.0.attention.own. It holds
-what the attention needs beside q, k and v: parameters, buffers, or just the layer's number.
+A model builds the module of each layer, trains it and saves it as blocks.0.attention.own. The
+module holds whatever the attention needs besides q, k and v: parameters, buffers, or just the
+layer's number.
 """
 
 import traceback
@@ -37,15 +38,15 @@ def build_module(
     max_seq_len: int,
     layer: int,
 ) -> nn.Module:
-    """The backend's module for one layer, numbered from 0. max_seq_len: tokens that the model is
-    made for. Raises ValueError for anything that a model could not move, train and save.
+    """The backend's module for one layer; `layer` counts from 0. max_seq_len: the model's longest
+    sequence, in tokens. Raises ValueError for anything that a model could not move, train and save.
     """
     shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     name = f"attention={backend.name}"
     assert backend.module is not None
     try:
         module = backend.module(**shape, max_seq_len=max_seq_len, layer=layer)
-    except Exception as error:  # whatever the user's class raises
+    except Exception as error:  # the user's class may raise anything
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ValueError(
             f"{name} cannot build its module for layer {layer}: {type(error).__name__}: {error} "
@@ -64,7 +65,7 @@ def build_module(
 
 
 def check_module(backend: Backend, module: nn.Module | None) -> None:
-    """Raise ValueError for a backend without the module it needs, or a module for one without."""
+    """Raise ValueError if a backend lacks the module it needs, or gets one without need."""
     if backend.module is not None and module is None:
         raise ValueError(
             f"attention={backend.name} has parameters of its own, and there are none here: hand in "
@@ -75,11 +76,11 @@ def check_module(backend: Backend, module: nn.Module | None) -> None:
 
 
 def standalone(backend: Backend, *, noise: float = 0.0) -> Backend:
-    """The backend as a function of q, k and v, to be called outside a model: it makes a module for
-    each shape it meets, always with the same random numbers.
+    """The backend as a function of q, k and v, for calls outside a model. It makes a module for
+    each new shape, always with the same random numbers.
 
-    noise: standard deviation of what is added to every parameter, since one that starts at zero may
-    hide what it multiplies.
+    noise: standard deviation of the noise added to every parameter. A parameter that starts at zero
+    may hide what it multiplies.
     """
     if backend.module is None:
         return backend

@@ -1,5 +1,5 @@
-"""Try out a backend before a model is trained with it: shapes, dtypes, NaN, causality, gradients,
-what it may not change, and, where the backend claims them, document masks and exactness.
+"""Try out a backend before training a model with it: shapes, dtypes, NaN, causality, gradients, and
+side effects. If the backend claims them, document masks and exactness too.
 """
 
 import traceback
@@ -15,20 +15,21 @@ from attention.diagnose import with_gradients
 from attention.interface import Backend, Output, dtype_name
 from attention.own import build_module
 
-LENGTH = 150  # several tiles, and ragged
+LENGTH = 150  # several tiles, the last one ragged
 HALF = LENGTH // 2
 
-Attend = Callable[..., Output]  # attention(), as a rule with its backend set
+Attend = Callable[..., Output]  # attention(), usually with its backend bound
 
 
 def _restore_default_device(device: torch.device) -> None:
     torch.set_default_device(None)
-    # set to what it is anyway, it would still intercept every call, and break compiled graphs
+    # an explicit default device intercepts every call and breaks compiled graphs, even if it
+    # changes nothing
     if torch.get_default_device() != device:
         torch.set_default_device(device)
 
 
-# of the whole program: what reads each, and what puts it back
+# settings of the whole program: the function that reads each, and the one that restores it
 SETTINGS: Mapping[Callable[[], Any], Callable[[Any], Any]] = {
     torch.get_default_dtype: torch.set_default_dtype,
     torch.get_default_device: _restore_default_device,
@@ -51,9 +52,10 @@ def probe(
 ) -> None:
     """Raise ValueError, in one sentence, for a backend that no training run could trust.
 
-    `attend` is attention(), `function` what a layer of the model gives it: window, softcap, ... A
-    backend with exact=True must be as close to softmax attention in float64 as twice naive's own
-    error in this dtype, the budget of every exact backend.
+    `attend` is attention(); `function` holds the arguments that a layer of the model passes to it:
+    window, softcap, ... If exact=True, the backend's distance from softmax attention in float64
+    must be at most twice naive's own error in this dtype, plus one rounding. That is the budget of
+    every exact backend.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v, d_out = (
@@ -100,15 +102,15 @@ def _call(
     d_out: Tensor,
     own: Mapping[str, Tensor],
 ) -> list[Tensor]:
-    """out, dq, dk, dv. Parameters of its `own`, by their names, must have a gradient too."""
+    """out, dq, dk, dv. `own` are the backend's parameters by name; they must get a gradient too."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-    q, k, v = (x.clone() for x in inputs)  # as in a model, computed from something
+    q, k, v = (x.clone() for x in inputs)  # not leaves, as in a model
     try:
         with _leaves_alone(backend, q=q, k=k, v=v):
             out = attend(q, k, v).out  # attention() itself checks shape and dtype
     except ValueError:
         raise
-    except (Exception, SystemExit) as error:  # whatever the user's function raises
+    except (Exception, SystemExit) as error:  # the user's function may raise anything
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{frame.filename}, line {frame.lineno}"
         raise ValueError(
@@ -136,8 +138,8 @@ def _call(
 
 @contextmanager
 def _leaves_alone(backend: Backend, **tensors: Tensor) -> Iterator[None]:
-    """Raise ValueError where the backend writes into these tensors, or changes a setting of the
-    whole program, which is put back.
+    """Raise ValueError if the backend writes into these tensors or changes a setting of the whole
+    program. The setting is restored.
     """
     copies = {name: x.detach().clone() for name, x in tensors.items()}
     before = {read: read() for read in SETTINGS}

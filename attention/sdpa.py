@@ -2,9 +2,8 @@
 
 `backend=` names the kernel (flash, efficient, cudnn, math); "auto" lets PyTorch choose. A kernel
 that cannot take the inputs is an error with PyTorch's reasons in it, never another kernel. Causal
-attention of 1 < N < M queries (a prefill in pieces) needs a boolean N x M mask here, because
-PyTorch's own causal flag is aligned to the other corner. key_lengths and packed sequences always
-need one.
+attention of 1 < N < M queries (a prefill in chunks) needs a boolean N x M mask, because PyTorch's
+own causal flag is aligned to the other corner. key_lengths and packed sequences always need a mask.
 """
 
 import warnings
@@ -29,9 +28,9 @@ KERNELS = {
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x as PyTorch's CUDA kernels read it, 16 bytes at a time: they do not check, and a view that
-    starts or steps between such granules ends the process's use of the GPU. A copy where it must be
-    one."""
+    """x, or a copy of it if it is not aligned to 16 bytes. PyTorch's CUDA kernels read 16 bytes at
+    a time without checking: a view that starts or steps between such granules makes the GPU
+    unusable for the process."""
     if x.device.type != "cuda" or torch.compiler.is_compiling():
         return x
     steps = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
@@ -57,8 +56,8 @@ def sdpa_attention(
         visible = visible_keys(q, k, causal=causal, **mask)
         return masked(q, k, v, visible, scale=scale, backend=backend)
     num_queries, num_keys = q.shape[2], k.shape[2]
-    # PyTorch's is_causal is aligned top-left. The first N - M rows of a longer q see no key: cut
-    # off, the rest is square
+    # PyTorch's is_causal is aligned top-left. The first N - M rows of a longer q see no key;
+    # without them the rest is square
     no_key = max(num_queries - num_keys, 0) if causal else 0
     q = q[:, :, no_key:]
     is_causal = causal and q.shape[2] > 1
@@ -76,8 +75,8 @@ def sdpa_attention(
 def masked(
     q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys, *, scale: float, backend: str
 ) -> AttentionOutput:
-    """Attention under a boolean N x M mask. What a kernel makes of a row without a key differs from
-    one to the next: such a row sees all keys, and its result is thrown away.
+    """Attention under a boolean N x M mask. Kernels disagree on a row without a key, so such a row
+    sees all keys here, and its result is discarded.
     """
     no_key = (visible.lo == visible.hi)[:, None, :, None]  # (B or 1, 1, N, 1)
     gqa = q.shape[1] != k.shape[1]
@@ -87,13 +86,12 @@ def masked(
 
 
 class OneGradientLayout(torch.autograd.Function):
-    """out itself, whose gradient always lies in memory as out does, or with a token's heads side by
-    side where out has another layout than these two.
+    """The identity, but its gradient always has the memory layout of out: heads outside, or a
+    token's heads side by side. If out has neither layout, the gradient has the second.
 
-    PyTorch 2.11 and 2.13 keep what cuDNN compiled for a backward pass by the strides of q, k and v,
-    not by those of d_out: for a d_out that lies otherwise than in the first such call, dq, dk and
-    dv are wrong by their own size. PyTorch's varlen function mended its own case of it
-    (https://github.com/pytorch/pytorch/pull/191576).
+    PyTorch 2.11 and 2.13 cache cuDNN's backward by the strides of q, k and v, but not of d_out. If
+    d_out has other strides than in the first such call, dq, dk and dv are off by their own size.
+    PyTorch fixed this for its varlen function (https://github.com/pytorch/pytorch/pull/191576).
     """
 
     @staticmethod
@@ -112,7 +110,7 @@ class OneGradientLayout(torch.autograd.Function):
 
 
 def by_kernel(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any) -> Tensor:
-    """PyTorch's function, with that kernel and no other; "auto" lets PyTorch choose."""
+    """PyTorch's function with only this kernel; "auto" lets PyTorch choose."""
     kernels = [] if backend == "auto" else [KERNELS[backend]]
     if q.is_cuda and cudnn_loses_dq(q, k, v, is_causal=arguments.get("is_causal", False)):
         if backend == "cudnn":
@@ -131,16 +129,17 @@ def by_kernel(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any
 
 
 def cudnn_loses_dq(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
-    """Whether cuDNN's backward may make NaN of dq: it scores what fills the last tile of 128 keys
-    up as 0, https://github.com/pytorch/pytorch/issues/196678. Its own causal mask hides that.
+    """Whether cuDNN's backward may return NaN in dq: it gives the padding of the last tile of 128
+    keys a score of 0, https://github.com/pytorch/pytorch/issues/196678. Its own causal mask hides
+    the padding.
     """
     backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return backward and not is_causal and k.shape[2] % 128 == 64
 
 
 def called(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any) -> Tensor:
-    """PyTorch's function. Raises a Refusal, with PyTorch's reasons, where the kernel that was asked
-    for does not take the inputs.
+    """PyTorch's function. Raises a Refusal with PyTorch's reasons if the requested kernel does not
+    take the inputs.
     """
     try:
         return scaled_dot_product_attention(q, k, v, **arguments)
@@ -154,21 +153,21 @@ def called(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **arguments: Any) -
 def _reason(
     q: Tensor, k: Tensor, v: Tensor, error: RuntimeError, *, backend: str, **arguments: Any
 ) -> str:
-    """PyTorch gives its reasons as warnings, before an error without any: call it again and record
-    them.
+    """PyTorch gives its reasons as warnings; the error that follows has none. Call it again and
+    record the warnings.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with suppress(RuntimeError):
             scaled_dot_product_attention(q, k, v, **arguments)
     words = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
-    # without headings and remarks on other kernels
+    # drop headings and remarks on other kernels
     words = [
         each
         for each in words
         if not each.endswith(("not used because:", "has been runtime disabled."))
     ]
-    # on a CPU PyTorch only says that no kernel was left
+    # on a CPU, PyTorch only says that no kernel is left
     elsewhere = (
         ["it runs on a GPU alone"]
         if backend in ("efficient", "cudnn") and q.device.type != "cuda"
@@ -184,14 +183,14 @@ def _reason(
 def refusals(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, backend: str
 ) -> list[str]:
-    """Why the chosen kernel does not take these inputs, in PyTorch's words; or what it takes and
-    does wrong.
+    """Why the chosen kernel does not take these inputs, in PyTorch's words; or that it takes them
+    and computes a wrong result.
     """
     if backend != "auto" and backend not in KERNELS:
         return [f"backend={backend} is not one of: auto, {', '.join(KERNELS)}"]
     reasons = []
-    # PyTorch's flash kernel hides a score by -inf before it scales: -inf * 0 is NaN. On a GPU it
-    # hides its ragged tails so as well
+    # PyTorch's flash kernel masks a score with -inf before it scales: -inf * 0 is NaN. On a GPU it
+    # also masks its ragged tails this way
     if scale <= 0 and backend in ("auto", "flash") and (causal or q.device.type == "cuda"):
         reasons.append(
             f"with scale={scale}, which is not positive, PyTorch's flash kernel makes NaN of "
@@ -199,7 +198,7 @@ def refusals(
             "attention.backend=math and attention=tiled take it"
         )
     if backend != "auto" and not torch.compiler.is_compiling():
-        # two sequences of a batch show as much as all
+        # two sequences of a batch are as good a test as all
         layouts = (((min(len(x), 2), *x.shape[1:]), x.stride()) for x in (q, k, v))
         backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         reasons += _tried(backend, causal, backward, q.device, q.dtype, *layouts)
@@ -215,14 +214,14 @@ def _tried(
     dtype: torch.dtype,
     *layouts: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> tuple[str, ...]:
-    """Only PyTorch knows all its conditions: try tensors of these shapes and strides, once."""
+    """Only PyTorch knows all its conditions: try tensors with these shapes and strides once."""
     tensors = (
         torch.empty_strided(shape, strides, dtype=dtype, device=device).zero_()
         for shape, strides in layouts
     )
     q, k, v = (x.requires_grad_(backward) for x in tensors)
     with warnings.catch_warnings(), torch.set_grad_enabled(backward):
-        warnings.simplefilter("ignore")  # the refusal holds them
+        warnings.simplefilter("ignore")  # the refusal contains them
         try:
             sdpa_attention(q, k, v, causal=causal, scale=1.0, backend=backend)
         except Refusal as refusal:

@@ -1,7 +1,8 @@
-"""The tile loop as a PyTorch operator: torch.compile keeps the graph around it whole, and the loop
-runs inside as it does without.
+"""The tile loop as a PyTorch operator: torch.compile does not break the graph, and the loop runs
+inside the operator as in eager mode.
 
-Traced, a Python loop would be unrolled into a graph that grows with the number of tiles.
+If torch.compile traced the Python loop, it would unroll it into a graph that grows with the number
+of tiles.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -31,7 +32,7 @@ SETTINGS = {
     "detach_max": "bool?",
     "ranks": "int?",
 }
-TENSORS = list(SETTINGS.values()).count("Tensor?")  # the first settings
+TENSORS = list(SETTINGS.values()).count("Tensor?")  # they come first in SETTINGS
 SCHEMA = "str backend, " + ", ".join(f"{kind} {name}" for name, kind in SETTINGS.items())
 
 
@@ -44,8 +45,8 @@ def operator_attention(
     return_max_score: bool | Tensor = False,
     **settings: Any,
 ) -> Output:
-    """The loop of that name in BACKENDS as one operator of a graph. Raises TypeError for
-    a setting that the operator cannot take.
+    """Run the loop of that name in BACKENDS as one operator of a graph. Raises TypeError for a
+    setting that the operator cannot take.
     """
     unknown = [
         name for name, value in settings.items() if name not in SETTINGS and value is not None
@@ -119,7 +120,7 @@ def tile_loop_backward(
     backend: str,
     *values: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, in the dtypes and shapes of q, k, v, from what tile_loop took and gave."""
+    """dq, dk, dv in the dtypes and shapes of q, k, v, from the inputs and results of tile_loop."""
     loop, settings = loop_of(backend, values)
     dq, dk, dv = loop.backward(q, k, v, out, lse, d_out, d_lse, **settings)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()

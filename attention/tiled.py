@@ -1,16 +1,15 @@
 """The tile loop: attention without the N x M score matrix, in plain PyTorch.
 
-For each tile of queries, walk the tiles of keys it may see, feed each tile of scores to the
-streaming softmax, throw it away:
+For each tile of queries, walk the tiles of keys that it may see. Feed each tile of scores to the
+streaming softmax, then discard it:
 
                  keys 0:T  T:2T  2T:3T  3T:4T
     queries 0:R    [ / ]                          /  crossed by the causal diagonal: masked
             R:2R   [   ]  [ / ]                      inside: no mask
            2R:3R   [   ]  [   ]  [ / ]            (nothing drawn: skipped)
 
-The softmax object is a parameter, and so is the order of the loops: the exact variants and the
-broken ones run through this very code. Dao, "FlashAttention-2" (2023), algorithm 1 (forward) and 2
-(backward).
+The softmax object and the order of the loops are parameters: exact and broken variants run this
+same code. Dao, "FlashAttention-2" (2023), algorithm 1 (forward) and 2 (backward).
 
 Dimensions: B batch, H = H_kv * G query heads, N queries, M keys, D head dim, D_v that of the
 values; a tile is R = block_q queries by T = block_kv keys.
@@ -45,8 +44,8 @@ Observer = Callable[[QueryTile, slice, Tensor, OnlineSoftmax], None]
 
 @dataclass(frozen=True)
 class TileLoop:
-    """One call's loop. Its methods take q as (B, H_kv, G, N, D), k as (B, H_kv, 1, M, D) and v as
-    (B, H_kv, 1, M, D_v).
+    """The loop of one call. Its methods take q (B, H_kv, G, N, D), k (B, H_kv, 1, M, D) and v (B,
+    H_kv, 1, M, D_v).
     """
 
     visible: VisibleKeys
@@ -60,14 +59,14 @@ class TileLoop:
     softmax: type[OnlineSoftmax] = OnlineSoftmax
     detach_max: bool = False
     kv_outer: bool = False
-    recompute: bool = False  # whether backward() recomputes instead of using lse
+    recompute: bool = False  # whether backward() reruns the tiles instead of using lse
     observer: Observer | None = None
 
     def scores(
         self, q_rows: Tensor, k_keys: Tensor, rows: slice, keys: slice, needs_mask: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """One tile of scores (B, H_kv, G, R, T): scaled, capped, biased, masked. Also d score / d
-        scaled score, or None where it is 1.
+        """One tile of scores (B, H_kv, G, R, T): scaled, capped, biased, masked. Also returns d
+        score / d scaled score, or None where it is 1.
         """
         scores = q_rows.to(self.dtype) @ k_keys.to(self.dtype).mT * self.scale
         derivative = None
@@ -80,7 +79,7 @@ class TileLoop:
             i = torch.arange(num_queries, device=scores.device)[rows, None] + num_keys - num_queries
             j = torch.arange(num_keys, device=scores.device)[keys]
             if self.slopes is not None:
-                # never in a narrow dtype: the distance itself may not fit into one
+                # not in a narrow dtype, which may not hold the distance
                 scores = scores - (self.slopes * (i - j)).to(self.dtype)
             elif self.score_mod is not None:
                 b = torch.arange(scores.shape[0], device=scores.device).view(-1, 1, 1, 1, 1)
@@ -120,7 +119,7 @@ class TileLoop:
         return self.softmax.empty(q_rows, **options, value_dim=v.shape[-1])
 
     def query_state(self, q_rows: Tensor, k: Tensor, v: Tensor, tile: QueryTile) -> OnlineSoftmax:
-        """What one tile of queries has taken in from all its keys."""
+        """The state of one tile of queries after all its keys."""
         state = self.empty(q_rows, v)
         for keys, needs_mask in tile.key_tiles(self.block_kv):
             state = self.absorb(state, tile, keys, needs_mask, q_rows, k, v)
@@ -142,8 +141,8 @@ class TileLoop:
     def forward_kv_outer(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: list[QueryTile]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Keys in the outer loop, as in the first FlashAttention: every query tile's state stays
-        alive to the end.
+        """Keys in the outer loop, as in the first FlashAttention: every query tile's state stays in
+        memory to the end.
         """
         states = [self.empty(q[..., tile.rows, :], v) for tile in tiles]
         steps = [
@@ -163,7 +162,9 @@ class TileLoop:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *gradients: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv, from what forward() took and gave and `gradients`, d_out and d_lse."""
+        """dq, dk, dv from the inputs and results of forward() and from `gradients`: d_out and
+        d_lse.
+        """
         if self.recompute:
             return self.backward_by_recomputing(q, k, v, *gradients)
         return self.backward_from_lse(q, k, v, out, lse, *gradients)
@@ -213,8 +214,8 @@ class TileLoop:
         """The gradient of whatever the softmax object computes: run each query tile again under
         autograd.
 
-        Plain autograd through the whole loop would keep every tile alive, which takes more memory
-        than the matrix that the loop avoids.
+        Autograd through the whole loop would keep every tile, more memory than the score matrix
+        that the loop avoids.
         """
         return self.differentiate(
             self.query_tile, lambda rows: (d_out[..., rows, :], d_lse[..., rows]), q, k, v
@@ -228,8 +229,8 @@ class TileLoop:
         k: Tensor,
         v: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of compute(q_rows, k, v, tile) of every tile of queries, each run under
-        autograd; gradients(rows) are those of its results.
+        """dq, dk, dv of compute(q_rows, k, v, tile), which runs under autograd for each tile of
+        queries. gradients(rows) are the gradients of its results.
         """
         dq_tiles = []
         dk, dv = torch.zeros_like(k, dtype=self.dtype), torch.zeros_like(v, dtype=self.dtype)
@@ -238,7 +239,7 @@ class TileLoop:
             if tile.first >= tile.last:  # no key, no gradient
                 dq_tiles.append(torch.zeros_like(leaves[0]))
                 continue
-            # switches autograd on, also inside an operator of torch.library, which runs below it
+            # turns autograd on, even inside a torch.library operator, which runs below autograd
             with torch.inference_mode(False):
                 outputs = compute(*leaves, tile)
                 found = torch.autograd.grad(outputs, leaves, gradients(tile.rows))
@@ -260,7 +261,7 @@ class HeadMaxima:
 
 
 class BackwardFromLse(torch.autograd.Function):
-    """The loop with TileLoop.backward_from_lse: it keeps O(N) for the backward pass."""
+    """The loop with TileLoop.backward_from_lse: it saves O(N) for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, loop: TileLoop) -> tuple[Tensor, Tensor]:
@@ -275,12 +276,12 @@ class BackwardFromLse(torch.autograd.Function):
 
 
 class BackwardByRecomputing(torch.autograd.Function):
-    """The loop with TileLoop.backward_by_recomputing: it keeps its inputs alone."""
+    """The loop with TileLoop.backward_by_recomputing: it saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, loop: TileLoop) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v)
-        # what observes the loop sees each tile once
+        # an observer sees each tile once, not again in the backward pass
         ctx.loop = replace(loop, observer=None)
         return loop.forward(q, k, v)
 
@@ -316,8 +317,8 @@ def make_loop(
     is what attention.mask.intervals() takes.
 
     softmax_dtype: "float32" keeps scores and statistics in float32 (float64 for float64 inputs),
-    "input" in q's dtype. exact=False differentiates what `softmax` computes instead of softmax
-    attention, the maximum included unless detach_max.
+    "input" keeps them in q's dtype. exact=False uses the gradient of what `softmax` computes, not
+    that of softmax attention. It includes the gradient of the maximum, unless detach_max.
     """
     if softmax_dtype not in ("float32", "input"):
         raise ValueError(f'{softmax_dtype=} must be "float32" or "input"')
@@ -338,7 +339,7 @@ def make_loop(
         softmax=softmax,
         detach_max=detach_max,
         kv_outer=kv_outer,
-        # a low-precision lse is too coarse to rebuild p from
+        # an lse in low precision is too coarse for rebuilding p
         recompute=not exact or softmax_dtype == "input",
         observer=observer,
     )
@@ -346,7 +347,7 @@ def make_loop(
 
 @dataclass(frozen=True)
 class TiledAttention:
-    """Attention by a tile loop, and its backward pass by itself, which attention.tile_op needs.
+    """Attention by a tile loop. backward() is separate because attention.tile_op needs it.
 
     q (B, H, N, D), k (B, H_kv, M, D), v (B, H_kv, M, D_v), out (B, H, N, D_v); lse (B, H, N).
     `settings` are those of make_loop().
@@ -386,7 +387,7 @@ class TiledAttention:
         d_lse: Tensor,
         **settings: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv, from what the call took and gave."""
+        """dq, dk, dv from the inputs and results of the call."""
         loop = self.make_loop(q, k, **settings)
         q, k, v = grouped(q, k, v)
         out, d_out = (x.reshape(*q.shape[:-1], -1) for x in (out, d_out))
@@ -413,8 +414,8 @@ def tile_loop_backend(
     make_loop: Callable[..., TileLoop] = make_loop,
     **variant: Any,
 ) -> Backend:
-    """A Backend that runs the tile loop with something exchanged: make_loop() itself, or the
-    arguments of it in `variant`.
+    """A Backend that runs the tile loop with another make_loop(), or with the arguments `variant`
+    for it.
     """
     exact = defect is None
     options: dict[str, Any] = {"block_q": 128, "block_kv": 64, "softmax_dtype": "float32"}
@@ -469,7 +470,7 @@ class TileBlocks:
         **settings: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         loop = self.loop(q, k, visible, **settings)
-        # wide inputs give wide gradients, which no block may round
+        # wide inputs give wide gradients: no block's gradient is rounded
         wide = (x.to(loop.dtype) for x in grouped(q, k, v))
         row = (x.unflatten(1, (k.shape[1], -1)) for x in (out, lse, d_out, d_lse))
         dq, dk, dv = loop.backward_from_lse(*wide, *row)

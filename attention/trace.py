@@ -1,8 +1,8 @@
-"""A tile loop, step by step: what each tile of keys changed for one tile of queries, and which rows
-are wrong.
+"""Trace a tile loop step by step: what each tile of keys changes for one tile of queries, and which
+rows come out wrong.
 
-Any backend that takes an observer can be traced, whatever its softmax object does. Each update runs
-again beside the loop, and its exponentials are recorded. So `p` and `alpha` are what the code
+Any backend that takes an observer can be traced, whatever its softmax object does. The trace runs
+each update again beside the loop and records its exponentials. So `p` and `alpha` are what the code
 computed, not what it should have computed.
 
 Dimensions: N queries, M keys, D head dim; a tile is R rows by T keys. Everything here is of one
@@ -24,27 +24,23 @@ from attention.online_softmax import OnlineSoftmax
 
 @dataclass(frozen=True)
 class Step:
-    """One tile of keys absorbed. Tensors have the dtype in which the loop held them."""
+    """The loop absorbs one tile of keys. Tensors have the dtype in which the loop holds them."""
 
     keys: tuple[int, int]  # first and one past the last
     scores: Tensor  # (R, T), -inf where masked
     p: Tensor  # (R, T), as it enters p @ v: in v's dtype
-    alpha: Tensor  # (R,), what the past sums were multiplied by
-    row_max: Tensor  # (R,), after this tile, as the rest
+    alpha: Tensor  # (R,), the factor of the past sums
+    row_max: Tensor  # (R,), after this tile, like all below
     row_sum: Tensor  # (R,)
     acc: Tensor  # (R, D)
-    out: Tensor  # (R, D), what attention over the keys so far comes to, in q's dtype
+    out: Tensor  # (R, D), the output over the keys so far, in q's dtype
 
     def broken(self) -> Tensor:
-        """(R,) true where a row has left the finite range, or has seen keys and has nothing to
-        divide by.
-        """
+        """(R,) true where a row has left the finite range, or has seen keys but has row_sum = 0."""
         return torch.stack(list(self.causes().values())).any(0)
 
     def causes(self) -> dict[str, Tensor]:
-        """(R,) true where each quantity is broken, in the order in which one follows from the
-        other.
-        """
+        """(R,) masks of where each quantity is broken, in the order in which they are computed."""
         return {
             "scores": not_finite(self.scores, masked=True),
             "p": not_finite(self.p),
@@ -55,14 +51,14 @@ class Step:
 
 
 def not_finite(x: Tensor, *, masked: bool = False) -> Tensor:
-    """(...,) true where a row of x (..., T) holds NaN or infinity; where there is a mask, -inf is
-    the mask's.
+    """(...,) true where a row of x (..., T) holds NaN or infinity. With `masked`, -inf is a hidden
+    key and allowed.
     """
     return (x.isnan() | (x == torch.inf) | ((x == -torch.inf) & (not masked))).any(-1)
 
 
 def no_weight(row_max: Tensor, row_sum: Tensor) -> Tensor:
-    """True where a row has seen keys, as row_max shows, and every exp is 0: the output is 0/0."""
+    """True where a row has seen keys (row_max shows it) but every exp is 0: the output is 0/0."""
     return (row_sum == 0) & (row_max != -torch.inf)
 
 
@@ -75,7 +71,7 @@ def observe(
     backend: Backend,
     **arguments: Any,
 ) -> Tensor:
-    """One call of the backend with an observer of its tiles, each of one head: scores (R, T), a
+    """Call the backend with an observer of its tiles. The observer gets one head: scores (R, T), a
     state of (R, 1), (R, 1), (R, D).
 
     Returns out (N, D). Raises ValueError for a backend that cannot be observed.
@@ -109,10 +105,10 @@ class Exponentials(TorchFunctionMode):
 
 
 def listen(state: OnlineSoftmax, scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """p (R, T) and alpha (R,) of one update by scores (R, T) and v (T, D). alpha is 1 where the
-    past is left as it is.
+    """p (R, T) and alpha (R,) of one update with scores (R, T) and v (T, D). alpha is 1 if the
+    update does not rescale.
     """
-    # one masked key more, so that p never has alpha's shape
+    # add one masked key, so that p never has alpha's shape
     scores, v = (
         torch.nn.functional.pad(scores, (0, 1), value=-torch.inf),
         torch.nn.functional.pad(v, (0, 0, 0, 1)),
@@ -129,7 +125,7 @@ def listen(state: OnlineSoftmax, scores: Tensor, v: Tensor) -> tuple[Tensor, Ten
 def record_steps(
     q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, row: int, **arguments: Any
 ) -> tuple[range, list[Step]]:
-    """The rows of the query tile that `row` lies in, and that tile's steps."""
+    """The rows of the query tile that contains `row`, and the steps of that tile."""
     rows = range(0)
     steps: list[Step] = []
     past: OnlineSoftmax | None = None
@@ -163,27 +159,27 @@ def record_steps(
 
 @dataclass(frozen=True)
 class Trace:
-    """The trace of one call. `found` and `exact` go over the tiles of keys in the order of the
-    backend; None is a tile that is skipped.
+    """The trace of one call. `found` and `exact` follow the tiles of keys in the order of the
+    backend; None is a tile that the exact backend skips.
     """
 
-    # of every query: right; wrong (finite, and not exact attention's output); zero (all of it,
-    # where it should not be); inf; NaN
+    # one for each query: right; wrong (finite, but not exact attention's output); zero (the whole
+    # output, wrongly); inf; NaN
     fates: list[str]
     first: (
         tuple[range, tuple[int, int], str, float] | None
-    )  # first tile to leave the finite range: queries, keys, what, largest score
-    rows: range  # the tile of queries whose steps these are
+    )  # first tile to leave the finite range: queries, keys, quantity, largest score
+    rows: range  # the traced tile of queries
     row: int  # the query to follow
     tiles: list[tuple[int, int]]  # keys
     found: list[Step]
-    exact: list[Step | None]  # the same by the exact backend, in the same dtype
+    exact: list[Step | None]  # the exact backend's, in the same dtype
     reference: list[Tensor]  # (R, D), softmax attention over the keys so far in float64
-    error: list[Tensor]  # (R,), how far the output so far is from that
+    error: list[Tensor]  # (R,), distance of the output so far from `reference`
     exact_error: list[Tensor]
     breaks: list[
         int | None
-        # of each of `rows`: the step from which on it is broken or further off than rounding
+        # for each of `rows`: the step from which it stays broken, or further off than rounding
         # explains
     ]
 
@@ -202,9 +198,9 @@ def trace(
     """Trace `backend` beside `exact`, which must have the same tiles. `arguments` are what
     attention() hands to backend.fn.
 
-    row: the query to follow. None takes, of the last tile of queries in which a row leaves the
-    finite range, the row that does first; where all stays finite the row that is furthest off, and
-    where nothing is off the last.
+    row: the query to follow. None takes the last tile of queries in which a row leaves the finite
+    range, and there the row that leaves it first. If all rows stay finite, it takes the row that is
+    furthest off; if none is wrong, the last.
     """
     call, wide = (q, k, v), [x.double() for x in (q, k, v)]
     seen = survey(*call, backend=backend, **arguments)
@@ -217,7 +213,7 @@ def trace(
     _, exact_steps = record_steps(*call, backend=exact, row=row, **arguments)
     _, true_steps = record_steps(*wide, backend=exact, row=row, **arguments)
 
-    # where the exact loop skips a tile, its earlier output still holds
+    # where the exact loop skips a tile, its earlier output stays valid
     exact_so_far = _carried({step.keys: step.out for step in exact_steps}, tiles)
     reference = _carried({step.keys: step.out for step in true_steps}, tiles)
     error = row_errors([step.out for step in steps], reference)
@@ -252,10 +248,10 @@ def row_errors(outs: list[Tensor], reference: list[Tensor]) -> list[Tensor]:
 
 
 def judge(out: Tensor, exact: Tensor, reference: Tensor) -> tuple[list[str], float]:
-    """The fate of every row of out (N, D), and how far off is still right.
+    """The fate of every row of out (N, D), and the largest error that still counts as right.
 
-    That is four times the error of `exact` in the same dtype, and at least four roundings of the
-    largest output.
+    That limit is four times the error of `exact` in the same dtype, and at least four roundings of
+    the largest output.
     """
     size = reference.abs().amax(-1)
     error, own = ((x.double() - reference).abs().amax(-1) for x in (out, exact))
@@ -281,12 +277,12 @@ class Survey:
     out: Tensor  # (N, D)
     first_break: list[
         int | None
-    ]  # per row: the first key of the tile from which on its sums were broken
+    ]  # per row: the first key of the tile from which its sums stay broken
     query_tiles: list[range]
 
 
 def survey(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: Any) -> Survey:
-    """Observe the whole call and keep no tile."""
+    """Observe the whole call without storing tiles."""
     first_break: list[int | None] = [None] * q.shape[2]
     tiles: dict[int, range] = {}
 
@@ -301,7 +297,7 @@ def survey(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: An
         )
         for i, is_broken in zip(tiles[tile.start], broken.tolist(), strict=True):
             if not is_broken:
-                first_break[i] = None  # it had no weight yet, and has now
+                first_break[i] = None  # it had no weight before, and now has some
             elif first_break[i] is None:
                 first_break[i] = keys.start
 
@@ -310,7 +306,7 @@ def survey(q: Tensor, k: Tensor, v: Tensor, *, backend: Backend, **arguments: An
 
 
 def _broken(seen: Survey, fates: list[str], tile: range) -> dict[int, int]:
-    """The rows of a tile of queries that broke, and the first key of the tile where they did."""
+    """The rows of a query tile that broke, each with the first key of the tile where it broke."""
     breaks = {i: seen.first_break[i] for i in tile if fates[i] != "right"}
     return {i: key for i, key in breaks.items() if key is not None}
 
@@ -349,7 +345,7 @@ def _carried(outs: dict[tuple[int, int], Tensor], tiles: list[tuple[int, int]]) 
 
 
 def start_of_last_run(bad: list[bool]) -> int | None:
-    """The first of the true values at the end of the list."""
+    """The index where the run of true values at the end of the list starts; None without one."""
     start = None
     for i in reversed(range(len(bad))):
         if not bad[i]:
