@@ -1,5 +1,5 @@
 """What a training run needs besides the model and the data: optimizer, checkpoints, memory,
 metrics, loggers, sweeps.
 
-Works on any `nn.Module` and on plain dictionaries; imports neither `model` nor `attention`.
+May import `attention`, `model`, `data` and `config`; none of them imports this package.
 """

@@ -1,7 +1,7 @@
-"""batch_size=auto: the largest pass that fits into memory, by calculation and then by trying it.
+"""batch_size=auto: finds the largest batch that fits into memory, by calculation and then by trial.
 
-Ranks try the same sizes at the same time, and take the largest that fits on all of them. Works on
-any `nn.Module` called as model(inputs, targets) that returns an object with a loss.
+All ranks try the same sizes at the same time, and take the largest that fits on all of them. Works
+on any `nn.Module` called as model(inputs, targets) that returns an object with a loss.
 """
 
 import logging
@@ -32,14 +32,14 @@ def largest_batch(
     held_bytes: float = 0,
     ranks: Ranks = ALONE,
 ) -> RunConfig:
-    """`config` with the largest batch_size that fits and divides a rank's sequences of a step. All
-    ranks must call it, and get the same.
+    """Returns `config` with the largest batch_size that fits and that divides the sequences of a
+    step on one rank. All ranks must call this function, and all get the same size.
 
-    predicted_bytes(config) is the calculated peak of a pass. attempt(B) runs one; if it runs out of
-    memory, the next smaller divisor is tried. One sequence is tried whatever the calculation, and
-    the error of that attempt is raised: a rank that raises ends, and so do those that wait for it.
-    An attempt therefore exchanges nothing between ranks. held_bytes: the part of the calculation
-    that is in memory already, the weights.
+    predicted_bytes(config) is the calculated peak of a pass. attempt(B) runs a pass; if it runs out
+    of memory, the next smaller divisor is tried. One sequence is tried whatever the calculation
+    says, and its error is raised, which ends this rank and the ranks that wait for it. An attempt
+    must not communicate: a rank that fails would leave the others waiting. held_bytes: the part of
+    the calculation that is already in memory, that is, the weights.
     """
     sequences = config.sequences_per_step // ranks.data
     free = free_bytes(device) / (1 if device.type == "cuda" else ranks.local_world)
@@ -57,7 +57,7 @@ def largest_batch(
             if size == 1 or not is_out_of_memory(error):
                 raise
             fits = False
-        # outside the handler, where the error no longer keeps the tensors of the attempt
+        # outside the handler, because the error there keeps the tensors of the attempt alive
         full = [str(rank) for rank, fitted in enumerate(ranks.gathered(fits)) if not fitted]
         if not full:
             log.info(f"batch_size=auto: {size} sequences a pass, {sequences // size} passes a step")
@@ -82,9 +82,9 @@ def try_pass(
 ) -> None:
     """Run two forward and backward passes of B = batch_size sequences; leaves no gradients.
 
-    Room is kept for the moments of AdamW, and with `sums` for the message in which ranks add up
-    their gradients. The second pass adds to the gradients of the first, as in accumulation. The
-    random number generators of the run do not change.
+    AdamW's moments are allocated too, and with `sums` the message in which ranks add up their
+    gradients. The second pass adds to the gradients of the first, as gradient accumulation does.
+    The random number generators of the run do not change.
     """
     tokens = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=device)
     moments = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
@@ -104,7 +104,7 @@ def try_pass(
 
 
 def free_bytes(device: torch.device) -> float:
-    """Memory that this process can still take, with the unused part of PyTorch's allocator."""
+    """Bytes that this process can still allocate, with the unused part of PyTorch's allocator."""
     if device.type != "cuda":
         return available_bytes() if LINUX else float("inf")
     free, _ = torch.cuda.mem_get_info(device)

@@ -5,12 +5,12 @@ RUN/checkpoint/ holds
     model.safetensors   the weights; a tensor with two names is stored once
     training.pt         optimizer, gradient scaler and random number generators,
                         readable with weights_only=True
-    metrics.jsonl       a copy of the run's
+    metrics.jsonl       a copy of the run's metrics.jsonl
     meta.json           format, step, tokens, val_loss, config, starts (training/resume.py), the
                         size and SHA-256 of the files above, and its own SHA-256
 
 A save writes checkpoint.tmp/, syncs it to disk and swaps it in by two renames. Whenever the process
-dies, one whole checkpoint is left. training/retention.py says which earlier ones stay. Where the
+dies, one whole checkpoint is left. training/retention.py decides which earlier ones stay. If the
 latest is damaged, a run resumes from the newest whole one.
 """
 
@@ -63,11 +63,12 @@ class CheckpointError(ValueError):
 
 
 class Checkpoints:
-    """The checkpoints of one run. A context manager: its end waits until the last save is on disk.
+    """The checkpoints of one run. A context manager that on exit waits for the last save.
 
     In the background (the default on CUDA) save() copies the state to host memory, and a thread
-    writes it while the training continues. The next save() and the end wait for that write, and
-    raise its OSError. On a CPU the thread would slow the training, and the copy take its memory.
+    writes it while the training continues. The next save() and the exit wait for that write, and
+    raise its OSError. On a CPU the thread would slow the training down, and the copy would take
+    memory from it.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Checkpoints:
         writes: bool = True,
     ):
         self.run_dir, self.config, self.keep = Path(run_dir), config, keep
-        self.writes = writes  # of several ranks, one does; all of them load
+        self.writes = writes  # only one rank writes; all ranks load
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.starts: list[Row] = []  # see training/resume.py; saved with every checkpoint
         self.background = next(model.parameters()).is_cuda if background is None else background
@@ -118,12 +119,12 @@ class Checkpoints:
 
     @phase("saving", "saving a checkpoint")
     def save(self, step: int, tokens: int, val_loss: float | None = None) -> None:
-        """Make the present state the latest checkpoint. `val_loss` must be of this very step."""
+        """Save the current state as the latest checkpoint. `val_loss` must be that of this step."""
         if not self.writes:
             return
         self._wait()
         if val_loss is not None and not math.isfinite(val_loss):
-            val_loss = None  # it cannot be the best
+            val_loss = None  # such a checkpoint cannot be the best
         meta = {
             "step": step,
             "tokens": tokens,
@@ -159,7 +160,7 @@ class Checkpoints:
 
         Returns its meta.json, and its folder as "folder". A damaged checkpoint is skipped with one
         warning; none is deleted. The optimizer keeps the settings it was built with (learning rate,
-        betas, weight decay): those are the caller's to choose.
+        betas, weight decay), because the caller chooses those.
         """
         # all files are verified before anything is changed
         folder, meta = _newest_whole(self.run_dir)
@@ -200,15 +201,15 @@ class Checkpoints:
         except OSError as failure:
             if error is None:
                 raise
-            log.error(failure)  # the run reports an error of its own
+            log.error(failure)  # the run itself raises another error
         finally:
             self._writer.shutdown()
 
 
 def _on_host(value: Any) -> Any:
-    """A copy in host memory of every tensor in dictionaries, lists and tuples.
+    """Copy every tensor in nested dictionaries, lists and tuples to host memory.
 
-    From a GPU the copy is pinned, and may still be running.
+    A copy from a GPU is pinned, and may still be running when this function returns.
     """
     if isinstance(value, dict):
         return {key: _on_host(item) for key, item in value.items()}
@@ -256,7 +257,7 @@ def _write(
 def _write_error(run_dir: Path, error: Exception) -> OSError:
     free_gib = shutil.disk_usage(run_dir).free / GIB if run_dir.exists() else 0.0
     reason = str(error).splitlines()[0]
-    # PyTorch's message tells positions in its file
+    # PyTorch's message only gives positions in its file
     if "enforce fail" in str(error):
         reason = f"{TRAINING} could not be written whole"
     if not isinstance(error, (PermissionError, NotADirectoryError)):
@@ -273,7 +274,7 @@ def _training_state(folder: Path) -> Row:
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about versions of pickle
+            warnings.simplefilter("ignore")  # warnings about pickle versions
             state = torch.load(folder / TRAINING, map_location="cpu", weights_only=True)
     # unpickling a malicious file can raise anything
     except Exception as error:
@@ -295,7 +296,7 @@ def _foreign(folder: Path) -> CheckpointError:
 def load_model_state(run_dir: Path, model: nn.Module) -> Row:
     """Load only the weights into `model`; returns the checkpoint's meta.json.
 
-    `run_dir` is a run, whose latest checkpoint is taken, or the folder of any checkpoint.
+    `run_dir` is a run directory, whose latest checkpoint is loaded, or the folder of a checkpoint.
     """
     folder = _latest(run_dir)
     meta = _read_meta(folder)
@@ -310,7 +311,7 @@ def read_meta(run_dir: Path) -> Row:
 
 
 def _latest(run_dir: Path) -> Path:
-    """RUN/checkpoint/, or its earlier copy where a process died between a save's two renames."""
+    """RUN/checkpoint/, or the checkpoint before it if a save died between its two renames."""
     for folder in newest_first(run_dir):
         if folder.name != BEST or folder == Path(run_dir):
             return folder
@@ -378,7 +379,7 @@ def _missing(meta: Row) -> str | None:
 
 
 def _meta_sha256(meta: Row) -> str:
-    """The hash of the content of meta.json, whatever its layout."""
+    """The hash of meta.json's content, which does not depend on the file's layout."""
     content = {key: value for key, value in meta.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -440,7 +441,7 @@ def _check_settings(then: Row, now: Row, folder: Path) -> None:
             f"{folder}: optim.name is {optimizers[0]} in the checkpoint and {optimizers[1]} now"
         )
     then, now = then.get("model", {}), now.get("model", {})
-    # learned positions alone need a table: another model runs at any length
+    # only learned positions have a table of max_seq_len rows; other models run at any length
     of_any_length = now.get("positions") in ("rope", "alibi")
     free = (*FREE_SETTINGS, "max_seq_len") if of_any_length else FREE_SETTINGS
     for key in then | now:
@@ -451,9 +452,9 @@ def _check_settings(then: Row, now: Row, folder: Path) -> None:
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; a tensor with several names has its first."""
+    """Parameters and persistent buffers by name; a tensor with several names gets its first."""
     named: dict[int, tuple[str, Tensor]] = {}
-    # keep_vars gives the tensors themselves: tied weights are recognised, and filled in place
+    # keep_vars returns the tensors themselves, so tied weights are found and filled in place
     for name, tensor in model.state_dict(keep_vars=True).items():
         assert "_orig_mod." not in name, "pass the module itself, not the result of torch.compile"
         named.setdefault(id(tensor), (name, tensor))

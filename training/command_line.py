@@ -1,7 +1,7 @@
-"""From the words of a command line to the settings of a run, and the errors on the way there.
+"""Turns a command line into the settings of a run, and reports mistakes in it.
 
-`launch()` runs train.py's main() under a shell; `compose()` gives the settings that the same words
-mean elsewhere. Nothing here imports torch: a mistyped key is answered at once.
+`launch()` runs train.py's main() on the arguments of the process. `compose()` returns the settings
+that such arguments mean. Nothing here imports torch, so a mistyped key is reported at once.
 """
 
 import argparse
@@ -29,16 +29,16 @@ from training.streams import keep_streams
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 
-# options with which Hydra prints something and runs nothing
+# options that make Hydra print something and run nothing
 ANSWERS = ("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--info", "-i")
 ANSWERS += ("--shell-completion", "-sc")
 # Hydra's options that take the next argument as their value
 VALUE_OPTIONS = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 VALUE_OPTIONS += ("--package", "-p", "--cfg", "-c")
 
-# where a user's own choices may lie
+# options that name folders with a user's own choices
 SEARCH_OPTIONS = ("--config-dir", "-cd", "--config-path", "-cp", "hydra.searchpath=")
-# the names that each group of settings can have
+# the choices of each config group
 CHOICES = {
     folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in CONF.iterdir()
 }
@@ -51,23 +51,23 @@ SHARED_OPTIONS = {
 
 
 def launch(main: Callable[[], Any], began: float) -> None:
-    """Run `main`, decorated by Hydra, under the command line of this process.
+    """Run `main`, which Hydra decorates, with the command line of this process.
 
-    `began` is when the program did: its first run counts from there.
+    `began` is the time at which the program started; its first run counts from there.
     """
     phases.process_began = began
     answers = any(argument.startswith(ANSWERS) for argument in sys.argv[1:])
     keep_streams(lasting=not answers)
     ranks = of_environment()
-    if not ranks.first:  # what it has to say it tells the first one
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # nor that the first one has gone
+    if not ranks.first:  # only the first rank prints; the others report to it
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides that the first rank ended
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     try:
         arguments = replay_overrides([*sys.argv[1:], *after_restart(ranks)])
         refuse_unreadable(arguments)
         refuse_mistakes_in_files(arguments)
         sys.argv[1:] = arguments if ranks.first else [*arguments, *folder_that_goes()]
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, which it would print
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
         with Ending(), one_sentence():
             main()
         leave()
@@ -82,31 +82,31 @@ def launch(main: Callable[[], Any], began: float) -> None:
         sys.exit(130)
     except SystemExit as ended:
         if ended.code and not ranks.first:
-            time.sleep(PATIENCE)  # torchrun ends all ranks with one; the first gives the reason
+            time.sleep(PATIENCE)  # torchrun ends all ranks after this; let the first report why
         raise
 
 
 def after_restart(ranks: Ranks) -> list[str]:
-    """The override with which ranks go on that torchrun has started again."""
+    """The override with which ranks continue after torchrun restarted them, if it did."""
     run_dir = run_before_restart()
     if run_dir is None:
         return []
     if list(newest_first(run_dir)):
         return [f"resume={run_dir}"]
-    if ranks.first:  # nothing was saved: it begins anew there
+    if ranks.first:  # nothing was saved, so the run starts over in its folder
         (run_dir / "metrics.jsonl").unlink(missing_ok=True)
     return [f"hydra.run.dir={quoted(str(run_dir))}"]
 
 
 def folder_that_goes() -> list[str]:
-    """The overrides that give a run a folder which is removed when this process ends."""
+    """The overrides that give a run a temporary folder, removed when this process ends."""
     folder = tempfile.mkdtemp(prefix="tilegpt-rank-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return [f"hydra.run.dir={quoted(folder)}", "hydra.output_subdir=null"]
 
 
 def refuse_unreadable(arguments: list[str]) -> None:
-    """End the program in one line at an override that Hydra would refuse in several."""
+    """Exit with a one-line error for an override that Hydra would refuse in several lines."""
     options, overrides = options_first(arguments)
     # a recipe may ask for a sweep
     sweeps = {"-m", "--multirun"} & set(options) or any(
@@ -119,8 +119,8 @@ def refuse_unreadable(arguments: list[str]) -> None:
 
 
 def check_readable(overrides: Iterable[str], *, sweeps: bool = False) -> None:
-    """Raise ValueError at an override that Hydra's grammar cannot read, or that has several values
-    where nothing sweeps over them.
+    """Raise ValueError for an override that Hydra's grammar cannot read, that removes a setting, or
+    that has several values outside a sweep.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -150,10 +150,10 @@ def check_readable(overrides: Iterable[str], *, sweeps: bool = False) -> None:
 
 
 def refuse_mistakes_in_files(arguments: list[str]) -> None:
-    """End the program in one line at a mistake in a recipe, or in a file of the user's own folder.
+    """Exit with a one-line error for a mistake in a recipe, or in a file of the user's own folder.
 
-    Hydra would print lines of its own, or PyYAML's traceback. What a sweep varies is left to the
-    sweeper, and other options of Hydra's to Hydra.
+    Hydra would print several lines, or PyYAML's traceback. The sweeper checks the values that a
+    sweep varies. With any other option of Hydra's, nothing is checked here.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -181,12 +181,12 @@ def refuse_mistakes_in_files(arguments: list[str]) -> None:
 
 
 def check_keys(arguments: list[str]) -> None:
-    """Raise ValueError at a key=value whose key does not exist, with the closest key that does.
+    """Raise ValueError for a key=value whose key does not exist; the error names the closest key.
 
     Hydra would advise +key=value, which then has no effect. Arguments that are not key=value are
     left to Hydra.
     """
-    if {"-sc", "--shell-completion"} & set(arguments):  # takes install=bash and query=bash
+    if {"-sc", "--shell-completion"} & set(arguments):  # with install=bash or query=bash
         return
     keys = known_keys()
     own_folders = any(argument.startswith(SEARCH_OPTIONS) for argument in arguments)
@@ -229,9 +229,9 @@ def no_key(key: str) -> str:
 
 
 def check_choices(group: str, value: str) -> None:
-    """Raise ValueError where one of these names is no choice of the group, with those that are.
+    """Raise ValueError if a name in `value` is not a choice of the group; the error lists them.
 
-    A name is a word; what else Hydra's grammar or attention=pkg.module:NAME allows is left to them.
+    Only plain words are checked, not attention=pkg.module:NAME and the rest of Hydra's grammar.
     """
     for name in value.split(","):
         if not re.fullmatch(r"\w+", name) or name in CHOICES[group]:
@@ -245,9 +245,9 @@ def check_choices(group: str, value: str) -> None:
 
 
 def replay_overrides(arguments: list[str]) -> list[str]:
-    """Command-line arguments with resume=DIR replaced by what the run was started with.
+    """Expand resume=DIR in the arguments to the overrides that the run in DIR was started with.
 
-    The run's own overrides come first, the new ones after them, and the folder stays the same.
+    These come first, the new overrides after them, and the folder stays the same.
     """
     try:
         check_keys(arguments)
@@ -272,11 +272,11 @@ def replay_overrides(arguments: list[str]) -> list[str]:
     options, new = options_first(
         argument for argument in arguments if not argument.startswith("resume=")
     )
-    # an experiment may ask for a sweep, but one of its runs is resumed alone; .hydra stays what the
+    # an experiment may ask for a sweep, but a resume continues a single run; .hydra keeps what the
     # first start wrote
     folder = quoted(str(run_dir))
     own = [f"hydra.run.dir={folder}", "hydra.mode=RUN", "hydra.output_subdir=null"]
-    # cli_overrides() finds the new ones after resume=
+    # cli_overrides() takes those after resume= as the new ones
     return [*options, *_kept_overrides(recorded, new), f"resume={folder}", *new, *own]
 
 
@@ -300,7 +300,7 @@ def _kept_overrides(recorded: list[str], new: list[str]) -> list[str]:
 
 
 def _recorded_overrides(run_dir: Path) -> list[str]:
-    """The list in a run's overrides.yaml. Ends the program where there is none that Hydra reads."""
+    """The list in a run's overrides.yaml. Exits if the file is missing or damaged."""
     import yaml
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -327,7 +327,7 @@ def _recorded_overrides(run_dir: Path) -> list[str]:
 
 
 def options_first(arguments: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Hydra's own options (--config-dir DIR, ...), and the overrides between which they stood."""
+    """Split arguments into Hydra's own options (--config-dir DIR, ...) and the overrides."""
     options, overrides, pending = [], [], iter(arguments)
     for argument in pending:
         if not argument.startswith("-"):
@@ -344,7 +344,7 @@ def key_of(override: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """Any string as Hydra's grammar takes it: backslashes count as such, except before a quote."""
+    """Quote any string for Hydra, which takes a backslash literally unless a quote follows."""
     escaped = re.sub(
         r"(\\*)('|\Z)", lambda found: found[1] * 2 + found[2].replace("'", "\\'"), text
     )
@@ -352,7 +352,7 @@ def quoted(text: str) -> str:
 
 
 def unescaped(text: str) -> str:
-    """A value as a person would write it: sweepers put a backslash before each colon and such."""
+    """A value as a person would write it: sweepers put a backslash before colons, commas etc."""
     return re.sub(r"\\([\\()\[\]{}:=, \t])", r"\1", text)
 
 
@@ -364,7 +364,7 @@ def compose(*overrides: str) -> RunConfig:
 
 
 def hydra_config(*overrides: str, with_hydra: bool = False) -> Any:
-    """What Hydra composes of these overrides; with_hydra adds its own node, as in a job."""
+    """The config that Hydra composes from overrides; with_hydra keeps its own node, as in a job."""
     from hydra import compose as compose_by_hydra
     from hydra import initialize_config_dir
 
@@ -374,12 +374,12 @@ def hydra_config(*overrides: str, with_hydra: bool = False) -> Any:
 
 
 class Mistake(ValueError):
-    """Settings that do not compose, in one line."""
+    """A one-line error for settings that Hydra cannot compose."""
 
 
 @contextmanager
 def one_sentence() -> Iterator[None]:
-    """Inside, settings that do not compose raise Mistake."""
+    """Raises errors of Hydra and YAML inside this block as a one-line Mistake."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -387,7 +387,7 @@ def one_sentence() -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        # Hydra lists the choices one a line, then the folders that it searched
+        # Hydra lists the choices, one per line, and then the folders that it searched
         message = str(error).partition("Config search path")[0]
         message = message.removeprefix("Error merging override ")
         if isinstance(error.__cause__, OmegaConfBaseException):
@@ -402,7 +402,7 @@ def one_sentence() -> Iterator[None]:
 
 
 def mistake_in_a_file(message: str) -> str:
-    """What Hydra says of a key, a value or a choice in a yaml file, in one line; else ""."""
+    """Hydra's message about a key, value or choice in a yaml file as one line; else ""."""
     pattern = r"In '(.*)': (\w+) raised while composing config:\s*(.*)\n\s*full_key: ?(.*)"
     if found := re.match(pattern, message):
         file, kind, reason, key = found.groups()
@@ -419,7 +419,7 @@ def mistake_in_a_file(message: str) -> str:
     if found := re.match(r"In '.*': Could not find '(\w+)/(.*)'\s+Available .*:\s([^:]*)", message):
         group, choice, choices = found.groups()
         return f"there is no {group} '{choice}'; the choices are {', '.join(choices.split())}"
-    # in the params of a sweep; a user's own options may be appended, as Hydra says
+    # an unknown key in a sweep's params; Hydra's advice to append one is right for own options only
     if found := re.match(r"Could not override '(?!attention\.\w*options\.)(.*)'", message):
         return no_key(found[1])
     return ""
@@ -433,10 +433,10 @@ def as_written(node: Any) -> Any:
 
 
 def read_config(cfg: Any) -> RunConfig:
-    """The dataclass of what Hydra composed.
+    """Convert the config that Hydra composed to a RunConfig.
 
-    Raises ValueError in one line for an interpolation that leads nowhere, such as ${nope:1}, and
-    for an attention without a name.
+    Raises a one-line ValueError for an interpolation that cannot be resolved, such as ${nope:1},
+    and for an attention without a name.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -469,23 +469,23 @@ def job_overrides() -> list[str]:
 
 
 def cli_overrides() -> list[str]:
-    """Of a resumed run's overrides, those of this command line: they follow resume=."""
+    """The overrides of this command line; in a resumed run, those that follow resume=."""
     overrides = task_overrides()
     resumes = [i for i, override in enumerate(overrides) if override.startswith("resume=")]
     return overrides[resumes[-1] + 1 :] if resumes else overrides
 
 
 def asked_keys() -> set[str]:
-    """The keys of this job's command line.
+    """The keys that the user set on this job's command line.
 
-    None where another sweeper or `wandb agent` chose the job: it cannot know what each choice
-    reads.
+    Empty if another sweeper or `wandb agent` chose the job, because these do not know which
+    settings each choice reads.
     """
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
 
     job = HydraConfig.get()
-    # every launcher numbers the jobs of a sweep, also one that runs each as a command of its own
+    # every launcher numbers the jobs of a sweep, even if it runs each as a separate command
     in_sweep = not OmegaConf.is_missing(job.job, "num")
     swept = in_sweep and not job.sweeper._target_.endswith(".CheckedSweeper")
     if swept or "WANDB_SWEEP_ID" in os.environ:

@@ -8,7 +8,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def pick_device(name: str) -> torch.device:
-    """auto is a GPU where PyTorch sees one. Raises ValueError for cuda without one."""
+    """auto picks a GPU if PyTorch sees one. Raises ValueError for cuda without a GPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "device=cuda, but PyTorch sees no GPU here; use device=cpu, or device=auto"

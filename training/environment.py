@@ -28,9 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def environment(data_fingerprint: str, device: torch.device | str) -> Row:
-    """Commit, versions, hardware, command line and data of this run. What does not exist here is
-    None.
-    """
+    """Commit, versions, hardware, command line and data of this run; None for what is missing."""
     return {
         "data_fingerprint": data_fingerprint,
         **_git(),
@@ -50,8 +48,8 @@ def environment(data_fingerprint: str, device: torch.device | str) -> Row:
 
 
 def measured_on(device: torch.device | str) -> Row:
-    """environment() of a measurement that is no run: without a command line, which may hold paths
-    of the machine, and without data.
+    """environment() for a measurement outside a run: without data, and without the command line,
+    which may hold paths of the machine.
     """
     return {
         key: value
@@ -61,12 +59,11 @@ def measured_on(device: torch.device | str) -> Row:
 
 
 def _git() -> Row:
-    # a copy without its history, or with somebody else's, can be told what it is a copy of
+    # TILEGPT_COMMIT names the commit of a copy without its own .git
     if told := os.environ.get("TILEGPT_COMMIT"):
         return {"commit": told, "dirty": None}
     top = _output("git", "-C", str(ROOT), "rev-parse", "--show-toplevel")
-    # a copy without .git that lies inside somebody's own repository must not report that one's
-    # commit
+    # a copy without .git may lie inside another repository, whose commit must not be reported
     if top is None or Path(top).resolve() != ROOT:
         return {"commit": None, "dirty": None}
     return {

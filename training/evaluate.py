@@ -25,12 +25,12 @@ def evaluate(
     ranks: Ranks = ALONE,
     **options: Any,
 ) -> dict[str, float]:
-    """val/loss in nats and val/loss_exact: the same weights under exact attention.
+    """Returns val/loss in nats, and val/loss_exact of the same weights under exact attention.
 
-    Exact attention has the model's windows, softcap, ... too. A loss curve alone does not show a
-    broken attention; the difference of the two does. `accuracy` adds val/accuracy and
-    val/accuracy_exact. `bytes_per_token`, of the targets, adds val/bpb and val/bpb_exact: the same
-    losses in bits per byte. `also` adds attentions by the suffix of their columns.
+    Exact attention gets the model's windows, softcap, ... too. One loss curve does not show that
+    an attention is broken; the difference of the two does. `accuracy` adds val/accuracy and
+    val/accuracy_exact. `bytes_per_token`, of the targets, adds val/bpb and val/bpb_exact, the
+    losses in bits per byte. `also` adds attentions, by the suffix of their columns.
     See evaluate_under() for the batch and the options.
     """
     device = next(model.parameters()).device
@@ -59,8 +59,9 @@ def exact_attention(
     """PyTorch's own attention: sdpa, or flex on a GPU for the features that sdpa does not have,
     such as document_ids or window.
 
-    On a CPU flex would materialise the scores, and it takes no head smaller than 16. Our tile loop
-    replaces it there. Neither gives the partial results of a ring: there our own attention judges.
+    Our tile loop replaces flex on a CPU, where flex would materialise the scores, and for heads
+    smaller than 16, which flex does not take. On a ring our own attention is the reference, because
+    neither sdpa nor flex returns partial results that a ring can merge.
     """
     if on_a_ring:
         return get_backend("triton" if device.type == "cuda" else "tiled")
@@ -83,8 +84,9 @@ def evaluate_under(
     """Loss (nats) and, with accuracy, accuracy of these weights under `attention`.
 
     batch: inputs, targets and, for attention inside documents, document_ids, (B, N) on the CPU.
-    Means over every target that is not -100; NaN where the loss is not finite. Ranks share the
-    passes, or the tokens of each where they share sequences, and all get the means over all.
+    Both results are means over all targets other than -100. If the loss of one pass is not finite,
+    neither is the mean. Ranks divide the passes among them, or each pass's tokens if they share
+    sequences, and every rank gets the means over all.
     """
     was_training = model.training
     model.eval()
@@ -96,7 +98,7 @@ def evaluate_under(
             "eval_sequences= or seq_len="
         )
     parts = list(zip(*(x.split(batch_size) for x in batch), strict=True))
-    sums = torch.zeros(len(parts), 2, dtype=torch.float64)  # of the losses, and what was right
+    sums = torch.zeros(len(parts), 2, dtype=torch.float64)  # of losses, of right answers
     columns = ranks.columns(targets.shape[1])
     with model.use_backend(attention), model.sharded(ranks.shards), autocast:
         for i in range(ranks.rank // ranks.context, len(parts), ranks.data):
@@ -108,6 +110,6 @@ def evaluate_under(
             if accuracy:
                 sums[i, 1] = int((model(x, None, *documents).logits.argmax(-1) == y).sum())
     model.train(was_training)
-    # in their order, so that the sum is the same on any number of ranks
+    # summed in the order of the passes, so the result is the same on any number of ranks
     loss, right = (sum(column) for column in ranks.sum(sums).T.tolist())
     return loss / count, right / count if accuracy else None
