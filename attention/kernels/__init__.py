@@ -1,4 +1,4 @@
-"""The Triton flash-attention: declared here, imported only when it is first used, so that `import
+"""The Triton flash-attention backend. Its kernels are imported at their first use, so that `import
 attention` works without Triton.
 """
 
@@ -33,7 +33,7 @@ from attention.ring import Ring
 # looked up once: torch.compile cannot trace the look-up
 INSTALLED = importlib.util.find_spec("triton") is not None
 TILE_SIZES = (16, 32, 64, 128)
-MOST_QUERIES = 16  # of a step of decoding
+MOST_QUERIES = 16  # in a decoding step
 
 
 def triton_attention(
@@ -60,19 +60,19 @@ def triton_attention(
     """q (B, H, N, D); k (B, H_kv, M, D), v (B, H_kv, M, D_v), any strides. block_q, block_kv: a
     tile size, or 0 for the one tuned for the device.
 
-    The kernels have one width. Where D_v differs from D, the narrower tensors are copied to the
-    wider one's width.
+    The kernels take one head dim. Where D_v differs from D, the narrower tensors are padded to the
+    width of the wider.
 
     kernel: "portable", "hopper", or "auto" for whichever the device and the inputs allow; see
-    attention/kernels/select.py. A few queries against more keys, without a gradient, go to the
-    split kernel, unless "hopper" is asked for. splits: see attention_with_cache().
+    attention/kernels/select.py. Calls of few queries, more keys and no gradient use the split
+    kernel, unless kernel is "hopper". splits: see attention_with_cache().
     """
     from attention.kernels import op
 
     value_dim = v.shape[-1]
     if (narrower := q.shape[-1] - value_dim) > 0:
         v = pad(v, (0, narrower))
-    elif narrower:  # columns of zeros change no score
+    elif narrower:  # zero columns change no score
         q, k = pad(q, (0, -narrower)), pad(k, (0, -narrower))
     mod, params = score_change(q.device, softcap, alibi_slopes, score_mod)
     few = kernel != "hopper" and return_max_score is False and not (block_q or block_kv)
@@ -108,8 +108,9 @@ def key_intervals(
     key_lengths: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, bool, Window]:
-    """lo and hi (B or 1, N) int32, None where they are not needed, and what is left of causal and
-    window. few: for the split kernel, which finds those of a causal window itself.
+    """lo and hi (B or 1, N) int32, or None if the kernel needs none, and the causal and window that
+    it still has to apply. few: for the split kernel, which computes the intervals of a causal
+    window itself.
     """
     by_length = key_lengths is not None or cu_seqlens is not None
     sided = isinstance(window, tuple)
@@ -128,22 +129,22 @@ def key_intervals(
         lo, hi = visible.lo.int(), visible.hi.int()
     else:
         lo, hi = intervals(document_ids, *sizes, causal, window, q.device)
-    # where the intervals say it all, hi need not follow from causal
+    # the intervals already contain a two-sided window and lengths, so causal must not add to them
     return lo, hi, causal and not sided and not by_length, None
 
 
 def has_few_queries(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether this is a step of decoding: at most MOST_QUERIES queries, and no gradient."""
+    """Whether this is a decoding step: at most MOST_QUERIES queries, more keys, and no gradient."""
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return q.shape[2] <= MOST_QUERIES and q.shape[2] < k.shape[2] and not needs_gradient
 
 
 def split(*arguments: Any) -> AttentionOutput:
-    """split_attention() of attention/kernels/decoding.py, as an operator where it is compiled."""
+    """split_attention() of attention/kernels/decoding.py, as an operator under torch.compile."""
     from attention.kernels.decoding import split_attention, split_attention_op
 
     *others, splits = arguments
-    # eager mode can do without an operator, whose call takes longer than the kernel
+    # eager mode needs no operator, and calling one takes longer than the kernel
     function = split_attention_op if torch.compiler.is_compiling() else split_attention
     return AttentionOutput(*function(*others, str(splits)))
 
@@ -185,11 +186,11 @@ def score_change(
     alibi_slopes: Tensor | None,
     score_mod: ScoreMod | None,
 ) -> tuple[str, Tensor | None]:
-    """pkg.module:NAME of the @triton.jit function that changes the scores, "" for none, and its
+    """pkg.module:NAME of the @triton.jit function that changes the scores ("" for none), and its
     numbers.
     """
     shipped = {}
-    if softcap is not None:  # by a kernel: a CUDA graph cannot hold a copy from the host
+    if softcap is not None:  # filled by a kernel: a CUDA graph cannot hold a copy from the host
         shipped["softcap"] = torch.full((1,), softcap, dtype=torch.float32, device=device)
     if alibi_slopes is not None:
         shipped["alibi"] = alibi_slopes.to(device, torch.float32).reshape(-1)
@@ -214,9 +215,9 @@ def broken_triton_attention(
     *tensors: Tensor, softmax: str, detach_max: bool, impl: str, **arguments: Any
 ) -> Output:
     """A defect at the speed of the kernels, with the gradient of what it computes. It returns no
-    lse: what the kernel saves is not the log-sum-exp.
+    lse, because the kernel saves something else there.
 
-    impl is an option so that a run records it.
+    impl is an option only so that a run records it.
     """
     assert impl == "triton"
     if softmax == "no_rescale" and detach_max:
@@ -275,8 +276,8 @@ def refusals(
 
 
 def kernel_choice(backend: Backend, **inputs: Any) -> Choice | None:
-    """Which kernels a backend runs for such inputs and why, for a run's log; None for a backend
-    that has no option kernel. `inputs` are those of why_not_hopper().
+    """Which kernels a backend runs for these inputs and why, for a run's log; None for a backend
+    without the option kernel. `inputs` are the arguments of why_not_hopper().
     """
     kernel = backend.options.get("kernel")
     return None if kernel is None else choose_kernel(kernel, **inputs)
@@ -292,7 +293,7 @@ class TritonBlocks:
 
         arguments = self.arguments(q, visible, **settings)
         out, lse, max_score = flash_attention_forward(q, k, v, *arguments, flag(look), wide=True)
-        # exp(lse - lse) = 1 is the sum, and out the sum of values: a state like any other
+        # a valid state: row_max = lse, row_sum = exp(lse - lse) = 1, acc = out
         lse = lse.unsqueeze(-1)
         state = OnlineSoftmax(lse, torch.ones_like(lse), out)
         return state, max_score if look else None
@@ -326,7 +327,7 @@ class TritonBlocks:
         block_kv: int = 0,
         kernel: str = "portable",
     ) -> tuple[Any, ...]:
-        """What follows q, k and v in the operators' lists, to the choice of kernels."""
+        """The operators' arguments after q, k and v, up to the choice of kernels."""
         lo = hi = None
         if visible.causal is None:
             lo, hi = (x.to(torch.int32).contiguous() for x in (visible.lo, visible.hi))
@@ -369,8 +370,8 @@ TRITON = Backend(
 
 
 def broken_triton_backend(name: str, defect: str | None) -> Backend:
-    """attention=NAME attention.impl=triton: the softmax of that name in the kernels, in tiles of
-    block_kv keys as in the tile loop.
+    """The backend of attention=NAME attention.impl=triton: the kernels with the softmax of that
+    name. Their tiles have block_kv keys, as in the tile loop.
     """
     return Backend(
         name,

@@ -1,10 +1,11 @@
-"""The backward kernels: p = exp(score - lse) is rebuilt tile by tile, so the forward saves out and
-lse and nothing else.
+"""The backward kernels: they rebuild p = exp(score - lse) tile by tile, so the forward saves only
+out and lse.
 
-delta = rowsum(d_out * out) first; then two kernels without atomics, so that the result does not
-depend on the order in which programs run: dk, dv (one program owns BLOCK_KV keys and walks the
-queries that see them, for every query head of its group) and dq (one program owns BLOCK_Q queries
-and walks the keys they see). Dao, "FlashAttention-2" (2023), algorithm 2.
+The first kernel computes delta = rowsum(d_out * out). Two more compute the gradients, without
+atomics, so the result does not depend on the order in which programs run. For dk and dv, a program
+owns BLOCK_KV keys and walks the queries that see them, for every query head of its group. For dq, a
+program owns BLOCK_Q queries and walks the keys that they see. Dao, "FlashAttention-2" (2023),
+algorithm 2.
 
 Dimensions: H query heads, N queries, M keys, D head dim (padded to BLOCK_D); a tile is BLOCK_Q
 queries by BLOCK_KV keys.
@@ -30,9 +31,7 @@ def delta_of(
     stride_don, batch_head, num_heads, N,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """rowsum(d_out * out) = sum_j p_j dp_j, from the output alone; the gradient of lse enters with
-    the opposite sign.
-    """
+    """rowsum(d_out * out) = sum_j p_j dp_j, less the gradient of lse."""
     batch = tl.cast(batch_head // num_heads, tl.int64)
     head = tl.cast(batch_head % num_heads, tl.int64)
     column = tl.arange(0, BLOCK_D)
@@ -100,7 +99,7 @@ def add_query_tile(
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what the queries start_q : start_q + BLOCK_Q contribute to dk and dv. Scores are
-    transposed (keys, queries), so p and ds feed the next product without a transposition."""
+    transposed (keys, queries), so p and ds enter the next product without a transposition."""
     q = load_tile(q_desc, batch, head, start_q, BLOCK_Q, BLOCK_D)
     lse = load_lse_log2(lse_ptr, start_q, N, BLOCK_Q)
     rows = start_q + tl.arange(0, BLOCK_Q)
@@ -132,13 +131,13 @@ def walk_queries(
     BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add all that one query head contributes to dk and dv. Queries first : last see some of these
-    keys, full_first : full_last all of them.
+    keys, full_first : full_last see all of them.
     """
     row_offset = tl.cast(batch * num_heads + head, tl.int64) * N
     lse_ptr += row_offset
     delta_ptr += row_offset
     for step in tl.range(first, last - (full_last - full_first), BLOCK_Q):
-        # without INTERVALS there is no right edge, and these are the queries before full_first
+        # without INTERVALS there is no right edge: masked are only the queries before full_first
         start_q = edge_tile(step, full_first, full_last, True) if INTERVALS else step
         dk, dv = add_query_tile(
             dk, dv, k, v, q_desc, do_desc, lse_ptr, delta_ptr, lo_ptr, hi_ptr, params_ptr, batch,
@@ -168,7 +167,7 @@ def dkdv_kernel(
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # the first keys are seen by the most queries: longest first
+    # longest first: the most queries see the first keys
     tile, batch_head = place(tl.program_id(0), tl.cdiv(M, BLOCK_KV), batch_kv_heads, section)
     start_kv = tile * BLOCK_KV
     batch = batch_head // num_kv_heads
@@ -179,7 +178,7 @@ def dkdv_kernel(
     dk = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
 
-    # queries first : last see some of these keys, full_first : full_last all of them
+    # queries first : last see some of these keys, full_first : full_last see all of them
     first = 0
     full_first = 0
     full_last = N
@@ -194,7 +193,7 @@ def dkdv_kernel(
             tl.minimum(tl.cdiv(tl.load(ranges_ptr + 1), BLOCK_Q), tl.cdiv(last, BLOCK_Q)) * BLOCK_Q
         )
         full_last = tl.load(ranges_ptr + 2)
-        # past the last query nothing is masked: its p is 0
+        # rows past the last query need no mask: their p is 0
         full_last = tl.where(full_last == N, N + BLOCK_Q - 1, full_last) // BLOCK_Q * BLOCK_Q
         full_first = tl.maximum(first, full_first)
         full_last = tl.maximum(full_first, full_last)
@@ -203,7 +202,7 @@ def dkdv_kernel(
             first = tl.maximum(0, start_kv + N - M) // BLOCK_Q * BLOCK_Q
             full_first = tl.cdiv(tl.maximum(0, start_kv + BLOCK_KV - 1 + N - M), BLOCK_Q) * BLOCK_Q
         if start_kv + BLOCK_KV > M:
-            full_first = tl.cdiv(N, BLOCK_Q) * BLOCK_Q  # a ragged tail of keys is masked throughout
+            full_first = tl.cdiv(N, BLOCK_Q) * BLOCK_Q  # a ragged tail of keys is always masked
         full_first = tl.minimum(full_first, tl.cdiv(N, BLOCK_Q) * BLOCK_Q)
     if GROUPS == 1:
         # one head needs no loop, which would take registers from the tile

@@ -1,13 +1,11 @@
 """The split kernel: attention of few queries to many keys, and the merge of its parts.
 
-The specification is attention/decoding.py; the steps of the softmax are those of softmax.py. A
-program owns the queries of one key/value head: all heads of a group, a row for each. It streams a
-part of the keys past them, each once, so that memory is what it waits for. A second kernel merges
-the parts of a row.
+The specification is attention/decoding.py; the softmax steps are those of softmax.py. A program
+owns the queries of one key/value head, with a row for each query head of the group. It reads each
+key of its part once, so memory bandwidth limits it. A second kernel merges the parts of a row.
 
-Keys are those of a cache: of one piece, or in pages. Query i sees keys lo[i] <= j < hi[i]. With
-INTERVALS both ends are loaded; otherwise they follow from the sequence's length, CAUSAL and the
-window.
+The keys of a cache are contiguous or in pages. Query i sees keys lo[i] <= j < hi[i]. With INTERVALS
+the kernel loads both ends; otherwise they follow from the sequence's length, CAUSAL and the window.
 
 Dimensions: B batch, H = H_kv * GROUPS query heads, N queries, M keys, D head dim (padded to
 BLOCK_D); S splits; a tile is BLOCK_Q rows by BLOCK_KV keys.
@@ -39,7 +37,7 @@ from attention.kernels.softmax import move_max
 
 MERGED = 32  # parts of a row that a program merges at a time
 CHECKED = tl.constexpr(128)  # pages that a program checks at a time
-SLOTS_OF_A_CPU = 8  # the interpreter runs programs one by one: some, so that tests merge some
+SLOTS_OF_A_CPU = 8  # the interpreter runs programs one by one; several make tests merge parts
 
 
 @triton.jit
@@ -47,8 +45,8 @@ def interval_of_rows(
     n, first_n, last_n, lo_ptr, hi_ptr, length, N, window,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr,
 ):  # fmt: skip
-    """lo, hi: the keys that queries n see; first, last: those that any of them sees. Both ends are
-    non-decreasing, so these stand at the first and the last query."""
+    """lo, hi: the keys that queries n see; first, last: the keys that any of them sees. Both ends
+    are non-decreasing, so first and last come from the first and the last query."""
     if INTERVALS:
         lo = tl.load(lo_ptr + n, mask=n < N, other=0)
         hi = tl.load(hi_ptr + n, mask=n < N, other=0)
@@ -68,7 +66,7 @@ def load_keys(
     ptr, stride_page, stride_n, page, keys, inside, PAGE_SIZE: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Rows `keys` of one head (BLOCK_KV, BLOCK_D), zero where they are not `inside`."""
+    """Load rows `keys` of one head as (BLOCK_KV, BLOCK_D), zero where not `inside`."""
     if PAGE_SIZE == 0:
         row = ptr + tl.cast(keys, tl.int64) * stride_n
     else:
@@ -88,16 +86,17 @@ def split_kernel(
     SPLITS: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """lengths_ptr: how many keys each sequence has, or None for M of them; table_ptr: its pages.
+    """lengths_ptr: how many keys each sequence has, or None for M keys; table_ptr: its pages.
 
-    With one split out and lse are the results, otherwise parts of them: lse in base 2.
+    With one split, out and lse are the final results. Otherwise they are those of each split, with
+    lse in base 2.
     """
     row_tiles = tl.cdiv(N * GROUPS, BLOCK_Q)
     tile, head_of_batch = tl.program_id(0) % row_tiles, tl.program_id(0) // row_tiles
     split = tl.program_id(1)
     batch = tl.cast(head_of_batch // num_kv_heads, tl.int64)
     kv_head = tl.cast(head_of_batch % num_kv_heads, tl.int64)
-    # the heads of a query are neighbours, so both ends of the intervals do not decrease
+    # a query's heads are neighbouring rows, so both ends of the intervals are non-decreasing
     rows = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     n, head = rows // GROUPS, kv_head * GROUPS + rows % GROUPS
     first_n = tile * BLOCK_Q // GROUPS
@@ -113,7 +112,7 @@ def split_kernel(
     lo, hi, first, last = interval_of_rows(
         n, first_n, last_n, lo_ptr, hi_ptr, length, N, window, CAUSAL, INTERVALS
     )
-    # tiles of a fixed grid, so that a page holds whole tiles, or a tile whole pages
+    # tiles lie on a fixed grid, so that a page holds whole tiles, or a tile whole pages
     grid = first // BLOCK_KV * BLOCK_KV
     tiles = tl.cdiv(last - grid, BLOCK_KV)
     begin = grid + split * tiles // SPLITS * BLOCK_KV
@@ -157,7 +156,8 @@ def split_kernel(
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
 
     if PAGE_SIZE != 0:
-        # after the loop, which then loads pages early, and nothing that waits for them
+        # check the table after the loop: in the loop, the check would wait for pages that are
+        # loaded early
         for start in tl.range(begin // PAGE_SIZE, tl.cdiv(end, PAGE_SIZE), CHECKED, num_stages=1):
             entry = start + tl.arange(0, CHECKED)
             used = (entry >= first // PAGE_SIZE) & (entry * PAGE_SIZE < end)
@@ -183,7 +183,9 @@ def merge_kernel(
     parts_ptr, part_lse_ptr, out_ptr, lse_ptr, stride_ob, stride_oh, stride_on, num_heads, N,
     SPLITS: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """OnlineSoftmax.merge of a row's parts, BLOCK_S at a time: (lse, 1, out) is a state."""
+    """OnlineSoftmax.merge of a row's parts, BLOCK_S at a time; each part is the state (lse, 1,
+    out).
+    """
     row = tl.cast(tl.program_id(0), tl.int64)
     column = tl.arange(0, BLOCK_D)
     row_max = tl.full([1], float("-inf"), tl.float32)
@@ -210,7 +212,7 @@ def merge_kernel(
 
 
 def slots_of(device: torch.device, bytes_of_a_program: int) -> int:
-    """Programs that the device runs at a time, each with so much shared memory."""
+    """How many programs the device runs at a time if each takes this much shared memory."""
     if device.type == "cpu":
         return SLOTS_OF_A_CPU
     each = properties(device).shared_memory_per_block_optin // bytes_of_a_program
@@ -218,13 +220,15 @@ def slots_of(device: torch.device, bytes_of_a_program: int) -> int:
 
 
 def stages_of(tile: Tile, *, paged: bool) -> int:
-    """Where a page comes before its keys, these are on their way for half of the stages alone."""
+    """num_stages for a launch. With pages, a page's number arrives before its keys, so the keys are
+    under way for only half of the stages.
+    """
     return 2 * tile.num_stages - 1 if paged else tile.num_stages
 
 
 def by_rows(x: Tensor) -> Tensor:
-    """x as the kernel can point at it: contiguous along D. The interpreter computes bfloat16 on raw
-    bits, so there x becomes float32.
+    """x, or a copy that is contiguous along D, as the kernel needs. The interpreter computes
+    bfloat16 on raw bits, so there x becomes float32.
     """
     if x.is_cpu and x.dtype == torch.bfloat16:
         x = x.float()
@@ -235,14 +239,15 @@ def in_one_piece(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-# of calls of one kind: whether a tensor has to be copied, and how the kernels run
+# for each kind of call: whether a tensor must be copied, and the launches
 plans: Plans = Plans()
 
 
 class SplitAttention:
-    """The launches of calls of one kind: of the split kernel, and with several splits of the merge.
+    """The launches for one kind of call: the split kernel and, with several splits, the merge
+    kernel.
 
-    The tensors are those of split_attention(), after by_rows() and in_one_piece().
+    The tensors are those of split_attention() after by_rows() and in_one_piece().
     """
 
     def __init__(
@@ -256,7 +261,7 @@ class SplitAttention:
             page_size, num_keys = num_keys, num_keys * block_table.shape[1]
         rows, block_d = num_queries * num_heads // num_kv_heads, padded_head_dim(head_dim)
         tile = pick_tile("decoding", head_dim, q.dtype, q.device)
-        block_q = min(tile.block_q, padded_head_dim(rows))  # so many rows, as a power of two
+        block_q = min(tile.block_q, padded_head_dim(rows))  # a power of two that holds the rows
         seen = num_keys if window is None else min(num_keys, window + num_queries)
         programs = batch * num_kv_heads * tiles_of(rows, block_q)
         memory = 2 * tile.num_stages * tile.block_kv * block_d * q.element_size()
@@ -328,7 +333,7 @@ def split_attention(
     H_kv, page_size, D) with a block_table (B, max_pages).
 
     cache_lengths: (B,), or None where all M keys are there. lo, hi: (B or 1, N) int32, the interval
-    of keys each query sees, in place of cache_lengths, causal and window. score_mod, params: as in
+    of keys that each query sees, instead of causal and window. score_mod, params: as in
     flash_attention() of op.py. splits: auto, fixed or a number.
     """
     given = q, k, v, cache_lengths, block_table

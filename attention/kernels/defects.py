@@ -1,7 +1,7 @@
 """The broken softmaxes of attention/defects.py as steps for the kernels: see
 attention/kernels/softmax.py.
 
-Their state marks a row that has seen a key with row_max = 0, so that the lse a kernel saves is
+Their state has row_max = 0 for a row that has seen a key, so the lse that a kernel saves is
 log(row_sum).
 """
 
@@ -21,7 +21,7 @@ def no_max_move(row_max, tile_max, MASKED: tl.constexpr):
 @triton.jit
 def no_rescale_move(row_max, tile_max, MASKED: tl.constexpr):
     next_max = tl.where(tile_max == float("-inf"), row_max, 0.0)
-    # the tile's own maximum is subtracted; what earlier tiles subtracted is forgotten
+    # subtract the tile's own maximum; forget what earlier tiles subtracted
     return next_max, finite(tile_max, MASKED), tl.full(row_max.shape, 1.0, tl.float32)
 
 
@@ -32,8 +32,8 @@ def tile_local_probability(scores, lse, AXIS: tl.constexpr):
 
 @triton.jit
 def through_max_gradient(p, dp, delta, scores, AXIS: tl.constexpr):
-    """The subtracted maximum does not cancel here: its gradient is the negative sum of its tile's,
-    shared by the keys that attain it.
+    """The subtracted maximum does not cancel here. Its gradient is minus the sum of its tile's ds,
+    and the keys that attain the maximum share it.
     """
     ds = p * (dp - delta)
     attains = (scores == tl.expand_dims(tl.max(scores, AXIS), AXIS)).to(tl.float32)
@@ -41,7 +41,7 @@ def through_max_gradient(p, dp, delta, scores, AXIS: tl.constexpr):
     return ds - attains * tl.expand_dims(share, AXIS)
 
 
-# no_max: p = exp(score) / row_sum is what the exact backward rebuilds from lse = log(row_sum)
+# no_max: the exact backward rebuilds p = exp(score) / row_sum from lse = log(row_sum)
 NO_MAX = Softmax(no_max_move, probability, score_gradient)
 NO_RESCALE = Softmax(no_rescale_move, tile_local_probability, through_max_gradient)
 NO_RESCALE_DETACHED = Softmax(no_rescale_move, tile_local_probability, score_gradient)

@@ -1,12 +1,12 @@
 """The forward kernel: one program owns BLOCK_Q queries of one head and streams the keys past them.
 
 It is the tile loop of attention/tiled.py with the streaming softmax of attention/online_softmax.py
-written into it, names included. Scores live in the base-2 domain (scale * log2(e) is folded in),
-because the GPU's exponential is a power of two. Dao, "FlashAttention-2" (2023), algorithm 1.
+inlined, with the same names. Scores are in base 2 (scale * log2(e) is folded in), because the GPU's
+exponential is a power of two. Dao, "FlashAttention-2" (2023), algorithm 1.
 
-Query i sees the keys lo[i] <= j < hi[i], as in attention/mask.py. With INTERVALS both ends are
-loaded; otherwise lo is 0, and hi follows from CAUSAL. A program's keys are those that every row
-sees, and the masked tiles at both edges of them.
+Query i sees the keys lo[i] <= j < hi[i], as in attention/mask.py. With INTERVALS the kernel loads
+both ends; otherwise lo is 0 and hi follows from CAUSAL. A program first walks the tiles of keys
+that every row sees, then the masked tiles at both edges.
 
 Dimensions: H query heads, N queries, M keys, D head dim (padded to BLOCK_D); a tile is BLOCK_Q
 queries by BLOCK_KV keys.
@@ -18,18 +18,18 @@ import triton.language as tl
 
 @triton.jit
 def place(pid, num_tiles, num_heads, section):
-    """tile, head: the work of a program, of num_heads heads (of the whole batch) with num_tiles
+    """tile, head: the work of program pid, for num_heads heads (of the whole batch) with num_tiles
     tiles each.
 
     Programs start in order of pid, about as many at a time as the GPU has multiprocessors. Heads
-    are taken in sections whose other tensors the L2 cache holds, and in a section every head's
-    first tile, then every head's second: 6 heads of 2 tiles in sections of 4 are
+    come in sections whose other tensors fit into the L2 cache. A section takes every head's first
+    tile, then every head's second. For 6 heads of 2 tiles in sections of 4 the order is
 
         tile  0 0 1 1  0 0 0 0 1 1 1 1
         head  0 1 0 1  2 3 4 5 2 3 4 5
 
-    A section with fewer heads comes first. Under a causal mask its first tiles are the longest; at
-    the end, too few short tiles would follow them to keep every multiprocessor busy.
+    A section with fewer heads comes first. Under a causal mask its first tiles are the longest. If
+    that section came last, too few short tiles would follow to keep every multiprocessor busy.
     """
     left_over = num_heads - (tl.cdiv(num_heads, section) - 1) * section
     later = pid - left_over * num_tiles  # negative in the first section
@@ -41,8 +41,8 @@ def place(pid, num_tiles, num_heads, section):
 
 @triton.jit
 def load_tile(desc, batch, head, start, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows start : start + BLOCK_N of one head as (BLOCK_N, BLOCK_D), zero past the tensor's rows
-    and columns.
+    """Load rows start : start + BLOCK_N of one head as (BLOCK_N, BLOCK_D), with zeros past the
+    tensor's rows and columns.
     """
     return desc.load([batch, head, start, 0]).reshape(BLOCK_N, BLOCK_D)
 
@@ -51,7 +51,7 @@ def load_tile(desc, batch, head, start, BLOCK_N: tl.constexpr, BLOCK_D: tl.const
 def store_tile(
     ptr, stride_n, start, limit, tile, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    # the offset of the tile needs 64 bits, those inside it do not
+    # the offset of the tile needs 64 bits, the offsets inside it do not
     ptr += tl.cast(start, tl.int64) * stride_n
     row = tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_D)
@@ -63,8 +63,8 @@ def store_tile(
 
 @triton.jit
 def load_interval(lo_ptr, hi_ptr, rows, N, INTERVALS: tl.constexpr):
-    """lo and hi of these rows; rows past the end see nothing. Without INTERVALS they are not
-    used.
+    """lo and hi of these rows; rows past the end see nothing. Without INTERVALS, lo and hi are
+    unused.
     """
     lo = rows
     hi = rows
@@ -79,14 +79,14 @@ def key_ranges(
     start_q, lo_ptr, hi_ptr, N, M,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
-    """first, full_first, full_last, last: some row of the query tile sees keys first : last, every
-    row full_first : full_last. All but last are multiples of BLOCK_KV."""
+    """first, full_first, full_last, last: some row of the query tile sees keys first : last, and
+    every row sees full_first : full_last. All but last are multiples of BLOCK_KV."""
     first = 0
     full_first = 0
     full_last = M
     last = M
     if INTERVALS:
-        # both ends are non-decreasing, so a tile's extremes stand in its first and last row
+        # both ends are non-decreasing, so a tile's extremes are in its first and last row
         bottom = tl.minimum(start_q + BLOCK_Q, N) - 1
         first = tl.load(lo_ptr + start_q) // BLOCK_KV * BLOCK_KV
         last = tl.load(hi_ptr + bottom)
@@ -106,9 +106,9 @@ def key_ranges(
 @triton.jit
 def edge_tile(step, full_first, full_last, INTERVALS: tl.constexpr):
     """Where a masked tile starts: before full_first, or from full_last on. One loop walks both
-    edges, because a third copy of the loop's body makes the compiler serialise its products."""
+    edges, because with a third copy of the loop's body the compiler serialises its products."""
     start = step + (full_last - full_first)
-    if INTERVALS:  # otherwise there is no left edge
+    if INTERVALS:  # without intervals there is no left edge
         start = tl.where(step < full_first, step, start)
     return start
 
@@ -118,8 +118,8 @@ def scores_of(
     product, i, j, lo, hi, batch, head, M, scale, scale_log2, params_ptr,
     CAUSAL: tl.constexpr, INTERVALS: tl.constexpr, MASKED: tl.constexpr, SCORE_MOD: tl.constexpr,
 ):  # fmt: skip
-    """Scores in base 2 from q k^T, -inf where masked; and the derivative of the score modifier,
-    where there is one.
+    """Scores in base 2 from q k^T, -inf where masked, and the score modifier's derivative (1
+    without one).
 
     i: positions of the queries among the keys; j: keys; lo, hi: the queries' intervals. All
     broadcast to the tile.
@@ -150,7 +150,8 @@ def absorb_tile(
     BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """OnlineSoftmax.update for the keys start : start + BLOCK_KV. With TOP, top becomes the largest
-    score of each row: row_max need not be, since a broken softmax keeps something else there.
+    score of each row. row_max may differ from it, because a broken softmax keeps something else
+    there.
     """
     k = load_tile(k_desc, batch, kv_head, start, BLOCK_KV, BLOCK_D)
     keys = start + tl.arange(0, BLOCK_KV)
@@ -179,9 +180,9 @@ def forward_kernel(
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """top_ptr: where each row's largest score goes, or None."""
-    # the last query tiles first: under a causal mask they are the longest, and short ones fill the
-    # gaps at the end
+    """top_ptr: receives each row's largest score; may be None."""
+    # the last query tiles run first: under a causal mask they are the longest, and short ones fill
+    # the gaps at the end
     num_tiles = tl.cdiv(N, BLOCK_Q)
     tile, batch_head = place(tl.program_id(0), num_tiles, batch_heads, section)
     start_q = (num_tiles - 1 - tile) * BLOCK_Q

@@ -1,5 +1,5 @@
-"""The intervals of attention/mask.py in one launch, where PyTorch takes about twenty. A second
-launch inverts them for the backward pass.
+"""Compute the intervals of attention/mask.py in one launch, where PyTorch takes about twenty. A
+second launch inverts them for the backward pass.
 
 Dimensions: B batch, N queries, M keys.
 """
@@ -24,10 +24,10 @@ from attention.mask import intervals as intervals_of_mask
 
 
 class Blocks(NamedTuple):
-    """How much of a sequence a program of intervals_kernel takes at a time."""
+    """How much of a sequence a program of intervals_kernel processes."""
 
-    rows: int  # that it computes
-    search: int  # positions that it searches at a time for the edge of a document
+    rows: int  # rows that a program computes
+    search: int  # positions searched at a time for the edge of a document
     num_warps: int
 
 
@@ -36,13 +36,15 @@ GPU, INTERPRETER = (
     Blocks(rows=1024, search=4096, num_warps=8),
     Blocks(rows=64, search=512, num_warps=1),
 )
-BOUNDS = 128  # of a program of query_ranges_kernel
+BOUNDS = 128  # per program of query_ranges_kernel
 
 plans: Plans[Launch] = Plans()
 
 
 class Windows(Plans[tuple[Tensor, Tensor]]):
-    """lo and hi of windows. They are tensors, so a few: 8 bytes a query."""
+    """A cache of lo and hi for windows. Tensors take memory (8 bytes a query), so it keeps only a
+    few.
+    """
 
     LIMIT = 16
 
@@ -66,7 +68,7 @@ def smaller(a, b):
 
 @triton.jit
 def is_edge(ids_ptr, stride_n, at, N):
-    """Whether a document or the sequence ends before position `at`; 0, N and all outside count."""
+    """Whether a document or the sequence ends before position `at`. True for 0, N and beyond."""
     inside = (at > 0) & (at < N)
     ids_ptr += tl.cast(at, tl.int64) * stride_n
     return (inside == 0) | (
@@ -79,9 +81,9 @@ def intervals_kernel(
     ids_ptr, lo_ptr, hi_ptr, stride_ids_b, stride_ids_n, N, M, window,
     CAUSAL: tl.constexpr, BLOCK: tl.constexpr, SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK rows of one sequence. A document may begin before them, or end after them:
-    it looks there, SEARCH positions at a time, until it finds the edge; backwards no farther than
-    the first row sees without documents."""
+    """One program computes BLOCK rows of one sequence. A document may begin before or end after
+    them, so the program searches there, SEARCH positions at a time, until it finds the edge.
+    Backwards it stops at the first key that row `begin` sees without documents."""
     begin = tl.program_id(0) * BLOCK
     batch = tl.cast(tl.program_id(1), tl.int64)
     rows = begin + tl.arange(0, BLOCK)
@@ -98,7 +100,7 @@ def intervals_kernel(
             at = searched + tl.arange(0, SEARCH)
             found = tl.max(tl.where(is_edge(ids_ptr, stride_ids_n, at, N), at, -1))
         lo = tl.maximum(lo, tl.maximum(start, found))
-        if not CAUSAL:  # otherwise, as N = M, no row sees past itself
+        if not CAUSAL:  # if causal, no row sees past itself, as N = M
             end = tl.associative_scan(
                 tl.where(is_edge(ids_ptr, stride_ids_n, rows + 1, N), rows + 1, N),
                 0,
@@ -128,7 +130,7 @@ def intervals(
     """lo and hi (B or 1, N) int32, as visible_keys() of attention/mask.py defines them.
     document_ids (B, N) need N = M.
 
-    It does not take q or k, so a compiler sees that all layers need the same intervals, and
+    It takes neither q nor k, so a compiler sees that all layers need the same intervals and
     computes them once.
     """
     lo, hi = empty_intervals(document_ids, num_queries, device)
@@ -172,17 +174,17 @@ def _(
 def kept_intervals(
     num_queries: int, num_keys: int, causal: bool, window: list[int], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The intervals of a window alone, for eager mode: computed once, and returned again. `window`
-    is one number, or left and right.
+    """The cached intervals of a window without documents, for eager mode. `window` is one number,
+    or left and right.
 
-    Those of document_ids are not kept, since not every change of a tensor in place can be seen: a
-    torch.distributed.broadcast() leaves _version as it was.
+    Intervals of document_ids are not cached, because some changes in place cannot be detected:
+    torch.distributed.broadcast() does not change _version.
     """
     on_gpu = device.type == "cuda"
     if on_gpu and torch.cuda.is_current_stream_capturing():
         return intervals_of_window(num_queries, num_keys, causal, window, device)
-    # another stream would have to wait for this one; a tensor of inference mode cannot be saved for
-    # a backward pass
+    # the key has the stream, because another stream would have to wait for this one, and the mode,
+    # because a backward pass cannot save a tensor of inference mode
     stream = driver.active.get_current_stream(device.index) if on_gpu else None
     mode = torch.is_inference_mode_enabled()
     kind = device, stream, mode, num_queries, num_keys, causal, *window
@@ -214,16 +216,16 @@ def _(
 def query_ranges_kernel(
     lo_ptr, hi_ptr, ranges_ptr, stride_interval, N, bounds, step, BLOCK_KV, BLOCK: tl.constexpr
 ):
-    """One program: BLOCK of a sequence's bounds, four for each tile of keys. step: the largest
-    power of two up to N.
+    """One program finds BLOCK of a sequence's bounds by binary search; a tile of keys has four.
+    step: the largest power of two up to N.
     """
     batch = tl.cast(tl.program_id(1), tl.int64)
     bound = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     start = bound // 4 * BLOCK_KV
-    # values above start are those that reach start + 1
+    # for integers, value > start means value >= start + 1
     target = tl.where(bound % 2 == 0, start + 1, start + BLOCK_KV)
     values_ptr = tl.where(bound % 4 < 2, hi_ptr, lo_ptr) + batch * stride_interval
-    below = tl.zeros([BLOCK], tl.int32)  # so many values at least are below the target
+    below = tl.zeros([BLOCK], tl.int32)  # at least this many values are below the target
     while step > 0:
         further = below + step
         value = tl.load(values_ptr + (further - 1), mask=further <= N, other=0)
@@ -233,7 +235,7 @@ def query_ranges_kernel(
 
 
 class QueryRanges:
-    """query_ranges() for calls of one kind."""
+    """query_ranges() for one kind of call."""
 
     def __init__(self, lo: Tensor, num_keys: int, block_kv: int):
         (batch, num_queries), tiles = lo.shape, tiles_of(num_keys, block_kv)
@@ -259,9 +261,10 @@ class QueryRanges:
 
 
 def query_ranges(lo: Tensor, hi: Tensor, num_keys: int, block_kv: int) -> Tensor:
-    """(B or 1, tiles, 4) int32: for each tile of keys the queries first : last that see some of
-    them, and full_first : full_last that see all. lo, hi (B or 1, N) are non-decreasing, so each is
-    a search: the first query with hi > start of the tile, the first with hi >= its stop, the number
-    with lo <= start and the number with lo < stop. The order is first, full_first, full_last, last.
+    """(B or 1, tiles, 4) int32: first, full_first, full_last, last. For each tile of keys, queries
+    first : last see some of its keys, and full_first : full_last see all. lo, hi (B or 1, N) are
+    non-decreasing, so each bound is a binary search. first is the first query with hi > the tile's
+    start; full_first is the first with hi >= its stop. full_last is the number of queries with lo
+    <= start, last the number with lo < stop.
     """
     return QueryRanges(lo, num_keys, block_kv)(lo, hi)

@@ -1,11 +1,11 @@
-"""How a kernel is launched: with which tiles, and with little of the host's time.
+"""Launch kernels: choose their tiles, and take little time on the host.
 
 Tiles come from a table by device, dtype and head dim, so that no first call stalls on autotuning.
 
-tiles.json holds it, a table a compute capability: kernel -> padded head dim -> [block_q, block_kv,
+tiles.json has one table per compute capability: kernel -> padded head dim -> [block_q, block_kv,
 num_warps, num_stages]. The kernel dkdv_general is dkdv with intervals, a score modifier or grouped
-heads, which take registers; decoding is the split kernel, whose block_q is the most rows that a
-program takes. `python -m lab.tune` measures a table on the device that is there.
+heads, which take registers. decoding is the split kernel; its block_q is the most rows that a
+program takes. `python -m lab.tune` measures a table for the device of this machine.
 """
 
 import json
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 TILES = Path(__file__).with_name("tiles.json")
-# what runs with a kernel's tile
+# the variants that run with a kernel's tile
 VARIANTS = {
     "forward": ("causal", "full", "intervals", "score_mod", "no_rescale"),
     "dkdv": ("causal", "full"),
@@ -38,13 +38,13 @@ class Tile(NamedTuple):
 
 
 class Launch:
-    """One kernel for calls of one kind: its grid and its arguments that are no tensors.
+    """One kernel for one kind of call, with its grid and all arguments that are not tensors.
 
-    Triton's own launcher finds the compiled kernel by looking at every argument. That takes longer
-    than all else in a call, so only the first call of a kind goes through it; the next ones start
-    the kernel that it found. They must bring tensors of the same dtypes and alignment to 16 bytes,
-    None where there was None, and where `describe` makes a descriptor of a tensor, its shape and
-    strides: see layout().
+    Triton's own launcher looks at every argument to find the compiled kernel. That takes longer
+    than all else in a call, so only the first call goes through it; later calls start the kernel
+    that it found. Their tensors must have the same dtypes and 16-byte alignment, and None in the
+    same places. Tensors with a descriptor (`describe`) must also have the same shape and strides:
+    see layout().
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Launch:
         describe: tuple[Callable[[Tensor], Any], ...] = (),
         **constants: Any,
     ):
-        """describe: makes the descriptor of each of the first tensors."""
+        """describe: functions that make the descriptors of the first tensors."""
         self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
         self.numbers, self.constants, self.describe = numbers, constants, describe
         self.start: Callable[..., None] | None = None
@@ -79,32 +79,32 @@ class Launch:
         constants = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
         self.templates = descriptors
         self.rest = (*self.numbers, *(self.constants[name] for name in constants))
-        self.start = compiled[self.grid]  # last: another thread may launch now
+        self.start = compiled[self.grid]  # set last: from now on another thread may launch
 
 
 def moved(template: Any, x: Tensor) -> Any:
-    """A descriptor like the template, of x. To make one anew checks the shape and strides again."""
+    """The template's descriptor for x. Making a new one would check the shape and strides again."""
     descriptor = object.__new__(type(template))
     descriptor.__dict__.update(template.__dict__, base=x)
     return descriptor
 
 
 def layout(x: Tensor | None) -> tuple[Any, ...] | None:
-    """All of a tensor that a launch depends on, but its device."""
+    """Everything about a tensor that a launch depends on, except its device."""
     return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16)
 
 
 def place_of(device: torch.device) -> tuple[torch.device, int | None]:
-    """A device, and the one on which Triton launches."""
+    """The tensors' device, and the device on which Triton launches."""
     return device, torch.cuda.current_device() if device.type == "cuda" else None
 
 
-# the interpreter runs tiles one by one: small enough that a short test crosses several
+# the interpreter's tile is so small that a short test crosses several
 INTERPRETER = Tile(32, 16, 1, 1)
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The power of two, at least 16, that a product of tiles needs."""
+    """The next power of two, at least 16, as a product of tiles needs."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
@@ -115,8 +115,8 @@ def tables() -> dict[str, dict[str, Any]]:
 
 @cache
 def table_for(capability: tuple[int, int], shared_memory: int) -> dict[str, Any]:
-    """The table of this compute capability; if it has none, the table of the largest one whose
-    tiles fit into a program's shared memory (bytes).
+    """The table of this compute capability. If there is none, the largest table whose tiles fit
+    into a program's shared memory (bytes).
     """
     own = tables().get(f"sm_{capability[0]}{capability[1]}")
     if own is not None:
@@ -142,52 +142,52 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def tiles_of(length: int, block: int) -> int:
-    """The number of tiles. triton.cdiv does the same in two microseconds."""
+    """length / block, rounded up. triton.cdiv takes two microseconds for it."""
     return -(-length // block)
 
 
 def shares_of(
     groups: int, blocks: int, programs: int, *, equal: bool, streamed: int, cache: int
 ) -> int:
-    """Into how many shares the query heads of each key/value head are divided in the backward pass,
+    """How many shares the query heads of each key/value head are divided into in the backward pass,
     a divisor of `groups`. Every program should have work, and find in the L2 cache what another has
     read.
 
-    blocks: of keys, of all key/value heads. programs: as many as run at a time. equal: whether all
-    blocks have the same amount of work.
+    blocks: blocks of keys in all key/value heads. programs: how many run at a time. equal: whether
+    all blocks take the same amount of work.
 
-    Blocks of unequal work come longest first, and end evenly if they are twice as many as programs.
-    Their programs are at different heads of their shares. So a share has as many heads as fit into
-    half of the `cache`, with `streamed` bytes a head, or two.
+    Unequal blocks run longest first, and end evenly if there are at least twice as many as
+    programs. Their programs are at different heads of their shares. So a share has at most as many
+    heads as fit into half of the `cache`, at `streamed` bytes a head; two are always allowed.
     """
     divisors = [n for n in range(1, groups + 1) if groups % n == 0]
     if not equal:
         heads = max(2, cache // 2 // streamed)
         enough = (n for n in divisors if n * blocks >= 2 * programs and groups // n <= heads)
         return next(enough, groups)
-    used = {n: n * blocks / tiles_of(n * blocks, programs) for n in divisors}  # of the programs
+    used = {n: n * blocks / tiles_of(n * blocks, programs) for n in divisors}  # slots in use
     return next(n for n in divisors if used[n] >= 0.95 * max(used.values()))
 
 
 def section_of(
     device: torch.device, streamed: int, *, heads: int = 1, equal: bool, at_least: int = 1
 ) -> int:
-    """The number of heads to work on at a time, so that what they stream stays in the L2 cache:
-    `streamed` bytes, shared by `heads` heads.
+    """How many heads to work on at a time, so that what they read stays in the L2 cache: `streamed`
+    bytes, which `heads` heads share.
 
-    equal: whether all programs have the same amount of work. Otherwise a section has several heads,
-    at_least so many, and the longest programs of all of them come first.
+    equal: whether all programs take the same amount of work. If not, a section has several heads,
+    at least heads * at_least, and their longest programs run first.
     """
     if equal:
         return heads
     if device.type == "cpu":
-        return 2 * heads  # the interpreter has no cache, and few heads: this makes several sections
+        return 2 * heads  # interpreter: no cache and few heads; this makes several sections
     # about half of the cache; the rest is for data that is read once or written
     return heads * max(1, at_least, round(properties(device).L2_cache_size / 2 / streamed))
 
 
 def bytes_of_a_head(x: Tensor) -> int:
-    """x (B, H, N, D)"""
+    """Bytes of one head of x (B, H, N, D)."""
     return x.shape[2] * x.shape[3] * x.element_size()
 
 
@@ -200,8 +200,7 @@ def descriptor_strides(x: Tensor) -> list[int]:
 
 
 def batch_stride(x: Tensor | None) -> int:
-    """The stride along B of a tensor (B or 1, ...), 0 where all sequences share it or there is
-    none."""
+    """The stride along B of a tensor (B or 1, ...); 0 if all sequences share it, or for None."""
     return 0 if x is None or x.shape[0] == 1 else x.stride(0)
 
 
@@ -214,11 +213,11 @@ def pick_tile(
     block_q: int = 0,
     block_kv: int = 0,
 ) -> Tile:
-    """The table's tile, or one of block_q by block_kv. The user chooses these for a defect, whose
-    result depends on where a tile of keys ends, and not on block_q.
+    """The table's tile, or one of block_q by block_kv if the user chose these. They matter for a
+    defect: its result depends on where a tile of keys ends, but not on block_q.
     """
     if block_q and block_kv:
-        # what the registers hold; larger tiles take minutes to compile in float32
+        # the registers limit it; in float32 larger tiles take minutes to compile
         if dtype == torch.float32:
             block_q = min(block_q, 32 if head_dim <= 64 else 16)
         elif kernel.startswith("dkdv"):

@@ -1,10 +1,10 @@
 """Compile a kernel without running it, with Triton's own compiler and ptxas: registers, spills,
 shared memory. No GPU is needed.
 
-    python -m attention.kernels.offline forward bf16 64 causal,intervals 128 64 4 3     a line of
-    JSON a variant
+    python -m attention.kernels.offline forward bf16 64 causal,intervals 128 64 4 3
 
-Not under TRITON_INTERPRET=1, where there is nothing to compile.
+It prints a line of JSON for each variant. TRITON_INTERPRET=1 must not be set: the interpreter
+compiles nothing.
 """
 
 import json
@@ -35,10 +35,10 @@ KERNELS = {
 
 class Compiled(NamedTuple):
     variant: str
-    registers: int  # of a thread
-    spilled: int  # bytes of a thread
-    shared: int  # bytes of a program
-    warnings: list[str]  # ptxas' numbers for products that it serialises
+    registers: int  # per thread
+    spilled: int  # bytes per thread
+    shared: int  # bytes per program
+    warnings: list[str]  # ptxas' warning numbers for products that it serialises
 
 
 def signature(
@@ -91,13 +91,13 @@ def signature(
 
 
 class Assembled(NamedTuple):
-    """What ptxas makes of a kernel, and says of it."""
+    """The output of ptxas for a kernel, and its report."""
 
     cubin: bytes
-    registers: int  # of a thread
-    spilled: int  # bytes of a thread
-    stack: int  # bytes of a thread
-    warnings: list[str]  # the numbers of those about products that it serialises
+    registers: int  # per thread
+    spilled: int  # bytes per thread
+    stack: int  # bytes per thread
+    warnings: list[str]  # warning numbers for products that ptxas serialises
 
 
 def assemble(ptx: str, capability: int) -> Assembled:
@@ -132,8 +132,8 @@ def assemble(ptx: str, capability: int) -> Assembled:
 def compile_tile(
     kernel: str, dtype: str, head_dim: int, variant: str, tile: Tile, *, capability: int = 90
 ) -> Compiled:
-    """dtype as Triton writes it: bf16, fp16 or fp32. Raises what Triton raises where the tile
-    cannot be compiled.
+    """Compile one variant. dtype as Triton writes it: bf16, fp16 or fp32. Raises Triton's error if
+    the tile cannot be compiled.
     """
     types, values, aligned = signature(
         kernel, dtype, head_dim, variant, tile.block_q, tile.block_kv

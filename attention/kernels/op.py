@@ -1,5 +1,5 @@
-"""The Triton flash-attention as PyTorch operators: torch.compile keeps them whole, autograd
-differentiates through them.
+"""The Triton flash-attention as PyTorch operators, which torch.compile does not trace into and
+autograd differentiates.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -23,7 +23,7 @@ def is_packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """
     _, num_heads, length, head_dim = q.shape
     row = (num_heads + 2 * k.shape[1]) * head_dim
-    # compare sizes last: where they are symbols, a comparison costs a guard
+    # compare sizes last: comparing symbolic sizes costs a guard
     return (
         q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, row, 1)
         and k.shape[2] == length
@@ -33,7 +33,7 @@ def is_packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def empty_gradients(
     q: Tensor, k: Tensor, v: Tensor, packed: bool, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """Memory for dq, dk, dv, or for the one tensor (B, N, H + 2 H_kv, D) that they are views of."""
+    """Memory for dq, dk, dv; if packed, one tensor (B, N, H + 2 H_kv, D) that they are views of."""
     if not packed:
         return [empty_heads(x.shape, x, dtype) for x in (q, k, v)]
     batch, num_heads, length, head_dim = q.shape
@@ -41,20 +41,20 @@ def empty_gradients(
 
 
 def unpacked(gradients: Sequence[Tensor], num_heads: int, num_kv_heads: int) -> Sequence[Tensor]:
-    """dq, dk, dv (B, H or H_kv, N, D) from what flash_attention_backward returns."""
+    """dq, dk, dv (B, H or H_kv, N, D) from the result of flash_attention_backward."""
     if len(gradients) == 3:
         return gradients
-    # split first: of a transposed tensor's parts, Inductor makes the gradient by a copy
+    # split before transposing: Inductor copies to make the gradient of a transposed tensor's parts
     parts = gradients[0].split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 2)
     return [x.transpose(1, 2) for x in parts]
 
 
 def readable(x: Tensor) -> Tensor:
-    """x as a tensor descriptor can point at it: contiguous along D, every other stride a positive
-    multiple of 16 bytes.
+    """x, or a copy that a tensor descriptor can point at: contiguous along D, every other stride a
+    positive multiple of 16 bytes.
 
-    A view of a packed qkv projection is readable as it is; another layout is copied. The
-    interpreter computes bfloat16 on raw bits, so there x becomes float32.
+    A view of a packed qkv projection needs no copy. The interpreter computes bfloat16 on raw bits,
+    so there x becomes float32.
     """
     if x.is_cpu and x.dtype == torch.bfloat16:
         x = x.float()
@@ -83,7 +83,7 @@ def kernels_for(
     return launch
 
 
-# of calls of one kind: whether a tensor has to be made readable, and how the kernels run
+# for each kind of call: whether readable() must copy a tensor, and the launches
 forward_plans: Plans = Plans()
 backward_plans: Plans = Plans()
 
@@ -91,7 +91,7 @@ backward_plans: Plans = Plans()
 def kind_of(
     device: torch.device, tensors: tuple[Tensor | None, ...], *settings: Any
 ) -> tuple[Any, ...]:
-    """All that a plan depends on."""
+    """Everything that a plan depends on."""
     return place_of(device), *settings, *map(layout, tensors)
 
 
@@ -119,11 +119,11 @@ def _forward(
     """out (B, H, N, D), lse (B, H, N) and max_score (B, H) float32, for q (B, H, N, D); k, v (B,
     H_kv, M, D).
 
-    lo, hi: (B or 1, N) int32, the interval of keys each query sees; without them all, or by
-    `causal`. score_mod: pkg.module:NAME of a @triton.jit function or "", params (float32) its
-    numbers. softmax: a name in SOFTMAXES. block_q, block_kv: the tile, or 0 for the table's.
-    kernel_choice: auto, portable or hopper, see select.py (inductor uses the name `kernel`).
-    max_score is computed where `look` holds True. wide: out in float32.
+    lo, hi: (B or 1, N) int32, the interval of keys that each query sees; if None, `causal` decides.
+    score_mod: pkg.module:NAME of a @triton.jit function or "", params (float32) its numbers.
+    softmax: a name in SOFTMAXES. block_q, block_kv: the tile, or 0 for the table's. kernel_choice:
+    auto, portable or hopper, see select.py (inductor uses the name `kernel`). max_score is computed
+    where `look` holds True. wide: out in float32.
     """
     dtype = torch.float32 if wide else q.dtype
     looked = look is not None and bool(look)
@@ -136,7 +136,7 @@ def _forward(
     out = empty_heads(q.shape, q, torch.float32 if wide else None)
     batch, num_heads, num_queries, _ = q.shape
     lse = q.new_empty(batch, num_heads, num_queries, dtype=torch.float32)
-    top = torch.empty_like(lse) if looked else None  # a row's largest
+    top = torch.empty_like(lse) if looked else None  # each row's largest score
     if launch is None:
         kernels = kernels_for(kernel_choice, q, scale, score_mod, softmax, block_q or block_kv)
         launch = kernels.Forward(q, k, out, top, lo, *settings)
@@ -148,12 +148,12 @@ def _forward(
 
 
 flash_attention = operator("flash_attention")(_forward)
-# without its gradient, which autograd need not look for then
+# without a gradient, so that autograd has nothing to look up
 flash_attention_forward = operator("flash_attention_forward")(_forward)
 
 
 def largest(lse: Tensor, top: Tensor | None) -> Tensor:
-    """max_score (B, H) from `top` (B, H, N); of any value where nobody asked for it."""
+    """max_score (B, H) from `top` (B, H, N); undefined values if `top` is None."""
     batch, num_heads, _ = lse.shape
     return lse.new_empty(batch, num_heads) if top is None else top.amax(-1)
 
@@ -191,16 +191,17 @@ def flash_attention_backward(
     packed: bool = False,
     wide: bool = False,
 ) -> list[Tensor]:
-    """dq, dk, dv, in the dtypes and shapes of q, k, v, from what flash_attention took and gave.
+    """dq, dk, dv in the dtypes and shapes of q, k, v, from the inputs and results of
+    flash_attention.
 
-    packed, for N = M: the one tensor (B, N, H + 2 H_kv, D) that unpacked() sees them in. A compiler
-    can then see that this is the gradient of a projection to q, k and v. An operator may not return
-    views of one tensor. wide: all three in float32; not packed.
+    packed, for N = M: return one tensor (B, N, H + 2 H_kv, D) for unpacked(), because an operator
+    may not return views of one tensor. A compiler can then see that it is the gradient of a
+    projection to q, k and v. wide: all three in float32; not packed.
     """
     dtype = torch.float32 if wide else q.dtype
     d_lse = None if d_lse is None else d_lse.contiguous()
     if torch.are_deterministic_algorithms_enabled():
-        kernel_choice = "portable"  # the Hopper kernels add up dq in any order
+        kernel_choice = "portable"  # the Hopper kernels sum dq in any order
     settings = causal, scale, score_mod, softmax, block_q, block_kv
     given = d_out, q, k, v, out
     tensors = (*given, d_lse, lse, lo, hi, params)
@@ -230,16 +231,18 @@ def _(
 
 
 def _save(ctx, inputs, output) -> None:
-    # without look and wide, which are no settings of the backward pass
+    # look and wide are not settings of the backward pass
     (q, k, v, lo, hi, params, *others), ctx.count = inputs, len(inputs)
     ctx.settings = others[:7]
-    ctx.packed = is_packed(q, k, v)  # here, as saved tensors may come back with other strides
-    ctx.set_materialize_grads(False)  # no zeros for a gradient of lse, which few use
+    ctx.packed = is_packed(q, k, v)  # now: saved tensors may come back with other strides
+    ctx.set_materialize_grads(False)  # no zeros for an unused gradient of lse
     ctx.save_for_backward(q, k, v, *output[:2], lo, hi, params)
 
 
 class FirstDerivative(torch.autograd.Function):
-    """flash_attention_backward, which has no derivative: autograd would take it for zero."""
+    """flash_attention_backward, with an error for its derivative, which autograd would take for
+    zero.
+    """
 
     @staticmethod
     def forward(ctx, *inputs: Any) -> tuple[Tensor, ...]:
@@ -255,10 +258,10 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     q, k, v, out, *others = ctx.saved_tensors
     d_out = torch.zeros_like(out) if d_out is None else d_out
-    # enabled where a graph of the gradients is asked for
+    # grad mode is on here only with create_graph=True
     run = FirstDerivative.apply if torch.is_grad_enabled() else flash_attention_backward
     gradients = run(d_out, d_lse, q, k, v, out, *others, *ctx.settings, ctx.packed)
-    # nothing flows to what follows q, k and v
+    # no gradient for the inputs after q, k and v
     return *unpacked(gradients, q.shape[1], k.shape[1]), *([None] * (ctx.count - 3))
 
 
@@ -266,13 +269,15 @@ torch.library.register_autograd("tilegpt::flash_attention", _backward, setup_con
 
 
 class FlashAttention(torch.autograd.Function):
-    """The same gradient for eager mode: the registered one reads the schema in each call, which
+    """The same gradient for eager mode. The registered one reads the schema in each call, which
     takes 50 microseconds.
     """
 
     @staticmethod
     def forward(ctx, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """The last input is a tuple of flash_attention's settings: autograd looks at each input."""
+        """The last input is a tuple of flash_attention's settings, because autograd looks at each
+        input.
+        """
         tensors, settings = inputs[:-1], inputs[-1]
         output = flash_attention_forward(*tensors, *settings)
         _save(ctx, (*tensors, *settings), output)

@@ -1,4 +1,4 @@
-"""Launch the portable kernels: tile shapes, descriptors, the order of work.
+"""Launch the portable kernels: tile shapes, descriptors, order of work.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -32,7 +32,7 @@ from attention.kernels.launch import (
 )
 from attention.kernels.softmax import ONLINE
 
-# an operator takes names, not functions
+# by name, because an operator cannot take functions
 SOFTMAXES = {
     "online": ONLINE,
     "no_max": defects.NO_MAX,
@@ -43,7 +43,7 @@ DELTA_BLOCK_Q = 32
 
 
 def descriptor(x: Tensor, block: int) -> TensorDescriptor:
-    """x (B, H, N, D) for loads of `block` rows of one head, zero where they pass its end."""
+    """A descriptor of x (B, H, N, D) that loads `block` rows of one head, zero past its end."""
     return TensorDescriptor(
         x, list(x.shape), descriptor_strides(x), [1, 1, block, padded_head_dim(x.shape[-1])]
     )
@@ -51,8 +51,8 @@ def descriptor(x: Tensor, block: int) -> TensorDescriptor:
 
 @cache
 def find_score_mod(name: str) -> triton.JITFunction | None:
-    """The @triton.jit function at pkg.module:NAME; "" is none. pkg.module:NAME+8 is the same for a
-    call whose first head is head 8.
+    """The @triton.jit function at pkg.module:NAME; "" is none. pkg.module:NAME+8 is the function
+    for a call whose first head is head 8.
     """
     if not name:
         return None
@@ -71,12 +71,12 @@ def find_score_mod(name: str) -> triton.JITFunction | None:
 def from_head(score_mod: triton.JITFunction, first_head: int) -> triton.JITFunction:
     """score_mod for a call whose first head is head `first_head`."""
     constants = {"SCORE_MOD": score_mod, "FIRST_HEAD": tl.constexpr(first_head)}
-    # not a closure: Triton's interpreter sees the globals of a function alone
+    # not a closure: Triton's interpreter sees only the globals of a function
     return triton.jit(FunctionType(moved_score_mod.__code__, globals() | constants))
 
 
 def moved_score_mod(score, b, h, i, j, params_ptr):
-    """With the globals that from_head() gives it."""
+    """from_head() gives it the globals SCORE_MOD and FIRST_HEAD."""
     return SCORE_MOD(score, b, h + FIRST_HEAD, i, j, params_ptr)  # noqa: F821
 
 
@@ -99,7 +99,7 @@ def constants(
         "BLOCK_Q": tile.block_q,
         "BLOCK_KV": tile.block_kv,
         "BLOCK_D": padded_head_dim(head_dim),
-        # Triton's default for float32 is TF32, which is not float32
+        # Triton's default for float32 is TF32, which has fewer bits
         "PRECISION": "ieee",
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
@@ -107,7 +107,7 @@ def constants(
 
 
 def descriptors(meta: dict[str, Any]) -> tuple[Callable[[Tensor], TensorDescriptor], ...]:
-    """Those of q, k, v and d_out."""
+    """Functions that make the descriptors of q, k, v and d_out."""
     of_queries, of_keys = (
         partial(descriptor, block=meta[name]) for name in ("BLOCK_Q", "BLOCK_KV")
     )
@@ -115,7 +115,7 @@ def descriptors(meta: dict[str, Any]) -> tuple[Callable[[Tensor], TensorDescript
 
 
 class Forward:
-    """The forward pass of calls of one kind."""
+    """The forward pass for one kind of call."""
 
     def __init__(
         self, q: Tensor, k: Tensor, out: Tensor, top: Tensor | None, lo: Tensor | None,
@@ -139,14 +139,14 @@ class Forward:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, top: Tensor | None,
         lo: Tensor | None, hi: Tensor | None, params: Tensor | None,
     ) -> None:  # fmt: skip
-        """Fill out (B, H, N, D), lse (B, H, N) and, where there is one, top (B, H, N) with each
-        row's largest score.
+        """Fill out (B, H, N, D) and lse (B, H, N); fill top (B, H, N), if given, with each row's
+        largest score.
         """
         self.launch(q, k, v, out, lse, top, lo, hi, params)
 
 
 class Backward:
-    """The backward pass of calls of one kind."""
+    """The backward pass for one kind of call."""
 
     def __init__(
         self, d_out: Tensor, q: Tensor, k: Tensor, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,

@@ -2,8 +2,8 @@
 
 mod(score, b, h, i, j, params_ptr) -> (changed score, d changed / d score), elementwise on a tile in
 float32; score is already scaled. b, h: batch and query head. i, j: position of the query among the
-keys, and of the key; broadcastable to the tile, either may run along the rows. params_ptr: float32
-numbers of the modifier's own.
+keys, and of the key. Both broadcast to the tile, and either may run along the rows. params_ptr: the
+modifier's own float32 numbers.
 """
 
 import triton
@@ -12,8 +12,8 @@ import triton.language as tl
 
 @triton.jit
 def tanh(x):
-    """tanh(x) and its derivative in float32, both to a few roundings of their own size, on every
-    device and in the interpreter.
+    """tanh(x) and its derivative in float32, both accurate to a few roundings, on every device and
+    in the interpreter.
 
     Far from 0 they are (1 - e) / (1 + e) and 4 e / (1 + e)^2 with e = exp(-2 |x|). Near 0 the
     difference would cancel: there tanh is the polynomial of the Cephes library (tanhf, 1.3e-7).
@@ -54,8 +54,8 @@ def softcap_alibi(score, b, h, i, j, params_ptr):
 
 @triton.jit
 def every_index(score, b, h, i, j, params_ptr):
-    """The kernel of every_index() in conformance/cases.py, which tests that a backend passes every
-    argument; params: one slope a head.
+    """The kernel of every_index() in conformance/cases.py. That case tests that a backend passes
+    every argument. params: one slope a head.
     """
     gain = 1.0 / (1 + b)
     return gain * (score + score * score / 8) - tl.load(params_ptr + h) * (i - j), gain * (

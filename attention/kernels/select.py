@@ -1,4 +1,4 @@
-"""Which kernels attention=triton runs: the portable pair, or the ones written for Hopper. This
+"""Choose the kernels that attention=triton runs: the portable ones, or those for Hopper. This
 module does not import Triton.
 """
 
@@ -11,14 +11,14 @@ import torch
 from attention.interface import Refusal
 
 KERNELS = ("auto", "portable", "hopper")
-# Gluon, the language of the Hopper kernels, changes with every release of Triton: those in which
-# the kernels passed their tests on a GPU
+# releases in which the Hopper kernels passed their tests on a GPU; their language, Gluon, changes
+# with every release of Triton
 TRITON_RELEASES = ("3.6", "3.7")
 HEAD_DIMS = (64, 128)
 
 
 class Choice(NamedTuple):
-    """kernel: "portable" or "hopper"; reason: why, in words for a log or a refusal."""
+    """kernel: "portable" or "hopper"; reason: why, as text for a log or a refusal."""
 
     kernel: str
     reason: str
@@ -26,7 +26,7 @@ class Choice(NamedTuple):
 
 @cache
 def obstacle_of_the_place(device: torch.device) -> str:
-    """Why the Hopper kernels cannot run on this device with this Triton; "" where they can."""
+    """Why the Hopper kernels cannot run on this device with this Triton; "" if they can."""
     if device.type != "cuda" or torch.version.cuda is None:
         return f"they run on NVIDIA's Hopper GPUs, the inputs are on {device.type}"
     capability = torch.cuda.get_device_capability(device)
@@ -57,8 +57,8 @@ def why_not_hopper(
     softmax: str = "online",
     tile: int = 0,
 ) -> str:
-    """Why the Hopper kernels cannot take such inputs; "" where they can. score_mod, softmax, tile:
-    as flash_attention takes them.
+    """Why the Hopper kernels cannot take these inputs; "" if they can. score_mod and softmax are
+    arguments of flash_attention(); tile is its block_q or block_kv.
     """
     if place := obstacle_of_the_place(device):
         return place
@@ -76,8 +76,8 @@ def why_not_hopper(
 
 
 def choose_kernel(kernel: str, **inputs) -> Choice:
-    """The kernels that run for kernel=auto, portable or hopper. The other arguments are those of
-    why_not_hopper(). Raises Refusal where kernel=hopper cannot run.
+    """The kernels that run for kernel=auto, portable or hopper. `inputs` are the arguments of
+    why_not_hopper(). Raises Refusal if kernel=hopper cannot run.
     """
     if kernel == "portable":
         return Choice("portable", "asked for")

@@ -5,11 +5,11 @@ attention/online_softmax.py in the base-2 domain: row_max and the scores are mul
 because the GPU's exponential is a power of two. A softmax is three functions:
 
     move_max(row_max, tile_max, MASKED) -> next_max, shift, alpha
-        shift is subtracted from this tile; alpha is what the past sums are worth
+        shift is subtracted from this tile; alpha is the factor of the past sums
     probability(scores, lse, AXIS) -> p
         the weights, rebuilt in the backward pass; keys lie along AXIS
     score_gradient(p, dp, delta, scores, AXIS) -> ds
-        from the gradient of the weights to that of the scores
+        the gradient of the scores, from that of the weights
 """
 
 from typing import NamedTuple
