@@ -1,4 +1,4 @@
-"""The files of a run: metrics.jsonl row by row, JSON objects at once, each old or new and whole.
+"""Writes the files of a run: metrics.jsonl row by row, other files so that each is always whole.
 
 Every file is strict JSON. NaN and infinity, which JSON lacks, become null, and the names of those
 values are listed beside them as "nonfinite".
@@ -21,7 +21,7 @@ Row = dict[str, Any]  # an object of a JSON file
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line, on its way to the disk as soon as it is written."""
+    """metrics.jsonl: one JSON object per line, passed to the operating system at once."""
 
     def __init__(self, path: Path):
         self.path = Path(path)
@@ -37,10 +37,10 @@ class MetricsFile:
             raise OSError(f"{self.path} cannot be written: {error}") from error
 
     def go_back_to(self, step: int, saved: Path) -> None:
-        """Drop the rows of later steps, and a torn last line: what a resumed run writes again.
+        """Drop rows of later steps and a torn last line, because a resumed run writes them again.
 
-        `saved`: the copy in the checkpoint of that step, whose rows count where there is one. This
-        file may have been damaged since.
+        `saved` is the copy in the checkpoint of that step. If it exists, its rows replace those of
+        this file, which may have been damaged since.
         """
         rows = [row for row in read_metrics(self.path) if row["step"] <= step]
         if saved.is_file() and (before := read_metrics(saved)) != rows:
@@ -52,9 +52,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """The rows of a metrics.jsonl; none where the file is missing, and without lines that were torn
-    or damaged.
-    """
+    """The rows of a metrics.jsonl, without torn or damaged lines; [] if the file is missing."""
     try:
         lines = Path(path).read_text(errors="replace").splitlines()
     except FileNotFoundError:
@@ -63,7 +61,7 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def parse_rows(lines: Iterable[str]) -> Iterator[Row]:
-    """The JSON objects of some lines, one a line, without lines that are torn or damaged."""
+    """The JSON object of each line; torn or damaged lines are skipped."""
     for line in lines:
         try:
             row = json.loads(line)
@@ -79,8 +77,8 @@ def write_json(path: Path, obj: Row) -> None:
 
 
 def layout(value: Any, depth: int = 0) -> str:
-    """JSON with a line for each row, so that a diff shows the rows that changed. Rows are what fits
-    in 600 characters or holds no list or object; everything larger has its parts below it.
+    """JSON with one row per line, so that a diff shows the rows that changed. A value is one row if
+    it fits in 600 characters or holds no list or object; else each of its parts starts a line.
     """
     line = json.dumps(value, allow_nan=False, default=str)
     parts = value.values() if isinstance(value, dict) else value
@@ -91,7 +89,7 @@ def layout(value: Any, depth: int = 0) -> str:
         return line
     texts = [layout(part, depth + 1) for part in parts]
     if isinstance(value, dict):
-        # what json makes of a key that is no string stands in an object of one item
+        # dumping an object of one item shows how json writes a key that is not a string
         names = [json.dumps({key: 0})[1:-2] for key in value]
         texts = [f"{name}{text}" for name, text in zip(names, texts, strict=True)]
     start, end = line[0], line[-1]
@@ -100,7 +98,7 @@ def layout(value: Any, depth: int = 0) -> str:
 
 
 def strict(obj: Row) -> Row:
-    """`obj` with null for every NaN and infinity, and a list "nonfinite" of the names that had one.
+    """`obj` with null for every NaN and infinity, and a list "nonfinite" of their names.
 
     {"loss": nan, "oom": {"free": inf}} -> {"loss": None, "oom": {"free": None}, "nonfinite":
     ["loss", "oom.free"]}
@@ -125,8 +123,8 @@ def strict(obj: Row) -> Row:
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """The old file or the new one, whole. Raises OSError with the path where it cannot be
-    written.
+    """Write a file so that a reader finds the old content or the new, whole. Raises OSError with
+    the path if it cannot be written.
     """
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
@@ -143,10 +141,10 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Find out before the work whether its file can be written: make the folder, try a block beside
-    the file and leave nothing there.
+    """Check that a file can be written, before the work whose result it will hold. Creates the
+    folder, and writes and removes a block beside the file.
 
-    Raises OSError in one line, with the path and the way out.
+    Raises a one-line OSError that names the path and a way out.
     """
     path = Path(path)
     try:

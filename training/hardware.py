@@ -1,11 +1,11 @@
-"""What data sheets and NVIDIA's programming guide say of GPUs."""
+"""Figures of GPUs from data sheets and NVIDIA's programming guide."""
 
 import re
 from typing import NamedTuple
 
-# dense peak of the matrix units for 16-bit floats with float32 accumulation, in FLOP/s, from
-# NVIDIA's data sheets (the sparse figure halved where only that is printed); the first entry whose
-# words are in the device's name counts
+# dense peak FLOP/s of the matrix units for 16-bit floats with float32 accumulation, from NVIDIA's
+# data sheets (half of the sparse figure, where only that is printed). The first entry that the
+# device's name contains counts
 PEAK_FLOPS = {
     "B200": 2250e12,
     "GH200": 989e12,
@@ -35,8 +35,8 @@ PEAK_BANDWIDTH = {
     "RTX 4090": 1.008e12,
     "RTX 3090": 0.936e12,
 }
-# shared memory in KiB by compute capability, from the CUDA C++ programming guide: of a
-# multiprocessor, and what one block may ask for
+# KiB of shared memory by compute capability, from the CUDA C++ programming guide: per
+# multiprocessor, and the most that one block can request
 SHARED_KIB = {
     "7.0": (96, 96),  # V100
     "7.5": (64, 64),  # T4
@@ -47,9 +47,9 @@ SHARED_KIB = {
     "10.0": (228, 227),  # B200
     "12.0": (100, 99),  # RTX 50
 }
-REGISTER_BYTES = 256 * 1024  # of a multiprocessor, for every capability above
-BLOCK_DEFAULT_KIB = 48  # what a block gets without asking for more
-# seen on an H200: what the driver and the libraries take of a card before the first tensor
+REGISTER_BYTES = 256 * 1024  # per multiprocessor, for every capability above
+BLOCK_DEFAULT_KIB = 48  # shared memory of a block that requests no more
+# GPU memory that the driver and the libraries take before the first tensor, measured on an H200
 CONTEXT_GIB = 0.7
 
 
@@ -69,7 +69,7 @@ GPUS = {
     "rtx4090": Card("RTX 4090", "8.9"),
     "rtx3090": Card("RTX 3090", "8.6"),
 }
-# GiB of a card, by the GB it is sold with
+# GiB that a card has, by the GB it is sold with
 CARD_SIZES = {
     8: 8.0,
     12: 12.0,

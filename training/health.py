@@ -1,4 +1,4 @@
-"""A model's attention while it trains: its largest score, its error, and where a run broke."""
+"""Watches a model's attention while it trains: largest score, error, and where a run broke."""
 
 import contextlib
 import logging
@@ -57,18 +57,17 @@ class AttentionMonitor:
             for row in rows
             if row.get("attention/max_score") is not None
         }
-        self.has_room = True  # for compare_layers()
+        self.has_room = True  # enough memory for compare_layers()
 
     @phase("looking", "looking at the attention")
     def inspect(self, result: "StepResult") -> Row:
-        """What a row of metrics says of the attention of a step: its largest scores where they are
-        due, and compare_layers() where that is due.
-
+        """The attention's part of a row of metrics: the largest scores and compare_layers(), each
+        if it is due.
 
         attention/max_score is the largest finite score of the step's whole batch, and
         attention/max_score_by_head that of each layer and head, None where it is not finite.
         """
-        # another function than softmax attention is nothing to compare with it
+        # an attention that computes another function cannot be compared with softmax attention
         compares = self.has_room and self.model.backend.claims_softmax
         row = self._compare(result) if result.due.compare and compares else {}
         if result.max_scores:
@@ -148,7 +147,7 @@ class _Stop(Exception):
 
 @contextmanager
 def without_dropout(model: GPT) -> Iterator[None]:
-    """An inspection must draw no random numbers, or a run would depend on how often it happens."""
+    """Switch dropout off: an inspection that drew random numbers would change the run."""
     was_training = model.training
     model.eval()
     try:
@@ -158,8 +157,8 @@ def without_dropout(model: GPT) -> Iterator[None]:
 
 
 def to_blame(diagnoses: list[Row]) -> Row:
-    """Of the diagnoses of all ranks, the one whose own sequences broke: gradients are summed, so
-    those of every rank are bad.
+    """The diagnosis of the rank whose own sequences broke. Gradients are summed over the ranks, so
+    they are bad on every rank.
     """
     if len(diagnoses) == 1:
         return diagnoses[0]
@@ -187,10 +186,10 @@ def compare_layers(
 ) -> dict[str, float]:
     """attention/{out,dq,dk,dv}_{error,cosine} of the worst layer, against float64 attention.
 
-    Each layer is compared on its own q, k, v and its gradient of the loss for inputs, targets and
-    document_ids (B, N); see compare_with_exact(). float16 needs loss_scale, which multiplies the
-    loss. Takes the memory of an uncompiled forward and backward pass. The parameters' gradients do
-    not change.
+    Each layer is compared on its own q, k, v and gradient of the output, for the loss of inputs,
+    targets and document_ids (B, N); see compare_with_exact(). float16 needs loss_scale, which
+    multiplies the loss. Takes the memory of an uncompiled forward and backward pass. Gradients of
+    parameters do not change.
     """
     recorder = Recorder(model.backend, keep_calls=True)
     with without_dropout(model), torch.enable_grad():
@@ -204,7 +203,7 @@ def compare_layers(
     ]
     row = {}
     for name in layers[0]:
-        # NaN is worst, and both functions return it
+        # NaN counts as the worst, and both functions return it
         worst = torch.amin if name.endswith("cosine") else torch.amax
         row[f"attention/{name}"] = worst(
             torch.tensor([layer[name] for layer in layers], dtype=torch.float64), 0
@@ -214,16 +213,17 @@ def compare_layers(
 
 @torch.no_grad()
 def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Row, float]:
-    """What left the finite range first in a diverged step, and its largest finite score by then.
+    """Finds what first became non-finite in a diverged step. Returns a diagnosis, and the largest
+    finite score until then.
 
-    The first value has a one-sentence message. Where an attention layer is to blame it adds layer,
+    The diagnosis has a one-sentence message. If an attention layer is to blame, it also has layer,
     head, sequence (of the step), tensor, queries and keys (of the tile), row (the query),
     tile_max_score and fate (the output); see attention.diagnose.Breakdown. batches: the inputs,
     targets and, with documents, document_ids of the step, each (B, N).
     """
     batches = list(batches)
     twin = _observable_twin(model.backend)
-    # a kernel shows that its output is bad, the tile loop that computes the same shows where
+    # a kernel only shows that its output is bad; the tile loop that computes the same shows where
     looped = [twin] if twin and batches[0][0].shape[1] <= MAX_INSPECTED else []
     for backend in (*looped, model.backend):
         recorder = Recorder(backend, look_for_breakdowns=True)
@@ -239,7 +239,7 @@ def diagnose(model: GPT, batches: Iterable[tuple[Tensor, ...]]) -> tuple[Row, fl
 
 
 def _observable_twin(backend: Backend) -> Backend | None:
-    """The tile loop with the name and options of `backend`, where that is a kernel."""
+    """If `backend` is a kernel, the tile loop with its name and options; else None."""
     twin = BACKENDS.get(backend.name)
     if backend.observable or twin is None or not twin.observable:
         return None
@@ -248,7 +248,7 @@ def _observable_twin(backend: Backend) -> Backend | None:
 
 
 def _until_breakdown(recorder: Recorder, twin: Backend | None) -> Backend:
-    """The recorder's backend; it ends the forward pass at the first breakdown."""
+    """The recorder's backend, which ends the forward pass at the first breakdown."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
         output = recorder.backend.fn(q, k, v, **arguments)
@@ -267,12 +267,12 @@ def _until_breakdown(recorder: Recorder, twin: Backend | None) -> Backend:
 def _in_its_tile(
     breakdown: Breakdown, q: Tensor, k: Tensor, v: Tensor, twin: Backend, **arguments: Any
 ) -> Breakdown:
-    """The breakdown as the tile loop sees it, in the tile of queries where a kernel failed.
+    """Run the tile loop on the tile of queries where a kernel failed; returns its breakdown.
 
-    Returns `breakdown` as it is where the tile loop shows nothing.
+    Returns `breakdown` unchanged if the tile loop shows nothing.
     """
     if not arguments["causal"] or arguments.get("document_ids") is not None:
-        return breakdown  # these queries cannot be cut out
+        return breakdown  # these queries cannot be computed alone
     block_q = twin.options["block_q"]
     first = breakdown.row // block_q * block_q
     rows = slice(first, first + block_q)
@@ -306,7 +306,7 @@ def _first_failure(model: GPT, recorder: Recorder, sizes: list[int], loss_is_fin
         if parameter.grad is not None and not parameter.grad.isfinite().all()
     ]
     if bad:
-        # backward starts at the end of the model: the last of them is nearest to the cause
+        # backward starts at the end of the model, so the last of them is nearest to the cause
         layer = re.match(r"blocks\.(\d+)\.", bad[-1])
         return {
             "message": f"the loss is finite, the gradient is not: {len(bad)} "

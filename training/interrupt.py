@@ -1,6 +1,6 @@
-"""Ctrl-C, SIGTERM and SIGHUP: a training saves first, and every run writes its summary.
+"""Handles Ctrl-C, SIGTERM and SIGHUP: a training run saves first, and always writes its summary.
 
-A script ends with one line.
+A script ends with a one-line message.
 """
 
 import _thread
@@ -22,8 +22,8 @@ class Stopped(KeyboardInterrupt):
 
 
 class RaisedAgain:
-    """A context that loses no Ctrl-C which comes inside a finalizer, as torch.compile has many:
-    Python would print a traceback, and go on.
+    """A context that raises a Ctrl-C again if it came inside a finalizer, where Python would print
+    a traceback and go on. torch.compile has many finalizers.
     """
 
     def __enter__(self) -> Self:
@@ -35,7 +35,7 @@ class RaisedAgain:
 
     def _unraisable(self, lost: Any) -> None:
         if isinstance(lost.exc_value, KeyboardInterrupt):
-            # later, by another thread: now it would be raised in here, and be lost again
+            # another thread raises it later; raised in here, it would be lost again
             threading.Timer(0.01, _thread.interrupt_main).start()
         else:
             self._hook(lost)
@@ -58,10 +58,10 @@ class Signals(RaisedAgain):
 
 
 class Interrupt(Signals):
-    """While steps are taken: the first signal sets `requested`; a second one stops at once.
+    """Used during the steps: the first signal sets `requested`; a second one stops at once.
 
-    A second SIGHUP does not: closing a terminal sends two, one by itself and one by its shell.
-    timeout(1) sends two SIGTERM together, so the second counts from a second later on.
+    A second SIGHUP is ignored: closing a terminal sends two, one of them from its shell. timeout(1)
+    sends two SIGTERMs together, so a second SIGTERM counts only after one second.
     """
 
     requested = False
@@ -69,7 +69,7 @@ class Interrupt(Signals):
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not self.requested:
             self.requested, self.since = True, time.monotonic()
-            current().signal = signal.Signals(number).name  # its thread says so at once
+            current().signal = signal.Signals(number).name  # its thread reports it
         elif number == signal.SIGINT or (
             number == signal.SIGTERM and time.monotonic() - self.since > 1
         ):
@@ -77,9 +77,9 @@ class Interrupt(Signals):
 
 
 class Ending(Signals):
-    """Around a run: a signal raises Stopped.
+    """Used around a run: a signal raises Stopped.
 
-    Once `held` is set, a signal is `noted`, and raised where the context ends.
+    Once `held` is set, a signal only sets `noted`, and Stopped is raised when the context ends.
     """
 
     held = False
@@ -97,7 +97,7 @@ class Ending(Signals):
 
 
 class Noted(Signals):
-    """Around processes of one's own: signals are noted, to be passed on to them."""
+    """Used around child processes: signals are only noted, so that they can be passed on."""
 
     came = False
 
@@ -115,7 +115,7 @@ class Noted(Signals):
 
 
 def hide_ctrl_c() -> None:
-    """Let a Ctrl-C that nothing handles, as during the imports, end the process without a
+    """Let an unhandled Ctrl-C, such as one during the imports, end the process without a
     traceback.
     """
 
@@ -131,7 +131,7 @@ def _handled() -> list[signal.Signals]:
     if threading.current_thread() is not threading.main_thread():
         return []
     hangup = getattr(signal, "SIGHUP", None)  # Windows has none
-    # nohup ignores SIGHUP: such a process runs on when its terminal is closed
+    # nohup ignores SIGHUP, so that the process runs on when its terminal is closed
     hangs_up = hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([hangup] if hangs_up else [])]
 
@@ -140,7 +140,8 @@ def _handled() -> list[signal.Signals]:
 def one_line(script: str) -> Iterator[None]:
     """Decorates a script's main(): reports in one line what ended it early.
 
-    Exits with code 130 after Ctrl-C, with 1 otherwise. Files written by then stay.
+    Exits with code 130 after Ctrl-C, 141 if the reader of its output left, and 1 otherwise. Files
+    that were already written stay.
     """
     try:
         with RaisedAgain():

@@ -1,4 +1,4 @@
-"""One job, from the settings that Hydra composed to a summary: every outcome is a status."""
+"""Runs one job, from Hydra's composed settings to a summary. Every outcome is a status."""
 
 import contextlib
 import copy
@@ -29,9 +29,9 @@ Train = Callable[[Any, Path, Row], None]  # train(config, run_dir, summary)
 
 
 def run_job(train: Train, cfg: Any) -> tuple[Row, BaseException | None]:
-    """Train one job of Hydra's; returns its summary, and the error that ended it if there was one.
+    """Train one Hydra job; returns its summary, and the error that ended it if there was one.
 
-    One job of a sweep never takes down another.
+    A failed job does not stop the other jobs of a sweep.
     """
     from hydra.core.hydra_config import HydraConfig
 
@@ -57,8 +57,7 @@ def run_job(train: Train, cfg: Any) -> tuple[Row, BaseException | None]:
             summary |= outcome_outside_training(error, summary["status"], run_dir)
             # the frames would keep every tensor of this job alive
             traceback.clear_frames(error.__traceback__)
-        # no call stands between the training and here, so no signal comes between a run and its
-        # summary
+        # no call stands between the training and this line, so no signal can skip the summary
         ending.held = True
         if failure is None:
             tell_end()
@@ -67,7 +66,7 @@ def run_job(train: Train, cfg: Any) -> tuple[Row, BaseException | None]:
         close_run(run_dir, summary, ending)
         if failure is not None:
             stand_in(summary, phases.began)
-        # a run that is refused alone says so at once; in a sweep it must not be missing
+        # the terminal shows that a single run was refused; a sweep's logger must show it too
         refused = "steps_done" not in summary and summary["status"] in ("failed", "oom")
         if refused and config is not None and config.resume is None:
             log_refused(run_dir, summary, config)
@@ -75,21 +74,21 @@ def run_job(train: Train, cfg: Any) -> tuple[Row, BaseException | None]:
 
 
 def log_refused(run_dir: Path, summary: Row, config: RunConfig) -> None:
-    """Make a job of a sweep that ended before its training a run of its logger too."""
+    """Send a sweep's job to its logger even if it ended before its training."""
     from training.loggers import build_logger
     from training.sweep import job_names
 
     names = job_names(run_dir, summary, config)
     if names["group"] is None:
         return
-    with contextlib.suppress(ValueError):  # the logger is what was refused
+    with contextlib.suppress(ValueError):  # the logger may be what was refused
         logger = build_logger(config.logger, run_dir=run_dir, **names)
         logger.summary(summary)
         logger.finish(exit_code=1)
 
 
 def run_overrides(overrides: tuple[str, ...]) -> Row:
-    """What training.run.run() does, among our own modules."""
+    """Does the work of training.run.run(), which has made our own modules importable."""
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict, read_write
 
@@ -107,7 +106,7 @@ def run_overrides(overrides: tuple[str, ...]) -> Row:
         cfg = hydra_config(*replay_overrides(settings), with_hydra=True)
         folders = SweepSummary()
         folders.on_run_start(cfg)  # locks the run's folder
-    except SystemExit as error:  # how a command line is refused
+    except SystemExit as error:  # a refused command line exits
         raise ValueError(str(error).removeprefix("error: ")) from None
     run_dir = Path(cfg.hydra.run.dir)
     before = HydraConfig.instance().cfg
@@ -130,7 +129,7 @@ def run_overrides(overrides: tuple[str, ...]) -> Row:
 
 @contextlib.contextmanager
 def lines_shown(path: Path) -> Iterator[None]:
-    """The lines of a run on standard output and in a file, as Hydra has them of a job."""
+    """Write a run's log lines to standard output and to a file, as Hydra does for a job."""
     log = logging.getLogger("tilegpt")
     before = log.level, log.propagate
     handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(path)]

@@ -1,12 +1,12 @@
 """Where metrics go besides metrics.jsonl: wandb, TensorBoard, Trackio, or nowhere.
 
 A logger mirrors what is already on disk, so it never stops a training: its first failure becomes
-one warning, and then it stays silent. Tokens are the x axis everywhere, since the runs of a sweep
+one warning, and then it is off. Tokens are the x axis everywhere, because the runs of a sweep
 differ in batch size and sequence length.
 
-A killed run may have logged rows after its last checkpoint, which the resumed run writes again, and
-may have lost rows before it. So a resumed logger first catches up with metrics.jsonl, and then has
-every row once.
+A killed run may have logged rows after its last checkpoint, which the resumed run writes again. It
+may also have lost rows from before the checkpoint. So a resumed logger first catches up with
+metrics.jsonl, and then has every row once.
 """
 
 import contextlib
@@ -36,11 +36,11 @@ PROBE_TIMEOUT, INIT_TIMEOUT, FINISH_TIMEOUT = 2.0, 20, 120.0
 
 
 class LoggedRun(NamedTuple):
-    """A run as a logger needs it."""
+    """What a logger is told about a run."""
 
     config: LoggerConfig
     run_dir: Path
-    wandb_dir: Path  # gets wandb's own folder `wandb/`: one for all runs of a sweep
+    wandb_dir: Path  # wandb creates `wandb/` in it; the runs of a sweep share it
     name: str
     group: str | None
     tags: list[str]
@@ -49,7 +49,7 @@ class LoggedRun(NamedTuple):
 
 
 def build_logger(config: LoggerConfig, *, run_dir: Path, resume: bool, **names: Any) -> "Logger":
-    """The logger that `config` names, started. names: the other fields of LoggedRun.
+    """Build and start the logger that `config` names. names: the other fields of LoggedRun.
 
     Raises ValueError where logger=tensorboard or logger=trackio is not installed; any other failure
     is a warning.
@@ -63,8 +63,8 @@ def build_logger(config: LoggerConfig, *, run_dir: Path, resume: bool, **names: 
 
 
 def numbers(metrics: Row) -> dict[str, float]:
-    """A row of metrics without None, and without attention/max_score_by_head: a logger would draw a
-    line for each head. The picture max_scores.png has them.
+    """The numbers in a row of metrics: no None, and not attention/max_score_by_head, of which a
+    logger would draw a line per head. The picture max_scores.png shows those.
     """
     return {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
 
@@ -102,7 +102,7 @@ class Logger:
     def log(self, metrics: dict[str, float | None], tokens: int, *, last: bool = False) -> None:
         """Log the numbers of a row of metrics after `tokens` training tokens.
 
-        After the last one only media() may follow.
+        No row follows the one with `last`; media() then adds to its step.
         """
 
     def summary(self, values: Row) -> None:
@@ -121,10 +121,10 @@ class Logger:
             self.log(values | dict.fromkeys(row.get("nonfinite", ()), math.nan), row["tokens"])
 
 
-# evaluations, of which wandb's summary has the lowest too
+# metrics whose lowest value wandb's summary keeps beside the last
 BEST = ("val/loss", "val/loss_exact")
-# wandb's default workspace and `wandb leet` sort by name, where capital letters come first: these
-# repeat, as their first page, what a comparison looks at
+# wandb's default workspace and `wandb leet` sort metrics by name, capital letters first. These
+# copies put what a comparison looks at on their first page
 COMPARED = {
     "val/loss": "Compare/loss",
     "val/loss_exact": "Compare/loss_exact",
@@ -137,8 +137,8 @@ class WandbLogger(Logger):
     """Weights & Biases: online where a key is configured and the server answers, else offline.
 
     Never prompts, never waits long. wandb's step is the step of the run. A resumed online run skips
-    the rows that the server has. A resumed offline run is written again as a whole, and replaces
-    its folder if that was not uploaded. Under `wandb agent` the agent chooses the run's id.
+    the rows that the server has. A resumed offline run is written again as a whole, and its former
+    folder is deleted unless it was uploaded. Under `wandb agent` the agent chooses the run's id.
     """
 
     @quietly
@@ -159,7 +159,7 @@ class WandbLogger(Logger):
             log.warning(
                 "wandb refused an online run (%s); this run is logged offline", _first_line(error)
             )
-            # the failed start keeps its id, and leaves a folder that wandb would upload empty
+            # the failed start has used the id, and left a folder that wandb would upload empty
             for leftover in run.wandb_dir.glob(f"wandb/run-*-{run_id}"):
                 shutil.rmtree(leftover, ignore_errors=True)
             mode, run_id = "offline", _new_id()
@@ -191,13 +191,13 @@ class WandbLogger(Logger):
             summary = "min,last" if key in BEST else None
             self._run.define_metric(key, step_metric="tokens", summary=summary)
             self._keys.add(key)
-        # what follows the last row belongs to its step
+        # what is logged after the last row belongs to the same step
         self._run.log(row | {"tokens": tokens}, step=step, commit=not last)
 
     @quietly
     def summary(self, values: Row) -> None:
         values = values | {name: values[key] for key, name in COMPARED.items() if key in values}
-        # of these metrics wandb keeps the lowest value and the last
+        # wandb itself keeps the lowest and the last value of the metrics in BEST
         self._result = {key: values[key] for key in values if key not in BEST}
         self._run.summary.update(self._result)
         if values["status"] != "completed":
@@ -216,7 +216,7 @@ class WandbLogger(Logger):
 
     @quietly
     def finish(self, exit_code: int) -> None:
-        # the last row of metrics has put its own speeds in the place of the whole run's
+        # the last row of metrics has overwritten the whole run's speeds with its own
         self._run.summary.update(self._result)
         self._run.finish(exit_code=exit_code)
 
@@ -266,7 +266,7 @@ class TrackioLogger(Logger):
             config=run.run_config,
             resume="allow" if run.resume else "never",
         )
-        # Trackio tells in no other way how far a run has come
+        # Trackio has no public way to ask how far a run has come
         self._next_tokens = self._run._next_step
         self._replay(rows)
 
@@ -291,8 +291,8 @@ LOGGERS = {
 
 
 def installed(package: str) -> bool:
-    # a folder of that name in the working directory, such as ./wandb with earlier runs, can be
-    # imported too, but has no file of its own
+    # a folder of that name in the working directory, such as ./wandb with earlier runs, can also be
+    # imported, but its spec has no origin
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
@@ -300,7 +300,7 @@ def installed(package: str) -> bool:
 def check_logger(config: LoggerConfig) -> None:
     """Raise ValueError for a logger that is not installed, or an invalid WANDB_MODE.
 
-    wandb is the default: where it is missing, the run warns later.
+    wandb is the default, so a run without it only warns, later.
     """
     if config.name in ("tensorboard", "trackio") and not installed(config.name):
         raise ValueError(f"logger={config.name} needs pip install -e '.[{config.name}]'")

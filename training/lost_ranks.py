@@ -1,8 +1,8 @@
-"""Notices that another rank ended, for which NCCL would wait until its timeout.
+"""Notices that another rank ended. NCCL alone would wait for that rank until its timeout.
 
-A thread of each rank waits for the ends of the others' processes on this host, and for word from
-one that failed anywhere. Then it aborts NCCL's messages: whoever waits for the GPU goes on, and
-`RankLost` is raised before what it got is used.
+In each rank a thread watches the other ranks' processes on this host, and looks for a failure that
+a rank on any host reported. Then it aborts NCCL's communication, so that a wait for the GPU ends.
+`RankLost` is raised before anyone uses the data that arrived.
 """
 
 import atexit
@@ -16,7 +16,7 @@ from typing import Any
 
 from training.files import Row
 
-PAUSE = 1000  # milliseconds between two looks for word from another host
+PAUSE = 1000  # milliseconds between two looks for a reported failure
 
 
 class RankLost(RuntimeError):
@@ -24,7 +24,7 @@ class RankLost(RuntimeError):
 
 
 class Watch:
-    """`lost` is what summary.json says of the rank that ended; None as long as all are there."""
+    """Watches the other ranks. `lost` is what summary.json says of one that ended, or None."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self.store, self.rank = store, rank
@@ -34,7 +34,7 @@ class Watch:
         store.set(f"process {rank}", json.dumps([_place(), os.getpid()]))
         for other in range(world):
             place, pid = json.loads(store.get(f"process {other}"))
-            # pidfd_open() is Linux's, and not every sandbox has it
+            # only Linux has pidfd_open(), and some sandboxes refuse it
             if other != rank and place == _place() and hasattr(os, "pidfd_open"):
                 with contextlib.suppress(OSError):
                     self.others[os.pidfd_open(pid)] = other
@@ -44,14 +44,14 @@ class Watch:
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """The run is over: from here on ranks end one by one."""
+        """Stop watching: the run is over, and the ranks now end one by one."""
         if self.thread.is_alive():
             os.write(self.sleeper, b"x")
             self.thread.join(10)
         atexit.unregister(self.stop)
 
     def check(self) -> None:
-        """Raise RankLost where another rank ended."""
+        """Raise RankLost if another rank ended."""
         if self.lost is not None:
             raise RankLost(self.lost.get("error") or self.lost["status"])
 
@@ -74,21 +74,21 @@ class Watch:
         abort_nccl()
 
     def _reason(self, ended: list[int]) -> Row | None:
-        """Why this rank cannot go on; None where it can. ended: ranks whose process is gone."""
+        """Why this rank cannot go on; None if it can. ended: ranks whose process is gone."""
         try:
             if told := self._word():
                 return told
             ended = [rank for rank in ended if not self.store.check([f"left {rank}"])]
             if not ended:
                 return None
-        except RuntimeError:  # whoever keeps the store is gone
+        except RuntimeError:  # the process that keeps the store is gone
             pass
         who = f"rank {ended[0]}" if ended else "another rank"
         reason = f"{who} ended and did not say why: it was killed, or lost"
         return {"status": "failed", "error": reason} | ({"rank": ended[0]} if ended else {})
 
     def _word(self) -> Row | None:
-        """What another rank says of its failure."""
+        """The failure that another rank reported, or None."""
         if not self.store.check(["failed"]):
             return None
         told = json.loads(self.store.get("failed"))
@@ -96,22 +96,22 @@ class Watch:
 
 
 def _place() -> list[str]:
-    """Where a process's id means this process."""
+    """The host and the PID namespace in which this process has its id."""
     with contextlib.suppress(OSError):
         return [socket.gethostname(), os.readlink("/proc/self/ns/pid")]
     return [socket.gethostname(), ""]
 
 
 def abort_nccl() -> None:
-    """End NCCL's kernels. All groups at the same time: one that ends frees memory, for which CUDA
-    waits until the others' kernels have ended too.
+    """Abort the kernels of all NCCL groups at the same time. A group that ends frees memory, and
+    CUDA delays that until the kernels of the other groups have ended too.
     """
     import torch
     from torch.distributed import distributed_c10d
 
     threads = []
     for group in list(distributed_c10d._world.pg_map):
-        with contextlib.suppress(RuntimeError):  # it has no backend for a GPU
+        with contextlib.suppress(RuntimeError):  # the group has no GPU backend
             backend = group._get_backend(torch.device("cuda"))
             if backend.name() == "nccl":
                 threads.append(Thread(target=backend.abort, daemon=True))

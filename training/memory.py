@@ -1,9 +1,8 @@
 """How much memory a run used, how much it may use, and what to report when it ran out.
 
-PyTorch's allocator counts tensors, on a GPU at any time, on a CPU while the profiler watches one
-step. Linux provides pages only when they are touched: an oversized allocation on a CPU succeeds,
-and the kernel kills the process later. `cpu_memory_limit` turns that into an error that can be
-caught.
+PyTorch's allocator counts tensors: on a GPU always, on a CPU while the profiler records one step.
+Linux provides pages only when they are touched. So an oversized allocation on a CPU succeeds, and
+the kernel kills the process later. `cpu_memory_limit` turns that into an error that can be caught.
 """
 
 import contextlib
@@ -28,12 +27,12 @@ LINUX = sys.platform == "linux"
 
 
 class MemoryMeter:
-    """Peak memory of one run, of the rank that needs most, in GiB.
+    """Peak memory of one run in GiB, on the rank that needs most.
 
-    memory/peak_gib      of tensors, with weights, gradients and the optimizer's state. A GPU's
-                         allocator knows it at any time. On a CPU it is that of the steps that were
-                         measured(), and None before the first.
-    memory/reserved_gib  what the allocator holds of a GPU, with fragmentation; None on a CPU
+    memory/peak_gib      tensors, including weights, gradients and optimizer state. On a GPU the
+                         allocator always knows it. On a CPU only steps inside measured() count;
+                         before the first it is None.
+    memory/reserved_gib  GPU memory that the allocator reserves, with fragmentation; None on a CPU
     memory/process_gib   resident memory of the process, with Python and its libraries
     """
 
@@ -54,17 +53,17 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def measured(self, *held: Any) -> Iterator[None]:
-        """Measure this block of a CPU's work; `held` are nested tensors that are there before it.
+        """Measure the peak of this block on a CPU; `held` are nested tensors that exist before it.
 
-        Counts every block that PyTorch's allocator gives out, also to compiled code, and what is
-        freed of those. Memory that libraries take by themselves is not seen.
+        Counts everything that PyTorch's allocator hands out and gets back, in compiled code too.
+        Memory that libraries allocate by themselves is not counted.
         """
         # there can be one profiler at a time, and scripts.profile starts one
         if self.device.type != "cpu" or torch.autograd._profiler_enabled():
             yield
             return
-        gc.collect()  # PyTorch warns where garbage from before is freed on the way
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports each start and stop
+        gc.collect()  # PyTorch warns if older garbage is freed while it profiles
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it logs each start and stop
         with torch.autograd.profiler.profile(profile_memory=True) as profile:
             yield
         events = (event for event in profile.kineto_results.events() if event.name() == "[memory]")
@@ -73,7 +72,7 @@ class MemoryMeter:
         self._step_bytes = max(peak, self._step_bytes or 0)
 
     def peak_gib(self) -> float | None:
-        """Of tensors: on a GPU since reset(), on a CPU of the measured steps."""
+        """Peak of tensors: on a GPU since reset(), on a CPU in the measured steps."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / GIB
         return self._step_bytes and self._step_bytes / GIB
@@ -84,7 +83,7 @@ class MemoryMeter:
         return torch.cuda.max_memory_reserved(self.device) / GIB
 
     def process_gib(self) -> float:
-        """Resident memory since reset(), or where the system cannot forget, of the process."""
+        """Peak resident memory since reset(), or of the whole process if reset() has no effect."""
         if LINUX:
             return _proc_field("/proc/self/status", "VmHWM") / GIB
         import resource
@@ -93,7 +92,7 @@ class MemoryMeter:
         return peak * (1 if sys.platform == "darwin" else 1024) / GIB
 
     def row(self) -> dict[str, float | None]:
-        """The three by their names in metrics.jsonl. All ranks must call it."""
+        """The three peaks by their names in metrics.jsonl. All ranks must call it."""
         row = self.ranks.largest_of(
             {
                 "memory/peak_gib": self.peak_gib(),
@@ -113,13 +112,13 @@ class MemoryMeter:
 
 
 def bytes_of(*trees: Any) -> int:
-    """The memory behind the tensors of nested values, each once."""
+    """Bytes of the tensors in nested values; a storage that tensors share counts once."""
     storages = (x.untyped_storage() for x in tree_leaves(trees) if isinstance(x, torch.Tensor))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def in_use_gib() -> float:
-    """What this process holds: tensors on a GPU, else resident memory, or 0 off Linux."""
+    """GiB that this process holds: tensors on a GPU, else resident memory, or 0 off Linux."""
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated() / GIB
     return _proc_field("/proc/self/status", "VmRSS") / GIB if LINUX else 0.0
@@ -129,12 +128,12 @@ def in_use_gib() -> float:
 def cpu_memory_limit(
     *, margin_bytes: int = 512 * 1024**2, at_most: int | None = None, processes: int = 1
 ) -> Iterator[None]:
-    """Limit this process to the free memory less a margin, and to `at_most` bytes. As many
-    `processes` share the free memory.
+    """Limit this process to the free memory less a margin, divided among `processes`, and to
+    `at_most` bytes.
 
     An oversized tensor then raises PyTorch's allocator error. Otherwise the kernel's out-of-memory
-    killer would end the whole sweep. Does nothing off Linux, nor once CUDA runs: drivers reserve
-    far more addresses than memory. Child processes inherit the limit.
+    killer would end the whole sweep. Does nothing off Linux, nor once CUDA runs, because drivers
+    reserve far more addresses than memory. Child processes inherit the limit.
     """
     if not LINUX or torch.cuda.is_initialized():
         yield
