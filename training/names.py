@@ -39,7 +39,7 @@ class Names(NamedTuple):
 
 def attention_names(chosen: AttentionConfig) -> list[tuple[int, str]]:
     """Each attention that these settings ask for, with the step after which it is used."""
-    # a switch changes the backend, and the layers go on computing what they did
+    # a switch changes the backend; the layers still compute the same function
     function = chosen.function()
     names = [(0, attention_name(chosen.backend_name, chosen.backend_options() | function))]
     if chosen.switch_at is not None:
@@ -73,7 +73,7 @@ def as_typed(value: Any) -> str:
 
 
 def name_runs(rows: Sequence[Mapping[str, Any]]) -> list[Names]:
-    """The names of runs that are shown together, by their summaries or lines of the index."""
+    """The names of runs that are shown together, given their summaries or index lines."""
     dropped = {"attention", "seq_len", "seed"}
     # a run that was resumed for more steps stays with its variant
     fresh = [row for row in rows if not _given(row, "resume")]
@@ -98,7 +98,7 @@ def name_runs(rows: Sequence[Mapping[str, Any]]) -> list[Names]:
 
 
 def name_run(row: Mapping[str, Any]) -> Names:
-    """The names of a run that belongs to no sweep, which differs from others in all it asks for."""
+    """The names of a run outside a sweep, with all its settings that change what it learns."""
     beside = (*WATCHING, "logger", "device")
     asked = [each for each in row.get("overrides") or [] if not each.startswith(beside)]
     names, _ = name_runs([{**row, "overrides": asked}, {}])
@@ -108,7 +108,7 @@ def name_run(row: Mapping[str, Any]) -> Names:
 def differing_settings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """For each run its attention, seq_len, seed and overrides, without those that all runs share.
 
-    Options of an attention are in its name.
+    The options of an attention count as part of its name.
     """
     settings = []
     for row in rows:
@@ -117,7 +117,7 @@ def differing_settings(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]
         setting |= {key: str(row[key]) for key in keys}
         unread = {"attention", "resume", "left_out", *(row.get("left_out") or {})}
         for key, value in _overrides(row).items():
-            # a switch to the same attention, or one that did not come, is in no name
+            # no name shows a switch to the same attention, or one that was never reached
             unnamed = key == "attention.switch_at" and value not in ("null", "None")
             unnamed = unnamed and len(attention_steps(row)) == 1
             if unnamed or not (key in unread or key.startswith("attention.")):
@@ -155,7 +155,7 @@ def attention_in_words(row: Mapping[str, Any]) -> str:
 
 
 def recorded_starts(row: Mapping[str, Any]) -> list[Row]:
-    """The starts of a run; see training.resume. One where its training never began."""
+    """The starts of a run; see training.resume. A run that never trained has one, too."""
     starts = row.get("starts")
     if starts and are_starts(starts):
         return starts
@@ -166,7 +166,7 @@ def recorded_starts(row: Mapping[str, Any]) -> list[Row]:
 
 
 def _with_its_options(row: Mapping[str, Any]) -> str:
-    """The attention of a run without starts, with the options in force or asked for."""
+    """The attention of a run without starts, with the options that it used or was given."""
     options: Row = {}
     for given in (row.get("options"), row.get("function")):
         options |= given if isinstance(given, dict) else {}
@@ -187,7 +187,7 @@ def _overrides(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _given(row: Mapping[str, Any], key: str) -> str | None:
-    """What the command line said of a key, if it did."""
+    """The value that the command line gave to a key, or None."""
     return _overrides(row).get(key)
 
 

@@ -17,10 +17,10 @@ FUSED_DEVICES = ("cpu", "cuda")
 
 
 class Uncompiled:
-    """An optimizer's methods without their wrappers.
+    """An optimizer's methods without PyTorch's wrappers.
 
-    These import torch.compile, which takes seconds, only to keep the methods out of it. Nothing
-    compiles an optimizer here.
+    The wrappers import torch.compile, which takes seconds, only to exclude the methods from it.
+    Nothing here compiles an optimizer.
     """
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -106,8 +106,8 @@ class Muon(Uncompiled, torch.optim.Muon):
 class MuonAndAdamW:
     """Two optimizers, each with its own parameters, that training uses as one.
 
-    It has the part of a torch.optim.Optimizer that the loop, checkpoints and GradScaler use. The
-    last reads the gradients of param_groups, and skips step() for both.
+    It has the part of torch.optim.Optimizer that the loop, checkpoints and GradScaler use.
+    GradScaler reads the gradients of param_groups, and skips step() for both optimizers.
     """
 
     def __init__(self, muon: Muon, adamw: torch.optim.AdamW):
@@ -151,8 +151,8 @@ def clip_heads(model: nn.Module, max_scores: Tensor, limit: float) -> None:
     """QK-clip (Kimi K2, arXiv:2507.20534): scale down q and k of the heads whose largest score
     passed `limit`, by limit / score.
 
-    max_scores (num_layers, H), of the step's passes; a head whose score is not finite stays. q and
-    k share the factor; where heads share their keys, q alone takes it.
+    max_scores (num_layers, H): of the step's passes. A head whose score is not finite stays as it
+    is. q and k are each scaled by the root of the factor; with grouped keys, q takes all of it.
     """
     for block, scores in zip(model.blocks, max_scores, strict=True):
         layer = block.attention

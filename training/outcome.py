@@ -82,7 +82,7 @@ def outcome_of(
             f"error: {reason}, and cannot end a run; raise an exception of another type there"
         )
         return {"status": "failed", "error": reason}
-    # users can mend a ValueError or OSError by its message; other errors are ours
+    # the message of a ValueError or OSError tells users what to fix; other errors are our bugs
     if not isinstance(error, (ValueError, OSError)):
         log.error("".join(traceback.format_exception(error)))
     way_out = ""
@@ -105,7 +105,7 @@ def after_training(what: str, summary: Row) -> Iterator[None]:
     """Guards what is made after a run. A failure is logged and noted in the summary, not raised."""
     try:
         yield
-    # a plotting library, a tokenizer, or a kernel without single queries may raise anything
+    # a plotting library, a tokenizer, or a kernel that takes no single query may raise anything
     except Exception as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         log.error(f"error after the training: no {what}: {reason}")

@@ -1,4 +1,4 @@
-"""Imports of our own modules beside a config.py or data/ of the user's."""
+"""Imports our own modules even if the user's folder has a config.py or data/ too."""
 
 import contextlib
 import importlib.machinery
@@ -10,15 +10,15 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[1]
 OURS = {"attention", "conformance", "config", "data", "lab", "model", "scripts", "train"}
 OURS |= {"training"}
-# ours, while the user's modules of the same names are in sys.modules
+# our modules, set aside while the user's modules of the same names are in sys.modules
 _aside: dict[str, ModuleType] = {}
 
 
 @contextlib.contextmanager
 def own_modules() -> Iterator[None]:
-    """While it lasts, `import config` and the like find this project's modules.
+    """Inside this context, `import config` and the like find this project's modules.
 
-    Afterwards they find the user's again, where the user's folder has a module of that name.
+    Afterwards they find the user's again, if the user's folder has modules of these names.
     """
     foreign = {name: sys.modules.pop(name) for name in _loaded() if not _is_ours(sys.modules[name])}
     sys.modules.update(_aside)

@@ -10,7 +10,7 @@ from zlib import crc32
 BLUE, ORANGE, GREEN, PINK = "#0072b2", "#e69f00", "#009e73", "#cc79a7"
 VERMILION, SKY, GRAY, VIOLET = "#d55e00", "#56b4e9", "#8a8a8a", "#7a5cc4"
 INK = "#1c1c1e"
-ON_DARK = 0.35  # so much white goes into a colour that stands on dark paper
+ON_DARK = 0.35  # share of white mixed into a colour on a dark background
 
 BACKENDS = {
     "triton": BLUE,
@@ -35,13 +35,13 @@ BACKENDS = {
 }
 # a user's own attention has one of these, always the same
 OTHERS = ("#00868b", "#a0522d", "#c71585", "#556b2f", "#6a5acd")
-# variants of one attention: so much white (or black, below 0) in its colour
+# share of white (of black, if negative) in the colours of the variants of one attention
 SHADES = (0.0, -0.45, 0.35, -0.25, 0.2)
 
 
 def variant_colors(variants: Mapping[str, str]) -> dict[str, str]:
-    """A colour for each variant, given the attention of each. The first of an attention has its
-    colour, the others shades of it.
+    """A colour for each variant, given {variant: attention}. The first variant of an attention has
+    the attention's colour, the others have shades of it.
     """
     colors: dict[str, str] = {}
     seen: dict[str, int] = {}
@@ -54,7 +54,7 @@ def variant_colors(variants: Mapping[str, str]) -> dict[str, str]:
 
 
 def mixed(color: str, share: float) -> str:
-    """The colour with a share of white in it, or with one of black where the share is negative."""
+    """The colour mixed with a share of white, or of black if the share is negative."""
     goal = 255 if share > 0 else 0
     parts = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(part + abs(share) * (goal - part)):02x}" for part in parts)

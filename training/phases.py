@@ -1,12 +1,12 @@
-"""Where the seconds of a run go, and a line that says what it is doing when that takes long.
+"""Counts where the seconds of a run go, and reports what it is doing if that takes long.
 
     with phase("evaluating", "evaluating on 64 sequences"):
         ...
 
 The names of phases, which are the keys of seconds_by_phase in summary.json:
 
-    starting     imports, data, model. It counts from the first line of train.py: the start of
-                 Python itself is missing
+    starting     imports, data, model. It counts from the first line of train.py, without the
+                 start of Python itself
     compiling    torch.compile and Triton, whichever phase needs them
     training     the steps, without what is compiled in them
     evaluating   val/loss and the like
@@ -17,8 +17,8 @@ The names of phases, which are the keys of seconds_by_phase in summary.json:
     sampling     sample.txt
     other        the rest
 
-Seconds count for the innermost phase alone. They add up to the time of the newest start of a run,
-which is wall_seconds unless it was resumed. Steps of a GPU count where the host waits for them.
+Seconds count for the innermost phase only. They add up to the time of the newest start of a run,
+which is wall_seconds unless it was resumed. GPU time counts in the phase that waits for it.
 """
 
 import logging
@@ -30,7 +30,7 @@ from typing import Any
 
 log = logging.getLogger("tilegpt")
 
-BETWEEN = ("starting", "other")  # not worth a line by themselves
+BETWEEN = ("starting", "other")  # not worth a line
 
 
 class Phases:
@@ -43,7 +43,7 @@ class Phases:
         self.began = self._charged = clock() if began is None else began
         self.spent: dict[str, float] = {}
         self.stack = [Phase("starting", "loading PyTorch", self.began)]
-        self.signal: str | None = None  # one that waits for its answer
+        self.signal: str | None = None  # one that came and is not reported yet
         self._over = threading.Event()
 
     def __enter__(self) -> "Phases":
@@ -65,11 +65,11 @@ class Phases:
         """End all phases but the first `depth`: an error may have left some of them open."""
         self.charge()
         del self.stack[max(depth, 1) :]
-        if depth <= 1:  # what follows is another part of it
+        if depth <= 1:  # another part of it begins
             self.stack[0] = Phase(self.stack[0].name, self.stack[0].name, self.clock())
 
     def started(self) -> None:
-        """The training begins: what is in no phase is `other` from here on."""
+        """The training begins: from here on, time outside of phases counts as `other`."""
         self.charge()
         self.stack[0] = Phase("other", "other", self.clock())
 
@@ -93,7 +93,7 @@ class Phases:
             self.tick()
 
     def tick(self) -> None:
-        """Say what takes long, and answer a signal. No lock: this only reads the stack."""
+        """Report what takes long, and a signal that came. No lock: this only reads the stack."""
         phase, now = self.stack[-1], self.clock()
         so_far = f"{phase.words}, {now - phase.began:.0f} s so far"
         if self.signal is not None:
@@ -112,7 +112,7 @@ class Phases:
 
 
 class Phase:
-    """What goes on, since when, and after how many seconds to say so."""
+    """A phase: what goes on, since when, and after how many seconds to report it."""
 
     def __init__(self, name: str, words: str, began: float):
         self.name, self.words, self.began, self.patience = name, words, began, 2
@@ -145,15 +145,15 @@ def phase(name: str, words: str | None = None) -> Iterator[None]:
 
 
 def doing(words: str) -> None:
-    """Say more closely what the present phase is doing."""
+    """Describe what the current phase is doing now."""
     _current.stack[-1].words = words
 
 
 def count_compiling() -> None:
-    """From here on, what torch.compile and Triton take counts as compiling. Loads both."""
+    """From here on, count the time of torch.compile and Triton as compiling. Imports both."""
     from torch._dynamo.callback import callback_handler
 
-    # torch._dynamo.reset(), which follows each run, forgets them
+    # torch._dynamo.reset(), which follows each run, removes these callbacks
     if _began_compiling not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_began_compiling)
         callback_handler.register_end_callback(_ended_compiling)
@@ -176,7 +176,7 @@ def _compiled_by_triton(*, times: Any, **_: Any) -> None:
 
 
 def in_words(seconds: dict[str, float]) -> str:
-    """79 s: 31 compiling, 17 training, ... without what took less than a second, unless all did."""
+    """79 s: 31 compiling, 17 training, ... Phases below a second are left out, unless all are."""
     total, digits = sum(seconds.values()), 0
     shown = {name: each for name, each in seconds.items() if each >= 1}
     if not shown:

@@ -1,32 +1,32 @@
-"""How much memory a training step takes, before it runs: counted from the code, part by part.
+"""Predicts how much memory a training step takes, counted from the code, part by part.
 
 predict_peak_bytes(config, vocab_size, backend, dtype, device)    # a run, by its RunConfig
 predict_step(model_config, vocab_size=..., batch_size=..., ...)   # a step of a model
 
-A block keeps, in bytes for each token (C hidden_size, e bytes of an element of the matrix products:
-2 under 16-bit autocast):
+For its backward pass a block keeps these bytes per token. C is hidden_size; e is the bytes of an
+element of the matrix products, 2 under 16-bit autocast:
 
     residual stream, twice   4 C + 4 C     float32, the inputs of the two norms
     inputs of the products   e (C + C)     of qkv and of the MLP; proj reads the attention's own
                              output
-    attention                e (3 C + C)   q, k, v and out, and 4 bytes a head of lse; naive keeps
-                             (4 + e) N a head instead of lse
+    attention                e (3 C + C)   q, k, v and out, plus 4 bytes per head for lse; naive
+                             keeps (4 + e) N per head instead of lse
     MLP                      e (4 C + 4 C) before and after the gelu
 
-With model.checkpoint=attention a block keeps its input, 4 C, and the attention's line, of which a
-compiled graph keeps only out and lse. With checkpoint=block it keeps its input, and with
-offload=true the host keeps that. What is recomputed is there for one block at a time, or for
+With model.checkpoint=attention a block keeps its input, 4 C, and the attention's line; a compiled
+graph keeps only out and lse of that line. With checkpoint=block it keeps its input, which
+offload=true moves to the host. Recomputed tensors exist for one block at a time, or for
 chunk_tokens of one block.
 
-The float32 parameters, their gradients and AdamW's two moments add 16 bytes a parameter. Autocast
-adds 16-bit copies of the matrices, and the loss the gradients that it has ready. The rest is what
-the largest phase works with: the logits of a chunk, the backward pass of an MLP or of an attention,
-or the optimizer.
+The float32 parameters, their gradients and AdamW's two moments add 16 bytes per parameter. Autocast
+adds 16-bit copies of the matrices. The loss adds gradients, which it computes in its forward pass.
+The rest is the working memory of the largest phase: the logits of a chunk, the backward pass of an
+MLP or of an attention, or the optimizer.
 
 tests/training/test_plan_bytes.py compares the formulas with PyTorch's own count of saved bytes and
-of live tensors. Three things are not modelled: gaps in the allocator's blocks; a torch.compile that
-keeps or recomputes other tensors than the version behind these formulas; and optim=muon, whose
-matrices have one moment where AdamW's have two.
+of live tensors. Three things are not modelled: gaps in the allocator's blocks; other versions of
+torch.compile, which may keep or recompute other tensors; and optim=muon, which has one moment per
+matrix instead of AdamW's two.
 
 Dimensions: B batch, N tokens of a sequence, C hidden_size, H query heads, H_kv key/value heads, D
 head dim.
@@ -45,7 +45,7 @@ from model.gpt import count_parameters, mlp_width
 from model.loss import chunk_rows, padded_vocab
 from training.schedule import will_compile
 
-# one each of cuBLAS and cuBLASLt, at the CUBLAS_WORKSPACE_CONFIG=:4096:8 that training sets
+# one for cuBLAS and one for cuBLASLt, with the CUBLAS_WORKSPACE_CONFIG=:4096:8 that training sets
 CUDA_WORKSPACES = 2 * 8 * 4096 * 1024
 
 MATERIALISED = "materialised"
@@ -68,12 +68,12 @@ def kind_of(backend: Backend, device: str) -> str:
         return MATERIALISED
     if not backend.observable or options.get("impl") == "triton":
         return LIBRARY if backend.name == "sdpa" else FUSED
-    # a defect has no closed backward, and statistics in the inputs' dtype are too coarse for one
+    # a defect has no closed-form backward; statistics in the inputs' dtype are too coarse for one
     return TILE_LOOP if backend.exact and options.get("softmax_dtype") != "input" else RECOMPUTED
 
 
 def mlp_widths(config: ModelConfig) -> tuple[int, int]:
-    """Features out of the first matrix and into the second."""
+    """Output features of the MLP's first matrix, and input features of its second."""
     width = mlp_width(config)
     return 2 * width if config.activation == "swiglu" else width, width
 
@@ -86,7 +86,7 @@ def matrix_elements(config: ModelConfig) -> int:
 
 
 def own_parameters(config: ModelConfig, backend: Backend) -> int:
-    """The parameters that an attention brings itself, of all layers."""
+    """Number of parameters that the attention modules of all layers have themselves."""
     if backend.module is None:
         return 0
     shape = {
@@ -101,7 +101,7 @@ def own_parameters(config: ModelConfig, backend: Backend) -> int:
 
 
 def parameter_count(config: ModelConfig, vocab_size: int) -> int:
-    """count_parameters(model), without the model and without own_parameters()."""
+    """count_parameters(model) without building the model, and without own_parameters()."""
     width, (up, _) = config.hidden_size, mlp_widths(config)
     norm = width * (2 if config.norm == "layernorm" and config.bias else 1)
     block = matrix_elements(config) + 2 * norm
@@ -125,7 +125,7 @@ class StepShape:
     dtype: torch.dtype  # of the matrix products: float32, bfloat16 or float16
     device: str = "cuda"
     compiled: bool = False
-    accumulates: bool = False  # gradients of earlier passes are there already
+    accumulates: bool = False  # gradients of earlier passes exist already
     ranks: int = 1  # that add up their gradients
     # ranks share the heads of a sequence (attention/context.py), and seq_len is a rank's part
     shares_heads: bool = False
@@ -143,11 +143,11 @@ class StepShape:
         # the share of a sequence in one chunk
         self.chunk = min(1, (config.chunk_tokens or self.seq_len) / self.seq_len)
         self.offloads = config.offload and not self.on_cpu
-        # whether q and k are tensors of their own beside the packed qkv
+        # whether q and k become separate tensors beside the packed qkv
         self.rotates = config.positions == "rope" or config.qk_norm
         # bytes of the residual stream, (B, N, C) in float32
         self.residual = 4 * self.tokens * self.width
-        # bytes in the dtype of the products: q (as long as out), k (as long as v), all three, the
+        # bytes in the dtype of the products: q (and out), k (and v), q, k and v together, the
         # result of the MLP's first matrix, the input of its second
         self.q = self.element * self.tokens * self.width
         self.k = self.q * config.kv_heads // config.num_heads
@@ -155,7 +155,7 @@ class StepShape:
         up, down = mlp_widths(config)
         self.up = self.element * self.tokens * up
         self.down = self.element * self.tokens * down
-        # the mask of a dropout in a block, and the copies of a block's matrices that autocast makes
+        # bytes of one dropout mask in a block, and of autocast's copies of a block's matrices
         self.mask = dropout_mask(self, self.element)
         self.copies = self.element * matrix_elements(config) if self.narrow else 0
         # float32 gradients of the MLP's second matrix and of the output layer
@@ -165,7 +165,7 @@ class StepShape:
 
 @dataclass(frozen=True)
 class PartBytes:
-    """One part of the model in a training step."""
+    """Bytes of one part of the model in a training step."""
 
     saved: int  # kept for the backward pass
     forward: int = 0  # peak of the forward pass, beside saved
@@ -173,7 +173,7 @@ class PartBytes:
 
 
 def attention_call(step: StepShape) -> PartBytes:
-    """One call of the attention, counted from the code of each kind. It saves its output too, but
+    """One call of the attention, counted from the code of each kind. `saved` has the output, but
     not q, k and v.
     """
     if step.kind == MATERIALISED:
@@ -184,21 +184,21 @@ def attention_call(step: StepShape) -> PartBytes:
 
 
 def probabilities(step: StepShape) -> int:
-    """N x N for each head, once in float32 and once in v's dtype."""
+    """Bytes of the N x N probabilities of all heads, once in float32 and once in v's dtype."""
     return step.tokens * step.config.num_heads * step.seq_len * (4 + step.element)
 
 
 def materialised_call(step: StepShape) -> PartBytes:
     scores, mask = step.tokens * step.config.num_heads * step.seq_len, step.seq_len**2
-    # the result of tanh, of which a compiled graph keeps half
+    # the result of tanh; a compiled graph keeps it in half the bytes
     capped = (2 if step.compiled else 4) * scores if step.softcap else 0
     # k and v repeated for the query heads. A compiled graph leaves out the mask, and the float32
     # copies of narrow q and k
     operands = 2 * step.q
     if not step.compiled:
         operands = mask + (2 * step.residual + step.q if step.narrow else 2 * step.q)
-    # softmax's backward: p (among the saved), its gradient, the result, and on a GPU the product of
-    # the first two
+    # softmax's backward: p (already in saved), its gradient, the result, and on a GPU the product
+    # of the first two
     backward = (12 if step.on_cpu else 16) * scores - probabilities(step)
     return PartBytes(
         saved=probabilities(step) + capped + operands,
@@ -214,14 +214,15 @@ def fused_call(step: StepShape) -> PartBytes:
         # PyTorch's flash kernel sums dq in float32, and copies out and d_out into its own layout
         backward += 2 * step.residual
     elif not step.on_cpu and step.element == 2 and step.config.head_dim in (64, 128):
-        # Triton's kernels for Hopper sum dq in float32 too; planned alike on every GPU
+        # Triton's kernels for Hopper sum dq in float32 too; the plan assumes them on every GPU
         backward += step.residual + lse + dk_dv_of_shares(step)
     return PartBytes(step.q + lse, backward=backward)
 
 
 def dk_dv_of_shares(step: StepShape) -> int:
-    """What Triton's kernels for Hopper keep of dk and dv until they are summed over the shares of a
-    group's query heads, on an H200: 132 multiprocessors, 60 MiB of L2 cache."""
+    """Bytes of partial dk and dv in Triton's kernels for Hopper, one part for each share of a
+    group's query heads, before they are summed. An H200: 132 multiprocessors, 60 MiB of L2 cache.
+    """
     heads, kv_heads = step.config.num_heads, step.config.kv_heads
     blocks = step.batch_size * kv_heads * -(-step.seq_len // 128)
     streamed, cache = 8 * step.seq_len * step.config.head_dim, 60 * 2**20
@@ -251,8 +252,8 @@ def tile_loop_call(step: StepShape) -> PartBytes:
     if step.kind == TILE_LOOP:
         saved = step.q + lse
         return PartBytes(saved, forward - saved, max(20 * tile + row_tile + d_kv + step.q, end))
-    # plain autograd inside one tile of queries keeps every tile of its keys, with an accumulator
-    # for each
+    # inside one tile of queries, plain autograd keeps every tile of keys and an accumulator for
+    # each
     score = (14 if step.narrow else 9) + 5 * head_dim / block_kv + (4 if step.softcap else 0)
     keys = min(step.seq_len, (step.window or step.seq_len) + block_q)
     backward = round(rows * keys * score) + max(d_kv + 2 * step.q, end - 24 * tile)
@@ -260,7 +261,7 @@ def tile_loop_call(step: StepShape) -> PartBytes:
 
 
 def dropout_mask(step: StepShape, element: int) -> int:
-    """What one dropout of (B, N, C) keeps."""
+    """Bytes that one dropout of (B, N, C) keeps."""
     if not step.config.dropout:
         return 0
     # the CPU's dropout keeps its mask in the dtype of its input
@@ -301,20 +302,20 @@ def qkv_saved(step: StepShape) -> int:
     if step.kind == MATERIALISED:
         # it keeps repeated k and v instead, and float32 copies of narrow q and k
         return step.q if step.compiled or not step.narrow else 0
-    # exchanged q and k are what their rotated ones become
+    # where ranks exchange heads, the exchanged q and k replace the rotated ones
     beside = step.rotates and step.chunk == 1 and not step.shares_heads
     return step.qkv + (step.q + step.k if beside else 0)
 
 
 def merged_saved(step: StepShape) -> int:
-    """What proj keeps of the attention's output, beside what the attention itself keeps."""
+    """The copy of the attention's output that proj keeps, if any."""
     merged = step.config.num_heads > 1
     if step.kind in (FUSED, LIBRARY):
         # no copy where the kernel writes (B, N, H, D): Triton's does, PyTorch's follows q's layout
         copied = step.rotates and step.backend.name != "triton" and step.chunk == 1
         merged &= copied or step.shares_heads
     elif step.kind != TILE_LOOP:
-        merged = True  # the other two keep no output themselves
+        merged = True  # the other two kinds keep no output themselves
     return step.q if merged else 0
 
 
@@ -325,7 +326,7 @@ def attention_bytes(step: StepShape) -> PartBytes:
 
 
 def activation_saved(step: StepShape) -> int:
-    """The input of `down`, and for swiglu silu(gate), which a compiled graph computes again."""
+    """The input of `down`, and for swiglu silu(gate), which a compiled graph recomputes."""
     gated = step.config.activation == "swiglu" and not step.compiled
     return step.down * (2 if gated else 1)
 
@@ -334,7 +335,7 @@ def mlp_bytes(step: StepShape) -> PartBytes:
     """The MLP with its norm and its dropout."""
     inputs = norm_saved(step) + step.q
     if step.compiled and step.on_cpu and step.config.norm == "layernorm" and not step.mask:
-        inputs -= step.residual - step.q  # a graph keeps the branch, and adds it again
+        inputs -= step.residual - step.q  # the graph keeps the branch and adds it again
     # the product reads a copy of the residual stream's gradient: cast, or masked by dropout
     copy = step.q if step.narrow or step.config.dropout else 0
     # the gradient of the activation's input is as wide as `up`
@@ -381,12 +382,14 @@ def before_saved(step: StepShape) -> int:
 
 
 def block_saved(step: StepShape) -> int:
-    """All that a block computes."""
+    """All that a block keeps without checkpointing."""
     return before_saved(step) + attention_bytes(step).saved + step.mask + mlp_bytes(step).saved
 
 
 def kept_by_block(step: StepShape) -> tuple[int, int]:
-    """What model.checkpoint lets a block keep on the device, without its attention and of it."""
+    """Bytes that a block keeps on the device under model.checkpoint: outside of its attention, and
+    in it.
+    """
     checkpoint, attention = step.config.checkpoint, attention_bytes(step).saved
     if checkpoint == "none":
         return block_saved(step) - attention, attention
@@ -408,7 +411,7 @@ class StepBytes:
     gradients: int
     optimizer: int  # AdamW's two moments
     weight_copies: int  # the matrices in the dtype of the products
-    blocks: int  # activations kept by the blocks and the last norm, without the attention's
+    blocks: int  # activations kept by the embedding, the blocks outside attention, the last norm
     # what the attention calls keep: q, k, v, out and lse, or the N x N probabilities
     attention: int
     scores: int  # the part of attention that grows with N x N
@@ -478,18 +481,18 @@ def gradient_message(parameters: int) -> int:
 
 
 def phases_of_block(step: StepShape, state: int) -> dict[str, float]:
-    """Peaks of the last block, if it keeps what it needs or is recomputed as a whole; state is what
-    the step holds then.
+    """Peaks while the last block runs backward, if it keeps its activations or is recomputed as a
+    whole. `state` is what the step holds at that time.
     """
     attention, mlp = attention_bytes(step), mlp_bytes(step)
     mlp_work = mlp.backward + step.d_down
-    # variables of the functions around the call: the normalised input, and qkv if the call does not
-    # keep it
+    # local variables of the functions around the call: the normalised input, and qkv if the call
+    # does not keep it
     variables = step.residual + (step.qkv if step.kind == MATERIALISED else 0)
     forward = attention.forward + (0 if step.compiled else variables)
     d_out = step.residual + (step.q if step.narrow or step.config.dropout else 0)
     if step.config.checkpoint == "block":
-        # its forward pass runs while the incoming gradient is there
+        # the block's forward pass runs again beside the incoming gradient
         restored = step.chunk * step.residual if step.offloads else 0
         state += block_saved(step) - step.residual + restored + step.copies
         forward += step.residual
@@ -505,8 +508,9 @@ def phases_of_block(step: StepShape, state: int) -> dict[str, float]:
 
 
 def phases_of_halves(step: StepShape, state: int) -> dict[str, float]:
-    """Peaks of the last block, if the parts before and after its attention are recomputed each by
-    itself, a chunk at a time; state is what the step holds then, without the block's attention.
+    """Peaks while the last block runs backward, if the parts before and after its attention are
+    recomputed separately, a chunk at a time. `state` is what the step holds at that time, without
+    the block's attention.
     """
     attention, mlp, residual = attention_bytes(step), mlp_bytes(step), step.residual
     restored = step.chunk * residual if step.offloads else 0
@@ -516,7 +520,7 @@ def phases_of_halves(step: StepShape, state: int) -> dict[str, float]:
         # the chunks' gradients of x and of out collect beside the incoming one
         mlp_work += 2 * residual + step.q
         before += 2 * residual
-    # q, k and v are there even if the call does not keep them
+    # q, k and v exist even if the call does not keep them
     forward = attention.forward + (step.qkv if step.kind == MATERIALISED else 0)
     held = state + attention.saved
     return {
@@ -532,8 +536,8 @@ def predict_peak_bytes(
 ) -> StepBytes:
     """predict_step() of a run: config is its RunConfig; dtype and device are those it uses.
 
-    The peak is that of memory/peak_gib, which counts tensors on a CPU as on a GPU; Python and its
-    libraries, 0.3 to 0.7 GiB, are not in it.
+    The peak predicts memory/peak_gib, which counts only tensors, on a CPU as on a GPU. Python and
+    its libraries, 0.3 to 0.7 GiB, are not included.
     """
     device = torch.device(device).type
     how = {"compile_mode": config.compile, "score_mod": config.attention.score_mod is not None}
@@ -553,7 +557,7 @@ def predict_peak_bytes(
 
 
 def layer_sizes(config: Any) -> dict[str, Any]:
-    """What decides memory of the functions that the layers of a run compute, for StepShape."""
+    """Settings of the layers' functions that decide memory, as fields of StepShape."""
     windows = config.attention.layer_windows(config.model.num_layers)
     widest = None if None in windows else max(windows)
     return {"window": widest, "softcap": config.attention.softcap}

@@ -5,7 +5,7 @@
                                         pytorch_model.bin; and config.json
     init_from=FILE.safetensors          one file; a config.json beside it is read too
 
-The hub's host is tried first: by itself, huggingface_hub waits for it much longer.
+First a connection to the hub is tried, because huggingface_hub alone would wait much longer.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from training.files import Row
 log = logging.getLogger("tilegpt")
 
 SETTINGS = "config.json"
-# the first of these that is there holds the weights, or lists the files that do
+# the first of these that exists holds the weights, or lists the files that do
 WEIGHTS = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -47,7 +47,7 @@ class Pretrained(NamedTuple):
 
     def load_into(self, model: GPT) -> Row:
         """Load the weights; returns what a run records of them: their name, and the SHA-256 of each
-        file. Raises ValueError where they do not fit.
+        file. Raises ValueError if they do not fit the model.
         """
         try:
             load_hugging_face(model, dict(self._tensors()), self.settings)
@@ -77,7 +77,7 @@ class Pretrained(NamedTuple):
 
 
 def find_pretrained(name: str) -> Pretrained:
-    """The files of init_from=NAME, downloaded if need be. Raises ValueError without any."""
+    """The files of init_from=NAME, downloaded if needed. Raises ValueError if there are none."""
     path, candidates = Path(name).expanduser(), WEIGHTS
     otherwise = f"there is none of {', '.join(WEIGHTS)}"
     if path.is_file():
@@ -108,8 +108,8 @@ def local_file(folder: Path, file: str) -> Path | None:
 
 
 def hub_files(name: str) -> tuple[Callable[[str], Path | None], str | None]:
-    """What finds a file of a model on the hub; where only the cache can be read, also what to do
-    for a model that is not in it.
+    """A function that finds a file of a model on the hub. If only the cache can be read, also the
+    error message for a model that is not in it.
     """
     import huggingface_hub
     from huggingface_hub import constants
