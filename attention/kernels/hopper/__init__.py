@@ -1,3 +1,3 @@
-"""Flash-attention for NVIDIA's Hopper GPUs (sm_90) in Gluon, the language under Triton, where a
-program's warps have parts of their own.
+"""Flash-attention for NVIDIA's Hopper GPUs (sm_90) in Gluon, Triton's lower-level language, which
+gives each warp of a program its own role.
 """

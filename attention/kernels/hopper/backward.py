@@ -1,32 +1,32 @@
 """The backward kernel for Hopper: one pass over the keys gives dk, dv and dq, with five products a
 tile where the portable pair has seven.
 
-A program stays on its multiprocessor and draws one block of BLOCK_KV = 128 keys after the other,
-or, where it need not STAY, has one; of each it walks the queries that see it, for every query head
-of the group. Where there are too few blocks for all multiprocessors, the heads of a group are
-divided into shares. Each share has dk and dv of its own, which one more kernel adds up.
+With STAY, a program stays on its multiprocessor and takes one block of BLOCK_KV = 128 keys after
+the other; without, it computes one block. For each block it walks the queries that see it, for
+every query head of the group. If there are too few blocks for all multiprocessors, the heads of a
+group are divided into shares. Each share has its own dk and dv, and one more kernel sums them.
 
-The producer (one warp) has k, v, q and d_out tiles copied to shared memory, with each query's lse
-and delta beside them; its two consumers (four warps each) own 64 keys of a block apiece. While they
-finish a block, tiles of the next one arrive. Scores are transposed (keys, queries), as in
-attention/kernels/backward.py: p and ds feed dv and dk from registers. ds also goes to shared
-memory, where both consumers read it for dq. A step of 64 queries issues
+The producer (one warp) requests copies of k, v, q and d_out tiles to shared memory, and puts each
+query's lse and delta beside them. The two consumers (four warps each) own 64 keys of a block each.
+While they finish a block, tiles of the next one arrive. Scores are transposed (keys, queries), as
+in attention/kernels/backward.py, so p and ds enter the products for dv and dk from registers. ds
+also goes to shared memory, where both consumers read it for dq. A step of 64 queries issues
 
     scores = k q^T, dp = v do^T | dv += p do | (both have written ds) dq = ds^T k, dk += ds q
 
-and adds dq to global memory, in float32, while the product of dk runs. At head_dim 64 the registers
-have room for more: k and v, which are then operands from there, and a step of 128 queries in two
-parts, a and b, so that the exponentials of one run beside products of the other:
+and adds dq to global memory, in float32, while the product for dk runs. At head_dim 64 the
+registers have room for more. They hold k and v as operands, and a step takes 128 queries in two
+parts, a and b, so that the exponentials of one part overlap with products of the other:
 
     scores a, dp a, scores b | dp b, dv += p do of a,
     dk += ds q of a | dv += p do of b | (both have written ds) dq, dk += ds q of b
 
-Programs add to the same dq in any order, so dq is the same only up to rounding from run to run:
+Programs add to the same dq in any order, so its rounding differs from run to run:
 torch.use_deterministic_algorithms(True) takes the portable pair.
 
-Dimensions: H query heads, N queries, M keys, D head dim; a step is BLOCK_Q queries, one part of 64
-or two; a tile is 64 keys a consumer by one part; an item is what a ring's slot holds, the queries
-of a step; a visit is a program's work on one block of keys.
+Dimensions: H query heads, N queries, M keys, D head dim. A step is BLOCK_Q queries, in one or two
+parts of 64. A tile is a consumer's 64 keys by one part. An item is the contents of a ring's slot,
+the queries of a step. A visit is a program's work on one block of keys.
 """
 
 from triton.experimental import gluon
@@ -59,13 +59,13 @@ from attention.kernels.hopper.primitives import (
 OWN = gl.constexpr(64)  # keys of a consumer
 PART = gl.constexpr(64)  # queries of a part
 BLOCK_KV = gl.constexpr(128)
-# named barriers, of which Triton uses the first ones
+# named barriers; Triton uses the first ones
 BOTH = gl.constexpr(8)  # where the consumers meet
 Q_FREE = gl.constexpr(9)  # to 10: where they release q's slots
 DO_FREE = gl.constexpr(11)
-# what the producer tells consumers of a block: where it lies, or a negative batch after the last
-# one; what queries_seeing gives; the edge, for which see mask_probabilities; the row of the sum at
-# which its first query head begins; and its place among the blocks of all shares
+# what the producer tells the consumers about a block: its place in the tensors, or a negative batch
+# after the last block; the results of queries_seeing; the edge (see mask_probabilities); the row of
+# the sum where its first query head begins; its number among the blocks of all shares
 BATCH, KV_HEAD, START_KV, FIRST, FULL_FIRST, FULL_LAST, LAST, EDGE, DQ_ROW, PLACE = (
     gl.constexpr(i) for i in range(10)
 )
@@ -78,7 +78,7 @@ def queries_seeing(
     BLOCK_Q: gl.constexpr
 ):  # fmt: skip
     """first, full_first, full_last, last: queries first : last see some of these keys, full_first :
-    full_last all of them; first is a multiple of BLOCK_Q."""
+    full_last see all. first is a multiple of BLOCK_Q."""
     first = gl.to_tensor(0)
     full_first = first
     full_last = first + N
@@ -88,7 +88,7 @@ def queries_seeing(
         full_first = gl.load(ranges_ptr + block * 4 + 1)
         full_last = gl.load(ranges_ptr + block * 4 + 2)
         last = gl.load(ranges_ptr + block * 4 + 3)
-        # past the last query nothing is masked: its p is 0
+        # rows past the last query need no mask: their p is 0
         full_last = gl.where(full_last == N, N + BLOCK_Q, full_last)
     elif CAUSAL:
         first = gl.maximum(start_kv + N - M, 0) // BLOCK_Q * BLOCK_Q
@@ -105,7 +105,7 @@ def load_rows(ptr, start, N, OTHER: gl.constexpr, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def about(block_ring, visit, word):
-    """The word of shared memory that holds this fact about the block."""
+    """The word of shared memory that holds this number about the block."""
     return block_ring.buffers.index(visit % block_ring.depth * WORDS + word)
 
 
@@ -136,7 +136,7 @@ def producer(
     item = gl.to_tensor(0)
     head_rows = gl.cdiv(N, 128) * (4 * D)  # of the sum
     while work < batch_shares * num_blocks:
-        # the first keys are seen by the most queries: longest first
+        # longest first: the most queries see the first keys
         share, block = place(work, num_blocks, batch_shares, section_shares)
         batch_head = share // shares
         batch = batch_head // num_kv_heads
@@ -176,7 +176,7 @@ def producer(
         for group in range(0, groups):
             head = (share - batch * num_kv_heads * shares) * groups + group
             offset = (share * groups + group).to(gl.int64) * N
-            # one step ahead, so that they are here when their turn comes
+            # load one step ahead, so that they have arrived when needed
             lse = load_rows(lse_log2_ptr + offset, first, N, float("inf"), BLOCK_Q)
             delta = load_rows(delta_ptr + offset, first, N, 0.0, BLOCK_Q)
             for start_q in range(first, last, BLOCK_Q):
@@ -206,7 +206,7 @@ def producer(
                 lse = load_rows(lse_log2_ptr + offset, start_q + BLOCK_Q, N, float("inf"), BLOCK_Q)
                 delta = load_rows(delta_ptr + offset, start_q + BLOCK_Q, N, 0.0, BLOCK_Q)
                 item += 1
-        # claimed no earlier than needed: consumers have two steps to go
+        # claim the next block as late as possible: the consumers still have two steps to do
         work = programs + gl.atomic_add(counter_ptr, 1) if STAY else batch_shares * num_blocks
         visit += 1
     if STAY:
@@ -223,9 +223,9 @@ def producer(
 def mask_probabilities(
     p, start_q, edge, lo_row, hi_row, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr
 ):
-    """p (keys, queries), 0 where the query does not see the key. edge, the one number that is held
-    through the loop: the first key; or, causal, the query that sees it as its last; or, in a ragged
-    tail, that key counted from the end of the keys."""
+    """p (keys, queries), set to 0 where the query does not see the key. edge is the only number
+    kept through the loop. With intervals it is the first key; if causal, the query whose last key
+    that is; otherwise the first key less M."""
     LAYOUT: gl.constexpr = p.type.layout
     COLUMNS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     keys = gl.expand_dims(computed_here(edge) + gl.arange(0, OWN, gl.SliceLayout(1, LAYOUT)), 1)
@@ -241,8 +241,8 @@ def mask_probabilities(
 
 @gluon.jit
 def rows_of_sum(start_q, SELF: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """The first row of the sum (2 D rows for 64 queries) that this consumer adds to: of a step's dq
-    it computes half, which is one part of two, or half of the columns of one."""
+    """The first row of the sum (2 D rows for 64 queries) that this consumer adds to. It computes
+    half of a step's dq: one of two parts, or half of the columns of the only part."""
     return start_q // PART * (2 * D) + SELF * (D * BLOCK_Q // PART)
 
 
@@ -250,8 +250,8 @@ def rows_of_sum(start_q, SELF: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.conste
 def multiply_ds(
     ds_tiles, pair, k_tiles, k_first, SELF: gl.constexpr, D: gl.constexpr, BLOCK_Q: gl.constexpr
 ):
-    """Start this consumer's half of dq = ds^T k. ds_tiles: those of the one part, or of this
-    consumer's part of two. k_first: which of the k tiles is the first half of the keys."""
+    """Start this consumer's half of dq = ds^T k. ds_tiles: the tiles of the only part, or of this
+    consumer's part of two. k_first: index of the k tile with the first half of the keys."""
     COLUMNS: gl.constexpr = D * BLOCK_Q // BLOCK_KV
     dq = gl.zeros(
         [PART, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -269,9 +269,9 @@ def multiply_ds(
 @gluon.jit
 def add_dq(dq, row, dq_desc, dq_tile, FREE: gl.constexpr):
     """Add dq (64, columns) to the sum (rows, 32) from `row` on, in the order in which the threads
-    hold it (see convert_dq_kernel): so a thread has four neighbours, and eight threads a row, which
-    neither collides in shared memory nor scatters in global memory. FREE: the caller has waited for
-    the tile's last addition."""
+    hold it (see convert_dq_kernel). So a thread has four neighbouring numbers and eight threads
+    have a row: no bank conflicts in shared memory, no scattered writes in global memory. FREE: the
+    caller has waited for the tile's last addition."""
     COLUMNS: gl.constexpr = dq.shape[1]
     dq = (
         dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2])
@@ -294,8 +294,9 @@ def add_queries(
     D: gl.constexpr, BLOCK_Q: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """What the queries start_q : start_q + BLOCK_Q add to dk and dv of this consumer's keys, and
-    these 128 keys to dq, whose head's rows of the sum begin at dq_row."""
+    """Add what queries start_q : start_q + BLOCK_Q contribute to dk and dv of this consumer's keys.
+    Also add what the block's 128 keys contribute to dq; the head's rows of the sum begin at dq_row.
+    """
     PARTS: gl.constexpr = BLOCK_Q // PART
     dtype: gl.constexpr = k_tiles.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
@@ -307,7 +308,7 @@ def add_queries(
     do = do_ring.buffer(item).reshape([BLOCK_Q, D])
     slot = item % STAGES
     dq_row += rows_of_sum(start_q, SELF, D, BLOCK_Q)
-    # two pairs of ds tiles: the other consumer may still be reading the last one
+    # two pairs of ds tiles: the other consumer may still be reading the previous pair
     pair = (item & 1) * 2
 
     q_ring.await_full(item)
@@ -324,10 +325,10 @@ def add_queries(
             k, q.slice(PART, PART).permute((1, 0)), zeros, use_acc=False, is_async=True
         )
     for part in gl.static_range(PARTS):
-        # under way: this part's scores and dp, and the next one's scores, or dv and dk of the one
-        # before
+        # running: this part's scores and dp, and the next part's scores, or dv and dk of the
+        # previous part
         scores = warpgroup_mma_wait(PARTS + part, deps=(product,))
-        # lse and delta are read where they are used: 32 registers less than held through the step
+        # lse and delta are read at their use: keeping them through the step takes 32 registers more
         x = scores * scale_log2 - gl.expand_dims(
             lse_rows.index(slot).slice(part * PART, PART).load(COLUMNS), 0
         )
@@ -362,7 +363,7 @@ def add_queries(
             last_ds_tiles.index(pair + SELF).store(ds)
             fence_async_shared()
             dv_pending = warpgroup_mma(p_operand, do_part, dv, is_async=True)
-            if PARTS == 2:  # else add_dq waits for them: at head_dim 128 that is 2% faster
+            if PARTS == 2:  # with one part add_dq waits: 2% faster at head_dim 128
                 await_own_stores()
             await_all(BOTH)
             dq_pending = multiply_ds(
@@ -386,11 +387,11 @@ def walk_queries(
     FRESH: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """All that one query head adds: queries first : last see some of these keys, full_first :
-    full_last all of them.
+    """Add all that one query head contributes: queries first : last see some of these keys,
+    full_first : full_last see all.
     """
-    # a mask in copies of the loop, before and after, spills less at head_dim 64, in a branch of the
-    # one loop at 128
+    # at head_dim 64, masked copies of the loop before and after it spill fewer registers; at 128, a
+    # branch inside the one loop does
     BRANCH: gl.constexpr = MASKED and BLOCK_Q == 64
     COPIES: gl.constexpr = MASKED and BLOCK_Q == 128
     middle = first
@@ -404,7 +405,7 @@ def walk_queries(
             middle = last
     for part in gl.static_range(
         0 if COPIES else 1, 3 if COPIES and INTERVALS else 2
-    ):  # before, in the middle, after
+    ):  # before, middle, after
         if COPIES and INTERVALS and part == 1:
             middle_last = gl.minimum(
                 first + gl.maximum(full_last - first, 0) // BLOCK_Q * BLOCK_Q, last
@@ -412,7 +413,7 @@ def walk_queries(
         start = first if part == 0 else middle if part == 1 else gl.maximum(middle, middle_last)
         stop = middle if part == 0 else middle_last if part == 1 else last
         for start_q in range(start, stop, BLOCK_Q):
-            # else what follows from them takes registers from step to step, or from head to head
+            # otherwise values derived from them stay in registers across steps or heads
             if FRESH:
                 item = computed_here(item)
                 k_first = computed_here(k_first)
@@ -439,8 +440,8 @@ def walk_queries(
 
 @gluon.jit
 def store_gradient(x, desc, batch, kv_head, start_kv, tile):
-    """Start to store x (64, D) from key start_kv on, through a tile that is free. In float32 it has
-    room for 64 columns: 128 go one half after the other."""
+    """Start to store x (64, D) from key start_kv on, through a free tile. In float32 the tile has
+    room for 64 columns, so 128 columns go in two halves."""
     COLUMNS: gl.constexpr = desc.block_type.shape[3]
     LAST: gl.constexpr = x.shape[1] - COLUMNS  # the first column of the last part
     if LAST > 0:
@@ -463,12 +464,12 @@ def add_block(
     GROUPED: gl.constexpr, SHARED: gl.constexpr, STAY: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of this consumer's half of a block of keys, and add the block's part of dq.
-    Returns the next item.
+    """Compute dk and dv for this consumer's half of a block of keys, and add the block's part of
+    dq. Returns the next item.
     """
     GRADIENT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    # dv and dk leave as dq does, through a tile in which no other consumer and no load has a part:
-    # room for 128 columns in 16 bits, or 64 in float32
+    # dv and dk leave through the tile of dq, which no other consumer and no load uses. It has room
+    # for 128 columns in 16 bits, or 64 in float32
     TILES: gl.constexpr = 1 if dk_desc.dtype == gl.float32 else 128 // D
     out_tiles = reinterpret(
         dq_tiles.index(SELF), dk_desc.dtype, [TILES, 1, 1, OWN, dk_desc.block_type.shape[3]],
@@ -490,7 +491,7 @@ def add_block(
     k = k_ring.buffers.index(k_first + SELF).reshape([OWN, D])
     v_ring.await_full(visit)
     v = v_ring.buffers.index(SELF).reshape([OWN, D])
-    if BLOCK_Q == 128:  # read once, and kept in registers
+    if BLOCK_Q == 128:  # read once and keep in registers
         FIXED: gl.constexpr = gl.DotOperandLayout(
             0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16]), 2
         )
@@ -508,7 +509,7 @@ def add_block(
                 scale_log2, SELF, CAUSAL, INTERVALS, MASKED, True, D, BLOCK_Q, STAGES,
             )  # fmt: skip
     else:
-        # one head needs no loop, which would take registers
+        # no loop for one head: it would take registers
         dk, dv, item = walk_queries(
             dk, dv, item, first, full_first, full_last, last, edge, dq_row, k, v, dq_desc,
             k_ring.buffers, k_first,
@@ -525,7 +526,7 @@ def add_block(
     block_ring.release(visit)
 
     if SHARED:
-        # float32, dv's and dk's 128 rows: join_shares_kernel adds them to those of other shares
+        # float32, 128 rows of dv and of dk: join_shares_kernel adds those of the other shares
         rows = gl.arange(0, OWN, gl.SliceLayout(1, GRADIENT)) + SELF * OWN
         columns = gl.arange(0, D, gl.SliceLayout(0, GRADIENT))
         places = gl.expand_dims(rows * D, 1) + gl.expand_dims(columns, 0)
@@ -574,7 +575,7 @@ def consumer(
     tma.store_wait(0)
 
 
-# lengths and counts are not specialised: a batch of another length does not compile anew
+# lengths and counts are not specialised, so another length does not recompile
 @gluon.jit(
     do_not_specialize=[
         "stride_interval",
@@ -597,14 +598,14 @@ def backward_kernel(
     SHARED: gl.constexpr, STAY: gl.constexpr,
     D: gl.constexpr, BLOCK_Q: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """A key/value head has `shares` of `groups` query heads each; batch_shares is the number of all
-    shares. SHARED: there are several, and shares_ptr (batch_shares, blocks, 2, BLOCK_KV, D) float32
-    takes dv and dk of each. MASKED: some tile may hold keys that are not seen.
+    """A key/value head has `shares` shares of `groups` query heads each; batch_shares is their
+    number in the batch. SHARED: a head has several shares, and shares_ptr (batch_shares, blocks, 2,
+    BLOCK_KV, D) float32 takes dv and dk of each. MASKED: some tile may contain hidden keys.
     """
     dtype: gl.constexpr = q_desc.dtype
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    # k of two blocks, because dq needs it to the end; for v of two there is no room at head_dim
-    # 128, and no need at 64
+    # room for k of two blocks, because dq needs k to the end. For v of two blocks there is no room
+    # at head_dim 128, and no need at 64
     K_DEPTH: gl.constexpr = 2 if STAY else 1
     k_tiles = gl.allocate_shared_memory(dtype, [K_DEPTH * 2, 1, 1, OWN, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [2, 1, 1, OWN, D], v_desc.layout)
@@ -625,7 +626,7 @@ def backward_kernel(
         dtype, [4, OWN, PART], gl.NVMMASharedLayout.get_default_for([OWN, PART], dtype)
     )
     last_ds_tiles = ds_tiles
-    if BLOCK_Q == 128:  # of its own, so that Triton sees no conflict between the two
+    if BLOCK_Q == 128:  # separate, so that Triton sees no conflict between the two
         last_ds_tiles = gl.allocate_shared_memory(
             dtype, [4, OWN, PART], gl.NVMMASharedLayout.get_default_for([OWN, PART], dtype)
         )
@@ -633,8 +634,8 @@ def backward_kernel(
         gl.float32, [2, dq_desc.block_type.shape[0], dq_desc.block_type.shape[1]], dq_desc.layout
     )
     blocks = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], LINE)
-    # the last one, because the first wait is for it: else Triton has a consumer's warps meet in
-    # every step, behind the last of the barriers
+    # make this ring last, because the first wait is for it: otherwise Triton makes a consumer's
+    # warps meet in every step, after the last barrier
     block_ring = make_ring(blocks, 2, 1, 2)
     fence_async_shared()
     gl.warp_specialize([

@@ -1,24 +1,24 @@
 """The forward kernel for Hopper: the algorithm of attention/kernels/forward.py, divided among warps
 so that softmax and products overlap.
 
-A program is a producer (one warp, which has tiles copied to shared memory) and CONSUMERS (four
-warps each, which own BLOCK_Q queries apiece). A consumer issues the scores' product of one tile of
-keys together with the output's product of the tile before, and does the softmax of the former while
-the latter runs:
+A program has a producer (one warp, which requests copies of tiles to shared memory) and CONSUMERS
+consumers (four warps each, which own BLOCK_Q queries each). A consumer issues the product for one
+tile's scores together with the output product of the tile before. It computes the softmax of the
+former while the latter runs:
 
     tensor cores   q k1 | q k2 , p1 v1 | q k3 , p2 v2 | ...
     softmax             | p1           | p2           | ...
 
-A program stays on its multiprocessor and draws one piece of work (the CONSUMERS * BLOCK_Q queries
-of a head) after the other. It walks the keys backwards, from the diagonal of a causal mask down, so
-that the first tile of keys is the masked one.
+A program stays on its multiprocessor and takes one piece of work (CONSUMERS * BLOCK_Q queries of a
+head) after the other. It walks the keys backwards, from the diagonal of a causal mask down, so that
+the first tile of keys is the masked one.
 
-Query i sees the keys lo[i] <= j < hi[i], as in attention/mask.py. With INTERVALS both ends are
-loaded; otherwise lo is 0, and hi follows from CAUSAL. Scores are in base 2, as in the portable
+Query i sees the keys lo[i] <= j < hi[i], as in attention/mask.py. With INTERVALS the kernel loads
+both ends; otherwise lo is 0 and hi follows from CAUSAL. Scores are in base 2, as in the portable
 kernel.
 
-Dimensions: H query heads, N queries, M keys, D head dim; a tile is BLOCK_Q queries by BLOCK_KV
-keys; an item is what a ring's slot holds.
+Dimensions: H query heads, N queries, M keys, D head dim. A tile is BLOCK_Q queries by BLOCK_KV
+keys; an item is the contents of a ring's slot.
 """
 
 from triton.experimental import gluon
@@ -46,7 +46,7 @@ from attention.kernels.hopper.primitives import (
     where_less,
 )
 
-# named barriers from here on are free: Triton uses the first ones
+# the first free named barrier: Triton uses those before
 FIRST_TURN = gl.constexpr(8)
 # in base 2: p stays below 256, far from float16's limit of 65504
 THRESHOLD = gl.constexpr(8.0)
@@ -54,17 +54,17 @@ THRESHOLD = gl.constexpr(8.0)
 
 @gluon.jit
 def find_work(work, num_blocks, section_heads, batch_heads):
-    """Head (counted through the batch) and block of queries. The longest blocks of all heads of a
-    section come first, and a section's keys and values stay in the L2 cache."""
+    """The head (numbered across the batch) and block of queries of a piece of work. A section's
+    longest blocks come first, for all its heads, and its keys and values stay in the L2 cache."""
     batch_head, block = place(work, num_blocks, batch_heads, section_heads)
     return batch_head, num_blocks - 1 - block
 
 
 @gluon.jit
 def first_row(block, num_blocks, N, BLOCK_Q: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Where a block of queries starts. Blocks end with the sequence, so that the incomplete one is
-    the first, which a causal mask gives the fewest keys; its start is negative, and consumers whose
-    rows lie before row 0 write nothing."""
+    """Where a block of queries starts. Blocks are aligned to the end of the sequence, so the
+    incomplete block is the first one, which sees the fewest keys under a causal mask. Its start is
+    negative, and consumers whose rows lie before row 0 write nothing."""
     return (block - num_blocks) * BLOCK_Q * CONSUMERS + gl.cdiv(N, BLOCK_Q) * BLOCK_Q
 
 
@@ -73,13 +73,13 @@ def tiles_seen(
     start, stop, lo_ptr, hi_ptr, N, M, CAUSAL: gl.constexpr, INTERVALS: gl.constexpr,
     BLOCK_KV: gl.constexpr
 ):  # fmt: skip
-    """first, last: the tiles of keys that some row of start : stop sees. At least one, so that rows
-    without a key get statistics too.
+    """first, last: the tiles of keys that some row of start : stop sees. There is at least one, so
+    that rows without a key also get statistics.
     """
     first = gl.to_tensor(0)
     last = gl.cdiv(M, BLOCK_KV)
     if INTERVALS:
-        # both ends are non-decreasing, so the extremes stand in the first and the last row
+        # both ends are non-decreasing, so the extremes are in the first and the last row
         first = gl.load(lo_ptr + gl.maximum(start, 0)) // BLOCK_KV
         last = gl.cdiv(gl.load(hi_ptr + gl.maximum(gl.minimum(stop, N) - 1, 0)), BLOCK_KV)
     elif CAUSAL:
@@ -91,7 +91,7 @@ def tiles_seen(
 def tiles_unmasked(
     start, stop, lo_ptr, hi_ptr, N, M, INTERVALS: gl.constexpr, BLOCK_KV: gl.constexpr
 ):
-    """first, last: the tiles of keys that every row of start : stop sees whole."""
+    """first, last: the tiles of which every row of start : stop sees all keys."""
     first = gl.to_tensor(0)
     if INTERVALS:
         first = gl.cdiv(gl.load(lo_ptr + gl.maximum(gl.minimum(stop, N) - 1, 0)), BLOCK_KV)
@@ -129,8 +129,8 @@ def mask_scores(scores, start_kv, lo, hi, INTERVALS: gl.constexpr):
 
 @gluon.jit
 def sum_of_own(p):
-    """(BLOCK_Q, 4): four threads share a row, each with two columns out of eight. They add up their
-    sums when the row is done.
+    """Partial row sums (BLOCK_Q, 4): four threads share a row, each with two columns out of eight.
+    Their sums are added when the row is done.
     """
     BLOCK_KV: gl.constexpr = p.shape[1]
     return gl.sum(gl.sum(p.reshape([p.shape[0], BLOCK_KV // 8, 4, 2]), 3), 1)
@@ -138,10 +138,10 @@ def sum_of_own(p):
 
 @gluon.jit
 def online_softmax(scores, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
-    """LazyRescale.update of attention/exact_variants.py but for the accumulator: p, the new state,
-    alpha, which is 1 for most tiles, and the tile's largest scores. What is subtracted moves only
-    when a row's maximum has outgrown it by THRESHOLD. row_sum is in parts, as sum_of_own gives
-    them."""
+    """LazyRescale.update of attention/exact_variants.py without the accumulator. Returns p, the new
+    row_max and row_sum, alpha (1 for most tiles) and the tile's largest scores. The subtracted
+    value moves only when a row's maximum exceeds it by THRESHOLD. row_sum is in parts, as from
+    sum_of_own."""
     tile_max = gl.max(scores, 1) * scale_log2
     next_max = gl.where(tile_max > row_max + THRESHOLD, tile_max, row_max)
     shift = next_max
@@ -172,7 +172,7 @@ def producer(
         batch = batch_head // num_heads
         head = batch_head % num_heads
         kv_head = head // groups
-        # claim the next piece of work now, and tell the consumers
+        # claim the next piece of work now and tell the consumers
         work = programs + gl.atomic_add(counter_ptr, 1)
         work_ring.await_empty(visit)
         tell(work_ring.buffer(visit), work)
@@ -194,7 +194,7 @@ def producer(
                     q_item = visit * CONSUMERS + consumer
                     q_ring.await_empty(q_item)
                     mbarrier.expect(q_ring.full_barrier(q_item), q_desc.block_type.nbytes)
-                    # a box must not start before the tensor; these rows are not used
+                    # a box must not start before the tensor; such rows are not used
                     row = gl.maximum(start + consumer * BLOCK_Q, 0)
                     load_box(
                         q_desc,
@@ -202,7 +202,7 @@ def producer(
                         q_ring.full_barrier(q_item),
                         q_ring.buffer(q_item),
                     )
-                    if consumer == 0:  # all that the first product needs comes first
+                    if consumer == 0:  # load the first product's inputs first
                         k_ring.await_empty(item)
                         mbarrier.expect(k_ring.full_barrier(item), k_desc.block_type.nbytes)
                         load_box(
@@ -235,8 +235,8 @@ def producer(
 
 @gluon.jit
 def begin_turn(consumer: gl.constexpr, TURNS: gl.constexpr):
-    """Consumers issue their products one after the other, so that one's softmax falls into the
-    others' products.
+    """Wait for this consumer's turn. Consumers issue their products one after the other, so that
+    the softmax of one overlaps with the products of others.
     """
     if TURNS:
         await_all(FIRST_TURN + consumer)
@@ -258,7 +258,7 @@ def hand_back(
     CONSUMERS: gl.constexpr,
     TURNS: gl.constexpr,
 ):
-    """Release `count` tiles that this consumer does not need and others do."""
+    """Release `count` tiles that only other consumers need."""
     for _ in range(0, count):
         k_ring.await_full(item)
         k_ring.release(item)
@@ -292,7 +292,7 @@ def consumer(
     visit = gl.to_tensor(0)
     item = gl.to_tensor(0)
     if SELF == CONSUMERS - 1:
-        end_turn(SELF, CONSUMERS, TURNS)  # the first turn is the first consumer's
+        end_turn(SELF, CONSUMERS, TURNS)  # the first turn belongs to consumer 0
     batch_head, block = find_work(work, num_blocks, section_heads, batch_heads)
     while work < batch_heads * num_blocks:
         batch = batch_head // num_heads
@@ -325,7 +325,7 @@ def consumer(
             )
             own_first = gl.minimum(own_first, last - 1)
             own_last = gl.minimum(own_last, last)
-        elif start < 0:  # rows before row 0: one tile, because every consumer takes one
+        elif start < 0:  # rows before row 0: one tile, as every consumer takes at least one
             own_first = last - 1
         full_first, full_last = tiles_unmasked(
             start, stop, lo_base, hi_base, N, M, INTERVALS, BLOCK_KV
@@ -348,7 +348,7 @@ def consumer(
         k_ring.release(item)
         if FIRST_MASKED:
             scores = mask_scores(scores, (own_last - 1) * BLOCK_KV, lo, hi, INTERVALS)
-        # top is a row's largest score: row_max lags behind it by up to THRESHOLD
+        # top is a row's largest score: row_max may lag behind it by up to THRESHOLD
         p, row_max, row_sum, alpha, top = online_softmax(
             scores, row_max, row_sum, scale_log2, FIRST_MASKED
         )
@@ -378,8 +378,8 @@ def consumer(
             if ROUND_EARLY:
                 next_p = rounded(next_p, dtype)
             item += 1
-            # waited for here, though it is needed above: ptxas moves the next wait up to the last
-            # one, before the exponentials, unless a branch stands between them
+            # wait for the next tile here, not where it is used: without a branch between the two
+            # product waits, ptxas moves the second up to the first, before the exponentials
             k_ring.await_full(item, pred=tile > own_first)
             acc, p = warpgroup_mma_wait(0, deps=(acc_pending, p))
             v_ring.release(item - 2)
@@ -421,7 +421,7 @@ def consumer(
     tma.store_wait(0)
 
 
-# lengths and counts are not specialised: a batch of another length does not compile anew
+# lengths and counts are not specialised, so another length does not recompile
 @gluon.jit(
     do_not_specialize=[
         "stride_interval",
@@ -441,8 +441,8 @@ def forward_kernel(
     STAGES: gl.constexpr, TURNS: gl.constexpr,
     ROUND_EARLY: gl.constexpr, TOP: gl.constexpr,
 ):  # fmt: skip
-    """FIRST_MASKED: the last tile of keys may hold hidden keys. EDGES: other tiles may, too. TOP:
-    each row's largest score goes to top_ptr. out in the dtype of q, or in float32."""
+    """FIRST_MASKED: the last tile of keys may contain hidden keys. EDGES: other tiles may, too.
+    TOP: store each row's largest score in top_ptr. out is in the dtype of q or in float32."""
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, BLOCK_Q, D], q_desc.layout)
     out_tiles = gl.allocate_shared_memory(

@@ -1,4 +1,4 @@
-"""Launch the Hopper kernels: tile shapes, descriptors, the order of work.
+"""Launch the Hopper kernels: tile shapes, descriptors, order of work.
 
 Dimensions: B batch, H query heads, H_kv key/value heads, N queries, M keys, D head dim.
 """
@@ -36,25 +36,26 @@ GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.fl
 
 
 class Division(NamedTuple):
-    """How a forward program is divided, by head dim: what the registers hold."""
+    """How a forward program is divided, as far as the registers allow."""
 
     consumers: int
     block_kv: int
-    stages: int  # tiles of keys, and of values, under way
+    stages: int  # tiles of keys, and of values, in flight
     turns: bool  # whether consumers issue their products in turn
-    round_early: bool  # p while the product before runs, which takes 32 registers; else after it
+    round_early: bool  # round p during the previous product (takes 32 registers) or after it
 
 
 FORWARD = {
     64: Division(consumers=3, block_kv=128, stages=3, turns=True, round_early=False),
     128: Division(consumers=2, block_kv=128, stages=2, turns=False, round_early=True),
 }
-# with intervals, and causal up to SHORT keys: tiles at the edges, half of them wasted, are a large
-# part of all
+# for intervals, and for causal masks up to SHORT keys: there a large part of all tiles lies at the
+# edges and is half wasted
 SHORT, SHORT_FORWARD = 1024, {64: FORWARD[64]._replace(block_kv=64, stages=6)}
 
-# at head_dim 128 backward programs with more keys have one block each: tiles whose place changes
-# from block to block cost their loops 1 to 5%, and there is less to gain where blocks take long
+# at head_dim 128 and with more keys than this, a backward program computes only one block. Tiles
+# that change place from block to block slow its loops by 1 to 5%, and long blocks gain less from
+# staying
 LONG = 2048
 
 
@@ -64,8 +65,8 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedL
 
 
 def descriptor(x: Tensor, rows: int, columns: int = 128) -> TensorDescriptor:
-    """x (B, H, N, D) for boxes of `rows` rows of one head, of at most `columns` columns; what lies
-    past its end reads as zero and is not written.
+    """A descriptor of x (B, H, N, D) for boxes of `rows` rows of one head and at most `columns`
+    columns. Past the end of x, loads give zero and stores write nothing.
     """
     block = (1, 1, rows, min(columns, x.shape[3]))
     return TensorDescriptor(
@@ -74,17 +75,17 @@ def descriptor(x: Tensor, rows: int, columns: int = 128) -> TensorDescriptor:
 
 
 def gradient_columns(dtype: torch.dtype) -> int:
-    """The most columns of dk and dv that the tile of a consumer has room for."""
+    """The most columns of dk and dv that fit into a consumer's tile."""
     return 256 // dtype.itemsize
 
 
 def sum_block(head_dim: int, block_q: int) -> tuple[int, int]:
-    """The box of the sum that a consumer adds: half of the numbers of block_q queries."""
+    """The box that a consumer adds to the sum of dq: half of the numbers of block_q queries."""
     return block_q * head_dim // 64, 32
 
 
 def sum_descriptor(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """x (rows, 32) float32."""
+    """A descriptor of the sum x (rows, 32) float32."""
     return TensorDescriptor(
         x, list(x.shape), list(x.stride()), list(block), shared_layout(block, x.dtype)
     )
@@ -98,14 +99,14 @@ _counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def counters(device: torch.device) -> Tensor:
-    """Two zeros, which every launch resets to zeros. One pair a stream, because launches of one
-    stream run one after the other.
+    """Two counters, which are 0 before and after every launch. Each stream has a pair, because
+    launches of one stream run one after the other.
     """
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)  # memory that belongs to the graph
-    key = device, driver.active.get_current_stream(device.index)  # as Triton asks at a launch
+        return torch.zeros(2, dtype=torch.int32, device=device)  # memory owned by the graph
+    key = device, driver.active.get_current_stream(device.index)  # the stream of Triton's launch
     if key not in _counters:
-        # the calling thread may allocate from a pool whose memory is used again, as under
+        # the calling thread may allocate from a pool whose memory is reused, as under
         # torch.compile(mode="reduce-overhead")
         with ThreadPoolExecutor(1) as another:
             _counters[key] = another.submit(_zeros, device).result()
@@ -114,7 +115,7 @@ def counters(device: torch.device) -> Tensor:
 
 def _zeros(device: torch.device) -> Tensor:
     zeros = torch.zeros(2, dtype=torch.int32, device=device)
-    torch.cuda.current_stream(device).synchronize()  # the stream of this thread, not of the caller
+    torch.cuda.current_stream(device).synchronize()  # of this thread, not of the caller
     return zeros
 
 
@@ -126,8 +127,8 @@ def forward_constants(
     consumers, block_kv, stages, turns, round_early = (
         SHORT_FORWARD if short and head_dim in SHORT_FORWARD else FORWARD
     )[head_dim]
-    # the diagonal of a consumer's rows lies in one tile of keys if both begin at multiples of
-    # BLOCK_Q
+    # the diagonal of a consumer's rows lies in one tile of keys if rows and keys start at multiples
+    # of BLOCK_Q
     edges = intervals or (causal and (num_keys - num_queries) % BLOCK_Q != 0)
     return {
         "CAUSAL": causal,
@@ -140,7 +141,7 @@ def forward_constants(
         "CONSUMERS": consumers,
         "STAGES": stages,
         "TURNS": turns,
-        "ROUND_EARLY": round_early and not edges,  # masks take registers too
+        "ROUND_EARLY": round_early and not edges,  # masks also take registers
     }
 
 
@@ -148,7 +149,7 @@ def backward_constants(
     q_shape: torch.Size, k_shape: torch.Size, causal: bool, intervals: bool, shares: int = 1
 ) -> dict[str, int | bool]:
     head_dim, num_keys = q_shape[3], k_shape[2]
-    heads = q_shape[1] // k_shape[1] // shares  # of a share
+    heads = q_shape[1] // k_shape[1] // shares  # query heads of a share
     grouped = heads > 1
     long = head_dim == 128 and num_keys * heads > LONG and not intervals
     return {
@@ -159,14 +160,14 @@ def backward_constants(
         "SHARED": shares > 1,
         "STAY": not long,
         "D": head_dim,
-        "BLOCK_Q": 128 if head_dim == 64 else 64,  # what the registers hold
+        "BLOCK_Q": 128 if head_dim == 64 else 64,  # the registers limit it
         "STAGES": 2,
     }
 
 
 class Forward:
-    """The forward pass of calls of one kind. A descriptor must be able to point at q, k, v; lo, hi
-    (B or 1, N) int32.
+    """The forward pass for one kind of call. q, k and v must suit a descriptor; lo, hi (B or 1, N)
+    int32.
     """
 
     def __init__(
@@ -197,14 +198,14 @@ class Forward:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, top: Tensor | None,
         lo: Tensor | None, hi: Tensor | None, _: None = None,
     ) -> None:  # fmt: skip
-        """Fill out (B, H, N, D), lse (B, H, N) and, where there is one, top (B, H, N) with each
-        row's largest score.
+        """Fill out (B, H, N, D) and lse (B, H, N); fill top (B, H, N), if given, with each row's
+        largest score.
         """
         self.launch(q, k, v, out, lse, top, lo, hi, counters(q.device))
 
 
 class Backward:
-    """The backward pass of calls of one kind."""
+    """The backward pass for one kind of call."""
 
     def __init__(
         self, d_out: Tensor, q: Tensor, k: Tensor, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
@@ -223,7 +224,7 @@ class Backward:
             D=head_dim, BLOCK_Q=rows, num_warps=4,
         )  # fmt: skip
         blocks, programs = tiles_of(num_keys, BLOCK_KV), multiprocessors(q.device)
-        # q and d_out, and dq in float32
+        # bytes of q and d_out, and of dq in float32
         streamed = 2 * bytes_of_a_head(q) + 4 * num_queries * head_dim
         shares = shares_of(
             groups, batch * num_kv_heads * blocks, programs, equal=not causal or lo is not None,
@@ -234,7 +235,7 @@ class Backward:
         block_q = meta["BLOCK_Q"]
         batch_shares = batch * num_kv_heads * shares
         work = blocks * batch_shares
-        # dv and dk of each share, in float32
+        # memory for dv and dk of each share, in float32
         self.shares_shape = (work, 2, BLOCK_KV, head_dim) if shares > 1 else None
         self.ranges = None if lo is None else QueryRanges(lo, num_keys, BLOCK_KV)
         of_queries, of_keys = (partial(descriptor, rows=rows) for rows in (block_q, BLOCK_KV // 2))
@@ -247,7 +248,7 @@ class Backward:
                 num_kv_heads, shares, groups, batch_shares,
                 section_of(
                     q.device, groups * streamed, equal=not causal,
-                    # else the longest blocks of the last section would end alone
+                    # with fewer, the longest blocks of the last section would end alone
                     at_least=round(2 * programs / blocks),
                 ),
                 num_queries, num_keys, scale, scale * math.log2(math.e),

@@ -1,10 +1,10 @@
 """Compile the Hopper kernels without running them: spills, shared memory, and whether the machine
-code overlaps what it is meant to.
+code overlaps exponentials with products.
 
-    python -m attention.kernels.hopper.offline forward bf16 64 causal,full     a line of JSON a
-    variant
+    python -m attention.kernels.hopper.offline forward bf16 64 causal,full
 
-Not under TRITON_INTERPRET=1, where there is nothing to compile. No GPU is needed.
+It prints a line of JSON for each variant and needs no GPU. TRITON_INTERPRET=1 must not be set: the
+interpreter compiles nothing.
 """
 
 import json
@@ -27,13 +27,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Variant(NamedTuple):
-    """A problem that makes the launcher set the constants that the variant is about."""
+    """A call for which the launcher sets the constants of this variant."""
 
     causal: bool = True
     num_queries: int = 4096
     num_keys: int = 4096
     groups: int = 1
-    shares: int = 1  # backward: of a key/value head's query heads
+    shares: int = 1  # backward: shares of a key/value head's query heads
     intervals: bool = False
     top: bool = False  # forward: with each row's largest score
     wide: bool = False  # results in float32, as for a ring
@@ -64,15 +64,15 @@ VARIANTS = {
 
 class Compiled(NamedTuple):
     variant: str
-    spilled: int  # bytes of a thread
-    stack: int  # bytes of a thread
-    shared: int  # bytes of a program
-    warnings: list[str]  # ptxas' numbers for products that it serialises
+    spilled: int  # bytes per thread
+    stack: int  # bytes per thread
+    shared: int  # bytes per program
+    warnings: list[str]  # ptxas' warning numbers for products that it serialises
     products: int  # HGMMA instructions
     overlapped: list[
         int
-        # for each loop over tiles, the exponentials between the wait that leaves a product running
-        # and the next
+        # for each loop over tiles: how many exponentials lie between the wait that leaves a product
+        # running and the next wait
     ]
 
 
@@ -82,8 +82,8 @@ def tensordesc(block: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def compile_variant(kernel: str, dtype: str, head_dim: int, name: str) -> Compiled:
-    """kernel: forward or backward; dtype: bf16 or fp16. Raises what Triton raises where it cannot
-    be compiled.
+    """Compile one variant. kernel: forward or backward; dtype: bf16 or fp16. Raises Triton's error
+    if it cannot be compiled.
     """
     variant = VARIANTS[name]
     q_shape = torch.Size((1, 4, variant.num_queries, head_dim))
@@ -157,8 +157,8 @@ def disassemble(cubin: bytes) -> str:
 
 
 def exponentials_under_way(code: str) -> list[int]:
-    """ptxas may move a wait for all products up to a wait for all but one; what lies between them
-    then overlaps with nothing.
+    """Count the exponentials that overlap with a product. ptxas may move a wait for all products up
+    to the wait for all but one; then the code between them overlaps with nothing.
     """
     events = re.findall(r"WARPGROUP\.DEPBAR\S* gsb0, 0x([01])|(MUFU\.EX2)", code)
     found, count = [], None

@@ -1,7 +1,8 @@
-"""Before and after the backward kernel for Hopper, in plain Triton: what it reads of each row, and
-the sum that it leaves.
+"""Plain Triton kernels around the backward kernel for Hopper: one prepares the numbers that it
+reads for each row, others convert the sums that it leaves.
 
-Both walk from the end, because what was written last is still in the L2 cache.
+prepare_kernel and convert_dq_kernel walk from the end, because what was written last is still in
+the L2 cache.
 """
 
 import triton
@@ -16,8 +17,8 @@ def prepare_kernel(
     stride_ob, stride_oh, stride_on, stride_dob, stride_doh, stride_don, num_heads, N,
     D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """delta as in attention/kernels/backward.py, lse in base 2, and zeros into the sum of dq,
-    float32, of whole blocks of 128 queries.
+    """Store delta as in attention/kernels/backward.py and lse in base 2. Clear the float32 sum of
+    dq, which has whole blocks of 128 queries.
     """
     start_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
     batch_head = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -40,8 +41,9 @@ def prepare_kernel(
 def convert_dq_kernel(
     sum_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqn, num_heads, N, scale, D: tl.constexpr
 ):
-    """dq (B, H, N, D) in its own dtype from the sum, of which 64 queries lie as the tensor cores
-    leave them: (D / 8, 4, 8, 4, 2, 2) for (16 w + 8 i + g, 8 j + 2 t + e) at j, w, g, t, i, e."""
+    """dq (B, H, N, D) in its own dtype from the float32 sum. The sum holds 64 queries in the order
+    of the tensor cores, as (D / 8, 4, 8, 4, 2, 2): element j, w, g, t, i, e belongs to query
+    16 w + 8 i + g and column 8 j + 2 t + e."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch_head = tl.num_programs(1) - 1 - tl.program_id(1)
     batch = tl.cast(batch_head // num_heads, tl.int64)
@@ -67,8 +69,9 @@ def join_shares_kernel(
     stride_dkb, stride_dkh, stride_dkm, stride_dvb, stride_dvh, stride_dvm, num_kv_heads, M, SHARES,
     D: tl.constexpr, BLOCK_KV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv (B, H_kv, M, D) in their own dtype from those of each share of a head's queries,
-    (B H_kv SHARES, blocks, 2, BLOCK_KV, D) float32, dv before dk, added in the order of the shares.
+    """dk and dv (B, H_kv, M, D) in their own dtype: the sums over the shares of each key/value
+    head, in the order of the shares. shares_ptr is (B H_kv SHARES, blocks, 2, BLOCK_KV, D) float32,
+    dv before dk.
     """
     start = tl.program_id(0) * ROWS
     batch_head = tl.program_id(1)

@@ -1,9 +1,9 @@
-"""What the Hopper kernels need besides Gluon: rings of buffers, named barriers, masks, and names
-that changed between releases.
+"""Helpers for the Hopper kernels: rings of buffers, named barriers, masks, and names that changed
+between Triton's releases.
 
-A Hopper kernel divides its warps: one warp (the producer) asks the copy engine (TMA) for tiles,
-groups of four warps (the consumers) multiply them on the tensor cores. They meet at barriers in
-shared memory, of which every buffer has two: full and empty.
+A Hopper kernel divides its warps: one warp (the producer) requests tiles from the copy engine
+(TMA), and groups of four warps (the consumers) multiply them on the tensor cores. They meet at
+barriers in shared memory. Every buffer has two: full and empty.
 """
 
 import struct
@@ -15,7 +15,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
-# the releases after 3.6 have shorter names
+# releases after 3.6 have shorter names
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_box = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 reinterpret = (
@@ -25,13 +25,13 @@ reinterpret = (
 await_own_warps = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
-WITH_PRODUCER = gl.constexpr(288)  # threads of two consumers and a producer of one warp
+WITH_PRODUCER = gl.constexpr(288)  # threads of two consumers and one warp of the producer
 
 
 @builtin
 def add_box(desc, coordinates, source, _semantic=None):
-    """Add a box of shared memory to global memory, as store_box does otherwise; Triton 3.6 has the
-    operation, but no function for it.
+    """Add a box of shared memory to global memory, where store_box would overwrite. Triton 3.6 has
+    the operation, but no function for it.
     """
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(
@@ -41,15 +41,15 @@ def add_box(desc, coordinates, source, _semantic=None):
 
 @aggregate
 class Ring:
-    """Buffers that are filled and emptied in turn: item i lies in slot i % depth, from when `full`
-    says so until `empty` does.
+    """Buffers that are filled and emptied in turn: item i is in slot i % depth, from the signal of
+    `full` to that of `empty`.
 
-    A barrier has two phases, so that item i of a slot is told from item i + depth, which is never
-    awaited before it.
+    A barrier has two phases. They distinguish item i from item i + depth in the same slot, which
+    nobody awaits before item i.
 
-    named: 0, and consumers release a slot at `empty`; or the first of `depth` named barriers, at
-    which two consumers release the slots to a producer of one warp. To those a consumer's warps
-    come each for itself, where before `empty` they wait for one another.
+    named: 0 if consumers release a slot at `empty`. Otherwise the first of `depth` named barriers,
+    at which two consumers release the slots to a producer of one warp. A consumer's warps arrive at
+    a named barrier independently; before `empty` they wait for one another.
     """
 
     buffers: gl.shared_memory_descriptor
@@ -80,7 +80,7 @@ class Ring:
 
     @gluon.jit
     def await_empty(self, item):
-        # the first round finds every slot empty: the phase before the first counts as over
+        # every slot starts empty: the phase before the first counts as completed
         if self.named == 0:
             mbarrier.wait(self.empty.index(item % self.depth), (item // self.depth) & 1 ^ 1)
         elif item >= self.depth:
@@ -88,10 +88,10 @@ class Ring:
 
     @gluon.jit
     def release(self, item):
-        """Release the item, which this consumer no longer needs."""
+        """Release the item: this consumer no longer needs it."""
         if self.named == 0:
-            # an arrival, in other words: behind mbarrier.arrive Triton has the consumer's warps
-            # wait for one another once more
+            # expect() of 0 bytes is an arrival; for mbarrier.arrive, Triton would make the
+            # consumer's warps wait for one another once more
             await_own_warps()
             mbarrier.expect(self.empty.index(item % self.depth), 0)
         else:
@@ -99,7 +99,9 @@ class Ring:
 
     @gluon.jit
     def await_last(self, item):
-        """Wait, after items 0 ... item - 1, so that no named barrier stays half full."""
+        """Wait for the release of the last items before `item`, so that no named barrier stays half
+        full.
+        """
         if self.named > 0:
             for late in range(gl.maximum(item - self.depth, 0), item):
                 await_all(self.named + late % self.depth, WITH_PRODUCER)
@@ -129,15 +131,15 @@ def make_ring(
 
 @gluon.jit
 def tell(word, number):
-    """Write a number for the consumers into a word of shared memory. The producer, one warp, calls
-    this.
+    """Write a number for the consumers into a word of shared memory. Only the producer (one warp)
+    calls this.
     """
     word.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
 def told(word):
-    """Read that number, in every thread of a consumer."""
+    """Read the number of tell(), in every thread of a consumer."""
     return gl.max(word.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
@@ -151,8 +153,8 @@ def leave_zeros(counter_ptr, programs):
 
 @gluon.jit
 def place(program, num_blocks, num_heads, section):
-    """head, block: as in attention/kernels/forward.py, of which this is Gluon's copy: the two
-    languages cannot call one another.
+    """head, block: Gluon's copy of place() in attention/kernels/forward.py. Gluon cannot call
+    Triton functions.
     """
     first = gl.to_tensor(0)
     size = num_heads - (gl.cdiv(num_heads, section) - 1) * section
@@ -166,8 +168,8 @@ def place(program, num_blocks, num_heads, section):
 
 @gluon.jit
 def await_all(barrier, THREADS: gl.constexpr = 256):
-    """Wait at named barrier `barrier` until THREADS threads have come to it or signalled it: 256
-    are two consumers.
+    """Wait at named barrier `barrier` until THREADS threads have reached or signalled it; two
+    consumers have 256.
     """
     gl.inline_asm_elementwise(
         f"bar.sync $1, {THREADS}; mov.b32 $0, $1;",
@@ -181,7 +183,7 @@ def await_all(barrier, THREADS: gl.constexpr = 256):
 
 @gluon.jit
 def signal(barrier, THREADS: gl.constexpr = 256):
-    """Count as having come to named barrier `barrier`, without waiting."""
+    """Arrive at named barrier `barrier` without waiting."""
     gl.inline_asm_elementwise(
         f"bar.arrive $1, {THREADS}; mov.b32 $0, $1;",
         "=r,r",
@@ -194,8 +196,8 @@ def signal(barrier, THREADS: gl.constexpr = 256):
 
 @gluon.jit
 def await_own_stores():
-    """Wait until what this thread stores, or adds, has been read from shared memory; store_wait has
-    a consumer's warps meet as well.
+    """Wait until this thread's stores and additions have read shared memory. Unlike store_wait,
+    this does not make a consumer's warps meet.
     """
     zero = gl.to_tensor(0)
     gl.inline_asm_elementwise(
@@ -210,8 +212,8 @@ def await_own_stores():
 
 @gluon.jit
 def computed_here(x):
-    """x, with its origin hidden from the compiler. So nothing computed from x moves out of a loop,
-    where it would take registers.
+    """x, with its origin hidden from the compiler. So the compiler cannot move computations on x
+    out of a loop, where the results would take registers.
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], gl.int32, is_pure=False, pack=1
@@ -220,8 +222,8 @@ def computed_here(x):
 
 @gluon.jit
 def rounded(x, dtype: gl.constexpr):
-    """Round x to dtype here, two numbers a register. The compiler would do it later, or one number
-    at a time.
+    """Round x to dtype at this point, two numbers per register. The compiler would do it later, or
+    one number at a time.
     """
     gl.static_assert(dtype == gl.bfloat16 or dtype == gl.float16)
     if dtype == gl.bfloat16:
@@ -237,8 +239,8 @@ def rounded(x, dtype: gl.constexpr):
 
 @gluon.constexpr_function
 def rescale_code(count):
-    """PTX for `count` of a thread's numbers, $0 ..., which are inputs too, and their factors: of
-    one row two, of another two, in turn.
+    """PTX that scales `count` of a thread's numbers in place ($0 ...) by their factors. The numbers
+    come in turn: two of one row, two of another.
     """
     factors = [f"${2 * count + i}" for i in range(count)]
     lines = [
@@ -260,8 +262,8 @@ def rescale_operands(count):
 
 @gluon.jit
 def rescaled(acc, alpha):
-    """acc * alpha, an accumulator (rows, columns) by a factor a row (rows, 1). A warp whose rows
-    all have the factor 1 skips it.
+    """acc * alpha, for an accumulator (rows, columns) and a factor per row (rows, 1). A warp whose
+    rows all have factor 1 skips the product.
     """
     COUNT: gl.constexpr = acc.shape[1] // 2  # of a thread
     return gl.inline_asm_elementwise(
@@ -294,8 +296,8 @@ def where_less(x, a, b, OTHERWISE: gl.constexpr):
 BY_POLYNOMIAL = (
     4,
     11,
-    # of sixteen; a thread's numbers are two of one row and two of another in turn, and these are
-    # one of each
+    # indices in sixteen of a thread's numbers, which come in turn as two of one row and two of
+    # another; these two lie in different rows
 )
 COEFFICIENTS = (0.6932829273885215, 0.24221096221649277, 0.05500893142298349)
 ROUNDS = (
@@ -304,7 +306,7 @@ ROUNDS = (
 
 
 def exp2_code() -> str:
-    """PTX for sixteen of a thread's numbers, $16 ... $31, and their powers $0 ... $15."""
+    """PTX that computes the powers $0 ... $15 of sixteen of a thread's numbers, $16 ... $31."""
 
     def number(x: float) -> str:
         return "0f" + struct.pack(">f", x).hex().upper()
@@ -335,20 +337,20 @@ EXP2_OPERANDS = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 16))
 
 @gluon.jit
 def exp2_by_two_units(x):
-    """2^x for x <= 1: of a thread's numbers seven eighths by the special function unit, an eighth
-    by a polynomial on the FMA units.
+    """2^x for x <= 1. The special function unit computes seven eighths of a thread's numbers, a
+    polynomial on the FMA units one eighth.
 
-    The special function unit computes 16 numbers a clock, and the backward waits for it; the FMA
-    units do 128 operations a clock, a number takes nine. w = (x + 127) / 128 is held between 0 and
-    1 and is n + f, n a multiple of 1/128; 2^(128 f) = 1 + f (c1 + f (c2 + f c3)), the polynomial of
-    degree 3 whose largest relative error is least: 1.0e-4, where rounding to bfloat16 adds up to
-    2.0e-3 and to float16 up to 4.9e-4; 128 n - 127 is added to the exponent.
+    The special function unit computes 16 numbers a clock and limits the backward. The FMA units do
+    128 operations a clock, and a number takes nine. w = (x + 127) / 128 is clamped to 0 to 1 and
+    split as n + f, n a multiple of 1/128. Then 2^(128 f) = 1 + f (c1 + f (c2 + f c3)), the
+    polynomial of degree 3 with the least maximal relative error: 1.0e-4, where rounding adds up to
+    2.0e-3 in bfloat16 and 4.9e-4 in float16. 128 n - 127 is added to the exponent.
 
-    What lies below -127, -inf too, counts as -127: there f is 0, the polynomial 1, and the result
-    exactly 0. So does NaN: a query whose scores are NaN, 8 to 14 or 17 to 23 of 32, adds nothing to
-    dv of half of the keys, and NaN to that of the others, to all of dk by delta, and to its dq. The
-    maximum that keeps NaN, in the place of the saturation, made the backward 2% slower at head_dim
-    64.
+    x below -127, including -inf, counts as -127: f is 0, the polynomial 1, and the result exactly
+    0. So does NaN. A query whose scores are NaN, if it is one of 8 to 14 or 17 to 23 of 32, adds
+    nothing to dv of half of the keys. It adds NaN to dv of the others, to all of dk through delta,
+    and to its dq. A maximum that keeps NaN instead of the saturation made the backward 2% slower at
+    head_dim 64.
     """
     return gl.inline_asm_elementwise(
         EXP2_CODE, EXP2_OPERANDS, [x], gl.float32, is_pure=True, pack=16
