@@ -2,10 +2,10 @@
 
 Every rank builds the same model, takes its share of each step's sequences, and adds its gradients
 to those of the others. So all ranks keep the same weights. The first rank's folder is the run's;
-another rank works in a folder that goes when it ends.
+every other rank works in a temporary folder.
 
-A process that torchrun did not start is alone: it forms no process group, and every method gives
-back what it got.
+A process that torchrun did not start is alone: it forms no process group, and every method returns
+its argument.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
     from attention.context import Shards
 
-PATIENCE = 2.0  # seconds in which the first rank may give the reason for an end of all
+PATIENCE = 2.0  # seconds that the first rank has to report why all ranks end
 
 log = logging.getLogger("tilegpt")
-_store: Any = None  # torchrun's, by which a rank that fails tells the others why
+_store: Any = None  # torchrun's key-value store: a rank that fails tells the others why
 _watch: Watch | None = None
 
 
@@ -44,12 +44,12 @@ class Ranks:
     world: int = 1
     local_rank: int = 0  # among those of this host
     local_world: int = 1  # of this host
-    context: int = 1  # ranks that share a sequence, one after the other
-    shards: "Shards | None" = None  # how they share it; None where each has its own
+    context: int = 1  # consecutive ranks that share a sequence
+    shards: "Shards | None" = None  # how they share it; None if each rank has its own
 
     @property
     def data(self) -> int:
-        """Among how many the sequences of a step are shared."""
+        """Into how many parts the sequences of a step are divided."""
         return self.world // self.context
 
     @property
@@ -74,7 +74,7 @@ class Ranks:
         return slice(None) if self.shards is None else self.shards.positions(count)
 
     def check(self) -> None:
-        """Raise RankLost where another rank ended: what came from the GPU since may be wrong."""
+        """Raise RankLost if another rank ended: results of the GPU since then may be wrong."""
         if _watch is not None:
             _watch.check()
 
@@ -97,7 +97,7 @@ class Ranks:
         return x
 
     def largest_of(self, row: dict[str, float | None]) -> dict[str, float | None]:
-        """Each figure's maximum over all ranks; None where they have none."""
+        """Each figure's maximum over all ranks; None for a figure that they lack."""
         if not self.several:
             return row
         import torch
@@ -107,7 +107,7 @@ class Ranks:
         return {name: None if isnan(x) else x for name, x in zip(row, found, strict=True)}
 
     def gathered(self, x: Any) -> list[Any]:
-        """What each rank has."""
+        """x of every rank, in the order of the ranks."""
         if not self.several:
             return [x]
         from torch import distributed
@@ -118,7 +118,7 @@ class Ranks:
         return found
 
     def any(self, flag: bool) -> bool:
-        """Whether it is set on any rank."""
+        """Whether the flag is set on any rank."""
         if not self.several:
             return flag
         import torch
@@ -126,7 +126,7 @@ class Ranks:
         return bool(self.sum(torch.tensor(int(flag))))
 
     def seed_step(self, seed: int, step: int) -> None:
-        """Seed dropout: another one on each rank, and the same again in a run that resumes."""
+        """Seed dropout. Ranks get different seeds; a resumed run gets the same ones again."""
         if self.several:
             import torch
 
@@ -134,7 +134,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def first_goes_first(self) -> Iterator[None]:
-        """The others enter when rank 0 has left: what it built, they find."""
+        """Rank 0 runs this block first; the others run it afterwards and find what rank 0 built."""
         if not self.first:
             self.any(False)
         yield
@@ -150,8 +150,9 @@ class GradientSum:
         loss.backward()
     loss = total.of(loss)
 
-    Gradients leave in messages of MESSAGE bytes, in the order in which they come. That order is the
-    graph's, so it is the same on every rank. Alone, nothing happens.
+    Gradients are sent in messages of MESSAGE bytes or a little more, in the order in which the
+    backward pass yields them. That is the graph's order, the same on every rank. A rank that is
+    alone sends nothing.
     """
 
     MESSAGE = 2**26
@@ -174,7 +175,7 @@ class GradientSum:
             hook.remove()
 
     def of(self, loss: "Tensor") -> "Tensor":
-        """The sum of the losses; the gradients are their sums after it."""
+        """The sum of the ranks' losses. When it returns, the gradients are summed too."""
         if not self.parameters:
             return loss
         loss = loss.reshape(1)
@@ -233,14 +234,14 @@ def join(
     timeout: float = 600,
     settings: Mapping[str, Any] | None = None,
 ) -> Ranks:
-    """Meet the other ranks; on CUDA, take the GPU of this rank. Does nothing alone.
+    """Meet the other ranks; on CUDA, take the GPU of this rank. Does nothing if it is alone.
 
-    Every `context` ranks that follow one another share their sequences: `heads` of them (all)
-    exchange heads, and a ring joins the rest, or gathers its keys. A rank waits `timeout` seconds
-    for another.
+    Each `context` consecutive ranks share their sequences. `heads` of them (default: all) exchange
+    heads, and rings join the rest; with `gather`, a ring gathers its keys. A rank waits `timeout`
+    seconds for another.
 
-    Raises ValueError where this host has no GPU for the rank, the others do not come, or they come
-    with other `settings`.
+    Raises ValueError if the number of ranks is no multiple of `context`, if this host has no GPU
+    for the rank, or if the others do not come or have other `settings`.
     """
     ranks = replace(of_environment(), context=context)
     if ranks.world % context:
@@ -284,7 +285,7 @@ def _meet(ranks: Ranks, device: str, timeout: timedelta) -> None:
 
     try:
         kept, rank, world = next(distributed.rendezvous("env://", timeout=timeout))
-        # ranks that are started again must not find the addresses of those before
+        # restarted ranks must not find the addresses of the ranks before the restart
         _store = distributed.PrefixStore(f"ranks {_restarts()}", kept)
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
@@ -302,7 +303,7 @@ def _meet(ranks: Ranks, device: str, timeout: timedelta) -> None:
 
 
 def _compare_settings(ranks: Ranks, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError where ranks differ: messages of other sizes would end their processes."""
+    """Raise ValueError if ranks differ: messages of unequal sizes would crash their processes."""
     _store.set(f"settings {ranks.rank}", json.dumps(settings, default=str))
     first = json.loads(_store.get("settings 0"))
     for rank in range(1, ranks.world):
@@ -316,7 +317,7 @@ def _compare_settings(ranks: Ranks, settings: Mapping[str, Any]) -> None:
 
 
 def _compare_gpus(ranks: Ranks) -> None:
-    """Warn of GPUs that differ: all ranks go at the pace of the slowest."""
+    """Warn if the GPUs differ, because all ranks run at the speed of the slowest."""
     import torch
 
     _store.set(f"GPU {ranks.rank}", torch.cuda.get_device_name())
@@ -328,7 +329,7 @@ def _compare_gpus(ranks: Ranks) -> None:
 
 
 def leave() -> None:
-    """Part from the other ranks at the end of a run."""
+    """Leave the other ranks at the end of a run."""
     if of_environment().several:
         from torch import distributed
 
@@ -338,14 +339,14 @@ def leave() -> None:
 
 
 def announce(run_dir: Path) -> None:
-    """Tell torchrun where the run is: it may start the ranks again."""
+    """Store the run's folder with torchrun, which may restart the ranks."""
     if (store := _agents_store()) is not None and of_environment().first:
         store.set("run_dir", str(run_dir.absolute()))
 
 
 def run_before_restart() -> Path | None:
-    """The folder of the run that torchrun has started again (--max-restarts); None the first time,
-    or where it had no folder yet.
+    """The folder of the run whose ranks torchrun restarted (--max-restarts). None at the first
+    start, or if the run had no folder yet.
     """
     return announced_folder() if _restarts() else None
 
@@ -359,12 +360,12 @@ def announced_folder() -> Path | None:
 
 
 def _restarts() -> int:
-    """How often torchrun has started the ranks again."""
+    """How often torchrun has restarted the ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _agents_store() -> Any:
-    """What torchrun itself keeps, which outlives the ranks."""
+    """The store that torchrun itself keeps, which outlives the ranks; None without one."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     from torch import distributed
@@ -374,9 +375,9 @@ def _agents_store() -> Any:
 
 
 def tell_end() -> None:
-    """Tell the other ranks that this one ends as it should."""
+    """Tell the other ranks that this one ends normally."""
     if _store is not None:
-        with contextlib.suppress(RuntimeError):  # whoever keeps the store may be gone
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store may be gone
             _store.set(f"left {of_environment().rank}", "")
     _stop_watch()
 
@@ -389,20 +390,20 @@ def _stop_watch() -> None:
 
 
 def tell_why(summary: Row) -> None:
-    """Tell the other ranks how this one failed, and wait for none of them from here on."""
+    """Tell the other ranks why this one failed, and stop waiting for them."""
     _stop_watch()
     if _store is None:
         return
-    if "rank" not in summary:  # else another has failed
+    if "rank" not in summary:  # else another rank failed
         words = {key: summary[key] for key in ("status", "error", "oom") if key in summary}
-        with contextlib.suppress(RuntimeError):  # whoever keeps the store may be gone
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store may be gone
             _store.set("failed", json.dumps({"rank": of_environment().rank} | words))
     abort_nccl()
 
 
 def stand_in(summary: Row, began: float) -> None:
-    """Where this rank failed and the first one did not say so, say it and write summary.json for
-    it: it may be dead, or wait for this rank.
+    """Report this rank's failure and write summary.json if the first rank has done neither. The
+    first rank may be dead, or waiting for this one.
     """
     ranks = of_environment()
     if ranks.first:
@@ -420,7 +421,7 @@ def stand_in(summary: Row, began: float) -> None:
 
 
 def why_another_failed(error: BaseException) -> Row | None:
-    """What summary.json says of a run that another rank ended; None for an error of this rank's.
+    """What summary.json says of a run that another rank ended; None if this rank failed itself.
 
     `error` is what a collective of this rank raised, or RankLost, or a signal.
     """
@@ -429,16 +430,16 @@ def why_another_failed(error: BaseException) -> Row | None:
     from torch import distributed
 
     message = isinstance(error, distributed.DistError) or "gloo" in str(error)
-    # torchrun ends the others of a rank that ended
+    # when one rank has ended, torchrun ends the others by a signal
     ended = isinstance(error, (RankLost, Stopped))
     if not ended and not (isinstance(error, RuntimeError) and message):
         return None
     if _watch is not None:
-        if message:  # which may come before the end of the other process
+        if message:  # this error may come before the other process has ended
             _watch.noticed.wait(PATIENCE)
         if _watch.lost is not None:
             return _watch.lost
-    # NCCL itself says more, and a signal may have come for another reason
+    # NCCL's own error says more, and a signal may have another cause
     if isinstance(error, Stopped) or "NCCL error" in str(error):
         return None
     reason = "another rank ended and did not say why: it was killed, or lost"

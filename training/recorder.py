@@ -1,4 +1,4 @@
-"""What a run leaves and shows: metrics.jsonl, a logger, the terminal, summary.json."""
+"""Records and shows a run: in metrics.jsonl, a logger, the terminal and summary.json."""
 
 import logging
 from contextlib import ExitStack
@@ -28,9 +28,9 @@ log = logging.getLogger("tilegpt")
 
 
 class Recorder:
-    """Records one start of a run. A context manager: its end writes how the run ended.
+    """Records one start of a run. A context manager that on exit writes how the run ended.
 
-    `summary` is what summary.json will say. From here on the folder belongs to this run.
+    `summary` is what summary.json will say. Once this is built, the folder belongs to the run.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Recorder:
 
     def _announce(self) -> None:
         run, config = self.run, self.run.config
-        attention = attention_in_words(self.summary | {"steps_done": None})  # the later ones too
+        attention = attention_in_words(self.summary | {"steps_done": None})  # with later ones
         log.info(
             f"{run.data.description}\n"
             f"model={config.model.name} {self.summary['parameters']:,} parameters, "
@@ -79,7 +79,7 @@ class Recorder:
         steps = self.run.config.steps
         self.terminal = ExitStack()
         self.terminal.enter_context(logging_redirect_tqdm())
-        hidden = None if self.run.ranks.first else True  # None is without a terminal
+        hidden = None if self.run.ranks.first else True  # None hides it without a terminal
         bar = tqdm(total=steps, initial=self.first.step, disable=hidden, unit="step")
         self.bar = self.terminal.enter_context(bar)
         return self
@@ -115,7 +115,7 @@ class Recorder:
         current().started()
 
     def row(self, result: StepResult) -> dict[str, float | None]:
-        """The row of metrics of a step, empty where none is due: its memory, loss and gradient."""
+        """Start a step's row of metrics: memory, loss, lr and gradient norm; {} if none is due."""
         due, row = result.due, {}
         if due.log or due.compare or due.evaluate:
             row |= self.memory.row()
@@ -124,9 +124,9 @@ class Recorder:
         return row
 
     def diverged(self, result: StepResult, diagnosis: Row) -> dict[str, float]:
-        """Divergence is a result of a run, not an error. Returns what its row says of it."""
+        """Record a divergence: a result of a run, not an error. Returns its entry in the row."""
         step, ranks = result.step, self.run.ranks
-        if "sequence" in diagnosis:  # of this rank; of the step
+        if "sequence" in diagnosis:  # make this rank's number that of the step
             diagnosis["sequence"] += ranks.rows(self.run.config.sequences_per_step).start
         diagnosis = to_blame(ranks.gathered(diagnosis))
         self.summary.update(status="diverged", first_bad_step=step, diagnosis=diagnosis)
@@ -134,8 +134,8 @@ class Recorder:
         return {"attention/max_score": diagnosis["max_score"]}
 
     def record(self, result: StepResult, row: dict[str, float | None]) -> None:
-        """Show the step, and write its row where there is one."""
-        # a bar says enough
+        """Show the step, and write its row if there is one."""
+        # no line beside a progress bar
         say = self.progress.step(result.step, row=bool(row)) and self.bar.disable
         if row and result.due.log:
             row |= self.throughput.row()
@@ -154,7 +154,7 @@ class Recorder:
         self.summary.update(steps_done=result.step, tokens=result.tokens)
 
     def end(self, result: StepResult, *, stopped: bool) -> None:
-        """How the loop ended, once its last checkpoint is under way."""
+        """Note how the loop ended; its last checkpoint is being saved."""
         summary = self.summary
         summary["tokens_per_sec"] = self.wall.tokens_per_sec(result.tokens)
         if summary["status"] != "diverged":
@@ -162,7 +162,7 @@ class Recorder:
         summary["stopped"] = stopped
 
     def report(self) -> None:
-        """What is made of a run that is over: loss_curve.png and a sample of its text."""
+        """After the run: draw its pictures, sample a text, and end the logger."""
         try:
             if self.run.ranks.first:
                 self._report()
@@ -210,7 +210,7 @@ class Recorder:
 
     @phase("logging")
     def _write(self, row: Row, *, last: bool = False) -> None:
-        """One row: on disk first, then to the logger; the summary keeps the newest figures."""
+        """Write a row to disk and then to the logger; the summary keeps the newest figures."""
         tokens, summary = row["tokens"], self.summary
         row |= self.wall.row(tokens)
         self.metrics.write(row)

@@ -1,4 +1,4 @@
-"""A run in several starts: what a resume must not change, and what is recorded of each start.
+"""Runs with several starts: what a resume must not change, and what each start records.
 
 Every checkpoint and summary.json hold the list "starts", one entry for each time that training
 began:
@@ -6,8 +6,8 @@ began:
     step         where it began: 0, or the step of the checkpoint that it resumed from
     started      when, in seconds since 1970
     seconds      how long it ran, up to its end or the checkpoint that the next start resumed from
-    attention    [step, name] of each attention it used or was to use, the first from its own step;
-                 a name holds the options that are not at their defaults
+    attention    [step, name] of each attention that it used or planned to use, the first at `step`;
+                 a name includes the options that are not at their defaults
     changed      {setting: [before, now]} against the checkpoint that it resumed from
     data         fingerprint of the data
     commit, on   of this program, and the GPU or CPU
@@ -44,7 +44,7 @@ PLACES = ("resume", "data.cache_dir")
 def check_resume(config: RunConfig, *, asked: Iterable[str]) -> None:
     """Raise ValueError for a resume under settings that nobody asked for.
 
-    They would change silently where overrides.yaml has lost a line, or conf/ was edited since.
+    They would change silently if overrides.yaml has lost a line, or conf/ was edited since.
     `asked` are the overrides of this command line.
     """
     if config.resume is None:
@@ -77,9 +77,9 @@ def check_resume(config: RunConfig, *, asked: Iterable[str]) -> None:
 def resumed_starts(meta: Row, config: Row, start: Row) -> list[Row]:
     """All starts of a run that resumes from the checkpoint with this meta.json.
 
-    `start` is the newest; its step and changes are filled in. Raises ValueError where the run would
-    not be what it claims: no step left, other data under the same settings, or a switch of the
-    attention in the past.
+    `start` is the newest; its step, attention and changes are filled in. Raises ValueError if no
+    step is left, if the data differ under the same settings, or if the attention would be changed
+    at a step in the past.
     """
     step, run_dir = meta["step"], config["resume"]
     if step >= config["steps"]:
@@ -123,7 +123,7 @@ FIRST_START = Start(0, 0, [])
 
 
 def new_start(run: "Run", started: float) -> Row:
-    """The entry of a first start; resumed_starts() completes that of a resume."""
+    """The entry of a first start; for a resume, resumed_starts() completes it."""
     hardware = run.environment["hardware"]
     return {
         "step": 0,
@@ -150,7 +150,7 @@ def write_settings(run_dir: Path, config: Row, overrides: list[str]) -> None:
 
 
 def changes_in_words(summary: Row) -> str:
-    """The changed settings with which a run was resumed, if they change what it learns."""
+    """The settings that resumes of a run changed, if they change what the run learns."""
     resumes = []
     for start in recorded_starts(summary):
         settings = ", ".join(
@@ -166,8 +166,8 @@ def changes_in_words(summary: Row) -> str:
 def differences(then: Row, now: Row) -> dict[str, list[Any]]:
     """{key: [then, now]} of nested settings, with keys such as attention.name.
 
-    Left out are settings that only one version of the program has, and options of an attention at
-    their defaults.
+    Leaves out settings that only one version of the program has, and options of an attention that
+    are at their defaults.
     """
     before = dict(_flat(_without_defaults(then)))
     return {
@@ -179,7 +179,7 @@ def differences(then: Row, now: Row) -> dict[str, list[Any]]:
 
 
 def _without_defaults(settings: Row) -> Row:
-    """The settings with None for an attention's option at its default, as for one it lacks."""
+    """The settings with None for each option of the attention that is at its default."""
     chosen = settings.get("attention", {})
     backend = BACKENDS.get(chosen.get("name"))
     if backend is None:

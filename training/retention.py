@@ -5,9 +5,9 @@
     RUN/checkpoint.best/            the one with the lowest val/loss; a step whose evaluation is a
                                     new lowest is always saved
 
-The best is made of hard links, which take no room while the same checkpoint stands elsewhere. A run
-whose latest checkpoint was damaged resumes from an earlier step. The next save then deletes the
-checkpoints of later steps, as their rows of metrics were dropped.
+The best consists of hard links, which take no space while another folder has the same checkpoint.
+A run whose latest checkpoint was damaged resumes from an earlier step. The next save then deletes
+the checkpoints of later steps, because their rows of metrics were dropped.
 """
 
 import contextlib
@@ -132,7 +132,7 @@ def parse(path: Path) -> Any:
 
 
 def misfit(meta: Row) -> str | None:
-    """The first entry of a meta.json that is not what a checkpoint writes."""
+    """What is wrong with the first malformed entry of a meta.json; None if all are right."""
     for key, (is_right, expected) in FORM.items():
         if key in meta and not is_right(meta[key]):
             return f"{key} is not {expected}"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """What a run is made of, on its device and in its precision, ready for the first step."""
+    """The parts of a run, on its device and in its precision, ready for the first step."""
 
     config: "RunConfig"  # batch_size is a number once build_run() is done
     device: "torch.device"
@@ -78,13 +78,13 @@ class Run:
 
     @property
     def batch_size(self) -> int:
-        """Sequences of one pass of this rank. Without tokens_per_step the ranks share one pass."""
+        """Sequences of one pass on this rank. Without tokens_per_step the ranks divide one pass."""
         size = int(self.config.batch_size)
         return size if self.config.tokens_per_step else size // self.ranks.data
 
     def predicted_bytes(self, config: "RunConfig") -> float:
-        """Peak memory of a step under other settings of this run, by calculation. The batch_size
-        is this rank's.
+        """The calculated peak memory of a step, if this run had the settings `config`, whose
+        batch_size is that of one rank.
         """
         from training.plan import largest_peak_bytes
 
@@ -98,7 +98,7 @@ class Run:
 
     @cached_property
     def predicted_gib(self) -> float:
-        """Peak memory of a step, by calculation."""
+        """The calculated peak memory of a step."""
         from training.memory import GIB
 
         return self.predicted_bytes(replace(self.config, batch_size=self.batch_size)) / GIB
@@ -109,15 +109,15 @@ class Run:
 
     @cached_property
     def bytes_per_token(self) -> float | None:
-        """The mean over the held-out targets; None where the tokens stand for no text."""
+        """The mean over the held-out targets; None if the tokens are not text."""
         if self.data.tokenizer is None:
             return None
-        targets = self.held_out[1].numpy()  # of text every target counts
+        targets = self.held_out[1].numpy()  # in text, every target counts
         return self.data.tokenizer.count_bytes(targets) / targets.size
 
     def batches(self, *, whole: bool = False) -> "Prefetcher":
-        """The batches of each step, read ahead; a context manager. `whole` gives all of the
-        sequences that ranks share.
+        """The batches of each step, read ahead; a context manager. `whole` gives whole sequences
+        where ranks share them, not read ahead.
         """
         from data.prefetch import Prefetcher
 
@@ -153,7 +153,7 @@ def build_run(config: "RunConfig", summary: Row | None = None) -> Run:
     """Build everything that `config` describes.
 
     `summary` is filled along the way, so that an error loses nothing. Raises ValueError for what
-    can be refused before the first step: a device, dtype, attention or data source that cannot be.
+    can be refused before the first step: an unusable device, dtype, attention or data source.
     """
     with own_modules():
         return _build_run(config, {} if summary is None else summary)
@@ -179,7 +179,7 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
     device = pick_device(config.device)
     meeting = {"timeout": config.parallel.timeout, "settings": shared_settings(config)}
     ranks = join(device.type, config.parallel.context, **meeting, **way_to_share(config))
-    if ranks.several and device.type == "cuda":  # "cuda" alone is another one in another thread
+    if ranks.several and device.type == "cuda":  # plain "cuda" depends on the thread
         device = torch.device("cuda", ranks.local_rank)
     check_shares(config, ranks)
     if ranks.several:
@@ -225,7 +225,7 @@ def _build_run(config: "RunConfig", summary: Row) -> Run:
     )
     if config.batch_size == "auto":
         _fit_batch_size(run)
-    # now, since what runs out of memory later quotes it
+    # set now, because a later report of memory that ran out quotes it
     summary["memory/predicted_gib"] = run.predicted_gib
     return run
 
@@ -273,9 +273,9 @@ def compose(*overrides: str) -> "RunConfig":
 def run(*overrides: str) -> Row:
     """Train as `python train.py OVERRIDES` does; returns what summary.json says.
 
-    A run that diverges, runs out of memory or is interrupted returns with that status. Raises the
-    error of one that fails, ValueError for settings that are refused. The run directory is below
-    the current folder, as on the command line.
+    A run that diverges, runs out of memory or is interrupted returns with that status. The error of
+    a run that fails is raised; refused settings raise ValueError. The run directory is below the
+    current folder, as on the command line.
     """
     with own_modules():
         from training.job import run_overrides
