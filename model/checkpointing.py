@@ -1,8 +1,8 @@
 """Activation checkpointing, sequences in chunks, and block inputs in the host's memory.
 
-Checkpointing (Chen et al. 2016, arXiv:1604.06174) does not keep what is cheap to compute: the
-backward pass computes it again. PyTorch does the recomputation (torch.utils.checkpoint, not
-reentrant). It restores random numbers and autocast, and torch.compile takes it into its graph.
+Checkpointing (Chen et al. 2016, arXiv:1604.06174) does not keep results that are cheap to compute:
+the backward pass computes them again. PyTorch does the recomputation (torch.utils.checkpoint, not
+reentrant). It restores random numbers and autocast, and works inside torch.compile's graph.
 """
 
 import logging
@@ -17,14 +17,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 Result = Tensor | tuple[Tensor, ...]
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-# PyTorch warns there of regions that keep their products and work in place; ours do not
+# PyTorch warns there about regions that keep products and work in place; ours do not work in place
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(
     lambda record: "context_fn" not in record.getMessage()
 )
 
 
 def recomputed(function: Callable[..., Result], *, dropout: float = 0.0) -> Callable[..., Result]:
-    """The same function of tensors, for which autograd keeps the inputs alone.
+    """The same function of tensors, for which autograd keeps only the inputs.
 
     Recomputing stops at the last tensor that the backward pass needs: it does not repeat a product
     at the end of the function.
@@ -34,9 +34,9 @@ def recomputed(function: Callable[..., Result], *, dropout: float = 0.0) -> Call
 
 
 def elementwise_recomputed(function: Callable[..., Result]) -> Callable[..., Result]:
-    """recomputed(function), for a function without dropout that ends with a product.
+    """recomputed(function), for a function without dropout that ends with a matrix product.
 
-    A compiled graph would repeat that product, unless it is named as something to keep.
+    A compiled graph would repeat that product unless it is marked as one to keep.
     """
     run = recomputed(function)
     if torch.compiler.is_compiling():
@@ -53,8 +53,8 @@ def in_chunks(function: Callable[..., Result], *inputs: Tensor, size: int | None
     if size is None or inputs[0].shape[1] <= size:
         return function(*inputs)
     kind = inputs[0].device.type
-    # with its cache, autocast would make one 16-bit copy of each weight for all chunks, and sum
-    # their gradients in 16 bits
+    # no cache: autocast would make one 16-bit copy of each weight for all chunks, and sum their
+    # gradients in 16 bits
     with torch.autocast(
         kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
     ):
@@ -75,9 +75,9 @@ class OnHost(NamedTuple):
 def kept_on_host(x: Tensor) -> Iterator[None]:
     """Inside, autograd keeps x and its parts in pinned host memory. On a CPU nothing changes.
 
-    The copies are queued on the stream of the computation, so no memory is reused too early. What
-    follows waits for them: 0.1 s of some seconds for a block input of GPT-2 at a million tokens.
-    Not for torch.compile, which decides itself what to keep.
+    The copies are queued on the stream of the computation, so no memory is reused too early, and
+    later work waits for them. For a block input of GPT-2 at a million tokens that is 0.1 s out of
+    several seconds. torch.compile decides itself what to keep, so this is not for it.
     """
     copies: dict[Any, Tensor] = {}
     device, storage = x.device, x.untyped_storage().data_ptr()

@@ -1,8 +1,8 @@
-"""One token at a time through a model, in fixed shapes, so that a GPU can replay a CUDA graph.
+"""Decode one token at a time in fixed shapes, so that a GPU can replay a CUDA graph.
 
-A step of decoding is many short kernels, and a graph launches them all at once. Its addresses and
-shapes never change: the token, its position and the lengths are tensors that the step reads, and
-the keys and values go in place into the room of the cache.
+A decoding step is many short kernels, and a graph launches them all at once. Its addresses and
+shapes never change. The step reads the token, its position and the lengths from tensors, and writes
+keys and values in place into the cache.
 
 Dimensions: B batch.
 """
@@ -21,9 +21,9 @@ from model.kv_cache import KVCache, Places
 if TYPE_CHECKING:
     from model.gpt import GPT
 
-# what attention_with_cache() takes; "lse" is what sinks ask for
+# features that attention_with_cache() takes; sinks need "lse"
 SUPPORTED = frozenset({"window", "softcap", "lse"})
-KEPT = 2  # steps of a model, each with a cache and a graph
+KEPT = 2  # steps kept per model, each with a cache and a graph
 
 
 def has_steps(model: "GPT") -> bool:
@@ -32,32 +32,33 @@ def has_steps(model: "GPT") -> bool:
 
 
 class Prediction(NamedTuple):
-    """What follows the last token. All of it is part of a step's graph."""
+    """The prediction after the last token, computed inside a step's graph."""
 
     logits: Tensor  # (B, vocab_size) float32
     likeliest: Tensor  # (B, 1) int64
-    finite: Tensor  # () bool, whether all logits are
+    finite: Tensor  # () bool, whether all logits are finite
 
 
 def predict(logits: Tensor) -> Prediction:
-    """Of logits (B, vocab_size) float32."""
+    """The Prediction from logits (B, vocab_size) float32."""
     # NaN if any logit is
     largest = torch.linalg.vector_norm(logits, torch.inf)
     return Prediction(logits, logits.argmax(-1, keepdim=True), largest < torch.inf)
 
 
 class DecodingStep:
-    """Calls that read one token a sequence, after those in the cache, which stores it too.
+    """Each call reads one token per sequence, after those in the cache, and stores it there.
 
-    The cache has read a prompt of B sequences already. The graph is captured in the first call. One
-    captured under autocast reads its copies of the weights: use it inside the same context alone.
+    The cache must already hold a prompt of B sequences. The first call captures the graph. A graph
+    captured under autocast reads autocast's copies of the weights: use it only inside the same
+    context.
     """
 
     def __init__(self, model: "GPT", cache: KVCache, batch_size: int):
         device = next(model.parameters()).device
-        # weakly, as the steps that are kept must not keep their model
+        # weak, because kept steps must not keep their model alive
         self.model, self.cache = ref(model), cache
-        self.backends = backends_of(model)  # alive, so that no other comes to have their id
+        self.backends = backends_of(model)  # kept alive, so that no other backend gets their id
         self.tokens = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.places = Places(
             torch.zeros(1, dtype=torch.int64, device=device),
@@ -66,7 +67,7 @@ class DecodingStep:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, tokens: Tensor) -> Prediction:
-        """What follows tokens (B, 1). The next call may overwrite it."""
+        """The prediction after tokens (B, 1). The next call may overwrite it."""
         length = self.cache.length
         assert length < self.cache.max_len, "the cache is full"
         self.tokens.copy_(tokens)
@@ -91,7 +92,8 @@ class DecodingStep:
             return predict(model(self.tokens, cache=self.cache).logits[:, -1].float())
 
     def capture(self) -> None:
-        # compiles kernels and takes workspaces; each run writes the same keys to the same places
+        # warm up: compile kernels and allocate workspaces; each run writes the same keys to the
+        # same places
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -116,9 +118,10 @@ def tensors_of(model: "GPT") -> list[Tensor]:
 
 
 def kind_of(model: "GPT", batch_size: int, max_len: int) -> Hashable:
-    """All that a graph depends on, but the values of the weights, which it reads where they lie.
+    """Everything that a graph depends on, except the values of the weights, which it reads in
+    place.
 
-    Left out are settings of PyTorch's own, such as the precision of float32 products.
+    PyTorch's own settings are left out, such as the precision of float32 products.
     """
     weights = tuple((x.data_ptr(), x.dtype, x.shape, x.stride()) for x in tensors_of(model))
     backends = tuple(map(id, backends_of(model)))
@@ -126,12 +129,12 @@ def kind_of(model: "GPT", batch_size: int, max_len: int) -> Hashable:
 
 
 def take_step(model: "GPT", batch_size: int, max_len: int) -> DecodingStep:
-    """A step with an empty cache of max_len tokens: one that keep_step() kept, or a new one."""
+    """A step with an empty cache of max_len tokens: one from keep_step(), or a new one."""
     steps, step = kept.get(model, {}), None
     if steps and not under_autocast(model):
         step = steps.pop(kind_of(model, batch_size, max_len), None)
     if step is None:
-        while len(steps) >= KEPT:  # now, as a new cache takes memory
+        while len(steps) >= KEPT:  # free them before a new cache takes memory
             del steps[next(iter(steps))]
         return DecodingStep(model, KVCache(model.config.num_layers, max_len=max_len), batch_size)
     step.cache.reset()
@@ -139,11 +142,11 @@ def take_step(model: "GPT", batch_size: int, max_len: int) -> DecodingStep:
 
 
 def keep_step(model: "GPT", step: DecodingStep) -> None:
-    """Keep a step that has a graph, with the memory of its cache, for the next take_step() of its
-    kind. It is kept as long as the model, or until others need its place. The caller may not use it
-    any more.
+    """Keep a step that has a graph, with its cache's memory, for the next take_step() of its kind.
+    It stays until the model is freed or other steps take its place. The caller must no longer use
+    it.
     """
-    # a tensor that wraps others has no address of its own, and shows no exchange of its weights
+    # a tensor that wraps others has no address, so replacing its weights would go unnoticed
     placed = all(x.data_ptr() for x in tensors_of(model))
     if step.graph is None or under_autocast(model) or not placed:
         return
@@ -152,5 +155,7 @@ def keep_step(model: "GPT", step: DecodingStep) -> None:
 
 
 def under_autocast(model: "GPT") -> bool:
-    """Whether a graph reads copies of the weights, which are freed when autocast ends."""
+    """Whether a graph would read autocast's copies of the weights, which are freed when autocast
+    ends.
+    """
     return torch.is_autocast_enabled(next(model.parameters()).device.type)

@@ -1,7 +1,7 @@
-"""Block.forward in a faster form for a GPU, and in less memory with model.checkpoint.
+"""Block.forward in a faster form for a GPU, and with less memory under model.checkpoint.
 
-`fused_block` runs the layers of a Block and has no parameters of its own. Its results and gradients
-are those of `Block.forward`: tests/model/test_fused_block.py compares them.
+`fused_block` runs the layers of a Block and has no parameters of its own. It gives the results and
+gradients of `Block.forward`; tests/model/test_fused_block.py compares them.
 
     on a GPU                 one kernel computes x + branch and the norm after it (model/norm.py)
     checkpoint=elementwise   the backward pass recomputes norms and activations
@@ -64,14 +64,14 @@ def fused_block(
 def before_attention(
     block: "Block", x: Tensor, branch: Tensor | None, rope: "Rope | None"
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """x + branch, and from it q, k and v, (B, N, H or H_kv, D)."""
+    """x + branch, and q, k and v (B, N, H or H_kv, D) computed from it."""
     recompute = recomputes_elementwise(block)
     x, qkv = add_norm_linear(
         x, branch, block.attention_norm, block.attention.qkv, recompute=recompute
     )
 
-    # the tokens in dimension 1, as in_chunks needs them. The transposes back come after what is
-    # recomputed, so torch.compile keeps q and k: without them it would repeat QK-norm and RoPE
+    # tokens in dimension 1, as in_chunks needs them. The caller transposes back after the
+    # recomputed part, so torch.compile keeps q and k: otherwise it would repeat QK-norm and RoPE
     def heads(qkv: Tensor) -> tuple[Tensor, ...]:
         return tuple(t.transpose(1, 2) for t in block.attention.heads(qkv, rope))
 
@@ -79,11 +79,11 @@ def before_attention(
 
 
 def after_attention(block: "Block", x: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """x + branch, where proj makes branch of the attention's output; and the branch of the MLP."""
+    """x + proj(out) for the attention's output, and the branch of the MLP."""
     recompute = recomputes_elementwise(block)
     x, hidden = add_norm_linear(
         x,
-        block.dropout(block.attention.proj(out)),  # unnamed: it need not outlive the sum
+        block.dropout(block.attention.proj(out)),  # unnamed, so that it is freed after the sum
         block.mlp_norm,
         block.mlp.up,
         recompute=recompute,
@@ -105,8 +105,8 @@ def recomputed_block(
     rope: "Rope | None",
     attend: Callable[..., tuple[Tensor, Tensor | None]],
 ) -> tuple[Tensor, Tensor | None]:
-    """block(x) for checkpoint=attention and block; without gradients only the chunks remain. Also
-    what attend() says of the scores.
+    """block(x) for checkpoint=attention and block, and the largest scores from attend(). Without
+    gradients, only the chunks have an effect.
     """
     config, dropout = block.config, block.dropout.p
     checkpoint = config.checkpoint if torch.is_grad_enabled() else "none"
@@ -118,8 +118,8 @@ def recomputed_block(
         x, branch = after_attention(block, x, out)
         return x + branch
 
-    # recompute the parts before and after attention each by itself: recomputing the whole block at
-    # once would hold all its chunks together
+    # recompute the parts before and after attention separately: recomputing the whole block at once
+    # would hold all its chunks together
     if checkpoint == "attention" or (checkpoint == "block" and config.chunk_tokens is not None):
         before, after = recomputed(before, dropout=dropout), recomputed(after, dropout=dropout)
 

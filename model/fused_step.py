@@ -1,11 +1,11 @@
-"""GPT.forward for one new token each of a few sequences, in few kernels.
+"""GPT.forward for one new token in each of a few sequences, in few kernels.
 
-Such a step reads every weight once and computes next to nothing: what decides is how many kernels
-wait for one another. A block takes six, where PyTorch's operators take twelve:
+Such a step reads every weight once and computes very little, so its time depends on how many
+kernels wait for one another. A block takes six, where PyTorch's operators take twelve:
 
     norm, W_qkv, bias                 product()
     QK-norm, RoPE, the cache's write  place_heads()
-    attention                         of the backend: triton merges splits in one kernel more
+    attention                         the backend's; triton merges splits in one more kernel
     W_proj, bias, x +                 product()
     norm, W_up, bias, activation      product()
     W_down, bias, x +                 product()
@@ -27,8 +27,8 @@ from model.norm import NORM_EPS
 if TYPE_CHECKING:
     from model.gpt import GPT, Block, Rope
 
-MOST_SEQUENCES = 4  # more are work for tensor cores
-MOST_BYTES = 32768  # of a row of the weights, which a program holds in its registers
+MOST_SEQUENCES = 4  # tensor cores are better for more
+MOST_BYTES = 32768  # bytes in a row of the weights, which a program holds in registers
 
 
 def has_kernels(model: "GPT", tokens: Tensor) -> bool:
@@ -37,9 +37,9 @@ def has_kernels(model: "GPT", tokens: Tensor) -> bool:
 
 
 def fits_kernels(model: "GPT", tokens: Tensor) -> bool:
-    """The same on any device: tests run the kernels in Triton's interpreter."""
+    """has_kernels() for any device: tests run the kernels in Triton's interpreter."""
     config, bytes_each = model.config, model.output_weight.element_size()
-    # the copies that autocast makes of the weights are no parameters
+    # autocast's copies of the weights are not parameters
     plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(tokens.device.type))
     return (
         plain
@@ -48,7 +48,7 @@ def fits_kernels(model: "GPT", tokens: Tensor) -> bool:
         and not (model.training and config.dropout)
         and all(map(is_plain, model.blocks))
         and bytes_each * model.blocks[0].mlp.down.in_features <= MOST_BYTES
-        # the norm takes as many registers again
+        # the norm takes as many registers as the weights
         and 2 * bytes_each * config.hidden_size <= MOST_BYTES
         and model.output_weight.dtype != torch.float64
         and model.output_weight.is_contiguous()
@@ -56,8 +56,8 @@ def fits_kernels(model: "GPT", tokens: Tensor) -> bool:
 
 
 def is_plain(block: "Block") -> bool:
-    """Whether its products are those of its weights. An adapter may stand in a layer's place, and a
-    quantised tensor in a weight's.
+    """Whether the block's layers and weights are plain. An adapter may replace a layer, and a
+    quantised tensor a weight.
     """
     linears = (block.attention.qkv, block.attention.proj, block.mlp.up, block.mlp.down)
     return all(
@@ -67,9 +67,10 @@ def is_plain(block: "Block") -> bool:
 
 
 def next_logits(model: "GPT", tokens: Tensor, cache: KVCache) -> Tensor:
-    """The logits (B, vocab_size) float32 after tokens (B, 1), which go to the cache's `places`.
+    """The logits (B, vocab_size) float32 after tokens (B, 1), which are stored at the cache's
+    `places`.
 
-    The cache has its room already.
+    The cache must be allocated already.
     """
     from model.step_kernel import product
 

@@ -1,7 +1,7 @@
 """Sampling from a GPT, token by token.
 
 The context never exceeds `model.config.max_seq_len` tokens, the longest the model was made for.
-When the next token would exceed it, the context restarts with its most recent half, at position 0:
+If the next token would exceed it, the context restarts at position 0 with its most recent half:
 
     max_seq_len = 6:   a b c d e f   ->   e f g   ->   e f g h   ->   e f g h i   ->   e f g h i j
                        ->   i j k
@@ -35,20 +35,20 @@ def generate(
     generator: torch.Generator | None = None,
     use_cache: bool = True,
 ) -> Tensor:
-    """The prompt `tokens` (B, N) int64, N >= 1, with its continuation: (B, N + max_new_tokens),
-    dropout off.
+    """The prompt `tokens` (B, N) int64, N >= 1, with its continuation: (B, N + max_new_tokens).
+    Dropout is off.
 
-    temperature divides the logits; 0 takes the likeliest token. top_k draws among the k likeliest
-    only. generator must be on the model's device; None draws from PyTorch's own. use_cache=False
-    reads the whole context again for every token. That is slow, tests the cache, and serves an
-    attention without the `cross_length` feature.
+    temperature divides the logits; 0 takes the likeliest token. top_k draws only among the k
+    likeliest. generator must be on the model's device; None draws from PyTorch's own.
+    use_cache=False reads the whole context again for every token. That is slow, but tests the
+    cache, and works for an attention without the `cross_length` feature.
 
     With a cache, an attention that can decode (see Backend.decode) reads single tokens in steps of
-    fixed shape. On a GPU a step is a CUDA graph, so hooks of modules see the prompt alone. The
-    graph and the memory of its cache are kept for the next call of the same shape; see keep_step().
+    fixed shape. On a GPU a step is a CUDA graph, so module hooks see only the prompt. The graph and
+    the memory of its cache are kept for the next call of the same shape; see keep_step().
 
-    Raises ValueError for a prompt or a setting that cannot be, FloatingPointError for logits that
-    are not finite; with temperature 0, at the end.
+    Raises ValueError for an invalid prompt or setting, FloatingPointError for logits that are not
+    finite (with temperature 0, only at the end).
     """
     if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise ValueError(f"{max_new_tokens=} must be a whole number, at least 0")
@@ -78,7 +78,7 @@ def generate(
                 prediction = step(tokens[:, -1:])
             else:
                 prediction = predict(model(tokens[:, unread:], cache=cache).logits[:, -1].float())
-            if temperature == 0:  # nobody looks before the end: a GPU would wait for the host
+            if temperature == 0:  # checked at the end: here a GPU would wait for the host
                 finite &= prediction.finite
                 next_token = prediction.likeliest
             else:
@@ -95,8 +95,8 @@ def generate(
 
 
 def check_prompt(model: GPT, tokens: Tensor) -> None:
-    """Raise ValueError for tokens that the model cannot read. On a GPU an id that it lacks would
-    end the process.
+    """Raise ValueError for tokens that the model cannot read. On a GPU an id outside the vocabulary
+    would end the process.
     """
     shape, dtype = tuple(tokens.shape), str(tokens.dtype).removeprefix("torch.")
     if len(shape) != 2 or not shape[0] or dtype not in ("int64", "int32"):
@@ -124,7 +124,7 @@ def sample_token(
         return logits.argmax(-1, keepdim=True)
     # on a GPU, drawing from NaN or inf fails an assertion in the kernel, which ends the process
     check_finite(logits.isfinite().all())
-    # the likeliest becomes 0: divided by the smallest temperature it still is finite
+    # the likeliest becomes 0, which stays finite even when divided by the smallest temperature
     logits = logits - logits.amax(-1, keepdim=True)
     if top_k is not None:
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
@@ -155,7 +155,7 @@ def sample_text(
     """
     device = next(model.parameters()).device
     encoded = tokenizer.encode(prompt).tolist()
-    # in the data an end of text precedes each document
+    # in the data, an end-of-text token precedes each document
     context = encoded or [tokenizer.end_of_text]
     tokens = generate(
         model,

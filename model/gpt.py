@@ -4,8 +4,8 @@
            -> num_layers * [ x = x + attention(norm(x)); x = x + mlp(norm(x)) ]
            -> norm -> output layer
 
-With `model=gpt2` this is GPT-2 (Radford et al. 2019) to the last bias. `model=modern` uses later
-inventions: RoPE, RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), QK-norm (Henry et al. 2020,
+With `model=gpt2` this is exactly GPT-2 (Radford et al. 2019). `model=modern` uses later inventions:
+RoPE, RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467), QK-norm (Henry et al. 2020,
 arXiv:2010.04245), grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) and SwiGLU
 (Shazeer 2020, arXiv:2002.05202). Both compute attention with one call of `attention()`.
 
@@ -34,13 +34,14 @@ from model.norm import NORM_EPS, add_norm, build_norm
 from model.rope import apply_rope, rope_tables
 
 Rope = tuple[Tensor, Tensor]  # the cosines and sines of rope_tables()
-# CausalSelfAttention.look. On the CPU, and read when a step runs: one compiled graph serves both.
-# Never written to: a graph that runs attention again in the backward pass keeps the one it ran with
+# values of CausalSelfAttention.look. They are on the CPU and read when a step runs, so one compiled
+# graph serves both. Never write to them: a graph that reruns attention in the backward pass keeps
+# the tensor of its forward pass
 QUIET, LOOKING = torch.tensor(False), torch.tensor(True)
 
 
 class ModelOutput(NamedTuple):
-    """The logits, or with targets the loss, which never has all logits at once."""
+    """The logits; or, with targets, the loss, which never computes all logits at once."""
 
     logits: Tensor | None  # (B, N, vocab_size)
     loss: Tensor | None  # scalar float32, mean over targets != -100
@@ -49,7 +50,7 @@ class ModelOutput(NamedTuple):
 class CausalSelfAttention(nn.Module):
     """Project to q, k, v, attend, project back.
 
-    function: what attention() gets under any backend; see layer_functions().
+    function: the arguments of attention() under any backend; see layer_functions().
     """
 
     def __init__(self, config: ModelConfig, backend: Backend, function: dict[str, Any]):
@@ -59,7 +60,7 @@ class CausalSelfAttention(nn.Module):
         self._function = {name: x for name, x in function.items() if name not in tensors}
         sinks = nn.Parameter(torch.zeros(config.num_heads)) if "sinks" in function else None
         self.register_parameter("sinks", sinks)  # (H,)
-        # goes to the model's device, and into no checkpoint
+        # moves with the model's device, but is in no checkpoint
         self.register_buffer("alibi_slopes", function.get("alibi_slopes"), persistent=False)
         self.head_dim = config.head_dim
         self.heads_of_qkv = (config.num_heads, config.kv_heads, config.kv_heads)
@@ -71,7 +72,7 @@ class CausalSelfAttention(nn.Module):
         self.look = QUIET
         self.max_score: Tensor | None = None  # (B, H) of the last call under GPT.looking()
         self.shards: Shards | None = None  # the ranks that share a sequence; see GPT.sharded()
-        # what the backend brings, under which alone it is used; see build_own()
+        # the module of a backend that brings one, used only under that backend; see build_own()
         self.register_module("own", None)
         self.brought_by = backend.module
 
@@ -101,7 +102,7 @@ class CausalSelfAttention(nn.Module):
 
     @property
     def function(self) -> dict[str, Any]:
-        """What attention() gets under any backend; see layer_functions()."""
+        """The arguments of attention() under any backend; see layer_functions()."""
         tensors = {"alibi_slopes": self.alibi_slopes, "sinks": self.sinks}
         return self._function | {name: x for name, x in tensors.items() if x is not None}
 
@@ -111,11 +112,12 @@ class CausalSelfAttention(nn.Module):
         # views of one tensor: a backend that needs contiguous memory makes its own copies
         q, k, v = (t.transpose(1, 2) for t in heads.split(self.heads_of_qkv, dim=2))
         if self.qk_norm:
-            # no gain: every row of q and k has length sqrt(D), so no scaled score exceeds sqrt(D)
+            # without gains every row of q and k has length sqrt(D), so no scaled score exceeds
+            # sqrt(D)
             q, k = (F.rms_norm(t, (self.head_dim,), eps=NORM_EPS) for t in (q, k))
         if rope is not None:
             q, k = (apply_rope(t, *rope) for t in (q, k))
-        # autocast narrows only the projection, and QK-norm and RoPE may widen
+        # autocast narrows only the projection; QK-norm and RoPE may widen q and k
         return q.to(v.dtype), k.to(v.dtype), v
 
     def attend(
@@ -127,7 +129,7 @@ class CausalSelfAttention(nn.Module):
         document_ids: Tensor | None,
         cache: LayerCache | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The outputs of all heads side by side, (B, N, C), and each head's largest score."""
+        """The concatenated outputs of all heads, (B, N, C), and each head's largest score."""
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, H_kv, M, D)
             if cache.places is not None:
@@ -150,8 +152,8 @@ class CausalSelfAttention(nn.Module):
         return out.transpose(1, 2).flatten(2), max_score
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-        """The same, (B, N, C), of q (B, H, N, D) and a cache k, v (B, H_kv, M, D), in which each
-        sequence has `lengths` (B,) keys.
+        """The same output (B, N, C) for q (B, H, N, D) and a cache k, v (B, H_kv, M, D), in which
+        each sequence has `lengths` (B,) keys.
         """
         out, _ = attention_with_cache(q, k, v, lengths, backend=self.backend, **self.function)
         return out.transpose(1, 2).flatten(2)
@@ -165,10 +167,10 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_by_sigmoid(x: Tensor) -> Tensor:
-    """The same: x (1 + tanh(u)) / 2 = x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+    """gelu(x) as x (1 + tanh(u)) / 2 = x sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3).
 
-    For torch.compile: its tanh on a GPU takes so many instructions, forward and backward, that
-    memory waits for it.
+    For torch.compile: on a GPU its tanh takes more time than the memory traffic, forward and
+    backward.
     """
     twice = 2 * math.sqrt(2 / math.pi)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -176,7 +178,7 @@ def gelu_by_sigmoid(x: Tensor) -> Tensor:
 
 
 def mlp_width(config: ModelConfig) -> int:
-    """Features into the MLP's second matrix."""
+    """Number of input features of the MLP's second matrix."""
     if config.activation == "swiglu":
         # 8/3 C rounded up to a multiple of 64, so that the matrices divide into whole tiles
         return 64 * -(-8 * config.hidden_size // (3 * 64))
@@ -241,10 +243,10 @@ def run_block(
     document_ids: Tensor | None,
     cache: LayerCache | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """block(x + branch), in two parts where fused_block() leaves their sum to the next norm.
+    """block(x + branch), as two parts where fused_block() leaves their sum to the next norm.
 
-    Both give the same result: Block is the specification, fused_block its fast form for training on
-    a GPU and for checkpointing. Elsewhere fused_block has nothing to add.
+    Block is the specification. fused_block gives the same result and is its fast form for training
+    on a GPU and for checkpointing. Elsewhere it changes nothing.
     """
     if is_fused(block.config, x):
         return fused_block(block, x, branch, rope, document_ids, cache)
@@ -254,7 +256,7 @@ def run_block(
 class GPT(nn.Module):
     """A decoder-only language model; see the module's docstring.
 
-    Of `attention` it takes windows, softcap and score_mod, which no backend changes.
+    It takes windows, softcap and score_mod from `attention`; they are the same under any backend.
     """
 
     def __init__(
@@ -278,19 +280,19 @@ class GPT(nn.Module):
         functions = layer_functions(attention or AttentionConfig(), config)
         self.blocks = nn.ModuleList(Block(config, backend, function) for function in functions)
         self.final_norm = build_norm(config)
-        # None where it is tied: the token embedding is the output layer then
+        # None if tied: then the token embedding is the output layer
         self.output_layer = (
             None if config.tie_embeddings else nn.Linear(config.hidden_size, vocab_size, bias=False)
         )
         self._initialise()
         self._run_block, self._run_loss = run_block, linear_cross_entropy
-        # last: the other weights start as under any other attention of the same seed
+        # last, so that the other weights start as with any other attention of the same seed
         for layer, block in enumerate(self.blocks):
             block.attention.build_own(config, layer)
 
     def _initialise(self) -> None:
-        """As GPT-2: weights N(0, init_std), divided by sqrt(2 num_layers) in the last layer of each
-        residual branch; biases 0.
+        """As in GPT-2: weights from N(0, init_std), divided by sqrt(2 num_layers) in the last layer
+        of each residual branch; biases 0.
         """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -312,14 +314,14 @@ class GPT(nn.Module):
 
     @property
     def attention_features(self) -> frozenset[str]:
-        """The features that the function of its layers asks of a backend."""
+        """The features that a backend needs for the functions of these layers."""
         asked = frozenset().union(*(block.attention.function for block in self.blocks))
         return asked - {"sinks"} | ({"lse"} if "sinks" in asked else set())
 
     @contextmanager
     def use_backend(self, backend: Backend) -> Iterator[None]:
-        """Use another attention inside a `with`: exact attention under the same weights, or one
-        with a probe around it.
+        """Use another attention inside a `with`: exact attention with the same weights, or one
+        wrapped in a probe.
         """
         previous, self.backend = self.backend, backend
         try:
@@ -331,7 +333,7 @@ class GPT(nn.Module):
     def sharded(self, shards: Shards | None) -> Iterator[None]:
         """Inside, the tokens of a forward pass are this rank's part of longer sequences.
 
-        document_ids are those of the whole sequences.
+        document_ids cover the whole sequences.
         """
         for block in self.blocks:
             block.attention.shards = shards
@@ -353,15 +355,15 @@ class GPT(nn.Module):
                 block.attention.look = QUIET
 
     def max_scores(self) -> Tensor:
-        """The largest scores of the last forward pass under looking(), (num_layers, B, H). Once:
-        the model does not keep them.
+        """The largest scores of the last forward pass under looking(), (num_layers, B, H). The
+        model then forgets them.
         """
         scores = torch.stack([block.attention.max_score for block in self.blocks])
         self.forget_max_scores()
         return scores
 
     def forget_max_scores(self) -> None:
-        """A compiled graph leaves them, of any value, also where nobody looks."""
+        """A compiled graph sets max_score even outside looking(), to undefined values."""
         for block in self.blocks:
             block.attention.max_score = None
 
@@ -386,7 +388,7 @@ class GPT(nn.Module):
         """
         x, rope = self.embed(tokens, cache)
         x = self.dropout(x)
-        branch = None  # fused_block leaves its last sum x + branch to the next norm
+        branch = None  # fused_block leaves the last sum, x + branch, to the next norm
         caches = [None] * len(self.blocks) if cache is None else cache.layers
         for block, layer_cache in zip(self.blocks, caches, strict=True):
             x, branch = self._run_block(block, x, branch, rope, document_ids, layer_cache)
@@ -398,7 +400,7 @@ class GPT(nn.Module):
         return ModelOutput(F.linear(x, self.output_weight), None)  # (B, N, vocab_size)
 
     def embed(self, tokens: Tensor, cache: KVCache | None) -> tuple[Tensor, Rope | None]:
-        """The tokens (B, N) as (B, N, C) with learned positions; the tables of rotary ones."""
+        """Tokens (B, N) to (B, N, C) with learned positions; and the tables of rotary ones."""
         positions = self._positions(tokens, cache)
         x, rope = self.token_embedding(tokens), None
         if self.position_embedding is not None:
@@ -410,16 +412,15 @@ class GPT(nn.Module):
         return x, rope
 
     def compiled(self, **options: Any) -> "GPT":
-        """The same model, whose blocks and loss run as compiled graphs; options of torch.compile.
+        """The same model with compiled blocks and loss; the options are those of torch.compile.
 
-        Of one block a graph is compiled, and serves all layers: a graph of the whole model takes
-        several times as long to compile.
+        One compiled block serves all layers: compiling the whole model takes several times as long.
         """
-        # one a kind of layer, first and later, with and without gradients; else the rest runs
-        # uncompiled without a word
+        # graphs for each kind of layer, for first and later layers, with and without gradients.
+        # Beyond the limit the rest would silently run uncompiled
         limit = 4 * len(self.blocks) + 8
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
-        made = copy.copy(self)  # has the same parameters and blocks
+        made = copy.copy(self)  # shares the parameters and blocks
         made._run_block = torch.compile(run_block, **options)
         made._run_loss = torch.compile(linear_cross_entropy, **options)
         return made
@@ -457,7 +458,7 @@ class GPT(nn.Module):
         arXiv:2204.02311, appendix B).
 
         N counts every parameter except the position and token embeddings, which are looked up, not
-        multiplied. The output layer's vocab_size * C counts, also where it is tied to the token
+        multiplied. The output layer's vocab_size * C counts, even if it is tied to the token
         embedding. L, H and Q are num_layers, num_heads and head_dim, T is seq_len: each query meets
         T keys, though a causal mask hides half of them. With causal=True only the visible keys
         count, (T + 1) / 2 on average, or fewer under a window. Recomputation never counts, and
@@ -466,7 +467,7 @@ class GPT(nn.Module):
         multiplied = count_parameters(self)
         if self.position_embedding is not None:
             multiplied -= self.position_embedding.weight.numel()
-        if self.output_layer is not None:  # else the token embedding is the output layer as well
+        if self.output_layer is not None:  # otherwise the token embedding is also the output layer
             multiplied -= self.token_embedding.weight.numel()
         keys_twice = 2 * seq_len * self.config.num_layers
         if causal:
@@ -476,9 +477,10 @@ class GPT(nn.Module):
 
 
 def visible_keys_twice(seq_len: int, window: int | None) -> float:
-    """Twice the keys that a query sees on average under a causal mask: T + 1, or fewer in a window.
+    """Twice the mean number of keys that a query sees under a causal mask: T + 1, or fewer in a
+    window.
 
-    The first `window` queries see 1, 2, ..., window keys, the others window.
+    The first `window` queries see 1, 2, ..., window keys, the others see window keys.
     """
     width = min(window or seq_len, seq_len)
     return width * (2 * seq_len - width + 1) / seq_len

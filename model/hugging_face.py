@@ -1,8 +1,8 @@
-"""Weights in Hugging Face's form, in and out: each architecture is a table.
+"""Convert weights to and from Hugging Face's form; a table describes each architecture.
 
-    gpt2    what model=gpt2, tiny and small are
+    gpt2    model=gpt2, tiny and small
     llama   RoPE in halves as ours, RMSNorm, SwiGLU, grouped heads: model=modern model.qk_norm=false
-    qwen3   the same with QK-norm: model=modern. Its QK-norm has gains, ours has none: they are 1
+    qwen3   the same with QK-norm: model=modern. Its QK-norm has gains, which are 1 for ours
     mistral, ministral
             llama with one window in every layer, or in some: attention.window, attention.pattern.
             qwen3 can have either
@@ -29,26 +29,27 @@ if TYPE_CHECKING:
 
 
 class Architecture(NamedTuple):
-    """How one of transformers' model types writes down what a GPT is."""
+    """How one of transformers' model types describes a GPT."""
 
     model_type: str
     class_name: str
-    prefix: str  # of every tensor but the output layer
-    # {part of our names: of theirs}, applied in this order; several are rows of one matrix of ours
+    prefix: str  # of every tensor except the output layer
+    # {part of our names: part of theirs}, applied in this order; several of theirs are rows of one
+    # of our matrices
     names: dict[str, str]
-    # the values of ModelConfig that it stands for; None heads are as many as the query heads
+    # the values of ModelConfig that it implies; num_kv_heads None means as many as query heads
     fixed: dict[str, Any]
-    # (field of ModelConfig, key of config.json, what a config.json without the key means)
+    # (field of ModelConfig, key of config.json, the value if config.json lacks the key)
     shape: tuple[tuple[str, str, Any], ...]
-    # {key of config.json: (what it must say, what a config.json without the key means)}
+    # {key of config.json: (its required value, the value if config.json lacks the key)}
     constants: dict[str, tuple[Any, Any]]
-    # what else a config.json of ours says
+    # further entries of the config.json that we write
     more: Callable[["GPT"], dict[str, Any]]
-    transposed: tuple[str, ...] = ()  # ends of their names: stored (in, out)
-    ones: tuple[str, ...] = ()  # gains (head_dim,) of each layer that we do not have
+    transposed: tuple[str, ...] = ()  # name endings of tensors stored as (in, out)
+    ones: tuple[str, ...] = ()  # gains (head_dim,) in each layer that our model lacks
 
     def their_names(self, name: str) -> list[str]:
-        """The names of the tensors, without the prefix, that make up one of ours."""
+        """The names, without the prefix, of the tensors that make up one of ours."""
         names = [name]
         for ours, theirs in self.names.items():
             if ours in name:
@@ -169,15 +170,15 @@ QWEN3 = MISTRAL._replace(
 ARCHITECTURES = (GPT2, LLAMA, QWEN3, MISTRAL, MINISTRAL)
 SLIDING = "sliding_attention"
 
-# tensors of older files that are no weights
+# tensors in older files that are not weights
 BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 OUTPUT_LAYER = "lm_head.weight"
 
 
 def to_hugging_face(model: "GPT") -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What config.json says of a model, and its weights in Hugging Face's form.
+    """The config.json of a model, and its weights in Hugging Face's form.
 
-    Raises ValueError with every reason where no architecture is this model's.
+    Raises ValueError with every reason if no architecture fits the model.
     """
     config, own = model.config, windows(model)
     candidates = (GPT2, LLAMA, QWEN3)
@@ -236,8 +237,9 @@ def load_hugging_face(
 ) -> None:
     """Load weights that a model of transformers has saved, with or without its output layer.
 
-    settings is its config.json. Without it the number of heads and the constants cannot be checked:
-    tensors do not show them. Of more learned positions than the model has, the first are taken.
+    settings is its config.json. Without it, the number of heads and the constants cannot be
+    checked, because tensors do not show them. If the tensors have more learned positions than the
+    model, it takes the first ones.
 
     Raises one ValueError that names every field of the model's config that differs, or every
     missing, unexpected or wrong-shape tensor. The model is unchanged then.
@@ -265,7 +267,7 @@ def load_hugging_face(
             if found.shape != shape:
                 problems.append(f"{their} has shape {tuple(found.shape)} instead of {shape}")
             parts[name].append(found.T if transposed else found)
-    output_layer = theirs.pop(OUTPUT_LAYER, None)  # still there where ours is the embedding
+    output_layer = theirs.pop(OUTPUT_LAYER, None)  # theirs may be separate where ours is tied
     gains = [name for name in theirs if name.endswith(architecture.ones)]
     for name in gains:
         if (theirs.pop(name) != 1).any():
@@ -289,8 +291,8 @@ def load_hugging_face(
 def correspondence(
     model: "GPT", architecture: Architecture
 ) -> Iterator[tuple[str, Tensor, list[str], list[int]]]:
-    """For each tensor of ours: its name, itself, the names of theirs that hold it, the rows in
-    each. An attention's own, which no model of theirs has, are left out.
+    """For each of our tensors: its name, itself, the names of their tensors that hold it, and the
+    rows in each. Parameters of an attention's own module are left out: their models lack them.
     """
     for name, tensor in model.state_dict().items():
         if ".attention.own." in name:
@@ -303,7 +305,9 @@ def correspondence(
 def architecture_of(
     tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None
 ) -> Architecture:
-    """By the settings, else by names of tensors. Raises ValueError for any other."""
+    """Find the architecture by the settings, else by tensor names. Raises ValueError for an unknown
+    one.
+    """
     if settings is None:
         if "wte.weight" in tensors:
             return GPT2
@@ -323,10 +327,11 @@ def architecture_of(
 def check_settings(
     config: ModelConfig, architecture: Architecture, settings: Mapping[str, Any] | None
 ) -> None:
-    """Raise ValueError where a model with this config.json would compute something else."""
+    """Raise ValueError if a model with this config.json would compute something else."""
     required, problems = dict(architecture.fixed), []
     if settings is not None:
-        # transformers 5 has all in rope_parameters, older ones have theta outside, the rest here
+        # transformers 5 has everything in rope_parameters; older releases keep theta outside, the
+        # rest in rope_scaling
         rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
         theirs = {**settings, **rope}
         kind = rope.get("rope_type", rope.get("type", "default"))
@@ -349,16 +354,16 @@ def check_settings(
 
 
 def windows(model: "GPT") -> list[int | None]:
-    """The window of each layer; None is none."""
+    """The window of each layer; None is no window."""
     return [block.attention.function.get("window") for block in model.blocks]
 
 
 def check_windows(
     model: "GPT", architecture: Architecture, settings: Mapping[str, Any] | None
 ) -> None:
-    """Raise ValueError where the weights were trained with windows, and the model has others.
+    """Raise ValueError if the weights were trained with windows and the model has different ones.
 
-    Weights that were trained without may go on with windows.
+    Weights trained without windows may continue with windows.
     """
     settings = settings or {}
     width, kinds, first = settings.get("sliding_window"), settings.get("layer_types"), 0
@@ -394,7 +399,7 @@ def value_of(config: ModelConfig, key: str) -> Any:
 
 
 def in_words(values: Mapping[str, Any]) -> str:
-    """As they are written on a command line."""
+    """The values as written on a command line."""
     return " ".join(
         f"model.{key}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in values.items()

@@ -1,5 +1,5 @@
-"""Keys and values of the tokens read so far, so that the next token costs one query instead of the
-whole context.
+"""Store keys and values of the tokens read so far, so that the next token costs one query instead
+of the whole context.
 
 Dimensions: B batch, H_kv key/value heads, N new tokens, M tokens so far, D head dim.
 """
@@ -15,8 +15,8 @@ from torch import Tensor
 class Places(NamedTuple):
     """Where new tokens go, for a step whose shapes never change; see model.decoding."""
 
-    positions: Tensor  # (N,) int64, of the new tokens
-    lengths: Tensor  # (B,) int32, the tokens of each sequence, the new ones included
+    positions: Tensor  # (N,) int64, positions of the new tokens
+    lengths: Tensor  # (B,) int32, tokens of each sequence, including the new ones
 
 
 class LayerCache:
@@ -30,8 +30,8 @@ class LayerCache:
         self.v: Tensor | None = None
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v (B, H_kv, N, D); return views of all so far, (B, H_kv, M, D), or with
-        `places` of all the room.
+        """Append k and v (B, H_kv, N, D). Return views of all keys and values so far, (B, H_kv, M,
+        D), or with `places` of the whole cache.
         """
         if self.k is None:
             batch_size, num_kv_heads, _, head_dim = k.shape
@@ -50,8 +50,8 @@ class LayerCache:
 class KVCache:
     """Room for `max_len` tokens in every layer.
 
-    A layer allocates its room at its first use, which tells the dtype (autocast decides it), the
-    device and the batch size.
+    A layer allocates its room at its first use, when the dtype (autocast decides it), the device
+    and the batch size are known.
     """
 
     def __init__(self, num_layers: int, *, max_len: int):
@@ -69,7 +69,7 @@ class KVCache:
 
     @contextmanager
     def at(self, places: Places) -> Iterator[None]:
-        """Inside, new tokens go to these places, and nothing counts them; see advance()."""
+        """Inside, new tokens go to these places and are not counted; see advance()."""
         for layer in self.layers:
             layer.places = places
         try:
@@ -79,7 +79,7 @@ class KVCache:
                 layer.places = None
 
     def advance(self) -> None:
-        """Count one token more."""
+        """Count one more token."""
         for layer in self.layers:
             layer.length += 1
 

@@ -1,7 +1,7 @@
 """Which function the attention of each layer computes: its window, and what changes its scores.
 
-A backend says how it is computed, and can be exchanged. This belongs to the model, like its width:
-weights that were trained under a window are read under that window.
+The backend computes this function and can be exchanged. The function belongs to the model, like its
+width: weights that were trained with a window need that window.
 
     attention.window=4096 attention.pattern=SSSL    layers 0 1 2 see 4,096 keys, 3 all, 4 5 6 ...
     attention.windows=[null,64,64,null]             each layer its own
@@ -24,7 +24,9 @@ from config import AttentionConfig, ModelConfig
 
 
 def layer_functions(chosen: AttentionConfig, model: ModelConfig) -> list[dict[str, Any]]:
-    """What attention() gets in each layer, beside q, k, v and documents; {} is plain attention."""
+    """The arguments of attention() in each layer, besides q, k, v and documents; {} is plain
+    attention.
+    """
     everywhere = {
         "softcap": chosen.softcap,
         "alibi_slopes": alibi_slopes(model.num_heads) if model.positions == "alibi" else None,
@@ -41,8 +43,8 @@ def layer_functions(chosen: AttentionConfig, model: ModelConfig) -> list[dict[st
 def alibi_slopes(num_heads: int) -> Tensor:
     """One slope a head, (H,) float32: 2^(-8/H), 2^(-16/H), ... for a power of two.
 
-    Another number takes the slopes of the power of two below it, and the rest from every second
-    slope of the power above, as the authors' code does (footnote 8 of the paper).
+    Any other number of heads takes all slopes of the power of two below, and the rest from every
+    second slope of the power above, as in the authors' code (footnote 8 of the paper).
     """
     power = 2 ** int(math.log2(num_heads))
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]

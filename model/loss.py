@@ -2,11 +2,11 @@
 
 The logits of a language model are its largest tensor: tokens x vocabulary, 3.1 GiB in 16 bits for
 the 32,768 tokens of a GPT-2 step. Softmax and its gradient need as much again in float32.
-linear_cross_entropy() takes a chunk of tokens at a time. The logits of a chunk give their gradient
-at once: p, less 1 at the target. Both products of that gradient are done on the spot, and the chunk
-is freed. These are three products in all, as many as with all logits kept, and the backward pass
-only scales the results. The idea comes from Liger Kernel's fused linear cross-entropy (Hsu et al.,
-2024, arXiv:2410.10989). On a GPU one kernel computes a chunk's softmax, loss and gradient
+linear_cross_entropy() takes a chunk of tokens at a time. The gradient of a chunk's logits is known
+at once: p, less 1 at the target. The forward pass computes both products with that gradient and
+frees the chunk. That is three products in all, as many as with all logits kept, and the backward
+pass only scales the results. The idea comes from Liger Kernel's fused linear cross-entropy (Hsu et
+al., 2024, arXiv:2410.10989). On a GPU one kernel computes a chunk's softmax, loss and gradient
 (model/loss_kernel.py).
 
 Dimensions: B batch, N tokens of a sequence, T = B N tokens of a pass, R tokens of a chunk, C
@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = torch.nn.CrossEntropyLoss().ignore_index  # the target where no loss is taken: -100
-# logits of a chunk. On a GPU 512 MiB in 16 bits: 4,736 tokens at GPT-2's vocabulary. Half of that
-# made a step of GPT-2 4% slower on an H200; twice as much is no faster. A CPU reaches full speed
-# sooner: chunks of 16 MiB in float32 take no longer than all logits at once
+IGNORED = torch.nn.CrossEntropyLoss().ignore_index  # the target without a loss: -100
+# number of logits in a chunk. On a GPU 512 MiB in 16 bits: 4,736 tokens at GPT-2's vocabulary. Half
+# of that made a step of GPT-2 4% slower on an H200; twice as much is no faster. A CPU needs less:
+# chunks of 16 MiB in float32 take no longer than all logits at once
 CHUNK_LOGITS = {"cuda": 2**28, "cpu": 2**22}
 # looked up once: torch.compile cannot trace the look-up
 TRITON = importlib.util.find_spec("triton") is not None
@@ -31,10 +31,10 @@ ROW_GRANULE = 128  # chunks are multiples of it, so that the products divide int
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean of -log p(target) in nats over the targets that count; 0 if none does.
+    """Mean of -log p(target) in nats over the targets that are not ignored; 0 if all are.
 
-    logits (B, N, vocab_size) of any floating dtype, targets (B, N) int64, -100 where no loss is
-    taken. Returns a float32 scalar.
+    logits (B, N, vocab_size) of any floating dtype, targets (B, N) int64, -100 to ignore one.
+    Returns a float32 scalar.
     """
     total = F.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -48,12 +48,12 @@ def linear_cross_entropy(
     """cross_entropy(F.linear(x, weight), targets), with the logits of one chunk at a time; once
     differentiable.
 
-    x (B, N, C), weight (vocab_size, C), targets (B, N) int64, -100 where no loss is taken. Returns
-    a float32 scalar. The products run in autocast's dtype. Softmax and the sum of weight's gradient
-    over chunks are float32 (float64 for float64).
+    x (B, N, C), weight (vocab_size, C), targets (B, N) int64, -100 to ignore one. Returns a float32
+    scalar. The products run in autocast's dtype. Softmax and the sum of weight's gradient over
+    chunks are float32 (float64 for float64).
 
-    z_loss adds z_loss times the mean of logsumexp(logits)^2 over the targets that count (PaLM,
-    arXiv:2204.02311, section 5).
+    z_loss adds z_loss times the mean of logsumexp(logits)^2 over the targets that are not ignored
+    (PaLM, arXiv:2204.02311, section 5).
     """
     kind = x.device.type
     dtype = (
@@ -69,18 +69,18 @@ def linear_cross_entropy(
 
 
 def chunk_rows(tokens: int, vocab_size: int, width: int, device: str) -> int:
-    """Tokens of a chunk, R. Chunks are equal, of at most about CHUNK_LOGITS logits, or as many as x
-    has elements if that is more.
+    """Tokens of a chunk, R. Chunks are equal and have at most about CHUNK_LOGITS logits, or as many
+    as x has elements if that is more.
 
-    So there are never more than vocab_size / width chunks, which torch.compile unrolls.
+    So torch.compile, which unrolls the chunks, never sees more than vocab_size / width of them.
     """
     chunks = min(-(-tokens * vocab_size // CHUNK_LOGITS[device]), -(-vocab_size // width))
     return ROW_GRANULE * -(-tokens // (ROW_GRANULE * max(chunks, 1)))
 
 
 def padded_vocab(vocab_size: int, device: str) -> int:
-    """Columns of the logits: on a GPU a multiple of 64. Rows that do not start at a multiple of 16
-    bytes cost the products most of their speed.
+    """Columns of the logits: on a GPU a multiple of 64. The products lose most of their speed if
+    rows do not start at multiples of 16 bytes.
     """
     return -(-vocab_size // 64) * 64 if device == "cuda" else vocab_size
 
@@ -90,7 +90,7 @@ def has_kernel(logits: Tensor) -> bool:
     return TRITON and logits.is_cuda and logits.dtype != torch.float64
 
 
-# operators, so that each is one node to torch.compile; they change their first argument
+# operators, each one node for torch.compile; they change their first argument
 @torch.library.custom_op(
     "tilegpt::cross_entropy_in_place",
     mutates_args=("logits",),
@@ -99,8 +99,8 @@ def has_kernel(logits: Tensor) -> bool:
 def cross_entropy_in_place(
     logits: Tensor, targets: Tensor, vocab_size: int, with_gradients: bool, z_loss: float = 0.0
 ) -> Tensor:
-    """-log p(target) of each row and its z-loss, 0 for an ignored target; the gradient replaces the
-    logits. See model/loss_kernel.py.
+    """-log p(target) of each row plus its z-loss, 0 for an ignored target. The gradient replaces
+    the logits. See model/loss_kernel.py.
     """
     from model.loss_kernel import launch
 
@@ -113,7 +113,7 @@ def _(logits, targets, vocab_size, with_gradients, z_loss=0.0):
 
 
 def adds_in_place(total: Tensor, a: Tensor) -> bool:
-    """Whether add_product takes them: CUDA's library sums a 16-bit product into float32, the CPU's
+    """Whether add_product() takes these: CUDA's library adds a 16-bit product to float32, the CPU's
     does not.
     """
     return a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) and total.dtype == torch.float32
@@ -137,8 +137,8 @@ def _(total, a, b):
 def introduce_operators() -> None:
     """Register the loss's operators with torch.compile before it meets them.
 
-    PyTorch 2.11 describes an unknown operator by its inputs, their inputs, and so on. The norms'
-    operators have several results each, so the description doubles with each of them: a GPT-2 of 12
+    PyTorch 2.11 describes an unknown operator by its inputs, their inputs, and so on. The norm
+    operators have several results, so the description doubles with each operator: a GPT-2 of 12
     layers had not compiled after six minutes. Later releases describe only what they print.
     """
     from torch._inductor.lowering import lowerings, make_fallback
@@ -170,9 +170,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         padding = padded_vocab(vocab_size, x.device.type) - vocab_size
         w = weight.to(dtype)
         w = F.pad(w, (0, 0, 0, padding)) if padding else w
-        # float16 ends at 65,504, and the gradient of the weights sums over the chunk's tokens, so x
-        # enters it scaled down by a power of two. The gradient of the logits stays between -1 and
-        # 1, and is divided by the number of tokens afterwards, or it would underflow
+        # float16 ends at 65,504, and the weights' gradient sums over the chunk's tokens, so x
+        # enters it scaled down by a power of two. The logits' gradient stays between -1 and 1;
+        # dividing it by the number of tokens here would underflow, so that comes later
         shrink = 2.0 ** -max(0, rows.bit_length() - 10) if dtype == torch.float16 else 1.0
         total = x.new_zeros((), dtype=torch.promote_types(dtype, torch.float32))
         d_weight, d_x = None, []
@@ -206,8 +206,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         with_gradients: bool,
         z_loss: float,
     ) -> tuple[Tensor, Tensor | None]:
-        """The loss of R tokens and its gradient by their logits, (R, vocab_size and padding);
-        dtype: of the softmax.
+        """The loss of R tokens and its gradient with respect to their logits, (R, vocab_size and
+        padding). dtype: of the softmax.
         """
         logits = x @ w.mT
         if has_kernel(logits):
@@ -218,7 +218,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         logits = logits.to(dtype)  # frees the narrow ones
         log_p = torch.log_softmax(logits, -1)
         counts = (targets != IGNORED).unsqueeze(1)
-        target = targets.unsqueeze(1).clamp(min=0)  # of an ignored token any will do
+        target = targets.unsqueeze(1).clamp(min=0)  # any index will do for an ignored token
         log_p_target = log_p.gather(1, target)
         loss = -log_p_target.masked_fill(~counts, 0.0).sum()
         lse = logits.gather(1, target) - log_p_target if z_loss else None
@@ -242,7 +242,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 "linear_cross_entropy is only once differentiable: cross_entropy of the logits "
                 "takes create_graph=True"
             )
-        # copies, because retain_graph=True may run this twice
+        # not in place, because retain_graph=True may run this twice
         d_x, d_weight = (
             x.to(dtype, copy=True) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )

@@ -1,7 +1,7 @@
-"""Softmax and cross-entropy of a chunk of logits in one kernel, which leaves the gradient where the
-logits were.
+"""Softmax and cross-entropy of a chunk of logits in one kernel, which overwrites the logits with
+their gradient.
 
-What torch.compile makes of the same takes two exponentials a logit for the sum where one will do,
+torch.compile's code for the same takes two exponentials per logit for the sum, where one is enough,
 and a second tensor of the chunk's size.
 
 Dimensions: R tokens of the chunk, V vocabulary.
@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096  # logits that a program has at a time
+BLOCK = 4096  # logits that a program holds at a time
 WARPS = 8
 
 
 @triton.jit
 def load_logits(logits_ptr, columns, vocab_size, width):
-    # the mask is of the padded row, whose length lets several logits be loaded at once
+    # mask by the padded row: its length lets a thread load several logits at once
     logits = tl.load(logits_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
     return tl.where(columns < vocab_size, logits, float("-inf"))
 
@@ -35,8 +35,8 @@ def cross_entropy_kernel(
     logits_ptr, targets_ptr, loss_ptr, stride, vocab_size, width, IGNORED: tl.constexpr,
     GRADIENT: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One row a program: -log p(target), and p, less 1 at the target, in the place of the logits;
-    all zero for an ignored target. Z_LOSS lse^2 and its gradient, 2 Z_LOSS lse p, are added.
+    """One row per program: store -log p(target), and overwrite the logits with p, less 1 at the
+    target. All are zero for an ignored target. Adds Z_LOSS lse^2 and its gradient, 2 Z_LOSS lse p.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
@@ -51,14 +51,14 @@ def cross_entropy_kernel(
         next_max = tl.maximum(row_max, tl.max(logits, 0))
         row_sum = row_sum * tl.exp(row_max - next_max) + tl.sum(tl.exp(logits - next_max), 0)
         row_max = next_max
-    log_sum = tl.log(row_sum)  # not added to row_max, beside which a sure row's would be lost
-    # a target that is none has no probability: the loss says so instead of reading elsewhere
+    log_sum = tl.log(row_sum)  # kept apart from row_max: in a sum, a tiny log_sum would be lost
+    # an invalid target makes the loss NaN instead of reading other memory
     score = tl.load(
         logits_ptr + target, mask=(target >= 0) & (target < vocab_size), other=float("nan")
     ).to(tl.float32)
     log_p = score - row_max - log_sum
     loss = -log_p
-    if Z_LOSS != 0:  # without it, not even an infinite log-sum-exp may change a bit
+    if Z_LOSS != 0:  # skip it at 0, where an infinite lse would give NaN
         lse = row_max + log_sum
         slope = 2 * Z_LOSS * lse
         loss += Z_LOSS * lse * lse
@@ -68,7 +68,7 @@ def cross_entropy_kernel(
         at_target = expm1(log_p)
         if Z_LOSS != 0:
             at_target += slope * tl.exp(log_p)
-        tl.debug_barrier()  # all have read the target's logit before one writes there
+        tl.debug_barrier()  # all threads read the target's logit before one overwrites it
         for start in range(0, width, BLOCK):
             columns = start + block
             p = tl.exp(load_logits(logits_ptr, columns, vocab_size, width) - row_max - log_sum)
@@ -88,12 +88,12 @@ def launch(
     with_gradients: bool,
     z_loss: float,
 ) -> Tensor:
-    """-log p(target) + z_loss lse^2 of each row, (R,) float32; with_gradients, logits become its
-    gradient, zero in the columns from vocab_size on.
+    """-log p(target) + z_loss lse^2 of each row, (R,) float32. with_gradients overwrites logits
+    with the gradient, which is zero in the columns from vocab_size on.
 
     logits (R, V and padding) of float16, bfloat16 or float32, contiguous along V; targets (R,)
-    int64, `ignored` where no loss is taken. Any other target outside the vocabulary makes the loss
-    NaN.
+    int64, `ignored` for a token without a loss. Any other target outside the vocabulary makes the
+    loss NaN.
     """
     rows, width = logits.shape
     loss = torch.empty(rows, dtype=torch.float32, device=logits.device)

@@ -1,7 +1,7 @@
 """The norms of the residual stream, together with the sums before them.
 
-On a GPU, while training, one kernel computes `x + branch` and its norm (model/norm_kernel.py). One
-kernel is the backward pass too: from the gradients of both results to those of x and the branch.
+When training on a GPU, one kernel computes `x + branch` and its norm (model/norm_kernel.py). The
+backward pass is also one kernel: from the gradients of both results to those of x and the branch.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def add_norm(x: Tensor, branch: Tensor | None, norm: nn.Module) -> tuple[Tensor,
     """x + branch and norm(x + branch), both (B, N, C); None adds nothing. norm comes from
     build_norm().
 
-    The kernel returns the norm in autocast's dtype, as the next product wants it; PyTorch in x's.
+    The kernel returns the norm in autocast's dtype, which the next product takes; PyTorch in x's.
     """
     if branch is not None and has_kernel(x, branch):
         x, normed, _ = add_norm_operator(x, branch, *arguments(x, norm))
@@ -40,7 +40,7 @@ def add_norm(x: Tensor, branch: Tensor | None, norm: nn.Module) -> tuple[Tensor,
 def add_norm_linear(
     x: Tensor, branch: Tensor | None, norm: nn.Module, linear: nn.Linear, *, recompute: bool
 ) -> tuple[Tensor, Tensor]:
-    """x + branch and linear(norm(x + branch)); with recompute, autograd keeps the sum alone and the
+    """x + branch and linear(norm(x + branch)). With recompute, autograd keeps only the sum, and the
     backward pass computes the norm again.
     """
     if not recompute:
@@ -53,7 +53,7 @@ def add_norm_linear(
 
 
 def arguments(x: Tensor, norm: nn.Module) -> tuple:
-    """What the operator takes after x and the branch."""
+    """The operator's arguments after x and the branch."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     centred = isinstance(norm, nn.LayerNorm)
@@ -61,8 +61,8 @@ def arguments(x: Tensor, norm: nn.Module) -> tuple:
 
 
 def has_kernel(x: Tensor, branch: Tensor) -> bool:
-    """Only with gradients: in a decoding step of a few tokens, calling an operator of our own costs
-    more than its kernel saves.
+    """Whether to use the kernel. Only with gradients: in a decoding step of a few tokens, calling
+    our operator costs more than its kernel saves.
     """
     return TRITON and torch.is_grad_enabled() and x.is_cuda and fits_kernel(x, branch)
 
@@ -75,7 +75,7 @@ def fits_kernel(x: Tensor, branch: Tensor) -> bool:
     )
 
 
-# operators, so that each is one node to torch.compile. They return new tensors, no views
+# operators, each one node for torch.compile. They return new tensors, not views
 @torch.library.custom_op("tilegpt::add_norm", mutates_args=())
 def add_norm_operator(
     x: Tensor,
@@ -106,8 +106,8 @@ def add_norm_backward(
     statistics: Tensor, dtype: torch.dtype,
     again: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradient of x; of weight and bias in one tensor; of the branch, where its dtype is not
-    x's; and with `again` the norm, in d_y's dtype.
+    """The gradient of x; the gradients of weight and bias in one tensor; that of the branch, if its
+    dtype is not x's; with `again` the norm in d_y's dtype.
     """
     from model.norm_kernel import backward
 
@@ -137,7 +137,7 @@ def _(d_total, d_y, total, weight, bias, statistics, dtype, again):
 def _save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     _, branch, weight, bias, *_ = inputs
     total, _, statistics = output
-    ctx.set_materialize_grads(False)  # no zeros for the sum at the last norm, which nothing uses
+    ctx.set_materialize_grads(False)  # no zeros for the unused sum at the last norm
     ctx.dtype = branch.dtype
     ctx.save_for_backward(total, weight, bias, statistics)
 
@@ -163,7 +163,7 @@ add_norm_operator.register_autograd(_backward, setup_context=_save)
 
 
 class AddNormLinear(torch.autograd.Function):
-    """add_norm_linear() with recompute, by the kernels."""
+    """add_norm_linear() with recompute, using the kernels."""
 
     @staticmethod
     def forward(

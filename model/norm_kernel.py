@@ -1,9 +1,9 @@
-"""The residual stream's next sum and its norm in one kernel, forward and backward: each tensor
-crosses the memory once.
+"""The residual stream's next sum and its norm in one kernel, forward and backward: each tensor is
+read or written once.
 
-torch.compile, left to itself, adds an old branch again where it wants the sum of an earlier layer,
-and in the backward pass writes the gradient of the sum twice: in a kernel of its own the 16-bit
-copy that the branch's product takes.
+torch.compile alone adds an old branch again where it needs the sum of an earlier layer. In the
+backward pass it also writes the gradient of the sum twice: an extra kernel makes the 16-bit copy
+for the branch's product.
 
 Dimensions: T tokens, C hidden_size.
 """
@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# of a program: rows of about as many elements as one warp holds; on an H200, 32,768 rows of 768,
-# more rows or warps were no faster
+# elements in a program's rows, about what one warp holds. On an H200, with 32,768 rows of 768, more
+# rows or warps were no faster
 WARP_ELEMENTS = 1024
-# backward, a program adds up its rows' share of the weight's gradient, so there are no more
-# programs than run at once: so many of one warp on a multiprocessor, each loading its next rows
-# before these are done. Half as many of twice the size took as long, and PyTorch's sum of their
-# shares twice as long
+# in the backward pass a program sums its rows' share of the weight's gradient, so no more programs
+# start than run at once: PROGRAMS of one warp on each multiprocessor. Each loads its next rows
+# before the current ones are done. Half as many of twice the size took as long, and PyTorch's sum
+# of their shares twice as long
 PROGRAMS, STAGES = 8, 2
 
 
@@ -30,7 +30,7 @@ def add_norm_kernel(
     x_ptr, branch_ptr, weight_ptr, bias_ptr, total_ptr, y_ptr, statistics_ptr, rows, width, eps,
     CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows a program: total = x + branch, y = norm(total)."""
+    """For ROWS rows per program: total = x + branch, y = norm(total)."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     of_rows, of_columns = first + row < rows, column < width
@@ -39,7 +39,7 @@ def add_norm_kernel(
     start = first * width
     x = tl.load(x_ptr + start + offset, mask=mask, other=0.0)
     branch = tl.load(branch_ptr + start + offset, mask=mask, other=0.0)
-    # as the residual stream holds it, and so does the backward pass
+    # round to the dtype of the residual stream, which the backward pass reads
     total = (x.to(tl.float32) + branch.to(tl.float32)).to(x.dtype)
     tl.store(total_ptr + start + offset, total, mask=mask)
 
@@ -66,10 +66,10 @@ def add_norm_backward_kernel(
     y_ptr, partial_ptr, rows, width,
     CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every so many rows a program: the gradient of x and of the branch, and these rows' share of
-    the weight's and of the bias's.
+    """A program takes every num_programs-th tile of ROWS rows. It computes the gradients of x and
+    the branch, and its rows' share of the gradients of weight and bias.
 
-    With y_ptr, the norm as well.
+    With y_ptr, it also computes the norm.
     """
     row, column = tl.arange(0, ROWS), tl.arange(0, BLOCK)
     of_columns = column < width
@@ -94,7 +94,7 @@ def add_norm_backward_kernel(
         d_weight += tl.sum(d_y * normalised, 0)
         if y_ptr is not None:
             y = normalised * weight[None, :]
-            if bias_ptr is not None:  # loaded for every tile: there are no registers left for it
+            if bias_ptr is not None:  # loaded for every tile: no registers are left to keep it
                 y += tl.load(bias_ptr + column, mask=of_columns, other=0.0).to(tl.float32)[None, :]
             tl.store(y_ptr + start + offset, y.to(y_ptr.dtype.element_ty), mask=mask)
         if bias_ptr is not None:
@@ -128,7 +128,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def constants(width: int) -> dict[str, int]:
-    """The kernels', for rows of this length."""
+    """The kernels' constants for rows of this length."""
     block = triton.next_power_of_2(width)
     return {
         "ROWS": max(1, WARP_ELEMENTS // block),
@@ -146,8 +146,8 @@ def forward(
     centred: bool,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """x + branch, its norm in dtype, and the statistics of each row for backward(): (1, T) float32,
-    1 / deviation, or (2, T), the mean too.
+    """x + branch, its norm in dtype, and the statistics of each row for backward(): float32 1 /
+    deviation (1, T), or with the mean (2, T).
 
     x and branch (..., C), contiguous, weight and bias (C,), each of float16, bfloat16 or float32.
     centred: LayerNorm, else RMSNorm.
@@ -168,11 +168,11 @@ def backward(
     statistics: Tensor, dtype: torch.dtype,
     again: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradient of x; that of the weight, (1, C) float32, or of weight and bias, (2, C); the
-    first in dtype, where it is another; with `again`, the norm.
+    """The gradient of x; that of the weight (1, C) float32, or of weight and bias (2, C); the
+    gradient of x in `dtype`, if that differs; with `again` the norm.
 
-    d_total, d_y: the gradients of the sum (None is zero) and of its norm, contiguous; dtype: the
-    branch's. Sums over rows are made in the same order every time.
+    d_total, d_y: the gradients of the sum (None is zero) and of its norm, contiguous. dtype: the
+    branch's. Sums over rows have the same order every time.
     """
     width = total.shape[-1]
     rows, meta = total.numel() // width, constants(width)

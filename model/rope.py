@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864, section 3.2).
 
 Features i and i + D/2 of a head form a plane. Position n rotates it by the angle n * theta^(-2i/D).
-Rotating q and k keeps their lengths, and makes q_n . k_m depend on n - m only. GPT-NeoX and Llama
-pair the halves in this way too, not neighbours.
+The rotation keeps the lengths of q and k, and makes q_n . k_m depend only on n - m. GPT-NeoX and
+Llama also pair the halves, not neighbours.
 
 Dimensions: B batch, H heads, N tokens, D head dim.
 """

@@ -1,10 +1,10 @@
-"""The kernels of a decoding step: a product with all that stands before and after it, and the heads
-of new tokens.
+"""The kernels of a decoding step: one for a product with everything before and after it, one for
+the heads of new tokens.
 
-One token of a sequence meets each weight once, so that a product waits for memory alone. It is no
-work for tensor cores: a program loads its rows of the weights before anything else, and multiplies
-while others load. The norm before a product takes a few numbers, so every program computes it again
-rather than wait for another kernel.
+A token uses each weight once, so memory limits the product and tensor cores do not help. A program
+loads its rows of the weights before anything else, and multiplies while other programs load. The
+norm before a product is cheap, so every program computes it again instead of waiting for another
+kernel.
 
 Dimensions: B sequences, one token each; K features in, F features out; H query heads, H_kv
 key/value heads, D head dim.
@@ -17,20 +17,20 @@ from torch import Tensor
 
 from model.norm_kernel import multiprocessors
 
-BYTES = 32768  # of weights of a program, all on their way at a time: 64 registers a thread
+BYTES = 32768  # bytes of weights that a program loads at once: 64 registers a thread
 MOST_FEATURES = 16
 
 
 @triton.jit
 def load_row(ptr, k, K: tl.constexpr):
-    """(1, BLOCK_K): in two dimensions, so that threads hold it as they hold the weights."""
+    """Load a row as (1, BLOCK_K): two dimensions, so that threads hold it like the weights."""
     k = k[None, :]
     return tl.load(ptr + k, mask=k < K, other=0.0)
 
 
 @triton.jit
 def load_weights(weight_ptr, n, k, F, K: tl.constexpr):
-    """Rows n of the weights, (BLOCK_F, BLOCK_K)."""
+    """Load rows n of the weights, (BLOCK_F, BLOCK_K)."""
     inside = (n < F)[:, None] & (k < K)[None, :]
     return tl.load(weight_ptr + n.to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0.0)
 
@@ -41,11 +41,12 @@ def product_kernel(
     CENTRED: tl.constexpr, ACTIVATION: tl.constexpr, K: tl.constexpr, BLOCK_F: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """y = residual + activation(norm(x) W^T + bias) for one row; what is None is left out. With
-    swiglu the weights have 2 F rows: those of the gate, then the others.
+    """y = residual + activation(norm(x) W^T + bias) for one row; None leaves a term out. With
+    swiglu the weights have 2 F rows: first those of the gate.
     """
     GATED: tl.constexpr = ACTIVATION == "swiglu"
-    # programs of the same weights are neighbours: all rows but one find them in the cache
+    # programs with the same weights are neighbours, so all rows but the first find them in the
+    # cache
     row = tl.cast(tl.program_id(0) % B, tl.int64)
     n, k = tl.program_id(0) // B * BLOCK_F + tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_K)
     inside = n < F
@@ -62,7 +63,7 @@ def product_kernel(
             other_bias = tl.load(bias_ptr + F + n, mask=inside, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * F + n, mask=inside, other=0.0)
-    # all of that is on its way before anything waits: ptxas would first wait for x
+    # start all of these loads before waiting for any: ptxas would first wait for x
     tl.debug_barrier()
 
     x = load_row(x_ptr + row * K, k, K).to(tl.float32)
@@ -94,7 +95,7 @@ def heads_kernel(
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A program takes one head of a row of qkv (B, (H + 2 H_kv) D). q and k get QK-norm and RoPE.
-    Heads of q go to q (B, H, D), those of k and v to their place in the cache.
+    Heads of q go to q (B, H, D), those of k and v to their places in the cache.
     """
     batch, head = tl.cast(tl.program_id(0), tl.int64), tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
@@ -124,7 +125,9 @@ def heads_kernel(
 
 
 def features_of_a_program(bytes_of_a_feature: int, features: int, programs: int) -> int:
-    """As many as fill its registers, and few enough that there are so many programs."""
+    """Output features per program: as many as fit into its registers, but few enough for `programs`
+    programs.
+    """
     most = min(MOST_FEATURES, BYTES // triton.next_power_of_2(bytes_of_a_feature))
     while most > 1 and triton.cdiv(features, most) < programs:
         most //= 2
