@@ -1,30 +1,30 @@
-"""What a step costs on many ranks: bytes sent, seconds and memory, by calculation.
+"""Calculates what a step costs on many ranks: bytes sent, seconds and memory.
 
     plan = plan_ranks(config, vocab_size, backend, dtype, world=64, speed=..., hosts=...)
 
-Of a step's tokens each rank computes its share, 1 / world. Its seconds are
+Each rank computes 1 / world of a step's tokens. Its seconds are the sum of
 
-    outside attention    a constant a token, in proportion to the model's matrix products
-    attention            a constant a query and visible key, in proportion to layers x hidden_size
-    optimizer            the same on every rank, for all ranks keep all weights
-    exchange             around or in the attention of sequences that several ranks share
-    gradients            one all-reduce of float32 after the last pass; what the backward pass
-                         hides of it is not counted
+    outside attention    per token, in proportion to the parameters that multiply it
+    attention            per query and visible key, in proportion to layers x hidden_size
+    optimizer            the same on every rank, because every rank keeps all weights
+    exchange             messages around or in the attention, if several ranks share a sequence
+    gradients            one float32 all-reduce, as if all of it came after the last pass; a run
+                         hides a part behind the backward pass
 
-The three constants are fitted to measured steps of one GPU (fit_speed). Attention is causal over
-the whole sequence; documents would make it cheaper.
+The constants come from measured steps of one GPU (fit_speed). Attention is causal over the whole
+sequence; documents would make it cheaper.
 
-Bytes that a rank sends for one attention call, where W ranks share a sequence, q is the bytes of
-this rank's queries (as many as of its output) and k those of its keys (as many as of its values),
-e bytes an element; W = 1 sends nothing:
+The table has the bytes that a rank sends for one attention call, if W ranks share a sequence. q is
+the bytes of this rank's queries (and of its output), k those of its keys (and of its values), e the
+bytes of an element. W = 1 sends nothing.
 
                     forward               backward
     heads           (2q + 2k)(W - 1)/W    the same, of the gradients
     ring, gather    2k (W - 1)            that again, and dk, dv in float32: 2k (4/e)(W - 1)
 
 With H query heads and H_kv key/value heads, k = q H_kv / H. Under parallel.how=auto, h ranks share
-the heads, and W / h of them form a ring for the same heads: both rows count, for W = h and for
-W / h.
+the heads, and W / h ranks form a ring for the same heads. Then both rows count: the first with h in
+place of W, the second with W / h.
 
 Jacobs et al., "DeepSpeed Ulysses" (2023, arXiv:2309.14509) for heads; Liu et al., "Ring Attention"
 (2023, arXiv:2310.01889) for the ring; Llama 3 (2024, arXiv:2407.21783), section 3.3.2, for gather.
@@ -53,22 +53,22 @@ from training.ranks import Ranks
 from training.schedule import will_compile
 from training.sharing import check_shares, way_to_share
 
-# of attention's FLOPs, 2 of 7 matrix products are the forward pass's
+# the forward pass's share of attention's FLOPs: 2 of 7 matrix products
 FORWARD = 2 / 7
 
 
 @dataclass(frozen=True)
 class Link:
-    """How long a rank takes to send; the same at once in both directions."""
+    """How long a rank takes to send. It can receive as much at the same time."""
 
     name: str
     gb_per_s: float = 0.0  # of a link that was not measured, at any size
-    # by the name of the call, bytes sent and their seconds, from (0, latency) on
+    # {name of the call: ((bytes sent, seconds), ...)}, beginning with (0, latency)
     measured: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
 
     def seconds(self, call: str, sent: float) -> float:
-        """Of one call in which a rank sends that many bytes: linear between measured sizes, and at
-        the speed of the largest beyond.
+        """Seconds of one call in which a rank sends `sent` bytes: linear between measured sizes,
+        and beyond the largest at its speed.
         """
         if not sent:
             return 0.0
@@ -87,14 +87,14 @@ class Hosts:
     per_host: int
 
     def reaching(self, span: int, world: int) -> Link:
-        """The slowest link between `span` ranks that follow one another."""
+        """The slowest link between `span` consecutive ranks."""
         inside = world <= self.per_host or self.per_host % span == 0
         return self.link if inside else self.network
 
     def all_reduce_seconds(self, size: float, world: int) -> float:
-        """Of `size` bytes over all ranks, as NCCL does it: summed inside each host, so that every
-        GPU holds its share of the sum, then the shares between hosts, then back. A rank sends
-        2 (W - 1) / W of the size in all.
+        """Seconds to add up `size` bytes over all ranks, as NCCL does it. A reduce-scatter in each
+        host leaves every GPU a share of the host's sum, the hosts add up these shares, and each
+        host gathers the result. A rank sends 2 (W - 1) / W of the size in all.
         """
         inside = min(world, self.per_host)
         hosts = math.ceil(world / inside)
@@ -104,7 +104,7 @@ class Hosts:
 
 
 def ring_sum(size: float, world: int) -> float:
-    """Bytes that a rank sends where `world` ranks add up `size` bytes: a reduce-scatter and an
+    """Bytes that a rank sends when `world` ranks add up `size` bytes by a reduce-scatter and an
     all-gather (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
     """
     return 2 * (world - 1) / world * size
@@ -124,7 +124,7 @@ class Exchange(NamedTuple):
     backward: list[Message]
 
     def sent(self, forwards: int = 1) -> float:
-        """Bytes of so many forward passes and a backward pass."""
+        """Bytes sent in `forwards` forward passes and a backward pass."""
         every = [*self.heads, *self.forward] * forwards
         every += [*self.heads, *self.backward]
         return sum(each.sent * each.times for each in every)
@@ -132,8 +132,9 @@ class Exchange(NamedTuple):
     def exposed_seconds(
         self, forward: float, backward: float, *, to_heads: Link, to_keys: Link, forwards: int = 1
     ) -> float:
-        """What attention does not hide, of so many forward passes and a backward pass; it takes
-        `forward` and `backward` seconds beside the messages of these names.
+        """Seconds of messages that attention does not hide, in `forwards` forward passes and a
+        backward pass. Attention computes for `forward` and `backward` seconds while the messages of
+        the same names are under way.
         """
         swaps = seconds_of(self.heads, to_heads)
         hops = max(0.0, seconds_of(self.forward, to_keys) - forward)
@@ -146,8 +147,8 @@ def seconds_of(messages: list[Message], link: Link) -> float:
 
 
 def exchange(q: float, k: float, element: int, *, heads: int, keys: int) -> Exchange:
-    """Of one attention call, which exchanges among `heads` ranks, and `keys` ranks share the keys.
-    q, k: bytes of a rank's queries and of its keys, in an `element` of so many bytes; see the
+    """The messages of one attention call: `heads` ranks exchange heads, and `keys` ranks share the
+    keys. q, k: bytes of a rank's queries and of its keys; element: bytes of an element. See the
     module's docstring.
     """
     swaps = []
@@ -161,10 +162,10 @@ def exchange(q: float, k: float, element: int, *, heads: int, keys: int) -> Exch
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one rank's share of a step."""
+    """Computing one rank's share of a step."""
 
     rest: float  # outside attention
-    attention: float  # forward, backward, and what of it is computed twice
+    attention: float  # forward, backward and recomputation
     optimizer: float
 
     @property
@@ -174,23 +175,23 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of one GPU, by measured steps of one model."""
+    """The speed of one GPU, by measured steps of one model."""
 
-    matrices: float  # seconds a token and a parameter that it is multiplied by
-    pairs: float  # seconds a token, a token of its sequence, a layer and a feature of hidden_size
-    optimizer: float  # seconds a parameter
-    error: float = 0.0  # the largest share by which the fit misses a measured step
+    matrices: float  # seconds per token and per parameter that multiplies it
+    pairs: float  # seconds / (tokens * seq_len * num_layers * hidden_size)
+    optimizer: float  # seconds per parameter
+    error: float = 0.0  # the largest relative error of the fit on a measured step
     tokens: int = 0  # of a measured step, in one pass
     parameters: int = 0  # of the measured model
 
     def seconds(
         self, config: ModelConfig, vocab_size: int, tokens: float, seq_len: float
     ) -> Seconds:
-        """Of `tokens` of sequences of seq_len. Recomputation counts as its share of FLOPs."""
+        """Seconds for `tokens` in sequences of seq_len. Recomputation costs its share of FLOPs."""
         multiplied, size = multiplied_parameters(config, vocab_size), config.hidden_size
         blocks = config.num_layers * matrix_elements(config)
         if config.checkpoint == "attention":
-            # proj and `down` need not run again: their inputs are what was kept or made again
+            # proj and `down` need not run again: their inputs are kept or recomputed
             blocks -= config.num_layers * size * (size + mlp_widths(config)[1])
         again = blocks / 3 if config.checkpoint in ("attention", "block") else 0
         attention = 1 + FORWARD if config.checkpoint == "block" else 1
@@ -202,8 +203,8 @@ class Speed:
 
 
 def multiplied_parameters(config: ModelConfig, vocab_size: int) -> int:
-    """Those that every token is multiplied by: all but the embeddings, which are looked up; see
-    GPT.flops_per_token().
+    """Number of parameters that multiply every token: all but the embeddings, which are looked up;
+    see GPT.flops_per_token().
     """
     looked_up = config.max_seq_len if config.positions == "learned" else 0
     looked_up += 0 if config.tie_embeddings else vocab_size
@@ -218,10 +219,9 @@ def fit_speed(
     tokens: int,
     optimizer: float,
 ) -> Speed:
-    """The two constants that miss measured steps least, by least squares of relative errors.
+    """Fit `matrices` and `pairs` to measured steps, by least squares of relative errors.
 
-    measured: sequence lengths and tokens/s, of steps of so many tokens. optimizer: its seconds a
-    step.
+    measured: (sequence length, tokens/s) of steps of `tokens`. optimizer: its seconds per step.
     """
     lengths, rates = np.array(list(measured), dtype=float).T
     seconds = tokens / rates
@@ -240,7 +240,7 @@ class RanksPlan:
     """A step of a run on `world` GPUs."""
 
     world: int
-    data: int  # among how many ranks the sequences of a step are shared
+    data: int  # into how many parts the sequences of a step are divided
     context: int  # ranks that share each sequence
     heads: int  # ... and of these, those that share its heads
     passes: int  # of a rank, in one step
@@ -248,7 +248,7 @@ class RanksPlan:
     step_seconds: float
     tokens_per_sec: float
     speedup: float  # over one GPU that takes the same step
-    exchange_seconds: float  # of attention, as far as the attention itself does not hide it
+    exchange_seconds: float  # of attention's messages, without what attention hides
     gradient_seconds: float
     exchange_bytes: float  # that a rank sends in a step
     gradient_bytes: float
@@ -274,10 +274,10 @@ def plan_ranks(
     blocks_speed: Speed,
     hosts: Hosts,
 ) -> RanksPlan:
-    """One step of config on `world` GPUs. One GPU takes each sequence whole, whatever
-    config.parallel says. blocks_speed: with the kernels of rings, which attend to a block of keys.
+    """Plan one step of config on `world` GPUs. world=1 ignores config.parallel. blocks_speed: the
+    speed of the kernels of rings, which attend to one block of keys.
 
-    Raises ValueError for ranks among which the step does not divide.
+    Raises ValueError if the step does not divide among the ranks.
     """
     model, length, element = config.model, config.seq_len, dtype.itemsize
     context, how = (config.parallel.context if world > 1 else 1), config.parallel.how
@@ -292,12 +292,12 @@ def plan_ranks(
     tokens = config.sequences_per_step * length
     kernels = speed if keys == 1 else replace(speed, pairs=blocks_speed.pairs)
     windows = config.attention.layer_windows(model.num_layers)
-    # the length at which causal attention meets as many keys
+    # the length at which causal attention without windows sees as many keys
     attended = sum(visible_keys_twice(length, window) for window in windows) / len(windows) - 1
     compute = kernels.seconds(model, vocab_size, tokens / world, attended)
     # under checkpoint=block the backward pass begins with attention's forward pass
     forwards = 2 if model.checkpoint == "block" else 1
-    # a ring's last block of keys has arrived before it is computed: nothing moves beside it
+    # while a ring computes with its last block of keys, no message is under way
     beside = 0.0 if how == "gather" else (keys - 1) / keys * compute.attention / calls
     share = FORWARD / (1 + FORWARD * (forwards - 1))  # of attention's time, one forward pass
     exposed = calls * messages.exposed_seconds(
@@ -343,8 +343,8 @@ def plan_ranks(
 
 
 def share_step(config: RunConfig, world: int, context: int, keys: int) -> tuple[int, int, int]:
-    """Ranks that share the sequences of a step, sequences of one pass of a rank, and its passes.
-    Raises ValueError for what does not divide.
+    """Into how many parts the ranks divide a step's sequences, how many sequences a rank has in a
+    pass, and its number of passes. Raises ValueError for sizes that do not divide.
     """
     if world % context:
         below = world - world % context
@@ -360,9 +360,9 @@ def share_step(config: RunConfig, world: int, context: int, keys: int) -> tuple[
 
 
 def key_buffers(k: int, element: int, keys: int, how: str) -> int:
-    """Bytes beside a rank's own k and v, as if the worst moment of a step were theirs: the ring has
-    a block that is computed and one that arrives, and dk and dv in float32 of the block, of the one
-    that leaves, of the one that arrives and of half of its own; gather has all of them.
+    """Bytes beside a rank's own k and v, as if they came on top of a step's peak. A ring holds two
+    blocks of k and v, the current one and the next. It holds float32 dk and dv of three and a half
+    blocks: current, outgoing, incoming, and half of its own. gather holds all blocks.
     """
     pair, gradients = 2 * k, 2 * k * 4 // element
     return (pair + gradients) * keys if how == "gather" else 2 * pair + 7 * gradients // 2

@@ -17,8 +17,8 @@ from training.phases import count_compiling
 
 log = logging.getLogger("tilegpt")
 
-# queries of a tile of an exact loop on a GPU. A loop in Python then launches 32 times fewer kernels
-# than with the 128 that suit a CPU. Its tiles stay linear in the length
+# block_q of an exact tile loop on a GPU: the Python loop launches 32 times fewer kernels than with
+# the 128 that suit a CPU, and memory stays linear in the length
 GPU_BLOCK_Q = 4096
 
 
@@ -36,7 +36,7 @@ def chosen_attention(chosen: AttentionConfig) -> dict[int, Backend]:
     return schedule
 
 
-# what a feature is called in a refusal
+# what error messages call a feature
 IN_WORDS = {
     "document_ids": "document masks",
     "window": "windows",
@@ -48,7 +48,7 @@ IN_WORDS = {
 
 
 def needed_features(config: RunConfig) -> dict[str, str]:
-    """The features that a run needs of its attention, each with the setting that asks for it."""
+    """The features that a run's attention must have, each with the setting that needs it."""
     chosen, asked = config.attention, {}
     settings = {key: f"attention.{key}={as_typed(x)}" for key, x in chosen.function().items()}
     if config.data.documents:
@@ -102,10 +102,10 @@ def able(features: Collection[str]) -> list[str]:
 
 
 def suit_gpu(backend: Backend, options: Mapping[str, Any], needed: Collection[str]) -> Backend:
-    """The attention as a GPU runs it best, in whatever `options` do not name.
+    """The attention as a GPU runs it best, without changing `options`, which the user set.
 
-    A defect that is written as kernels too runs these, unless it lacks a feature that is needed or
-    an option that is named. An exact loop over tiles takes larger ones.
+    A defect that also exists as Triton kernels runs those, if they have the needed features and the
+    options that are set. An exact tile loop takes larger tiles.
     """
     kernels = backend.implementations.get("triton")
     if kernels is not None and "impl" not in options:
@@ -124,7 +124,7 @@ def check_model(
 ) -> None:
     """Raise ValueError for an attention that cannot train this model on this device.
 
-    A user's own attention, or change of the scores, is tried out.
+    A user's own attention or score_mod is run to find out.
     """
     shape = {
         "num_heads": config.model.num_heads,
@@ -215,9 +215,9 @@ def will_compile(
 ) -> bool:
     """Whether to use torch.compile: compile_mode is true, false or auto.
 
-    auto compiles on a GPU, unless the attention fits no graph or the model saves memory by offload
-    or chunks. A compiled graph can do neither: it keeps all chunks of a block at once, and moves
-    nothing to the host. With them, compile=true raises ValueError.
+    auto compiles on a GPU, unless the attention does not fit into a graph or the model saves memory
+    by offload or chunks. A compiled graph can do neither: it keeps all chunks of a block at once,
+    and moves nothing to the host. So compile=true raises ValueError with offload or chunks.
     """
     sparing = "model.offload=true" if config.offload else ""
     if config.chunk_tokens is not None:
@@ -228,7 +228,7 @@ def will_compile(
             "compile=false"
         )
     fits = (backend.traceable or is_operator(backend)) and not sparing
-    # an operator takes no function, nor does the one that looks for the largest score
+    # an operator takes no function as an argument, nor does the one that finds the largest score
     if score_mod and not (backend.traceable and "max_score" in backend.features):
         fits = False
         if compile_mode == "true":

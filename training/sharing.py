@@ -74,7 +74,7 @@ def _check_on_a_ring(config: RunConfig, backend: Backend, numbers: str) -> None:
 
 
 def shared_settings(config: RunConfig) -> dict[str, Any]:
-    """What all ranks must have alike: every setting but the places of files and the logger."""
+    """The settings that all ranks must share: all but the places of files and the logger."""
     settings = asdict(config)
     for key in ("resume", "init_from", "logger"):
         del settings[key]
@@ -82,14 +82,16 @@ def shared_settings(config: RunConfig) -> dict[str, Any]:
         del settings["data"][key]
     groups = {key: value for key, value in settings.items() if isinstance(value, dict)}
     alone = {key: value for key, value in settings.items() if key not in groups}
-    # model.max_seq_len follows seq_len, which is to be named first
+    # seq_len first: an error then names it, and not model.max_seq_len, which follows it
     return alone | {
         f"{group}.{name}": value for group, part in groups.items() for name, value in part.items()
     }
 
 
 def on_ranks(backend: Backend, ranks: Ranks) -> Backend:
-    """The attention of a run: where its ranks form a ring, whole sequences are those of as many."""
+    """The attention of a run, made known to the ring's operators if its ranks form a ring. One that
+    plays a ring in a single process then plays as many ranks, for whole sequences.
+    """
     if not ranks.on_a_ring:
         return backend
     if isinstance(backend.fn, PlayedRing):
@@ -103,7 +105,7 @@ def check_shares(config: RunConfig, ranks: Ranks) -> None:
     if not ranks.several:
         return
     context, world = ranks.context, ranks.data
-    # a ring of R ranks cuts a sequence into 2 R chunks; those that exchange heads share these
+    # a ring of R ranks cuts a sequence into 2 R chunks; ranks that exchange heads divide these
     parts = 2 * context if ranks.on_a_ring else context
     if over := config.seq_len % parts:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""The steps of a run, enqueued one ahead of the host.
+"""Takes the steps of a run. Each step is queued before the host looks at the one before it.
 
-What scripts.profile measures is what train.py runs.
+train.py and scripts.profile both run this code.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 class PendingStep(NamedTuple):
-    """A step that the device has been given, and whose loss the host has not waited for."""
+    """A step that is queued on the device; the host has not waited for its loss."""
 
     passes: Sequence[Pass]
-    loss_and_norm: Tensor  # the norm is that of its gradients; on the device
-    # the same two on the host, then the largest scores if they are due; waits for them
+    loss_and_norm: Tensor  # the loss and the norm of the gradients, on the device
+    # waits for the same two on the host, and for the largest scores after them if they are due
     figures: Callable[[], list[float]]
     updated: bool  # whether the optimizer's step is queued too
-    # the largest of each layer and head, on the device; None where it did not look
+    # (num_layers, H) on the device: the largest score of each head; None if it did not look
     max_scores: Tensor | None
 
 
@@ -54,7 +54,7 @@ class StepResult(NamedTuple):
     grad_norm: float  # before clipping
     max_scores: list[list[float]] | None  # of each layer and head; None where no row is due
     passes: Sequence[Pass]  # of this rank
-    sequences: Callable[[], Sequence[Pass]]  # the same whole, where ranks share sequences
+    sequences: Callable[[], Sequence[Pass]]  # passes with whole sequences, if ranks share them
     loss_scale: float  # the weight of one sequence in the loss that was differentiated
     updated: bool  # whether the weights have moved already
     diverged: bool
@@ -65,11 +65,11 @@ class StepResult(NamedTuple):
 
 
 class Stepper:
-    """Takes the steps of a run. A context manager: its end stops the thread that reads ahead.
+    """Takes the steps of a run. A context manager that on exit stops the thread that reads ahead.
 
     with Stepper(run, start) as stepper:
-        for result in stepper.steps():  # where nothing is due, the next step is queued by then
-            ...                         # the clock of step_tokens_per_sec stands still here
+        for result in stepper.steps():  # if nothing is due, the next step is queued already
+            ...                         # the clock of step_tokens_per_sec is stopped here
             stepper.update(result)
     """
 
@@ -109,16 +109,16 @@ class Stepper:
         return self.model is not self.run.model
 
     def use_attention(self, backend: Backend) -> None:
-        """Train with this attention from here on; compilation does not count as speed."""
+        """Train with this attention from here on; the speed excludes the compilation."""
         self.model = prepare_model(self.run.model, backend, compile_mode=self.run.config.compile)
         self.throughput.warm_up()
-        # counted from 0: the second one has compiled, has the optimizer's state, and is not timed
+        # the second step from here is compiled, has the optimizer's state, and is not timed
         self.measured_step = min(self.done + 1, self.run.config.steps - 1)
-        # nor is the third one, which looks, so that what looking compiles does not count either
+        # the third is not timed either; it looks for scores, so that this compiles untimed too
         self.looking_step = self.done + 2
 
     def steps(self, stop: Interrupt = NEVER) -> Iterator[StepResult]:
-        """One result a step: to the last step, to one that diverged, or until stop.requested."""
+        """Yield a result per step, until the last step, a diverged one, or stop.requested."""
         config, heads = self.run.config, self.run.config.model.num_heads
         any_rank = self.run.ranks.any  # one that stops alone would leave the others waiting
         step, ahead = self.start.step, None
@@ -161,7 +161,7 @@ class Stepper:
                 return
 
     def update(self, result: StepResult) -> None:
-        """Move the weights, unless the device has been told to. Counts as a part of the step."""
+        """Update the weights, unless that is queued already. Counts as part of the step."""
         if result.updated:
             return
         self.throughput.resume()
@@ -178,9 +178,9 @@ class Stepper:
         self.throughput.pause()
 
     def restore_gradients(self, result: StepResult) -> None:
-        """Compute the gradients of a diverged step again where a queued step has cleared them.
+        """Compute the gradients of a diverged step again if a queued step has cleared them.
 
-        The weights are still the same: the device moves none where a loss or norm is not finite.
+        The weights are still the same: the device skips an update if a loss or norm is not finite.
         """
         if result.updated:
             compute_gradients(self.model, result.passes, **self.step_args)
@@ -192,11 +192,11 @@ class Stepper:
         with phase("training", f"step {step + 1} of {config.steps}"):
             with record_function("data"):
                 passes = self.batches.passes(step)
-            # where something is due, the weights must stay until it is done
+            # if something is due after this step, the weights must not change before it is done
             due = config.due(step + 1)
             look = due.log or due.compare or step == self.looking_step
             how = {"update": not any(due), "look": look, "qk_clip": self.optim.qk_clip}
-            if step == self.measured_step:  # what is freed while it measures does not count
+            if step == self.measured_step:  # freed before, so as not to be freed while it measures
                 self.run.optimizer.zero_grad(set_to_none=True)
                 self.run.model.forget_max_scores()
             with self._measured(step, passes):
@@ -212,7 +212,7 @@ class Stepper:
             return batches.passes(step)
 
     def _measured(self, step: int, passes: Sequence[Pass]) -> AbstractContextManager:
-        """Measures a CPU's memory in the step that is chosen for it."""
+        """Measures the memory of a CPU, if this is the step to measure."""
         if step != self.measured_step:
             return nullcontext()
         weights = [*self.run.model.parameters(), *self.run.model.buffers()]
@@ -223,7 +223,7 @@ class Stepper:
 
     def _diverged(self, loss: float, grad_norm: float, scale: float) -> bool:
         if self.run.scaler.is_enabled():
-            # a loss scaler meets infinite gradients on purpose: only a collapsed scale is a failure
+            # a loss scaler causes infinite gradients on purpose; only a collapsed scale is an error
             return not isfinite(loss) or scale < 1
         return not (isfinite(loss) and isfinite(grad_norm))
 
@@ -242,11 +242,11 @@ def queue_step(
     **step_args: Any,
 ) -> PendingStep:
     """Enqueue forward and backward, and the optimizer's step too if `update` is set and the fused
-    optimizer can skip non-finite gradients by itself. With `look` its attention also gives the
+    optimizer can skip non-finite gradients by itself. With `look` the attention also returns the
     largest score of each head. With `qk_clip` the optimizer's step ends with clip_heads().
 
-    Then the next step can be enqueued before the host looks at this one, and the device never waits
-    for the host. This step is its `before`: it moves no weights if either of the two is not finite.
+    The next step can then be enqueued before the host looks at this one, so the device never waits
+    for the host. `before` is the step before this one: unless both are finite, no weights change.
     `step_args` are passed to compute_gradients().
     """
     step_args |= {"optimizer": optimizer, "scaler": scaler, "ranks": ranks}
@@ -261,7 +261,7 @@ def queue_step(
     if before is not None:
         decisive = torch.cat((before.loss_and_norm, loss_and_norm))
     updated = update and update_if_finite(decisive, optimizer=optimizer, scaler=scaler)
-    if updated and qk_clip:  # which moves nothing either unless all of it is finite
+    if updated and qk_clip:  # nothing is clipped unless all of `decisive` is finite
         clip_heads(step_model, largest.where(decisive.isfinite().all(), torch.nan), qk_clip)
     return PendingStep(passes, loss_and_norm, figures, updated, largest)
 
@@ -284,12 +284,12 @@ def compute_gradients(
     clipped to `grad_clip` unless that is 0 or the norm is not finite. The norm is that before
     clipping. The named ranges show in a profiler's trace, and cost microseconds without one.
 
-    `scores`, where it is a list, gets the largest scores (num_layers, H) of each pass. `z_loss` is
-    that of GPT.forward().
+    If `scores` is a list, the largest scores (num_layers, H) of each pass are appended to it. See
+    GPT.forward() for `z_loss`.
     """
     optimizer.zero_grad(set_to_none=True)
     loss, terms = 0.0, {"z_loss": z_loss} if z_loss else {}
-    parameters = list(step_model.parameters())  # to look them up takes a while
+    parameters = list(step_model.parameters())  # a slow look-up, so once
     total = GradientSum(ranks, parameters)
     # around the backward passes too: they may run attention again
     with step_model.sharded(ranks.shards) if ranks.shards else nullcontext():
@@ -309,8 +309,7 @@ def compute_gradients(
         norm = nn.utils.get_total_norm(
             parameter.grad for parameter in parameters if parameter.grad is not None
         )
-        # scaled by a norm that is not finite, every gradient would become non-finite, and nobody
-        # could tell which was first
+        # a norm that is not finite would make every gradient non-finite, and hide which was first
         nn.utils.clip_grads_with_norm_(
             parameters, grad_clip or inf, norm.nan_to_num(nan=0.0, posinf=0.0)
         )
@@ -318,7 +317,7 @@ def compute_gradients(
 
 
 def copy_to_host_async(x: Tensor) -> Callable[[], list[float]]:
-    """Start copying x to the host; returns a function that waits for the copy and gives its values.
+    """Start copying x to the host; returns a function that waits for the copy, with its values.
 
     It does not wait for what is enqueued on the GPU after the copy.
     """
@@ -340,9 +339,9 @@ def update_if_finite(
 ) -> bool:
     """Enqueue an optimizer step that skips itself unless all of `decisive` is finite.
 
-    `decisive` holds losses and norms, on the device. Returns False, and does nothing, for an
-    optimizer that cannot skip. PyTorch's fused AdamW can: GradScaler, which decides by itself where
-    it is enabled, uses the same two attributes.
+    `decisive` holds losses and norms, on the device. Returns False, and does nothing, if the
+    optimizer cannot skip or an enabled GradScaler decides. PyTorch's fused AdamW can skip, through
+    the two attributes that GradScaler uses.
     """
     if scaler.is_enabled() or not (
         isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]

@@ -1,4 +1,4 @@
-"""Standard output and error that cannot end a run: closed, without a reader, or on a full disk.
+"""Keeps a run alive if standard output or error is closed, has lost its reader, or fills a disk.
 
 train.log still has every line.
 """
@@ -44,8 +44,8 @@ class Stream:
 
 
 def keep_streams(*, lasting: bool = True) -> None:
-    """Open closed standard streams; if `lasting`, errors of output and error are not raised."""
-    # otherwise the next file opened would be number 1 or 2, and get what libraries print
+    """Open closed standard streams; if `lasting`, failed writes to them raise nothing."""
+    # otherwise the next file opened would be descriptor 1 or 2, and get what libraries print
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)

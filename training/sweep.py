@@ -52,8 +52,8 @@ COLUMNS = {
 class SweepSummary(Callback):
     """Locks the folders, keeps index.jsonl, prints the table and sets the exit code.
 
-    The exit code leaves as SystemExit: Hydra turns every ordinary exception of a callback into a
-    warning, and returns nothing from its main function.
+    The exit code is raised as SystemExit, because Hydra turns every ordinary exception of a
+    callback into a warning, and returns nothing from its main function.
     """
 
     folder: Path | None = None  # of the sweep; None in a single run
@@ -138,8 +138,8 @@ class SweepSummary(Callback):
 def begin_sweep(folder: Path, jobs: list[Row]) -> None:
     """Write index.jsonl with every job as not started, and the command that runs it alone.
 
-    A job is its overrides, and what it is named by: attention, variant, seq_len, seed and starts;
-    and `ranks`, if torchrun starts it.
+    A job has its overrides, the entries that name it (attention, variant, seq_len, seed, starts),
+    and `ranks` if torchrun starts it.
     """
     rows = []
     for number, job in enumerate(jobs):
@@ -206,7 +206,7 @@ def finish_sweep(folder: Path, code: int) -> NoReturn:
 
 
 def as_planned(row: Row) -> Row:
-    """Of a line of the index, what was known before the job began."""
+    """The part of an index line that was known before the job began."""
     keys = ("job", "overrides", "attention", "variant", "seq_len", "seed", "starts")
     return {key: row[key] for key in keys if key in row}
 
@@ -286,8 +286,8 @@ def exit_code(rows: list[Row]) -> int:
 def read_sweep(folder: Path) -> list[Row]:
     """Every run below `folder`, in order: a run directory, a sweep, or a folder of either.
 
-    A run is its summary.json plus "dir" and "status". One that never wrote it is "unfinished", with
-    the content of its index line, config and metrics.
+    A run is its summary.json plus "dir" and "evaluated_step". A run that never wrote a summary is
+    "unfinished", with the content of its index line, config and metrics.
     """
     rows = []
     for run_dir in _run_dirs(Path(folder)):
@@ -374,7 +374,7 @@ def summary_table(rows: list[Row]) -> str:
         cells = [_cell(row, *column) for column in columns.values()]
         table.append([name.variant, *(setting.get(key, "-") for key in sizes), *cells])
         if text := remark(row):
-            # what all seeds left out is told once
+            # what all seeds left out is shown once
             who = name.variant if row["status"] == "completed" else name.run
             remarks.append(f"{who}: {row['status']}{when(row)}: {text}")
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -408,7 +408,7 @@ def when(row: Row) -> str:
 
 
 def remark(row: Row) -> str:
-    """Why a run ended early, and what a resume changed, in one line; "" for one that completed."""
+    """Why a run ended early, what was left out, and what a resume changed, in one line; else ""."""
     found = row.get("diagnosis") or row.get("oom") or {}
     reason = str(found.get("message") or row.get("error") or "")
     left_out = [f"without {key}: {why}" for key, why in (row.get("left_out") or {}).items()]
@@ -439,7 +439,7 @@ def in_order(name: str) -> list[int | str]:
 def _index(folder: Path) -> dict[str, Row]:
     """The lines of a sweep's index.jsonl by the name of the run's folder.
 
-    Of a job that has not reported its end, what was planned: its settings, not its status.
+    A job that has not reported its end has only what was planned: its settings, not its status.
     """
     rows = _index_rows(folder)
     ended = {Path(row["dir"]).name: row for row in rows if isinstance(row.get("dir"), str)}
@@ -459,8 +459,8 @@ def _write_index(folder: Path, rows: list[Row]) -> None:
 def job_names(run_dir: Path, summary: Row, config: RunConfig) -> Row:
     """What a logger is told of this job, besides its metrics: names, folder, tags and settings.
 
-    Of the settings, `variant` is the run's name without its sizes, and `curve` is what a chart
-    shows as one line, the mean of several seeds.
+    Among the settings, `variant` is the run's name without its sizes. Runs with the same `curve`
+    differ only in their seed; a chart shows their mean as one line.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
