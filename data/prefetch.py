@@ -30,7 +30,8 @@ class Pass(NamedTuple):
     """One forward and backward pass of a step."""
 
     tensors: tuple[Tensor, ...]  # the model's inputs, on the device
-    # its loss is the mean over its targets; divided by this, it is its part of the step's loss
+    # the model's loss is the mean over this pass's targets; divided by this, it adds up to the
+    # step's loss
     divisor: float
 
 
@@ -69,10 +70,10 @@ class Prefetcher:
         self.pending.clear()
 
     def passes(self, step: int) -> list[Pass]:
-        """The forward and backward passes of this step. Their losses, divided, add up to the mean
-        over all targets of the step that are not ignored.
+        """The forward and backward passes of this step. Their losses, divided by their divisors,
+        add up to the mean over all targets of the step that are not ignored.
 
-        An error in reading them is raised here, when their step has come, and not earlier.
+        An error in reading them is raised here, and not while earlier steps run.
         """
         if not self.ahead:
             return self._read(step)
@@ -83,14 +84,14 @@ class Prefetcher:
         passes = self.pending.pop(step).result()
         if self.on_gpu:
             for x in itertools.chain(*(tensors for tensors, _ in passes)):
-                # the copy stream owns this memory; it must not reuse it before this stream is done
+                # the copy stream owns this memory, and must not reuse it before this stream is done
                 x.record_stream(torch.cuda.current_stream(self.device))
         return passes
 
     def _read(self, step: int) -> list[Pass]:
         inputs, targets, *documents = self.data.train_batch(step, self.num_sequences)
         counted = int((targets != IGNORED).sum())
-        # a part of a sequence attends to the whole of it: its documents stay whole
+        # a part of a sequence attends to the whole sequence, so it needs all document_ids
         batch = (inputs[:, self.columns], targets[:, self.columns], *documents)
         parts = zip(*(x[self.rows].split(self.batch_size) for x in batch), strict=True)
         passes = []

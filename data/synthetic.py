@@ -1,7 +1,7 @@
 """Synthetic tasks whose answer stands earlier in the sequence: last_write, recall and needle.
 
 Only the answers are scored: every other target is ignored. Every step draws new sequences. A task
-also says where each answer stands, so that accuracy can be told by distance (scripts/recall.py).
+also says where each answer stands, for accuracy by distance (scripts/recall.py).
 
 B sequences, N = seq_len.
 """
@@ -14,7 +14,7 @@ from config import DataConfig
 from data.interface import IGNORED, Batch, generator, to_batch
 
 VAL_SEED = 2**64 - 1  # the largest seed: held-out sequences have a random stream of their own
-POWER = 0.01  # of the gaps before recall's questions
+POWER = 0.01  # exponent of the distribution of the gaps before recall's questions
 
 
 class Drawn(NamedTuple):
@@ -111,7 +111,7 @@ class LastWriteData(SyntheticData):
 class NeedleData(LastWriteData):
     """A needle in a haystack: the last token asks for a key that was written once, anywhere.
 
-    All other positions write other keys, so every tile of the haystack has something to offer. The
+    All other positions write other keys, so every tile of the haystack holds distractors. The
     needle's position is uniform, and so is all else. Tokens are those of last_write.
 
         3 keys (a, b, c), 2 values (0, 1)
@@ -119,7 +119,7 @@ class NeedleData(LastWriteData):
         inputs      1     4     3     1     0    7
         targets  -100  -100  -100  -100  -100   10
 
-    The task is that of the needle tests of long contexts in small, with distractors in place of
+    This is a small version of the needle tests for long contexts, with distractors instead of
     prose, as in RULER's multi-key retrieval (Hsieh et al. 2024, arXiv:2404.06654).
     """
 
@@ -156,10 +156,10 @@ class RecallData(SyntheticData):
     values: a vocabulary of 8,192.
 
     From zoology's code (zoology/data/multiquery_ar.py, and figure 2's settings in
-    experiments/iclr24_zoology_figure2): the layout, the vocabulary, gaps of power 0.01 in which the
-    first key chooses first, gaps filled with 0, and the number of pairs for each length. Unlike
-    there, no sequence is seen twice: zoology trains 64 epochs on 100,000, and tests on 3,000
-    (eval_sequences=3000). Its attention has 2 layers of 1 head, without MLPs.
+    experiments/iclr24_zoology_figure2): the layout, the vocabulary, gaps of power 0.01 that are
+    drawn in the order of the keys, gaps filled with 0, and the number of pairs for each length.
+    Unlike there, no sequence is seen twice: zoology trains 64 epochs on 100,000 sequences, and
+    tests on 3,000 (eval_sequences=3000). Its model has 2 layers of 1 head, without MLPs.
     """
 
     def __init__(self, config: DataConfig, *, seq_len: int, seed: int) -> None:
@@ -174,7 +174,7 @@ class RecallData(SyntheticData):
         count = self.num_pairs
         inputs = np.zeros((num_sequences, self.seq_len), dtype=np.int64)
         sources = np.full_like(inputs, -1)
-        # a sequence at a time: numpy draws without replacement for one alone
+        # one sequence at a time: numpy cannot draw several samples without replacement at once
         for sequence, source in zip(inputs, sources, strict=True):
             keys = 1 + random.choice(self.num_keys, count, replace=False)
             values = 1 + self.num_keys + random.choice(self.num_values, count, replace=False)

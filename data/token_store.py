@@ -43,13 +43,13 @@ from data.tokenizer import token_dtype
 
 log = logging.getLogger("tilegpt")
 
-LAYOUT = 1  # raise it when the files change their meaning: older stores are then not found
-# threads tokenize this many side by side: tiktoken releases the interpreter's lock
+LAYOUT = 1  # raise it when the files change their meaning, so that older stores are not found
+# this many are tokenized in parallel threads, because tiktoken releases the interpreter's lock
 DOCUMENTS_AT_ONCE = 32
 HALVES = ("train", "val")
 FILES = ("train.bin", "val.bin")
-# locks in the cache folder. Builds share the first; removing dead builds takes it alone. The second
-# is held alone while a store is put in its place
+# locks in the cache folder. Builds share the first; removing dead builds takes it exclusively, and
+# so does putting a store in its place take the second
 BUILDING, PUBLISHING = ".building.lock", ".publishing.lock"
 
 
@@ -106,10 +106,7 @@ def load(folder: Path) -> TokenStore:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """The content of meta.json, exactly as it was written for the store of this name.
-
-    Raises ValueError otherwise.
-    """
+    """The content of meta.json. Raises ValueError if it was altered or is of another store."""
     try:
         meta = json.loads((folder / "meta.json").read_bytes())
         checksum = meta_checksum(meta) if isinstance(meta, dict) else None

@@ -36,10 +36,10 @@ GPT2_FILES = tuple(
     for name in ("vocab.bpe", "encoder.json")
 )
 
-# at most this many characters go to tiktoken at once: GPT-2's pattern looks ahead, and a million
-# spaces before a word overflow its stack. The cut falls between a character and the white space
-# after it, where every pattern here starts a new token anyway. Only a text without such a place is
-# cut elsewhere
+# tiktoken gets at most this many characters at once, because GPT-2's pattern looks ahead, and a
+# million spaces before a word overflow its stack. The cut falls between a character and the white
+# space after it, where every pattern here starts a new token anyway. Only a text without such a
+# place is cut elsewhere
 CHUNK = re.compile(r"(?s:.{1,65536})(?:\Z|(?<=\S)(?=[ \n]))|(?s:.{1,65536})")
 
 

@@ -1,12 +1,13 @@
 """Our tokenizers in the files that transformers reads.
 
-All three are byte-pair encodings of bytes to Hugging Face, byte without any merge. Its files hold
-characters, so GPT-2 (Radford et al. 2019) writes a byte that is no visible character of Latin-1 as
-one of those from U+0100 on:
+To Hugging Face all three are byte-level BPE; `byte` has no merges. Its files hold characters. So a
+byte that is not a visible Latin-1 character becomes a character from U+0100 on, as in GPT-2
+(Radford et al. 2019):
 
     " the\\n"   ->   "Ġtheċ"
 
-One difference stays: there `<|endoftext|>` in a text is the end of text, here it is ordinary text.
+One difference stays: transformers reads `<|endoftext|>` in a text as the end of text, and our
+tokenizers read it as ordinary text.
 """
 
 import json
@@ -29,7 +30,7 @@ def merges(ranks: dict[bytes, int]) -> list[list[str]]:
     pairs = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [bytes([byte]) for byte in token]
-        while len(parts) > 2:  # merge as the encoding does, but for the last step
+        while len(parts) > 2:  # merge as the encoding does, except the last merge
             earlier = [ranks.get(a + b, rank) for a, b in zip(parts, parts[1:], strict=False)]
             i = earlier.index(min(earlier))
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
@@ -44,7 +45,7 @@ def tokenizer_files(tokenizer: Tokenizer, *, max_length: int) -> dict[str, str]:
     if isinstance(tokenizer, BytePairTokenizer):
         ranks = tokenizer.encoding._mergeable_ranks
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    # alone, ByteLevel cuts a text as GPT-2 does
+    # by its own regex, ByteLevel splits a text as GPT-2 does
     split: dict[str, Any] = byte_level | {"use_regex": tokenizer.name == "gpt2"}
     if tokenizer.name == "bpe":
         cut = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated"}

@@ -12,34 +12,33 @@ from training.hardware import PEAK_FLOPS, data_sheet
 
 
 class WallClock:
-    """What a user waits for. A run has two speeds, in every row of metrics after the first step and
-    in summary.json:
+    """The time that a user waits. A run has two speeds, in every row of metrics after the first
+    step and in summary.json:
 
     tokens_per_sec        by the wall clock, with everything in it. In a row: the tokens trained
                           since the row before, divided by the seconds since that row was written.
-                          These hold steps, compilation, metrics and evaluation of this row, and
+                          These include steps, compilation, metrics and evaluation of this row, and
                           logging and checkpoint of the row before. In the summary: from the first
                           step to the end of the training.
-    step_tokens_per_sec   the steps alone, by which variants are compared: see Throughput, which
-                          makes mfu of it too.
+    step_tokens_per_sec   the steps alone, for comparing variants. Throughput measures it, and
+                          computes mfu from it.
 
-    seconds, in a row, is the time since the run began, start-up and earlier starts included, as
-    wall_seconds in the summary counts it. So tokens_per_sec is the difference of tokens divided by
-    that of seconds, row by row; the first row of each start counts from its first step, with or
-    without a row of step 0. Of a resumed run both speeds in the summary are its newest start's,
-    which ran where env.json says.
+    A row's `seconds` is the time since the run began, including start-up and earlier starts, like
+    wall_seconds in the summary. So tokens_per_sec is the difference of tokens between two rows
+    divided by that of seconds. The first row of each start counts from its first step, with or
+    without a row of step 0. In the summary of a resumed run, both speeds are those of the newest
+    start, on the hardware in env.json.
 
     clock.begin(tokens)                             # before the first step; earlier starts have
                                                     trained `tokens`
     for step in ...: train(); row |= clock.row(tokens)
 
-    The tokens are those of steps whose loss the host has waited for, never those of a step that is
-    only queued.
+    Only tokens of steps whose loss the host has waited for count, not those of a queued step.
     """
 
     def __init__(self, *, seconds: float = 0.0, clock: Callable[[], float] = time.perf_counter):
         self.clock = clock
-        self._zero = clock() - seconds  # when the run would have begun, had it had this start alone
+        self._zero = clock() - seconds  # when the run would have begun without a break
         self._began: tuple[int, float] | None = None  # tokens and time at the first step
         self._row: tuple[int, float] | None = None  # and at the last row
 
@@ -71,9 +70,9 @@ class Throughput:
         with throughput.paused(): evaluate()
         row |= throughput.row()
 
-    flops_per_token: named counts of one token's FLOPs, each reported by its name as a share of
-    `peak` FLOP/s. On a GPU nothing here waits for it until a number is asked for: the clock is read
-    by events that its stream reaches in turn.
+    flops_per_token: {name: FLOPs of one token}; each is reported under its name as a share of
+    `peak` FLOP/s. On a GPU the time is taken by events in its stream, so nothing here waits for the
+    GPU until a number is requested.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Throughput:
         self._stretches: list[
             tuple[Any, Any]
         ] = []  # starts and stops of the clock that are not in _seconds yet
-        self._since: Any = None  # when the clock last started; None while it stands
+        self._since: Any = None  # when the clock last started; None while it is stopped
         self._window = (0, 0.0)  # tokens and seconds at the last window()
 
     def step(self, tokens: int) -> None:
@@ -109,8 +108,8 @@ class Throughput:
             self._since = self._now()
 
     def warm_up(self) -> None:
-        """The next steps are slow like the first ones: another attention, for one, is compiled in
-        them.
+        """Do not count the next steps. They are slow like the first ones, for example because
+        another attention is compiled in them.
         """
         self.pause()
         self._cold = self.warmup_steps
@@ -138,8 +137,8 @@ class Throughput:
         return self.tokens / self._elapsed() if self.tokens else None
 
     def window(self) -> float | None:
-        """Average since the last call, for one row of metrics; None where no step was measured. To
-        be called between two steps.
+        """Average since the last call, for one row of metrics; None if no step was measured. Call
+        it between two steps.
         """
         tokens, seconds = self._window
         self._window = (self.tokens, self._elapsed())
@@ -148,8 +147,8 @@ class Throughput:
         )
 
     def row(self) -> dict[str, float | None]:
-        """window() as step_tokens_per_sec, and by each name of flops_per_token the share of the
-        peak; None where one is not known.
+        """window() as step_tokens_per_sec, and the share of the peak for each name in
+        flops_per_token; None if unknown.
         """
         speed = self.window()
         shares = {
@@ -167,7 +166,7 @@ class Throughput:
     def _now(self) -> Any:
         if self.device.type != "cuda":
             return self.clock()
-        # kernels run behind the Python program: the clock of this machine would time their launches
+        # kernels run asynchronously, so the host's clock would only time their launches
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -201,22 +200,22 @@ class Progress:
         self.every = every
         self.clock = clock
         self._since: tuple[int, float] | None = (
-            None  # step and time at which the clock of the time left started
+            None  # step and time from which the time left is estimated
         )
         self._said = first_step, clock()  # step and time of the last line
 
     def step(self, step: int, *, row: bool = True) -> bool:
-        """Count `step` as done; whether a line is due: the last one is `every` seconds old, and
-        this step has a row of metrics, or four times as old. The first step, which compiles, starts
-        the clock.
+        """Count `step` as done; returns whether a line is due. It is due if the last line is
+        `every` seconds old and this step has a row of metrics, or four times as old without one.
+        The clock starts after the first step, which compiles.
         """
         now = self.clock()
         self._since = self._since or (step, now)
         return now - self._said[1] >= (self.every if row else 4 * self.every)
 
     def line(self, step: int, row: dict[str, Any]) -> str:
-        """Step and tokens so far, the losses of a row of metrics, the speed since the last line by
-        the wall clock, and the time left where it is known.
+        """Step and tokens so far, the losses in `row`, the wall-clock speed since the last line,
+        and the time left if it is known.
         """
         (said_step, said), now = self._said, self.clock()
         self._said = step, now

@@ -3,12 +3,11 @@ tiles fit on the chip.
 
 Dimensions: B sequences, H heads, N queries and keys, D head dim.
 
-Two accountings stand side by side. The one often printed counts q, k, v and out once for a fused
-kernel, 4 N D. But a query tile must see every key it attends to, so K and V are read again for each
-query tile: 2 N D + 2 N D * N / block_q (half of the second term when causal). With a tile as large
-as the chip's memory of M elements lets it be, that is Theta(N^2 D^2 / M) (Dao et al.,
-"FlashAttention", 2022, theorem 2), not Theta(N D). A second-level cache may serve the repeats: this
-counts what is asked for.
+There are two accountings. The usual one counts q, k, v and out once for a fused kernel, 4 N D. But
+a query tile must see every key it attends to, so K and V are read again for each query tile:
+2 N D + 2 N D * N / block_q (half of the second term when causal). With the largest tile that an
+on-chip memory of M elements allows, that is Theta(N^2 D^2 / M) (Dao et al., "FlashAttention", 2022,
+theorem 2), not Theta(N D). A second-level cache may serve the repeats; this counts all requests.
 """
 
 from dataclasses import dataclass
@@ -46,22 +45,22 @@ class Call:
 
     @property
     def line(self) -> int:
-        """Elements of q, of k, of v and of out."""
+        """Elements of q; k, v and out have as many."""
         return self.batch * self.heads * self.seq_len * self.head_dim
 
     @property
     def square(self) -> int:
-        """Scores, the hidden ones too."""
+        """Number of scores, including hidden ones."""
         return self.batch * self.heads * self.seq_len**2
 
     @property
     def cast(self) -> int:
-        """Bytes of a score that is cast to a narrow dtype."""
+        """Bytes of a score cast to the narrow dtype of v; 0 if v is float32."""
         return self.element if self.element < 4 else 0
 
     @property
     def flops(self) -> float:
-        """Of the two products; a causal mask leaves half of them to do, a window fewer."""
+        """FLOPs of the two products. A causal mask leaves half of them, a window fewer still."""
         hidden = self.seq_len - min(self.window or self.seq_len, self.seq_len)
         pairs = self.square - self.batch * self.heads * hidden**2
         return 4 * pairs * self.head_dim / (2 if self.causal else 1)
@@ -73,8 +72,8 @@ class Call:
 
 
 def printed_naive(call: Call) -> Traffic:
-    """The usual accounting of attention in three kernels: scores written and read, probabilities
-    written and read, 4 N^2 + 4 N D.
+    """The usual accounting of attention in three kernels, which write and read the scores and then
+    the probabilities: 4 N^2 + 4 N D.
     """
     square, line = call.square * call.element, call.line * call.element
     return Traffic(2 * square + 3 * line, 2 * square + line, call.flops)
@@ -87,14 +86,14 @@ def printed_fused(call: Call) -> Traffic:
 
 
 def naive(call: Call) -> Traffic:
-    """attention=naive as it runs, operator by operator, every one over the whole of N x N in
-    float32 (causal or not).
+    """attention=naive as it runs, operator by operator. Each goes over all of N x N in float32,
+    causal or not.
 
     q k^T, scale, mask, logsumexp (maximum, difference, exponential, sum), softmax, rows without a
     key, the cast to v's dtype, p v.
     """
     cast = call.cast
-    # eight times in float32, the mask, and p for its cast and for p v
+    # N x N eight times in float32, the mask, and p for its cast and for p v
     read = call.square * (8 * 4 + 1 + 4 + cast) + call.line * (3 * call.element + 8)
     written = call.square * (7 * 4 + cast) + call.line * (call.element + 8)
     return Traffic(read, written, call.flops)
@@ -103,11 +102,11 @@ def naive(call: Call) -> Traffic:
 def visited_keys(
     seq_len: int, block_q: int, block_kv: int, *, causal: bool = True, window: int | None = None
 ) -> int:
-    """Rows of K that the query tiles of one head load, tile by tile: block_kv at a time, none past
-    the diagonal or before the window.
+    """Rows of K that the query tiles of one head load, block_kv at a time, without tiles past the
+    diagonal or before the window.
     """
     tiles, window = -(-seq_len // block_q), window or seq_len
-    # query tiles that end before the last, ragged tile of keys: these see whole tiles, others all
+    # query tiles that end before the last, ragged tile of keys load whole tiles; others load all
     early = seq_len // block_kv * block_kv // block_q if causal else 0
     seen = block_kv * floor_sum(early, block_q, block_q + block_kv - 1, block_kv)
     seen += (tiles - early) * seq_len
@@ -117,7 +116,7 @@ def visited_keys(
 
 
 def floor_sum(n: int, a: int, b: int, m: int) -> int:
-    """The sum of (a * i + b) // m for i in range(n), in steps of Euclid's algorithm. b >= 0."""
+    """The sum of (a * i + b) // m for i in range(n), by Euclid's algorithm. b >= 0."""
     total = 0
     while n:
         total += a // m * (n * (n - 1) // 2) + b // m * n
@@ -128,8 +127,8 @@ def floor_sum(n: int, a: int, b: int, m: int) -> int:
 
 
 def fused(call: Call, *, block_q: int = 128, block_kv: int = 64) -> Traffic:
-    """A flash kernel: q once, K and V once for every query tile, out and lse once. The score tile
-    never leaves the chip.
+    """A flash kernel reads q once, and K and V once for every query tile; it writes out and lse
+    once. The score tile never leaves the chip.
     """
     keys = 2 * call.visited_keys(block_q, block_kv) * call.head_dim  # of K and V
     lse = 4 * call.batch * call.heads * call.seq_len
@@ -140,9 +139,9 @@ def tile_loop(call: Call, *, block_q: int = 128, block_kv: int = 64) -> Traffic:
     """The same tiles as PyTorch operators: K and V as above, but every step on a score tile goes
     through memory (or the cache).
 
-    A score: the product, the scale, the maximum, the difference, the exponential, the sum, the
-    casts, p v. A step also reads and writes the accumulator three times. Tiling alone saves memory,
-    not traffic: that takes fusion.
+    Steps on a score: the product, the scale, the maximum, the difference, the exponential, the sum,
+    the casts, p v. Each tile also reads the accumulator four times and writes it three times.
+    Tiling alone saves memory, not traffic; that takes fusion.
     """
     kernel = fused(call, block_q=block_q, block_kv=block_kv)
     keys, rows = call.visited_keys(block_q, block_kv), min(block_q, call.seq_len)
@@ -157,8 +156,8 @@ def tile_loop(call: Call, *, block_q: int = 128, block_kv: int = 64) -> Traffic:
 
 
 def lower_bound_bytes(call: Call, *, sram_bytes: int) -> float:
-    """N^2 D^2 / M in bytes, the order that no exact attention beats for every M (the paper,
-    proposition 3); M elements on the chip.
+    """N^2 D^2 / M in bytes: no exact attention is of a lower order for every M (Dao et al.,
+    proposition 3). M is the elements that fit on the chip.
     """
     return call.square * call.head_dim**2 / (sram_bytes / call.element) * call.element
 

@@ -53,13 +53,13 @@ def load_trained(
 ) -> Trained:
     """Build the model of `config` with the weights of a run.
 
-    backend: an attention in place of the one that the run had come to. Raises ValueError for a
-    device or dtype that is not here, and for a checkpoint that cannot be used.
+    backend: an attention to use instead of the one that the run last used. Raises ValueError for a
+    device or dtype that this machine lacks, and for a checkpoint that cannot be used.
     """
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     step = read_meta(run)["step"]
-    # made with its own attention, whose parameters are among the weights
+    # built with the run's own attention, whose parameters are among the weights
     made = {"backend": backend_after(chosen_attention(config.attention), step)}
     made |= {"vocab_size": vocab_size, "attention": config.attention}
     model = GPT(config.model, **made).to(device)
